@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from regard.tracing import Trace
 
 __version__ = "0.1.0"
+"""The version of the package."""
 
 _NAMES = {
     "regard.argument_checks": ("checks",),

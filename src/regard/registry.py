@@ -64,7 +64,7 @@ class Registry(Generic[T]):
 
     @contextmanager
     def temporary(self) -> Iterator[None]:
-        """Remove after the block all classes that were registered in it."""
+        """Return a context manager that removes, at its end, classes registered in its block."""
         before = dict(self._classes)
         try:
             yield

@@ -277,6 +277,12 @@ def tap(name: str, x: Tensor) -> Tensor:
 
     Returns:
         The tensor after all edits; `x` itself if no trace is open.
+
+    >>> import torch
+    >>> with Trace("z", edit={"z": lambda z: 2 * z}) as trace:
+    ...     _ = tap("z", torch.ones(2))
+    >>> trace["z"]
+    tensor([2., 2.])
     """
     stack = _state.stack
     if not stack:
@@ -303,6 +309,12 @@ def named_scope(name: str) -> AbstractContextManager[None]:
 
     Returns:
         The context manager.
+
+    >>> import torch
+    >>> with Trace("z") as trace, named_scope("layers.3"):
+    ...     _ = tap("z", torch.ones(2))
+    >>> list(trace)
+    ['layers.3.z']
     """
     return _NamedScope(name) if _state.stack else _NO_SCOPE
 

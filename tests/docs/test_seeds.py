@@ -40,7 +40,7 @@ IDS = [f"{part}.{i}" for part, last in LAST.items() for i in range(1, last + 1)]
 IDS += [f"X{i}" for i in range(1, 6)]
 
 OPEN = re.compile(r"open \(issue ([4-7])\): \w")
-FACT = "a fact, not code: "
+FACT = "This is a fact, not code: "
 ROW = re.compile(r"^\| ([SEX]\d+(?:\.\d+)?) \|(.*)\|$", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
 
@@ -224,7 +224,7 @@ GOOD = """
 |---|---|---|---|
 | S1.1 | a | `regard.attend` | `tests/docs/test_seeds.py::test_files_of_data_exist` |
 | S1.2 | b | none yet | open (issue 4): all of it |
-| E1.1 | a fact, not code: b | this line |
+| E1.1 | This is a fact, not code: b | this line |
 """
 
 

@@ -266,7 +266,7 @@ def test_refusals(options: dict[str, Any], message: str) -> None:
 
 def test_nothing_recorded() -> None:
     with pytest.raises(
-        ArgumentError, match="the recording has no place; record a call of attention first"
+        ArgumentError, match="the recording contains no attention call; record one first"
     ):
         report(Recording({}))
 

@@ -74,6 +74,7 @@ ROOT_FILES = {
     "SECURITY.md",
     "constraints.txt",
     "docs",
+    "hatch_build.py",
     "pyproject.toml",
     "src",
     "tests",

@@ -199,7 +199,7 @@ class FaultSearch:
     def fit_scale(
         self, known: AttentionVariant | None
     ) -> tuple[WeightInterpretation, AttentionVariant] | None:
-        """Find a correct variant with another scale that reproduces both outputs."""
+        """Find a variant without faults that reproduces the code's outputs with another scale."""
         for interpretation in self.interpretations:
             for variant in (
                 self._candidates(interpretation, 0) if interpretation.search_faults else ()
@@ -235,7 +235,7 @@ class FaultSearch:
     def correct_variants(
         self, interpretation: WeightInterpretation
     ) -> tuple[AttentionVariant, ...]:
-        """Return the variants without a fault."""
+        """Return the variants of attention that have none of the known faults."""
         return self._candidates(interpretation, 0)
 
     def nearest_correct(self) -> tuple[WeightInterpretation, AttentionVariant]:

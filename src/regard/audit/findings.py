@@ -504,6 +504,7 @@ FAULTS: dict[str, Fault] = {
         "warning",
     ),
 }
+"""The descriptions of all faults, by the names that `Finding.name` uses."""
 
 
 def finding(

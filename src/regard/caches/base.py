@@ -376,7 +376,7 @@ def check_update(memory: Parts, positions: Positions) -> None:
         batches[new.shape[0]] = None
     if len(batches) > 1:
         sizes = " and ".join(str(b) for b in batches)
-        raise ArgumentError(f"memory has parts of batch {sizes}; all must have one batch")
+        raise ArgumentError(f"memory has parts of batch {sizes}; all must have the same batch size")
     for B in batches:
         if not isinstance(positions, Span) and positions.shape[0] not in (1, B):
             raise ArgumentError(

@@ -292,8 +292,8 @@ class PageTable:
 
 
 class Paged(Cache):
-    """A cache that stores memory in pages of a pool, so that a short row does not reserve a long
-    one's memory.
+    """A cache that stores memory in pages of a pool, so that each row takes only as many pages as
+    its tokens need.
 
     Padding is not stored. A `fork`, or a row that `select` repeats, refers to the same pages; a
     shared page is copied when it is written. Pages without references become free: after `crop`,

@@ -136,9 +136,10 @@ class Memory(State):
 
     A module calls `update(memory, positions)`, which returns all stored tokens, the new ones last;
     reads `state`; computes the state after the segments that are closed now; and calls
-    `store(state, positions)`, which drops the tokens of these segments. Segment s of a row,
-    positions s N to (s + 1) N - 1, is closed when its last position or a later one was passed.
-    `crop` can go back to the start of the open segment; tokens in the memory cannot be removed.
+    `store(state, positions)`, which drops the tokens of these segments. Segment s of a row has
+    the positions s N to (s + 1) N - 1, and is closed once its last position or a later one was
+    passed to `update`. `crop` can go back to the start of the open segment; tokens in the memory
+    cannot be removed.
 
     Args:
         segment: N, the number of positions per segment.

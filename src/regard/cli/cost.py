@@ -403,7 +403,7 @@ def _flag_of(name: str) -> str:
 
 
 def _mechanism_options(mechanism_flags: dict[str, Any], settings: list[str]) -> dict[str, Any]:
-    """Return the options of the mechanism: those with a flag of their own, and those of --set."""
+    """Collect the options of the mechanism from its flags and from `--set name=value`."""
     options = {name: value for name, value in mechanism_flags.items() if value is not None}
     for setting in settings:
         name, sign, value = setting.partition("=")

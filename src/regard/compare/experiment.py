@@ -214,7 +214,7 @@ class Session:
             experiments: experiments with different names.
 
         Returns:
-            The name of each experiment to its numbers.
+            The numbers of each experiment, by its name.
 
         Raises:
             ArgumentError: two experiments have the same name.

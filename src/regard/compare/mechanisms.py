@@ -288,7 +288,7 @@ def configs(
         same: a word of `MATCHED_BY`: "sizes" or "parameters".
 
     Returns:
-        The name of each mechanism to the config of its model.
+        The config of each model, by the name of its mechanism.
 
     Raises:
         ArgumentError: `same` is another word, or `same_parameters` raises.

@@ -130,7 +130,7 @@ def from_lengths(lengths: Lengths) -> Padding:
         The padding mask.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a length below 0 or not an int.
+        ArgumentError, ArgumentTypeError: a length is below 0 or not an int.
 
     >>> from_lengths([2, 3])
     Padding(runs=(((0, 2),), ((0, 3),)))
@@ -149,7 +149,7 @@ def from_window_size(left: int, right: int = 0) -> Mask | None:
         The mask; None if neither side is limited.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a side below -1 or not an int.
+        ArgumentError, ArgumentTypeError: a side is below -1 or not an int.
 
     >>> print(from_window_size(3), "|", from_window_size(-1), "|", from_window_size(8, 8))
     causal & window(4) | causal | window(9, ahead=8)
@@ -173,7 +173,7 @@ def from_sliding_window(size: int | None) -> Mask:
         The causal mask with this window.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a size below 1 or not an int.
+        ArgumentError, ArgumentTypeError: the size is below 1 or not an int.
 
     >>> print(from_sliding_window(4096))
     causal & window(4096)

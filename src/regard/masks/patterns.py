@@ -70,7 +70,7 @@ class Window(Mask):
             later keys.
 
     Raises:
-        ArgumentError, ArgumentTypeError: size below 1, ahead below 0, or not ints.
+        ArgumentError, ArgumentTypeError: size is below 1, ahead is below 0, or one is not an int.
 
     >>> from regard.span import Span
     >>> (Causal() & Window(8)).count(Span(0, 64), Span(0, 64))
@@ -126,7 +126,7 @@ class Chunk(Mask):
         size: positions per chunk.
 
     Raises:
-        ArgumentError, ArgumentTypeError: size below 1 or not an int.
+        ArgumentError, ArgumentTypeError: size is below 1 or not an int.
 
     >>> from regard.span import Span
     >>> (Causal() & Chunk(3)).visible(Span(0, 5), Span(0, 5)).tolist()
@@ -212,7 +212,7 @@ class Sinks(Mask):
         n: the number of positions.
 
     Raises:
-        ArgumentError, ArgumentTypeError: n below 0 or not an int.
+        ArgumentError, ArgumentTypeError: n is below 0 or not an int.
 
     >>> from regard.masks import Causal, Window
     >>> from regard.span import Span
@@ -249,7 +249,7 @@ class Global(Mask):
         positions: the global positions.
 
     Raises:
-        ArgumentError, ArgumentTypeError: a position below 0 or not an int.
+        ArgumentError, ArgumentTypeError: a position is below 0 or not an int.
 
     >>> from regard.masks import Window
     >>> from regard.span import Span

@@ -131,8 +131,8 @@ def read_pooling(folder: Path) -> Pooling | None:
         raise FileError(
             f"{folder / 'modules.json'} has the modules "
             f"{escape_controls(', '.join(kinds)[:200])}; only "
-            f"{', '.join(SENTENCE_TRANSFORMERS_MODULES)} are supported, the last "
-            "may be absent; without the file, the model loads and its states can be pooled"
+            f"{', '.join(SENTENCE_TRANSFORMERS_MODULES)} are supported, and the "
+            "last one may be missing; without it, the model loads, and you can pool its states"
         )
     where = folder / modules[1][1]
     if where.parent != folder:

@@ -41,8 +41,7 @@ class Attention(Mixer):
         bias: an additive bias on the scores (`regard.biases`). Its tensors are parameters of this
             module if they are `nn.Parameter`.
         sink: a parameter [H] with one logit per head, which is added to the softmax denominator
-            only;
-            None adds nothing.
+            only; None adds nothing.
         dropout: the probability of dropping an attention weight, in training only.
 
     Raises:
@@ -174,7 +173,7 @@ class Attention(Mixer):
         return self.bias.with_tensors(tuple(self.bias_tensors))
 
     def extra_repr(self) -> str:
-        """The mask, bias, scale, softcap and dropout that differ from the defaults."""
+        """Return the mask, bias, scale, softcap and dropout that differ from the defaults."""
         shown = {"mask": self.mask, "bias": self.bias, "scale": self.scale, "softcap": self.softcap}
         parts = [f"{name}={value}" for name, value in shown.items() if value is not None]
         return ", ".join([*parts, *([f"dropout={self.dropout}"] if self.dropout else [])])

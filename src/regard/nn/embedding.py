@@ -42,7 +42,7 @@ class SinusoidalPositions(nn.Module):
         return sinusoidal(positions, self.dim, dtype=torch.float64)
 
     def extra_repr(self) -> str:
-        """The model dim, which is the size of a vector."""
+        """Return the model dim, which is the size of a vector."""
         return str(self.dim)
 
 
@@ -145,7 +145,7 @@ class InputEmbedding(nn.Module):
         check_device(name, ids, self.embedding.weight, "the embedding")
 
     def extra_repr(self) -> str:
-        """The factor on the token embedding."""
+        """Return the factor on the token embedding."""
         return f"scale={self.scale:g}"
 
 
@@ -179,7 +179,7 @@ class CappedLogits(Linear):
         return self.cap * torch.tanh(super().forward(x) / self.cap)
 
     def extra_repr(self) -> str:
-        """The sizes of the matrix and the cap."""
+        """Return the sizes of the matrix and the cap."""
         return f"{super().extra_repr()}, cap={self.cap:g}"
 
 
@@ -214,5 +214,5 @@ class ScaledLogits(Linear):
         return super().forward(x * self.scale)
 
     def extra_repr(self) -> str:
-        """The sizes of the matrix and the factor."""
+        """Return the sizes of the matrix and the factor."""
         return f"{super().extra_repr()}, scale={self.scale:g}"

@@ -156,7 +156,7 @@ class ClippedSwiGLU(nn.Module):
         return result
 
     def extra_repr(self) -> str:
-        """The clipping limit and the factor inside the sigmoid."""
+        """Return the clipping limit and the factor inside the sigmoid."""
         return f"limit={self.limit:g}, alpha={self.alpha:g}"
 
 
@@ -322,7 +322,7 @@ class Router(nn.Module, ABC):
         return _stable_topk(scores, self.k)
 
     def extra_repr(self) -> str:
-        """The number of chosen and of all experts, the groups, the normalisation and the factor."""
+        """Return the numbers of chosen and all experts, the groups, `normalise` and the factor."""
         groups = "" if self.groups is None else f", {self.groups}"
         normalise = ", normalise" if self.normalise else ""
         scale = "" if self.scale == 1 else f", scale={self.scale:g}"

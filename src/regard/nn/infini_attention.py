@@ -251,5 +251,5 @@ class InfiniAttention(Mixer):
         )[0]
 
     def extra_repr(self) -> str:
-        """The segment length, the update rule, and how the empty memory is treated."""
+        """Return the segment length, the update rule, and how the empty memory is treated."""
         return f"segment={self.segment}, update={self.update!r}, empty={self.empty!r}"

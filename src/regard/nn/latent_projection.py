@@ -284,7 +284,7 @@ class LatentProjection(ProjectionModule):
         return cache_unsafe_reason(self.rotary)
 
     def extra_repr(self) -> str:
-        """The heads, their dims, the rank and the form."""
+        """Return the heads, their dims, the rank and the form."""
         sizes = f"{self.nope_dim}+{self.rotary.dim} and {self.value_dim}"
         return (
             f"{plural(self.heads, 'head')} of {sizes}, kv_rank={self.kv_rank}, form={self.form!r}"

@@ -265,7 +265,7 @@ class LinearAttentionRule(nn.Module):
         return LinearSpec(weights, (), shape, normalised=self.normalise)
 
     def extra_repr(self) -> str:
-        """The feature map, and whether the weights are normalised."""
+        """Return the feature map, and whether the weights are normalised."""
         name = self.feature_map if isinstance(self.feature_map, str) else "a function"
         return f"{name}, normalise={self.normalise}"
 
@@ -326,7 +326,7 @@ class RetentionRule(nn.Module):
         return LinearSpec(weights, (), shape, "retention", decayed=True)
 
     def extra_repr(self) -> str:
-        """The decays, if they are not those of the paper."""
+        """Return the decays, if they are not those of the paper."""
         return "" if self.decay is None else f"decay={list(self.decay)}"
 
 
@@ -392,7 +392,7 @@ class GatedLinearRule(nn.Module):
         return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
 
     def extra_repr(self) -> str:
-        """The temperature of the gates."""
+        """Return the temperature of the gates."""
         return f"temperature={self.temperature}"
 
 
@@ -498,7 +498,7 @@ class DeltaRule(LoadsRenamedWeights):
         return DeltaSpec(weights, (), shape, gated=self.decay is not None)
 
     def extra_repr(self) -> str:
-        """The upper bound of beta."""
+        """Return the upper bound of beta."""
         return f"max_beta={self.max_beta}"
 
 
@@ -554,5 +554,5 @@ class L2Norm(nn.Module):
         return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """The epsilon of the norm."""
+        """Return the epsilon of the norm."""
         return f"eps={self.eps}"

@@ -57,7 +57,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
     def extra_repr(self) -> str:
-        """The dimension and the epsilon."""
+        """Return the dimension and the epsilon."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
@@ -150,6 +150,6 @@ class HeadNorm(nn.Module):
         return (y * weight + bias).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """The number of heads, their size and the epsilon."""
+        """Return the number of heads, their size and the epsilon."""
         heads, dim = self.weight.shape
         return f"{plural(heads, 'head')} of {dim}, eps={self.eps}"

@@ -294,7 +294,7 @@ class HeadProjection(nn.Module):
         return run_steps(self.steps, (first,), positions, letter)
 
     def extra_repr(self) -> str:
-        """The number of heads and the head dim."""
+        """Return the number of heads and the head dim."""
         return f"{plural(self.heads, 'head')} of {self.head_dim}"
 
 
@@ -640,7 +640,7 @@ class FusedQKV(ProjectionModule):
         return x
 
     def extra_repr(self) -> str:
-        """The numbers of heads, the head dim and the order of the rows."""
+        """Return the numbers of heads, the head dim and the order of the rows."""
         heads = f"{plural(self.heads, 'query head')} and {plural(self.groups, 'key/value head')}"
         return f"{heads} of {self.head_dim}, order={self.order!r}"
 
@@ -699,7 +699,7 @@ class ClippedQKV(FusedQKV):
         return super()._heads(x, part).clamp(-self.limit, self.limit)
 
     def extra_repr(self) -> str:
-        """The numbers of heads, the head dim, the order of the rows and the limit."""
+        """Return the numbers of heads, the head dim, the order of the rows and the limit."""
         return f"{super().extra_repr()}, limit={self.limit:g}"
 
 
@@ -794,7 +794,7 @@ class EncoderStateProjection(ProjectionModule):
         return torch.unflatten(x, -1, (self.heads, -1)).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """The number of heads and the sizes of keys and states."""
+        """Return the number of heads and the sizes of keys and states."""
         return f"{plural(self.heads, 'head')}, keys of {self.key_dim}, states of {self.states}"
 
 

@@ -141,7 +141,7 @@ class MoBA(nn.Module):
         return BlockSelection(self.size, self.topk)
 
     def extra_repr(self) -> str:
-        """The block size and the number of blocks."""
+        """Return the block size and the number of blocks."""
         return f"blocks of {self.size}, topk={self.topk}"
 
 
@@ -229,7 +229,7 @@ class Indexer(nn.Module):
         return IndexSelection(self.q.heads, self.q.head_dim, self.topk)
 
     def extra_repr(self) -> str:
-        """The number of keys per query."""
+        """Return the number of keys per query."""
         return f"topk={self.topk}"
 
 
@@ -410,7 +410,7 @@ class BlockCompressor(nn.Module):
         return compressed
 
     def extra_repr(self) -> str:
-        """The number of tokens in a block."""
+        """Return the number of tokens in a block."""
         return plural(self.length, "token")
 
 
@@ -433,8 +433,7 @@ class NSA(Mixer):
         keys, values: three `HeadProjection`s each to G keys and values, one per branch. The keys of
             the compressed branch are compressed before positions are applied, so they need no
             rotary.
-            compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as
-                `BlockCompressor`.
+        compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `BlockCompressor`.
         key_transform: a module that is applied to compressed keys at the position of the last token
             of each block, such as a rotary; None applies none. The paper does not specify where
             positions enter. With a rotary here, a score depends on the distance only.

@@ -342,7 +342,7 @@ class Rotary(nn.Module):
         return {**state, "_last": None}
 
     def extra_repr(self) -> str:
-        """The head dim, the base, the layout, and what differs from the defaults."""
+        """Return the head dim, the base, the layout, and what differs from the defaults."""
         parts = [f"{self.dim}", f"base={self.base}"]
         if self.rotary_dim not in (None, self.dim):
             parts.append(f"rotary_dim={self.rotary_dim}{', proportional' * self.proportional}")

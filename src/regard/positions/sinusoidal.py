@@ -137,7 +137,7 @@ class LearnedPositions(nn.Module):
         return vectors.masked_fill((p < 0)[..., None], 0)
 
     def extra_repr(self) -> str:
-        """The sizes of the table and the offset."""
+        """Return the sizes of the table and the offset."""
         return f"{self.max_len}, {self.weight.shape[1]}, offset={self.offset}"
 
 

@@ -157,5 +157,5 @@ class XPos(nn.Module):
                 )
 
     def extra_repr(self) -> str:
-        """The head dim, the role, the center and the layout."""
+        """Return the head dim, the role, the center and the layout."""
         return f"{self.dim}, {self.role}, center={self.center}, layout={self.layout!r}"

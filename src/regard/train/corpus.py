@@ -138,6 +138,10 @@ def split_documents(
 
     Raises:
         ArgumentError: `share` is out of range, or there are no documents.
+
+    >>> training, validation = split_documents([TextDocument("note", "one\\ntwo\\nthree\\n")], 0.4)
+    >>> training[0].text, validation[0].text
+    ('one\\ntwo\\n', 'three\\n')
     """
     if not 0 < share <= 0.5:
         raise ArgumentError(f"share is {share}; the validation share must be in (0, 0.5]")

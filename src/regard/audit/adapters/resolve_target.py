@@ -46,7 +46,7 @@ ADAPTER_HINT = (
 
 
 def import_target(path: str) -> Any:
-    """Import what "package.module:name" names; the current folder is searched, too.
+    """Import the object that "package.module:name" names; the current folder is searched, too.
 
     Raises:
         ArgumentError: the text has another form, the module cannot be imported, or it has no such

@@ -37,17 +37,19 @@ def check_long_sequences(context: CheckContext) -> list[Finding]:
     """Check the definition at a length that no block size divides, and with more keys than queries.
 
     Raises:
-        CheckNotPossible: the definition was not found for a few tokens, or the code takes no more.
+        CheckNotPossible: the code was not compared at small lengths, or accepts no larger ones.
     """
     if context.notes.get("differs"):
-        raise CheckNotApplicable("the definition differs at few tokens already")
+        raise CheckNotApplicable("the code differs from the definition at small lengths already")
     interpretation, variant = context.notes.get("interpretation"), context.notes.get("variant")
     if interpretation is None or variant is None:
         if not context.notes.get("checked by operations"):
-            raise CheckNotApplicable("the definition could not be tried at few tokens")
+            raise CheckNotApplicable(
+                "the code could not be compared with the definition at small lengths"
+            )
         return _check_long_by_operations(context)
     if variant.faults:
-        raise CheckNotApplicable("the definition has a fault that is reported already")
+        raise CheckNotApplicable("the code has a known fault, which is reported already")
     length_error = None
     for T in LONG_LENGTHS:
         try:
@@ -60,7 +62,7 @@ def check_long_sequences(context: CheckContext) -> list[Finding]:
         context.notes["long definition holds"] = not findings
         return findings
     raise CheckNotApplicable(
-        f"it takes no long texts: {type(length_error).__name__}: {str(length_error)[:200]}"
+        f"it accepts no long sequences: {type(length_error).__name__}: {str(length_error)[:200]}"
     )
 
 
@@ -73,14 +75,14 @@ def _check_long_by_operations(context: CheckContext) -> list[Finding]:
         except Exception:  # noqa: S112  # the code has a maximum length
             continue
         return check_by_operations(context, T)
-    raise CheckNotApplicable("it takes no long texts")
+    raise CheckNotApplicable("it accepts no long sequences")
 
 
 def _check_length(
     context: CheckContext, interpretation: WeightInterpretation, variant: AttentionVariant, T: int
 ) -> list[Finding]:
-    """Return a finding if the output at length T differs from the variant that explained few
-    tokens.
+    """Return a finding if the output at length T differs from that of `variant`, which reproduced
+    the outputs at small lengths.
     """
     x = context.random_tokens(1, T, turn=3)
     mismatch = _mismatch(context, interpretation, variant, x, context.call(x).out)

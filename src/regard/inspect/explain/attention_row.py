@@ -31,7 +31,7 @@ from regard.nn.explainable import CallWeights, EffectiveRow, Explainable, LayerR
 from regard.units import plural
 
 Checks: TypeAlias = dict[str, float]
-"""Each compared quantity, to its largest absolute difference."""
+"""The largest absolute difference of each compared quantity, by its name."""
 
 MIN_BLOCK, MAX_BLOCKS = 4, 8
 """The smallest number of keys in a block of the online softmax, and the largest number of
@@ -83,7 +83,7 @@ class KernelRow:
     Args:
         call: the call.
         head: query head.
-        chain: the scores.
+        chain: the scores of the row as a function of q and k.
         v: values, `[n, E]`.
         sink: sink logit, or None.
         lse: lse of the kernel.

@@ -44,7 +44,7 @@ class ComputationStep(NamedTuple):
     """One step of a computation.
 
     Args:
-        name: what was done.
+        name: the name of the step.
         equation: its equation.
         values: the result.
     """
@@ -486,14 +486,14 @@ class Explanation:
         softmax: the softmax of the row.
         output: the weighted values, the joined heads, and the output of the attention.
         heads: the weights of whole heads; `pattern` and `patterns` are its arrays.
-        checks: each compared quantity, to its largest absolute difference from the model.
+        checks: the largest absolute difference from the model, by the name of the quantity.
         cost: the cost of the row.
         mixture: how several patterns are combined in the head, if they are.
         state: the recurrent state, if there is one.
         counterfactuals: the same row under other mechanisms.
         predictions: the most likely next tokens: (piece, id, probability).
         tensors: the tensors of the whole layer, stage by stage.
-        equations: step to equation.
+        equations: the equation of each step, by the name of the step.
     """
 
     where: Location

@@ -111,8 +111,8 @@ def strongest_head(
 ) -> Choice:
     """Find the layer and head in which the query has the largest weight on one other token.
 
-    argmax over (layer, head) of max_j p_ij, 0 < j, |i - j| > 1, or 0 < j != i where there is no
-    such j
+    argmax over (layer, head) of max_j p_ij, over the keys j > 0 with |i - j| > 1; if there is no
+    such key, over all keys j > 0 other than i
 
     The first token is left out because heads that need no information put their weight there, and
     the neighbours because a previous-token head attends to them whatever the words are. If there is

@@ -37,8 +37,8 @@ class Measures:
         place: name of the place.
         heads: the query heads.
         rows: number of rows of the place.
-        values: metric to one number per head, `[h]`.
-        curves: name to one curve per head: offsets `[h, d]`, received `[h, N]`.
+        values: by the name of a metric, one number per head, `[h]`.
+        curves: by the name of a curve, one curve per head: "offsets" `[h, d]`, "received" `[h, N]`.
     """
 
     place: str
@@ -140,7 +140,12 @@ def measure(
 
 
 class Sampled(NamedTuple):
-    """A metric that needs whole rows, and the number of rows that were sampled for it."""
+    """A metric that needs whole rows of the pattern, computed from a sample of the rows.
+
+    Args:
+        values: the metric: `[h]` with one number per head, or `[h, h]` for pairs of heads.
+        rows: the number of rows that were sampled.
+    """
 
     values: Tensor
     rows: int
@@ -248,6 +253,12 @@ def retrieval_score(
     Raises:
         ArgumentError: the needle is empty, or not inside the columns.
 
+    >>> import regard
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> needle = slice(0, 2)  # "to be": the last "to" is followed by "be" again
+    >>> retrieval_score(recording[0], recording.ids[0], needle).tolist()
+    [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+
     Source: Wu et al. 2024 (arXiv 2404.15574), section 2, equation 1; tokens are counted by their
         position, not by their text.
     """
@@ -293,7 +304,7 @@ def head_scores(model: Model, ids: Int[Tensor, "B T"]) -> dict[str, Float[Tensor
             independently of the words.
 
     Returns:
-        Score name to `[layers, H]`.
+        The scores of all heads, `[layers, H]`, by the name of the score.
 
     Raises:
         ArgumentError: `ids` are shorter than 2, or a row repeats no token.

@@ -81,7 +81,7 @@ def previous_token_score(pattern: Float[Tensor, "*H T T"]) -> Float[Tensor, "*H"
     mean over i >= 1 of p_{i,i-1}
 
     Args:
-        pattern: weights.
+        pattern: attention weights, each row a query and each column a key.
 
     Returns:
         The score of each head.
@@ -109,7 +109,7 @@ def induction_score(
     The pairs are found from lists of indices, in T steps rather than T x T comparisons.
 
     Args:
-        pattern: weights.
+        pattern: attention weights, each row a query and each column a key.
         ids: token id of each row.
 
     Returns:
@@ -138,7 +138,7 @@ def duplicate_score(
     mean over i of sum_j p_ij, over all j < i with id_j = id_i; rows i without such a j are left out
 
     Args:
-        pattern: weights.
+        pattern: attention weights, each row a query and each column a key.
         ids: token id of each row.
 
     Returns:
@@ -162,7 +162,7 @@ def entropy(pattern: Float[Tensor, "*H T S"]) -> Float[Tensor, "*H T"]:
     H_i = - sum_j p_ij ln p_ij
 
     Args:
-        pattern: weights.
+        pattern: attention weights, each row a query and each column a key.
 
     Returns:
         The entropy of each row.
@@ -180,7 +180,7 @@ def sink_share(pattern: Float[Tensor, "*H T T"], first: int = NUM_SINKS) -> Floa
     mean over i >= first of sum over j < first of p_ij
 
     Args:
-        pattern: weights.
+        pattern: attention weights, each row a query and each column a key.
         first: number of first keys.
 
     Returns:

@@ -56,7 +56,7 @@ class Recording:
     results are fp64, computed from the recorded q, k and lse.
 
     Args:
-        places: name to `Place`, in the order of the run.
+        places: the places by name, in the order of the run.
         ids: token ids of the run, `[B, T]`, or None.
         pieces: text of each token of the first row, or ().
         metadata: model, dtype, device and other facts, as text.
@@ -315,7 +315,7 @@ class Recording:
 
     @property
     def sound(self) -> bool:
-        """Return whether no audit of a place found anything wrong."""
+        """Return whether the audits of all places found no fault."""
         return all(audit.sound for audit in self.row_sums.values())
 
     def _repr_html_(self) -> str:

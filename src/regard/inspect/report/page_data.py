@@ -93,7 +93,7 @@ class PlaceOverview(NamedTuple):
 
     Args:
         blocks: the pooled patterns from which the thumbnails are made.
-        metrics: metric to one number per head; None where it is not finite.
+        metrics: by the name of a metric, one number per head; None where it is not finite.
     """
 
     blocks: Pooled
@@ -250,7 +250,7 @@ class PageData:
     def add(self, recording: Recording, source: int, model: Any) -> None:
         """Add the places of a recording, with the facts about every head."""
         if not recording.places:
-            raise ArgumentError("the recording has no place; record a call of attention first")
+            raise ArgumentError("the recording contains no attention call; record one first")
         for name, whole in recording.places.items():
             if not 0 <= self.row < whole.B:
                 raise ArgumentError(f"row is {self.row}; {name} has batch rows 0 to {whole.B - 1}")

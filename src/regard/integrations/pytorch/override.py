@@ -66,11 +66,11 @@ _torch_encoder = torch._transformer_encoder_layer_fwd
 
 @dataclass(eq=False)
 class CallCounts:
-    """The numbers of attention calls that ran here and in torch; printing it shows them.
+    """The numbers of attention calls that regard and torch ran; printing it shows them.
 
     Args:
-        always: whether calls for which torch is as fast run here, too.
-        taken: the number of calls that each kernel of this package ran, by its name.
+        always: whether regard also runs the calls for which torch is as fast.
+        taken: the number of calls that each kernel of regard ran, by its name.
         left: the number of calls that torch ran, by the reason.
     """
 

@@ -231,6 +231,9 @@ def build_mixer(
         window: None, or W: a query sees at most the last W keys, for mechanisms without a window of
             their own.
 
+    Returns:
+        The module.
+
     Raises:
         ArgumentError: the mechanism cannot be the layer of a decoder, an option does not match its
             signature, or it does not support these positions or a window.

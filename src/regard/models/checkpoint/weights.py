@@ -116,8 +116,8 @@ def fill_parameters(
 def _first_names(
     bindings: Mapping[str, TensorBinding], parameters: Mapping[str, Tensor]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the names that must be stored, and a map from each name of a tied parameter to the
-    name that fills it.
+    """Return the names that a checkpoint must store, and a map from each further name of a tied
+    parameter to the name under which that parameter is stored.
     """
     by_parameter: dict[int, str] = {}
     wanted: list[str] = []

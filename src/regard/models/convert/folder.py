@@ -158,7 +158,7 @@ ALLOWED_VALUES: dict[str, tuple[str, ...]] = {
 }
 """Option -> the values that it may have."""
 Finetune: TypeAlias = Callable[[torch.nn.Module, Int[Tensor, "N T"]], FinetuneResult]
-"""A function that trains a network in staging on rows of ids, such as `regard.train` has."""
+"""A function that trains a network in place on rows of ids, and returns the losses."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +271,8 @@ def convert(
     """Convert a checkpoint folder, measure the effect, and write another folder.
 
     The result is written next to `out` under another name, loaded again, measured as loaded, and
-    then renamed, so that `out` is complete or not there. The order of
-    conversions is: layout of the stored weights, heads or latents, context, rotary layout, dtype.
+    then renamed, so that `out` is complete or not there. The order of conversions is: layout of the
+    stored weights, heads or latents, context, rotary layout, dtype.
 
     Args:
         source: a folder, "tiny", or a repository of the hub: see `regard.load`.
@@ -283,8 +283,8 @@ def convert(
         length: the tokens of a window; None is the trained length, at most 512.
         revision: the revision of a repository of the hub.
         ignore: parts of the source to ignore, as in `regard.load`; the result does not have them.
-        finetune: trains the converted network in staging on the windows before it is written; None
-            does not train.
+        finetune: a function that trains the converted network on windows of the text before the
+            network is written; None does not train.
         report_progress: called with a line of text at the beginning of each part of the work.
 
     Returns:

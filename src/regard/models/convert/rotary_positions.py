@@ -40,9 +40,8 @@ def to_layout(
 
     A Llama with interleaved pairs cannot be described by a Llama config.json: transformers reads
     every `llama` with the layout "half", and would silently compute something else. It is therefore
-    written as
-    `model_type: "regard"`, which only this package supports; converted back, it is a `llama`
-    again. DeepSeek-V3 has a key for the layout.
+    written as `model_type: "regard"`, which only this package supports; converted back, it is a
+    `llama` again. DeepSeek-V3 has a key for the layout.
 
     Args:
         checkpoint: a llama, mistral without a window, DeepSeek-V3, or regard's gqa with rotary;

@@ -15,9 +15,9 @@ from regard.positions import Rotary
 
 @variant(
     family="memory",
-    equation="z = sig(g) sigma(q) M / sigma(q) n + (1 - sig(g)) softmax(q k^T / sqrt(D) + causal, "
-    "own segment) v; "
-    "behind each segment M += sigma(k)^T v, n += sum sigma(k); sigma = elu + 1",
+    equation="z = sigmoid(g) sigma(q) M / (sigma(q) n) + (1 - sigmoid(g)) softmax(q k^T / sqrt(D) "
+    "over j <= i in the same segment) v; after each segment M += sigma(k)^T v, n += sum sigma(k); "
+    "sigma = elu + 1",
     source="Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 8 and 10",
     segment=8,
     groups=2,
@@ -67,7 +67,7 @@ def infini(
 
 @variant(
     family="memory",
-    equation="as infini, with M += sigma(k)^T (v - sigma(k) M / sigma(k) n)",
+    equation="as infini, with M += sigma(k)^T (v - sigma(k) M / (sigma(k) n))",
     source="Munkhdalai et al. 2024 (arXiv 2404.07143), equations 4 to 7, 9 and 10",
     segment=8,
     groups=2,
@@ -130,8 +130,8 @@ def _infini(
 
 @variant(
     family="softmax",
-    equation="z = softmax(q R(d) k^T / sqrt(D)) v over p - R < j <= p at d = p - j and j < s at d "
-    "= min(p, s + R - 1) - j",
+    equation="z = softmax(q R(d_j) k_j^T / sqrt(D)) v over the keys p - R < j <= p, with d_j = "
+    "p - j, and the sinks j < s, with d_j = min(p, s + R - 1) - j",
     source="Xiao et al. 2024 (arXiv 2309.17453), section 3.2",
     sinks=2,
     recent=6,

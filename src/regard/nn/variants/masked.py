@@ -69,7 +69,8 @@ def sliding_window(
 
 @variant(
     family="softmax",
-    equation="layer l: window(W), but every n-th layer: all of the past",
+    equation="z_i = softmax(q_i k_j^T / sqrt(D) over i - W < j <= i) v_j; in every n-th layer over "
+    "j <= i",
     source="Gemma 3 (arXiv 2503.19786), section 2.1; Gemma 2 (arXiv 2408.00118), section 2",
     groups=2,
     window=5,
@@ -86,9 +87,9 @@ def local_global(
     base: float = 10000.0,
     global_base: float | None = None,
 ) -> Attention:
-    """Alternating layers: most layers attend to a window, every n-th to all past tokens, as in
-    Gemma 2
-    (n = 2) and Gemma 3 (n = 6).
+    """Alternating layers: most layers attend to a window, and every n-th to all past tokens.
+
+    Gemma 2 has n = 2, and Gemma 3 has n = 6.
 
     x [B,T,M] -> [B,T,M]; this is the attention of one layer.
 
@@ -252,8 +253,8 @@ def _gqa_with_mask(
 
 @variant(
     family="softmax",
-    equation="z_t = softmax over window(t) and globals, by q, k, v; a global t: over all, by q', "
-    "k', v'",
+    equation="z_t = softmax(q_t k_j^T / sqrt(D) over window and global tokens j) v_j; for a global "
+    "token t: softmax(q'_t k'_j^T / sqrt(D) over all tokens j) v'_j",
     source="Beltagy et al. 2020 (arXiv 2004.05150), section 3.1",
     causal=False,
     window=4,
@@ -421,9 +422,8 @@ def sparse_strided(dim: int, heads: int, *, stride: int, head_dim: int | None = 
     """Sparse Transformer, strided: a token sees the last l tokens, and every l-th token before
     them.
 
-    x [B,T,M] -> [B,T,M]. Through two layers, a token depends on every earlier token; with l near
-    sqrt n,
-    the cost is O(n sqrt n) for n tokens.
+    x [B,T,M] -> [B,T,M]. Through two layers, a token depends on every earlier token. With l near
+    sqrt n, the cost is O(n sqrt n) for n tokens.
 
     Args:
         dim, heads, head_dim: as for `mha`.

@@ -90,8 +90,8 @@ def nsa(
 
 @variant(
     family="selected",
-    equation="z = softmax(q K[I]^T / sqrt(D)) V[I], I: the own block and the topk - 1 past ones "
-    "with the largest q . mean(K)",
+    equation="z = softmax(q K[I]^T / sqrt(D)) V[I]; I = the query's block and the topk - 1 earlier "
+    "blocks with the largest q . mean(K of the block)",
     source="Lu et al. 2025 (arXiv 2502.13189), section 2.2",
     groups=2,
     block=4,
@@ -136,7 +136,7 @@ def moba(
 
 @variant(
     family="selected",
-    equation="z = softmax(q K[I]^T / sqrt(D)) V[I], I: the topk keys with the largest sum_j w_j "
+    equation="z = softmax(q K[I]^T / sqrt(D)) V[I]; I = the topk keys with the largest sum_j w_j "
     "relu(q'_j . k')",
     source="DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2",
     groups=2,

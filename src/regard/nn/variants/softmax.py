@@ -429,7 +429,7 @@ def qk_norm_after_rotary(
 
 @variant(
     family="softmax",
-    equation="q = norm(W_q x) over all heads, then split and rotated; k alike",
+    equation="q = norm(W_q x) over all heads, then split and rotated; k in the same way",
     source="OLMo 2 (arXiv 2501.00656), section 3.3",
     groups=2,
 )
@@ -762,9 +762,8 @@ def mla(
     key per token.
 
     x [B,T,M] -> [B,T,M]; a cache stores r + d_rope values per token. As in DeepSeek-V2 and V3,
-    rotary
-    pairs are interleaved, both latents are normalised, and the scale is 1/sqrt(d_nope + d_rope),
-    times f(mscale_all_dim)^2 of a `YaRN` scaling.
+    rotary pairs are interleaved, both latents are normalised, and the scale is
+    1/sqrt(d_nope + d_rope), times f(mscale_all_dim)^2 of a `YaRN` scaling.
 
     Args:
         dim: the model dim M.

@@ -167,6 +167,16 @@ def selection_mask(
     Raises:
         ArgumentError, ArgumentTypeError: q, k and positions do not fit together.
 
+    >>> from regard.ops.selection import block_layout
+    >>> from regard.span import Span
+    >>> sizes = NSABlocks(compress=2, stride=2, select=4, count=2, initial=1, local=1)
+    >>> tokens, ends = Span(0, 16), torch.arange(1, 16, 2)[None]
+    >>> q, k, layout = torch.randn(1, 2, 16, 4), torch.randn(1, 1, 8, 4), block_layout(tokens, 4)
+    >>> mask = selection_mask(q, k, layout, sizes, q_positions=tokens, k_positions=ends)
+    >>> seen = mask.block(tokens, tokens, slice(12, 13))[0, 0]
+    >>> seen.sum().item()  # query 12 sees a block of 4 keys, and its own block up to itself
+    5
+
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 8 to 12.
     """
     check_query_key(q, k)
