@@ -62,6 +62,26 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
 
 
+def is_exporting_onnx() -> bool:
+    """Return whether this thread makes an ONNX file (`torch.onnx.export`), which is for inference,
+    and whose operators differ from torch's.
+
+    >>> is_exporting_onnx()
+    False
+    """
+    return is_exporting() and torch.onnx.is_in_onnx_export()
+
+
+def is_tracing_onnx() -> bool:
+    """Return whether this thread makes an ONNX file by `torch.onnx.export(dynamo=False)`, which
+    knows fewer operators than the other exporter.
+
+    >>> is_tracing_onnx()
+    False
+    """
+    return torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export()
+
+
 _MODES = torch._C._TorchDispatchModeKey
 _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 

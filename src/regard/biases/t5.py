@@ -147,7 +147,7 @@ class T5Relative(Bias):
         """Look up the table at the bucket of each pair, giving `[B or 1, H, t, s]`."""
         starts: tuple[int, ...] = self._starts  # type: ignore[attr-defined]
         bucket = _bucket((k - q).squeeze(1), starts, bidirectional=self.bidirectional)
-        return F.embedding(bucket, self.table).movedim(-1, 1).to(dtype)
+        return F.embedding(bucket, self.table).permute(0, 3, 1, 2).to(dtype)
 
     def _heads(self) -> int:
         return self.table.shape[1]

@@ -16,6 +16,7 @@ from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
 from regard.nn.explainable import Explainable
+from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
 
@@ -32,7 +33,6 @@ class Mixer(Explainable, nn.Module):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
         """Mix the tokens of x with one another and with the tokens in the cache, and append the
@@ -54,6 +54,8 @@ class Mixer(Explainable, nn.Module):
         Raises:
             ArgumentError: x is not 3-D, or the cache does not suit the mechanism.
         """
+        if type(x) is not Tensor and is_proxy(x):
+            return call_as_leaf(self, Mixer.forward, x, positions, cache=cache, backend=backend)
         if x.ndim != 3:
             raise ArgumentError(
                 f"x is {tuple(x.shape)}; it must be [batch, length, dim]"
