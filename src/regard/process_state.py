@@ -112,12 +112,22 @@ def values_are_readable(*tensors: torch.Tensor) -> bool:
     >>> values_are_readable(torch.ones(2)), values_are_readable(torch.ones(2, device="meta"))
     (True, False)
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None or differentiates_forward():
+    if is_transformed():
         return False
     return not any(
         x.is_meta or (type(x) not in (torch.Tensor, torch.nn.Parameter) and is_fake(x))
         for x in tensors
     )
+
+
+def is_transformed() -> bool:
+    """Return whether this thread runs under a transform of `torch.func`, such as `vmap`, or
+    differentiates in forward mode: tensors then stand for more than the numbers at their address.
+
+    >>> is_transformed(), torch.func.vmap(lambda x: x + is_transformed())(torch.zeros(2))
+    (False, tensor([1., 1.]))
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or differentiates_forward()
 
 
 def differentiates_forward() -> bool:

@@ -54,7 +54,6 @@ class Decoder(nn.Module):
         ids: Int[Tensor, "B T"],
         positions: Positions | None = None,
         caches: Sequence[Cache] | None = None,
-        *,
         backend: str = "auto",
         last: int | None = None,
     ) -> Float[Tensor, "B n V"]:

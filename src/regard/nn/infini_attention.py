@@ -112,6 +112,8 @@ class InfiniAttention(Mixer):
     Source: Munkhdalai et al. 2024 (arXiv 2404.07143), section 2.
     """
 
+    onnx_refusal = "splits the sequence into segments, whose number depends on its length"
+
     def __init__(
         self,
         project: Projection,

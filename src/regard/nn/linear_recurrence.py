@@ -97,6 +97,8 @@ class Recurrent(Mixer):
     2023 (arXiv 2307.08621), equation 8.
     """
 
+    onnx_refusal = "splits the sequence into chunks, whose number depends on its length"
+
     def __init__(
         self,
         project: Projection,

@@ -17,7 +17,7 @@ from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
 from regard.nn.explainable import Explainable
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
-from regard.process_state import is_compiling
+from regard.process_state import is_compiling, is_exporting_onnx
 from regard.span import Positions, Span
 
 
@@ -27,6 +27,9 @@ class Mixer(Explainable, nn.Module):
     A subclass implements `mix`, `new_cache` and `spec`. It overrides `check_cache` if some caches
     do not suit it, and those methods of `Explainable` whose defaults do not fit.
     """
+
+    onnx_refusal: str | None = None
+    """Why one ONNX file cannot serve every length of this mechanism; None if it can."""
 
     def forward(
         self,
@@ -61,6 +64,8 @@ class Mixer(Explainable, nn.Module):
                 f"x is {tuple(x.shape)}; it must be [batch, length, dim]"
                 + (": use x[None]" if x.ndim == 2 else "")
             )
+        if self.onnx_refusal is not None:
+            check_onnx_export(self, self.onnx_refusal)
         if cache is not None:
             self.check_cache(cache)
         if positions is None:
@@ -102,6 +107,27 @@ class Mixer(Explainable, nn.Module):
             ArgumentError: the context is less than 1.
         """
         return self.spec.describe(context, type(self).__name__)
+
+
+def check_onnx_export(module: nn.Module, refusal: str) -> None:
+    """Raise if this thread makes an ONNX file. The ONNX exporters drop the conditions under which a
+    graph is right, so that the file would give wrong results for other lengths.
+
+    Args:
+        module: a module whose computation in Python depends on the lengths.
+        refusal: why, as words that follow its name.
+
+    Raises:
+        ArgumentError: this thread runs `torch.onnx.export`.
+
+    >>> check_onnx_export(nn.Identity(), "counts chunks")
+    """
+    if is_exporting_onnx():
+        raise ArgumentError(
+            f"torch.onnx.export was given a {type(module).__name__}, which {refusal}: the file "
+            "would be wrong for other lengths without an error; use torch.export.export, which "
+            "checks the lengths, or a mechanism that docs/pytorch.md lists for ONNX"
+        )
 
 
 def count_weights(module: nn.Module, *counted_separately: nn.Module | None) -> ParameterCounts:

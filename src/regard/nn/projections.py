@@ -269,7 +269,8 @@ class HeadProjection(nn.Module):
         y, flat = parts["linear"](x), parts["flat"]
         if type(flat) is not nn.Identity or flat._forward_hooks or flat._forward_pre_hooks:
             y = flat(y)
-        y = y.reshape(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+        # tensor parallelism leaves some of the heads to each process
+        y = y.reshape(*x.shape[:2], y.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)
         for step in parts["steps"]._modules.values():
             y = step(y, positions)
         result: Float[Tensor, "B n L d"] = y

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, Cross, Growing, State
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.span import Span
 from regard.units import plural
 
@@ -75,6 +76,9 @@ class WithPast(nn.Module):
         Returns:
             The output of the module, and the cached tensors of all S + T tokens.
         """
+        if type(x) is not Tensor and is_proxy(x):
+            node: Any = call_as_leaf(self, WithPast.forward, x, *past)
+            return node  # type: ignore[no-any-return]
         length = past[0].shape[2] if past else 0
         caches = _filled(past, Span(0, length), len(self._new_caches()))
         positions = Span(length, x.shape[1])

@@ -268,8 +268,9 @@ def _attend_range_in_onnx(
     if grouped and is_tracing_onnx():
         k, v = (x[:, :, None].expand(-1, -1, H // G, -1, -1).flatten(1, 2) for x in (k, v))
         grouped = False
+    # for older opsets the exporters multiply q and k by sqrt(scale), which rounds once more
     out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        q * scale, k, v, attn_mask=mask, is_causal=causal, scale=1.0, enable_gqa=grouped
     )
     return out if mask is None else out.masked_fill(mask.amax(-1, keepdim=True) == -math.inf, 0)
 
