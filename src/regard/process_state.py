@@ -69,7 +69,17 @@ def is_exporting_onnx() -> bool:
     >>> is_exporting_onnx()
     False
     """
-    return is_exporting() and torch.onnx.is_in_onnx_export()
+    return is_exporting() and _in_onnx_export()
+
+
+def _in_onnx_export() -> bool:
+    """Return whether `torch.onnx.export` runs."""
+    return torch.onnx.is_in_onnx_export()
+
+
+# What `torch.compiler.assume_constant_result` does, without importing dynamo. Dynamo, which the
+# exporter tries after another way has failed, takes torch's own function for False.
+_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_tracing_onnx() -> bool:

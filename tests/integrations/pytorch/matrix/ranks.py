@@ -15,9 +15,7 @@ from tests.integrations.pytorch.matrix.things import THINGS, Thing, outputs
 STEPS = 2
 
 
-def train(
-    module: nn.Module, args: tuple[Tensor, ...]
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def train(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Train for some steps; return the outputs and the parameters after the last."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, foreach=False)
     seen = []

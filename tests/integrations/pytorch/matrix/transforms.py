@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
-from regard.errors import RegardError
+from regard.errors import ParallelError, RegardError
 from tests.integrations.pytorch.matrix.things import Thing, outputs, wide
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -62,7 +62,8 @@ def cells() -> list[tuple[str, Thing]]:
     """All cells: each row with the columns for which it has a meaning."""
     from tests.integrations.pytorch.matrix.things import THINGS
 
-    return [(x.name, y) for x in TRANSFORMS.values() for y in THINGS if y.layer or not x.layers_only]
+    every = [(x, y) for x in TRANSFORMS.values() for y in THINGS]
+    return [(x.name, y) for x, y in every if y.layer or not x.layers_only]
 
 
 def run(name: str, thing: Thing) -> str:
@@ -80,7 +81,8 @@ def run(name: str, thing: Thing) -> str:
 def refusal(error: BaseException | None) -> str | None:
     """The message of the error of ours that lies below an error of torch."""
     while error is not None:
-        if isinstance(error, RegardError):
+        # a process that failed is no refusal
+        if isinstance(error, RegardError) and not isinstance(error, ParallelError):
             return str(error)
         error = error.__cause__ or error.__context__
     return None
@@ -93,30 +95,35 @@ def assert_follows(
     compared together: a single token has too few numbers to know its usual error.
     """
     module = thing.make()
-    found_all, plain_all, exact_all = [], [], []
+    seen: tuple[list[list[Tensor]], ...] = ([], [], [])
     for n in lengths:
         args = thing.inputs(n)
         with torch.no_grad():
             results = outputs(found(*args))
         plain, exact = thing.plain(module, args), thing.exact(module, args)
         assert [x.shape for x in results] == [x.shape for x in exact]
-        for xs, group in zip((results, plain, exact), (found_all, plain_all, exact_all), strict=True):
-            group.append([x.flatten() for x in xs])
-    for x, y, z in zip(
-        *(zip(*group, strict=True) for group in (found_all, plain_all, exact_all)), strict=True
-    ):
-        assert_close_rule(torch.cat(x), torch.cat(y), torch.cat(z), what=str(lengths))
+        for i, xs in enumerate((results, plain, exact)):
+            seen[i].append([x.flatten() for x in xs])
+    joined = [[torch.cat(xs) for xs in zip(*group, strict=True)] for group in seen]
+    for x, y, z in zip(*joined, strict=True):
+        assert_close_rule(x, y, z, what=str(lengths))
 
 
 # graphs
 
 
-@transform("torch.compile(dynamic=True, fullgraph=True)", slow=True)
+@transform("torch.compile(fullgraph=True), dynamic lengths", slow=True)
 def compiled(thing: Thing) -> None:
     torch._dynamo.reset()
+    module = torch.compile(thing.make(), fullgraph=True, backend="eager")
+
+    def function(*args: Tensor) -> Any:
+        for x, (axis, _) in zip(args, thing.axes, strict=True):
+            torch._dynamo.mark_dynamic(x, axis)
+        return module(*args)
+
     try:
-        function = torch.compile(thing.make(), dynamic=True, fullgraph=True, backend="eager")
-        assert_follows(thing, function)
+        assert_follows(thing, function, (6, 19))
     finally:
         torch._dynamo.reset()
 
@@ -174,6 +181,8 @@ def onnx_file(
         # onnxscript and torch call parts of each other that are deprecated
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
+        # two inputs with one length: the file names it once
+        warnings.filterwarnings("ignore", "# The axis name", UserWarning)
         program = torch.onnx.export(
             module,
             args,
@@ -201,6 +210,8 @@ def traced_onnx_file(
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         # it does not fold slices with steps, which changes no result
         warnings.filterwarnings("ignore", "Constant folding", UserWarning)
+        # it would index wrongly by negative numbers, which the comparison of the results would show
+        warnings.filterwarnings("ignore", "Exporting aten::index operator", UserWarning)
         torch.onnx.export(
             module,
             args,
@@ -453,7 +464,9 @@ def quantised(thing: Thing) -> None:
     module, args = thing.make(), thing.inputs(6)
     layers = [x for x in module.modules() if isinstance(x, nn.Linear)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch deprecates torch.ao
+        # torch deprecates torch.ao and its quantised tensors
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", "torch.quantize_per_tensor, .*deprecated", UserWarning)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "torch.ao.quantization finds layers", UserWarning)
             found = torch.ao.quantization.quantize_dynamic(
