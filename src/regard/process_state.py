@@ -62,6 +62,36 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
 
 
+def is_exporting_onnx() -> bool:
+    """Return whether this thread makes an ONNX file (`torch.onnx.export`), which is for inference,
+    and whose operators differ from torch's.
+
+    >>> is_exporting_onnx()
+    False
+    """
+    return is_exporting() and _in_onnx_export()
+
+
+def _in_onnx_export() -> bool:
+    """Return whether `torch.onnx.export` runs."""
+    return torch.onnx.is_in_onnx_export()
+
+
+# What `torch.compiler.assume_constant_result` does, without importing dynamo. Dynamo, which the
+# exporter tries after another way has failed, takes torch's own function for False.
+_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def is_tracing_onnx() -> bool:
+    """Return whether this thread makes an ONNX file by `torch.onnx.export(dynamo=False)`, which
+    knows fewer operators than the other exporter.
+
+    >>> is_tracing_onnx()
+    False
+    """
+    return torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export()
+
+
 _MODES = torch._C._TorchDispatchModeKey
 _TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
 
@@ -92,12 +122,22 @@ def values_are_readable(*tensors: torch.Tensor) -> bool:
     >>> values_are_readable(torch.ones(2)), values_are_readable(torch.ones(2, device="meta"))
     (True, False)
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None or differentiates_forward():
+    if is_transformed():
         return False
     return not any(
         x.is_meta or (type(x) not in (torch.Tensor, torch.nn.Parameter) and is_fake(x))
         for x in tensors
     )
+
+
+def is_transformed() -> bool:
+    """Return whether this thread runs under a transform of `torch.func`, such as `vmap`, or
+    differentiates in forward mode: tensors then stand for more than the numbers at their address.
+
+    >>> is_transformed(), torch.func.vmap(lambda x: x + is_transformed())(torch.zeros(2))
+    (False, tensor([1., 1.]))
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or differentiates_forward()
 
 
 def differentiates_forward() -> bool:

@@ -149,7 +149,8 @@ class Bias(Serializable):
             ArgumentError: a size does not fit.
         """
         own = self._heads()
-        if own not in (None, H):
+        # not `own not in (None, H)`: torch.compile gets that wrong for a dynamic H
+        if own is not None and own != H:
             raise ArgumentError(
                 f"{self} has {plural(own, 'head')} and the query has {H}; create the bias with "
                 f"heads={H}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.argument_checks import check_tensor
 from regard.biases.base import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.process_state import is_exporting_onnx
 
 
 def t5_bucket(
@@ -64,7 +65,10 @@ def t5_bucket(
 def _bucket(relative: Tensor, starts: tuple[int, ...], *, bidirectional: bool) -> Tensor:
     distance = relative.abs() if bidirectional else (-relative).clamp(min=0)
     bounds = torch.tensor(starts[1:], device=relative.device)
-    bucket = torch.bucketize(distance, bounds, right=True)
+    if is_exporting_onnx():  # ONNX has no bucketize
+        bucket = (distance[..., None] >= bounds).sum(-1)
+    else:
+        bucket = torch.bucketize(distance, bounds, right=True)
     return bucket + len(starts) * (relative > 0) if bidirectional else bucket
 
 
@@ -139,7 +143,8 @@ class T5Relative(Bias):
         check_buckets(
             self.table.shape[0], bidirectional=self.bidirectional, max_distance=self.max_distance
         )
-        n = self.table.shape[0] // 2 if self.bidirectional else self.table.shape[0]
+        buckets = int(self.table.shape[0])  # a tensor while torch.jit.trace runs
+        n = buckets // 2 if self.bidirectional else buckets
         # cached, since every block needs it; not a field, since it follows from the fields
         object.__setattr__(self, "_starts", bucket_starts(n, self.max_distance))
 
@@ -147,7 +152,7 @@ class T5Relative(Bias):
         """Look up the table at the bucket of each pair, giving `[B or 1, H, t, s]`."""
         starts: tuple[int, ...] = self._starts  # type: ignore[attr-defined]
         bucket = _bucket((k - q).squeeze(1), starts, bidirectional=self.bidirectional)
-        return F.embedding(bucket, self.table).movedim(-1, 1).to(dtype)
+        return F.embedding(bucket, self.table).permute(0, 3, 1, 2).to(dtype)
 
     def _heads(self) -> int:
         return self.table.shape[1]

@@ -366,18 +366,18 @@ def check_update(memory: Parts, positions: Positions) -> None:
     if not isinstance(positions, Span):
         _check_integers(positions)
     length = slot_count(positions)
-    batches: dict[int, None] = {}
+    batches = [new.shape[0] for new in memory]
     for i, new in enumerate(memory):
         if new.ndim != 4 or new.shape[2] != length:
             raise ArgumentError(
                 f"memory {i} is {tuple(new.shape)} at {plural(length, 'position')}; it must be "
                 "[batch, heads, length, dim] with one position per slot"
             )
-        batches[new.shape[0]] = None
-    if len(batches) > 1:
-        sizes = " and ".join(str(b) for b in batches)
+    # torch.jit.trace makes tensors of sizes: they can be compared, but not be keys of a dictionary
+    if any(batches[0] != B for B in batches):
+        sizes = " and ".join(str(B) for B in dict.fromkeys(batches))
         raise ArgumentError(f"memory has parts of batch {sizes}; all must have the same batch size")
-    for B in batches:
+    for B in batches[:1]:
         if not isinstance(positions, Span) and positions.shape[0] not in (1, B):
             raise ArgumentError(
                 f"positions are {tuple(positions.shape)} for memory of batch {B}; they must be "

@@ -469,6 +469,10 @@ class Paged(Cache):
         other.fill(self.contents())
         return other
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the contents, without the pages of other forks; the copy has a pool of its own."""
+        return _refilled, (type(self), self.settings, self.contents())
+
     def __del__(self) -> None:
         if hasattr(self, "_table"):  # false if the constructor raised
             self._table.release()
@@ -537,3 +541,10 @@ class Paged(Cache):
         """Return empty memory with the layout of the contents."""
         B = len(self._table.rows)
         return tuple(x.new_empty((B, x.shape[2], 0, x.shape[3])) for x in self.pool.parts)
+
+
+def _refilled(kind: type[Paged], settings: dict[str, Any], contents: Contents) -> Paged:
+    """Return a cache with these contents, for `pickle`."""
+    cache = kind(**settings)
+    cache.fill(contents)
+    return cache

@@ -150,7 +150,7 @@ def to_4d(x: Tensor) -> Tensor:
 
 def check_batch_rows(mask: str, rows: int, B: int) -> None:
     """Raise unless a mask that stores `rows` batch rows fits a call of batch size `B`."""
-    if rows not in (1, B):
+    if rows != 1 and rows != B:  # torch.compile gets `rows not in (1, B)` wrong for a dynamic B
         raise ArgumentError(
             f"{mask} holds {plural(rows, 'batch row')}, but the call has batch {B}; give one entry "
             "per batch row, or one for all"

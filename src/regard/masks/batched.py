@@ -13,6 +13,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.base import Lengths, Mask, Refusal, check_batch_rows, check_int, check_ints, to_4d
 from regard.masks.tiling import UNBOUNDED, Intervals
+from regard.process_state import is_exporting_onnx
 
 Rows = TypeVar("Rows", bound=tuple[Any, ...])
 
@@ -44,7 +45,8 @@ def count_bounds_up_to(bounds: Tensor, x: Tensor) -> Tensor:
 
     `x` has up to 4 dimensions; if it has 4, the first is the batch.
     """
-    if x.numel() == 1:  # searchsorted does not support vmap, in which mask_mod runs
+    # searchsorted supports neither vmap, in which mask_mod runs, nor ONNX
+    if is_exporting_onnx() or x.numel() == 1:
         return (bounds[:, None, None, None] <= x[..., None]).sum(-1)
     if bounds.shape[0] == 1:
         return torch.searchsorted(bounds[0], x.contiguous(), right=True)
@@ -68,7 +70,8 @@ class Prefix(Mask):
             of batch rows differs.
 
     >>> from regard.masks import Causal
-    >>> from regard.span import Span
+    >>> from regard.process_state import is_exporting_onnx
+    from regard.span import Span
     >>> (Causal() | Prefix(2)).visible(Span(0, 4), Span(0, 4)).tolist()
     [[[2, 2, 3, 4]]]
     """

@@ -119,7 +119,7 @@ class Blocks(Mask):
         """Check the number of batch rows and heads, and that the table covers all keys."""
         rows, heads, _, nK = self._table.shape
         check_batch_rows("Blocks", rows, B)
-        if heads not in (1, H):
+        if heads != 1 and heads != H:
             raise ArgumentError(
                 f"Blocks holds {plural(heads, 'head')}, but the call has {H}; give one table per "
                 "head, or one for all"
@@ -325,7 +325,7 @@ class Selected(Mask):
         """Check that there is one table row per query, for all batch rows and heads or for each."""
         rows, heads, queries, _ = self.table.shape
         check_batch_rows("Selected", rows, B)
-        if heads not in (1, H):
+        if heads != 1 and heads != H:
             raise ArgumentError(
                 f"Selected holds {plural(heads, 'head')}, but the call has {H}; give one table per "
                 "head, or one for all"

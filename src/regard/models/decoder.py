@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from regard.caches import Cache, rollback_on_error
 from regard.errors import ArgumentError
 from regard.nn import Block, InputEmbedding
+from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
 from regard.tracing import is_tracing, named_scope
@@ -53,7 +54,6 @@ class Decoder(nn.Module):
         ids: Int[Tensor, "B T"],
         positions: Positions | None = None,
         caches: Sequence[Cache] | None = None,
-        *,
         backend: str = "auto",
         last: int | None = None,
     ) -> Float[Tensor, "B n V"]:
@@ -69,6 +69,16 @@ class Decoder(nn.Module):
         Returns:
             Logits [B, n, V], n = T or `last`.
         """
+        if type(ids) is not Tensor and is_proxy(ids):
+            return call_as_leaf(
+                self,
+                Decoder.forward,
+                ids,
+                positions,
+                cache=None if caches is None else caches[0],
+                backend=backend,
+                last=last,
+            )
         return self._run(ids, positions, caches, backend, last, self.require_head())
 
     def hidden(

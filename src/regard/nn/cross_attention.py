@@ -15,7 +15,8 @@ from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
 from regard.nn.explainable import EffectiveRow, Explainable, LayerRun, MechanismStep
-from regard.nn.mixer import count_weights
+from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.nn.mixer import check_onnx_export, count_weights
 from regard.nn.projections import Projection
 from regard.ops.additive_attention import additive_attention
 from regard.process_state import is_compiling
@@ -54,10 +55,10 @@ class CrossAttention(Attention):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
+        backend: str = "auto",
         *,
         memory: Float[Tensor, "B S M3"] | None = None,
         memory_positions: Positions | None = None,
-        backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
         """Attend from x to memory, or to the memory that the cache holds.
 
@@ -65,10 +66,10 @@ class CrossAttention(Attention):
             x: hidden states [B,T,M] of the sequence that gives the queries.
             positions: positions of x; 0..T-1 by default.
             cache: a `regard.caches.Cross` cache, or None.
+            backend: the name of a kernel; "auto" selects one.
             memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
                 without a cache.
             memory_positions: positions of memory; 0..S-1 by default, -1 marks padding.
-            backend: the name of a kernel; "auto" selects one.
 
         Returns:
             The output [B,T,M2].
@@ -76,6 +77,17 @@ class CrossAttention(Attention):
         if (scope := current_scope()) is not None:
             refused: Tensor = scope.run_mixer(self, x, positions, cache, backend)
             return refused
+        if type(x) is not Tensor and is_proxy(x):
+            return call_as_leaf(
+                self,
+                CrossAttention.forward,
+                x,
+                positions,
+                cache=cache,
+                memory=memory,
+                memory_positions=memory_positions,
+                backend=backend,
+            )
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or is_compiling():
             stored, k_positions = project_memory(self.project, memory, memory_positions, cache)
@@ -207,6 +219,17 @@ class AdditiveAttention(Explainable, nn.Module):
         Returns:
             The contexts [B,T,M2].
         """
+        if type(x) is not Tensor and is_proxy(x):
+            return call_as_leaf(
+                self,
+                AdditiveAttention.forward,
+                x,
+                positions,
+                cache=cache,
+                memory=memory,
+                memory_positions=memory_positions,
+            )
+        check_onnx_export(self, "computes scores in blocks, whose number depends on the length")
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or is_compiling():
             return self._forward(x, positions, cache, memory, memory_positions)

@@ -179,7 +179,8 @@ class LatentProjection(ProjectionModule):
             This projection (expanded), or its `AbsorbedLatentProjection`.
         """
         absorb = self.form == "absorb"
-        if self.form == "auto":
+        # another layer in its place, such as torch's quantised one, may have no matrix to absorb
+        if self.form == "auto" and isinstance(self.kv_up.linear.weight, Tensor):
             absorb = absorbing_is_cheaper(
                 queries,
                 keys,
@@ -194,8 +195,17 @@ class LatentProjection(ProjectionModule):
 
         Returns:
             The views W_uk [H,d_nope,r] and W_uv [H,E,r].
+
+        Raises:
+            ArgumentError: `kv_up.linear` was replaced by a layer without a weight tensor.
         """
-        weight = torch.unflatten(self.kv_up.linear.weight, 0, (self.heads, -1))
+        weight: object = self.kv_up.linear.weight
+        if not isinstance(weight, Tensor):
+            raise ArgumentError(
+                f"kv_up.linear is a {type(self.kv_up.linear).__name__} without a weight tensor, so "
+                'that it cannot be absorbed; build the LatentProjection with form="expand"'
+            )
+        weight = torch.unflatten(weight, 0, (self.heads, -1))
         return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
 
     @property
@@ -217,7 +227,8 @@ class LatentProjection(ProjectionModule):
         return LatentSpec(
             replace(
                 weights,
-                counted_separately=weights.counted_separately + self.kv_up.linear.weight.numel(),
+                counted_separately=weights.counted_separately
+                + self.kv_rank * self.heads * (self.nope_dim + self.value_dim),
             ),
             self.shape.parts,
             self.heads,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.ops.gemv import check_linear_map, try_gemv
 
 FP16_MATMUL_ROWS = 16
@@ -64,6 +67,12 @@ def _linear_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, block: int
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
+_NOT_QUANTISED = (
+    "torch.ao.quantization finds layers by their exact class, so that it leaves a regard.nn.Linear "
+    "as it is: quantise regard.integrations.pytorch.with_torch_linears(model) instead"
+)
+
+
 class Linear(nn.Linear):
     """A `torch.nn.Linear` that is computed by `regard.nn.linear.linear`.
 
@@ -76,6 +85,12 @@ class Linear(nn.Linear):
     torch.Size([1, 2])
     """
 
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        # torch.ao.quantization sets this attribute on every module that it visits
+        if name == "qconfig":
+            warnings.warn(_NOT_QUANTISED, stacklevel=2)
+        super().__setattr__(name, value)
+
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
         """Map x [..., M] to [..., N]."""
         # Reading the dictionary takes a fifth of the time of `self.weight`.
@@ -86,4 +101,9 @@ class Linear(nn.Linear):
         if weight is None or "bias" not in parameters:
             weight, bias = self.weight, self.bias
         y = try_gemv(x, weight, bias)
+        if y is None and is_proxy(x):
+            # a subclass may call this method, so that its node would be the whole subclass
+            if type(self) is not Linear:
+                return F.linear(x, weight, bias)
+            y = call_as_leaf(self, Linear.forward, x)
         return _linear_by_matmul(x, weight, bias, CONVERTED_BLOCK) if y is None else y

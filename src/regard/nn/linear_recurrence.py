@@ -104,6 +104,8 @@ class Recurrent(Mixer):
 
     across_ranks: ClassVar[AcrossRanks] = "state"
 
+    onnx_refusal = "splits the sequence into chunks, whose number depends on its length"
+
     def __init__(
         self,
         project: Projection,

@@ -19,6 +19,9 @@ from regard.masks import Full, Mask, reach
 from regard.nn.explainable import Explainable
 from regard.process_state import is_compiling
 from regard.sequence_scope import current_scope
+from regard.nn.fx_leaf import call_as_leaf
+from regard.nn.fx_leaf import is_proxy
+from regard.process_state import is_exporting_onnx
 from regard.span import Positions, Span
 
 AcrossRanks: TypeAlias = Literal["attention", "state"] | None
@@ -39,12 +42,14 @@ class Mixer(Explainable, nn.Module):
 
     across_ranks: ClassVar[AcrossRanks] = None
 
+    onnx_refusal: str | None = None
+    """Why one ONNX file cannot serve every length of this mechanism; None if it can."""
+
     def forward(
         self,
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M2"]:
         """Mix the tokens of x with one another and with the tokens in the cache, and append the
@@ -66,11 +71,15 @@ class Mixer(Explainable, nn.Module):
         Raises:
             ArgumentError: x is not 3-D, or the cache does not suit the mechanism.
         """
+        if type(x) is not Tensor and is_proxy(x):
+            return call_as_leaf(self, Mixer.forward, x, positions, cache=cache, backend=backend)
         if x.ndim != 3:
             raise ArgumentError(
                 f"x is {tuple(x.shape)}; it must be [batch, length, dim]"
                 + (": use x[None]" if x.ndim == 2 else "")
             )
+        if self.onnx_refusal is not None:
+            check_onnx_export(self, self.onnx_refusal)
         if cache is not None:
             self.check_cache(cache)
         if (scope := current_scope()) is not None:
@@ -115,6 +124,27 @@ class Mixer(Explainable, nn.Module):
             ArgumentError: the context is less than 1.
         """
         return self.spec.describe(context, type(self).__name__)
+
+
+def check_onnx_export(module: nn.Module, refusal: str) -> None:
+    """Raise if this thread makes an ONNX file. The ONNX exporters drop the conditions under which a
+    graph is right, so that the file would give wrong results for other lengths.
+
+    Args:
+        module: a module whose computation in Python depends on the lengths.
+        refusal: why, as words that follow its name.
+
+    Raises:
+        ArgumentError: this thread runs `torch.onnx.export`.
+
+    >>> check_onnx_export(nn.Identity(), "counts chunks")
+    """
+    if is_exporting_onnx():
+        raise ArgumentError(
+            f"torch.onnx.export was given a {type(module).__name__}, which {refusal}: the file "
+            "would be wrong for other lengths without an error; use torch.export.export, which "
+            "checks the lengths, or a mechanism that docs/pytorch.md lists for ONNX"
+        )
 
 
 def count_weights(module: nn.Module, *counted_separately: nn.Module | None) -> ParameterCounts:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_device, check_tensor
 from regard.errors import ArgumentError
+from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.ops.rms_norm import rms_norm
 from regard.units import plural
 
@@ -50,6 +51,8 @@ class RMSNorm(nn.Module):
         Returns:
             The normalised tensor [..., dim].
         """
+        if type(x) is not Tensor and is_proxy(x):
+            return call_as_leaf(self, RMSNorm.forward, x)
         # Reading the dictionary is faster than `self.weight`, which only a parametrization needs.
         weight = self._parameters.get("weight")
         if weight is None:
@@ -85,6 +88,8 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Normalise x [..., dim]; positions are ignored."""
+        if type(x) is not Tensor and is_proxy(x):
+            return call_as_leaf(self, OffsetRMSNorm.forward, x)
         # Reading the dictionary is faster than `self.weight`, which only a parametrization needs.
         weight = self._parameters.get("weight")
         if weight is None:

@@ -269,7 +269,8 @@ class HeadProjection(nn.Module):
         y, flat = parts["linear"](x), parts["flat"]
         if type(flat) is not nn.Identity or flat._forward_hooks or flat._forward_pre_hooks:
             y = flat(y)
-        y = y.reshape(*x.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+        # tensor parallelism leaves some of the heads to each process
+        y = y.reshape(*x.shape[:2], y.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)
         for step in parts["steps"]._modules.values():
             y = step(y, positions)
         result: Float[Tensor, "B n L d"] = y
@@ -623,6 +624,11 @@ class FusedQKV(ProjectionModule):
     def _heads(self, x: Tensor, part: int) -> Tensor:
         """Compute the queries (`part` 0), the keys (1) or the values (2): [B,n,L,D]."""
         D, rows = self.head_dim, self._head_rows[part]
+        stored: object = self.linear.weight
+        if not isinstance(stored, Tensor):
+            # another layer in its place, such as torch's quantised one, has no rows to choose
+            y = torch.unflatten(self.linear(x), -1, (-1, D))
+            return y[..., rows, :].transpose(1, 2)
         if self.order == "parts":  # the rows are contiguous, so a slice needs no copy
             first, n = rows[0] * D, len(rows)
             weight = self.linear.weight[first : first + n * D]

@@ -17,6 +17,7 @@ from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.projections import SeparateQKV
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
+from regard.process_state import is_exporting, is_tracing_onnx
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import requested_taps
 
@@ -93,6 +94,11 @@ class StreamingAttention(Attention):
         """Attend in one call while no token is evicted; otherwise attend to the sinks and to the
         recent tokens separately and merge the two exactly.
         """
+        if is_tracing_onnx():
+            raise ArgumentError(
+                "torch.onnx.export(dynamo=False) was given a StreamingAttention, whose sinks are "
+                "cut from the keys by a number that depends on the length: use dynamo=True"
+            )
         evicted = self._evicted(q, positions)
         if evicted is None:
             return super()._attend(q, k, v, positions, k_positions, backend)
@@ -118,7 +124,10 @@ class StreamingAttention(Attention):
         be 0.
         """
         capacity = self.sinks + self.recent
-        if self.sinks == 0 or (isinstance(positions, Span) and positions.stop <= capacity):
+        if self.sinks == 0:
+            return None
+        # an exported program serves every length, so that it may not depend on this one
+        if isinstance(positions, Span) and not is_exporting() and positions.stop <= capacity:
             return None
         return (as_tensor(positions, q.device) - (capacity - 1)).clamp(min=0)
 

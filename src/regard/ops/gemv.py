@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, openmp
 from regard.ops.jit.argument_structs import GEMV_STRUCT
-from regard.process_state import is_compiling
+from regard.process_state import is_compiling, is_transformed
 
 MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
 """The largest number of vectors, by dtype, for which the compiled loop is faster than torch."""
@@ -149,7 +149,7 @@ def try_gemv(
             return None
     if torch.is_grad_enabled() and any(y.requires_grad for y in (x, weight, bias) if y is not None):
         return None
-    if torch.is_autocast_enabled("cpu") or not has_numba():
+    if torch.is_autocast_enabled("cpu") or is_transformed() or not has_numba():
         return None
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=dtype)
@@ -169,7 +169,8 @@ def try_gemv(
 
 def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
     """Return whether compiled code may read both tensors: they have one supported dtype, are on a
-    CPU and need no gradient, neither torch.compile nor autocast is active, and Numba is installed.
+    CPU and need no gradient, none of torch.compile, autocast and transforms of `torch.func` is
+    active, and Numba is installed.
     """
     return (
         isinstance(x, Tensor)
@@ -182,6 +183,7 @@ def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
         and weight.is_cpu
         and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and not torch.is_autocast_enabled("cpu")
+        and not is_transformed()
         and has_numba()
     )
 

@@ -14,6 +14,7 @@ from regard.errors import ArgumentError
 from regard.ops.gemv import compiled_kernel_applies
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
+from regard.process_state import is_tracing_onnx
 
 MAX_COMPILED_SIZE = 1 << 14
 """The largest number of elements of x for which the compiled loop is faster than torch."""
@@ -60,7 +61,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     _check_sizes(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(wide) + offset if offset else weight.to(wide)
+    if is_tracing_onnx():  # that exporter has no rms_norm
+        return _normalise(x if x.dtype == wide else x.to(wide), scale, eps).to(x.dtype)
     return F.rms_norm(x.to(wide), x.shape[-1:], scale, eps).to(x.dtype)
+
+
+def _normalise(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """Compute x / sqrt(mean(x^2) + eps) * scale by single operations."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * scale
 
 
 def _check_sizes(x: Tensor, weight: Tensor) -> None:

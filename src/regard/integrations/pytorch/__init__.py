@@ -1,12 +1,17 @@
-"""`regard.accelerate`: run the attention of any PyTorch model through `regard.attend`.
+"""Regard in programs that others wrote for PyTorch.
 
-`override.py` replaces torch's attention functions and decides which calls it runs; `dense_masks.py`
-recognizes the rule (causal, window, padding) behind a mask that a model builds as a tensor.
+`override.py` replaces torch's attention functions and decides which calls it runs
+(`regard.accelerate`); `dense_masks.py` recognizes the rule (causal, window, padding) behind a mask
+that a model builds as a tensor; `past.py` makes the cached tensors of a layer or a decoder its
+inputs and outputs, for exported programs; `torch_linears.py` prepares a model for tools that find
+layers by their exact class.
 """
 
 from regard.deprecation import renamed
 from regard.integrations.pytorch.override import CallCounts, accelerate
+from regard.integrations.pytorch.past import WithPast
+from regard.integrations.pytorch.torch_linears import with_torch_linears
 
-__all__ = ["CallCounts", "accelerate"]
+__all__ = ["CallCounts", "WithPast", "accelerate", "with_torch_linears"]
 
 __getattr__ = renamed(__name__, {"Calls": "CallCounts"})

@@ -16,7 +16,7 @@ from regard import argument_checks, biases, masks, tracing
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
-from regard.process_state import is_compiling, values_are_readable
+from regard.process_state import is_compiling, is_exporting_onnx, values_are_readable
 from regard.span import EMPTY, Positions, Span, slot_count
 from regard.units import plural
 
@@ -315,7 +315,8 @@ class Call:
         _, G, S, E = self.v.shape
         for letter, size in zip("BHGTSDE", (B, H, G, T, S, D, E), strict=True):
             put(self, letter, size)
-        put(self, "has_gradient", torch.is_grad_enabled() and self._learns())
+        learns = torch.is_grad_enabled() and self._learns() and not is_exporting_onnx()
+        put(self, "has_gradient", learns)
         put(self, "compiling", is_compiling())
         readable = not self.compiling and values_are_readable(self.q, self.k, self.v)
         put(self, "readable", readable)

@@ -17,6 +17,7 @@ from torch import Tensor
 from regard import units
 from regard.errors import KernelRefusal
 from regard.ops.softmax.call import Call, KernelResult
+from regard.process_state import is_exporting, is_exporting_onnx
 from regard.tracing import is_edited, tap
 
 MAX_SCORE_BYTES = 2**32
@@ -60,12 +61,12 @@ def scaled_dot(call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING
     """
     q = call.q[:, :, rows].to(call.score_dtype) * call.scale
     k = call.k[:, :, columns].to(call.score_dtype)
-    s = _grouped_matmul(q, k.mT)
+    s = _grouped_matmul(q, k.transpose(2, 3))
     if not call.readable or call.finite:
         return s
     # The gradient of a masked score is 0, but 0 times a NaN in q or k is NaN: so the gradient is
     # that of the product of the finite entries, and the value is that of all entries.
-    clean = _grouped_matmul(_zero_non_finite(q), _zero_non_finite(k).mT)
+    clean = _grouped_matmul(_zero_non_finite(q), _zero_non_finite(k).transpose(2, 3))
     return torch.where(s.isfinite(), clean, s.detach())
 
 
@@ -102,6 +103,10 @@ def _grouped_matmul(x: Tensor, y: Tensor) -> Tensor:
     group are rows of one product.
     """
     H, t, G = x.shape[1], x.shape[2], y.shape[1]
+    if is_exporting():
+        # Flattening (H/G)t makes torch guard an exported program on the length of t (LOG.md), so
+        # the keys are repeated instead.
+        return x @ y[:, :, None].expand(-1, -1, H // G, -1, -1).flatten(1, 2)
     x = torch.unflatten(x, 1, (G, H // G)).flatten(2, 3)  # [B,G,(H/G)t,a]
     return torch.unflatten(x @ y, 2, (H // G, t)).flatten(1, 2)
 
@@ -136,7 +141,7 @@ def softmax_sum(s: Tensor) -> SoftmaxSum:
     if s.shape[-1] == 0:
         return SoftmaxSum(s.new_zeros(s.shape[:-1]), s.sum(-1))
     max_score = s.amax(-1).detach()
-    max_score = max_score.masked_fill(max_score.isneginf(), 0)
+    max_score = max_score.masked_fill(max_score == -math.inf, 0)
     return SoftmaxSum(max_score, torch.exp(s - max_score[..., None]).sum(-1))
 
 
@@ -146,7 +151,7 @@ def join_sums(parts: Sequence[SoftmaxSum]) -> SoftmaxSum:
     # a part that sees nothing has the placeholder 0, which is not a score
     max_scores = max_scores.masked_fill(scaled_sums == 0, -math.inf)
     max_score = max_scores.amax(0)
-    max_score = max_score.masked_fill(max_score.isneginf(), 0)
+    max_score = max_score.masked_fill(max_score == -math.inf, 0)
     return SoftmaxSum(max_score, (scaled_sums * torch.exp(max_scores - max_score)).sum(0))
 
 
@@ -179,7 +184,8 @@ def attend_rows(call: Call, rows: slice) -> KernelResult:
     sums = softmax_sum(s)
     pattern = tap("pattern", softmax_weights(s, add_sink(sums, call.sink)))
     dropped = F.dropout(pattern, call.dropout) if call.dropout else pattern
-    finite = call.readable and call.finite
+    # An ONNX file takes finite numbers: the products that find others are not worth their time.
+    finite = is_exporting_onnx() or (call.readable and call.finite)
     out = weighted_values(dropped, visible, call.v, finite=finite).to(call.q.dtype)
     return KernelResult(
         out, sums.lse, s if is_edited("scores") else None, pattern if is_edited("pattern") else None

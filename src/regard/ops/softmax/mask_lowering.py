@@ -21,7 +21,7 @@ from torch import Tensor
 from regard import masks
 from regard.masks import EMPTY, FULL, PARTIAL, Mask
 from regard.ops.softmax.call import Call
-from regard.process_state import is_exporting
+from regard.process_state import is_exporting, is_exporting_onnx
 from regard.span import Span
 
 BLOCK_QUERIES = 256
@@ -105,6 +105,8 @@ def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[Quer
     An exported program serves every length, so it uses the one range that is right for all: all
     keys, under a mask.
     """
+    if is_exporting_onnx() and (key_range := _onnx_key_range(call)) is not None:
+        return [QueryBlock(ALL, [key_range])]
     if call.bias is None and not is_exporting():
         known = _lower_without_reading(call, sizes)
         if known is not None:
@@ -116,6 +118,21 @@ def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[Quer
         return [QueryBlock(ALL, [everything])]
     blocks = [slice(i, min(i + sizes.rows, call.T)) for i in range(0, call.T, sizes.rows)]
     return [_lower_by_tiles(call, rows, sizes) for rows in blocks]
+
+
+def _onnx_key_range(call: Call) -> KeyRange | None:
+    """Return the range of all keys, if ONNX's node Attention needs no mask tensor for it: every
+    query sees every key, or the mask is causal and queries and keys are the same tokens.
+    """
+    if call.bias is not None:
+        return None
+    if call.sees_everything:
+        return KeyRange(0, call.S)
+    # a comparison of lengths would limit the file to some of them, the comparison of objects cannot
+    same_tokens = isinstance(call.q_positions, Span) and call.q_positions is call.k_positions
+    if same_tokens and isinstance(call.mask, masks.Causal):
+        return KeyRange(0, call.S, causal=True)
+    return None
 
 
 def _lower_without_reading(call: Call, sizes: BlockSizes) -> list[QueryBlock] | None:

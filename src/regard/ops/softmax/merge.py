@@ -63,7 +63,7 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     check_sink(sink, partials[0].out.shape[1], partials[0].out)
     lses = torch.stack([p.lse for p in partials])
     max_lse = lses.amax(0).detach()
-    max_lse = max_lse.masked_fill(max_lse.isneginf(), 0)
+    max_lse = max_lse.masked_fill(max_lse == -math.inf, 0)
     weights = torch.exp(lses - max_lse)  # [P,B,H,T]
     total = weights.sum(0)
     empty = total == 0
@@ -101,7 +101,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """
     # A row with the lse -inf has the output 0 whatever its share is, so its lse may be set to 0; a
     # sink of -inf would otherwise give -inf - (-inf) = NaN.
-    finite_lse = lse.masked_fill(lse.isneginf(), 0)
+    finite_lse = lse.masked_fill(lse == -math.inf, 0)
     share = torch.sigmoid(finite_lse - sink.to(lse.dtype)[:, None])
     return (out * share.unsqueeze(-1)).to(out.dtype)
 

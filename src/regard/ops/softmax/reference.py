@@ -7,6 +7,7 @@ import torch
 from regard import units
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
 from regard.ops.softmax.definition import EVERYTHING, MAX_SCORE_BYTES, attend_rows
+from regard.process_state import is_exporting
 
 BLOCK_BYTES = 2**28
 """The bytes of scores in memory at a time, unless a trace or autograd needs all of them."""
@@ -48,12 +49,13 @@ class ReferenceKernel:
         return 75 if few else 10
 
     def run(self, call: Call) -> KernelResult:
-        """Compute all rows at once for a traced or trained call, else one block of rows after
-        another.
+        """Compute all rows at once for a traced, trained or exported call, else one block of rows
+        after another.
         """
         row_bytes = max(1, call.B * call.H * call.S * call.score_dtype.itemsize)
         block = max(1, BLOCK_BYTES // row_bytes)
-        if call.needs or call.has_gradient or block >= call.T:
+        # an exported program serves every length, so that nothing may depend on T
+        if call.needs or call.has_gradient or is_exporting() or block >= call.T:
             return attend_rows(call, EVERYTHING)
         parts = [attend_rows(call, slice(i, i + block)) for i in range(0, call.T, block)]
         outs, lses, *_ = zip(*parts, strict=True)

@@ -29,7 +29,13 @@ from regard.ops.softmax.mask_lowering import (
     lower_mask,
 )
 from regard.ops.softmax.merge import apply_sink, merge
-from regard.process_state import differentiates_forward, is_compiling, values_are_readable
+from regard.process_state import (
+    differentiates_forward,
+    is_compiling,
+    is_exporting_onnx,
+    is_tracing_onnx,
+    values_are_readable,
+)
 from regard.span import Span
 from regard.units import plural
 
@@ -121,6 +127,8 @@ class SdpaKernel:
         if call.has_gradient and (too_large := _large_score_reasons(call)):
             return too_large
         if call.wants_lse or call.sink is not None:
+            if is_exporting_onnx():
+                return ["no lse: ONNX's node Attention returns none"]
             return no_lse_reasons(call.q.device)
         return []
 
@@ -232,6 +240,8 @@ def no_lse_reasons(device: torch.device) -> list[str]:
 def attend_range(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, scale: float) -> Tensor:
     """Compute attention over one key range with torch's public function."""
     k, v, mask = select_range(k, key_range), select_range(v, key_range), make_mask(key_range)
+    if is_exporting_onnx():
+        return _attend_range_in_onnx(q, k, v, mask, scale, causal=key_range.causal)
     (B, H, T, _), G = q.shape, k.shape[1]
     folded = _can_fold_heads(q, k, key_range, mask)
     if folded:
@@ -242,6 +252,27 @@ def attend_range(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, scale: fl
         q, k, v, attn_mask=mask, is_causal=key_range.causal, scale=scale, enable_gqa=grouped
     )
     return out.reshape(B, H, T, -1) if folded else out
+
+
+def _attend_range_in_onnx(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool
+) -> Tensor:
+    """Compute attention for an ONNX file, where torch's function becomes the node Attention (opset
+    23 and newer) or a product, a softmax and a product.
+
+    Both leave a row that sees nothing undefined, so that it is set to 0 here. The exporter that
+    traces (`dynamo=False`) converts no grouped heads, so that keys and values are repeated for it.
+    """
+    H, G = q.shape[1], k.shape[1]
+    grouped = True if H != G else False  # noqa: SIM210  (see `attend_range`)
+    if grouped and is_tracing_onnx():
+        k, v = (x[:, :, None].expand(-1, -1, H // G, -1, -1).flatten(1, 2) for x in (k, v))
+        grouped = False
+    # for older opsets the exporters multiply q and k by sqrt(scale), which rounds once more
+    out = scaled_dot_product_attention(
+        q * scale, k, v, attn_mask=mask, is_causal=causal, scale=1.0, enable_gqa=grouped
+    )
+    return out if mask is None else out.masked_fill(mask.amax(-1, keepdim=True) == -math.inf, 0)
 
 
 def select_range(x: Tensor, key_range: KeyRange) -> Tensor:
