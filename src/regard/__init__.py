@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         nn,
         parallel,
         positions,
+        scores,
         tracing,
         view,
     )
@@ -85,6 +86,7 @@ _MODULES = (
     "nn",
     "parallel",
     "positions",
+    "scores",
     "tracing",
     "view",
 )
@@ -124,6 +126,7 @@ __all__ = [
     "plan",
     "positions",
     "register_kernel",
+    "scores",
     "tracing",
     "view",
 ]
