@@ -317,6 +317,7 @@ class Call:
             both or none.
         score: the rule that changes scores, normaliser or weights, or None. A kernel is asked about
             it in `why_not_score`.
+        original: the call with a score rule that this one without a rule replaces, or None.
     """
 
     q: Tensor
@@ -333,6 +334,7 @@ class Call:
     wants_lse: bool = False
     needs: frozenset[str] = frozenset()
     score: ScoreRule | None = None
+    original: Call | None = None
     B: int = field(init=False)
     H: int = field(init=False)
     G: int = field(init=False)

@@ -162,8 +162,9 @@ def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace])
     """
     call_with_lse, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
-        if call.score is not None and not call.score.is_pairwise_softmax:
+        if call.score is not None or call.original is not None:
             result, name = _run_with_pattern(kernel, call)
+            call = call.original or call
         elif kernel.why_not(call_with_lse):
             # it cannot return the lse of this call: another kernel computes the lse
             other, call_with_lse = choose_kernel(call_with_lse)
@@ -177,11 +178,13 @@ def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace])
 
 
 def _run_with_pattern(kernel: Kernel, call: Call) -> tuple[KernelResult, str]:
-    """Run a call whose score rule makes that the lse does not give the weights: the result
+    """Run a call with a score rule, whose weights do not follow from q, k and the lse: the result
     contains scores and weights. Return also the name of the kernel.
+
+    If the kernel does not give them, another kernel computes them.
     """
-    whole = replace(call, needs=call.needs | {"scores", "pattern"})
-    if not kernel.why_not(whole):
+    whole = replace(call.original or call, needs=call.needs | {"scores", "pattern"})
+    if call.original is None and not kernel.why_not(whole):
         return kernel.run(whole), kernel.name
     other, whole = choose_kernel(whole)
     result = other.run(whole)._replace(out=kernel.run(call).out)

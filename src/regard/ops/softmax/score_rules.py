@@ -80,7 +80,7 @@ def without_rule(call: Call) -> Call | None:
             scale = scale / step.tau
     if not (math.isfinite(scale) and scale):
         return None
-    return replace(call, q=q, scale=scale, softcap=softcap, score=None)
+    return replace(call, q=q, scale=scale, softcap=softcap, score=None, original=call)
 
 
 class RuleOfTile:
@@ -170,6 +170,8 @@ class TileGradient:
         Args:
             gradient: that of `values`.
         """
+        if not self._after.requires_grad:  # the rule returned constants
+            return torch.zeros_like(gradient)
         wanted = [i for i, x in enumerate(self._tensors) if x.requires_grad]
         d_scores, *others = torch.autograd.grad(
             self._after,
