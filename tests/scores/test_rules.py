@@ -15,7 +15,6 @@ import regard
 from regard import scores
 from regard.errors import KernelRefusal
 from regard.ops.softmax.dispatch import KERNELS
-from regard.registry import is_builtin
 from regard.scores import SCORES, ScoreRule
 from regard.span import Positions, Span
 from tests.ops.softmax.cases import Case, Made
@@ -134,7 +133,7 @@ def test_every_rule_has_a_case() -> None:
         for name in rules.MADE
         for step in rules.make(name, rules.tensors_for(name, 0)).rule.steps()
     }
-    ours = {name for name, kind in SCORES if is_builtin(kind)}
+    ours = {name for name, kind in SCORES if kind.__module__.startswith("regard.scores.")}
     assert ours - kinds == {"chain", "pairrule"}
 
 
@@ -145,26 +144,31 @@ def test_the_reference_gives_what_the_loops_give(name: str, case: Case, dtype: t
     assert_rule(name, case, dtype, "reference")
 
 
-LEAST = {"tiled": 9, "flex": 6, "cpu": 3, "gemm": 3, "sdpa": 2}
+LEAST = {"tiled": (9, 9), "flex": (7, 0), "cpu": (3, 0), "gemm": (3, 2), "sdpa": (2, 0)}
 """How many rules each kernel serves at least, in one of the calls, without and with gradients."""
 
 
-@pytest.mark.full(keep=["False"])
-@pytest.mark.parametrize("backward", [False, True])
-def test_every_kernel_gives_what_the_loops_give(backward: bool) -> None:
-    served: dict[str, set[str]] = {x.name: set() for x in KERNELS}
+@pytest.mark.full(keep=["tiled"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("kernel", LEAST)
+def test_every_kernel_gives_what_the_loops_give(kernel: str, backward: bool) -> None:
+    served: set[str] = set()
     refused: set[str] = set()
-    for kernel, name, (case, dtype) in product(served, rules.MADE, CALLS):
+    for name, (case, dtype) in product(rules.MADE, CALLS):
         try:
             assert_rule(name, case, dtype, kernel, backward=backward)
         except KernelRefusal as error:
             refused.add(str(error))
         else:
-            served[kernel].add(name)
-    assert served["reference"] == {*rules.MADE}
-    least = {"tiled": 9, "gemm": 2} if backward else LEAST
-    short = {name: served[name] for name, n in least.items() if len(served[name]) < n}
-    assert not short, (short, sorted(refused))
+            served.add(name)
+    if len(served) < LEAST[kernel][backward]:
+        raise AssertionError(f"{kernel} served {sorted(served)} and refused {sorted(refused)}")
+    if not served:
+        pytest.skip(f"no gradient of a rule on {kernel}: {min(refused)}")
+
+
+def test_every_kernel_is_tested() -> None:
+    assert {*LEAST, "reference"} == {x.name for x in KERNELS}
 
 
 def no_derivative(rule: ScoreRule) -> ScoreRule:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import regard
-from regard import biases, masks
+from regard import biases, masks, scores
 from regard.claims.registry import CLAIMS
 from regard.cli import COMMANDS
 from regard.configs import LOADABLE
@@ -109,7 +109,7 @@ def test_a_misspelt_mark_is_an_error() -> None:
 # what the quick run touches
 
 PACKAGES = [
-    *("masks", "biases", "positions", "linear", "memory", "caches", "nn", "inspect"),
+    *("masks", "biases", "scores", "positions", "linear", "memory", "caches", "nn", "inspect"),
     *("models", "train", "compare", "claims", "cost", "bench", "ops.softmax", "audit", "parallel"),
 ]
 
@@ -143,6 +143,7 @@ def features() -> dict[str, str]:
     homes = {
         "masks": kinds(masks, masks.Mask),
         "biases": kinds(biases, biases.Bias),
+        "scores": kinds(scores, scores.ScoreRule),
         "ops/softmax": [kernel.name for kernel in dispatch.KERNELS],
         "nn": [*VARIANTS],
         "parity": sorted({*LOADABLE} - {"regard"}),

@@ -135,7 +135,11 @@ class ScoreRule(Serializable):
         return p
 
     def steps(self) -> tuple[ScoreRule, ...]:
-        """Return the rules of a chain in their order; a single rule is its own only step."""
+        """Return the single rules that this one consists of.
+
+        Returns:
+            The rules of a chain in their order; for any other rule the rule alone.
+        """
         return (self,)
 
     @property
@@ -157,7 +161,10 @@ class ScoreRule(Serializable):
 
     def why_not_partial(self) -> str:
         """Return why attention over some of the keys cannot be merged with attention over the
-        others by the log-sum-exp, or "" if it can.
+        others by the log-sum-exp.
+
+        Returns:
+            The reason in a few words, or "" if it can be merged.
         """
         for rule in self.steps():
             if "normaliser" in rule.stages:
@@ -169,8 +176,10 @@ class ScoreRule(Serializable):
         return ""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors of the rule, which may require gradients, in the order of the
-        fields.
+        """Return the tensors of the rule, which may require gradients.
+
+        Returns:
+            The tensors, in the order of the fields.
         """
         return tuple(getattr(self, name) for name in self._tensor_names())
 
@@ -207,11 +216,12 @@ class ScoreRule(Serializable):
             "call in another way"
         )
 
-    def require(self, H: int, q_positions: Positions, device: torch.device) -> None:
+    def require(self, H: int, D: int, q_positions: Positions, device: torch.device) -> None:
         """Check that the rule fits an attention call.
 
         Args:
             H: number of query heads.
+            D: number of dimensions of a query head.
             q_positions: positions of the queries.
             device: the device of the call.
 
@@ -348,7 +358,7 @@ class Chain(ScoreRule):
         return "row" if "row" in scopes else "heads" if "heads" in scopes else "pair"
 
     def steps(self) -> tuple[ScoreRule, ...]:
-        """Return the rules."""
+        """Return the rules of the chain, in their order."""
         return self.rules
 
     def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
@@ -381,10 +391,10 @@ class Chain(ScoreRule):
         """Apply `select_heads` to each rule."""
         return Chain(tuple(rule.select_heads(heads) for rule in self.rules))
 
-    def require(self, H: int, q_positions: Positions, device: torch.device) -> None:
+    def require(self, H: int, D: int, q_positions: Positions, device: torch.device) -> None:
         """Check that each rule fits the call."""
         for rule in self.rules:
-            rule.require(H, q_positions, device)
+            rule.require(H, D, q_positions, device)
 
     def __str__(self) -> str:
         return " >> ".join(map(str, self.rules))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.scores.base import Scope, ScoreBlock, ScoreRule, Stage
+from regard.units import plural
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,7 +90,7 @@ class TalkingHeads(ScoreRule):
 
     def __str__(self) -> str:
         names = [name for name in ("before", "after") if getattr(self, name) is not None]
-        return f"talkingheads({self._heads()} heads, {' and '.join(names)})"
+        return f"talkingheads({plural(self._heads() or 0, 'head')}, {' and '.join(names)})"
 
 
 def _mix(matrix: Tensor, x: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ class Sigmoid(ScoreRule):
         return self.bias is None
 
     def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
-        """Return sigmoid(s + bias)."""
+        """Return the sigmoid of each score with the bias."""
         if self.bias is None:
             assert block.key_count is not None, "given because of `needs_count`"
             return torch.sigmoid(s - block.key_count.clamp(min=1).to(s.dtype).log())

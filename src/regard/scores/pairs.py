@@ -97,7 +97,7 @@ class FnScore(PairRule):
         self._check_count(tensors, len(self.parameters))
         return replace(self, parameters=tuple(tensors))
 
-    def require(self, H: int, q_positions: Positions, device: torch.device) -> None:
+    def require(self, H: int, D: int, q_positions: Positions, device: torch.device) -> None:
         """Call the function on one pair: a tensor with a gradient that it reads must be among
         its parameters, because kernels compute gradients of these only.
         """
@@ -197,6 +197,9 @@ class Temperature(PairRule):
             h: indices of query heads.
             q: positions of queries.
             dtype: the dtype of the result.
+
+        Returns:
+            A number, or a tensor that broadcasts like `h` and `q`.
         """
         if not isinstance(self.tau, Tensor):
             return self.tau
@@ -207,7 +210,7 @@ class Temperature(PairRule):
         return tau[h if tau.shape[0] > 1 else torch.zeros_like(h), q.clamp(min=0)]
 
     def pair(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Return s / tau."""
+        """Return each score divided by its temperature."""
         return s / self.divisor(h, q, s.dtype)
 
     def select_heads(self, heads: slice) -> Temperature:
@@ -216,9 +219,9 @@ class Temperature(PairRule):
             return self
         return replace(self, tau=self.tau[heads])
 
-    def require(self, H: int, q_positions: Positions, device: torch.device) -> None:
+    def require(self, H: int, D: int, q_positions: Positions, device: torch.device) -> None:
         """Check the number of heads, and that there is a number for every query position."""
-        super().require(H, q_positions, device)
+        super().require(H, D, q_positions, device)
         if isinstance(self.tau, Tensor) and self.tau.ndim == 2 and not is_compiling():
             if isinstance(q_positions, Span):
                 last = q_positions.stop - 1

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.scores.base import Scope, ScoreBlock, ScoreRule, Stage
+from regard.span import Positions
+from regard.units import plural
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -55,12 +57,7 @@ class CoPE(ScoreRule):
             raise ArgumentError(f"embedding is {tuple(x.shape)}; it must be [N, D] or [H, N, D]")
 
     def change_scores(self, s: Tensor, block: ScoreBlock) -> Tensor:
-        """Add q_i . e[p_ij]."""
-        if self.embedding.shape[-1] != block.query.shape[-1]:
-            raise ArgumentError(
-                f"{self} has vectors of {self.embedding.shape[-1]} numbers, and the query has "
-                f"{block.query.shape[-1]}"
-            )
+        """Add to each score the product of query and embedding."""
         table = self.embedding.to(s.device, s.dtype)
         table = table if table.ndim == 3 else table[None]
         sees_nothing = ~block.visible.any(-1, keepdim=True)  # 0 times a NaN there would be NaN
@@ -70,11 +67,21 @@ class CoPE(ScoreRule):
         gates = torch.where(block.visible, torch.sigmoid(s), 0)
         count = _along_keys(gates, order).flip(-1).cumsum(-1).flip(-1)
         number = _along_keys(count, order.argsort(dim=-1)).clamp(max=table.shape[1] - 1)
-        place = number.detach().nan_to_num(0)  # `share` keeps the NaN
+        place = number.detach()
+        place = torch.where(place.isnan(), 0, place)  # as an index; `share` keeps the NaN
         low, high = place.floor(), place.ceil()
         share = number - low
         at_low, at_high = (logits.gather(-1, n.long()) for n in (low, high))
         return s + at_low * (1 - share) + at_high * share
+
+    def require(self, H: int, D: int, q_positions: Positions, device: torch.device) -> None:
+        """Check the number of heads and the length of the vectors."""
+        super().require(H, D, q_positions, device)
+        if self.embedding.shape[-1] != D:
+            raise ArgumentError(
+                f"{self} has vectors of {plural(self.embedding.shape[-1], 'number')}, and those of "
+                f"the query have {D}; they are multiplied, so give vectors of {D}"
+            )
 
     def select_heads(self, heads: slice) -> CoPE:
         """Return the rule with the vectors of these heads."""
@@ -125,8 +132,8 @@ class TopK(ScoreRule):
         order = block.k.argsort(dim=-1, stable=True)
         x = _along_keys(s.detach().masked_fill(~block.visible, -torch.inf), order)
         largest = x.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
-        kept = torch.zeros_like(x, dtype=torch.bool).scatter(-1, largest, True)
-        return s.masked_fill(~_along_keys(kept, order.argsort(dim=-1)), -torch.inf)
+        is_largest = torch.zeros_like(x, dtype=torch.bool).scatter(-1, largest, True)
+        return s.masked_fill(~_along_keys(is_largest, order.argsort(dim=-1)), -torch.inf)
 
     def select_heads(self, heads: slice) -> TopK:
         """Return the same rule, which is the same for every head."""

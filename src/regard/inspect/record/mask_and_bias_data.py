@@ -1,5 +1,5 @@
-"""Masks, biases and score rules of a recording: copies that later changes do not affect, and plain data for
-files.
+"""Masks, biases and score rules of a recording: copies that later changes do not affect, and plain
+data for files.
 
 Nothing in a file is executed: each is stored as the name of a class, its numbers and its tensors.
 """

@@ -448,13 +448,19 @@ def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool
             f"{step.softcap} and {step.dropout}; scale must be finite, softcap above 0 and dropout "
             "from 0 to below 1"
         )
-    if step.score is not None:
-        if step.scores is None or step.pattern is None:
-            raise ArgumentError(f"{where} has the score rule {step.score} without its weights")
-        step.score.require(place.H, step.q_positions, step.q.device)
+    _check_score(where, place, step)
     step.mask.require(B, place.H, num_queries, s)
     if step.bias is not None:
         step.bias.require(B, place.H, num_queries, s)
+
+
+def _check_score(where: str, place: Place, step: RecordedStep) -> None:
+    """Check the score rule of a step."""
+    if step.score is None:
+        return
+    if step.scores is None or step.pattern is None:
+        raise ArgumentError(f"{where} has the score rule {step.score} without its weights")
+    step.score.require(place.H, step.q.shape[3], step.q_positions, step.q.device)
 
 
 def _check_indices(name: str, indices: tuple[int, ...], n: int) -> None:

@@ -175,14 +175,15 @@ def as_score(score: ScoreRule, call: Call) -> ScoreRule:
         ArgumentError: the rule does not fit the call, or the call needs a log-sum-exp or has a
             sink, and the rule has none.
     """
-    given: object = score
-    if not isinstance(given, ScoreRule):
-        name = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+    argument: object = score  # of any type, whatever the annotation says
+    if not isinstance(argument, ScoreRule):
+        is_class = isinstance(argument, type)
+        name = f"the class {argument.__name__}" if is_class else type(argument).__name__
         raise ArgumentTypeError(
             f"score is {name}; it must be a rule of regard.scores or None: pass an instance of a "
             "class, and wrap a function as regard.scores.FnScore(fn)"
         )
-    score.require(call.H, call.q_positions, call.q.device)
+    score.require(call.H, call.D, call.q_positions, call.q.device)
     reason = score.why_not_partial() if call.wants_lse else ""
     if reason:
         raise ArgumentError(

@@ -247,9 +247,9 @@ def ask_about_rule(kernel: Kernel, call: Call, plain: Call | None) -> tuple[list
         call: the call with a rule.
         plain: the result of `without_rule` for this call.
     """
-    ask: Callable[[Call], list[str]] | None = getattr(kernel, "why_not_score", None)
-    if ask is not None:
-        return [*ask(call), *kernel.why_not(call)], call
+    why_not_score: Callable[[Call], list[str]] | None = getattr(kernel, "why_not_score", None)
+    if why_not_score is not None:
+        return [*why_not_score(call), *kernel.why_not(call)], call
     if plain is None:
         return [f"no score rule ({call.score})"], call
     return kernel.why_not(plain), plain

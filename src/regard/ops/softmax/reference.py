@@ -37,7 +37,7 @@ class ReferenceKernel:
         return []
 
     def why_not_score(self, call: Call) -> list[str]:
-        """Refuse no score rule."""
+        """Return no reason: the definition computes every score rule."""
         return []
 
     def priority(self, call: Call) -> float | None:

@@ -17,7 +17,9 @@ from regard.scores.base import change_scores
 from regard.span import Positions, as_tensor, slice_positions
 
 
-def score_block(call: Call, rows: slice, columns: slice, visible: Tensor) -> ScoreBlock:
+def score_block(
+    call: Call, rows: slice, columns: slice, visible: Tensor, key_count: Tensor | None = None
+) -> ScoreBlock:
     """Return what a score rule may read about a block of a call.
 
     Args:
@@ -25,16 +27,15 @@ def score_block(call: Call, rows: slice, columns: slice, visible: Tensor) -> Sco
         rows: the queries of the block.
         columns: the keys of the block.
         visible: bool, broadcastable to `[B, H, t, s]`.
+        key_count: how many keys each query of the block sees; None where the block has all keys.
     """
     device = visible.device  # a call that a backward pass saved has no data
 
     def along(positions: Positions, part: slice, dim: int) -> Tensor:
         return as_tensor(slice_positions(positions, part), device)[:, None].unsqueeze(dim)
 
-    count = None
-    if call.score is not None and call.score.needs_count:
-        count = call.mask.visible(call.q_positions, call.k_positions, device=device)
-        count = (count if count.shape[-1] == 1 else count[..., rows])[..., None]
+    if key_count is None and call.score is not None and call.score.needs_count:
+        key_count = visible.expand(*visible.shape[:3], call.S).sum(-1, keepdim=True)
     return ScoreBlock(
         call.q[:, :, rows],
         visible,
@@ -44,7 +45,7 @@ def score_block(call: Call, rows: slice, columns: slice, visible: Tensor) -> Sco
         along(call.k_positions, columns, 2),
         torch.arange(call.T, device=device)[rows][None, None, :, None],
         torch.arange(call.S, device=device)[columns][None, None, None, :],
-        count,
+        key_count,
     )
 
 
@@ -78,7 +79,7 @@ def without_rule(call: Call) -> Call | None:
             q = (q.to(call.score_dtype) / divisor[..., None]).to(call.q.dtype)
         else:
             scale = scale / step.tau
-    if not (math.isfinite(scale) and scale):
+    if not 0 < abs(scale) < math.inf:  # a graph cannot ask isfinite
         return None
     return replace(call, q=q, scale=scale, softcap=softcap, score=None, original=call)
 
@@ -88,12 +89,17 @@ class RuleOfTile:
 
     Args:
         call: the checked call; its rule has the scope "pair".
+        device: the device of its tensors.
         tensors: the tensors of the rule.
         needs_gradient: for each tensor, whether it requires a gradient.
     """
 
     def __init__(
-        self, call: Call, tensors: Sequence[Tensor] = (), needs_gradient: Sequence[bool] = ()
+        self,
+        call: Call,
+        device: torch.device,
+        tensors: Sequence[Tensor] = (),
+        needs_gradient: Sequence[bool] = (),
     ) -> None:
         assert call.score is not None, "only made for a call with a rule"
         self.rule, self.needs_gradient = call.score, tuple(needs_gradient)
@@ -103,6 +109,17 @@ class RuleOfTile:
             for x, needed in zip(tensors, self.needs_gradient, strict=True)
         ]
         self.dtypes = [x.dtype for x in tensors]
+        self._key_count = (
+            call.mask.visible(call.q_positions, call.k_positions, device=device)[..., None]
+            if call.score.needs_count
+            else None
+        )
+        self._call = call
+
+    def block(self, rows: slice, columns: slice, visible: Tensor) -> ScoreBlock:
+        """Return what the rule may read about a tile; see `score_block`."""
+        count = None if self._key_count is None else self._key_count[:, :, rows]
+        return score_block(self._call, rows, columns, visible, count)
 
     def apply(self, s: Tensor, block: ScoreBlock, *, hides: bool) -> Tensor:
         """Return the scores of a tile after the rule, -inf where masked, or their weights if the

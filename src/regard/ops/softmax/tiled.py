@@ -37,7 +37,7 @@ from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, WorkE
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.mask_lowering import visible_key_ranges
 from regard.ops.softmax.merge import apply_sink
-from regard.ops.softmax.score_rules import RuleOfTile, TileGradient, score_block, why_not_pairs
+from regard.ops.softmax.score_rules import RuleOfTile, TileGradient, why_not_pairs
 
 
 class TileSizes(NamedTuple):
@@ -219,7 +219,7 @@ class TiledFunction(torch.autograd.Function):
             call = replace(call, bias=call.bias.with_tensors(learned[:n]))
         if call.score is not None:
             call = replace(call, score=call.score.with_tensors(learned[n:]))
-            rule = RuleOfTile(call, learned[n:], ctx.needs_input_grad[6 + n :])
+            rule = RuleOfTile(call, q.device, learned[n:], ctx.needs_input_grad[6 + n :])
         d_bias = BiasGradient(call.bias, ctx.needs_input_grad[6 : 6 + n], max_score.dtype)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.autocast(q.device.type, enabled=False):
@@ -257,7 +257,8 @@ def tiled_forward(
     max_scores, scaled_sums = (
         torch.zeros(call.B, call.H, call.T, dtype=dtype, device=q.device) for _ in "ml"
     )
-    adds_weights = call.score is not None and call.score.normaliser is not None
+    rule = None if call.score is None else RuleOfTile(call, q.device)
+    adds_weights = rule is not None and rule.replaces_softmax
     for rows, ranges in blocks:
         if not ranges:
             continue
@@ -269,7 +270,7 @@ def tiled_forward(
             max_score.new_zeros(*query.shape[:2], call.E),
         )
         for key_range in ranges:
-            s = tile_scores(call, query, k, rows, key_range).values
+            s = tile_scores(call, query, k, rows, key_range, rule).values
             if adds_weights:  # of a normaliser whose rows have no sum
                 if call.dropout:
                     s.mul_(dropout_factors(call, seed, s, rows, key_range))
@@ -426,7 +427,7 @@ def tile_scores(
     with_slope: bool = False,
 ) -> TileScores:
     """Compute the scores of a key range, and if `with_slope` is set, their derivatives; `rule`
-    collects the gradient of the score rule.
+    applies the score rule of the call.
     """
     slope = None
     s = torch.bmm(query, keys_of_range(k, key_range, query.dtype).mT)
@@ -438,8 +439,9 @@ def tile_scores(
     block_of = (call.q_positions, call.k_positions, rows, key_range.columns)
     if call.bias is not None:
         by_head += call.bias.block(*block_of, dtype=s.dtype, device=s.device)
-    if call.score is not None:
-        return _apply_rule(call, by_head, rows, key_range, slope, rule)
+    if rule is not None:
+        tile = _apply_rule(call, by_head, rows, key_range, rule, with_slope=with_slope)
+        return tile._replace(slope=slope)
     if not key_range.full:
         by_head.masked_fill_(~call.mask.block(*block_of, device=s.device), -math.inf)
     return TileScores(s, slope)
@@ -450,11 +452,12 @@ def _apply_rule(
     by_head: Tensor,
     rows: slice,
     key_range: TiledKeyRange,
-    slope: Tensor | None,
-    rule: RuleOfTile | None,
+    rule: RuleOfTile,
+    *,
+    with_slope: bool,
 ) -> TileScores:
     """Apply the score rule of a call to scores `[B, H, t, s]` of a key range, with its derivative
-    if `rule` collects gradients.
+    if `with_slope` is set.
     """
     hides, columns = not key_range.full, key_range.columns
     visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=by_head.device)
@@ -462,12 +465,12 @@ def _apply_rule(
         visible = call.mask.block(
             call.q_positions, call.k_positions, rows, columns, device=by_head.device
         )
-    block = score_block(call, rows, columns, visible)
+    block = rule.block(rows, columns, visible)
     folded = (call.B * call.G, -1, by_head.shape[-1])
-    if rule is None:
-        return TileScores(RuleOfTile(call).apply(by_head, block, hides=hides).reshape(folded))
+    if not with_slope:
+        return TileScores(rule.apply(by_head, block, hides=hides).reshape(folded))
     gradient = rule.apply_with_gradient(by_head, block, hides=hides)
-    return TileScores(gradient.values.view(folded), slope, gradient)
+    return TileScores(gradient.values.view(folded), rule=gradient)
 
 
 def fold_heads(call: Call, x: Tensor) -> Tensor:
