@@ -43,9 +43,9 @@ class FnScore(PairRule):
             gradient and is no parameter.
 
     >>> import torch, regard
-    >>> q = torch.randn(1, 2, 5, 8)
-    >>> near = regard.scores.FnScore(lambda s, b, h, q, k, w: s - w[h] * (q - k) ** 2, (w,))
-    >>> regard.attend(q, q, q, score=near).shape
+    >>> x, width = torch.randn(1, 2, 5, 8), torch.tensor([0.5, 0.1])
+    >>> near = regard.scores.FnScore(lambda s, b, h, q, k, w: s - w[h] * (q - k) ** 2, (width,))
+    >>> regard.attend(x, x, x, score=near).shape
     torch.Size([1, 2, 5, 8])
 
     Source: `score_mod` of FlexAttention, Dong et al. 2024 (arXiv 2412.05496), section 3.1.

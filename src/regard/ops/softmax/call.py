@@ -177,8 +177,9 @@ def as_score(score: ScoreRule, call: Call) -> ScoreRule:
     """
     argument: object = score  # of any type, whatever the annotation says
     if not isinstance(argument, ScoreRule):
-        is_class = isinstance(argument, type)
-        name = f"the class {argument.__name__}" if is_class else type(argument).__name__
+        name = type(argument).__name__
+        if isinstance(argument, type):
+            name = f"the class {argument.__name__}"
         raise ArgumentTypeError(
             f"score is {name}; it must be a rule of regard.scores or None: pass an instance of a "
             "class, and wrap a function as regard.scores.FnScore(fn)"
