@@ -16,7 +16,7 @@ from regard import biases, caches, masks, scores
 from regard.errors import ArgumentError, ArgumentTypeError, KernelRefusal
 from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.ops.softmax import KernelResult, WorkEstimate
-from regard.scores import SCORES, ScoreBlock, ScoreRule
+from regard.scores import ScoreBlock, ScoreRule
 from regard.span import Span
 from tests.rules import assert_close_rule
 from tests.scores import rules
@@ -42,7 +42,6 @@ class Sparsemax(ScoreRule):
     """A normaliser of a user: the projection of the scores onto the simplex."""
 
     stages: ClassVar[Any] = ("normaliser",)
-    scope: ClassVar[Any] = "row"
 
     def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
         z = s.sort(-1, descending=True).values
@@ -50,6 +49,17 @@ class Sparsemax(ScoreRule):
         total = z.masked_fill(z.isneginf(), 0).cumsum(-1)
         support = (1 + n * z > total).sum(-1, keepdim=True).clamp(min=1)
         return (s - (total.gather(-1, support - 1) - 1) / support).clamp(min=0)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Halved(ScoreRule):
+    """Half of each weight."""
+
+    stages: ClassVar[Any] = ("pattern",)
+    scope: ClassVar[Any] = "pair"
+
+    def change_pattern(self, p: Tensor, block: ScoreBlock) -> Tensor:
+        return p / 2
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -157,6 +167,9 @@ def test_blocks_of_the_pattern_are_what_was_computed(name: str) -> None:
     by_hand = torch.einsum("bhij,bhje->bhie", pattern, v.repeat_interleave(2, 1))
     torch.testing.assert_close(out, by_hand, rtol=0, atol=1e-13)
     assert trace["scores"].isneginf()[..., 0, 4:].all()
+    with regard.Trace("pattern", missing="ignore") as trace:
+        regard.attention_weights(q, k, **options)
+    assert "pattern" not in trace
 
 
 @pytest.mark.full(keep="each")
@@ -336,19 +349,24 @@ def test_a_rule_as_a_score_mod() -> None:
 
 
 def test_a_rule_of_a_user() -> None:
-    with SCORES.temporary():
-        q, k, v = tensors()
-        weights = regard.attention_weights(q, k, mask=masks.Causal(), score=Sparsemax())
-        torch.testing.assert_close(weights.sum(-1), torch.ones(2, H, 6, dtype=F64))
-        assert (weights == 0).any()
-        assert not weights[..., 0, 4:].any()
-        chain = scores.Temperature(0.1) >> Sparsemax() >> scores.TalkingHeads(after=torch.eye(H))
-        sharp = regard.attention_weights(q, k, mask=masks.Causal(), score=chain)
-        assert (sharp > 0).sum() < (weights > 0).sum()
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        assert torch.autograd.gradcheck(
-            lambda q, k, v: regard.attend(q, k, v, mask=masks.Causal(), score=Sparsemax()), leaves
-        )
+    q, k, v = tensors()
+    weights = regard.attention_weights(q, k, mask=masks.Causal(), score=Sparsemax())
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, H, 6, dtype=F64))
+    assert (weights == 0).any()
+    assert not weights[..., 0, 4:].any()
+    with pytest.raises(KernelRefusal, match=r"the score rule sparsemax\(\) needs all keys"):
+        regard.attend(q, k, v, score=Sparsemax(), backend="tiled")
+    with pytest.raises(KernelRefusal, match=r"halved\(\) changes weights after"):
+        regard.attend(q, k, v, score=Halved(), backend="tiled")
+    halved = regard.attend(q, k, v, score=Halved())
+    torch.testing.assert_close(2 * halved, regard.attend(q, k, v, score=None))
+    chain = scores.Temperature(0.1) >> Sparsemax() >> scores.TalkingHeads(after=torch.eye(H))
+    sharp = regard.attention_weights(q, k, mask=masks.Causal(), score=chain)
+    assert (sharp > 0).sum() < (weights > 0).sum()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: regard.attend(q, k, v, mask=masks.Causal(), score=Sparsemax()), leaves
+    )
 
 
 EYE = torch.eye(2)

@@ -78,9 +78,9 @@ class ScoreRule(Serializable):
 
     Attributes:
         stages: the stages that the rule changes, in their order.
-        scope: what one result depends on. "pair": the score of this query, key and head, so that
-            a kernel may compute it tile by tile. "heads": the scores of all heads for this query
-            and key. "row": the scores of all keys.
+        scope: what one result depends on. "row" (the default): the scores of all keys. "heads":
+            the scores of all heads for this query and key. "pair": the score of this query, key and
+            head only, so that a kernel may compute it tile by tile.
 
     >>> from regard import scores
     >>> scores.Temperature(2.0) >> scores.TopK(8)
@@ -90,7 +90,7 @@ class ScoreRule(Serializable):
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("scores",)
-    scope: ClassVar[Scope] = "pair"
+    scope: ClassVar[Scope] = "row"
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -278,6 +278,8 @@ class PairRule(ScoreRule):
     A subclass defines `pair` with elementwise operations on tensors that broadcast, so that kernels
     can compute it for a whole call, for a tile, and for one score.
     """
+
+    scope: ClassVar[Scope] = "pair"
 
     @property
     def by_slot(self) -> bool:

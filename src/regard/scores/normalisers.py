@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_number
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.scores.base import ScoreBlock, ScoreRule, Stage
+from regard.scores.base import Scope, ScoreBlock, ScoreRule, Stage
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -41,6 +41,7 @@ class Sigmoid(ScoreRule):
     """
 
     stages: ClassVar[tuple[Stage, ...]] = ("normaliser",)
+    scope: ClassVar[Scope] = "pair"
 
     bias: float | Tensor | None = None
 

@@ -15,10 +15,10 @@ from regard.ops.softmax.call import AttentionOptions, Call, Partial, make_call
 from regard.ops.softmax.definition import (
     add_sink,
     join_sums,
-    pattern_of_rows,
     scores,
     softmax_sum,
     softmax_weights,
+    weights_of_rows,
 )
 from regard.ops.softmax.dispatch import run_call, zero_empty_slots
 from regard.ops.softmax.reference import BLOCK_BYTES
@@ -246,7 +246,8 @@ def _block_of_weights(call: Call, rows: slice, columns: slice) -> Tensor:
     sum over all keys of a row is computed in chunks of keys.
     """
     if call.score is not None and not call.score.is_pairwise_softmax:
-        return pattern_of_rows(call, rows).pattern[..., columns]
+        every, visible = scores(call, rows)
+        return weights_of_rows(call, rows, every, visible, softmax_sum(every))[..., columns]
     row_count = len(range(*rows.indices(call.T)))
     chunk = max(1, BLOCK_BYTES // max(1, call.B * call.H * row_count * 8))
     if chunk >= call.S:

@@ -178,7 +178,10 @@ def softmax_weights(s: Tensor, sums: SoftmaxSum) -> Tensor:
 
 def attend_rows(call: Call, rows: slice) -> KernelResult:
     """Compute the attention of a block of queries by its definition."""
-    s, visible, sums, pattern = pattern_of_rows(call, rows)
+    s, visible = scores(call, rows)
+    s = tap("scores", s)
+    sums = softmax_sum(s)
+    pattern = tap("pattern", weights_of_rows(call, rows, s, visible, sums))
     dropped = F.dropout(pattern, call.dropout) if call.dropout else pattern
     finite = call.readable and call.finite
     out = weighted_values(dropped, visible, call.v, finite=finite).to(call.q.dtype)
@@ -191,40 +194,28 @@ def attend_rows(call: Call, rows: slice) -> KernelResult:
     )
 
 
-class RowPatterns(NamedTuple):
-    """Scores and weights of a block of queries for all keys.
+def weights_of_rows(
+    call: Call, rows: slice, s: Tensor, visible: Tensor, sums: SoftmaxSum
+) -> Tensor:
+    """Compute the weights `[B, H, t, S]` of a block of queries for all keys, with the score rule of
+    the call.
 
     Args:
-        scores: `[B, H, t, S]`, -inf where masked.
+        call: the checked call.
+        rows: the queries of the block.
+        s: their scores `[B, H, t, S]`, -inf where masked.
         visible: bool, broadcastable to the scores.
-        sums: the sums of exp(score), without the sink.
-        pattern: the weights `[B, H, t, S]`.
+        sums: the sums of exp(score) of each row, without the sink.
     """
-
-    scores: Tensor
-    visible: Tensor
-    sums: SoftmaxSum
-    pattern: Tensor
-
-
-def pattern_of_rows(call: Call, rows: slice) -> RowPatterns:
-    """Compute the scores and the weights of a block of queries, and pass both through their
-    taps.
-    """
-    s, visible = scores(call, rows)
-    s = tap("scores", s)
-    sums, rule = softmax_sum(s), call.score
+    rule = call.score
     if rule is None:
+        return softmax_weights(s, add_sink(sums, call.sink))
+    block = score_block(call, rows, EVERYTHING, visible)
+    if rule.normaliser is None:
         pattern = softmax_weights(s, add_sink(sums, call.sink))
     else:
-        block = score_block(call, rows, EVERYTHING, visible)
-        pattern = (
-            softmax_weights(s, add_sink(sums, call.sink))
-            if rule.normaliser is None
-            else rule.normaliser.normalise(s, block)
-        )
-        pattern = change_pattern(rule, pattern, block)
-    return RowPatterns(s, visible, sums, tap("pattern", pattern))
+        pattern = rule.normaliser.normalise(s, block)
+    return change_pattern(rule, pattern, block)
 
 
 def differentiable_gradients(

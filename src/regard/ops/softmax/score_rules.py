@@ -205,8 +205,11 @@ class TileGradient:
 def why_not_pairs(call: Call) -> list[str]:
     """Return why a kernel that computes scores tile by tile cannot serve the rule of a call."""
     rule = call.score
-    if rule is None or rule.scope == "pair":
+    if rule is None:
         return []
+    if rule.scope == "pair":
+        changes = [str(x) for x in rule.steps() if "pattern" in x.stages]
+        return [f"{' and '.join(changes)} changes weights after the normaliser"] if changes else []
     needs = "all keys of a row" if rule.scope == "row" else "the scores of all heads"
     steps = " and ".join(str(x) for x in rule.steps() if x.scope == rule.scope)
     return [f"the score rule {steps} needs {needs} at once"]
