@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         nn,
         parallel,
         positions,
+        scores,
         tracing,
         view,
     )
@@ -86,6 +87,7 @@ _MODULES = (
     "nn",
     "parallel",
     "positions",
+    "scores",
     "tracing",
     "view",
 )
@@ -125,6 +127,7 @@ __all__ = [
     "plan",
     "positions",
     "register_kernel",
+    "scores",
     "tracing",
     "view",
 ]

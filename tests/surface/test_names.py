@@ -45,6 +45,7 @@ MODULES = {
     "nn",
     "parallel",
     "positions",
+    "scores",
     "tracing",
     "view",
 }

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 import regard
-from regard import biases, masks
+from regard import biases
+from regard import masks
 from regard.claims import CLAIMS
+from regard import scores
 from regard.cli import COMMANDS
 from regard.configs import LOADABLE
 from regard.nn.variants.registry import VARIANTS
@@ -109,7 +111,7 @@ def test_a_misspelt_mark_is_an_error() -> None:
 # what the quick run touches
 
 PACKAGES = [
-    *("masks", "biases", "positions", "linear", "memory", "caches", "nn", "inspect"),
+    *("masks", "biases", "scores", "positions", "linear", "memory", "caches", "nn", "inspect"),
     *("models", "train", "compare", "claims", "cost", "bench", "ops.softmax", "audit", "parallel"),
 ]
 
@@ -143,6 +145,7 @@ def features() -> dict[str, str]:
     homes = {
         "masks": kinds(masks, masks.Mask),
         "biases": kinds(biases, biases.Bias),
+        "scores": kinds(scores, scores.ScoreRule),
         "ops/softmax": [kernel.name for kernel in dispatch.KERNELS],
         "nn": [*VARIANTS],
         "parity": sorted({*LOADABLE} - {"regard"}),

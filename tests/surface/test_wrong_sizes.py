@@ -19,7 +19,7 @@ from torch import nn
 
 import regard
 import regard.nn as parts
-from regard import linear, memory, positions
+from regard import linear, memory, positions, scores
 from regard.caches import Cache, Cross, Memory, State
 from regard.nn.linear import linear as linear_map
 from regard.nn.variants import VARIANTS
@@ -112,11 +112,33 @@ def laid_out() -> Call:
     )
 
 
+def scored(
+    rule: Callable[..., scores.ScoreRule], letters: dict[str, str], **tensors: torch.Tensor
+) -> Call:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **own: torch.Tensor) -> torch.Tensor:
+        return regard.attend(q, k, v, score=rule(**own))
+
+    sizes = {"q": "B H T D", "k": "B G S D", "v": "B G S E"}
+    loose = tuple(f"{name}:{what}" for name in tensors for what in ("dtype", "device"))
+    given = {"q": Q, "k": K, "v": V, **tensors}
+    free = ("embedding:rank",)  # vectors of all heads, or of each
+    return Call(run, given, sizes | letters, bound="H", free=free, loose=loose)
+
+
 OPS: dict[Callable[..., Any], Call] = {
     regard.attend: softmax(regard.attend),
     regard.attend_partial: softmax(regard.attend_partial, "sink"),
     regard.attention_weights: softmax(regard.attention_weights, "v"),
     regard.plan: softmax(regard.plan),
+    scores.Temperature: scored(scores.Temperature, {"tau": "H"}, tau=randn(H).abs() + 1),
+    scores.TalkingHeads: scored(
+        scores.TalkingHeads,
+        {"before": "H H", "after": "H H"},
+        before=randn(H, H),
+        after=randn(H, H),
+    ),
+    scores.CoPE: scored(scores.CoPE, {"embedding": "H N D"}, embedding=randn(H, 5, D)),
+    scores.Sigmoid: scored(scores.Sigmoid, {"bias": "H"}, bias=randn(H)),
     regard.merge: Call(
         regard.merge,
         {

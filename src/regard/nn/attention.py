@@ -17,6 +17,7 @@ from regard.masks import Mask, reach
 from regard.nn.mixer import AcrossRanks, MaskVisibility, Mixer, count_weights
 from regard.nn.projections import Projection, adjust_query, attention_spec, select_form
 from regard.ops.softmax import attend
+from regard.scores import ScoreRule
 from regard.span import Positions, slot_count
 from regard.tracing import is_tracing, tap
 
@@ -40,13 +41,16 @@ class Attention(Mixer):
         softcap: the cap c of c tanh(s / c), which keeps scores within (-c, c); None applies no cap.
         bias: an additive bias on the scores (`regard.biases`). Its tensors are parameters of this
             module if they are `nn.Parameter`.
+        score: a rule between scores and weights (`regard.scores`), such as
+            `scores.TalkingHeads(...)`, or None. Its tensors are parameters of this module if they
+            are `nn.Parameter`.
         sink: a parameter [H] with one logit per head, which is added to the softmax denominator
             only; None adds nothing.
         dropout: the probability of dropping an attention weight, in training only.
 
     Raises:
-        ArgumentError: scale, softcap or dropout is out of range, or a bias mixes parameters with
-            other tensors.
+        ArgumentError: scale, softcap or dropout is out of range, or a bias or a score rule mixes
+            parameters with other tensors.
 
     >>> import torch
     >>> from regard import masks
@@ -71,6 +75,7 @@ class Attention(Mixer):
         scale: float | None = None,
         softcap: float | None = None,
         bias: Bias | None = None,
+        score: ScoreRule | None = None,
         sink: nn.Parameter | None = None,
         dropout: float = 0.0,
     ) -> None:
@@ -80,14 +85,10 @@ class Attention(Mixer):
         check_number("dropout", dropout, -1e-300, 1, "at least 0 and less than 1")
         self.project, self.output = project, output
         self.mask, self.bias, self.sink = mask, bias, sink
-        tensors = () if bias is None else bias.tensors()
-        self.bias_tensors = nn.ParameterList(x for x in tensors if isinstance(x, nn.Parameter))
-        if 0 < len(self.bias_tensors) < len(tensors):
-            raise ArgumentError(
-                f"{bias} mixes parameters with plain tensors ({len(self.bias_tensors)} of "
-                f"{len(tensors)} are parameters); make all of them nn.Parameter "
-                "(requires_grad=False freezes one)"
-            )
+        self.bias_tensors = _parameters_of(bias)
+        self.score = score
+        if score is not None:
+            self.score_tensors = _parameters_of(score)
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
         self._default_scale = project.shape.D**-0.5
 
@@ -142,6 +143,7 @@ class Attention(Mixer):
             v,
             mask=self.mask,
             bias=None if self.bias is None else self._bias(),
+            score=None if self.score is None else self._score(),
             scale=scale,
             softcap=self.softcap,
             sink=self.sink,
@@ -172,8 +174,29 @@ class Attention(Mixer):
             return self.bias
         return self.bias.with_tensors(tuple(self.bias_tensors))
 
+    def _score(self) -> ScoreRule | None:
+        """Return the score rule with the present parameters of this module."""
+        if self.score is None or not len(self.score_tensors):
+            return self.score
+        return self.score.with_tensors(tuple(self.score_tensors))
+
     def extra_repr(self) -> str:
-        """Return the mask, bias, scale, softcap and dropout that differ from the defaults."""
-        shown = {"mask": self.mask, "bias": self.bias, "scale": self.scale, "softcap": self.softcap}
+        """Return the mask, bias, score rule, scale, softcap and dropout that differ from the
+        defaults."""
+        names = ("mask", "bias", "score", "scale", "softcap")
+        shown = {name: getattr(self, name) for name in names}
         parts = [f"{name}={value}" for name, value in shown.items() if value is not None]
         return ", ".join([*parts, *([f"dropout={self.dropout}"] if self.dropout else [])])
+
+
+def _parameters_of(rule: Bias | ScoreRule | None) -> nn.ParameterList:
+    """Return the parameters among the tensors of a bias or a score rule: all of them, or none."""
+    tensors = () if rule is None else rule.tensors()
+    parameters = nn.ParameterList(x for x in tensors if isinstance(x, nn.Parameter))
+    if 0 < len(parameters) < len(tensors):
+        raise ArgumentError(
+            f"{rule} mixes parameters with plain tensors ({len(parameters)} of "
+            f"{len(tensors)} are parameters); make all of them nn.Parameter "
+            "(requires_grad=False freezes one)"
+        )
+    return parameters

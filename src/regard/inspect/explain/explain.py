@@ -447,6 +447,12 @@ def _recorded_row(
             "choose another layer or place, or implement explain_row in the mechanism "
             "(regard.nn.explainable.Explainable.explain_row)"
         )
+    if rules := sorted({str(each.step.score) for each in calls if each.step.score is not None}):
+        raise ArgumentError(
+            f"{target.site.place} has the score rule {', '.join(rules)}: an explanation computes "
+            "its row from q and k without score rules; record(...) the run, whose weights are "
+            "those of the rule"
+        )
     # an edit may name a branch of the place, such as layers.3.window, instead of the place itself
     if inner := sorted({name for each in calls for name in each.step.edited}):
         raise ArgumentError(_cannot_show(inner, target.site))

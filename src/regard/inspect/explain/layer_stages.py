@@ -142,6 +142,7 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
         "bias": attention._bias(),
         "scale": scale,
         "softcap": attention.softcap,
+        "score": attention._score(),
     }
     options |= {"q_positions": positions, "k_positions": positions}
 
@@ -152,11 +153,12 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
 
     mask, sink = attention.mask, attention.sink
     if scores:
-        stage("scores", "scale q k^T", lambda: scored(None))
+        rule = "" if attention.score is None else f", then {attention.score}"
+        stage("scores", f"scale q k^T{rule}", lambda: scored(None))
         stage("masked", "-inf where the mask forbids", lambda: scored(mask))
         stage(
             "weights",
-            "softmax(masked)",
+            "softmax(masked)" if attention.score is None else f"by {attention.score}",
             lambda: attention_weights(q, k, mask=mask, sink=sink, **options),
         )
     z = stage(

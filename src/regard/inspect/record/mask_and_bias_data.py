@@ -1,14 +1,14 @@
-"""Masks and biases of a recording: copies that later changes do not affect, and plain data for
-files.
+"""Masks, biases and score rules of a recording: copies that later changes do not affect, and plain
+data for files.
 
-Nothing in a file is executed: a mask or bias is stored as the name of a class, its numbers and its
-tensors.
+Nothing in a file is executed: each is stored as the name of a class, its numbers and its tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,19 +20,21 @@ from regard.inspect.record.recorded_place import RecordedStep
 from regard.masks import MASKS, Mask
 from regard.ops.softmax.call import Call
 from regard.registry import is_builtin
+from regard.scores import SCORES, ScoreBlock, ScoreRule
 from regard.serialization import NotSerializable, StoreTensor, from_data, to_data
 from regard.span import as_tensor
+from regard.untrusted_text import error_text
 
 _MAX_DEPTH = 50
 """How deep masks and biases in a file may be nested."""
 
 
 def copy_rule(rule: Any) -> Any:
-    """Return a mask or bias with copies of its tensors on the CPU.
+    """Return a mask, a bias or a score rule with copies of its tensors on the CPU.
 
     Later changes that the caller makes to its own tensors do not change the recording.
     """
-    if isinstance(rule, Bias):
+    if isinstance(rule, (Bias, ScoreRule)):
         own = rule.tensors()
         return rule.with_tensors([x.detach().to("cpu", copy=True) for x in own]) if own else rule
     return rule.with_tensors(lambda x: x.detach().to("cpu", copy=True))
@@ -177,3 +179,76 @@ def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias 
     if depth > _MAX_DEPTH:
         raise ArgumentError(f"a bias is nested deeper than {_MAX_DEPTH}")
     return from_data(BIASES, data, tensors, lambda x: bias_from(x, tensors, depth + 1))
+
+
+def score_data(rule: ScoreRule | None, keep: StoreTensor) -> dict[str, Any] | None:
+    """Return a score rule as JSON data; one without plain data, such as a function, as its text.
+
+    The text suffices for a reader, because a recording also contains the scores and the weights
+    that a rule gave. A rule of a class from outside the package also gets its text, because the
+    reader of the file may not have that class.
+
+    Args:
+        rule: the rule, or None.
+        keep: stores a tensor and returns its name.
+    """
+    if rule is None:
+        return None
+    text = {RecordedRule.kind: {"word": str(rule)}}
+    try:
+        data = to_data(rule, keep, lambda x: score_data(x, keep) or {})
+    except NotSerializable:
+        return text
+    return data if is_builtin(type(rule)) else {**data, **text}
+
+
+def score_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> ScoreRule | None:
+    """Build the score rule that `score_data` described; a `RecordedRule` where only its text is
+    stored, or its class is unknown here.
+
+    Args:
+        data: what `score_data` returned.
+        tensors: name to tensor.
+        depth: nesting depth so far.
+
+    Raises:
+        ArgumentError, KeyError, TypeError: the data does not describe a rule.
+
+    >>> score_from({"temperature": 2.0}, {}), score_from({"recorded": {"word": "fn(near)"}}, {})
+    (temperature(2), fn(near))
+    """
+    if data is None:
+        return None
+    if depth > _MAX_DEPTH:
+        raise ArgumentError(f"a score rule is nested deeper than {_MAX_DEPTH}")
+    text = RecordedRule.kind
+    if isinstance(data, Mapping) and text in data:
+        others = {name: x for name, x in data.items() if name != text}
+        known = any(SCORES.get(str(name)) is not None for name in others)
+        data = others if known else {text: data[text]}
+    return from_data(SCORES, data, tensors, lambda x: score_from(x, tensors, depth + 1))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RecordedRule(ScoreRule):
+    """The text of a rule that a file could not store, such as a function.
+
+    Args:
+        text: what the rule printed.
+    """
+
+    kind: ClassVar[str] = "recorded"
+
+    text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", error_text(str(self.text), 200))
+
+    def change_scores(self, s: Tensor, block: ScoreBlock) -> Tensor:
+        """Raise, because the rule is not known."""
+        raise ArgumentError(
+            f"the score rule {self.text} was recorded as text only; pass the rule itself"
+        )
+
+    def __str__(self) -> str:
+        return self.text

@@ -23,6 +23,7 @@ from regard.biases import Bias
 from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.masks import Mask
+from regard.scores import ScoreRule
 from regard.span import Positions, as_tensor, slice_positions
 
 ALL = slice(None)
@@ -52,6 +53,8 @@ class RecordedStep:
         pool_index: index of each key in its pool, `[s]`; None if it equals `columns`.
         scores: scores `[B, h, t, s]` that an edit put in place of the computed ones, or None.
         pattern: weights `[B, h, t, s]` that an edit put in place of the computed ones, or None.
+        score: the score rule of the whole call, or None. With a rule, `scores` and `pattern` are
+            those that were computed, because they do not follow from q, k and the lse.
     """
 
     q: Tensor
@@ -73,10 +76,13 @@ class RecordedStep:
     pool_index: Tensor | None = None
     scores: Tensor | None = None
     pattern: Tensor | None = None
+    score: ScoreRule | None = None
 
     @property
     def edited(self) -> tuple[str, ...]:
-        """Return which of "scores" and "pattern" an edit replaced."""
+        """Return which of "scores" and "pattern" are stored, because an edit replaced them or a
+        score rule gave them.
+        """
         both = {"scores": self.scores, "pattern": self.pattern}
         return tuple(name for name, x in both.items() if x is not None)
 

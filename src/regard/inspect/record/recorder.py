@@ -293,6 +293,7 @@ class PlaceBuilder:
             None if torch.equal(keys, slots.columns) else keys,
             replaced(result.scores),
             replaced(result.pattern),
+            self._original(call.score),
         )
 
     def _store(self, call: Call, groups: tuple[int, ...]) -> tuple[int, KeyValueStore]:
@@ -407,8 +408,8 @@ class PlaceBuilder:
         return column
 
     def _original(self, rule: Any) -> Any:
-        """Return a copy of a mask or bias with copies of its tensors; calls with the same object
-        get the same copy.
+        """Return a copy of a mask, a bias or a score rule with copies of its tensors; calls with
+        the same object get the same copy.
         """
         if rule is None:
             return None

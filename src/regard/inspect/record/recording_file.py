@@ -18,7 +18,14 @@ from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.safetensors_files import load_tensors as read_tensors
 from regard.files.strict_json import parse_json
-from regard.inspect.record.mask_and_bias_data import bias_data, bias_from, mask_data, mask_from
+from regard.inspect.record.mask_and_bias_data import (
+    bias_data,
+    bias_from,
+    mask_data,
+    mask_from,
+    score_data,
+    score_from,
+)
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording
 from regard.span import Positions, Span, as_tensor, slot_count
@@ -54,9 +61,10 @@ _MALFORMED = (
 def save(recording: Recording, path: str | Path) -> None:
     """Write a recording to a file, either completely or not at all.
 
-    The recording is written to a temporary file, which is then renamed to `path`. Masks and biases
-    are written as their parameters and tensors. A mask or bias that is a Python function is written
-    as a dense table for the recorded calls.
+    The recording is written to a temporary file, which is then renamed to `path`. Masks, biases
+    and score rules are written as their parameters and tensors. A mask or bias that is a Python
+    function is written as a dense table for the recorded calls, and a score rule that is one as its
+    text, beside the scores and weights that it gave.
 
     Args:
         recording: what `record` or `Recorder.recording` returned.
@@ -204,6 +212,7 @@ def _step_data(step: RecordedStep, keep: _NamedTensors) -> dict[str, Any]:
         "pool_index": keep.optional(step.pool_index),
         "scores": keep.optional(step.scores),
         "pattern": keep.optional(step.pattern),
+        "score": score_data(step.score, keep),
     }
 
 
@@ -261,8 +270,9 @@ def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], num_keys: int) 
     data = {
         "scores": None,
         "pattern": None,
+        "score": None,
         **_with_new_names(data),
-    }  # format 1 has neither of them
+    }  # format 1 has none of them, and files of calls without rules had no "score"
     columns = data["columns"]
     if isinstance(columns, list):
         columns = as_tensor(_read_span(columns, num_keys))[0]
@@ -288,6 +298,7 @@ def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], num_keys: int) 
         named("pool_index"),
         named("scores"),
         named("pattern"),
+        score_from(data["score"], tensors),
     )
 
 
@@ -437,9 +448,19 @@ def _check_step(where: str, place: Place, step: RecordedStep, pool: KeyValuePool
             f"{step.softcap} and {step.dropout}; scale must be finite, softcap above 0 and dropout "
             "from 0 to below 1"
         )
+    _check_score(where, place, step)
     step.mask.require(B, place.H, num_queries, s)
     if step.bias is not None:
         step.bias.require(B, place.H, num_queries, s)
+
+
+def _check_score(where: str, place: Place, step: RecordedStep) -> None:
+    """Check the score rule of a step."""
+    if step.score is None:
+        return
+    if step.scores is None or step.pattern is None:
+        raise ArgumentError(f"{where} has the score rule {step.score} without its weights")
+    step.score.require(place.H, step.q.shape[3], step.q_positions, step.q.device)
 
 
 def _check_indices(name: str, indices: tuple[int, ...], n: int) -> None:

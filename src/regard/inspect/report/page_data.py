@@ -254,6 +254,12 @@ class PageData:
         for name, whole in recording.places.items():
             if not 0 <= self.row < whole.B:
                 raise ArgumentError(f"row is {self.row}; {name} has batch rows 0 to {whole.B - 1}")
+            if rules := sorted({str(step.score) for step in whole.steps if step.score}):
+                raise ArgumentError(
+                    f"{name} has the score rule {', '.join(rules)}: a page computes its cells from "
+                    f"q and k without score rules; leave {name} out (places=...), or read "
+                    "recording.weights"
+                )
             if changed := sorted({x for step in whole.steps for x in step.edited}):
                 raise ArgumentError(
                     f"{' and '.join(changed)} of {name} were edited while it was recorded: a page "

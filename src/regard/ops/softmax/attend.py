@@ -18,10 +18,12 @@ from regard.ops.softmax.definition import (
     scores,
     softmax_sum,
     softmax_weights,
+    weights_of_rows,
 )
 from regard.ops.softmax.dispatch import run_call, zero_empty_slots
 from regard.ops.softmax.reference import BLOCK_BYTES
 from regard.sequence_scope import current_scope
+from regard.scores import ScoreRule
 from regard.span import Positions
 
 
@@ -32,6 +34,7 @@ def attend(
     *,
     mask: Mask | Tensor | None = None,
     bias: Bias | Tensor | None = None,
+    score: ScoreRule | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sink: Float[Tensor, " H"] | None = None,
@@ -47,8 +50,10 @@ def attend(
     out_i = sum_j p_ij v_j,  p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink))
 
     Without `softcap` the score is scale (q_i . k_j) + bias_ij; without `sink` the term exp(sink) is
-    absent. Grouped-query attention: query head h uses key/value head h // (H/G). A query that sees
-    no key gets the output 0. Scores and softmax are computed in fp32 (fp64 for fp64 inputs).
+    absent. With `score`, its rule changes the scores before the mask; it may also select keys,
+    replace the softmax, or change the weights p_ij. Grouped-query attention: query head h uses
+    key/value head h // (H/G). A query that sees no key gets the output 0. Scores and softmax are
+    computed in fp32 (fp64 for fp64 inputs).
 
     Args:
         q: queries `[B, H, T, D]`: batch, query heads, queries, head dimension.
@@ -60,6 +65,8 @@ def attend(
         bias: a term that is added to the scores after the softcap: a bias of `regard.biases`, or a
             float tensor `[T, S]` or `[B or 1, H or 1, T, S]`, which may require a gradient. None:
             no bias.
+        score: a rule of `regard.scores` that is applied after the bias and before the mask, such as
+            `regard.scores.TopK(64)`; it may have tensors that require a gradient. None: no rule.
         scale: the factor on q . k, finite and not 0. None: 1/sqrt(D).
         softcap: the bound c in c tanh(s / c), which keeps scores between -c and c; greater than 0.
             None: no bound.
@@ -97,6 +104,7 @@ def attend(
         options = {
             "mask": mask,
             "bias": bias,
+            "score": score,
             "scale": scale,
             "softcap": softcap,
             "sink": sink,
@@ -114,6 +122,7 @@ def attend(
         v,
         mask=mask,
         bias=bias,
+        score=score,
         scale=scale,
         softcap=softcap,
         sink=sink,
@@ -149,8 +158,8 @@ def attend_partial(
         k: keys `[B, G, S, D]` of this part.
         v: values `[B, G, S, E]` of this part.
         backend: the kernel, as in `attend`.
-        **options: `mask`, `bias`, `scale`, `softcap`, `q_positions` and `k_positions`, as in
-            `attend`. By default the keys have the positions 0 to S - 1, so that parts other than
+        **options: `mask`, `bias`, `score`, `scale`, `softcap`, `q_positions` and `k_positions`, as
+            in `attend`. By default the keys have the positions 0 to S - 1, so that parts other than
             the first one usually need `k_positions`.
 
     Returns:
@@ -160,7 +169,8 @@ def attend_partial(
 
     Raises:
         ArgumentTypeError: `dropout` or `sink` is given; a sink is counted once, by `merge`.
-        ArgumentError, KernelRefusal: as in `attend`.
+        ArgumentError: the rule `score` cannot be merged from parts; else as in `attend`.
+        KernelRefusal: as in `attend`.
 
     >>> import torch, regard
     >>> q, k, v = torch.zeros(3, 1, 1, 4, 8).unbind(0)
@@ -205,8 +215,8 @@ def attention_weights(
         k: keys `[B, G, S, D]`.
         rows: the queries of the block: a slice of step 1, one index, or None for all queries.
         columns: the keys of the block: a slice of step 1, one index, or None for all keys.
-        **options: `mask`, `bias`, `scale`, `softcap`, `sink`, `q_positions` and `k_positions`, as
-            in `attend`.
+        **options: `mask`, `bias`, `score`, `scale`, `softcap`, `sink`, `q_positions` and
+            `k_positions`, as in `attend`.
 
     Returns:
         The weights `[B, H, t, s]` of the t queries and s keys of the block, in fp32 (fp64 for fp64
@@ -241,6 +251,9 @@ def _block_of_weights(call: Call, rows: slice, columns: slice) -> Tensor:
     """Compute the weights `[B, H, t, s]` of a block of queries (`rows`) and keys (`columns`); the
     sum over all keys of a row is computed in chunks of keys.
     """
+    if call.score is not None and not call.score.is_pairwise_softmax:
+        every, visible = scores(call, rows)
+        return weights_of_rows(call, rows, every, visible, softmax_sum(every))[..., columns]
     row_count = len(range(*rows.indices(call.T)))
     chunk = max(1, BLOCK_BYTES // max(1, call.B * call.H * row_count * 8))
     if chunk >= call.S:

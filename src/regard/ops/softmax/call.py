@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import torch
@@ -16,7 +16,10 @@ from regard import argument_checks, biases, masks, tracing
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
-from regard.process_state import is_compiling, is_exporting_onnx, values_are_readable
+from regard.process_state import is_compiling
+from regard.process_state import is_exporting_onnx
+from regard.process_state import values_are_readable
+from regard.scores import ScoreRule
 from regard.span import EMPTY, Positions, Span, slot_count
 from regard.units import plural
 
@@ -166,6 +169,37 @@ def as_bias(bias: Bias | Tensor | None) -> Bias | None:
     )
 
 
+def as_score(score: ScoreRule, call: Call) -> ScoreRule:
+    """Check the score rule of a call whose other arguments have been checked, and return it.
+
+    Raises:
+        ArgumentTypeError: the argument is no rule.
+        ArgumentError: the rule does not fit the call, or the call needs a log-sum-exp or has a
+            sink, and the rule has none.
+    """
+    argument: object = score  # of any type, whatever the annotation says
+    if not isinstance(argument, ScoreRule):
+        name = type(argument).__name__
+        if isinstance(argument, type):
+            name = f"the class {argument.__name__}"
+        raise ArgumentTypeError(
+            f"score is {name}; it must be a rule of regard.scores or None: pass an instance of a "
+            "class, and wrap a function as regard.scores.FnScore(fn)"
+        )
+    score.require(call.H, call.D, call.q_positions, call.q.device)
+    reason = score.why_not_partial() if call.wants_lse else ""
+    if reason:
+        raise ArgumentError(
+            f"attention with the score rule {score} cannot be merged from parts: {reason}; use "
+            "regard.attend on all keys"
+        )
+    if call.sink is not None and score.normaliser is not None:
+        raise ArgumentError(
+            f"a sink was given with {score.normaliser}, which has no denominator; leave one out"
+        )
+    return score
+
+
 def _warn_if_inverted(mask: Tensor) -> None:
     """Warn if a square mask hides from every query its own key: True then probably means masked in
     it.
@@ -193,6 +227,8 @@ class AttentionOptions(TypedDict, total=False):
             least 0.
         bias: a term added to the scores after the softcap: a bias of `regard.biases`, or a float
             tensor `[T, S]` or `[B or 1, H or 1, T, S]`; it may require a gradient.
+        score: a rule of `regard.scores`, applied to the scores after the bias and before the mask,
+            or None.
         scale: the factor on q . k, finite and not 0; None: 1/sqrt(D).
         softcap: the bound c in c tanh(s / c), greater than 0; None: no bound.
         sink: one logit per head, `[H]`, added to the softmax denominator only.
@@ -206,6 +242,7 @@ class AttentionOptions(TypedDict, total=False):
 
     mask: Mask | Tensor | None
     bias: Bias | Tensor | None
+    score: ScoreRule | None
     scale: float | None
     softcap: float | None
     sink: Tensor | None
@@ -247,9 +284,9 @@ class KernelResult(NamedTuple):
         out: the output `[B, H, T, E]`, with the sink included.
         lse: the log-sum-exp `[B, H, T]` without the sink; it may be None if the call does not
             request it (`Call.wants_lse`).
-        scores: `[B, H, T, S]` if an open trace edited them, because they can then not be computed
-            from the call; else None.
-        pattern: the weights `[B, H, T, S]` if an open trace edited them; else None.
+        scores: `[B, H, T, S]` if an open trace edited them, or if the call has a score rule and an
+            open trace needs them, because the lse does not give the weights then; else None.
+        pattern: the weights `[B, H, T, S]` in the same cases; else None.
     """
 
     out: Tensor
@@ -282,6 +319,9 @@ class Call:
         wants_lse: whether the result must include the lse.
         needs: the tensors that an open trace captures or edits: "scores", "pattern" (the weights),
             both or none.
+        score: the rule that changes scores, normaliser or weights, or None. A kernel is asked about
+            it in `why_not_score`.
+        original: the call with a score rule that this one without a rule replaces, or None.
     """
 
     q: Tensor
@@ -297,6 +337,8 @@ class Call:
     k_positions: Positions
     wants_lse: bool = False
     needs: frozenset[str] = frozenset()
+    score: ScoreRule | None = None
+    original: Call | None = None
     B: int = field(init=False)
     H: int = field(init=False)
     G: int = field(init=False)
@@ -329,6 +371,7 @@ class Call:
             or self.v.requires_grad
             or (self.sink is not None and self.sink.requires_grad)
             or (self.bias is not None and any(x.requires_grad for x in self.bias.tensors()))
+            or (self.score is not None and any(x.requires_grad for x in self.score.tensors()))
         )
 
     @property
@@ -403,7 +446,9 @@ class Kernel(Protocol):
     """The protocol of a kernel: one way to compute an attention call.
 
     A kernel states which calls it supports (`why_not`) and when `backend="auto"` tries it
-    (`priority`). `regard.register_kernel` accepts any object with these attributes.
+    (`priority`). `regard.register_kernel` accepts any object with these attributes. A kernel that
+    computes score rules (`call.score`) also has a method `why_not_score(call)`, which returns the
+    reasons against the rule; a kernel without it is given no call with a rule.
 
     Attributes:
         name: the name that `backend=` and `regard.plan` use.
@@ -510,6 +555,7 @@ def make_call(
     *,
     mask: Mask | Tensor | None = None,
     bias: Bias | Tensor | None = None,
+    score: ScoreRule | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
@@ -568,6 +614,8 @@ def make_call(
         wants_lse,
         tracing.requested_taps() & {"scores", "pattern"},
     )
+    if score is not None:
+        call = replace(call, score=as_score(score, call))
     if call.readable and argument_checks.finite_checks_enabled():
         argument_checks.check_finite(query=q, key=k, value=v)
     return call

@@ -17,7 +17,11 @@ from torch import Tensor
 from regard import units
 from regard.errors import KernelRefusal
 from regard.ops.softmax.call import Call, KernelResult
-from regard.process_state import is_exporting, is_exporting_onnx
+from regard.process_state import is_exporting
+from regard.process_state import is_exporting_onnx
+from regard.ops.softmax.score_rules import change_pattern
+from regard.ops.softmax.score_rules import score_block
+from regard.scores.base import change_scores
 from regard.tracing import is_edited, tap
 
 MAX_SCORE_BYTES = 2**32
@@ -32,7 +36,7 @@ def scores(
     """Compute the scores `[B, H, t, s]` of a block of queries and keys, -inf where masked, and a
     bool tensor, broadcastable to them, that is True where a key is visible.
 
-    s_ij = softcap(scale * q_i . k_j) + bias_ij
+    s_ij = softcap(scale * q_i . k_j) + bias_ij, then the score rule of the call
 
     The computation is in fp32 (fp64 for fp64 inputs). The query is scaled before the product, so
     that a product in half precision cannot overflow.
@@ -52,6 +56,8 @@ def scores(
         s = s + call.bias.block(
             call.q_positions, call.k_positions, rows, columns, dtype=s.dtype, device=s.device
         )
+    if call.score is not None:
+        s = change_scores(call.score, s, score_block(call, rows, columns, visible))
     return s.masked_fill(~visible, -math.inf), visible
 
 
@@ -182,14 +188,42 @@ def attend_rows(call: Call, rows: slice) -> KernelResult:
     s, visible = scores(call, rows)
     s = tap("scores", s)
     sums = softmax_sum(s)
-    pattern = tap("pattern", softmax_weights(s, add_sink(sums, call.sink)))
+    pattern = tap("pattern", weights_of_rows(call, rows, s, visible, sums))
     dropped = F.dropout(pattern, call.dropout) if call.dropout else pattern
     # An ONNX file takes finite numbers: the products that find others are not worth their time.
     finite = is_exporting_onnx() or (call.readable and call.finite)
     out = weighted_values(dropped, visible, call.v, finite=finite).to(call.q.dtype)
+    by_rule = call.score is not None and bool(call.needs)
     return KernelResult(
-        out, sums.lse, s if is_edited("scores") else None, pattern if is_edited("pattern") else None
+        out,
+        sums.lse,
+        s if by_rule or is_edited("scores") else None,
+        pattern if by_rule or is_edited("pattern") else None,
     )
+
+
+def weights_of_rows(
+    call: Call, rows: slice, s: Tensor, visible: Tensor, sums: SoftmaxSum
+) -> Tensor:
+    """Compute the weights `[B, H, t, S]` of a block of queries for all keys, with the score rule of
+    the call.
+
+    Args:
+        call: the checked call.
+        rows: the queries of the block.
+        s: their scores `[B, H, t, S]`, -inf where masked.
+        visible: bool, broadcastable to the scores.
+        sums: the sums of exp(score) of each row, without the sink.
+    """
+    rule = call.score
+    if rule is None:
+        return softmax_weights(s, add_sink(sums, call.sink))
+    block = score_block(call, rows, EVERYTHING, visible)
+    if rule.normaliser is None:
+        pattern = softmax_weights(s, add_sink(sums, call.sink))
+    else:
+        pattern = rule.normaliser.normalise(s, block)
+    return change_pattern(rule, pattern, block)
 
 
 def differentiable_gradients(
@@ -203,7 +237,7 @@ def differentiable_gradients(
 
     Args:
         call: the checked call without its sink.
-        inputs: q, k, v and the tensors of the bias, with their graphs.
+        inputs: q, k, v, the tensors of the bias and those of the score rule, with their graphs.
         d_out: the gradient of the output `[B, H, T, E]`, or None.
         d_lse: the gradient of the lse `[B, H, T]`, or None.
 
@@ -225,13 +259,19 @@ def differentiable_gradients(
             "queries at a time"
         )
     # views, so that a tensor that is passed as q and as k gets a gradient for each
-    q, k, v, *bias_tensors = (x.view_as(x) for x in inputs)
-    bias = None if call.bias is None else call.bias.with_tensors(bias_tensors)
+    q, k, v, *others = (x.view_as(x) for x in inputs)
+    bias, score, n = call.bias, call.score, 0
+    if bias is not None and others:
+        n = len(bias.tensors())
+        bias = bias.with_tensors(others[:n])
+    if score is not None:
+        score = score.with_tensors(others[n:])
     with torch.enable_grad():
-        result = attend_rows(replace(call, q=q, k=k, v=v, bias=bias, sink=None), EVERYTHING)
+        same = replace(call, q=q, k=k, v=v, bias=bias, score=score, sink=None)
+        result = attend_rows(same, EVERYTHING)
         assert result.lse is not None
         outputs = [(result.out, d_out), (result.lse, d_lse)]
-        wanted = [x for x in (q, k, v, *bias_tensors) if x.requires_grad]
+        wanted = [x for x in (q, k, v, *others) if x.requires_grad]
         grads = iter(
             torch.autograd.grad(
                 [x for x, d in outputs if d is not None],
@@ -241,4 +281,4 @@ def differentiable_gradients(
                 allow_unused=True,
             )
         )
-    return tuple(next(grads) if x.requires_grad else None for x in (q, k, v, *bias_tensors))
+    return tuple(next(grads) if x.requires_grad else None for x in (q, k, v, *others))

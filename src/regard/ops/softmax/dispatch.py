@@ -7,7 +7,7 @@ call, or refuses it and reports its reasons.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
 
@@ -21,6 +21,7 @@ from regard.ops.softmax.cpu import CpuKernel
 from regard.ops.softmax.flex import FlexKernel
 from regard.ops.softmax.gemm import GemmKernel
 from regard.ops.softmax.reference import ReferenceKernel
+from regard.ops.softmax.score_rules import without_rule
 from regard.ops.softmax.sdpa import SdpaKernel
 from regard.ops.softmax.tiled import TiledKernel
 from regard.sequence_scope import current_scope
@@ -167,7 +168,10 @@ def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace])
     """
     call_with_lse, name = replace(call, wants_lse=True), kernel.name
     with torch.autocast(call.q.device.type, enabled=False):
-        if kernel.why_not(call_with_lse):
+        if call.score is not None or call.original is not None:
+            result, name = _run_with_pattern(kernel, call)
+            call = call.original or call
+        elif kernel.why_not(call_with_lse):
             # it cannot return the lse of this call: another kernel computes the lse
             other, call_with_lse = choose_kernel(call_with_lse)
             name = f"{name}, lse by {other.name}"
@@ -177,6 +181,20 @@ def _run_observed(kernel: Kernel, call: Call, watching: Sequence[tracing.Trace])
     for watcher in watching:
         watcher.on_attention_call(call, result, name)
     return result
+
+
+def _run_with_pattern(kernel: Kernel, call: Call) -> tuple[KernelResult, str]:
+    """Run a call with a score rule, whose weights do not follow from q, k and the lse: the result
+    contains scores and weights. Return also the name of the kernel.
+
+    If the kernel does not give them, another kernel computes them.
+    """
+    whole = replace(call.original or call, needs=call.needs | {"scores", "pattern"})
+    if call.original is None and not kernel.why_not(whole):
+        return kernel.run(whole), kernel.name
+    other, whole = choose_kernel(whole)
+    result = other.run(whole)._replace(out=kernel.run(call).out)
+    return result, f"{kernel.name}, weights by {other.name}"
 
 
 def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
@@ -198,6 +216,8 @@ def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
         candidates = [kernel for kernel in _registered if kernel.name == backend]
         if not candidates:
             raise ArgumentError(_unknown_backend_message(backend))
+    if call.score is not None:
+        return _choose_for_rule(call, candidates)
     refusals: dict[str, list[str]] = {}
     emptied = False
     for kernel in candidates:
@@ -210,12 +230,48 @@ def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
     raise KernelRefusal(_refusal_message(call, refusals))
 
 
+def _choose_for_rule(call: Call, candidates: Sequence[Kernel]) -> tuple[Kernel, Call]:
+    """Return the first kernel that can run a call with a score rule, and the call to run."""
+    call = zero_empty_slots(call)
+    plain, refusals = without_rule(call), {}
+    for kernel in candidates:
+        reasons, served = ask_about_rule(kernel, call, plain)
+        if not reasons:
+            return kernel, served
+        refusals[kernel.name] = reasons
+    raise KernelRefusal(_refusal_message(call, refusals))
+
+
+def ask_about_rule(kernel: Kernel, call: Call, plain: Call | None) -> tuple[list[str], Call]:
+    """Return the reasons of a kernel against a call with a score rule, and the call to run.
+
+    A kernel without `why_not_score` knows no rules: it gets the call without the rule that means
+    the same, if there is one.
+
+    Args:
+        kernel: the kernel.
+        call: the call with a rule.
+        plain: the result of `without_rule` for this call.
+    """
+    why_not_score: Callable[[Call], list[str]] | None = getattr(kernel, "why_not_score", None)
+    if why_not_score is not None:
+        return [*why_not_score(call), *kernel.why_not(call)], call
+    if plain is None:
+        return [f"no score rule ({call.score})"], call
+    return kernel.why_not(plain), plain
+
+
 def _refusal_message(call: Call, refusals: dict[str, list[str]]) -> str:
     """Return the message of a `KernelRefusal`: the reasons of each kernel, and the backends that
     can run the call.
     """
     reasons = "; ".join(f"{name} ({', '.join(why)})" for name, why in refusals.items())
-    able = [x.name for x in _registered if x.name not in refusals and not x.why_not(call)]
+    others = [x for x in _registered if x.name not in refusals]
+    if call.score is None:
+        able = [x.name for x in others if not x.why_not(call)]
+    else:
+        plain = without_rule(call)
+        able = [x.name for x in others if not ask_about_rule(x, call, plain)[0]]
     hint = f"backends that can: {', '.join(able)}" if able else "no other backend can"
     return f"this call cannot run on {reasons}; {hint}"
 

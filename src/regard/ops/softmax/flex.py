@@ -2,9 +2,9 @@
 It trains on CUDA; on a CPU it supports inference only.
 
 A mask becomes the key ranges of each query, as tensors, so that one generated kernel serves every
-mask, and the list of 128 x 128 blocks that are not empty. Softcap and bias become a `score_mod`; a
-sink is applied by the lse. On a CPU the function runs uncompiled and holds every score in memory,
-so `backend="auto"` prefers other kernels there.
+mask, and the list of 128 x 128 blocks that are not empty. Softcap, bias and score rule become a
+`score_mod`; a sink is applied by the lse. On a CPU the function runs uncompiled and holds every
+score in memory, so `backend="auto"` prefers other kernels there.
 
 Source: Dong et al. 2024 (arXiv 2412.05496).
 """
@@ -24,6 +24,8 @@ from regard.masks import EMPTY, FULL, Mask
 from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
+from regard.ops.softmax.score_rules import why_not_pairs
+from regard.scores import PairRule, to_score_mod
 from regard.span import Positions, Span, as_tensor, slice_positions
 
 BLOCK_SIZE = 128
@@ -77,6 +79,19 @@ class FlexKernel:
             reasons.append(f"runs on cuda and cpu, not on {device}")
         if not reasons and not call.finite:
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
+        return reasons
+
+    def why_not_score(self, call: Call) -> list[str]:
+        """Refuse rules that are no function of one score, and gradients of their tensors."""
+        rule = call.score
+        if rule is None:
+            return []
+        reasons = why_not_pairs(call)
+        wrong = [str(x) for x in rule.steps() if not isinstance(x, PairRule)]
+        if not reasons and wrong:
+            reasons.append(f"no score_mod for {' and '.join(wrong)}")
+        if call.has_gradient and any(x.requires_grad for x in rule.tensors()):
+            reasons.append("no gradient for a score rule")
         return reasons
 
     def priority(self, call: Call) -> float | None:
@@ -253,10 +268,13 @@ def _block_indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def score_mod(call: Call) -> ScoreMod | None:
-    """Return softcap and bias as one function of a score and its indices; None if there is
-    neither.
+    """Return softcap, bias and score rule as one function of a score and its indices; None if
+    there is none of them.
     """
     mods = [_bias_score_mod(term, call) for term in bias_terms(call.bias)]
+    if call.score is not None:
+        q, k = (as_tensor(p, call.q.device) for p in (call.q_positions, call.k_positions))
+        mods.append(to_score_mod(call.score, q, k))
     cap = call.softcap
     if cap is None and not mods:
         return None

@@ -15,10 +15,12 @@ from regard.cost import attention_flops
 from regard.ops.softmax.call import AttentionOptions, WorkEstimate, make_call
 from regard.ops.softmax.dispatch import (
     all_kernels,
+    ask_about_rule,
     choose_kernel,
     kernels_by_priority,
     zero_empty_slots,
 )
+from regard.ops.softmax.score_rules import without_rule
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def plan(
         k: keys `[B, G, S, D]`; G divides H.
         v: values `[B, G, S, E]`.
         backend: the name of a kernel, or "auto", as in `attend`.
-        **options: `mask`, `bias`, `scale`, `softcap`, `sink`, `dropout`, `q_positions` and
+        **options: `mask`, `bias`, `score`, `scale`, `softcap`, `sink`, `dropout`, `q_positions` and
             `k_positions`, as in `attend`.
 
     Returns:
@@ -120,16 +122,20 @@ def plan(
     call = zero_empty_slots(make_call(q, k, v, **options))
     all_pairs = call.B * call.H * call.T * call.S
     total = attention_flops(all_pairs, call.D, call.E)
-    choices = []
+    choices, plain = [], without_rule(call)
     tried = kernels_by_priority(call)
     for kernel in (*tried, *(x for x in all_kernels() if x not in tried)):
-        reasons = tuple(kernel.why_not(call))
-        work = None if reasons else kernel.work(call)
+        if call.score is None:
+            reasons, served = kernel.why_not(call), call
+        else:
+            reasons, served = ask_about_rule(kernel, call, plain)
+        work = None if reasons else kernel.work(served)
         flops = 0 if work is None else attention_flops(work.pairs, call.D, call.E)
         choices.append(
-            KernelChoice(kernel.name, reasons, work, flops, total - flops if work else 0)
+            KernelChoice(kernel.name, tuple(reasons), work, flops, total - flops if work else 0)
         )
     sizes = " ".join(f"{name}={getattr(call, name)}" for name in "BHGTSDE")
     dtype = str(q.dtype).removeprefix("torch.")
     title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
+    title += "" if call.score is None else f", score {call.score}"
     return Plan(choose_kernel(call, backend)[0].name, tuple(choices), total, title)

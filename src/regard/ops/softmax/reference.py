@@ -37,6 +37,10 @@ class ReferenceKernel:
             return [f"{need}; {limit}: regard.attention_weights gives any block of them"]
         return []
 
+    def why_not_score(self, call: Call) -> list[str]:
+        """Return no reason: the definition computes every score rule."""
+        return []
+
     def priority(self, call: Call) -> float | None:
         """Return 10, the last choice; 75, next to torch's kernel, for small training calls on a
         CPU, where the number of operations dominates the time.

@@ -37,6 +37,7 @@ from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, WorkE
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.mask_lowering import visible_key_ranges
 from regard.ops.softmax.merge import apply_sink
+from regard.ops.softmax.score_rules import RuleOfTile, TileGradient, why_not_pairs
 
 
 class TileSizes(NamedTuple):
@@ -100,6 +101,10 @@ class TiledKernel:
             reasons.append("a NaN or infinity behind a mask would leak through 0 x NaN")
         return reasons
 
+    def why_not_score(self, call: Call) -> list[str]:
+        """Refuse rules that read more than one score at a time, and an lse that the rule lacks."""
+        return why_not_pairs(call)
+
     def priority(self, call: Call) -> float | None:
         """Return 60 on a CPU, behind torch's fused kernel; 20 on other devices, behind
         generated kernels.
@@ -112,12 +117,15 @@ class TiledKernel:
         blocks = query_blocks(call, self.sizes)
         if call.has_gradient:
             bias_tensors = () if call.bias is None else call.bias.tensors()
+            rule_tensors = () if call.score is None else call.score.tensors()
             out, lse = TiledFunction.apply(  # type: ignore[no-untyped-call]
-                call, seed, list(blocks), call.q, call.k, call.v, *bias_tensors
+                call, seed, list(blocks), call.q, call.k, call.v, *bias_tensors, *rule_tensors
             )
         else:
             out, max_score, scaled_sum = tiled_forward(call, seed, call.q, call.k, call.v, blocks)
             lse = max_score + scaled_sum.log()
+        if call.score is not None and call.score.normaliser is not None:
+            return KernelResult(out, None)
         return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
 
     def work(self, call: Call) -> WorkEstimate:
@@ -181,15 +189,18 @@ class TiledFunction(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *bias_tensors: Tensor,
+        *learned: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the output, and save what the backward pass needs."""
+        """Compute the output, and save what the backward pass needs; `learned` are the tensors of
+        the bias, then those of the score rule.
+        """
         out, max_score, scaled_sum = tiled_forward(call, seed, q, k, v, blocks)
-        ctx.save_for_backward(q, k, v, out, max_score, scaled_sum, *bias_tensors)
+        ctx.save_for_backward(q, k, v, out, max_score, scaled_sum, *learned)
         # autograd saves q, k and v already; the saved call holds their shapes only
         shapes = {name: getattr(call, name).detach().to("meta") for name in "qkv"}
         ctx.call, ctx.seed, ctx.blocks = replace(call, sink=None, **shapes), seed, blocks
-        ctx.exact_row_sums = call.score_bound > SMALL_SCORE_BOUND
+        # a rule may make scores of any size
+        ctx.exact_row_sums = call.score is not None or call.score_bound > SMALL_SCORE_BOUND
         ctx.set_materialize_grads(False)
         return out, max_score + scaled_sum.log()
 
@@ -198,14 +209,18 @@ class TiledFunction(torch.autograd.Function):
         """Compute the scores of all tiles again, and return the gradients; where they must be
         differentiable, the definition computes them.
         """
-        q, k, v, out, max_score, scaled_sum, *bias_tensors = ctx.saved_tensors
-        call = ctx.call
+        q, k, v, out, max_score, scaled_sum, *learned = ctx.saved_tensors
+        call, rule = ctx.call, None
         if torch.is_grad_enabled():  # create_graph=True
-            inputs = (q, k, v, *bias_tensors)
+            inputs = (q, k, v, *learned)
             return None, None, None, *differentiable_gradients(call, inputs, d_out, d_lse)
+        n = 0 if call.bias is None else len(call.bias.tensors())
         if call.bias is not None:
-            call = replace(call, bias=call.bias.with_tensors(bias_tensors))
-        d_bias = BiasGradient(call.bias, ctx.needs_input_grad[6:], max_score.dtype)
+            call = replace(call, bias=call.bias.with_tensors(learned[:n]))
+        if call.score is not None:
+            call = replace(call, score=call.score.with_tensors(learned[n:]))
+            rule = RuleOfTile(call, q.device, learned[n:], ctx.needs_input_grad[6 + n :])
+        d_bias = BiasGradient(call.bias, ctx.needs_input_grad[6 : 6 + n], max_score.dtype)
         d_out = torch.zeros_like(out) if d_out is None else d_out
         with torch.autocast(q.device.type, enabled=False):
             saved = (q, k, v, out, max_score, scaled_sum)
@@ -217,9 +232,10 @@ class TiledFunction(torch.autograd.Function):
                 d_out,
                 d_lse,
                 d_bias,
+                rule,
                 exact_row_sums=ctx.exact_row_sums,
             )
-        return None, None, None, *grads, *d_bias.total()
+        return None, None, None, *grads, *d_bias.total(), *(rule.total() if rule else ())
 
 
 def tiled_forward(
@@ -241,6 +257,8 @@ def tiled_forward(
     max_scores, scaled_sums = (
         torch.zeros(call.B, call.H, call.T, dtype=dtype, device=q.device) for _ in "ml"
     )
+    rule = None if call.score is None else RuleOfTile(call, q.device)
+    adds_weights = rule is not None and rule.replaces_softmax
     for rows, ranges in blocks:
         if not ranges:
             continue
@@ -252,7 +270,12 @@ def tiled_forward(
             max_score.new_zeros(*query.shape[:2], call.E),
         )
         for key_range in ranges:
-            s, _ = tile_scores(call, query, k, rows, key_range)
+            s = tile_scores(call, query, k, rows, key_range, rule).values
+            if adds_weights:  # of a normaliser whose rows have no sum
+                if call.dropout:
+                    s.mul_(dropout_factors(call, seed, s, rows, key_range))
+                weighted_sum.baddbmm_(s, keys_of_range(v, key_range, dtype))
+                continue
             new_max = torch.maximum(max_score, s.amax(-1, keepdim=True))
             p, correction = s.sub_(new_max).exp_(), max_score.sub_(new_max).exp_()
             scaled_sum.mul_(correction).add_(p.sum(-1, keepdim=True))
@@ -277,6 +300,7 @@ def tiled_backward(
     d_out: Tensor,
     d_lse: Tensor | None,
     d_bias: BiasGradient,
+    rule: RuleOfTile | None = None,
     *,
     exact_row_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -290,6 +314,7 @@ def tiled_backward(
         d_out: the gradient of the output.
         d_lse: the gradient of the lse, or None.
         d_bias: accumulates the gradient of the bias.
+        rule: accumulates the gradient of the tensors of the score rule; None without a rule.
         exact_row_sums: compute sum p dp over the keys even where that takes another pass, instead
             of the equal rowsum(dout out). Where one weight of a row is nearly 1, p (dp - sum p dp)
             is nearly 0, and only identical numbers cancel.
@@ -306,10 +331,13 @@ def tiled_backward(
         sees_nothing = row_sum == 0
         row_sum = row_sum.masked_fill(sees_nothing, 1)
         recompute = partial(
-            _recompute_weights, call, seed, (query, row_max, d_row / row_sum), (k, v), rows
+            _recompute_weights, call, seed, (query, row_max, d_row / row_sum), (k, v), rows, rule
         )
         only_range = [recompute(key_range) for key_range in ranges[: len(ranges) == 1]]
-        if only_range or exact_row_sums:
+        adds_weights = rule is not None and rule.replaces_softmax
+        if adds_weights:
+            row_shift = 0 * row_max
+        elif only_range or exact_row_sums:
             row_shift = sum(
                 (
                     _weighted_gradient_sum(only_range[0] if only_range else recompute(key_range))
@@ -327,12 +355,14 @@ def tiled_backward(
         row_shift, d_row = row_shift / row_sum, d_row / row_sum
         d_query = torch.zeros_like(query)
         for key_range in ranges:
-            p, d_p, dropped_p, slope = only_range.pop() if only_range else recompute(key_range)
+            p, d_p, dropped_p, tile = only_range.pop() if only_range else recompute(key_range)
             d_v[:, key_range.columns] += torch.bmm(dropped_p.mT, d_row)
-            d_s = d_p.sub_(row_shift).mul_(p)
+            d_s = d_p if adds_weights else d_p.sub_(row_shift).mul_(p)
+            if tile.rule is not None:
+                d_s = tile.rule.pull_back(d_s)
             d_bias.add(call, d_s, rows, key_range.columns)
-            if slope is not None:
-                d_s.mul_(slope)
+            if tile.slope is not None:
+                d_s.mul_(tile.slope)
             d_query.baddbmm_(d_s, keys_of_range(k, key_range, dtype))
             d_k[:, key_range.columns] += torch.bmm(d_s.mT, query)
         d_q[:, :, rows] = d_query.mul_(call.scale).view(d_q[:, :, rows].shape)
@@ -345,27 +375,45 @@ def _recompute_weights(
     row: tuple[Tensor, ...],
     keys_values: tuple[Tensor, Tensor],
     rows: slice,
+    rule: RuleOfTile | None,
     key_range: TiledKeyRange,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, TileScores]:
     """Recompute the weights of a block of queries for a range of keys.
 
     Returns:
-        exp(s - m), which is l times the weights; the gradient of the weights divided by l;
-        exp(s - m) after dropout; and the derivative of the softcap, or None without a softcap.
+        exp(s - m), which is l times the weights, or the weights of a rule that replaces the
+        softmax; the gradient of the weights divided by l; the first after dropout; and the tile,
+        with the derivatives of its scores.
     """
     (query, row_max, d_row), (k, v) = row, keys_values
-    s, slope = tile_scores(call, query, k, rows, key_range, with_slope=True)
-    p = s.sub_(row_max).exp_()
+    tile = tile_scores(call, query, k, rows, key_range, rule, with_slope=True)
+    p = tile.values
+    if rule is None or not rule.replaces_softmax:
+        p = p.sub_(row_max).exp_()
     d_p = torch.bmm(d_row, keys_of_range(v, key_range, query.dtype).mT)
     if not call.dropout:
-        return p, d_p, p, slope
+        return p, d_p, p, tile
     factors = dropout_factors(call, seed, p, rows, key_range)
-    return p, d_p.mul_(factors), p * factors, slope
+    return p, d_p.mul_(factors), p * factors, tile
 
 
-def _weighted_gradient_sum(recomputed: tuple[Tensor, Tensor, Tensor, Tensor | None]) -> Tensor:
+def _weighted_gradient_sum(recomputed: tuple[Tensor, Tensor, Tensor, TileScores]) -> Tensor:
     """Return sum_j p_j dp_j over the keys of a range."""
     return (recomputed[0] * recomputed[1]).sum(-1, keepdim=True)
+
+
+class TileScores(NamedTuple):
+    """The scores of a key range, with what their gradient needs.
+
+    Args:
+        values: the scores `[B G, (H/G) t, s]`, or the weights of a rule that replaces the softmax.
+        slope: the derivative 1 - tanh^2 of the softcap, or None.
+        rule: the derivative of the score rule, or None.
+    """
+
+    values: Tensor
+    slope: Tensor | None = None
+    rule: TileGradient | None = None
 
 
 def tile_scores(
@@ -374,11 +422,12 @@ def tile_scores(
     k: Tensor,
     rows: slice,
     key_range: TiledKeyRange,
+    rule: RuleOfTile | None = None,
     *,
     with_slope: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the scores `[B G, (H/G) t, s]` of a key range, and if `with_slope` is set and there
-    is a softcap, its derivative 1 - tanh^2, else None.
+) -> TileScores:
+    """Compute the scores of a key range, and if `with_slope` is set, their derivatives; `rule`
+    applies the score rule of the call.
     """
     slope = None
     s = torch.bmm(query, keys_of_range(k, key_range, query.dtype).mT)
@@ -390,9 +439,38 @@ def tile_scores(
     block_of = (call.q_positions, call.k_positions, rows, key_range.columns)
     if call.bias is not None:
         by_head += call.bias.block(*block_of, dtype=s.dtype, device=s.device)
+    if rule is not None:
+        tile = _apply_rule(call, by_head, rows, key_range, rule, with_slope=with_slope)
+        return tile._replace(slope=slope)
     if not key_range.full:
         by_head.masked_fill_(~call.mask.block(*block_of, device=s.device), -math.inf)
-    return s, slope
+    return TileScores(s, slope)
+
+
+def _apply_rule(
+    call: Call,
+    by_head: Tensor,
+    rows: slice,
+    key_range: TiledKeyRange,
+    rule: RuleOfTile,
+    *,
+    with_slope: bool,
+) -> TileScores:
+    """Apply the score rule of a call to scores `[B, H, t, s]` of a key range, with its derivative
+    if `with_slope` is set.
+    """
+    hides, columns = not key_range.full, key_range.columns
+    visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=by_head.device)
+    if hides:
+        visible = call.mask.block(
+            call.q_positions, call.k_positions, rows, columns, device=by_head.device
+        )
+    block = rule.block(rows, columns, visible)
+    folded = (call.B * call.G, -1, by_head.shape[-1])
+    if not with_slope:
+        return TileScores(rule.apply(by_head, block, hides=hides).reshape(folded))
+    gradient = rule.apply_with_gradient(by_head, block, hides=hides)
+    return TileScores(gradient.values.view(folded), rule=gradient)
 
 
 def fold_heads(call: Call, x: Tensor) -> Tensor:

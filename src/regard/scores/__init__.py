@@ -1,0 +1,36 @@
+"""Score rules: steps between the scores and the weights of attention.
+
+A rule changes scores after scale, softcap and bias, before the mask; selects keys; replaces the
+softmax; or changes the weights after it. `a >> b` is first a, then b.
+"""
+
+from regard.registry import import_all
+from regard.scores.base import SCORES, Chain, PairRule, ScoreBlock, ScoreRule
+from regard.scores.convert import from_score_mod, to_score_mod
+from regard.scores.heads import TalkingHeads
+from regard.scores.normalisers import Sigmoid
+from regard.scores.pairs import FnScore, SoftClamp, Temperature
+from regard.scores.rows import CoPE, TopK
+
+__all__ = [
+    "SCORES",
+    "Chain",
+    "CoPE",
+    "FnScore",
+    "PairRule",
+    "ScoreBlock",
+    "ScoreRule",
+    "Sigmoid",
+    "SoftClamp",
+    "TalkingHeads",
+    "Temperature",
+    "TopK",
+    "from_score_mod",
+    "to_score_mod",
+]
+
+# Rules in other files of this folder become `regard.scores.<Name>` without an entry here.
+import_all(__name__, __path__)
+globals().update(
+    (kind.__name__, kind) for _, kind in SCORES if kind.__module__.startswith(f"{__name__}.")
+)

@@ -1,0 +1,448 @@
+"""The base class `ScoreRule` of all score rules, what a rule is given (`ScoreBlock`), and rules in
+a row (`Chain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.registry import Registry
+from regard.serialization import Serializable
+from regard.span import Positions
+from regard.units import plural
+
+SCORES: Registry[ScoreRule] = Registry("score rule")
+"""All classes of score rules by their `kind`, the name that recordings store."""
+
+Stage: TypeAlias = Literal["scores", "selection", "normaliser", "pattern"]
+STAGES: tuple[Stage, ...] = ("scores", "selection", "normaliser", "pattern")
+"""The stages of a row in their order: the scores before the mask, a selection of keys (the others
+get -inf), the step from scores to weights, and the weights after it.
+"""
+
+Scope: TypeAlias = Literal["pair", "heads", "row"]
+
+
+class ScoreBlock(NamedTuple):
+    """What a rule knows about a block of scores besides the scores.
+
+    Args:
+        query: the queries of the block `[B, H, t, D]`, without the scale, in the dtype of the call.
+        visible: bool, broadcastable to `[B, H, t, s]`: which keys the mask lets each query see.
+        b: the index of each row of the batch, `[B, 1, 1, 1]`.
+        h: the index of each query head, `[1, H, 1, 1]`.
+        q: the positions of the queries, `[B or 1, 1, t, 1]`.
+        k: the positions of the keys, `[B or 1, 1, 1, s]`.
+        i: the indices of the queries in the call, `[1, 1, t, 1]`.
+        j: the indices of the keys in the call, `[1, 1, 1, s]`.
+        key_count: how many keys of the whole call each query sees, broadcastable to `[B, H, t, 1]`;
+            None unless the rule asks for it (`needs_count`).
+    """
+
+    query: Tensor
+    visible: Tensor
+    b: Tensor
+    h: Tensor
+    q: Tensor
+    k: Tensor
+    i: Tensor
+    j: Tensor
+    key_count: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScoreRule(Serializable):
+    """Base class of score rules: steps between the scores and the weights of attention.
+
+    s = softcap(scale q_i . k_j) + bias_ij
+    s' = change_scores(s), then the mask
+    p = normalise(s'), by default softmax
+    p' = change_pattern(p), and out_i = sum_j p'_ij v_j
+
+    To define a rule, write a subclass, decorated with `@dataclass(frozen=True, eq=False,
+    repr=False)`, that names its stages in `stages`, says in `scope` what one of its results depends
+    on, and defines the methods of its stages. A rule must give the same result for a query whatever
+    the other queries of the call are. What the mask hides has no effect: a hidden score is replaced
+    before `change_scores` sees it, and a hidden weight is 0 after every stage. Autograd computes
+    the derivatives, so a method consists of differentiable operations that change no argument.
+
+    Rules are joined with `>>`: `a >> b` is first a, then b. They compare and hash by their fields
+    (tensors by identity), and print as an expression. Files store a class by its name in lower
+    case, or by `kind = "..."`.
+
+    Attributes:
+        stages: the stages that the rule changes, in their order.
+        scope: what one result depends on. "row" (the default): the scores of all keys. "heads":
+            the scores of all heads for this query and key. "pair": the score of this query, key and
+            head only, so that a kernel may compute it tile by tile.
+
+    >>> from regard import scores
+    >>> scores.Temperature(2.0) >> scores.TopK(8)
+    temperature(2) >> topk(8)
+    >>> scores.TopK(8) == scores.TopK(8)
+    True
+    """
+
+    stages: ClassVar[tuple[Stage, ...]] = ("scores",)
+    scope: ClassVar[Scope] = "row"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.kind = cls.__dict__.get("kind", cls.__name__).lower()
+        SCORES.register(cls.kind, cls)
+
+    def change_scores(self, s: Tensor, block: ScoreBlock) -> Tensor:
+        """Return the scores after this rule.
+
+        Args:
+            s: scores `[B, H, t, s]`, finite where `block.visible` is False.
+            block: what else is known about these scores. A rule with the scope "row" is given
+                all keys of the call.
+
+        Returns:
+            Scores of the same shape; those of hidden pairs have no effect.
+        """
+        return s
+
+    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+        """Return the weights of scores; only a rule with the stage "normaliser" defines this.
+
+        Args:
+            s: scores `[B, H, t, s]`, -inf where a key is hidden.
+            block: what else is known about these scores.
+
+        Returns:
+            Weights of the same shape; those of hidden pairs have no effect.
+        """
+        raise NotImplementedError
+
+    def change_pattern(self, p: Tensor, block: ScoreBlock) -> Tensor:
+        """Return the weights after this rule; only a rule with the stage "pattern" defines this.
+
+        Args:
+            p: weights `[B, H, t, s]`, 0 where a key is hidden.
+            block: what else is known about these weights.
+
+        Returns:
+            Weights of the same shape; those of hidden pairs have no effect.
+        """
+        return p
+
+    def steps(self) -> tuple[ScoreRule, ...]:
+        """Return the single rules that this one consists of.
+
+        Returns:
+            The rules of a chain in their order; for any other rule the rule alone.
+        """
+        return (self,)
+
+    @property
+    def normaliser(self) -> ScoreRule | None:
+        """The rule that replaces the softmax, or None."""
+        return next((x for x in self.steps() if "normaliser" in x.stages), None)
+
+    @property
+    def needs_count(self) -> bool:
+        """Whether the rule reads `ScoreBlock.key_count`."""
+        return any(rule.needs_count for rule in self.steps() if rule is not self)
+
+    @property
+    def is_pairwise_softmax(self) -> bool:
+        """Whether the weights are a softmax of scores that each depend on one pair only, so that
+        the lse of a row gives any of its weights.
+        """
+        return self.scope == "pair" and self.stages == ("scores",)
+
+    def why_not_partial(self) -> str:
+        """Return why attention over some of the keys cannot be merged with attention over the
+        others by the log-sum-exp.
+
+        Returns:
+            The reason in a few words, or "" if it can be merged.
+        """
+        for rule in self.steps():
+            if "normaliser" in rule.stages:
+                return f"{rule} has no log-sum-exp, by which parts could be merged"
+            if "pattern" in rule.stages:
+                return f"{rule} changes the weights after the softmax"
+            if rule.scope == "row":
+                return f"{rule} needs all keys of a row at once"
+        return ""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors of the rule, which may require gradients.
+
+        Returns:
+            The tensors, in the order of the fields.
+        """
+        return tuple(getattr(self, name) for name in self._tensor_names())
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> ScoreRule:
+        """Return the same rule with other tensors.
+
+        Args:
+            tensors: the replacements, in the order of `tensors()`.
+
+        Returns:
+            The new rule.
+
+        Raises:
+            ArgumentError: the number of tensors differs.
+        """
+        names = self._tensor_names()
+        self._check_count(tensors, len(names))
+        return replace(self, **dict(zip(names, tensors, strict=True)))
+
+    def select_heads(self, heads: slice) -> ScoreRule:
+        """Return the rule of some of the query heads.
+
+        Args:
+            heads: the slice of the query heads.
+
+        Returns:
+            A rule for these heads.
+
+        Raises:
+            ArgumentError: the rule joins heads, or its class does not support this.
+        """
+        raise ArgumentError(
+            f"{self} cannot be split by heads; define `select_heads` in its class, or split the "
+            "call in another way"
+        )
+
+    def require(self, H: int, D: int, q_positions: Positions, device: torch.device) -> None:
+        """Check that the rule fits an attention call.
+
+        Args:
+            H: number of query heads.
+            D: number of dimensions of a query head.
+            q_positions: positions of the queries.
+            device: the device of the call.
+
+        Raises:
+            ArgumentError: a size does not fit.
+        """
+        own = self._heads()
+        if own not in (None, H):
+            raise ArgumentError(
+                f"{self} is for {plural(own, 'head')} and the query has {H}; make a rule for {H}"
+            )
+
+    def __rshift__(self, other: object) -> ScoreRule:
+        if not isinstance(other, ScoreRule):
+            return NotImplemented
+        return Chain((*self.steps(), *other.steps()))
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, ScoreRule) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(_short_text(getattr(self, x.name)) for x in fields(self))})"
+
+    def _heads(self) -> int | None:
+        """Return the number of heads for which the rule stores numbers, or None for any."""
+        return None
+
+    def _tensor_names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor))
+
+    def _key(self) -> tuple[object, ...]:
+        return (type(self), *(_identity(getattr(self, f.name)) for f in fields(self)))
+
+    def _check_count(self, tensors: Sequence[Tensor], n: int) -> None:
+        if len(tensors) != n:
+            raise ArgumentError(
+                f"{self} has {plural(n, 'tensor')} and got {len(tensors)}; give one for each of "
+                "tensors()"
+            )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PairRule(ScoreRule):
+    """Base class of rules in which a score depends on itself, its head and its place only.
+
+    s'_ij = pair(s_ij, b, h, q_i, k_j)
+
+    A subclass defines `pair` with elementwise operations on tensors that broadcast, so that kernels
+    can compute it for a whole call, for a tile, and for one score.
+    """
+
+    scope: ClassVar[Scope] = "pair"
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether `pair` is given indices in the call instead of positions."""
+        return False
+
+    def pair(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        """Return scores after this rule.
+
+        Args:
+            s: scores.
+            b: the index of the row of the batch; it broadcasts to `s`, as the next ones do.
+            h: the index of the query head.
+            q: the position of the query (its index in the call with `by_slot`).
+            k: the position of the key (its index in the call with `by_slot`).
+
+        Returns:
+            Scores of the shape of `s`.
+        """
+        raise NotImplementedError
+
+    def change_scores(self, s: Tensor, block: ScoreBlock) -> Tensor:
+        """Apply `pair` to the whole block."""
+        q, k = (block.i, block.j) if self.by_slot else (block.q, block.k)
+        return self.pair(s, block.b, block.h, q, k)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Chain(ScoreRule):
+    """Several rules, one after another; `a >> b` creates it.
+
+    A normaliser follows all rules that change scores, and rules that change weights follow it.
+
+    Args:
+        rules: the rules in their order.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: there are no rules, one is no rule, or their stages are
+            not in order.
+
+    >>> from regard import scores
+    >>> scores.SoftClamp(30.0) >> scores.Sigmoid(-2.0)
+    softclamp(30) >> sigmoid(-2)
+    """
+
+    rules: tuple[ScoreRule, ...]
+
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            if not isinstance(rule, ScoreRule):
+                raise ArgumentTypeError(
+                    f"a chain has a rule of type {type(rule).__name__}; every rule must be a "
+                    "ScoreRule"
+                )
+        flat = tuple(x for rule in self.rules for x in rule.steps())
+        if not flat:
+            raise ArgumentError("a chain has no rules; give at least one")
+        object.__setattr__(self, "rules", flat)
+        last, reached = flat[0], 0
+        for rule in flat:
+            first = STAGES.index(rule.stages[0])
+            if first < reached or (reached == first == STAGES.index("normaliser")):
+                raise ArgumentError(
+                    f"{rule} works on the {rule.stages[0]} and stands after {last}, which works on "
+                    f"the {last.stages[-1]}; the order is {', '.join(STAGES)}, with one normaliser"
+                )
+            last, reached = rule, STAGES.index(rule.stages[-1])
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:  # type: ignore[override]
+        """The stages that some rule changes, in their order."""
+        return tuple(x for x in STAGES if any(x in rule.stages for rule in self.rules))
+
+    @property
+    def scope(self) -> Scope:  # type: ignore[override]
+        """The widest scope of the rules."""
+        scopes = {rule.scope for rule in self.rules}
+        return "row" if "row" in scopes else "heads" if "heads" in scopes else "pair"
+
+    def steps(self) -> tuple[ScoreRule, ...]:
+        """Return the rules of the chain, in their order."""
+        return self.rules
+
+    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+        """Apply the normaliser of the chain."""
+        normaliser = self.normaliser
+        assert normaliser is not None, "callers ask for a normaliser first"
+        return normaliser.normalise(s, block)
+
+    def change_pattern(self, p: Tensor, block: ScoreBlock) -> Tensor:
+        """Apply the rules that change weights, in their order."""
+        for rule in self.rules:
+            p = rule.change_pattern(p, block)
+        return p
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors of all rules."""
+        return tuple(x for rule in self.rules for x in rule.tensors())
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Chain:
+        """Return the same rules with other tensors."""
+        self._check_count(tensors, len(self.tensors()))
+        rules, start = [], 0
+        for rule in self.rules:
+            stop = start + len(rule.tensors())
+            rules.append(rule.with_tensors(tensors[start:stop]))
+            start = stop
+        return Chain(tuple(rules))
+
+    def select_heads(self, heads: slice) -> Chain:
+        """Apply `select_heads` to each rule."""
+        return Chain(tuple(rule.select_heads(heads) for rule in self.rules))
+
+    def require(self, H: int, D: int, q_positions: Positions, device: torch.device) -> None:
+        """Check that each rule fits the call."""
+        for rule in self.rules:
+            rule.require(H, D, q_positions, device)
+
+    def __str__(self) -> str:
+        return " >> ".join(map(str, self.rules))
+
+
+def change_scores(rule: ScoreRule, s: Tensor, block: ScoreBlock, *, hides: bool = True) -> Tensor:
+    """Return scores after all steps of a rule that change scores.
+
+    Before each step the score of a hidden pair is replaced by the largest visible score of its row,
+    without its gradient. So a step is evaluated on numbers on which it is evaluated anyway, and
+    what a hidden key holds reaches neither a result nor a derivative.
+
+    Args:
+        rule: the rule.
+        s: scores `[B, H, t, s]`.
+        block: what else is known about these scores.
+        hides: whether some of the pairs are hidden.
+    """
+    for step in rule.steps():
+        s = step.change_scores(_replace_hidden(s, block.visible) if hides else s, block)
+    return s
+
+
+def _replace_hidden(s: Tensor, visible: Tensor) -> Tensor:
+    """Replace the scores of hidden pairs by the largest visible score of their row, or by 0 if
+    there is none.
+    """
+    if s.shape[-1] == 0:
+        return s
+    largest = s.detach().masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
+    return torch.where(visible, s, torch.where(largest.isfinite(), largest, 0))
+
+
+def map_scores(rule: ScoreRule, function: Callable[[Tensor], Tensor]) -> ScoreRule:
+    """Return a rule with a function applied to each of its tensors."""
+    own = rule.tensors()
+    return rule.with_tensors([function(x) for x in own]) if own else rule
+
+
+def _short_text(value: object) -> str:
+    if isinstance(value, Tensor):
+        return "x".join(map(str, value.shape)) or "scalar"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _identity(value: object) -> object:
+    if isinstance(value, Tensor):
+        return ("tensor", id(value))
+    return tuple(map(_identity, value)) if isinstance(value, tuple) else value
