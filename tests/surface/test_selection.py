@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 
 import regard
-from regard import biases
-from regard import masks
+from regard import biases, masks, scores
 from regard.claims import CLAIMS
-from regard import scores
 from regard.cli import COMMANDS
 from regard.configs import LOADABLE
 from regard.nn.variants.registry import VARIANTS

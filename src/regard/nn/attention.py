@@ -182,7 +182,8 @@ class Attention(Mixer):
 
     def extra_repr(self) -> str:
         """Return the mask, bias, score rule, scale, softcap and dropout that differ from the
-        defaults."""
+        defaults.
+        """
         names = ("mask", "bias", "score", "scale", "softcap")
         shown = {name: getattr(self, name) for name in names}
         parts = [f"{name}={value}" for name, value in shown.items() if value is not None]

@@ -17,11 +17,9 @@ from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
 from regard.nn.explainable import Explainable
-from regard.process_state import is_compiling
+from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.process_state import is_compiling, is_exporting_onnx
 from regard.sequence_scope import current_scope
-from regard.nn.fx_leaf import call_as_leaf
-from regard.nn.fx_leaf import is_proxy
-from regard.process_state import is_exporting_onnx
 from regard.span import Positions, Span
 
 AcrossRanks: TypeAlias = Literal["attention", "state"] | None

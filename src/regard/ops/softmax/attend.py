@@ -22,8 +22,8 @@ from regard.ops.softmax.definition import (
 )
 from regard.ops.softmax.dispatch import run_call, zero_empty_slots
 from regard.ops.softmax.reference import BLOCK_BYTES
-from regard.sequence_scope import current_scope
 from regard.scores import ScoreRule
+from regard.sequence_scope import current_scope
 from regard.span import Positions
 
 

@@ -16,9 +16,7 @@ from regard import argument_checks, biases, masks, tracing
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
-from regard.process_state import is_compiling
-from regard.process_state import is_exporting_onnx
-from regard.process_state import values_are_readable
+from regard.process_state import is_compiling, is_exporting_onnx, values_are_readable
 from regard.scores import ScoreRule
 from regard.span import EMPTY, Positions, Span, slot_count
 from regard.units import plural

@@ -17,10 +17,8 @@ from torch import Tensor
 from regard import units
 from regard.errors import KernelRefusal
 from regard.ops.softmax.call import Call, KernelResult
-from regard.process_state import is_exporting
-from regard.process_state import is_exporting_onnx
-from regard.ops.softmax.score_rules import change_pattern
-from regard.ops.softmax.score_rules import score_block
+from regard.ops.softmax.score_rules import change_pattern, score_block
+from regard.process_state import is_exporting, is_exporting_onnx
 from regard.scores.base import change_scores
 from regard.tracing import is_edited, tap
 
