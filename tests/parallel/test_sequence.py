@@ -128,6 +128,7 @@ EXPECTED = {
     "other positions": "must give the model its tokens at the positions of its shard",
     "no attend": "NSA cannot run over several ranks",
     "dropout": "dropout over several ranks",
+    "a score rule": "the score rule topk(2) cannot run over several ranks",
     "weights": "attention_weights sees the keys of this rank only",
     "a cache of a state": "and no cache",
     "a pattern": "scores and patterns cannot be captured",

@@ -309,6 +309,11 @@ def _refuse_unsupported(call: Call) -> None:
             "dropout over several ranks is not supported, because each rank draws other random "
             "numbers; set dropout=0"
         )
+    if call.score is not None:
+        raise ArgumentError(
+            f"the score rule {call.score} cannot run over several ranks, each of which sees some "
+            "of the keys; run the model in one process"
+        )
     if call.wants_lse:
         raise ArgumentError(
             "attend_partial cannot run inside regard.parallel.sequence; call it outside, or use "

@@ -110,6 +110,11 @@ def _check_layer(attention: Attention) -> SeparateQKV:
             f"the projection transforms keys by {type(project.key_transform).__name__}; "
             "split_heads does not support it"
         )
+    if attention.score is not None:
+        raise ArgumentTypeError(
+            f"the layer has the score rule {attention.score}; split_heads does not support score "
+            "rules"
+        )
     if not isinstance(attention.output, nn.Linear):
         raise ArgumentTypeError(
             f"the output map is {type(attention.output).__name__}; split_heads needs a Linear"
