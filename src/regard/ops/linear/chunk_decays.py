@@ -55,7 +55,7 @@ def pairwise_decay(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
 
 
 def decayed_products(
-    x: Float[Tensor, "*L C D"], k: Float[Tensor, "*#L C D"], g: Float[Tensor, "*#L C D"]
+    x: Float[Tensor, "*#L C D"], k: Float[Tensor, "*#L C D"], g: Float[Tensor, "*#L C D"]
 ) -> Float[Tensor, "*L C C"]:
     """Return sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0: the products of x
     and k where each channel decays separately.
@@ -77,7 +77,9 @@ def decayed_products(
 
     Source: Yang et al. 2023 (arXiv 2312.06635), section 4.3, where the blocks have two sizes.
     """
-    products = (x * k).sum(-1)[..., None, None]  # [*L,C,1,1]
+    products = (x * k).sum(-1)
+    products = products.expand(torch.broadcast_shapes(products.shape, g.shape[:-1]))
+    products = products[..., None, None]  # [*L,C,1,1]
     size = 1
     while size < x.shape[-2]:
         (_, later_x), (earlier_k, _) = _block_halves(x, size), _block_halves(k, size)

@@ -28,7 +28,7 @@ from regard.span import Positions
 def linear_attention(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
+    v: Float[Tensor, "B N T E"],
     *,
     feature_map: FeatureMap = "elu+1",
     normalise: bool = True,
@@ -37,15 +37,16 @@ def linear_attention(
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 64,
-) -> tuple[Float[Tensor, "B H T E"], tuple[Tensor, ...]]:
+) -> tuple[Float[Tensor, "B O T E"], tuple[Tensor, ...]]:
     """Compute causal linear attention: the mean of the values up to each token, weighted by phi(q)
     . phi(k).
 
     S_t = S_{t-1} + phi(k_t) v_t^T,  z_t = z_{t-1} + phi(k_t)
     o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
-    Without `normalise`, o_t = scale S_t^T phi(q_t), and there is no z. Query head h reads the state
-    of key/value head h // (H/G). No epsilon is added to the denominator: where it is exactly 0 (no
+    Without `normalise`, o_t = scale S_t^T phi(q_t), and there is no z. With as many value
+    heads as key heads, query head h reads the state of key/value head h // (H/G); otherwise heads
+    are as in `delta_rule`. No epsilon is added to the denominator: where it is exactly 0 (no
     token was written, relu is 0 in every channel, or every feature of the keys underflows), the
     output is 0 rather than 0/0. With positive features and an untrained model, the weights differ
     little between keys: with elu+1 and Gaussian q and k of standard deviation 1, the matching key
@@ -54,7 +55,7 @@ def linear_attention(
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, G, T, E]`.
+        v: values `[B, N, T, E]`; G divides N.
         feature_map: phi, a name in `regard.linear.FEATURE_MAPS`, or a function `[B, n, T, D]` ->
             `[B, n, T, F]` that maps each token separately.
         normalise: whether the weights are divided by their sum. With features that may be negative
@@ -62,7 +63,7 @@ def linear_attention(
         scale: the factor on the queries without `normalise`; with it, the output does not depend on
             the scale.
         state: the state that an earlier call returned: (S, z), or (S,) without `normalise`, with S
-            `[B, G, F, E]` and z `[B, G, F]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not
+            `[B, N, F, E]` and z `[B, G, F]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not
             changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing, and their
             outputs are 0.
@@ -72,8 +73,8 @@ def linear_attention(
         chunk: the number of tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
-        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Features
-        and sums are in fp32 (fp64 for fp64 inputs).
+        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
+        Features and sums are in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
@@ -94,22 +95,23 @@ def linear_attention(
     with torch.autocast(q.device.type, enabled=False):
         keys = _checked_features(features, k.to(dtype))
         keys = zero_empty_slots(keys, empty)  # again, because phi(0) may differ from 0
-        B, G, _, F = keys.shape
+        (B, G, _, F), (N, E) = keys.shape, v.shape[1::2]
         if normalise:
-            S, z = initial_state(state, {"S": (B, G, F, v.shape[3]), "z": (B, G, F)}, k)
+            S, z = initial_state(state, {"S": (B, N, F, E), "z": (B, G, F)}, k)
             queries = normalised_query_features(feature_map, q.to(dtype))
             # z is computed as one more column of S, for a value that is always 1
-            S_and_z = torch.cat([S, z[..., None]], -1)
+            S_and_z = torch.cat([S, z.repeat_interleave(N // G, 1)[..., None]], -1)
             v_and_one = pad(v.to(dtype), (0, 1), value=1.0)
             out, S_and_z = linear_recurrence(
                 queries, keys, v_and_one, None, S_and_z, form=form, chunk=chunk
             )
             out, new_state = (
                 _normalised(out),
-                tuple(x.contiguous() for x in (S_and_z[..., :-1], S_and_z[..., -1])),
+                # z depends on the keys only, so that the value heads of a key head have the same
+                tuple(x.contiguous() for x in (S_and_z[..., :-1], S_and_z[:, :: N // G, :, -1])),
             )
         else:
-            (S,) = initial_state(state, {"S": (B, G, F, v.shape[3])}, k)
+            (S,) = initial_state(state, {"S": (B, N, F, E)}, k)
             queries = features(q.to(dtype)) * scale
             out, S = linear_recurrence(queries, keys, v, None, S, form=form, chunk=chunk)
             new_state = (S,)

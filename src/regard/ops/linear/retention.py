@@ -24,22 +24,23 @@ from regard.span import Positions
 def retention(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
+    v: Float[Tensor, "B N T E"],
     *,
-    decay: Float[Tensor, " G"] | None = None,
+    decay: Float[Tensor, " N"] | None = None,
     scale: float | None = None,
-    state: tuple[Float[Tensor, "B G D E"], ...] | None = None,
+    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 64,
-) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
+) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute retention: the sum of the values up to each token, weighted by q . k and by
     gamma^(t - j), where t - j is how many tokens the key is before the query.
 
     S_t = gamma_g S_{t-1} + k_t v_t^T
     o_t = scale S_t^T q_t = scale sum_{j <= t} gamma_g^(t - j) (q_t . k_j) v_j
 
-    Each key/value head g has one gamma; query head h reads the state of key/value head h // (H/G).
+    Each value head g has one gamma and one state: with as many value heads as key heads, query head
+    h reads the state of key/value head h // (H/G), and otherwise heads are as in `delta_rule`.
     With gamma = 1 this is linear attention without a feature map and normalisation. In the paper,
     rotary positions are applied to q and k before, and each head is normalised afterwards; the
     module `regard.nn.variants.retention` does both. Every token decays the state once, even where
@@ -48,11 +49,11 @@ def retention(
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, G, T, E]`.
-        decay: gamma of each key/value head, `[G]`, from 0 to 1; it may require a gradient. None:
+        v: values `[B, N, T, E]`; G divides N.
+        decay: gamma of each value head, `[N]`, from 0 to 1; it may require a gradient. None:
             1 - 2^(-5-g), that is 0.96875, 0.984375, 0.9921875, ...
         scale: the factor on the queries; None: 1/sqrt(D).
-        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+        state: (S,) as an earlier call returned it, S `[B, N, D, E]` in fp32 (fp64 for fp64 inputs);
             None: zeros. It is not changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
             nothing, and their outputs are 0.
@@ -60,8 +61,8 @@ def retention(
         chunk: the number of tokens in a chunk, at least 1.
 
     Returns:
-        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
-        fp32 (fp64 for fp64 inputs).
+        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
+        Sums are in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
@@ -74,22 +75,23 @@ def retention(
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 5 to 8.
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
-    (B, G, T, D), E = k.shape, v.shape[3]
+    (B, G, T, D), (N, E) = k.shape, v.shape[1::2]
     if decay is not None:
-        meaning = "one factor per key/value head, each of which has one state"
-        check_tensor_shape("decay", decay, ((G,),), meaning, k)
-    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+        kind = "key/value" if N == G else "value"
+        meaning = f"one factor per {kind} head, each of which has one state"
+        check_tensor_shape("decay", decay, ((N,),), meaning, k)
+    (S,) = initial_state(state, {"S": (B, N, D, E)}, k)
     empty = empty_slot_mask(k_positions, q)
     q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
     dtype = state_dtype(k)
     g = (
-        default_log_decays(G, k.device, dtype)
+        default_log_decays(N, k.device, dtype)
         if decay is None
         else _to_float32_or_wider(decay).log().to(dtype)
     )
     rows = 1 if empty is None else empty.shape[0]
-    log_decay = zero_empty_slots(g[None, :, None, None].expand(rows, G, T, 1), empty)
+    log_decay = zero_empty_slots(g[None, :, None, None].expand(rows, N, T, 1), empty)
     queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
     out, S = linear_recurrence(queries, k, v, log_decay, S, form=form, chunk=chunk)
     return zero_empty_slots(out.to(q.dtype), empty), (S,)

@@ -16,6 +16,7 @@ from regard.argument_checks import (
     check_tensor,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.ops.linear.value_heads import check_value_heads
 from regard.span import Positions, find_empty_slots
 from regard.units import plural
 
@@ -39,7 +40,7 @@ def check_call(
     """Check that q, k and v fit together and have the same number of tokens, and that the
     options are valid.
     """
-    check_query_key_value(q, k, v)
+    check_query_key_value(q, k, v, check_heads=check_value_heads)
     if q.shape[2] != k.shape[2]:
         raise ArgumentError(
             f"query length {q.shape[2]} != key length {k.shape[2]}: a recurrence needs a query for "
