@@ -392,3 +392,19 @@ def _shape(x: Tensor) -> str:
 
 def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
+
+
+def check_value_heads(heads: int, groups: int, value_heads: int) -> None:
+    """Raise unless H query heads, G key heads and N value heads fit together: G divides N, and of H
+    and N one divides the other.
+    """
+    if value_heads < 1 or value_heads % groups:
+        raise ArgumentError(
+            f"value heads {value_heads} must be a multiple of key heads {groups}, because each key "
+            "head serves the same number of value heads"
+        )
+    if heads % value_heads and value_heads % heads:
+        raise ArgumentError(
+            f"query heads {heads} and value heads {value_heads} do not fit; one must be a multiple "
+            "of the other, because each output reads one state with one query"
+        )

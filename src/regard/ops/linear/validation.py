@@ -14,9 +14,9 @@ from regard.argument_checks import (
     check_positions,
     check_query_key_value,
     check_tensor,
+    check_value_heads,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.linear.value_heads import check_value_heads
 from regard.span import Positions, find_empty_slots
 from regard.units import plural
 
