@@ -201,11 +201,13 @@ class _Blocks:
         # mask_mod is asked only where a block of these queries is partial
         first, stop = (x * self._size[1] for x in (int(columns[0]), int(columns[-1]) + 1))
         part = slice(first, min(stop, S))
-        asked = partial[..., k[part]] & self._ask(rows.start, len(q), first, part.stop - first)
+        asked = partial[..., k[part]] & self._call_mask_mod(
+            rows.start, len(q), first, part.stop - first
+        )
         visible[..., part] |= asked
         return visible
 
-    def _ask(self, first_query: int, t: int, first_key: int, s: int) -> Tensor:
+    def _call_mask_mod(self, first_query: int, t: int, first_key: int, s: int) -> Tensor:
         """Return what `mask_mod` says of t queries and s keys."""
         from torch.nn.attention.flex_attention import create_mask
 

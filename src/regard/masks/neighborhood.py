@@ -100,7 +100,8 @@ class Neighborhood(Mask):
             )
         if math.prod(self._shape) > MAX_INT:
             raise ArgumentError(
-                f"Neighborhood shape is {self.shape}; it must have at most {MAX_INT} positions"
+                f"Neighborhood shape is {self.shape}; it must have at most "
+                f"{plural(MAX_INT, 'position')}"
             )
         for dim in range(len(self._shape)):
             self._check_dimension(dim)

@@ -56,8 +56,8 @@ class VisibleRows:
     def equals(self, rule: Mask) -> bool:
         """Return whether a rule is this mask."""
         for rows, visible in self.slices():
-            found = rule.block(self.queries, Span(0, self.S), rows, device=self.device)
-            if not found.expand_as(visible).equal(visible):
+            block = rule.block(self.queries, Span(0, self.S), rows, device=self.device)
+            if not block.expand_as(visible).equal(visible):
                 return False
         return True
 

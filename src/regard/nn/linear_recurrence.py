@@ -90,7 +90,7 @@ class GroupedValueQKV(SeparateQKV):
     Source: the library flash-linear-attention, grouped value attention; Qwen3-Next.
     """
 
-    def check_heads(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
+    def _check_heads(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
         """Raise unless the numbers of heads fit together, and q and k have one head dim."""
         check_value_heads(q.heads, k.heads, v.heads)
         if q.head_dim != k.head_dim:

@@ -349,12 +349,12 @@ class SeparateQKV(ProjectionModule):
     ) -> None:
         super().__init__()
         check_groups(q.heads, k.heads)
-        self.check_heads(q, k, v)
+        self._check_heads(q, k, v)
         self.q, self.k, self.v, self.key_transform = q, k, v, key_transform
         # Cached keys become wrong if their rotary frequencies change with the length of the text.
         self.cache_unsafe_reason = cache_unsafe_reason(k)
 
-    def check_heads(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
+    def _check_heads(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
         """Raise unless there are as many value heads as key heads, and q and k have one head
         dim.
         """
