@@ -115,7 +115,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         ArgumentError,
         (
             "Neighborhood shape is (2147483648, 2147483648); it must have at most "
-            "4611686018427387903 positions"
+            "4,611,686,018,427,387,903 positions"
         ),
     ),
     (
