@@ -118,7 +118,7 @@ def retention(
         value_heads: the value heads N, each with its own state; G divides N, and of H and N one
             divides the other. None is G.
         base: the base of the rotary positions on q and k; None applies none.
-        decay: gamma, one number from 0 to 1 per key/value head; None is 1 - 2^(-5-g).
+        decay: gamma, one number from 0 to 1 per value head; None is 1 - 2^(-5-g).
 
     Returns:
         The module.
@@ -302,7 +302,7 @@ def gated_delta_net(
 
     >>> gated_delta_net(32, 4, groups=2, value_dim=16).describe().state.formula
     'G D E = 2 x 8 x 16'
-    >>> gated_delta_net(32, 4, value_heads=8).describe().state.formula  # as in Qwen3-Next
+    >>> gated_delta_net(32, 4, value_heads=8).describe().state.formula  # 2 per key head
     'N D E = 8 x 8 x 8'
 
     Source: Yang et al. 2024 (arXiv 2412.06464), section 3.
