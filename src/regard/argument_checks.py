@@ -8,7 +8,7 @@ functions of `ops` check their arguments; internal functions rely on this.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -145,8 +145,18 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
     check_groups(q.shape[1], k.shape[1])
 
 
-def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q and k fit together, and v `[B, G, S, E]` fits k."""
+def check_query_key_value(
+    q: Tensor, k: Tensor, v: Tensor, *, check_heads: Callable[[int, int, int], None] | None = None
+) -> None:
+    """Raise unless q and k fit together, and v `[B, G, S, E]` fits k.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        check_heads: a function that raises unless these numbers of query, key and value heads fit
+            together; None requires as many value heads as key heads.
+    """
     if _all_fit(q, k, v):
         return
     check_query_key(q, k)
@@ -164,7 +174,9 @@ def check_query_key_value(q: Tensor, k: Tensor, v: Tensor) -> None:
     if v.device != q.device:
         raise ArgumentError(f"query is on {q.device} and value on {v.device}; move one with .to()")
     check_batch("value", v, q.shape[0])
-    if k.shape[1] != v.shape[1]:
+    if check_heads is not None:
+        check_heads(q.shape[1], k.shape[1], v.shape[1])
+    elif k.shape[1] != v.shape[1]:
         raise ArgumentError(
             f"key heads {k.shape[1]} != value heads {v.shape[1]} (key {_shape(k)}, value "
             f"{_shape(v)})"
@@ -380,3 +392,19 @@ def _shape(x: Tensor) -> str:
 
 def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
+
+
+def check_value_heads(heads: int, groups: int, value_heads: int) -> None:
+    """Raise unless H query heads, G key heads and N value heads fit together: G divides N, and of H
+    and N one divides the other.
+    """
+    if value_heads < 1 or value_heads % groups:
+        raise ArgumentError(
+            f"value heads {value_heads} must be a multiple of key heads {groups}, because each key "
+            "head serves the same number of value heads"
+        )
+    if heads % value_heads and value_heads % heads:
+        raise ArgumentError(
+            f"query heads {heads} and value heads {value_heads} do not fit; one must be a multiple "
+            "of the other, because each output reads one state with one query"
+        )

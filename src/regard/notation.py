@@ -27,6 +27,11 @@ LETTERS: dict[str, Entry] = {
         "The number of key/value heads; query head h uses head h // (H/G), and G divides H.",
         ("num_kv_heads", "kv groups", "n_kv"),
     ),
+    "N": Entry(
+        "The number of value heads of a recurrence, each of which has a state; value head h uses "
+        "key head h // (N/G), and G divides N.",
+        ("num_v_heads", "linear_num_value_heads"),
+    ),
     "T": Entry("The number of queries.", ("query length", "L", "N_q")),
     "S": Entry("The number of keys.", ("key length", "kv length", "N_k")),
     "D": Entry("The width of a query or key head.", ("head_dim", "d_k", "d_qk")),

@@ -194,4 +194,5 @@ def test_as_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["show", "causal", "--queries", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pairs"] == 3
     assert run(["show", "cause"]) == 2
-    assert "unknown mask \"cause\"; did you mean 'causal'?" in capsys.readouterr().err
+    message = "unknown mask \"cause\"; did you mean 'causal' or 'blockcausal'?"
+    assert message in capsys.readouterr().err

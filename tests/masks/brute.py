@@ -44,6 +44,54 @@ def _in(runs: tuple[tuple[int, int], ...], k: int) -> bool:
     return any(lo <= k < hi for lo, hi in runs)
 
 
+def _diffusion(size: int, n: int, q: int, k: int) -> bool:
+    """The blocks that the denoiser of q's block reads: see the text of each branch."""
+    if not (0 <= q < 2 * n and 0 <= k < 2 * n):
+        return False
+    blocks = [list(range(i, min(i + size, n))) for i in range(0, n, size)]
+    noisy, clean = blocks, [[x + n for x in block] for block in blocks]
+    for i in range(len(blocks)):
+        if q in noisy[i]:  # itself, given the clean blocks before it
+            return k in noisy[i] or any(k in block for block in clean[:i])
+        if q in clean[i]:  # a text, block by block
+            return any(k in block for block in clean[: i + 1])
+    raise AssertionError
+
+
+def _near(
+    i: int, n: int, K: int, stride: int = 1, dilation: int = 1, causal: bool = False
+) -> set[int]:
+    """The indices of one dimension of a grid that index i sees.
+
+    Of all windows of K indices in the grid, it is the one whose middle is nearest to the middle of
+    the query's group; a causal one ends with the last query of the group, as far as it reaches.
+    """
+    line = [x for x in range(n) if x % dilation == i % dilation]
+    own = line.index(i)
+    group = [j for j in range(len(line)) if j // stride == own // stride]
+    if causal:
+        return {line[j] for j in range(len(line)) if group[-1] - K < j <= own}
+    middle = own - own % stride + stride // 2
+    middle = min(middle, len(line) - 1)  # the last group may be cut before its middle
+    starts = range(len(line) - K + 1)
+    start = min(starts, key=lambda first: abs(first + K // 2 - middle))
+    return set(line[start : start + K])
+
+
+def neighbors(
+    shape: tuple[int, ...], kernel: tuple[int, ...], q: int, k: int, **more: tuple[int, ...]
+) -> bool:
+    """Whether the key is near the query in every dimension of a row-major grid."""
+    cells = list(itertools.product(*map(range, shape)))
+    if not (0 <= q < len(cells) and 0 <= k < len(cells)):
+        return False
+    return all(
+        cells[k][dim]
+        in _near(cells[q][dim], shape[dim], kernel[dim], **{x: y[dim] for x, y in more.items()})
+        for dim in range(len(shape))
+    )
+
+
 HOLES = torch.tensor(
     [[True, False, True, True, False, True], [False, False, False, False, True, True]]
 )
@@ -98,6 +146,38 @@ WITH_INTERVALS = {
         lambda q, k, b, h: q - 3 < k <= q or k < 2,
     ),
     "not": Case(masks.Not(masks.Window(4)), lambda q, k, b, h: k <= q - 4),
+    "block causal": Case(masks.BlockCausal(4), lambda q, k, b, h: k < q - q % 4 + 4),
+    "block diffusion": Case(masks.BlockDiffusion(2, 5), lambda q, k, b, h: _diffusion(2, 5, q, k)),
+    "block diffusion, one block": Case(
+        masks.BlockDiffusion(9, 7), lambda q, k, b, h: _diffusion(9, 7, q, k)
+    ),
+    "neighborhood": Case(
+        masks.Neighborhood(14, 5), lambda q, k, b, h: neighbors((14,), (5,), q, k)
+    ),
+    "neighborhood, even, strided": Case(
+        masks.Neighborhood(14, 4, stride=3),
+        lambda q, k, b, h: neighbors((14,), (4,), q, k, stride=(3,)),
+    ),
+    "neighborhood, dilated, causal": Case(
+        masks.Neighborhood(14, 3, stride=2, dilation=3, is_causal=True),
+        lambda q, k, b, h: neighbors((14,), (3,), q, k, stride=(2,), dilation=(3,), causal=(True,)),
+    ),
+    "neighborhood of a plane": Case(
+        masks.Neighborhood((3, 5), (2, 3), is_causal=(True, False)),
+        lambda q, k, b, h: neighbors((3, 5), (2, 3), q, k, causal=(True, False)),
+    ),
+    "neighborhood of a plane, dilated": Case(
+        masks.Neighborhood((5, 4), 2, dilation=(1, 2), stride=(2, 1)),
+        lambda q, k, b, h: neighbors((5, 4), (2, 2), q, k, dilation=(1, 2), stride=(2, 1)),
+    ),
+    "neighborhood of a space": Case(
+        masks.Neighborhood(
+            (2, 4, 2), (1, 2, 2), dilation=(2, 2, 1), is_causal=(False, True, False)
+        ),
+        lambda q, k, b, h: neighbors(
+            (2, 4, 2), (1, 2, 2), q, k, dilation=(2, 2, 1), causal=(False, True, False)
+        ),
+    ),
     "heads of windows": Case(
         masks.Heads((masks.Causal() & masks.Window(2), masks.Sinks(3))),
         lambda q, k, b, h: k in (q - 1, q) if h == 0 else k < 3,
@@ -106,6 +186,9 @@ WITH_INTERVALS = {
 
 WITHOUT_INTERVALS = {
     "dilated": Case(masks.Dilated(3, 2), lambda q, k, b, h: k > q - 6 and (q - k) % 2 == 0),
+    "dilated, two sides": Case(
+        masks.Dilated(2, 3, ahead=2), lambda q, k, b, h: k in (q - 3, q, q + 3, q + 6)
+    ),
     "dilated by 1": Case(masks.Dilated(3, 1), lambda q, k, b, h: k > q - 3),
     "strided": Case(masks.Strided(4), lambda q, k, b, h: q - k < 4 or (q - k) % 4 == 0),
     "fixed": Case(

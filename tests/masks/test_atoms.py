@@ -17,6 +17,8 @@ from regard.masks import (
     All,
     Any,
     BigBird,
+    BlockCausal,
+    BlockDiffusion,
     Blocks,
     Causal,
     Chunk,
@@ -28,6 +30,7 @@ from regard.masks import (
     Global,
     Heads,
     Mask,
+    Neighborhood,
     Not,
     Padding,
     Prefix,
@@ -70,6 +73,87 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         lambda: Dilated(1, 0),
         ArgumentError,
         "Dilated step is 0; it must be 1 or more: 1 is a plain window",
+    ),
+    (
+        lambda: Dilated(1, 1, ahead=-1),
+        ArgumentError,
+        "Dilated ahead is -1; it must be 0 or more: 0 is causal, None is no limit",
+    ),
+    (
+        lambda: BlockCausal(0),
+        ArgumentError,
+        "BlockCausal size is 0; it must be 1 or more: 1 is the causal mask",
+    ),
+    (lambda: BlockDiffusion(0, 4), ArgumentError, "BlockDiffusion size is 0; it must be 1 or more"),
+    (
+        lambda: BlockDiffusion(4, 0),
+        ArgumentError,
+        "BlockDiffusion length is 0; it must be 1 or more: the number of tokens of the text",
+    ),
+    (
+        lambda: Neighborhood((4, 0), 1),
+        ArgumentError,
+        "Neighborhood shape[1] is 0; it must be 1 or more",
+    ),
+    (
+        lambda: Neighborhood(4.0, 1),
+        ArgumentTypeError,
+        "Neighborhood shape is float 4.0; it must be a sequence of ints",
+    ),
+    (
+        lambda: Neighborhood((2, 2, 2, 2), 1),
+        ArgumentError,
+        "Neighborhood shape is (2, 2, 2, 2); it must have 1, 2 or 3 dimensions",
+    ),
+    (
+        lambda: Neighborhood((), 1),
+        ArgumentError,
+        "Neighborhood shape is (); it must have 1, 2 or 3 dimensions",
+    ),
+    (
+        lambda: Neighborhood((1 << 31, 1 << 31), 1),
+        ArgumentError,
+        (
+            "Neighborhood shape is (2147483648, 2147483648); it must have at most "
+            "4,611,686,018,427,387,903 positions"
+        ),
+    ),
+    (
+        lambda: Neighborhood((4, 4), (3, 3, 3)),
+        ArgumentError,
+        (
+            "Neighborhood kernel_size is (3, 3, 3); it must have one entry, or 2 for the 2 "
+            "dimensions of the grid (4, 4)"
+        ),
+    ),
+    (
+        lambda: Neighborhood((4, 4), 3, is_causal=(True,)),
+        ArgumentError,
+        (
+            "Neighborhood is_causal is (True,); it must have one entry, or 2 for the 2 dimensions "
+            "of the grid (4, 4)"
+        ),
+    ),
+    (
+        lambda: Neighborhood(4, 3, is_causal=1),
+        ArgumentTypeError,
+        "Neighborhood is_causal is 1; it must be a bool, or one per dimension",
+    ),
+    (
+        lambda: Neighborhood((4, 4), 2, stride=(1, 3)),
+        ArgumentError,
+        (
+            "Neighborhood stride is 3 in dimension 1; it must be at most the kernel size, 2, or "
+            "some queries would not see themselves"
+        ),
+    ),
+    (
+        lambda: Neighborhood((9, 4), 3, dilation=2),
+        ArgumentError,
+        (
+            "Neighborhood kernel_size 3 times dilation 2 is 6 in dimension 1; it must be at most "
+            "the length of the grid, 4"
+        ),
     ),
     (lambda: Prefix(-1), ArgumentError, "Prefix length is -1; it must be 0 or more"),
     (lambda: Prefix((2, -1)), ArgumentError, "Prefix length[1] is -1; it must be 0 or more"),
@@ -307,6 +391,22 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         "BigBird covers 2 blocks of 8 = 16 positions, but there are 17 keys; give 3 blocks",
     ),
     (
+        lambda: BlockDiffusion(4, 8).require(1, 1, 4, 17),
+        ArgumentError,
+        (
+            "BlockDiffusion covers two copies of 8 tokens, but there are 17 keys; give length=9, "
+            "the number of tokens of the text without its copy"
+        ),
+    ),
+    (
+        lambda: (Neighborhood((2, 4), 2) | Causal()).require(1, 1, 4, 9),
+        ArgumentError,
+        (
+            "Neighborhood has a grid of 2 x 4 = 8 positions, but there are 9 keys; give the shape "
+            "of the grid whose tokens are the keys"
+        ),
+    ),
+    (
         lambda: Dense(BOOL).require(1, 1, 3, 3),
         ArgumentError,
         "mask is (2, 3); it must be (3, 3) or [1 or 1, 1 or 1, 3 or 1, 3]",
@@ -426,6 +526,14 @@ PRINTED: list[tuple[Mask, str]] = [
     (Padding.left([2], 3), "padding((((1, 3),),))"),
     (Heads((Causal(), Window(2) | Full())), "heads((causal, window(2) | full))"),
     (Heads((Causal(),)), "heads((causal,))"),
+    (Dilated(2, 3, ahead=1) | BlockCausal(4), "dilated(2, 3, ahead=1) | blockcausal(4)"),
+    (BlockDiffusion(2, 9), "blockdiffusion(2, 9)"),
+    (Neighborhood((8,), (3,)), "neighborhood(8, 3)"),
+    (Neighborhood([4, 6], (3, 3), dilation=(1, 2)), "neighborhood((4, 6), 3, dilation=(1, 2))"),
+    (
+        Neighborhood((4, 4), 2, stride=(2, 1), is_causal=(True, False)),
+        "neighborhood((4, 4), 2, stride=(2, 1), is_causal=(True, False))",
+    ),
     (Dilated(2, 3) & Chunk(4) & Prefix((1, 2)), "dilated(2, 3) & chunk(4) & prefix((1, 2))"),
 ]
 

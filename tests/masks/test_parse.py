@@ -15,8 +15,8 @@ from regard.masks.parse import parsable_masks
 from regard.registry import is_builtin
 
 KNOWN = (
-    "prefix, document, padding, bigbird, heads, full, causal, window, chunk, dilated, sinks, "
-    "global, strided"
+    "prefix, document, padding, blockcausal, blockdiffusion, heads, full, causal, window, "
+    "chunk, dilated, sinks, global, strided, bigbird, neighborhood"
 )
 """The masks of this package that text can name."""
 
@@ -41,6 +41,12 @@ def known() -> str:
         ("bigbird(64, 8, causal=True)", masks.BigBird(64, 8, causal=True)),
         ("window(4, ahead=None)", Window(4)),
         ("global((0, 1))", masks.Global((0, 1))),
+        ("dilated(3, 2, ahead=2)", masks.Dilated(3, 2, ahead=2)),
+        ("BlockDiffusion(4, 16)", masks.BlockDiffusion(4, 16)),
+        (
+            "neighborhood((8, 8), 3, dilation=(1, 2), is_causal=(True, False))",
+            masks.Neighborhood((8, 8), 3, dilation=(1, 2), is_causal=(True, False)),
+        ),
         ("heads((causal, causal & window(4)))", masks.Heads((Causal(), Causal() & Window(4)))),
     ],
 )

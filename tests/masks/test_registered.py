@@ -178,6 +178,22 @@ WORDS = {
     "window(3, ahead=1)": ("outside window 3, 1 ahead", "outside", "window(3, ahead=1)"),
     "chunk(4)": ("other chunk of 4", "chunk", "chunk(4)"),
     "dilated(2, 3)": ("outside the steps of dilated(2, 3)", "outside", "dilated(2, 3)"),
+    "dilated(2, 3, ahead=1)": (
+        "outside the steps of dilated(2, 3, ahead=1)",
+        "outside",
+        "dilated(2, 3, ahead=1)",
+    ),
+    "blockcausal(4)": ("later block of 4", "future", "blockcausal(4)"),
+    "blockdiffusion(2, 5)": (
+        "outside the blocks of blockdiffusion(2, 5)",
+        "outside",
+        "blockdiffusion(2, 5)",
+    ),
+    "neighborhood((4, 4), 3)": (
+        "outside neighborhood((4, 4), 3)",
+        "outside",
+        "neighborhood((4, 4), 3)",
+    ),
     "sinks(4)": ("after the first 4", "outside", "sinks(4)"),
     "global((1,))": ("not global", "outside", "global((1,))"),
     "strided(4)": ("outside strided(4)", "outside", "strided(4)"),

@@ -33,8 +33,9 @@ Expression = Annotated[
     typer.Argument(
         help=(
             "A mask: full, causal, window(W), chunk(n), prefix(n), document((0, 3, "
-            "7)), sinks(n), global((0, 1)), dilated(n, step), strided(n), "
-            "bigbird(block, blocks) and others, joined by &, |, ~ and parentheses."
+            "7)), sinks(n), global((0, 1)), dilated(n, step), strided(n), blockcausal(n), "
+            "neighborhood((height, width), n), bigbird(block, blocks) and others, joined by "
+            "&, |, ~ and parentheses."
         )
     ),
 ]

@@ -17,23 +17,37 @@ from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity
 from regard.deprecation import renamed_parameters
 
 
-def linear_state(groups: int, D: int, E: int, *, normalised: bool = False) -> int:
+def linear_state(
+    groups: int, D: int, E: int, *, normalised: bool = False, value_heads: int | None = None
+) -> int:
     """Return the number of values of the state, which does not depend on the length: D E for the
-    matrix S of each key/value head, and D more for a normaliser z.
+    matrix S of each value head (of each key/value head if `value_heads` is None), and D for a
+    normaliser z of each key head.
 
     >>> linear_state(groups=8, D=64, E=64), linear_state(groups=8, D=64, E=64, normalised=True)
     (32768, 33280)
+    >>> linear_state(groups=4, D=64, E=64, normalised=True, value_heads=8)
+    33024
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 and 19.
     """
-    return groups * D * (E + 1 if normalised else E)
+    states = groups if value_heads is None else value_heads
+    return states * D * E + (groups * D if normalised else 0)
 
 
 def linear_flops(
-    heads: int, groups: int, D: int, E: int, *, normalised: bool = False, decayed: bool = False
+    heads: int,
+    groups: int,
+    D: int,
+    E: int,
+    *,
+    normalised: bool = False,
+    decayed: bool = False,
+    value_heads: int | None = None,
 ) -> int:
     """Return the FLOPs of one token after its projections in the recurrent form: one read per query
-    head, and one write per key/value head.
+    head, and one write per key/value head. With N value heads, there are N writes and max(H, N)
+    reads, and one normaliser per key head.
 
     A read is S^T q: 2 D E. A write computes k v^T and adds it to S: 2 D E. A decay multiplies the
     state: D E. Reading a normaliser is z . q and a division: 2 D + E; writing it is D additions.
@@ -49,8 +63,9 @@ def linear_flops(
     2307.08621), equation 6.
     """
     read = 2 * D * E + (2 * D + E if normalised else 0)
-    write = 2 * D * E + (D * E if decayed else 0) + (D if normalised else 0)
-    return heads * read + groups * write
+    write = 2 * D * E + (D * E if decayed else 0)
+    states = groups if value_heads is None else value_heads
+    return max(heads, states) * read + states * write + (groups * D if normalised else 0)
 
 
 def delta_state(groups: int, D: int, E: int) -> int:
@@ -87,7 +102,7 @@ class RecurrentSpec(Spec):
     """A mechanism with a state of fixed size and the same FLOPs for each token.
 
     Attributes:
-        shape: H, G, D and E.
+        shape: H, G, D and E, and N if there are more value heads than key heads.
     """
 
     shape: HeadShape
@@ -113,9 +128,15 @@ class RecurrentSpec(Spec):
     def _sizes(self) -> tuple[int, int, int, int]:
         return self.shape.heads, self.shape.groups, self.shape.head_dim, self.shape.value_dim
 
+    @property
+    def _states(self) -> str:
+        """The letter and the formula of the number of states: G, or N with more value heads."""
+        return "G" if self.shape.states == self.shape.groups else "N"
+
     def _label(self, mechanism: str) -> str:
         H, G, D, E = self._sizes
-        return f"{mechanism}, {H}/{G} heads of {D} x {E}"
+        heads = f"{H}/{G}" if self._states == "G" else f"{H}/{G}/{self.shape.states}"
+        return f"{mechanism}, {heads} heads of {D} x {E}"
 
 
 @dataclass(frozen=True)
@@ -144,21 +165,27 @@ class LinearSpec(RecurrentSpec):
     @property
     def state(self) -> Quantity:
         """The number of values of the state matrices, and of the normaliser if there is one."""
-        _, G, D, E = self._sizes
+        (_, G, D, E), N = self._sizes, self.shape.states
+        value = linear_state(G, D, E, normalised=self.normalised, value_heads=N)
+        if self.normalised and N != G:
+            return Quantity(value, f"N D E + G D = {N} x {D} x {E} + {G} x {D}")
         each = f"({E} + 1)" if self.normalised else f"{E}"
-        letters = "G D (E + 1)" if self.normalised else "G D E"
-        value = linear_state(G, D, E, normalised=self.normalised)
-        return Quantity(value, f"{letters} = {G} x {D} x {each}")
+        letters = f"{self._states} D {'(E + 1)' if self.normalised else 'E'}"
+        return Quantity(value, f"{letters} = {N} x {D} x {each}")
 
     def token(self) -> Quantity:
         """Return the FLOPs of one read per query head and one write per key/value head, without
         feature maps.
         """
-        H, G, D, E = self._sizes
-        flops = linear_flops(H, G, D, E, normalised=self.normalised, decayed=self.decayed)
+        (H, G, D, E), N = self._sizes, self.shape.states
+        flops = linear_flops(
+            H, G, D, E, normalised=self.normalised, decayed=self.decayed, value_heads=N
+        )
         read = "2 D E + 2 D + E" if self.normalised else "2 D E"
-        write = ("3 D E" if self.decayed else "2 D E") + (" + D" if self.normalised else "")
-        return Quantity(flops, f"{H} x ({read}) + {G} x ({write}), D = {D}, E = {E}")
+        write = "3 D E" if self.decayed else "2 D E"
+        writes = f"{N} x ({write}{' + D' * (self.normalised and N == G)})"
+        writes += f" + {G} x D" * (self.normalised and N != G)
+        return Quantity(flops, f"{self.shape.outputs} x ({read}) + {writes}, D = {D}, E = {E}")
 
 
 @dataclass(frozen=True)
@@ -179,15 +206,15 @@ class DeltaSpec(RecurrentSpec):
     @property
     def state(self) -> Quantity:
         """The number of values of the state matrices of all key/value heads."""
-        _, G, D, E = self._sizes
-        return Quantity(delta_state(G, D, E), f"G D E = {G} x {D} x {E}")
+        (_, _, D, E), N = self._sizes, self.shape.states
+        return Quantity(delta_state(N, D, E), f"{self._states} D E = {N} x {D} x {E}")
 
     def token(self) -> Quantity:
         """Return the FLOPs of one read per query head and one correction per key/value head."""
-        H, G, D, E = self._sizes
+        (_, _, D, E), O, N = self._sizes, self.shape.outputs, self.shape.states
         decay = " + D E" if self.gated else ""
-        formula = f"{H} x 2 D E + {G} x (4 D E + 2 E{decay}), D = {D}, E = {E}"
-        return Quantity(delta_flops(H, G, D, E, gated=self.gated), formula)
+        formula = f"{O} x 2 D E + {N} x (4 D E + 2 E{decay}), D = {D}, E = {E}"
+        return Quantity(delta_flops(O, N, D, E, gated=self.gated), formula)
 
 
 def linear_attention(dim: int, shape: HeadShape) -> LinearSpec:
@@ -206,7 +233,7 @@ def retention(dim: int, shape: HeadShape) -> LinearSpec:
 
     Source: Sun et al. 2023 (arXiv 2307.08621).
     """
-    gates = shape.heads * shape.value_dim
+    gates = shape.outputs * shape.value_dim
     weights = shape.maps(dim) + ParameterCounts(dim * gates, norms=2 * gates)
     return LinearSpec(weights, (), shape, "retention", decayed=True)
 
@@ -220,7 +247,7 @@ def gated_linear(dim: int, shape: HeadShape, rank: int = 16) -> LinearSpec:
 
     Source: Yang et al. 2023 (arXiv 2312.06635).
     """
-    decays, gates = shape.groups * shape.head_dim, shape.heads * shape.value_dim
+    decays, gates = shape.states * shape.head_dim, shape.outputs * shape.value_dim
     decay = ParameterCounts(rank * (dim + decays), decays)
     gate = ParameterCounts(dim * gates, gates, 2 * shape.value_dim)
     weights = shape.maps(dim) + decay + gate
@@ -236,7 +263,7 @@ def delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
 
     Source: Yang et al. 2024 (arXiv 2406.06484).
     """
-    weights = shape.maps(dim) + ParameterCounts(dim * shape.groups, norms=shape.value_dim)
+    weights = shape.maps(dim) + ParameterCounts(dim * shape.states, norms=shape.value_dim)
     return DeltaSpec(weights, (), shape)
 
 
@@ -249,8 +276,8 @@ def gated_delta_net(dim: int, shape: HeadShape) -> DeltaSpec:
 
     Source: Yang et al. 2024 (arXiv 2412.06464).
     """
-    gates = dim * (2 * shape.groups + shape.heads * shape.value_dim)
-    weights = shape.maps(dim) + ParameterCounts(gates, 2 * shape.groups, shape.value_dim)
+    gates = dim * (2 * shape.states + shape.outputs * shape.value_dim)
+    weights = shape.maps(dim) + ParameterCounts(gates, 2 * shape.states, shape.value_dim)
     return DeltaSpec(weights, (), shape, gated=True)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from regard.argument_checks import divisors
+from regard.argument_checks import check_value_heads, divisors
 from regard.cost import fixed_state
 from regard.cost.fixed_state import InfiniSpec
 from regard.cost.latent import LatentSpec
@@ -74,7 +74,10 @@ def _head_shape(
                 f"{plural(heads, 'head')} of equal width; give head_dim"
             )
         D = dim // (head_dim_divisor * heads)
-    return HeadShape(heads, groups, D, options.get("value_dim", value_factor * D))
+    value_heads = options.get("value_heads")
+    if value_heads is not None:
+        check_value_heads(heads, groups, value_heads)
+    return HeadShape(heads, groups, D, options.get("value_dim", value_factor * D), value_heads)
 
 
 def _softmax(dim: int, heads: int, options: MechanismOptions) -> Spec:
@@ -128,7 +131,7 @@ def _infini(*, delta: bool) -> SpecBuilder:
     return SpecBuilder(build, optional=frozenset({"groups", "head_dim", "segment"}))
 
 
-_SIZES = frozenset({"groups", "head_dim", "value_dim"})
+_SIZES = frozenset({"groups", "head_dim", "value_dim", "value_heads"})
 MECHANISMS: dict[str, SpecBuilder] = {
     "mha": SpecBuilder(_softmax, optional=frozenset({"head_dim", "window"})),
     "gqa": SpecBuilder(_softmax, frozenset({"groups"}), frozenset({"head_dim", "window"})),

@@ -168,13 +168,14 @@ class CacheContents:
 @dataclass(frozen=True)
 class HeadShape:
     """The heads of a mechanism: H query heads of width D, G key heads of width D, and G value heads
-    of width E.
+    of width E; a recurrence may have N value heads, more than G.
 
     Attributes:
         heads: H, the number of query heads.
         groups: G, the number of key/value heads.
         head_dim: D, the width of a query and key head.
         value_dim: E, the width of a value head.
+        value_heads: N, the number of value heads; None is G.
 
     >>> shape = HeadShape(heads=32, groups=8, head_dim=128, value_dim=128)
     >>> shape.maps(4096).matrices, shape.label
@@ -185,21 +186,34 @@ class HeadShape:
     groups: int
     head_dim: int
     value_dim: int
+    value_heads: int | None = None
+
+    @property
+    def states(self) -> int:
+        """The number of value heads N, each of which has a state in a recurrence."""
+        return self.groups if self.value_heads is None else self.value_heads
+
+    @property
+    def outputs(self) -> int:
+        """The number of heads of the result, max(H, N)."""
+        return max(self.heads, self.states)
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
         """The keys and the values of one token, in the form of `CacheContents.parts`."""
-        return (self.groups, self.head_dim), (self.groups, self.value_dim)
+        return (self.groups, self.head_dim), (self.states, self.value_dim)
 
     def query_maps(self, dim: int) -> int:
-        """Return the number of values in the matrices that compute queries and the output: M H (D +
-        E).
+        """Return the number of values in the matrices that compute queries and the output: M (H D +
+        max(H, N) E).
         """
-        return dim * self.heads * (self.head_dim + self.value_dim)
+        return dim * (self.heads * self.head_dim + self.outputs * self.value_dim)
 
     def key_maps(self, dim: int) -> int:
-        """Return the number of values in the matrices that compute keys and values: M G (D + E)."""
-        return dim * self.groups * (self.head_dim + self.value_dim)
+        """Return the number of values in the matrices that compute keys and values: M (G D + N
+        E).
+        """
+        return dim * (self.groups * self.head_dim + self.states * self.value_dim)
 
     def maps(self, dim: int) -> ParameterCounts:
         """Return the parameters of all four matrices, without biases."""

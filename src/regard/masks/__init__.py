@@ -7,6 +7,8 @@ attends to the keys that are True in its row.
 from regard.deprecation import renamed
 from regard.masks.base import MASKS, All, Any, Mask, Not, Reach, Refusal, reach
 from regard.masks.batched import Document, Padding, Prefix
+from regard.masks.block_diffusion import BlockCausal, BlockDiffusion
+from regard.masks.block_mask import from_block_mask, to_block_mask
 from regard.masks.blocks import BigBird, Blocks, Selected
 from regard.masks.convert import (
     from_additive,
@@ -18,6 +20,7 @@ from regard.masks.convert import (
     to_drop,
 )
 from regard.masks.custom import Dense, Fn, Heads
+from regard.masks.neighborhood import Neighborhood
 from regard.masks.parse import parse
 from regard.masks.patterns import Causal, Chunk, Dilated, Full, Global, Sinks, Strided, Window
 from regard.masks.tiling import EMPTY, FULL, PARTIAL, UNBOUNDED, Intervals
@@ -32,6 +35,8 @@ __all__ = [
     "All",
     "Any",
     "BigBird",
+    "BlockCausal",
+    "BlockDiffusion",
     "Blocks",
     "Causal",
     "Chunk",
@@ -44,6 +49,7 @@ __all__ = [
     "Heads",
     "Intervals",
     "Mask",
+    "Neighborhood",
     "Not",
     "Padding",
     "Prefix",
@@ -54,6 +60,7 @@ __all__ = [
     "Strided",
     "Window",
     "from_additive",
+    "from_block_mask",
     "from_drop",
     "from_lengths",
     "from_sliding_window",
@@ -61,6 +68,7 @@ __all__ = [
     "parse",
     "reach",
     "to_additive",
+    "to_block_mask",
     "to_drop",
 ]
 

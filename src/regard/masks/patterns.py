@@ -160,36 +160,46 @@ class Dilated(Mask):
     """A window with gaps: a query sees its own key and every `step`-th before it, `size` in all.
 
     The rule is q - k < size * step and (q - k) % step == 0, which is the dilated sliding window of
-    Longformer (arXiv 2004.05150). It does not restrict later keys; combine it with `Causal()`.
+    Longformer (arXiv 2004.05150). It does not restrict how many later keys are visible: combine it
+    with `Causal()`, or give `ahead`. `Dilated(9, 2, ahead=8)` is symmetric: 8 keys on each side, at
+    distances 2, 4, ..., 16, and the query's own.
 
     Args:
         size: the number of visible keys up to the query's own, which is included.
         step: the distance between visible keys.
+        ahead: the number of visible later keys, k - q <= ahead * step; None does not restrict them.
 
     Raises:
-        ArgumentError, ArgumentTypeError: size or step below 1 or not ints.
+        ArgumentError, ArgumentTypeError: size or step below 1, ahead below 0, or not ints.
 
     >>> from regard.span import Span
     >>> (Causal() & Dilated(2, 3)).block(Span(6, 1), Span(0, 8)).int().tolist()
     [[[[0, 0, 0, 1, 0, 0, 1, 0]]]]
+    >>> Dilated(2, 3, ahead=1).block(Span(4, 1), Span(0, 12)).int().tolist()
+    [[[[0, 1, 0, 0, 1, 0, 0, 1, 0, 0, 0, 0]]]]
     """
 
     size: int
     step: int
+    ahead: int | None = None
 
     def __post_init__(self) -> None:
         check_int("Dilated size", self.size, 1)
         check_int("Dilated step", self.step, 1, "1 is a plain window")
+        if self.ahead is not None:
+            check_int("Dilated ahead", self.ahead, 0, "0 is causal, None is no limit")
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
-        """Return q - k < size * step and (q - k) % step == 0 for each pair."""
+        """Return (q - k) % step == 0 and -ahead <= (q - k) / step < size for each pair."""
         back = q - k
-        # a quotient, because size * step may not fit into 64 bits
-        return (back // self.step < self.size) & (back % self.step == 0)
+        steps = back // self.step  # a quotient, because size * step may not fit into 64 bits
+        visible = (steps < self.size) & (back % self.step == 0)
+        return visible if self.ahead is None else visible & (steps >= -self.ahead)
 
     def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
         # a tile that is empty for the window without gaps is empty for this mask too
-        window = Window(min(self.size * self.step, MAX_INT))._states(part, bk)
+        ahead = None if self.ahead is None else min(self.ahead * self.step, MAX_INT)
+        window = Window(min(self.size * self.step, MAX_INT), ahead)._states(part, bk)
         return torch.where(window == EMPTY, window, super()._states_without_intervals(part, bk))
 
     def reach(self) -> Reach:

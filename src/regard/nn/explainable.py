@@ -118,9 +118,21 @@ class LayerRun(NamedTuple):
         """The heads [1,H,T,E] after the projection's `postprocess`."""
         return self.taps["z"]
 
+    @property
+    def heads(self) -> int:
+        """The number of heads of the result: the query heads, or the value heads of a recurrence
+        that has more of these.
+        """
+        return max(self.q.shape[1], self.v.shape[1])
+
     def group(self, head: int) -> int:
         """Return the index of the key/value head that a query head reads."""
-        return head // (self.q.shape[1] // self.k.shape[1])
+        return self.input_heads(head)[1]
+
+    def input_heads(self, head: int) -> tuple[int, int, int]:
+        """Return the indices of the query, key and value head that a head of the result uses."""
+        query, key, value = (head // (self.heads // x.shape[1]) for x in (self.q, self.k, self.v))
+        return query, key, value
 
 
 class EffectiveRow(NamedTuple):

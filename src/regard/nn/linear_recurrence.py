@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number
+from regard.argument_checks import check_number, check_value_heads
 from regard.caches import Cache, Parts, State
 from regard.cost import Spec
 from regard.cost.fixed_state import DeltaSpec, LinearSpec
@@ -22,7 +23,7 @@ from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effective_row
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
-from regard.nn.projections import HeadProjection, Projection
+from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
 from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.linear_attention import (
@@ -59,19 +60,59 @@ class RecurrenceRule(Protocol):
             x: hidden states [B,T,M].
             q: queries [B,H,T,D].
             k: keys [B,G,T,D].
-            v: values [B,G,T,E].
+            v: values [B,N,T,E], where N is G or a multiple of it.
             state: the state before the call; None is an empty state.
             positions: positions of the tokens.
             form: "recurrent", "chunked", "parallel" or "auto".
 
         Returns:
-            The result of the queries [B,H,T,E], and the state after the last token.
+            The result of the queries [B,max(H,N),T,E], and the state after the last token.
         """
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> Spec:
         """Return the cost of a layer with this rule, from its parameters and the sizes of its
         heads.
         """
+
+
+class GroupedValueQKV(SeparateQKV):
+    """A projection with more value heads than key heads, for a recurrence: each value head has a
+    state, and value head h uses key head h // (N/G).
+
+    Args:
+        q: a `HeadProjection` to H query heads.
+        k: a `HeadProjection` to G key heads; G divides H.
+        v: a `HeadProjection` to N value heads; G divides N, and of H and N one divides the other.
+        key_transform: as for `SeparateQKV`.
+
+    Raises:
+        ArgumentError: the numbers of heads do not fit together, or q and k differ in head dim.
+
+    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (2, 2, 4))
+    >>> GroupedValueQKV(q, k, v).shape.memory, GroupedValueQKV(q, k, v).value_heads
+    ((4, 8), 4)
+
+    Source: the library flash-linear-attention, grouped value attention; Qwen3-Next.
+    """
+
+    def _check_heads(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
+        """Raise unless the numbers of heads fit together, and q and k have one head dim."""
+        check_value_heads(q.heads, k.heads, v.heads)
+        if q.head_dim != k.head_dim:
+            raise ArgumentError(
+                f"q is {q.extra_repr()}, k is {k.extra_repr()}; they must have the same head dim"
+            )
+
+    @property
+    def value_heads(self) -> int:
+        """N, the number of value heads."""
+        return self.v.heads
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """H, G, D and E; a recurrence stores none of the G D + N E values of a token."""
+        memory = (self.k.heads * self.k.head_dim, self.v.heads * self.v.head_dim)
+        return super().shape._replace(memory=memory)
 
 
 class Recurrent(Mixer):
@@ -81,7 +122,9 @@ class Recurrent(Mixer):
     out = output(heads of z' concatenated)
 
     Args:
-        project: a `Projection` to H query heads and G key/value heads, with every step on a head.
+        project: a `Projection` to H query heads and G key/value heads, with every step on a head;
+            a `GroupedValueQKV` has N value heads, and the result then O = max(H, N) heads instead
+            of H.
         rule: a module with the interface of `RecurrenceRule`.
         output: a module [B,T,H*E] -> [B,T,M].
         norm: a module on heads [B,H,T,E] that normalises the last dim; None applies none.
@@ -116,10 +159,12 @@ class Recurrent(Mixer):
         gate: HeadProjection | None = None,
     ) -> None:
         super().__init__()
-        H, _, _, E, _ = project.shape
-        if gate is not None and (gate.heads, gate.head_dim) != (H, E):
+        value_heads = project.value_heads if isinstance(project, GroupedValueQKV) else None
+        self.heads = replace(project.shape.heads, value_heads=value_heads)
+        outputs, E = self.heads.outputs, self.heads.value_dim
+        if gate is not None and (gate.heads, gate.head_dim) != (outputs, E):
             raise ArgumentError(
-                f"gate is {gate.extra_repr()}; it must be {plural(H, 'head')} of {E}, as the "
+                f"gate is {gate.extra_repr()}; it must be {plural(outputs, 'head')} of {E}, as the "
                 "rule returns"
             )
         self.project, self.rule, self.output = project, rule, output
@@ -162,7 +207,8 @@ class Recurrent(Mixer):
         """Return the coefficients that the rule gives to the values, with the state before and
         after the query. They exist for every rule, because each is linear in the values.
         """
-        T, group = run.q.shape[2], run.group(head)
+        T, outputs = run.q.shape[2], self.heads.outputs
+        query, key = (head // (outputs // x.shape[1]) for x in (run.q, run.k))
 
         def run_rule(
             v: Tensor, n: int = T, rule: RecurrenceRule = self.rule
@@ -174,7 +220,7 @@ class Recurrent(Mixer):
         z = self._norm_and_gate(result, run.x, Span(0, T))
         weights = effective_row(lambda unit: run_rule(unit)[0], run.v, head, row)
         is_visible = torch.arange(T) <= row
-        dots = (run.k[0, group].double() @ run.q[0, head, row].double()).cpu()
+        dots = (run.k[0, key].double() @ run.q[0, query, row].double()).cpu()
         scores, scale = [MechanismStep("dot", "", dots)], run.q.shape[-1] ** -0.5
         if isinstance(self.rule, LinearAttentionRule):
             unnormalised = LinearAttentionRule(self.rule.feature_map, normalise=False)
@@ -192,9 +238,10 @@ class Recurrent(Mixer):
             weights.masked_fill(~is_visible, 0.0),
             result[0, head, row],
             scale,
+            # a normaliser has G heads, whereas S has one for each value head
             state=(
-                tuple(part[0, group] for part in after),
-                tuple(part[0, group] for part in before),
+                tuple(part[0, head // (outputs // part.shape[1])] for part in after),
+                tuple(part[0, head // (outputs // part.shape[1])] for part in before),
             ),
             checks={"z of the recurrence": float((z - run.z).abs().max())},
         )
@@ -206,7 +253,7 @@ class Recurrent(Mixer):
     @property
     def spec(self) -> Spec:
         """The cost of this layer, according to its rule."""
-        return self.rule.spec(count_weights(self), self.project.shape.heads)
+        return self.rule.spec(count_weights(self), self.heads)
 
 
 class LinearAttentionRule(nn.Module):
@@ -242,13 +289,13 @@ class LinearAttentionRule(nn.Module):
         x: Float[Tensor, "B T M"],
         q: Float[Tensor, "B H T D"],
         k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B G T E"],
+        v: Float[Tensor, "B N T E"],
         state: Parts | None,
         positions: Positions | None,
         form: str,
-    ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """Return the results [B,H,T,E] and the state after the last token: (S, z), or (S,) without
-        a normaliser.
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,max(H,N),T,E] and the state after the last token: (S, z), or (S,)
+        without a normaliser.
         """
         return linear_attention(
             q,
@@ -276,7 +323,7 @@ class RetentionRule(nn.Module):
     """Retention: the state of each key/value head decays at a fixed rate.
 
     Args:
-        groups: the key/value heads G.
+        groups: the key/value heads G; with more value heads than key heads, the value heads N.
         decay: the decay gamma per token of each head, from 0 to 1; None is 1 - 2^(-5-g).
 
     Raises:
@@ -312,12 +359,12 @@ class RetentionRule(nn.Module):
         x: Float[Tensor, "B T M"],
         q: Float[Tensor, "B H T D"],
         k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B G T E"],
+        v: Float[Tensor, "B N T E"],
         state: Parts | None,
         positions: Positions | None,
         form: str,
-    ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """Return the results [B,H,T,E] and the state (S,) after the last token."""
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         decay = None
         if self.decay is not None:
             decay = torch.tensor(self.decay, dtype=torch.float64, device=k.device)
@@ -340,7 +387,7 @@ class GatedLinearRule(nn.Module):
 
     Args:
         dim: the model dim M.
-        groups: the key/value heads G.
+        groups: the key/value heads G; with more value heads than key heads, the value heads N.
         head_dim: the head dim D; there are G D gates per token.
         rank: the rank of the map from M to G D.
         temperature: a larger temperature keeps gates closer to 1, so that the state decays more
@@ -380,12 +427,12 @@ class GatedLinearRule(nn.Module):
         x: Float[Tensor, "B T M"],
         q: Float[Tensor, "B H T D"],
         k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B G T E"],
+        v: Float[Tensor, "B N T E"],
         state: Parts | None,
         positions: Positions | None,
         form: str,
-    ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """Return the results [B,H,T,E] and the state (S,) after the last token."""
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         g = self.log_decay(x)
         return gated_linear(q, k, v, g, state=state, k_positions=positions, form=form)
 
@@ -410,7 +457,7 @@ class LogDecay(LoadsRenamedWeights):
 
     Args:
         dim: the model dim M.
-        groups: the key/value heads G.
+        groups: the key/value heads G; with more value heads than key heads, the value heads N.
 
     Raises:
         ArgumentError: a size is less than 1.
@@ -447,7 +494,7 @@ class DeltaRule(LoadsRenamedWeights):
 
     Args:
         dim: the model dim M.
-        groups: the key/value heads G.
+        groups: the key/value heads G; with more value heads than key heads, the value heads N.
         decay: a module [B,T,M] -> log decays [B,G,T], such as `LogDecay`; None applies none.
         max_beta: the upper bound of beta, above 0 and at most 2. Above 1, a token can reverse the
             sign of the value that the state returns for its key (negative eigenvalues).
@@ -483,12 +530,12 @@ class DeltaRule(LoadsRenamedWeights):
         x: Float[Tensor, "B T M"],
         q: Float[Tensor, "B H T D"],
         k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B G T E"],
+        v: Float[Tensor, "B N T E"],
         state: Parts | None,
         positions: Positions | None,
         form: str,
-    ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """Return the results [B,H,T,E] and the state (S,) after the last token."""
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         beta = self.max_beta * _at_least_float32(self.beta_proj(x)).sigmoid().transpose(1, 2)
         if self.decay is None:
             return delta_rule(q, k, v, beta, state=state, k_positions=positions, form=form)

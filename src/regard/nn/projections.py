@@ -350,14 +350,20 @@ class SeparateQKV(ProjectionModule):
     ) -> None:
         super().__init__()
         check_groups(q.heads, k.heads)
+        self._check_heads(q, k, v)
+        self.q, self.k, self.v, self.key_transform = q, k, v, key_transform
+        # Cached keys become wrong if their rotary frequencies change with the length of the text.
+        self.cache_unsafe_reason = cache_unsafe_reason(k)
+
+    def _check_heads(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
+        """Raise unless there are as many value heads as key heads, and q and k have one head
+        dim.
+        """
         if k.heads != v.heads or q.head_dim != k.head_dim:
             raise ArgumentError(
                 f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}; "
                 "k and v must have the same number of heads, and q and k the same head dim"
             )
-        self.q, self.k, self.v, self.key_transform = q, k, v, key_transform
-        # Cached keys become wrong if their rotary frequencies change with the length of the text.
-        self.cache_unsafe_reason = cache_unsafe_reason(k)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return the queries [B,H,T,D] of hidden states x."""

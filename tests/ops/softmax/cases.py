@@ -19,7 +19,17 @@ Rule = Callable[
     [int, int, int, int], bool
 ]  # batch row, head, position of the query, position of the key
 
-MASKS: dict[str, tuple[Callable[[], Any], Rule]] = {
+
+def _diffusion(i: int, j: int) -> bool:
+    """Blocks of 4 of 17 noisy tokens, which see themselves and the clean blocks before them, and of
+    17 clean ones, which see the clean blocks up to themselves.
+    """
+    if i < 17 and j < 17:
+        return i // 4 == j // 4
+    return j >= 17 and (j - 17) // 4 < (i // 4 if i < 17 else (i - 17) // 4 + 1)
+
+
+COMMON: dict[str, tuple[Callable[[], Any], Rule]] = {
     "none": (lambda: None, lambda b, h, i, j: True),
     "causal": (masks.Causal, lambda b, h, i, j: j <= i),
     "window": (lambda: masks.Causal() & masks.Window(7), lambda b, h, i, j: i - 7 < j <= i),
@@ -47,6 +57,21 @@ MASKS: dict[str, tuple[Callable[[], Any], Rule]] = {
         lambda b, h, i, j: (i + j) % 5 != 0,
     ),
 }
+PATTERNS: dict[str, tuple[Callable[[], Any], Rule]] = {
+    "dilated, two sides": (
+        lambda: masks.Dilated(3, 2, ahead=1),
+        lambda b, h, i, j: j in (i - 4, i - 2, i, i + 2),
+    ),
+    "block diffusion": (lambda: masks.BlockDiffusion(4, 17), lambda b, h, i, j: _diffusion(i, j)),
+    "neighborhood": (
+        lambda: masks.Neighborhood((3, 11), (2, 5)),
+        lambda b, h, i, j: (
+            j // 11 in ((0, 1) if i < 22 else (1, 2))
+            and 0 <= j % 11 - min(max(i % 11 - 2, 0), 6) < 5
+        ),
+    ),
+}
+MASKS = COMMON | PATTERNS
 
 
 @dataclass(frozen=True)
@@ -231,7 +256,7 @@ ORACLE = [
 WIDE = (1, 4, 2, 19, 33, 8, 8)
 LONG = (1, 2, 1, 70, 300, 16, 16)
 CONTRACT = [
-    *(Case(mask, seed=i) for i, mask in enumerate(MASKS)),
+    *(Case(mask, seed=i) for i, mask in enumerate(COMMON)),
     *(
         Case(mask, positions="rows", seed=i)
         for i, mask in enumerate(("none", "causal", "window", "prefix", "fn"))
@@ -264,4 +289,5 @@ CONTRACT = [
     *(Case("causal", scale=scale, seed=38) for scale in (-0.5, 2.0)),
     Case("rows", (2, 2, 1, 40, 150, 8, 8), sink=True, softcap=3.0, seed=39),
     Case("heads", (1, 4, 1, 40, 150, 8, 8), sink=True, seed=40),
+    *(Case(mask, seed=41) for mask in PATTERNS),
 ]

@@ -284,10 +284,12 @@ def explain(
 
 @dataclass(frozen=True, eq=False)
 class _ExplainedRow:
-    """A row to be explained, from a recorded call or from the mechanism itself."""
+    """A row to be explained, from a recorded call or from the mechanism itself; `input_heads` are
+    the indices of its query, key and value head.
+    """
 
     head: int
-    group: int
+    input_heads: tuple[int, int, int]
     key: int
     key_chosen_by: str
     positions: Sequence[int]
@@ -321,7 +323,7 @@ def _assemble(
     recorded_inputs = (explained.q, explained.k, explained.v)
     input_steps = mechanism.explain_inputs(explained.query)
     inputs, checks = input_chain(
-        input_steps, explained.query, head, explained.group, recorded_inputs, explained.columns
+        input_steps, explained.query, explained.input_heads, recorded_inputs, explained.columns
     )
     tokens = row_tokens(
         target, explained.positions, explained.row_pieces, blocks=input_steps.keys_are_blocks
@@ -356,7 +358,7 @@ def _assemble(
         mechanism=type(site.attention).__name__,
         layer=site.layer,
         head=head,
-        group=explained.group,
+        group=explained.input_heads[1],
         query=target.i,
         key=explained.key,
         sizes=sizes,
@@ -473,7 +475,7 @@ def _recorded_row(
     )
     return _ExplainedRow(
         head,
-        row.group,
+        (head, row.group, row.group),
         j,
         rule,
         positions,
@@ -511,11 +513,12 @@ def _mechanism_row(
             f"explain_row but has no tap {', '.join(missing)}; pass q, k, v and z through "
             "regard.tracing.tap"
         )
-    head = check_index("head", head, run.q.shape[1], "head", "heads")
+    head = check_index("head", head, run.heads, "head", "heads")
     effective = mechanism.explain_row(run, head, target.i)
     assert effective is not None, "has_own_row is True"
-    group, S = run.group(head), run.k.shape[2]
-    q, k, v = (to_array(x) for x in (run.q[0, head, target.i], run.k[0, group], run.v[0, group]))
+    heads, S = run.input_heads(head), run.k.shape[2]
+    q, k, v = (to_array(x[0, h]) for x, h in zip((run.q, run.k, run.v), heads, strict=True))
+    q = q[target.i]
     steps, softmax = effective_row_scores(effective)
     visible = ~np.isneginf(steps[-1].values)
     j, rule = find_key(target, key, softmax.weights, range(S), visible)
@@ -526,7 +529,7 @@ def _mechanism_row(
     read = softmax.weights @ np.where(visible[:, None], v, 0.0)
     return _ExplainedRow(
         head,
-        group,
+        heads,
         j,
         rule,
         range(S),

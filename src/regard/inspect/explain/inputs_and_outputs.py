@@ -34,8 +34,7 @@ MAX_PATTERN_PAIRS = 2**25
 def input_chain(
     described: InputSteps,
     query: ProjectionQuery,
-    head: int,
-    group: int,
+    heads: tuple[int, int, int],
     recorded: tuple[Array, Array, Array],
     columns: Tensor,
 ) -> tuple[InputChain, Checks]:
@@ -45,20 +44,19 @@ def input_chain(
     Args:
         described: the mechanism's description of the inputs.
         query: the inputs of the call, about which the mechanism was asked.
-        head: query head.
-        group: the key/value head that it reads.
+        heads: the indices of the query, key and value head.
         recorded: q `[D]`, k `[n, D]` and v `[n, E]` as they were recorded.
         columns: row of the memory for each key of the call.
     """
     steps: dict[str, tuple[ComputationStep, ...]] = {}
     checks: Checks = {}
-    for name, described_steps, recorded_values in zip(
-        "qkv", (described.q, described.k, described.v), recorded, strict=True
+    for name, described_steps, head, recorded_values in zip(
+        "qkv", (described.q, described.k, described.v), heads, recorded, strict=True
     ):
         if name == "q":
             chain = _steps_of_head(described_steps, head, row=query.row)
         else:
-            chain = _steps_of_head(described_steps, group)
+            chain = _steps_of_head(described_steps, head)
             if (
                 described_steps
                 and len(chain[-1].values) > len(recorded_values)

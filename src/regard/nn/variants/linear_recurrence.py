@@ -14,6 +14,7 @@ from regard.errors import ArgumentError
 from regard.nn.linear_recurrence import (
     DeltaRule,
     GatedLinearRule,
+    GroupedValueQKV,
     L2Norm,
     LinearAttentionRule,
     LogDecay,
@@ -22,8 +23,8 @@ from regard.nn.linear_recurrence import (
     Swish,
 )
 from regard.nn.norms import HeadNorm, RMSNorm
-from regard.nn.projections import HeadProjection, SeparateQKV
-from regard.nn.variants.projections import output_projection, separate_qkv
+from regard.nn.projections import HeadProjection
+from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 from regard.ops.linear.linear_attention import FeatureMap
 from regard.positions import Rotary
@@ -42,6 +43,7 @@ def linear_attention(
     groups: int | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
+    value_heads: int | None = None,
     feature_map: FeatureMap = "elu+1",
     normalise: bool = True,
 ) -> Recurrent:
@@ -54,9 +56,11 @@ def linear_attention(
     Args:
         dim: the model dim M.
         heads: the query heads H.
-        groups: the key/value heads G, each with its own state; G divides H. None is H.
+        groups: the key heads G, and value heads by default; G divides H. None is H.
         head_dim: the head dim D; None is M / H.
         value_dim: the value dim E; None is D.
+        value_heads: the value heads N, each with its own state; G divides N, and of H and N one
+            divides the other. None is G.
         feature_map: phi, a name in `regard.linear.FEATURE_MAPS` or a function.
         normalise: whether the weights are divided by their sum.
 
@@ -75,11 +79,11 @@ def linear_attention(
     """
     D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
-    project = separate_qkv(dim, heads, G, D, value_dim=E)
+    project = _grouped_value_qkv(dim, heads, G, value_heads, D, E)
     return Recurrent(
         project,
         LinearAttentionRule(feature_map, normalise=normalise),
-        output_projection(dim, heads, E),
+        output_projection(dim, max(heads, project.value_heads), E),
     )
 
 
@@ -96,6 +100,7 @@ def retention(
     groups: int | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
+    value_heads: int | None = None,
     base: float | None = 10000.0,
     decay: Sequence[float] | None = None,
 ) -> Recurrent:
@@ -107,11 +112,13 @@ def retention(
     Args:
         dim: the model dim M.
         heads: the query heads H.
-        groups: the key/value heads G, each with its own state and decay; G divides H. None is H.
+        groups: the key heads G, and value heads by default; G divides H. None is H.
         head_dim: the head dim D; None is M / H.
         value_dim: the value dim E; None is 2 D, as in the paper.
+        value_heads: the value heads N, each with its own state; G divides N, and of H and N one
+            divides the other. None is G.
         base: the base of the rotary positions on q and k; None applies none.
-        decay: gamma, one number from 0 to 1 per key/value head; None is 1 - 2^(-5-g).
+        decay: gamma, one number from 0 to 1 per value head; None is 1 - 2^(-5-g).
 
     Returns:
         The module.
@@ -129,13 +136,14 @@ def retention(
     D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
     steps = () if base is None else (Rotary(D, base),)
-    project = separate_qkv(dim, heads, G, D, *steps, value_dim=E)
+    project = _grouped_value_qkv(dim, heads, G, value_heads, D, E, *steps)
+    outputs = max(heads, project.value_heads)
     return Recurrent(
         project,
-        RetentionRule(G, decay),
-        output_projection(dim, heads, E),
-        norm=HeadNorm(heads, E),
-        gate=HeadProjection(dim, heads, E),
+        RetentionRule(project.value_heads, decay),
+        output_projection(dim, outputs, E),
+        norm=HeadNorm(outputs, E),
+        gate=HeadProjection(dim, outputs, E),
     )
 
 
@@ -153,6 +161,7 @@ def gated_linear(
     groups: int | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
+    value_heads: int | None = None,
     rank: int = 16,
     temperature: float = 16.0,
 ) -> Recurrent:
@@ -163,9 +172,11 @@ def gated_linear(
     Args:
         dim: the model dim M.
         heads: the query heads H.
-        groups: the key/value heads G, each with its own state; G divides H. None is H.
+        groups: the key heads G, and value heads by default; G divides H. None is H.
         head_dim: the head dim D; None is M / 2H, as in the paper.
         value_dim: the value dim E; None is 2 D.
+        value_heads: the value heads N, each with its own state; G divides N, and of H and N one
+            divides the other. None is G.
         rank: the rank of the map to the gates.
         temperature: a larger temperature keeps gates closer to 1
             (`regard.nn.linear_recurrence.GatedLinearRule`).
@@ -189,11 +200,12 @@ def gated_linear(
         )
     D = dim // (2 * heads) if head_dim is None else head_dim
     G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim
-    project = separate_qkv(dim, heads, G, D, value_dim=E)
-    rule = GatedLinearRule(dim, G, D, rank=rank, temperature=temperature)
-    gate = HeadProjection(dim, heads, E, bias=True)
+    project = _grouped_value_qkv(dim, heads, G, value_heads, D, E)
+    outputs = max(heads, project.value_heads)
+    rule = GatedLinearRule(dim, project.value_heads, D, rank=rank, temperature=temperature)
+    gate = HeadProjection(dim, outputs, E, bias=True)
     return Recurrent(
-        project, rule, output_projection(dim, heads, E), norm=nn.LayerNorm(E), gate=gate
+        project, rule, output_projection(dim, outputs, E), norm=nn.LayerNorm(E), gate=gate
     )
 
 
@@ -211,6 +223,7 @@ def delta_net(
     groups: int | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
+    value_heads: int | None = None,
     normalise_keys: bool = True,
     max_beta: float = 1.0,
 ) -> Recurrent:
@@ -223,9 +236,11 @@ def delta_net(
     Args:
         dim: the model dim M.
         heads: the query heads H.
-        groups: the key/value heads G, each with its own state; G divides H. None is H.
+        groups: the key heads G, and value heads by default; G divides H. None is H.
         head_dim: the head dim D; None is M / H.
         value_dim: the value dim E; None is D.
+        value_heads: the value heads N, each with its own state; G divides N, and of H and N one
+            divides the other. None is G.
         normalise_keys: whether queries and keys are scaled to length 1, which keeps the state
             bounded.
         max_beta: the upper bound of beta, above 0 and at most 2
@@ -246,9 +261,10 @@ def delta_net(
     """
     D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
-    project = _swish_qkv(dim, heads, G, D, E, normalise=normalise_keys)
-    rule = DeltaRule(dim, G, max_beta=max_beta)
-    return Recurrent(project, rule, output_projection(dim, heads, E), norm=RMSNorm(E))
+    project = _swish_qkv(dim, heads, G, value_heads, D, E, normalise=normalise_keys)
+    outputs = max(heads, project.value_heads)
+    rule = DeltaRule(dim, project.value_heads, max_beta=max_beta)
+    return Recurrent(project, rule, output_projection(dim, outputs, E), norm=RMSNorm(E))
 
 
 @variant(
@@ -265,6 +281,7 @@ def gated_delta_net(
     groups: int | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
+    value_heads: int | None = None,
     normalise_keys: bool = True,
     max_beta: float = 1.0,
 ) -> Recurrent:
@@ -274,7 +291,8 @@ def gated_delta_net(
     has no short convolution.
 
     Args:
-        dim, heads, groups, head_dim, value_dim, normalise_keys, max_beta: as for `delta_net`.
+        dim, heads, groups, head_dim, value_dim, value_heads, normalise_keys, max_beta: as for
+            `delta_net`.
 
     Returns:
         The module.
@@ -284,26 +302,51 @@ def gated_delta_net(
 
     >>> gated_delta_net(32, 4, groups=2, value_dim=16).describe().state.formula
     'G D E = 2 x 8 x 16'
+    >>> gated_delta_net(32, 4, value_heads=8).describe().state.formula  # 2 per key head
+    'N D E = 8 x 8 x 8'
 
     Source: Yang et al. 2024 (arXiv 2412.06464), section 3.
     """
     D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
-    project = _swish_qkv(dim, heads, G, D, E, normalise=normalise_keys)
-    rule = DeltaRule(dim, G, decay=LogDecay(dim, G), max_beta=max_beta)
-    gate = HeadProjection(dim, heads, E)
-    return Recurrent(project, rule, output_projection(dim, heads, E), norm=RMSNorm(E), gate=gate)
+    project = _swish_qkv(dim, heads, G, value_heads, D, E, normalise=normalise_keys)
+    N, outputs = project.value_heads, max(heads, project.value_heads)
+    rule = DeltaRule(dim, N, decay=LogDecay(dim, N), max_beta=max_beta)
+    gate = HeadProjection(dim, outputs, E)
+    return Recurrent(project, rule, output_projection(dim, outputs, E), norm=RMSNorm(E), gate=gate)
+
+
+def _grouped_value_qkv(
+    dim: int,
+    heads: int,
+    groups: int,
+    value_heads: int | None,
+    D: int,
+    E: int,
+    *steps: nn.Module,
+) -> GroupedValueQKV:
+    """Build separate projections to query, key and value heads, with steps on queries and keys."""
+    return GroupedValueQKV(
+        HeadProjection(dim, heads, D, *steps),
+        HeadProjection(dim, groups, D, *steps),
+        HeadProjection(dim, groups if value_heads is None else value_heads, E),
+    )
 
 
 def _swish_qkv(
-    dim: int, heads: int, groups: int, D: int, E: int, *, normalise: bool
-) -> SeparateQKV:
+    dim: int,
+    heads: int,
+    groups: int,
+    value_heads: int | None,
+    D: int,
+    E: int,
+    *,
+    normalise: bool,
+) -> GroupedValueQKV:
     """Build separate projections with a swish activation; queries and keys are normalised if
     asked.
     """
     steps = (Swish(), L2Norm()) if normalise else (Swish(),)
-    return SeparateQKV(
-        HeadProjection(dim, heads, D, *steps),
-        HeadProjection(dim, groups, D, *steps),
-        HeadProjection(dim, groups, E, Swish()),
-    )
+    project = _grouped_value_qkv(dim, heads, groups, value_heads, D, E, *steps)
+    project.v.steps.append(Swish())
+    return project

@@ -22,38 +22,39 @@ from regard.ops.linear.linear_recurrence import (
     split_into_chunks,
     zero_empty_slots,
 )
+from regard.ops.linear.value_heads import group_heads, shared_matmul, split_value_heads
 from regard.span import Positions
 
 
 def recurrent(
-    q: Float[Tensor, "B G R T D"],
-    k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
-    beta: Float[Tensor, "B G T 1"],
-    log_decay: Float[Tensor, "B G T #D"] | None,
-    state: Float[Tensor, "B G D E"],
-) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
+    q: Float[Tensor, "B G #P R T D"],
+    k: Float[Tensor, "B G 1 T D"],
+    v: Float[Tensor, "B G P T E"],
+    beta: Float[Tensor, "B G P T 1"],
+    log_decay: Float[Tensor, "B G P T #D"] | None,
+    state: Float[Tensor, "B G P D E"],
+) -> tuple[Float[Tensor, "B G P R T E"], Float[Tensor, "B G P D E"]]:
     """Compute the delta rule token by token: decay the state, read the value that it stores for the
     key, add a part of the difference from the new value, and read the output.
 
     S <- diag(exp(g_t)) S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = S^T q_t
 
     Args:
-        q: the scaled queries `[B, G, R, T, D]`, with R = H/G query heads per key/value head; all
-            tensors have the dtype of the state.
-        k: keys `[B, G, T, D]`.
-        v: values `[B, G, T, E]`.
-        beta: the fraction of the difference that is written, `[B, G, T, 1]`.
+        q: the scaled queries `[B, G, P or 1, R, T, D]` of `group_heads`; all tensors have the dtype
+            of the state.
+        k: keys `[B, G, 1, T, D]`.
+        v: values `[B, G, P, T, E]`.
+        beta: the fraction of the difference that is written, `[B, G, P, T, 1]`.
         log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
             all channels; None: no decay.
-        state: S `[B, G, D, E]` before the first token; it is not changed.
+        state: S `[B, G, P, D, E]` before the first token; it is not changed.
 
     Returns:
-        The outputs `[B, G, R, T, E]`, and the state after the last token.
+        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
 
-    >>> k = torch.eye(2)[None, None]
-    >>> v = torch.tensor([[3.0], [5.0]])[None, None]
-    >>> beta, zeros = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
+    >>> k = torch.eye(2)[None, None, None]
+    >>> v = torch.tensor([[3.0], [5.0]])[None, None, None]
+    >>> beta, zeros = torch.ones(1, 1, 1, 2, 1), torch.zeros(1, 1, 1, 2, 1)
     >>> out, state = recurrent(k[:, :, None], k, v, beta, None, zeros)
     >>> state.flatten().tolist()  # the keys are orthogonal, so both values are stored exactly
     [3.0, 5.0]
@@ -62,25 +63,25 @@ def recurrent(
     2412.06464), equation 10; a decay per channel: Kimi Team 2025 (arXiv 2510.26692), equation 1.
     """
     S, outputs = state.clone(), []
-    for t in range(k.shape[2]):
-        key = k[:, :, t, :, None]  # [B,G,D,1]
+    for t in range(k.shape[-2]):
+        key = k[..., t, :, None]  # [B,G,1,D,1]
         if log_decay is not None:
-            S = S * log_decay[:, :, t, :, None].exp()
-        stored = key.transpose(-1, -2) @ S  # [B,G,1,E]
-        S = S + key * (beta[:, :, t, None] * (v[:, :, t, None] - stored))
-        outputs.append(q[:, :, :, t] @ S)  # [B,G,R,E]
-    return (torch.stack(outputs, 3) if outputs else q @ S[:, :, None]), S
+            S = S * log_decay[..., t, :, None].exp()
+        stored = key.mT @ S  # [B,G,P,1,E]
+        S = S + key * (beta[..., t, :, None] * (v[..., t, None, :] - stored))
+        outputs.append(q[..., t, :] @ S)  # [B,G,P,R,E]
+    return (torch.stack(outputs, -2) if outputs else q @ S.unsqueeze(-3)), S
 
 
 def chunked(
-    q: Float[Tensor, "B G R T D"],
-    k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
-    beta: Float[Tensor, "B G T 1"],
-    log_decay: Float[Tensor, "B G T #D"] | None,
-    state: Float[Tensor, "B G D E"],
+    q: Float[Tensor, "B G #P R T D"],
+    k: Float[Tensor, "B G 1 T D"],
+    v: Float[Tensor, "B G P T E"],
+    beta: Float[Tensor, "B G P T 1"],
+    log_decay: Float[Tensor, "B G P T #D"] | None,
+    state: Float[Tensor, "B G P D E"],
     size: int,
-) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
+) -> tuple[Float[Tensor, "B G P R T E"], Float[Tensor, "B G P D E"]]:
     """Compute the delta rule with matrix products over chunks of `size` tokens (the last one may be
     shorter).
 
@@ -98,20 +99,21 @@ def chunked(
     keys are similar, the system is ill-conditioned, and longer chunks have larger rounding errors.
 
     Args:
-        q: the scaled queries `[B, G, R, T, D]`; q and all following tensors are as in `recurrent`.
-        k: keys `[B, G, T, D]`.
-        v: values `[B, G, T, E]`.
-        beta: `[B, G, T, 1]`.
+        q: the scaled queries `[B, G, P or 1, R, T, D]`; q and all following tensors are as in
+            `recurrent`.
+        k: keys `[B, G, 1, T, D]`.
+        v: values `[B, G, P, T, E]`.
+        beta: `[B, G, P, T, 1]`.
         log_decay: g, or None.
-        state: S `[B, G, D, E]` before the first token.
+        state: S `[B, G, P, D, E]` before the first token.
         size: C, at least 1. With a decay per channel it is rounded up to a power of 2.
 
     Returns:
-        The outputs `[B, G, R, T, E]`, and the state after the last token.
+        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
 
-    >>> k = torch.eye(2)[None, None]
-    >>> v = torch.tensor([[3.0], [5.0]])[None, None]
-    >>> beta, zeros = torch.ones(1, 1, 2, 1), torch.zeros(1, 1, 2, 1)
+    >>> k = torch.eye(2)[None, None, None]
+    >>> v = torch.tensor([[3.0], [5.0]])[None, None, None]
+    >>> beta, zeros = torch.ones(1, 1, 1, 2, 1), torch.zeros(1, 1, 1, 2, 1)
     >>> out, state = chunked(k[:, :, None], k, v, beta, None, zeros, 2)
     >>> state.flatten().tolist()
     [3.0, 5.0]
@@ -120,11 +122,12 @@ def chunked(
     arXiv 2412.06464, section 3.3; a decay per channel: Kimi Team 2025 (arXiv 2510.26692), section
     3.
     """
-    T, R = k.shape[2], q.shape[2]
+    T, R = k.shape[-2], q.shape[-3]
     if T == 0:
-        return q @ state[:, :, None], state.clone()
+        return q @ state.unsqueeze(-3), state.clone()
     nan_markers, size = _nan_markers(k, v, beta, log_decay), min(size, T)
-    if log_decay is not None and log_decay.shape[-1] > 1:
+    by_channel = log_decay is not None and log_decay.shape[-1] > 1
+    if by_channel:
         size = 1 << (size - 1).bit_length()
     query_nans = 0 * q.detach().sum(-1, keepdim=True)
     q, k, v, beta = (
@@ -133,23 +136,28 @@ def chunked(
     g = None
     if log_decay is not None:
         g = split_into_chunks(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
-    start = None if g is None else decay_since_start(g)
+    start, end = (None, None) if g is None else (decay_since_start(g), decay_until_end(g))
     write, erase = _solve_updates(k, v, beta, g, start)
-    q = q.movedim(2, 3)  # [B,G,n,R,C,D]
-    weights = _decayed_products(
-        q, k[:, :, :, None], None if g is None else g[:, :, :, None]
-    ).flatten(3, 4)
-    q = (q if start is None else q * start[:, :, :, None]).flatten(3, 4)  # [B,G,n,R*C,D]
-    k = k if g is None else k * decay_until_end(g)  # decayed to the end of the chunk
-    outputs = []
-    for i in range(k.shape[2]):
-        u = write[:, :, i] - erase[:, :, i] @ state
-        outputs.append(q[:, :, i] @ state + weights[:, :, i] @ u)
-        state = state if start is None else state * start[:, :, i, -1, :, None]
-        state = state + k[:, :, i].mT @ u
-    out = torch.unflatten(torch.stack(outputs, 2), 3, (R, size))
-    out = out.movedim(3, 2).flatten(3, 4)[..., :T, :]
-    return out + query_nans + nan_markers[:, :, None], state + nan_markers[:, :, -1:]
+    q = q.movedim(-4, -3)  # [B,G,P or 1,n,R,C,D]
+    weights = _decayed_products(q, k.unsqueeze(-3), None if g is None else g.unsqueeze(-3)).flatten(
+        -3, -2
+    )  # [B,G,P or 1,n,R*C,C]
+    if start is not None and end is not None and by_channel:
+        q, k = q * start.unsqueeze(-3), k * end
+    q, outputs = q.flatten(-3, -2), []  # [B,G,P or 1,n,R*C,D]
+    for i in range(k.shape[-3]):
+        u = write[..., i, :, :] - erase[..., i, :, :] @ state
+        read, written = shared_matmul(q[..., i, :, :], state), u
+        if start is not None and end is not None:
+            if not by_channel:  # one factor per token, also where value heads share q and k
+                read = read * start[..., i, :, :].repeat(1, 1, 1, R, 1)
+                written = u * end[..., i, :, :]
+            state = state * start[..., i, -1, :, None]
+        outputs.append(read + shared_matmul(weights[..., i, :, :], u))
+        state = state + shared_matmul(k[..., i, :, :].mT, written)
+    out = torch.unflatten(torch.stack(outputs, -3), -2, (R, size))
+    out = out.movedim(-3, -4).flatten(-3, -2)[..., :T, :]  # [B,G,P,R,T,E]
+    return out + query_nans + nan_markers.unsqueeze(-3), state + nan_markers[..., -1:, :]
 
 
 def _solve_updates(
@@ -157,7 +165,8 @@ def _solve_updates(
 ) -> tuple[Tensor, Tensor]:
     """Solve the triangular system of each chunk for an unknown state S before the chunk.
 
-    The updates are u = write - erase S; return write `[B, G, n, C, E]` and erase `[B, G, n, C, D]`.
+    The updates are u = write - erase S; return write `[B, G, P, n, C, E]` and erase `[B, G, P, n,
+    C, D]`.
     The arguments are split into n chunks of C tokens; start is exp(c), or None without a decay.
     """
     system = beta * _decayed_products(k, k, g)
@@ -184,7 +193,7 @@ def _decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
 
 def _nan_markers(
     k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None
-) -> Float[Tensor, "B G T E"]:
+) -> Float[Tensor, "B G P T E"]:
     """Return NaN for each output that a non-finite input would affect in the recurrence, and 0 for
     all others; an infinity counts as NaN.
 
@@ -196,39 +205,41 @@ def _nan_markers(
     bad = 0 * k.detach().sum(-1, keepdim=True) + 0 * beta.detach()
     if log_decay is not None:
         bad = bad.masked_fill(~(log_decay.detach() < torch.inf).all(-1, keepdim=True), torch.nan)
-    return (bad + 0 * v.detach()).cumsum(2)
+    return (bad + 0 * v.detach()).cumsum(-2)
 
 
 def delta_rule(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
-    beta: Float[Tensor, "B G T"] | Float[Tensor, "B G T 1"],
+    v: Float[Tensor, "B N T E"],
+    beta: Float[Tensor, "B N T"] | Float[Tensor, "B N T 1"],
     *,
     scale: float | None = None,
-    state: tuple[Float[Tensor, "B G D E"], ...] | None = None,
+    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 64,
-) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
+) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute the delta rule: each token corrects the value that the state stores for its key,
     where linear attention would add its value to the state.
 
     S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T;  o_t = scale S_t^T q_t
 
-    Query head h reads the state of key/value head h // (H/G). With beta = 1 and |k| = 1 the value
-    for k is replaced; with beta = 0 nothing is written. **Keys must satisfy 0 <= beta |k|^2 <= 2**,
-    because one step multiplies the stored value for k by 1 - beta |k|^2; outside this range the
-    state grows without bound. Models normalise k (and q) to length 1; this function does not.
+    Each of the N value heads has a state: with N = G, query head h reads the state of key/value
+    head h // (H/G); with more value heads, value head h uses key head h // (N/G), and query heads
+    are shared in the same way (`regard.ops.linear.value_heads`). With beta = 1 and |k| = 1 the
+    value for k is replaced; with beta = 0 nothing is written. **Keys must satisfy 0 <= beta |k|^2
+    <= 2**, because one step multiplies the stored value for k by 1 - beta |k|^2; outside this range
+    the state grows without bound. Models normalise k (and q) to length 1; this function does not.
 
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, G, T, E]`.
-        beta: the fraction of the correction that is written, `[B, G, T]` or `[B, G, T, 1]`, of any
+        v: values `[B, N, T, E]`; G divides N.
+        beta: the fraction of the correction that is written, `[B, N, T]` or `[B, N, T, 1]`, of any
             floating dtype.
         scale: the factor on the queries; None: 1/sqrt(D).
-        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+        state: (S,) as an earlier call returned it, S `[B, N, D, E]` in fp32 (fp64 for fp64 inputs);
             None: zeros. It is not changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing, and their
             outputs are 0.
@@ -238,8 +249,8 @@ def delta_rule(
         chunk: the number of tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
-        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
-        fp32 (fp64 for fp64 inputs).
+        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
+        Sums are in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
@@ -261,36 +272,37 @@ def delta_rule(
 def gated_delta_rule(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
-    beta: Float[Tensor, "B G T"] | Float[Tensor, "B G T 1"],
-    log_decay: Float[Tensor, "B G T"] | Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B N T E"],
+    beta: Float[Tensor, "B N T"] | Float[Tensor, "B N T 1"],
+    log_decay: Float[Tensor, "B N T"] | Float[Tensor, "B N T D"],
     *,
     scale: float | None = None,
-    state: tuple[Float[Tensor, "B G D E"], ...] | None = None,
+    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 64,
-) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
+) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute the gated delta rule: at each token the state decays, then the token corrects the
     value that the state stores for its key.
 
     S' = diag(exp(g_t)) S_{t-1};  S_t = S' + beta_t k_t (v_t - S'^T k_t)^T;  o_t = scale S_t^T q_t
 
-    With one decay per head this is Gated DeltaNet; with one per key channel it is Kimi Delta
-    Attention. ONNX's operator LinearAttention supports both with its update rule "gated_delta".
+    With one decay per value head this is Gated DeltaNet; with one per key channel it is Kimi Delta
+    Attention. Heads are as in `delta_rule`; Qwen3-Next has 16 query and key heads and 32 value
+    heads. ONNX's operator LinearAttention supports both with its update rule "gated_delta".
 
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, G, T, E]`.
-        beta: the fraction of the correction that is written, `[B, G, T]` or `[B, G, T, 1]`, of any
+        v: values `[B, N, T, E]`; G divides N.
+        beta: the fraction of the correction that is written, `[B, N, T]` or `[B, N, T, 1]`, of any
             floating dtype.
-        log_decay: g, the logarithm of the decay factor, `[B, G, T]` with one number per head, or
-            `[B, G, T, D]` with one per key channel, of any floating dtype. Above 0 the state may
-            grow without bound; 0 gives the delta rule; -inf clears the state, or the channel,
-            before the token is written.
+        log_decay: g, the logarithm of the decay factor, `[B, N, T]` with one number per value
+            head, or `[B, N, T, D]` with one per key channel, of any floating dtype. Above 0 the
+            state may grow without bound; 0 gives the delta rule; -inf clears the state, or the
+            channel, before the token is written.
         scale: the factor on the queries; None: 1/sqrt(D).
-        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+        state: (S,) as an earlier call returned it, S `[B, N, D, E]` in fp32 (fp64 for fp64 inputs);
             None: zeros. It is not changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
             nothing, and their outputs are 0.
@@ -299,8 +311,8 @@ def gated_delta_rule(
             up to a power of 2.
 
     Returns:
-        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
-        fp32 (fp64 for fp64 inputs).
+        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
+        Sums are in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
@@ -340,7 +352,7 @@ def _run_rule(
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]`.
-        v: values `[B, G, T, E]`.
+        v: values `[B, N, T, E]`; G divides N.
         gates: beta, and for the gated rule log_decay, by name.
         scale: the factor on the queries, or None.
         state: the state before the first token, or None.
@@ -348,24 +360,26 @@ def _run_rule(
         form: "auto", "recurrent", "chunk" or "parallel".
         chunk: the number of tokens in a chunk.
     """
-    (B, G, T, D), E = k.shape, v.shape[3]
+    (B, G, T, D), (N, E) = k.shape, v.shape[1::2]
     channels = {"beta": 1, "log_decay": D}
     for name, gate in gates.items():
-        meaning = "one number per key/value head and token"
+        meaning = f"one number per {'key/value' if N == G else 'value'} head and token"
         meaning += ", or one per key channel as well" * (name == "log_decay")
-        check_tensor_shape(name, gate, ((B, G, T), (B, G, T, channels[name])), meaning, k)
-    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
-    empty = empty_slot_mask(positions, q)
+        check_tensor_shape(name, gate, ((B, N, T), (B, N, T, channels[name])), meaning, k)
+    (S,) = initial_state(state, {"S": (B, N, D, E)}, k)
+    empty, dtype = empty_slot_mask(positions, q), q.dtype
     q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
     gates_4d = (x if x.ndim == 4 else x[..., None] for x in gates.values())
-    beta, *decay = (zero_empty_slots(x, empty).to(S.dtype) for x in gates_4d)
-    g = decay[0] if decay else None  # [B,G,T,1 or D]
-    queries = torch.unflatten(q.to(S.dtype) * (D**-0.5 if scale is None else scale), 1, (G, -1))
-    k, v, size = k.to(S.dtype), v.to(S.dtype), chunk_size(form, chunk, T)
+    beta, *decay = (split_value_heads(zero_empty_slots(x, empty).to(S.dtype), G) for x in gates_4d)
+    g = decay[0] if decay else None  # [B,G,P,T,1 or D]
+    q = q.to(S.dtype) * (D**-0.5 if scale is None else scale)
+    queries, keys, values = group_heads(q, k.to(S.dtype), v.to(S.dtype))
+    grouped, size = split_value_heads(S, G), chunk_size(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):
         if size is None:
-            out, S = recurrent(queries, k, v, beta, g, S)
+            out, new = recurrent(queries, keys, values, beta, g, grouped)
         else:
-            out, S = chunked(queries, k, v, beta, g, S, size)
-    return zero_empty_slots(out.flatten(1, 2).to(q.dtype), empty), (S,)
+            out, new = chunked(queries, keys, values, beta, g, grouped, size)
+    out = out.flatten(1, 3).to(dtype)
+    return zero_empty_slots(out, empty), (new.flatten(1, 2),)

@@ -122,7 +122,7 @@ def normalised_query_features(
 def linear_attention(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
+    v: Float[Tensor, "B N T E"],
     *,
     feature_map: FeatureMap = "elu+1",
     normalise: bool = True,
@@ -131,15 +131,16 @@ def linear_attention(
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 64,
-) -> tuple[Float[Tensor, "B H T E"], tuple[Tensor, ...]]:
+) -> tuple[Float[Tensor, "B O T E"], tuple[Tensor, ...]]:
     """Compute causal linear attention: the mean of the values up to each token, weighted by phi(q)
     . phi(k).
 
     S_t = S_{t-1} + phi(k_t) v_t^T,  z_t = z_{t-1} + phi(k_t)
     o_t = S_t^T phi(q_t) / (z_t . phi(q_t))
 
-    Without `normalise`, o_t = scale S_t^T phi(q_t), and there is no z. Query head h reads the state
-    of key/value head h // (H/G). No epsilon is added to the denominator: where it is exactly 0 (no
+    Without `normalise`, o_t = scale S_t^T phi(q_t), and there is no z. With as many value
+    heads as key heads, query head h reads the state of key/value head h // (H/G); otherwise heads
+    are as in `delta_rule`. No epsilon is added to the denominator: where it is exactly 0 (no
     token was written, relu is 0 in every channel, or every feature of the keys underflows), the
     output is 0 rather than 0/0. With positive features and an untrained model, the weights differ
     little between keys: with elu+1 and Gaussian q and k of standard deviation 1, the matching key
@@ -148,7 +149,7 @@ def linear_attention(
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, G, T, E]`.
+        v: values `[B, N, T, E]`; G divides N.
         feature_map: phi, a name in `regard.linear.FEATURE_MAPS`, or a function `[B, n, T, D]` ->
             `[B, n, T, F]` that maps each token separately.
         normalise: whether the weights are divided by their sum. With features that may be negative
@@ -156,7 +157,7 @@ def linear_attention(
         scale: the factor on the queries without `normalise`; with it, the output does not depend on
             the scale.
         state: the state that an earlier call returned: (S, z), or (S,) without `normalise`, with S
-            `[B, G, F, E]` and z `[B, G, F]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not
+            `[B, N, F, E]` and z `[B, G, F]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not
             changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing, and their
             outputs are 0.
@@ -166,8 +167,8 @@ def linear_attention(
         chunk: the number of tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
-        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Features
-        and sums are in fp32 (fp64 for fp64 inputs).
+        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
+        Features and sums are in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
@@ -188,22 +189,23 @@ def linear_attention(
     with torch.autocast(q.device.type, enabled=False):
         keys = _checked_features(features, k.to(dtype))
         keys = zero_empty_slots(keys, empty)  # again, because phi(0) may differ from 0
-        B, G, _, F = keys.shape
+        (B, G, _, F), (N, E) = keys.shape, v.shape[1::2]
         if normalise:
-            S, z = initial_state(state, {"S": (B, G, F, v.shape[3]), "z": (B, G, F)}, k)
+            S, z = initial_state(state, {"S": (B, N, F, E), "z": (B, G, F)}, k)
             queries = normalised_query_features(feature_map, q.to(dtype))
             # z is computed as one more column of S, for a value that is always 1
-            S_and_z = torch.cat([S, z[..., None]], -1)
+            S_and_z = torch.cat([S, z.repeat_interleave(N // G, 1)[..., None]], -1)
             v_and_one = pad(v.to(dtype), (0, 1), value=1.0)
             out, S_and_z = linear_recurrence(
                 queries, keys, v_and_one, None, S_and_z, form=form, chunk=chunk
             )
             out, new_state = (
                 _normalised(out),
-                tuple(x.contiguous() for x in (S_and_z[..., :-1], S_and_z[..., -1])),
+                # z depends on the keys only, so that the value heads of a key head have the same
+                tuple(x.contiguous() for x in (S_and_z[..., :-1], S_and_z[:, :: N // G, :, -1])),
             )
         else:
-            (S,) = initial_state(state, {"S": (B, G, F, v.shape[3])}, k)
+            (S,) = initial_state(state, {"S": (B, N, F, E)}, k)
             queries = features(q.to(dtype)) * scale
             out, S = linear_recurrence(queries, keys, v, None, S, form=form, chunk=chunk)
             new_state = (S,)
@@ -239,22 +241,23 @@ def _normalised(sums: Tensor) -> Tensor:
 def retention(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
+    v: Float[Tensor, "B N T E"],
     *,
-    decay: Float[Tensor, " G"] | None = None,
+    decay: Float[Tensor, " N"] | None = None,
     scale: float | None = None,
-    state: tuple[Float[Tensor, "B G D E"], ...] | None = None,
+    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 64,
-) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
+) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute retention: the sum of the values up to each token, weighted by q . k and by
     gamma^(t - j), where t - j is how many tokens the key is before the query.
 
     S_t = gamma_g S_{t-1} + k_t v_t^T
     o_t = scale S_t^T q_t = scale sum_{j <= t} gamma_g^(t - j) (q_t . k_j) v_j
 
-    Each key/value head g has one gamma; query head h reads the state of key/value head h // (H/G).
+    Each value head g has one gamma and one state: with as many value heads as key heads, query head
+    h reads the state of key/value head h // (H/G), and otherwise heads are as in `delta_rule`.
     With gamma = 1 this is linear attention without a feature map and normalisation. In the paper,
     rotary positions are applied to q and k before, and each head is normalised afterwards; the
     module `regard.nn.variants.retention` does both. Every token decays the state once, even where
@@ -263,11 +266,11 @@ def retention(
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, G, T, E]`.
-        decay: gamma of each key/value head, `[G]`, from 0 to 1; it may require a gradient. None:
+        v: values `[B, N, T, E]`; G divides N.
+        decay: gamma of each value head, `[N]`, from 0 to 1; it may require a gradient. None:
             1 - 2^(-5-g), that is 0.96875, 0.984375, 0.9921875, ...
         scale: the factor on the queries; None: 1/sqrt(D).
-        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+        state: (S,) as an earlier call returned it, S `[B, N, D, E]` in fp32 (fp64 for fp64 inputs);
             None: zeros. It is not changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
             nothing, and their outputs are 0.
@@ -275,8 +278,8 @@ def retention(
         chunk: the number of tokens in a chunk, at least 1.
 
     Returns:
-        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
-        fp32 (fp64 for fp64 inputs).
+        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
+        Sums are in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
@@ -289,22 +292,23 @@ def retention(
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 5 to 8.
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
-    (B, G, T, D), E = k.shape, v.shape[3]
+    (B, G, T, D), (N, E) = k.shape, v.shape[1::2]
     if decay is not None:
-        meaning = "one factor per key/value head, each of which has one state"
-        check_tensor_shape("decay", decay, ((G,),), meaning, k)
-    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+        kind = "key/value" if N == G else "value"
+        meaning = f"one factor per {kind} head, each of which has one state"
+        check_tensor_shape("decay", decay, ((N,),), meaning, k)
+    (S,) = initial_state(state, {"S": (B, N, D, E)}, k)
     empty = empty_slot_mask(k_positions, q)
     q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
     dtype = state_dtype(k)
     g = (
-        default_log_decays(G, k.device, dtype)
+        default_log_decays(N, k.device, dtype)
         if decay is None
         else _to_float32_or_wider(decay).log().to(dtype)
     )
     rows = 1 if empty is None else empty.shape[0]
-    log_decay = zero_empty_slots(g[None, :, None, None].expand(rows, G, T, 1), empty)
+    log_decay = zero_empty_slots(g[None, :, None, None].expand(rows, N, T, 1), empty)
     queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
     out, S = linear_recurrence(queries, k, v, log_decay, S, form=form, chunk=chunk)
     return zero_empty_slots(out.to(q.dtype), empty), (S,)
@@ -334,33 +338,34 @@ def _to_float32_or_wider(x: Tensor) -> Tensor:
 def gated_linear(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
-    log_decay: Float[Tensor, "B G T #D"],
+    v: Float[Tensor, "B N T E"],
+    log_decay: Float[Tensor, "B N T #D"],
     *,
     scale: float | None = None,
-    state: tuple[Float[Tensor, "B G D E"], ...] | None = None,
+    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 64,
-) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B G D E"]]]:
+) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
     """Compute gated linear attention: the state decays by a factor that depends on the token, then
     the token is added.
 
     S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T;  o_t = scale S_t^T q_t
 
-    Query head h reads the state of key/value head h // (H/G). With g = 0 this is linear attention
+    With as many value heads as key heads, query head h reads the state of key/value head h //
+    (H/G); otherwise heads are as in `delta_rule`. With g = 0 this is linear attention
     without a feature map and normalisation; with a constant g per head it is retention; with one g
     per head and token, `[B, G, T, 1]`, it is the recurrence of Mamba-2.
 
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, G, T, E]`.
-        log_decay: g, the logarithm of the decay factor, `[B, G, T, D]` with one number per key
-            channel, or `[B, G, T, 1]` with one for all channels, of any floating dtype. Above 0 the
+        v: values `[B, N, T, E]`; G divides N.
+        log_decay: g, the logarithm of the decay factor, `[B, N, T, D]` with one number per key
+            channel, or `[B, N, T, 1]` with one for all channels, of any floating dtype. Above 0 the
             state may grow without bound; -inf clears the state before the token is written.
         scale: the factor on the queries; None: 1/sqrt(D).
-        state: (S,) as an earlier call returned it, S `[B, G, D, E]` in fp32 (fp64 for fp64 inputs);
+        state: (S,) as an earlier call returned it, S `[B, N, D, E]` in fp32 (fp64 for fp64 inputs);
             None: zeros. It is not changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
             nothing, and their outputs are 0.
@@ -369,8 +374,8 @@ def gated_linear(
             up to a power of 2.
 
     Returns:
-        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
-        fp32 (fp64 for fp64 inputs).
+        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
+        Sums are in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
@@ -385,10 +390,10 @@ def gated_linear(
     Source: Yang et al. 2023 (arXiv 2312.06635), equation 3 and section 4.
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
-    (B, G, T, D), E = k.shape, v.shape[3]
+    (B, _, T, D), (N, E) = k.shape, v.shape[1::2]
     meaning = "one number per key channel and token, or one for all channels"
-    check_tensor_shape("log_decay", log_decay, ((B, G, T, D), (B, G, T, 1)), meaning, k)
-    (S,) = initial_state(state, {"S": (B, G, D, E)}, k)
+    check_tensor_shape("log_decay", log_decay, ((B, N, T, D), (B, N, T, 1)), meaning, k)
+    (S,) = initial_state(state, {"S": (B, N, D, E)}, k)
     empty = empty_slot_mask(k_positions, q)
     q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
     check_finite(query=q, key=k, value=v)

@@ -22,10 +22,104 @@ from regard.argument_checks import (
     check_positions,
     check_query_key_value,
     check_tensor,
+    check_value_heads,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.ops.linear.value_heads import group_heads, split_value_heads
 from regard.span import Positions, find_empty_slots
 from regard.units import plural
+
+
+def split_into_chunks(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
+    """Split T tokens into n chunks of `size` tokens. The last chunk is padded with zeros: a token
+    with k = v = g = 0 changes no state.
+
+    >>> split_into_chunks(torch.ones(5, 1), 2).flatten().tolist()
+    [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    """
+    return torch.unflatten(F.pad(x, (0, 0, 0, -x.shape[-2] % size)), -2, (-1, size))
+
+
+def decay_since_start(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
+    """Return exp(g_1 + ... + g_i): the factor by which the state before the chunk has decayed
+    at token i.
+    """
+    return g.cumsum(-2).exp()
+
+
+def decay_until_end(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
+    """Return exp(g_{j+1} + ... + g_C): the factor by which the contribution of token j has decayed
+    at the end of the chunk.
+
+    >>> decay_until_end(torch.tensor([[0.2], [0.5], [0.25]]).log()).flatten().tolist()
+    [0.125, 0.25, 1.0]
+    """
+    later = F.pad(g[..., 1:, :], (0, 0, 0, 1))
+    return later.flip(-2).cumsum(-2).flip(-2).exp()
+
+
+def pairwise_decay(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
+    """Return exp(g_{j+1} + ... + g_i) for j <= i, else 0: the factor by which the contribution of
+    token j has decayed at token i.
+
+    >>> pairwise_decay(torch.zeros(2, 1)).tolist()
+    [[1.0, 0.0], [1.0, 1.0]]
+    """
+    C = g.shape[-2]
+    later = g.new_ones(C, C, dtype=torch.bool).tril(-1)  # token l comes after token j
+    return g.expand(*g.shape[:-1], C).masked_fill(~later, 0).cumsum(-2).exp().tril()
+
+
+def decayed_products(
+    x: Float[Tensor, "*#L C D"], k: Float[Tensor, "*#L C D"], g: Float[Tensor, "*#L C D"]
+) -> Float[Tensor, "*L C C"]:
+    """Return sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0: the products of x
+    and k where each channel decays separately.
+
+    With running sums c of g, the factors exp(c_i) and exp(-c_j) would give this as one matrix
+    product, but the second overflows where decays are strong. Instead, blocks of 1, 2, 4, ...
+    tokens are combined in pairs: for i in the second block and j in the first, the decay is the
+    product of the decay from j to the border of the blocks and the decay from the border to i. Both
+    exponents are sums of g alone.
+
+    Args:
+        x: `[..., C, D]`, where C is a power of 2.
+        k: `[..., C, D]`.
+        g: the logarithms of the decays `[..., C, D]`.
+
+    >>> half = torch.full((2, 1), 0.5).log()
+    >>> decayed_products(torch.ones(2, 1), torch.tensor([[3.0], [4.0]]), half).tolist()
+    [[3.0, 0.0], [1.5, 4.0]]
+
+    Source: Yang et al. 2023 (arXiv 2312.06635), section 4.3, where the blocks have two sizes.
+    """
+    products = (x * k).sum(-1)
+    products = products.expand(torch.broadcast_shapes(products.shape, g.shape[:-1]))
+    products = products[..., None, None]  # [*L,C,1,1]
+    size = 1
+    while size < x.shape[-2]:
+        (_, later_x), (earlier_k, _) = (
+            _block_halves_chunk_decays(x, size),
+            _block_halves_chunk_decays(k, size),
+        )
+        earlier_g, later_g = _block_halves_chunk_decays(g, size)
+        across = (later_x * decay_since_start(later_g)) @ (
+            earlier_k * decay_until_end(earlier_g)
+        ).mT  # [*L,p,size,size]
+        first, second = torch.unflatten(products, -3, (-1, 2)).unbind(-3)
+        upper = torch.cat([first, torch.zeros_like(first)], -1)
+        products = torch.cat([upper, torch.cat([across, second], -1)], -2)
+        size *= 2
+    return products.squeeze(-3)
+
+
+def _block_halves_chunk_decays(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the second block of each pair of blocks of `size` tokens: `[..., C, D]`
+    -> two tensors `[..., C/(2 size), size, D]`.
+    """
+    first, second = torch.unflatten(x, -2, (-1, 2, size)).unbind(-3)
+    return first, second
+
 
 FORMS = ("auto", "recurrent", "chunk", "parallel")
 """The forms in which a recurrence can be computed: "recurrent" token by token, "chunk" in
@@ -47,7 +141,7 @@ def check_call(
     """Check that q, k and v fit together and have the same number of tokens, and that the
     options are valid.
     """
-    check_query_key_value(q, k, v)
+    check_query_key_value(q, k, v, check_heads=check_value_heads)
     if q.shape[2] != k.shape[2]:
         raise ArgumentError(
             f"query length {q.shape[2]} != key length {k.shape[2]}: a recurrence needs a query for "
@@ -155,164 +249,79 @@ def _state_names(sizes: dict[str, tuple[int, ...]]) -> str:
     return f"({', '.join(sizes)}{',' * (len(sizes) == 1)})"
 
 
-def split_into_chunks(x: Float[Tensor, "*L T d"], size: int) -> Float[Tensor, "*L n size d"]:
-    """Split T tokens into n chunks of `size` tokens. The last chunk is padded with zeros: a token
-    with k = v = g = 0 changes no state.
-
-    >>> split_into_chunks(torch.ones(5, 1), 2).flatten().tolist()
-    [1.0, 1.0, 1.0, 1.0, 1.0, 0.0]
-    """
-    return torch.unflatten(F.pad(x, (0, 0, 0, -x.shape[-2] % size)), -2, (-1, size))
-
-
-def decay_since_start(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
-    """Return exp(g_1 + ... + g_i): the factor by which the state before the chunk has decayed
-    at token i.
-    """
-    return g.cumsum(-2).exp()
-
-
-def decay_until_end(g: Float[Tensor, "*L C d"]) -> Float[Tensor, "*L C d"]:
-    """Return exp(g_{j+1} + ... + g_C): the factor by which the contribution of token j has decayed
-    at the end of the chunk.
-
-    >>> decay_until_end(torch.tensor([[0.2], [0.5], [0.25]]).log()).flatten().tolist()
-    [0.125, 0.25, 1.0]
-    """
-    later = F.pad(g[..., 1:, :], (0, 0, 0, 1))
-    return later.flip(-2).cumsum(-2).flip(-2).exp()
-
-
-def pairwise_decay(g: Float[Tensor, "*L C 1"]) -> Float[Tensor, "*L C C"]:
-    """Return exp(g_{j+1} + ... + g_i) for j <= i, else 0: the factor by which the contribution of
-    token j has decayed at token i.
-
-    >>> pairwise_decay(torch.zeros(2, 1)).tolist()
-    [[1.0, 0.0], [1.0, 1.0]]
-    """
-    C = g.shape[-2]
-    later = g.new_ones(C, C, dtype=torch.bool).tril(-1)  # token l comes after token j
-    return g.expand(*g.shape[:-1], C).masked_fill(~later, 0).cumsum(-2).exp().tril()
-
-
-def decayed_products(
-    x: Float[Tensor, "*L C D"], k: Float[Tensor, "*#L C D"], g: Float[Tensor, "*#L C D"]
-) -> Float[Tensor, "*L C C"]:
-    """Return sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for j <= i, else 0: the products of x
-    and k where each channel decays separately.
-
-    With running sums c of g, the factors exp(c_i) and exp(-c_j) would give this as one matrix
-    product, but the second overflows where decays are strong. Instead, blocks of 1, 2, 4, ...
-    tokens are combined in pairs: for i in the second block and j in the first, the decay is the
-    product of the decay from j to the border of the blocks and the decay from the border to i. Both
-    exponents are sums of g alone.
-
-    Args:
-        x: `[..., C, D]`, where C is a power of 2.
-        k: `[..., C, D]`.
-        g: the logarithms of the decays `[..., C, D]`.
-
-    >>> half = torch.full((2, 1), 0.5).log()
-    >>> decayed_products(torch.ones(2, 1), torch.tensor([[3.0], [4.0]]), half).tolist()
-    [[3.0, 0.0], [1.5, 4.0]]
-
-    Source: Yang et al. 2023 (arXiv 2312.06635), section 4.3, where the blocks have two sizes.
-    """
-    products = (x * k).sum(-1)[..., None, None]  # [*L,C,1,1]
-    size = 1
-    while size < x.shape[-2]:
-        (_, later_x), (earlier_k, _) = _block_halves(x, size), _block_halves(k, size)
-        earlier_g, later_g = _block_halves(g, size)
-        across = (later_x * decay_since_start(later_g)) @ (
-            earlier_k * decay_until_end(earlier_g)
-        ).mT  # [*L,p,size,size]
-        first, second = torch.unflatten(products, -3, (-1, 2)).unbind(-3)
-        upper = torch.cat([first, torch.zeros_like(first)], -1)
-        products = torch.cat([upper, torch.cat([across, second], -1)], -2)
-        size *= 2
-    return products.squeeze(-3)
-
-
-def _block_halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the second block of each pair of blocks of `size` tokens: `[..., C, D]`
-    -> two tensors `[..., C/(2 size), size, D]`.
-    """
-    first, second = torch.unflatten(x, -2, (-1, 2, size)).unbind(-3)
-    return first, second
-
-
 def recurrent(
-    q: Float[Tensor, "B G R T D"],
-    k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
-    log_decay: Float[Tensor, "#B G T #D"] | None,
-    state: Float[Tensor, "B G D E"],
-) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
+    q: Float[Tensor, "B G #P R T D"],
+    k: Float[Tensor, "B G 1 T D"],
+    v: Float[Tensor, "B G P T E"],
+    log_decay: Float[Tensor, "#B G P T #D"] | None,
+    state: Float[Tensor, "B G P D E"],
+) -> tuple[Float[Tensor, "B G P R T E"], Float[Tensor, "B G P D E"]]:
     """Compute the recurrence token by token: decay the state, add the token, read the output.
 
     S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = S^T q_t
 
     Args:
-        q: the scaled queries `[B, G, R, T, D]`, with R = H/G query heads per key/value head; all
-            tensors have the dtype of the state.
-        k: keys `[B, G, T, D]`.
-        v: values `[B, G, T, E]`.
+        q: the scaled queries `[B, G, P or 1, R, T, D]` of `group_heads`; all tensors have the dtype
+            of the state.
+        k: keys `[B, G, 1, T, D]`.
+        v: values `[B, G, P, T, E]`.
         log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
             all channels; None: no decay.
-        state: S `[B, G, D, E]` before the first token; it is not changed.
+        state: S `[B, G, P, D, E]` before the first token; it is not changed.
 
     Returns:
-        The outputs `[B, G, R, T, E]`, and the state after the last token.
+        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
 
-    >>> k, v = torch.tensor([[1.0], [1.0]])[None, None], torch.tensor([[3.0], [5.0]])[None, None]
-    >>> half = torch.full((1, 1, 2, 1), 0.5).log()
-    >>> recurrent(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1))[0].flatten().tolist()
+    >>> k, v = torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [5.0]])
+    >>> k, v = k[None, None, None], v[None, None, None]
+    >>> half = torch.full((1, 1, 1, 2, 1), 0.5).log()
+    >>> recurrent(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1, 1))[0].flatten().tolist()
     [3.0, 6.5]
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 18 to 20; with decay: Yang et
     al. 2023 (arXiv 2312.06635), equation 3.
     """
     S, outputs = state.clone(), []
-    for t in range(k.shape[2]):
+    for t in range(k.shape[-2]):
         if log_decay is not None:
-            S = S * log_decay[:, :, t, :, None].exp()
-        S = S + k[:, :, t, :, None] * v[:, :, t, None]
-        outputs.append(q[:, :, :, t] @ S)  # [B,G,R,E]
-    return (torch.stack(outputs, 3) if outputs else q @ S[:, :, None]), S
+            S = S * log_decay[..., t, :, None].exp()
+        S = S + k[..., t, :, None] * v[..., t, None, :]
+        outputs.append(q[..., t, :] @ S)  # [B,G,P,R,E]
+    return (torch.stack(outputs, -2) if outputs else q @ S.unsqueeze(-3)), S
 
 
 def within_chunks(
-    q: Float[Tensor, "B G n C R D"],
-    k: Float[Tensor, "B G n C D"],
-    v: Float[Tensor, "B G n C E"],
-    g: Float[Tensor, "#B G n C #D"] | None,
-) -> Float[Tensor, "B G n C R E"]:
+    q: Float[Tensor, "B G #P n C R D"],
+    k: Float[Tensor, "B G 1 n C D"],
+    v: Float[Tensor, "B G P n C E"],
+    g: Float[Tensor, "#B G P n C #D"] | None,
+) -> Float[Tensor, "B G P n C R E"]:
     """Compute o_i = sum_{j <= i} sum_d q_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) v_j in each of n
     chunks of C tokens.
 
     Args:
-        q: queries `[B, G, n, C, R, D]`.
-        k: keys `[B, G, n, C, D]`.
-        v: values `[B, G, n, C, E]`.
-        g: the logarithms of the decay factors, `[B, G, n, C, D]`, `[B, G, n, C, 1]` for one per
-            token, or None. With one per channel, C must be a power of 2.
+        q: queries `[B, G, P or 1, n, C, R, D]`.
+        k: keys `[B, G, 1, n, C, D]`.
+        v: values `[B, G, P, n, C, E]`.
+        g: the logarithms of the decay factors, `[B, G, P, n, C, D]`, `[B, G, P, n, C, 1]` for one
+            per token, or None. With one per channel, C must be a power of 2.
 
     Returns:
-        The outputs without the contribution of earlier chunks, `[B, G, n, C, R, E]`.
+        The outputs without the contribution of earlier chunks, `[B, G, P, n, C, R, E]`.
 
-    >>> one = torch.ones(1, 1, 1, 2, 1)
+    >>> one = torch.ones(1, 1, 1, 1, 2, 1)
     >>> within_chunks(one[..., None], one, one, None).flatten().tolist()
     [1.0, 2.0]
     """
     if g is not None and g.shape[-1] > 1:
         return _within_chunks_by_halves(q, k, v, g)
-    C, R = q.shape[3:5]
-    weights = torch.unflatten(q.flatten(3, 4) @ k.mT, 3, (C, R))  # [B,G,n,C,R,C]
+    C, R = q.shape[-3:-1]
+    weights = torch.unflatten(q.flatten(-3, -2) @ k.mT, -2, (C, R))  # [B,G,P or 1,n,C,R,C]
     if g is not None:
         weights = weights * pairwise_decay(g)[..., None, :]
     later = weights.new_ones(C, C, dtype=torch.bool).triu(1)
     weights = weights.masked_fill(later[:, None], 0)
-    return torch.unflatten(weights.flatten(3, 4) @ v, 3, (C, R))
+    return torch.unflatten(weights.flatten(-3, -2) @ v, -2, (C, R))
 
 
 def _within_chunks_by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
@@ -325,102 +334,124 @@ def _within_chunks_by_halves(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tens
     therefore one matrix product, and both exponents are sums of g alone, which cannot overflow
     where g <= 0.
     """
-    R = q.shape[4]
+    R = q.shape[-2]
     out = (q * k[..., None, :]).sum(-1, keepdim=True) * v[..., None, :]  # a token and itself
     size = 1
-    while size < k.shape[3]:
-        (first_k, _), (first_v, _) = _chunk_halves(k, size), _chunk_halves(v, size)
-        first_g, second_g = _chunk_halves(g, size)  # [B,G,n,p,s,D]
+    while size < k.shape[-2]:
+        (first_k, _), (first_v, _) = _block_halves(k, size, -2), _block_halves(v, size, -2)
+        first_g, second_g = _block_halves(g, size, -2)  # [B,G,P,n,p,s,D]
         queries = (
-            _chunk_halves(q, size)[1] * decay_since_start(second_g)[..., None, :]
-        )  # [B,G,n,p,s,R,D]
-        weights = queries.flatten(4, 5) @ (first_k * decay_until_end(first_g)).mT  # [B,G,n,p,s*R,s]
-        across = torch.unflatten(weights @ first_v, 4, (size, R))
-        out = out + torch.stack([torch.zeros_like(across), across], 4).flatten(3, 5)
+            _block_halves(q, size, -3)[1] * decay_since_start(second_g)[..., None, :]
+        )  # [B,G,P,n,p,s,R,D]
+        weights = queries.flatten(-3, -2) @ (first_k * decay_until_end(first_g)).mT  # [...,s*R,s]
+        across = torch.unflatten(weights @ first_v, -2, (size, R))
+        out = out + torch.stack([torch.zeros_like(across), across], -4).flatten(-5, -3)
         size *= 2
     return out
 
 
-def _chunk_halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the second block of each pair of blocks of `size` tokens:
-    `[B, G, n, C, ...]` -> two tensors `[B, G, n, C/(2 size), size, ...]`.
+def _block_halves(x: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the first and the second block of each pair of blocks of `size` tokens, where `dim` is
+    the dimension of the tokens from the end: `[..., C, d]` -> two tensors `[..., C/(2 size), size,
+    d]`.
     """
-    first, second = torch.unflatten(x, 3, (-1, 2, size)).unbind(4)
+    first, second = torch.unflatten(x, dim, (-1, 2, size)).unbind(dim - 1)
     return first, second
 
 
 def chunked(
-    q: Float[Tensor, "B G R T D"],
-    k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
-    log_decay: Float[Tensor, "#B G T #D"] | None,
-    state: Float[Tensor, "B G D E"],
+    q: Float[Tensor, "B G #P R T D"],
+    k: Float[Tensor, "B G 1 T D"],
+    v: Float[Tensor, "B G P T E"],
+    log_decay: Float[Tensor, "#B G P T #D"] | None,
+    state: Float[Tensor, "B G P D E"],
     size: int,
-) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
+) -> tuple[Float[Tensor, "B G P R T E"], Float[Tensor, "B G P D E"]]:
     """Compute the recurrence with matrix products over chunks of `size` tokens (the last one may be
     shorter).
 
     With c_i the sum of g over the chunk up to token i:
     O = (Q * exp(c)) S + within_chunks(Q, K, V);  S <- diag(exp(c_C)) S + (K * exp(c_C - c))^T V
 
-    All chunks are computed at once; only the state passes from one to the next.
+    All chunks are computed at once; only the state passes from one to the next. A decay that is one
+    number per token is applied to the products with S and to V, since value heads may share Q and
+    K.
 
     Args:
-        q: the scaled queries `[B, G, R, T, D]`; q and all following tensors are as in `recurrent`.
-        k: keys `[B, G, T, D]`.
-        v: values `[B, G, T, E]`.
+        q: the scaled queries `[B, G, P or 1, R, T, D]`; q and all following tensors are as in
+            `recurrent`.
+        k: keys `[B, G, 1, T, D]`.
+        v: values `[B, G, P, T, E]`.
         log_decay: g, or None.
-        state: S `[B, G, D, E]` before the first token.
+        state: S `[B, G, P, D, E]` before the first token.
         size: C, at least 1. With a decay per channel it is rounded up to a power of 2.
 
     Returns:
-        The outputs `[B, G, R, T, E]`, and the state after the last token.
+        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
 
-    >>> k, v = torch.tensor([[1.0], [1.0]])[None, None], torch.tensor([[3.0], [5.0]])[None, None]
-    >>> half = torch.full((1, 1, 2, 1), 0.5).log()
-    >>> chunked(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1), 2)[0].flatten().tolist()
+    >>> k, v = torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [5.0]])
+    >>> k, v = k[None, None, None], v[None, None, None]
+    >>> half = torch.full((1, 1, 1, 2, 1), 0.5).log()
+    >>> chunked(k[:, :, None], k, v, half, torch.zeros(1, 1, 1, 1, 1), 2)[0].flatten().tolist()
     [3.0, 6.5]
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equation 7; Yang et al. 2023 (arXiv 2312.06635),
     section 4.1.
     """
-    (R, T, D), size = q.shape[2:], min(size, k.shape[2])
+    (R, T, D), size = q.shape[-3:], min(size, k.shape[-2])
     if T == 0:
-        return q @ state[:, :, None], state.clone()
-    if log_decay is not None and log_decay.shape[-1] > 1:
+        return q @ state.unsqueeze(-3), state.clone()
+    by_channel = log_decay is not None and log_decay.shape[-1] > 1
+    if by_channel:
         size = 1 << (size - 1).bit_length()
     output_nans, state_nans = _nan_markers(q, k, v, log_decay)
     q, k, v = (torch.where(x.isfinite(), x, 0) for x in (q, k, v))
     q = torch.unflatten(
-        split_into_chunks(q.movedim(2, 3).flatten(3), size), -1, (R, D)
-    )  # [B,G,n,C,R,D]
+        split_into_chunks(q.movedim(-3, -2).flatten(-2), size), -1, (R, D)
+    )  # [B,G,P or 1,n,C,R,D]
     k, v, g = split_into_chunks(k, size), split_into_chunks(v, size), None
     if log_decay is not None:
         g = split_into_chunks(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
-    out = within_chunks(q, k, v, g)  # [B,G,n,C,R,E]
+    out = within_chunks(q, k, v, g)  # [B,G,P,n,C,R,E]
     chunk_states, state = _chunk_states(k, v, g, state)
-    q = q if g is None else q * decay_since_start(g)[..., None, :]
-    out = out + torch.unflatten(q.flatten(3, 4) @ chunk_states, 3, (size, R))
-    out = out.flatten(2, 3)[:, :, :T].movedim(3, 2)  # [B,G,R,T,E]
+    start = None if g is None else decay_since_start(g)[..., None, :]  # [B,G,P,n,C,1,D or 1]
+    if start is not None and by_channel:
+        q = q * start
+    earlier = _over_chunks(q.flatten(-3, -2), chunk_states)
+    earlier = torch.unflatten(earlier, -2, (size, R))
+    if start is not None and not by_channel:
+        earlier = earlier * start
+    out = (out + earlier).flatten(-4, -3)[..., :T, :, :].movedim(-2, -3)  # [B,G,P,R,T,E]
     return out + output_nans, state + state_nans
+
+
+def _over_chunks(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b for tensors `[B, G, P or 1, n, ...]`, where value heads may share a."""
+    if a.shape[2] == b.shape[2]:
+        return a @ b
+    return torch.einsum("bgnij,bgpnjl->bgpnil", a[:, :, 0], b)
 
 
 def _chunk_states(
     k: Tensor, v: Tensor, g: Tensor | None, state: Tensor
-) -> tuple[Float[Tensor, "B G n D E"], Float[Tensor, "B G D E"]]:
+) -> tuple[Float[Tensor, "B G P n D E"], Float[Tensor, "B G P D E"]]:
     """Return the state before each of the n chunks, and the state after the last chunk."""
-    writes = (k if g is None else k * decay_until_end(g)).mT @ v
-    remaining = None if g is None else decay_since_start(g)[..., -1, :, None]  # [B,G,n,D or 1,1]
+    if g is not None:
+        until_end = decay_until_end(g)
+        k, v = (k * until_end, v) if g.shape[-1] > 1 else (k, v * until_end)
+    writes = _over_chunks(k.mT, v)
+    remaining = None if g is None else decay_since_start(g)[..., -1, :, None]  # [...,n,D or 1,1]
     states = []
-    for i in range(writes.shape[2]):
+    for i in range(writes.shape[-3]):
         states.append(state)
-        state = (state if remaining is None else state * remaining[:, :, i]) + writes[:, :, i]
-    return torch.stack(states, 2), state
+        state = state if remaining is None else state * remaining[..., i, :, :]
+        state = state + writes[..., i, :, :]
+    return torch.stack(states, -3), state
 
 
 def _nan_markers(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
-) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
+) -> tuple[Float[Tensor, "B G P R T E"], Float[Tensor, "B G P D E"]]:
     """Return NaN for each output and each entry of the state that a non-finite input would affect
     in the recurrence, and 0 for all others; an infinity counts as NaN.
 
@@ -432,37 +463,37 @@ def _nan_markers(
     """
     rows, columns = 0 * k.detach(), 0 * v.detach()
     if g is not None:
-        rows = rows.masked_fill(~(g.detach() < torch.inf), torch.nan)
-    outputs = (rows.sum(-1, keepdim=True) + columns).cumsum(2)[:, :, None]
+        rows = torch.where(g.detach() < torch.inf, rows, torch.nan)
+    outputs = (rows.sum(-1, keepdim=True) + columns).cumsum(-2).unsqueeze(-3)
     query_nans = (0 * q.detach()).sum(-1, keepdim=True)
-    return outputs + query_nans, rows.sum(2)[..., None] + columns.sum(2)[..., None, :]
+    return outputs + query_nans, rows.sum(-2)[..., None] + columns.sum(-2)[..., None, :]
 
 
 def linear_recurrence(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
-    v: Float[Tensor, "B G T E"],
-    log_decay: Float[Tensor, "#B G T #D"] | None,
-    state: Float[Tensor, "B G D E"],
+    v: Float[Tensor, "B N T E"],
+    log_decay: Float[Tensor, "#B N T #D"] | None,
+    state: Float[Tensor, "B N D E"],
     *,
     form: str,
     chunk: int,
-) -> tuple[Float[Tensor, "B H T E"], Float[Tensor, "B G D E"]]:
-    """Compute S <- diag(exp(g)) S + k v^T, o = S^T q in the dtype of the state; query head h uses
-    state h // (H/G).
+) -> tuple[Float[Tensor, "B O T E"], Float[Tensor, "B N D E"]]:
+    """Compute S <- diag(exp(g)) S + k v^T, o = S^T q in the dtype of the state, for the heads that
+    `value_heads` describes.
 
     Args:
         q: queries `[B, H, T, D]`.
         k: keys `[B, G, T, D]`.
-        v: values `[B, G, T, E]`.
+        v: values `[B, N, T, E]`.
         log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
             all channels, or None.
-        state: S `[B, G, D, E]` before the first token.
+        state: S `[B, N, D, E]` before the first token.
         form: "auto", "recurrent", "chunk" or "parallel".
         chunk: the number of tokens in a chunk.
 
     Returns:
-        The outputs `[B, H, T, E]`, and the state after the last token.
+        The outputs `[B, max(H, N), T, E]`, and the state after the last token.
 
     >>> k = torch.ones(1, 1, 3, 1)
     >>> zeros = torch.zeros(1, 1, 1, 1)
@@ -471,13 +502,27 @@ def linear_recurrence(
     [1.0, 2.0, 3.0]
     """
     G, T = k.shape[1:3]
-    queries = torch.unflatten(q, 1, (G, -1)).to(state.dtype)
-    k, v = k.to(state.dtype), v.to(state.dtype)
-    g = None if log_decay is None else log_decay.to(state.dtype)
-    size = chunk_size(form, chunk, T)
+    queries, keys, values = group_heads(*(x.to(state.dtype) for x in (q, k, v)))
+    g = None if log_decay is None else split_value_heads(log_decay.to(state.dtype), G)
+    grouped, size = split_value_heads(state, G), chunk_size(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):
         if size is None:
-            out, state = recurrent(queries, k, v, g, state)
+            out, S = recurrent(queries, keys, values, g, grouped)
+        elif g is None and queries.shape[2] < values.shape[2]:
+            out, S = _chunked_as_columns(queries, keys, values, grouped, size)
         else:
-            out, state = chunked(queries, k, v, g, state, size)
-    return out.flatten(1, 2), state
+            out, S = chunked(queries, keys, values, g, grouped, size)
+    return out.flatten(1, 3), S.flatten(1, 2)
+
+
+def _chunked_as_columns(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, size: int
+) -> tuple[Tensor, Tensor]:
+    """Compute `chunked` without a decay, where the value heads of a key head share queries and
+    keys: they are the columns of one value head with P E channels.
+    """
+    P, E = v.shape[2], v.shape[-1]
+    v, state = (x.movedim(2, -2).flatten(-2)[:, :, None] for x in (v, state))  # [B,G,1,...,P*E]
+    out, state = chunked(q, k, v, None, state, size)
+    out, state = (torch.unflatten(x, -1, (P, E))[:, :, 0].movedim(-2, 2) for x in (out, state))
+    return out, state

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from regard import biases, masks, units
 from regard.biases import Bias
-from regard.masks import EMPTY, FULL, Mask
+from regard.masks import EMPTY
 from regard.ops.softmax.bias_gradient import bias_terms
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.score_rules import why_not_pairs
 from regard.scores import PairRule, to_score_mod
-from regard.span import Positions, Span, as_tensor, slice_positions
+from regard.span import Span, as_tensor, slice_positions
 
 BLOCK_SIZE = 128
 """The side of a block of the mask, and the shortest length on CUDA; for shorter inputs the
@@ -36,11 +36,6 @@ other kernels are as fast.
 CUDA_HEAD_DIMS = (16, 256)
 """The smallest and the largest head dimension of the generated CUDA kernel."""
 
-MAX_RANGES = 8
-"""The largest number of key ranges per query that are evaluated as ranges; a mask with more, or
-without ranges, is evaluated from a table of bools.
-"""
-
 MAX_TABLE_BYTES = 2**26
 """The largest table of bools of a mask on CUDA, in bytes."""
 
@@ -48,7 +43,6 @@ MAX_CPU_BYTES = 2**32
 """The largest size in bytes of the scores on a CPU, where all of them are in memory at once."""
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class FlexKernel:
@@ -196,75 +190,11 @@ def block_mask(call: Call) -> Any:
     q, k = call.q_positions, call.k_positions
     is_constant = isinstance(q, Span) and isinstance(k, Span) and call.mask.is_static
     # a mask with tensors may change and is not cached
-    build = _block_mask_cached if is_constant else _block_mask
-    return build(call.mask, q, k, call.q.device, (call.T, call.S))
+    build = _block_mask_cached if is_constant else masks.to_block_mask
+    return build(call.mask, q, k, block_size=BLOCK_SIZE, device=call.q.device)
 
 
-def _block_mask(
-    mask: Mask, q: Positions, k: Positions, device: torch.device, lengths: tuple[int, int]
-) -> Any:
-    """Build the `BlockMask`: the partial and the full blocks of the mask, and the mask as a
-    function of indices.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    tiles = mask.tiles(q, k, (BLOCK_SIZE, BLOCK_SIZE), device=device)
-    some, full = tiles != EMPTY, tiles == FULL
-    for dim, length in ((2, lengths[0]), (3, lengths[1])):
-        if length % BLOCK_SIZE:  # a block that extends past the end is not full: its tail is masked
-            full = full.clone()
-            full.select(dim, -1).fill_(False)
-    return BlockMask.from_kv_blocks(
-        *_block_indices(some & ~full),
-        *_block_indices(full),
-        BLOCK_SIZE=BLOCK_SIZE,
-        mask_mod=mask_mod(mask, q, k, device),
-        seq_lengths=lengths,
-    )
-
-
-_block_mask_cached = lru_cache(32)(_block_mask)
-
-
-def mask_mod(mask: Mask, q: Positions, k: Positions, device: torch.device) -> MaskMod:
-    """Return the mask as a function of indices (batch, head, query, key) for FlexAttention. It
-    compares positions with the key ranges of the query, or looks them up in a table of bools where
-    the mask has no ranges or more than `MAX_RANGES`.
-    """
-    intervals = mask.intervals(q, device=device)
-    if intervals is None or not 0 < intervals.starts.shape[-1] <= MAX_RANGES:
-        table = mask.block(q, k, device=device)
-        b_step, h_step = (int(n > 1) for n in table.shape[:2])
-
-        def by_table(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return table[b * b_step, h * h_step, i, j]
-
-        return by_table
-    largest = torch.iinfo(torch.int32).max
-    starts, stops = (
-        [y.contiguous() for y in x.clamp(-largest, largest).to(torch.int32).unbind(-1)]
-        for x in (intervals.starts, intervals.stops)
-    )
-    keys = as_tensor(k, device).to(torch.int32)
-    row_step, (b_step, h_step) = int(keys.shape[0] > 1), (int(n > 1) for n in starts[0].shape[:2])
-
-    def by_range(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        position = keys[b * row_step, j]
-        visible = position < 0
-        for start, stop in zip(starts, stops, strict=True):
-            index = (b * b_step, h * h_step, i)
-            visible = visible | ((position >= start[index]) & (position < stop[index]))
-        return visible & (position >= 0)
-
-    return by_range
-
-
-def _block_indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert a bool table of blocks `[b, h, nQ, nK]` to the number of chosen blocks in each row
-    `[b, h, nQ]`, and the block indices `[b, h, nQ, nK]` of each row, the chosen ones first.
-    """
-    order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+_block_mask_cached = lru_cache(32)(masks.to_block_mask)
 
 
 def score_mod(call: Call) -> ScoreMod | None:

@@ -1,0 +1,300 @@
+"""Recurrences with more value heads than key heads: every operation and form against Python loops
+on repeated queries and keys, and against the gated delta rule of transformers' Qwen3-Next.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.errors import ArgumentError
+from regard.linear import delta_rule, gated_delta_rule, gated_linear, linear_attention, retention
+from regard.ops.linear.value_heads import shared_matmul
+from regard.span import Span
+from tests.oracles.delta import delta, delta_plain
+from tests.oracles.linear import linear
+from tests.rules import GRADIENT, assert_close_rule
+
+FORMS = ("recurrent", "chunk", "parallel", "auto")
+HEADS = [(2, 2, 6), (1, 1, 4), (2, 2, 2), (4, 2, 4), (8, 2, 4), (2, 1, 4), (2, 1, 2), (4, 1, 2)]
+"""Query, key and value heads: shared queries, queries of their own, and several for each state."""
+
+
+class Inputs(NamedTuple):
+    """Float64 tensors of one call; g holds a log decay for each channel of a key."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor
+
+    def part(self, first: int, stop: int) -> Inputs:
+        return Inputs(*(x[:, :, first:stop] for x in self))
+
+
+def inputs(heads: tuple[int, int, int], T: int = 11, D: int = 4, E: int = 3) -> Inputs:
+    H, G, N = heads
+    draw: Any = {
+        "dtype": torch.float64,
+        "generator": torch.Generator().manual_seed(H + 10 * G + 100 * N),
+    }
+    return Inputs(
+        torch.randn(2, H, T, D, **draw),
+        F.normalize(torch.randn(2, G, T, D, **draw), dim=-1),
+        torch.randn(2, N, T, E, **draw),
+        torch.randn(2, N, T, **draw).sigmoid(),
+        -torch.randn(2, N, T, D, **draw).exp(),
+    )
+
+
+def repeated(x: Inputs) -> Inputs:
+    """The same call with a key of its own for each state: output o reads state o // (O/N) with
+    query o // (O/H), and state n has key n // (N/G).
+    """
+    H, G, N = (y.shape[1] for y in x[:3])
+    O = max(H, N)
+    q = torch.stack([x.q[:, o // (O // H)] for o in range(O)], 1)
+    k = torch.stack([x.k[:, n // (N // G)] for n in range(N)], 1)
+    return x._replace(q=q, k=k)
+
+
+class Operation(NamedTuple):
+    """One recurrence, and its definition for repeated heads: (output, state)."""
+
+    run: Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
+    exact: Callable[[Inputs], tuple[Tensor, ...]]
+
+
+def _gammas(N: int) -> Tensor:
+    return torch.linspace(0.2, 0.95, N, dtype=torch.float64)
+
+
+OPERATIONS = {
+    "linear attention": Operation(
+        lambda x, **o: linear_attention(*x[:3], **o),
+        lambda x: linear(*x[:3], feature_map="elu+1", normalise=True)[:3],
+    ),
+    "linear attention, sums": Operation(
+        lambda x, **o: linear_attention(*x[:3], feature_map="identity", normalise=False, **o),
+        lambda x: linear(*x[:3])[:2],
+    ),
+    "retention": Operation(
+        lambda x, **o: retention(*x[:3], decay=_gammas(x.v.shape[1]), scale=1.0, **o),
+        lambda x: linear(
+            *x[:3], log_decay=_gammas(x.v.shape[1]).log()[:, None, None].expand_as(x.g)
+        )[:2],
+    ),
+    "gated linear": Operation(
+        lambda x, **o: gated_linear(*x[:3], x.g, scale=1.0, **o),
+        lambda x: linear(*x[:3], log_decay=x.g)[:2],
+    ),
+    "gated linear by head": Operation(
+        lambda x, **o: gated_linear(*x[:3], x.g[..., :1], scale=1.0, **o),
+        lambda x: linear(*x[:3], log_decay=x.g[..., :1].expand_as(x.g))[:2],
+    ),
+    "delta": Operation(
+        lambda x, **o: delta_rule(*x[:4], scale=1.0, **o), lambda x: delta(*x[:4], scale=1.0)[:2]
+    ),
+    "gated delta": Operation(
+        lambda x, **o: gated_delta_rule(*x[:4], x.g[..., 0], scale=1.0, **o),
+        lambda x: delta(*x[:4], x.g[..., 0], scale=1.0)[:2],
+    ),
+    "kda": Operation(
+        lambda x, **o: gated_delta_rule(*x[:4], x.g, scale=1.0, **o),
+        lambda x: delta(*x[:4], x.g, scale=1.0)[:2],
+    ),
+}
+
+
+def assert_same(x: Tensor, y: Tensor) -> None:
+    """fp64 against fp64: sums of a few dozen products of order 1."""
+    assert x.shape == y.shape
+    assert float((x - y).detach().abs().max()) <= 1e-12 * (1 + float(y.detach().abs().max()))
+
+
+@pytest.mark.full(keep="each")
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_form_is_the_definition_on_repeated_heads(
+    name: str, heads: tuple[int, int, int]
+) -> None:
+    run, exact = OPERATIONS[name]
+    x = inputs(heads)
+    out, *state = exact(repeated(x))
+    assert out.shape[1] == max(heads[0], heads[2])
+    for form in FORMS:
+        for chunk in (1, 3, 64) if form == "chunk" else (64,):
+            found, after = run(x, form=form, chunk=chunk)
+            assert_same(found, out)
+            assert_same(after[0], state[0])
+            if len(after) == 2:  # one normaliser for each key head
+                assert after[1].shape[1] == heads[1]
+                assert_same(after[1].repeat_interleave(heads[2] // heads[1], 1), state[1])
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_parts_of_a_text_give_the_whole(name: str) -> None:
+    run, x = OPERATIONS[name].run, inputs((2, 2, 6), T=23)
+    whole, state = run(x, form="recurrent")
+    after, outputs = None, []
+    for first, stop in ((0, 1), (1, 14), (14, 14), (14, 23)):
+        out, after = run(x.part(first, stop), state=after, chunk=4)
+        outputs.append(out)
+    assert_same(torch.cat(outputs, 2), whole)
+    assert after is not None
+    for found, want in zip(after, state, strict=True):
+        assert_same(found, want)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_empty_slots_write_nothing(name: str) -> None:
+    run, x = OPERATIONS[name].run, inputs((2, 2, 4), T=9)
+    positions = torch.tensor([[-1, 0, 1, -1, 2, 3, 4, -1, -1], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    poisoned = Inputs(*(y.clone() for y in x))
+    for y in poisoned[:3]:
+        y[0, :, [0, 3, 7, 8]] = torch.nan
+    out, state = run(poisoned, k_positions=positions, form="chunk", chunk=4)
+    filled = [1, 2, 4, 5, 6]
+    alone, after = run(Inputs(*(y[:1, :, filled] for y in x)))
+    assert_same(out[:1, :, filled], alone)
+    assert not out[0, :, [0, 3, 7, 8]].any()
+    assert_same(state[0][:1], after[0])
+    assert_same(out[1:], run(Inputs(*(y[1:] for y in x)), k_positions=Span(0, 9))[0])
+
+
+@pytest.mark.full(keep="each")
+@pytest.mark.parametrize("heads", [(2, 2, 6), (4, 2, 4), (2, 1, 4)], ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_gradients_are_those_of_repeated_heads(name: str, heads: tuple[int, int, int]) -> None:
+    run, x = OPERATIONS[name].run, inputs(heads)
+    leaves = Inputs(*(y.clone().requires_grad_() for y in x))
+    used = [y for i, y in enumerate(leaves) if i < 3 or (i == 3) == ("delta" in name)]
+    generator = torch.Generator().manual_seed(5)
+    want = None
+    for x, form in ((repeated(leaves), "recurrent"), (leaves, "chunk"), (leaves, "recurrent")):
+        out, state = run(x, form=form, chunk=4)
+        generator.manual_seed(5)
+        weight = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        loss = (out * weight).sum() + state[0].square().sum()
+        found = torch.autograd.grad(loss, used, allow_unused=True)
+        if want is None:
+            want = found
+        for a, b in zip(found, want, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None and b is not None:
+                assert_same(a, b)
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_rule(form: str, dtype: torch.dtype) -> None:
+    x = inputs((2, 2, 6), T=70, D=16, E=8)
+    x = Inputs(*(y.to(dtype).double() for y in x))
+    whole = repeated(x)._replace(g=x.g[..., 0])
+    exact, state = delta(*whole)[:2]
+    low = Inputs(*(y.to(dtype) for y in x))
+    out, (S,) = gated_delta_rule(*low[:4], low.g[..., 0], form=form)
+    typed = [y.to(dtype) for y in whole]
+    plain, plain_state = zip(
+        *(delta_plain(*typed, erase_first=first) for first in (False, True)), strict=True
+    )
+    assert_close_rule(out, list(plain), exact, factor=2.0)
+    single = [y.float() for y in whole]
+    plain_state = [delta_plain(*single, erase_first=first)[1] for first in (False, True)]
+    assert_close_rule(S, plain_state, state, factor=GRADIENT)
+
+
+def test_other_heads_are_far() -> None:
+    """A negative control: keys in turn, 0 1 0 1, where they are shared by neighbours, 0 0 1 1."""
+    x = inputs((2, 2, 4))
+    want, _ = gated_delta_rule(*x)
+    wrong = x._replace(q=x.q.repeat(1, 2, 1, 1), k=x.k.repeat(1, 2, 1, 1))
+    assert float((gated_delta_rule(*wrong)[0] - want).abs().max()) > 0.1
+    right, _ = gated_delta_rule(*repeated(x))
+    assert_same(right, want)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_nan_stays_in_its_head(name: str) -> None:
+    run, x = OPERATIONS[name].run, inputs((2, 2, 6))
+    clean, _ = run(x, chunk=4)
+    x.v[0, 4, 5, 1] = torch.nan  # value head 4, of key head 1
+    out, (S, *_) = run(x, chunk=4)
+    assert out[0, 4, 5:, 1].isnan().all()
+    assert float((out - clean)[0, 4, :5].abs().max()) < 1e-9
+    other = [h for h in range(6) if h != 4]
+    assert float((out - clean)[:, other].abs().max()) < 1e-9
+    assert S[0, 4, :, 1].isnan().all()
+    assert not S[:, other].isnan().any()
+
+
+@pytest.mark.parametrize("T", [1, 70])
+def test_transformers_qwen3_next(T: int) -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    x = Inputs(*(y.float() for y in inputs((4, 4, 8), T=T, D=16, E=8)))
+    turned = [y.transpose(1, 2) for y in (*x[:3], x.g[..., 0], x.beta)]
+    exact, exact_state = delta(
+        *repeated(Inputs(*(y.double() for y in x)))[:4], x.g[..., 0].double()
+    )[:2]
+    plain, plain_state = [], []
+    for function in (
+        modeling.torch_recurrent_gated_delta_rule,
+        modeling.torch_chunk_gated_delta_rule,
+    ):
+        out, state = function(*turned, output_final_state=True)
+        plain.append(out.transpose(1, 2))
+        plain_state.append(state)
+    for form in FORMS:
+        out, (S,) = gated_delta_rule(*x[:4], x.g[..., 0], form=form)
+        assert_close_rule(out, plain, exact)
+        assert_close_rule(S, plain_state, exact_state)
+
+
+def test_compiles_in_one_graph() -> None:
+    x = Inputs(*(y.float() for y in inputs((2, 2, 4), T=20)))
+    program = torch.compile(gated_delta_rule, fullgraph=True, backend="eager")
+    out, (S,) = program(*x[:4], x.g[..., 0])
+    want, (state,) = gated_delta_rule(*x[:4], x.g[..., 0])
+    torch.testing.assert_close(out, want)
+    torch.testing.assert_close(S, state)
+
+
+def test_a_shared_matrix_is_not_copied() -> None:
+    a, b = torch.randn(2, 3, 1, 5, 4), torch.randn(2, 3, 6, 4, 7)
+    torch.testing.assert_close(shared_matmul(a, b), a @ b)
+    own = torch.randn(2, 3, 6, 5, 4)
+    assert shared_matmul(own, b).equal(own @ b)
+
+
+def test_wrong_heads_are_refused() -> None:
+    x = inputs((2, 2, 4))
+    cases = {
+        "value heads 3 must be a multiple of key heads 2, because each key head serves the same "
+        "number of value heads": (x.q, x.k, x.v[:, :3]),
+        "value heads 1 must be a multiple of key heads 2, because each key head serves the same "
+        "number of value heads": (x.q, x.k, x.v[:, :1]),
+        "query heads 3 and value heads 2 do not fit; one must be a multiple of the other, because "
+        "each output reads one state with one query": (
+            x.q[:, [0, 1, 1]],
+            x.k[:, :1],
+            x.v[:, :2],
+        ),
+    }
+    for message, (q, k, v) in cases.items():
+        with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
+            retention(q, k, v)
+    with pytest.raises(ArgumentError, match=re.escape("beta is (2, 2, 11); it must be (2, 4, 11)")):
+        delta_rule(x.q, x.k, x.v, x.beta[:, :2])
+    with pytest.raises(ArgumentError, match="one number per value head and token"):
+        delta_rule(x.q, x.k, x.v, x.beta[:, :2])
+    with pytest.raises(ArgumentError, match="one factor per value head"):
+        retention(x.q, x.k, x.v, decay=torch.ones(2))
+    with pytest.raises(ArgumentError, match=re.escape("it must be torch.float64 (2, 4, 4, 3)")):
+        retention(x.q, x.k, x.v, state=(torch.zeros(2, 2, 4, 3, dtype=torch.float64),))
