@@ -29,11 +29,13 @@ from torch import Tensor, nn
 from regard.deprecation import renamed
 from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
+from regard.integrations.pytorch.module_places import open_places
 from regard.masks import Causal, Dense, Mask
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.process_state import is_compiling
 from regard.span import Span
+from regard.tracing import is_tracing
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,6 +63,7 @@ NOT_MASKED_ATTENTION = (
 
 _torch_attention = F.scaled_dot_product_attention
 _torch_mha = torch._native_multi_head_attention
+_torch_mha_forward = F.multi_head_attention_forward
 _torch_encoder = torch._transformer_encoder_layer_fwd
 
 
@@ -239,6 +242,11 @@ def _remove_replacements() -> None:
             names[name] = original
 
 
+def _is_observed() -> bool:
+    """Whether a trace of this thread may capture, edit or record the calls of torch."""
+    return is_tracing() and bool(_contexts.open or open_places() is not None)
+
+
 @wraps(_torch_attention)
 def _attention(
     query: Tensor,
@@ -250,6 +258,19 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
+    if _is_observed() and not is_compiling():
+        from regard.integrations.pytorch.observed_call import observe_attention
+
+        return observe_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     if not is_compiling() and (contexts := _contexts.open):
         # a small call takes torch 3 microseconds: three sizes are compared before anything else
         if (
@@ -401,7 +422,25 @@ def _mha(
     average_attn_weights: bool = True,  # noqa: FBT001, FBT002
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    if _is_active(query) and not need_weights and query is key is value:
+    if _is_observed() and not is_compiling():
+        from regard.integrations.pytorch.observed_call import observe_fused_multi_head
+
+        observed = observe_fused_multi_head(
+            query,
+            key,
+            value,
+            num_head,
+            qkv_weight,
+            qkv_bias,
+            (proj_weight, proj_bias),
+            mask,
+            mask_type,
+            need_weights=need_weights,
+            average=average_attn_weights,
+        )
+        if observed is not None:
+            return observed
+    elif _is_active(query) and not need_weights and query is key is value:
         z = _self_attention(query, num_head, qkv_weight, qkv_bias, mask, mask_type)
         if z is not None:
             return F.linear(z, proj_weight, proj_bias), None
@@ -420,6 +459,16 @@ def _mha(
         average_attn_weights,
         mask_type,
     )
+
+
+@wraps(_torch_mha_forward)
+def _mha_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    if _is_observed() and not is_compiling():
+        from regard.integrations.pytorch.observed_call import observe_multi_head
+
+        return observe_multi_head(*args, **kwargs)
+    result: tuple[Tensor, Tensor | None] = _torch_mha_forward(*args, **kwargs)
+    return result
 
 
 @wraps(_torch_encoder)
@@ -510,7 +559,7 @@ def _self_attention(
     """
     B, T, width = x.shape
     small = B * T * T * width * 2 < MIN_PRODUCTS
-    if (small and not _contexts.always) or not x.is_cpu:
+    if (small and not _contexts.always and not is_tracing()) or not x.is_cpu:
         _contexts.count_torch(SMALL)
         return None
     keep = None
@@ -528,6 +577,7 @@ def _self_attention(
 _REPLACEMENTS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
     (_torch_attention, _attention),
     (_torch_mha, _mha),
+    (_torch_mha_forward, _mha_forward),
     (_torch_encoder, _encoder),
 )
 _EXEMPT_MODULES = frozenset(
