@@ -178,7 +178,8 @@ def _metadata(model: Any) -> dict[str, str]:
     parameter = next(inner.parameters(), None) if isinstance(inner, nn.Module) else None
     config = getattr(model, "config", None)
     types = getattr(type(config), "model_types", (getattr(config, "model_type", None),))
-    about = {"model": types[0] or type(config).__module__.rpartition(".")[2]}
+    kind = type(model).__name__ if config is None else type(config).__module__.rpartition(".")[2]
+    about = {"model": types[0] or kind}
     if parameter is not None:
         about |= {
             "dtype": str(parameter.dtype).removeprefix("torch."),

@@ -248,7 +248,8 @@ def _observe(
             result, kernel = _with_torch_dropout(call, dropout)
         else:
             # the weights that a module returns need the lse; else the choice does not change
-            chosen, call = choose_kernel(replace(call, wants_lse=_requests.box is not None))
+            wants_lse = call.wants_lse or _requests.box is not None
+            chosen, call = choose_kernel(replace(call, wants_lse=wants_lse))
             result, kernel = run_on_kernel(chosen, call), chosen.name
         override._contexts.count_kernel(kernel)
         if places is not None:
@@ -412,13 +413,13 @@ def observe_fused_multi_head(
 def observe_call(
     tensors: tuple[Tensor, Tensor, Tensor],
     as_call: Callable[[Tensor, Tensor, Tensor], Call | None],
+    *,
+    place: str,
 ) -> ObservedCall | str:
-    """Pass a call with tensors `[B, H, T, D]` at the current place through taps and a kernel, or
-    return why that is not possible.
+    """Pass a call with tensors `[B, H, T, D]` through taps and a kernel, or return why that is not
+    possible.
     """
     q, k, v = tensors
-    places = open_places()
-    place = "" if places is None else places.next_place()
     why = _why_unreadable(q, k, v)
     if why is not None:
         return why

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar, overload
 
 import torch
@@ -220,7 +220,7 @@ def _install_replacements() -> None:
         _users += 1
         if _users > 1:
             return
-        new = {id(original): function for original, function in _REPLACEMENTS}
+        new = {id(original): function for original, function in _replacements()}
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", None)
             if names is None or names.get("__name__") in _EXEMPT_MODULES:
@@ -572,6 +572,33 @@ def _self_attention(
         for part in F.linear(x, weight, bias).chunk(3, dim=-1)
     )
     return _attention(q, k, v, attn_mask=keep).transpose(1, 2).flatten(2)
+
+
+_FLEX_MODULE = "torch.nn.attention.flex_attention"
+"""The module of `flex_attention`, which torch imports late."""
+
+
+def _replacements() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Return the functions of torch that are replaced, each with its replacement."""
+    flex = sys.modules.get(_FLEX_MODULE)
+    if flex is None:
+        return list(_REPLACEMENTS)
+    return [*_REPLACEMENTS, (flex.flex_attention, _flex_replacement(flex.flex_attention))]
+
+
+@cache
+def _flex_replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of `flex_attention`."""
+
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not (_contexts.open or _is_observed()):
+            return original(*args, **kwargs)
+        from regard.integrations.pytorch.flex_calls import flex_attention
+
+        return flex_attention(original, *args, **kwargs)
+
+    return replacement
 
 
 _REPLACEMENTS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch import override
 from regard.integrations.pytorch.module_places import ModulePlaces, opened
-from regard.integrations.pytorch.observed_call import observe_attention
+from regard.integrations.pytorch.observed_call import leave_to_torch, observe_attention
 from regard.tracing import is_tracing
 
 BY_REFERENCE = (
@@ -64,12 +65,24 @@ class _PastTheFunctions(TorchDispatchMode):
                 return observe_attention(*args, **kwargs)
             if func is _FUSED and not torch.is_grad_enabled():
                 return self._fused(*args, **kwargs)
-            if func in _OTHER_KERNELS or func is _FUSED or str(func) == "flex_attention":
+            if str(func) == "flex_attention":
+                return self._flex(func, *args, **kwargs)
+            if func in _OTHER_KERNELS or func is _FUSED:
                 why = BY_REFERENCE.format(str(func).removeprefix("aten.").removesuffix(".default"))
                 self._places.unrecorded[self._places.next_place(), why] += 1
             elif func is _SOFTMAX and args[0].ndim > 2:
                 self._places.written_out[self._places.here] = tuple(args[0].shape)
         return func(*args, **kwargs)
+
+    def _flex(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Observe the operator of `flex_attention`."""
+        from regard.integrations.pytorch.flex_calls import observe_flex_operator
+
+        place = self._places.next_place()
+        result = observe_flex_operator(*args, **kwargs, place=place)
+        if not isinstance(result, str):
+            return result
+        return leave_to_torch(place, result, lambda: function(*args, **kwargs))
 
     def _fused(
         self,
@@ -120,6 +133,7 @@ def watch(model: nn.Module) -> Iterator[ModulePlaces]:
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is {type(model).__name__}; it must be an nn.Module")
     places = ModulePlaces(getattr(model, "_orig_mod", model))
+    importlib.import_module(override._FLEX_MODULE)  # a model may import it within the block
     with ExitStack() as stack:
         override._install_replacements()
         stack.callback(override._remove_replacements)
