@@ -139,9 +139,8 @@ def _named_arguments(
             f"record got {plural(len(inputs), 'input')} for a {type(model).__name__}; give its text"
         )
     given = {**dict(zip(("text", "target"), inputs, strict=False)), **arguments}
-    check_keyword_names(
-        "record", given, ("text", *_DEFAULTS, "labels", *RecordingOptions.__annotations__)
-    )
+    options = (*_DEFAULTS, "labels", *RecordingOptions.__annotations__)
+    check_keyword_names("record", given.keys() - {"text"}, options)
     for name, value in given.items():
         default = _DEFAULTS.get(name)
         if name != "text" and name not in allowed and value is not None and value != default:
