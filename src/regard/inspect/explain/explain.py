@@ -283,14 +283,15 @@ def explain(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
     """
     if isinstance(model, (Recording, nn.Module)):
-        for name, value in (("call", call), ("target", target)):
+        given: tuple[tuple[str, object], ...] = (("call", call), ("target", target))
+        for name, value in given:
             if value is not None:
                 raise ArgumentError(
                     f"{name} does not apply to a {type(model).__name__}; leave it out"
                 )
         return _explain_recorded(model, text, labels, place, layer, head, query, key, batch)
-    for name, value in (("labels", labels), ("batch", batch or None)):
-        if value is not None:
+    for name, is_given in (("labels", labels is not None), ("batch", batch != 0)):
+        if is_given:
             raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
     prepared = model if isinstance(model, PreparedRun) else prepare_run(model, text, target)
     site = prepared.site(layer, place)
@@ -327,14 +328,11 @@ def _explain_recorded(
                 "text and labels do not apply to a Recording, which has its own; leave them out"
             )
         found = model
-    where: int | str = place if place is not None else layer or 0
-    name = found[where].name
+    name = found[place if place is not None else layer or 0].name
     if isinstance(model, nn.Module):
         path = name.partition(".call")[0].partition(".part")[0]
         mechanism = type(dict(model.named_modules()).get(path, model)).__name__
-    return explain_recorded_row(
-        found, name, head, query, key, batch=batch, mechanism=mechanism
-    )
+    return explain_recorded_row(found, name, head, query, key, batch=batch, mechanism=mechanism)
 
 
 @dataclass(frozen=True, eq=False)

@@ -92,7 +92,9 @@ def explain_recorded_row(
     steps, softmax, checks = score_and_compare(row)
     seen = step.columns.tolist()
     names = tuple(columns[c] if columns else str(c) for c in seen)
-    j, rule = _find_key(place, i, seen, columns, key, np.where(row.chain.visible, softmax.weights, -1))
+    j, rule = _find_key(
+        place, i, seen, columns, key, np.where(row.chain.visible, softmax.weights, -1)
+    )
     mixed_terms = softmax.weights[:, None] * visible_values(row)
     mixed = mixed_terms.sum(0)
     assert step.out is not None, "checked above"
@@ -132,17 +134,13 @@ def explain_recorded_row(
             row.chain.scale,
             steps,
             row.chain.q * row.chain.k[j],
-            why_masked(
-                step.mask, step.q_positions, own, row.chain.visible, head, step.k_positions
-            ),
+            why_masked(step.mask, step.q_positions, own, row.chain.visible, head, step.k_positions),
         ),
         softmax=softmax,
         output=_output(mixed_terms, mixed, out, head),
         heads=head_patterns(call, head, MAX_PATTERN_TOKENS),
         checks=checks,
-        cost=row_cost(
-            nn.Identity(), sizes, int(row.chain.visible.sum()), step.q.dtype.itemsize
-        ),
+        cost=row_cost(nn.Identity(), sizes, int(row.chain.visible.sum()), step.q.dtype.itemsize),
         counterfactuals=counterfactuals(row, softmax.weights, mixed, j),
     )
 
@@ -158,9 +156,7 @@ def select_batch_row(place: Place, batch: int) -> Place:
     pools = tuple(
         replace(pool, k=pool.k[b], v=None if pool.v is None else pool.v[b]) for pool in place.pools
     )
-    return replace(
-        place, steps=tuple(_select_step(step, b) for step in place.steps), pools=pools
-    )
+    return replace(place, steps=tuple(_select_step(step, b) for step in place.steps), pools=pools)
 
 
 def _select_step(step: RecordedStep, b: slice) -> RecordedStep:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.record.recorder import Recorder
+from regard.inspect.record.recording import UnrecordedCall
 from regard.integrations.pytorch.module_places import ModulePlaces
 from regard.integrations.pytorch.watch import watch
 
@@ -21,20 +22,6 @@ LOOKED_FOR = (
 )
 RECORDED_IMPLEMENTATIONS = ("regard", "sdpa", "flex_attention")
 """The attention implementations of transformers that can be recorded."""
-
-
-class UnrecordedCall(NamedTuple):
-    """Calls at one place that ran in torch and were not recorded.
-
-    Args:
-        place: the path of the module.
-        reason: why they could not be recorded.
-        count: their number.
-    """
-
-    place: str
-    reason: str
-    count: int
 
 
 class SeenCalls(NamedTuple):
@@ -82,8 +69,9 @@ def run_module(
         What was seen, and facts about the run for the `Recording`.
     """
     named = dict(arguments)
-    if len(inputs) == 1 and isinstance(inputs[0], Mapping) and not named.keys() - {"tokens"}:
-        inputs, named = (), {**inputs[0], **named}
+    first = inputs[0] if len(inputs) == 1 else None
+    if isinstance(first, Mapping) and not named.keys() - {"tokens"}:
+        inputs, named = (), {**first, **named}
     run: Any = model
     if is_transformers_model(model):
         inputs, named, run = _transformers_run(model, inputs, named)

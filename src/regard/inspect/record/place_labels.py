@@ -1,4 +1,4 @@
-"""Texts that the caller gives to the rows and columns of recorded places: words, patches, frames."""
+"""Texts of the caller for the rows and columns of recorded places: words, patches, frames."""
 
 from __future__ import annotations
 

@@ -278,6 +278,7 @@ def _run_seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) ->
     """Run an encoder-decoder on a text and a target, or on its own answer."""
     if not isinstance(text, str) and not _are_texts(text):
         raise ArgumentTypeError("text must be a str, or several, for a Seq2Seq")
+    assert not isinstance(text, Tensor), "refused above"
     source, positions = model.encode(text)
     if target is None:
         beams = model.beam_search(source, positions, max_tokens=tokens or 64)

@@ -24,7 +24,6 @@ from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import PatternBlock, Place
 
 if TYPE_CHECKING:
-    from regard.inspect.record.any_module import UnrecordedCall
     from regard.inspect.record.row_sums import RowSums
     from regard.inspect.record.tiles import Pooled
 
@@ -47,6 +46,21 @@ class TopKeys(NamedTuple):
     weights: Tensor
     rest: float
     others: int
+
+
+@dataclass(frozen=True)
+class UnrecordedCall:
+    """Calls at one place that ran in torch and were not recorded.
+
+    Args:
+        place: the path of the module.
+        reason: why they could not be recorded.
+        count: their number.
+    """
+
+    place: str
+    reason: str
+    count: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -320,7 +320,12 @@ def flex_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     result: FlexResult | str = UNUSUAL
     if not invalid and not (aux is not None and aux.max_scores):
         result = run_flex_attention(
-            (q, k, v), given.score_mod, given.block_mask, given.scale, wants_lse=wants_lse, place=place
+            (q, k, v),
+            given.score_mod,
+            given.block_mask,
+            given.scale,
+            wants_lse=wants_lse,
+            place=place,
         )
     if isinstance(result, str):
         return leave_to_torch(place, result, lambda: original(*args, **kwargs))
@@ -368,7 +373,10 @@ def observe_flex_operator(
     Returns:
         The output, the base-2 log-sum-exp and no maxima; or why torch must run the call.
     """
-    mask = _Blocks(blocks[:2], *blocks[2:6], blocks[-3:-1], blocks[-1])
+    counts, indices, full_counts, full_indices = blocks[2:6]
+    mask = _Blocks(
+        blocks[:2], counts, indices, full_counts, full_indices, blocks[-3:-1], blocks[-1]
+    )
     result = run_flex_attention(
         (query, key, value), score_mod, mask, scale, wants_lse=True, place=place
     )

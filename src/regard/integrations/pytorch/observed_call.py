@@ -21,7 +21,8 @@ from torch import Tensor
 
 from regard.integrations.pytorch import override
 from regard.integrations.pytorch.module_places import ModulePlaces, open_places
-from regard.masks import Full, Padding
+from regard.integrations.pytorch.override import NOT_MASKED_ATTENTION
+from regard.masks import Dense, Full, Padding
 from regard.ops.softmax.call import Call, KernelResult, make_call
 from regard.ops.softmax.definition import scores
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
@@ -90,14 +91,17 @@ def observe_attention(
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
 
     def in_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return override._torch_attention(q, k, v, attn_mask, dropout_p, **options)
+        out: Tensor = override._torch_attention(q, k, v, attn_mask, dropout_p, **options)
+        return out
 
+    z: Tensor
     places = open_places()
     place = "" if places is None else places.next_place()
     why = _why_unreadable(query, key, value)
     shaped = None if why else _in_four_dims(query, key, value, attn_mask)
     if shaped is None:
-        return leave_to_torch(place, why or override.NOT_MASKED_ATTENTION, in_torch, query, key, value)
+        z = leave_to_torch(place, why or NOT_MASKED_ATTENTION, in_torch, query, key, value)
+        return z
     needs_box = _requests.box is not None
 
     def as_call(q: Tensor, k: Tensor, v: Tensor) -> Call | None:
@@ -113,19 +117,18 @@ def observe_attention(
         if call is None:
             return None
         call = _with_mask_gradient(call, shaped.mask)
-        return call if places is None else _with_query_positions(call, places, place)
+        return _with_query_positions(call, places or ModulePlaces(torch.nn.Identity()), place)
 
     observed = _observe(place, shaped, as_call, dropout_p)
     if isinstance(observed, str):
-        return leave_to_torch(place, observed, in_torch, query, key, value)
+        z = leave_to_torch(place, observed, in_torch, query, key, value)
+        return z
     if needs_box and _requests.box is not None:
         _requests.box.append(observed)
     return observed.z.reshape(shaped.output_shape)
 
 
-def leave_to_torch(
-    place: str, why: str, function: Callable[..., Any], *tensors: Tensor
-) -> Any:
+def leave_to_torch(place: str, why: str, function: Callable[..., Any], *tensors: Tensor) -> Any:
     """List a call that cannot be observed, and run it in torch."""
     places = open_places()
     if places is not None:
@@ -208,13 +211,17 @@ def _with_mask_gradient(call: Call, mask: Tensor | None) -> Call:
 
 
 def _with_query_positions(call: Call, places: ModulePlaces, place: str) -> Call:
-    """Let the queries of a call continue those of the call before, if its mask depends on the keys
-    alone.
+    """Let the queries of a call continue those of the call before, if its mask does not depend on
+    their positions. A recording takes no positions below 0, so that a rule which is aligned there,
+    in a call with more queries than keys, becomes a table.
     """
-    if not isinstance(call.mask, (Full, Padding)) or not call.T or call.bias is not None:
+    mask, aligned = call.mask, call.q_positions
+    if isinstance(aligned, Span) and aligned.start < 0 and not isinstance(mask, (Full, Padding)):
+        mask = Dense(mask.block(aligned, call.k_positions, device=call.q.device))
+    if not isinstance(mask, (Full, Padding, Dense)) or not call.T:
         return call
     start = places.first_position(place, call.k, call.T)
-    return replace(call, q_positions=Span(start, call.T))
+    return replace(call, mask=mask, q_positions=Span(start, call.T))
 
 
 def _observe(
@@ -238,7 +245,7 @@ def _observe(
         q, k, v = tensors.q, tensors.k, tensors.v
         call = as_call(q, k, v)
         if call is None:
-            return override.NOT_MASKED_ATTENTION
+            return NOT_MASKED_ATTENTION
         if dropout and (inner or call.needs):
             return EDITED_WITH_DROPOUT
         edited = tap("q", call.q), tap("k", call.k), tap("v", call.v)
@@ -299,7 +306,9 @@ def with_nan_rows(observed: ObservedCall) -> Tensor:
     lse = observed.result.lse
     assert lse is not None, "an observed call asks for its lse"
     hidden = lse.isneginf()
-    return observed.z.masked_fill(hidden[..., None], torch.nan) if bool(hidden.any()) else observed.z
+    return (
+        observed.z.masked_fill(hidden[..., None], torch.nan) if bool(hidden.any()) else observed.z
+    )
 
 
 _MHA_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
@@ -315,27 +324,29 @@ def observe_multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None
     bound = _MHA_SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
+    result: tuple[Tensor, Tensor | None]
     if not given["need_weights"]:
-        return override._torch_mha_forward(*args, **kwargs)  # type: ignore[no-any-return]
+        result = override._torch_mha_forward(*args, **kwargs)
+        return result
     if given["training"] and given["dropout_p"] > 0:
         places = open_places()
         place = "" if places is None else places.next_place()
-        return leave_to_torch(  # type: ignore[no-any-return]
+        result = leave_to_torch(
             place, WEIGHTS_WITH_DROPOUT, lambda: override._torch_mha_forward(*args, **kwargs)
         )
+        return result
     outer, box = _requests.box, list[ObservedCall]()
     _requests.box = box
     try:
         # with weights torch applies the mask itself, whatever the hint `is_causal` says
-        out, _ = override._torch_mha_forward(
-            **{**given, "need_weights": False, "is_causal": False}
-        )
+        out, _ = override._torch_mha_forward(**{**given, "need_weights": False, "is_causal": False})
     finally:
         _requests.box = outer
     if not box:  # the attention was left to torch, and is listed
         places = open_places()
         with nullcontext() if places is None else places.inside_call():
-            return override._torch_mha_forward(*args, **kwargs)  # type: ignore[no-any-return]
+            result = override._torch_mha_forward(*args, **kwargs)
+        return result
     weights, hidden = weights_of(box[0]), box[0].result.lse
     assert hidden is not None, "an observed call asks for its lse"
     is_batched = given["query"].ndim == 3

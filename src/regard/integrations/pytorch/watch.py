@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -49,7 +49,7 @@ class _PastTheFunctions(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, places: ModulePlaces) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._places = places
 
     def __torch_dispatch__(
