@@ -283,8 +283,8 @@ def explain(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
     """
     if isinstance(model, (Recording, nn.Module)):
-        given: tuple[tuple[str, object], ...] = (("call", call), ("target", target))
-        for name, value in given:
+        not_applicable: tuple[tuple[str, object], ...] = (("call", call), ("target", target))
+        for name, value in not_applicable:
             if value is not None:
                 raise ArgumentError(
                     f"{name} does not apply to a {type(model).__name__}; leave it out"
@@ -321,18 +321,20 @@ def _explain_recorded(
     """Explain a row of a recording, or record a module and explain a row of it."""
     mechanism = "attention"
     if isinstance(model, nn.Module):
-        found = record(model, *(inputs if isinstance(inputs, tuple) else (inputs,)), labels=labels)
+        recording = record(
+            model, *(inputs if isinstance(inputs, tuple) else (inputs,)), labels=labels
+        )
     else:
         if inputs is not None or labels is not None:
             raise ArgumentError(
                 "text and labels do not apply to a Recording, which has its own; leave them out"
             )
-        found = model
-    name = found[place if place is not None else layer or 0].name
+        recording = model
+    name = recording[place if place is not None else layer or 0].name
     if isinstance(model, nn.Module):
         path = name.partition(".call")[0].partition(".part")[0]
         mechanism = type(dict(model.named_modules()).get(path, model)).__name__
-    return explain_recorded_row(found, name, head, query, key, batch=batch, mechanism=mechanism)
+    return explain_recorded_row(recording, name, head, query, key, batch=batch, mechanism=mechanism)
 
 
 @dataclass(frozen=True, eq=False)

@@ -90,10 +90,10 @@ def explain_recorded_row(
     call = QueryCall(place, number, own)
     row = kernel_row(call, head)
     steps, softmax, checks = score_and_compare(row)
-    seen = step.columns.tolist()
-    names = tuple(columns[c] if columns else str(c) for c in seen)
+    visible_columns = step.columns.tolist()
+    names = tuple(columns[c] if columns else str(c) for c in visible_columns)
     j, rule = _find_key(
-        place, i, seen, columns, key, np.where(row.chain.visible, softmax.weights, -1)
+        place, i, visible_columns, columns, key, np.where(row.chain.visible, softmax.weights, -1)
     )
     mixed_terms = softmax.weights[:, None] * visible_values(row)
     mixed = mixed_terms.sum(0)
@@ -121,7 +121,7 @@ def explain_recorded_row(
             notes=(NO_PROJECTION,),
         ),
         tokens=RowTokens(
-            np.array(seen),
+            np.array(visible_columns),
             names,
             as_tensor(step.k_positions)[0].numpy(),
             names_of_rows[i],
@@ -235,7 +235,7 @@ def _step_of(place: Place, row: int) -> tuple[int, int]:
 def _find_key(
     place: Place,
     query: int,
-    seen: list[int],
+    visible_columns: list[int],
     labels: tuple[str, ...],
     key: int | str | None,
     weights: Array,
@@ -243,14 +243,14 @@ def _find_key(
     """Return the index of the key among those of the call, and the rule that chose it."""
     if key is not None:
         column = _index_of("key", key, place.N, labels)
-        if column not in seen:
+        if column not in visible_columns:
             raise ArgumentError(
                 f"key is column {column}, which the call of query {query} does not contain"
             )
-        return seen.index(column), ""
+        return visible_columns.index(column), ""
     others = weights.copy()
     if place.T == place.N:  # self-attention: as for every explanation
-        others[[c in (0, query) for c in seen]] = -1
+        others[[c in (0, query) for c in visible_columns]] = -1
     if others.max(initial=-1) > 0:
         return int(others.argmax()), (
             KEY_RULE if place.T == place.N else "the key with the largest weight"

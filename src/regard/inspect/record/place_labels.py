@@ -56,20 +56,20 @@ def label_places(places: Mapping[str, Place], labels: Labels) -> dict[str, Place
             "lengths do not show which tokens a place has: give a mapping from the names of places "
             f"to their labels; the places are {', '.join(places)}"
         )
-    found = {name: _fitting(place, pair) for name, place in places.items()}
-    found = {name: texts for name, texts in found.items() if any(texts)}
-    if not found:
+    place_labels = {name: _fitting(place, pair) for name, place in places.items()}
+    place_labels = {name: texts for name, texts in place_labels.items() if any(texts)}
+    if not place_labels:
         sizes = ", ".join(f"{name} {place.T} x {place.N}" for name, place in places.items())
         raise ArgumentError(
             f"labels are {len(pair[0])} texts for queries and {len(pair[1])} for keys, which fit "
             f"no place; the places have so many queries x keys: {sizes}"
         )
-    return found
+    return place_labels
 
 
 def _by_name(places: Mapping[str, Place], labels: Mapping[str, Axes]) -> dict[str, PlaceLabels]:
     """Assign the texts of a mapping; of several names that fit a place, the longest counts."""
-    found: dict[str, PlaceLabels] = {}
+    place_labels: dict[str, PlaceLabels] = {}
     used = set()
     for name, place in places.items():
         fitting = [x for x in labels if not x or name == x or name.startswith(f"{x}.")]
@@ -77,19 +77,20 @@ def _by_name(places: Mapping[str, Place], labels: Mapping[str, Axes]) -> dict[st
             continue
         key = max(fitting, key=len)
         used.update(fitting)
-        found[name] = _fitting(place, _pair(labels[key]))
-        if key == name and not all(found[name]):
+        place_labels[name] = _fitting(place, _pair(labels[key]))
+        if key == name and not all(place_labels[name]):
             pair = _pair(labels[key])
             raise ArgumentError(
                 f"labels of {name} are {len(pair[0])} texts for queries and {len(pair[1])} for "
-                f"keys; it has {_queries(place)} queries and {plural(place.N, 'key')}"
+                f"keys; it has {plural(_queries(place), 'query', 'queries')} and "
+                f"{plural(place.N, 'key')}"
             )
     if unknown := [name for name in labels if name not in used]:
         raise ArgumentError(
             f"labels are given for {', '.join(map(repr, unknown))}, which is the beginning of no "
             f"place's name; the places are {', '.join(places)}"
         )
-    return {name: texts for name, texts in found.items() if any(texts)}
+    return {name: texts for name, texts in place_labels.items() if any(texts)}
 
 
 def _pair(axes: Axes) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -108,7 +109,7 @@ def _pair(axes: Axes) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _queries(place: Place) -> int:
-    """Return the number of queries that reached a place, including those that were not kept."""
+    """Return the number of queries that reached a place, with those that were not kept."""
     return max((step.token + step.T for step in place.steps), default=0)
 
 
@@ -117,5 +118,5 @@ def _fitting(place: Place, pair: tuple[tuple[str, ...], tuple[str, ...]]) -> Pla
     T, N = _queries(place), place.N
     rows = next((texts for texts in pair if len(texts) == T), ())
     columns = next((texts for texts in reversed(pair) if len(texts) == N), ())
-    kept = [i for step in place.steps for i in step.tokens()]
-    return PlaceLabels(tuple(rows[i] for i in kept) if rows else (), columns)
+    query_indices = [i for step in place.steps for i in step.tokens()]
+    return PlaceLabels(tuple(rows[i] for i in query_indices) if rows else (), columns)

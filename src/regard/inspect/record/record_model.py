@@ -103,9 +103,9 @@ def record(
             )
         from regard.inspect.record.any_module import run_module
 
-        seen, run_facts = run_module(model, inputs, arguments, recorder)
-        nothing = seen.nothing_recorded()
-        unrecorded = seen.unrecorded_calls()
+        watched, run_facts = run_module(model, inputs, arguments, recorder)
+        nothing = watched.nothing_recorded()
+        unrecorded = watched.unrecorded_calls()
     else:
         run, allowed = runner
         named = _named_arguments(model, inputs, arguments, allowed)
@@ -138,14 +138,14 @@ def _named_arguments(
         raise ArgumentTypeError(
             f"record got {plural(len(inputs), 'input')} for a {type(model).__name__}; give its text"
         )
-    given = {**dict(zip(("text", "target"), inputs, strict=False)), **arguments}
+    named = {**dict(zip(("text", "target"), inputs, strict=False)), **arguments}
     options = (*_DEFAULTS, "labels", *RecordingOptions.__annotations__)
-    check_keyword_names("record", given.keys() - {"text"}, options)
-    for name, value in given.items():
+    check_keyword_names("record", named.keys() - {"text"}, options)
+    for name, value in named.items():
         default = _DEFAULTS.get(name)
         if name != "text" and name not in allowed and value is not None and value != default:
             raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
-    return {name: given.get(name, _DEFAULTS.get(name)) for name in ("text", *allowed)}
+    return {name: named.get(name, _DEFAULTS.get(name)) for name in ("text", *allowed)}
 
 
 _DEFAULTS: dict[str, Any] = {

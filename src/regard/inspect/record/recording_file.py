@@ -247,7 +247,9 @@ def _check_labels(recording: Recording) -> None:
         place = recording.places[name]
         for texts, length in ((labels.rows, place.T), (labels.columns, place.N)):
             if texts and len(texts) != length:
-                raise ArgumentError(f"{name} has {plural(len(texts), 'label')} for {length} tokens")
+                raise ArgumentError(
+                    f"{name} has {plural(len(texts), 'label')} for {plural(length, 'token')}"
+                )
 
 
 def _with_new_names(data: dict[str, Any]) -> dict[str, Any]:

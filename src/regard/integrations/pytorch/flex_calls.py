@@ -84,7 +84,7 @@ class FlexResult(NamedTuple):
     lse: Tensor | None
 
 
-def run_flex_attention(
+def run_flex_call(
     tensors: tuple[Tensor, Tensor, Tensor],
     score_mod: ScoreMod | None,
     block_mask: Any,
@@ -113,17 +113,17 @@ def run_flex_attention(
         recognized = _tables.recognize(block_mask, B, H, T, S, q.device)
         if isinstance(recognized, str):
             return recognized
-    found = recognized
+    rule = recognized
 
     def as_call(q: Tensor, k: Tensor, v: Tensor) -> Call:
-        assert not isinstance(found, str), "refused above"
+        assert not isinstance(rule, str), "refused above"
         return make_call(
             q,
             k,
             v,
-            mask=None if found is None else found.mask,
+            mask=None if rule is None else rule.mask,
             scale=scale,
-            q_positions=None if found is None else found.q_positions,
+            q_positions=None if rule is None else rule.q_positions,
             k_positions=Span(0, S),
             wants_lse=wants_lse,
         )
@@ -173,8 +173,8 @@ class _Tables:
         self, block_mask: Any, B: int, H: int, T: int, S: int, device: torch.device
     ) -> RecognizedMask | str:
         """Return the rule of a BlockMask for a call, or why torch must run it."""
-        held: list[Any] = [block_mask]
-        state = _state(block_mask.mask_mod, held)
+        dependencies: list[Any] = [block_mask]
+        state = _state(block_mask.mask_mod, dependencies)
         key = (id(block_mask.kv_indices), state, B, H, T, S, device)
         if state is not None:
             with self._lock:
@@ -182,48 +182,51 @@ class _Tables:
             if entry is not None:
                 return entry[1]
         self.misses += 1
-        found = _evaluate(block_mask, B, H, T, S, device)
+        recognized = _evaluate(block_mask, B, H, T, S, device)
         if state is not None:
             with self._lock:
-                # the objects are held, so that no id is used again
-                self._entries[key] = (held, found)
+                # the objects are kept, so that no id is used again
+                self._entries[key] = (dependencies, recognized)
                 while len(self._entries) > MAX_CACHED:
                     self._entries.popitem(last=False)
-        return found
+        return recognized
 
 
 _tables = _Tables()
 
 
-def _state(function: Any, held: list[Any], depth: int = 0) -> tuple[Any, ...] | None:
+def _state(function: Any, dependencies: list[Any], depth: int = 0) -> tuple[Any, ...] | None:
     """Return what the result of a function may depend on: its closure and its defaults; None if
-    that cannot be known. Objects whose identity counts are appended to `held`.
+    that cannot be known. Objects whose identity counts are appended to `dependencies`.
     """
     if not isinstance(function, FunctionType) or depth > MAX_CLOSURE_DEPTH:
         return None
-    held.append(function)
+    dependencies.append(function)
     parts: list[Any] = [id(function)]
     names = function.__code__.co_names
-    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    try:
+        values = [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # a cell that is still empty
+        return None
     values += function.__defaults__ or ()
     values += [function.__globals__[name] for name in names if name in function.__globals__]
     for value in values:
         if isinstance(value, Tensor):
             if value.is_inference():
                 return None
-            held.append(value)
+            dependencies.append(value)
             parts.append((id(value), value._version))
         elif value is None or isinstance(value, (bool, int, float, str)):
             parts.append(value)
         elif value is torch:
             continue
         elif isinstance(value, (tuple, list)) and all(callable(x) for x in value):
-            states = [_state(x, held, depth + 1) for x in value]
+            states = [_state(x, dependencies, depth + 1) for x in value]
             if None in states:
                 return None
             parts += states
         else:
-            inner = _state(value, held, depth + 1)
+            inner = _state(value, dependencies, depth + 1)
             if inner is None:
                 return None
             parts.append(inner)
@@ -295,7 +298,7 @@ class _FlexArguments(NamedTuple):
     return_aux: Any = None
 
 
-def flex_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_or_leave(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Compute torch's `flex_attention` on our kernels where possible, else by the original.
 
     Args:
@@ -308,22 +311,22 @@ def flex_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     """
     from torch.nn.attention.flex_attention import AuxOutput
 
-    given = _FlexArguments(*args, **kwargs)
-    aux = given.return_aux
-    wants_lse = given.return_lse or (aux is not None and aux.lse)
-    q, k, v = given.query, given.key, given.value
-    invalid = (given.return_lse and aux is not None) or (
-        not given.enable_gqa and q.ndim == k.ndim == 4 and q.shape[1] != k.shape[1]
+    arguments = _FlexArguments(*args, **kwargs)
+    aux = arguments.return_aux
+    wants_lse = arguments.return_lse or (aux is not None and aux.lse)
+    q, k, v = arguments.query, arguments.key, arguments.value
+    invalid = (arguments.return_lse and aux is not None) or (
+        not arguments.enable_gqa and q.ndim == k.ndim == 4 and q.shape[1] != k.shape[1]
     )
     places = open_places() if override._is_observed() else None
     place = "" if places is None else places.next_place()
     result: FlexResult | str = UNUSUAL
     if not invalid and not (aux is not None and aux.max_scores):
-        result = run_flex_attention(
+        result = run_flex_call(
             (q, k, v),
-            given.score_mod,
-            given.block_mask,
-            given.scale,
+            arguments.score_mod,
+            arguments.block_mask,
+            arguments.scale,
             wants_lse=wants_lse,
             place=place,
         )
@@ -331,7 +334,7 @@ def flex_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return leave_to_torch(place, result, lambda: original(*args, **kwargs))
     if aux is not None:
         return result.out, AuxOutput(lse=result.lse, max_scores=None)
-    return (result.out, result.lse) if given.return_lse else result.out
+    return (result.out, result.lse) if arguments.return_lse else result.out
 
 
 class _Blocks(NamedTuple):
@@ -377,7 +380,7 @@ def observe_flex_operator(
     mask = _Blocks(
         blocks[:2], counts, indices, full_counts, full_indices, blocks[-3:-1], blocks[-1]
     )
-    result = run_flex_attention(
+    result = run_flex_call(
         (query, key, value), score_mod, mask, scale, wants_lse=True, place=place
     )
     if isinstance(result, str):

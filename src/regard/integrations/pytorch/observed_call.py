@@ -116,8 +116,7 @@ def observe_attention(
         )
         if call is None:
             return None
-        call = _with_mask_gradient(call, shaped.mask)
-        return _with_query_positions(call, places or ModulePlaces(torch.nn.Identity()), place)
+        return _with_mask_gradient(call, shaped.mask)
 
     observed = _observe(place, shaped, as_call, dropout_p)
     if isinstance(observed, str):
@@ -248,6 +247,7 @@ def _observe(
             return NOT_MASKED_ATTENTION
         if dropout and (inner or call.needs):
             return EDITED_WITH_DROPOUT
+        call = _with_query_positions(call, places or ModulePlaces(torch.nn.Identity()), place)
         edited = tap("q", call.q), tap("k", call.k), tap("v", call.v)
         # the edits keep shapes and dtypes, so that the checked call remains valid
         call = replace(call, q=edited[0], k=edited[1], v=edited[2])
@@ -323,12 +323,12 @@ def observe_multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None
     """
     bound = _MHA_SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
-    given = bound.arguments
+    arguments = bound.arguments
     result: tuple[Tensor, Tensor | None]
-    if not given["need_weights"]:
+    if not arguments["need_weights"]:
         result = override._torch_mha_forward(*args, **kwargs)
         return result
-    if given["training"] and given["dropout_p"] > 0:
+    if arguments["training"] and arguments["dropout_p"] > 0:
         places = open_places()
         place = "" if places is None else places.next_place()
         result = leave_to_torch(
@@ -339,7 +339,9 @@ def observe_multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None
     _requests.box = box
     try:
         # with weights torch applies the mask itself, whatever the hint `is_causal` says
-        out, _ = override._torch_mha_forward(**{**given, "need_weights": False, "is_causal": False})
+        out, _ = override._torch_mha_forward(
+            **{**arguments, "need_weights": False, "is_causal": False}
+        )
     finally:
         _requests.box = outer
     if not box:  # the attention was left to torch, and is listed
@@ -349,12 +351,12 @@ def observe_multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None
         return result
     weights, hidden = weights_of(box[0]), box[0].result.lse
     assert hidden is not None, "an observed call asks for its lse"
-    is_batched = given["query"].ndim == 3
+    is_batched = arguments["query"].ndim == 3
     # [B,H,T] -> [T,B], or [T] without a batch: a row of one head that sees no key spoils the output
     nan = hidden.isneginf().any(1).T
     nan = nan if is_batched else nan[:, 0]
     out = out.masked_fill(nan[..., None], torch.nan) if bool(nan.any()) else out
-    if given["average_attn_weights"]:
+    if arguments["average_attn_weights"]:
         weights = weights.mean(1)
     return out, weights if is_batched else weights[0]
 

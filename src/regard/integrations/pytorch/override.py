@@ -594,9 +594,9 @@ def _flex_replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if is_compiling() or not (_contexts.open or _is_observed()):
             return original(*args, **kwargs)
-        from regard.integrations.pytorch.flex_calls import flex_attention
+        from regard.integrations.pytorch.flex_calls import run_or_leave
 
-        return flex_attention(original, *args, **kwargs)
+        return run_or_leave(original, *args, **kwargs)
 
     return replacement
 
