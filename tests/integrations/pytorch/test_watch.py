@@ -649,6 +649,19 @@ def test_labels_by_place_are_kept_in_a_file(tmp_path: Any) -> None:
     assert again.labels("blocks.1") == found.labels("blocks.1")
 
 
+def test_calls_of_attend_in_a_module_are_recorded_once() -> None:
+    class Mixed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(regard.attend(x, x, x), x, x)
+
+    q = torch.randn(1, 2, 20, 8)
+    assert regard.plan(q, q, q).kernel == "sdpa"  # it calls torch's function, too
+    found, out, plain = run_both(nn.Sequential(Mixed()), q)
+    assert_near(out, plain)
+    assert list(found.places) == ["", "0"]
+    assert found.unrecorded == ()
+
+
 def test_a_compiled_model_runs_uncompiled() -> None:
     model, ids = GPT().eval(), torch.arange(9)[None]
     compiled = torch.compile(model, backend="eager")

@@ -7,12 +7,15 @@ the output of the head.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.biases import DenseBias
+from regard.errors import ArgumentError
 from regard.inspect.explain.attention_row import (
     KernelRow,
     kernel_row,
@@ -168,8 +171,8 @@ def _select_step(step: RecordedStep, b: slice) -> RecordedStep:
         mask = Dense(visible[b])
     bias = step.bias
     if bias is not None:
-        added = bias.block(*where, dtype=step.q.dtype)
-        bias = type(bias)(added[b]) if added.shape[0] > 1 else bias  # type: ignore[call-arg]
+        added = bias.block(*where, dtype=torch.float64)
+        bias = DenseBias(added[b]) if added.shape[0] > 1 else bias
 
     def part(x: Positions) -> Positions:
         return x[b] if isinstance(x, Tensor) and x.shape[0] > 1 else x
@@ -225,11 +228,9 @@ def _index_of(name: str, token: int | str, count: int, labels: tuple[str, ...]) 
 
 def _step_of(place: Place, row: int) -> tuple[int, int]:
     """Return the step that has a row, and the index of the row in it."""
-    for number, step in enumerate(place.steps):
-        first = place.first_row(number)
-        if first <= row < first + step.T:
-            return number, row - first
-    raise ArgumentTypeError(f"row {row} belongs to no step of {place.name}")
+    starts = [place.first_row(number) for number in range(len(place.steps))]
+    number = bisect_right(starts, row) - 1
+    return number, row - starts[number]
 
 
 def _find_key(

@@ -264,15 +264,18 @@ def _blocks_agree(block_mask: Any, table: Tensor) -> bool:
     full = torch.zeros_like(listed)
     if block_mask.full_kv_num_blocks is not None:
         full = _block_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-
-    def cells(blocks: Tensor) -> Tensor:
-        wide = blocks.repeat_interleave(rows, 2)[:, :, :T]
-        return wide.repeat_interleave(columns, 3)[..., :S]
-
-    visited = cells(listed | full)
-    if visited.shape[-2:] != (T, S):
+    if full.shape[-2:] != (-(-T // rows), -(-S // columns)):
         return False
-    return not bool((table & ~visited).any() | (~table & cells(full)).any())
+
+    def blocks(x: Tensor, *, padding: bool) -> Tensor:
+        sizes = (0, -S % columns, 0, -T % rows)
+        x = torch.nn.functional.pad(x, sizes, value=padding)
+        x = torch.unflatten(x, 3, (-1, columns))
+        return torch.unflatten(x, 2, (-1, rows))  # [b,h,R,rows,C,columns]
+
+    some: Tensor = blocks(table, padding=False).any(5).any(3)
+    every: Tensor = blocks(table, padding=True).all(5).all(3)
+    return not bool((some & ~(listed | full)).any() | (full & ~every).any())
 
 
 def _block_table(counts: Tensor, indices: Tensor) -> Tensor:
@@ -280,7 +283,8 @@ def _block_table(counts: Tensor, indices: Tensor) -> Tensor:
     n = indices.shape[-1]
     used = torch.arange(n, device=counts.device) < counts[..., None]
     table = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.bool, device=counts.device)
-    return table.scatter(-1, torch.where(used, indices, n).long(), value=True)[..., :n]
+    columns = torch.where(used, indices, n).long()
+    return torch.scatter(table, -1, columns, value=True)[..., :n]
 
 
 class _FlexArguments(NamedTuple):
@@ -380,9 +384,7 @@ def observe_flex_operator(
     mask = _Blocks(
         blocks[:2], counts, indices, full_counts, full_indices, blocks[-3:-1], blocks[-1]
     )
-    result = run_flex_call(
-        (query, key, value), score_mod, mask, scale, wants_lse=True, place=place
-    )
+    result = run_flex_call((query, key, value), score_mod, mask, scale, wants_lse=True, place=place)
     if isinstance(result, str):
         return result
     assert result.lse is not None, "it was requested"

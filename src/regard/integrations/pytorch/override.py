@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, wraps
+from inspect import unwrap
 from typing import Any, TypeVar, overload
 
 import torch
@@ -209,6 +210,8 @@ class _AfterForward:
 _lock = threading.Lock()
 _users = 0
 """The number of open contexts and accelerated models that need the replacements."""
+_installed: set[int] = set()
+"""The ids of the functions of torch that are replaced now."""
 _replaced: list[tuple[dict[str, Any], str, Any]] = []
 """The replaced functions of torch: the namespace of a module, the name, and the original."""
 
@@ -218,9 +221,14 @@ def _install_replacements() -> None:
     global _users
     with _lock:
         _users += 1
-        if _users > 1:
+        new = {
+            id(original): function
+            for original, function in _replacements()
+            if id(original) not in _installed
+        }
+        if not new:
             return
-        new = {id(original): function for original, function in _replacements()}
+        _installed.update(new)
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", None)
             if names is None or names.get("__name__") in _EXEMPT_MODULES:
@@ -240,10 +248,12 @@ def _remove_replacements() -> None:
         while _users == 0 and _replaced:
             names, name, original = _replaced.pop()
             names[name] = original
+        if _users == 0:
+            _installed.clear()
 
 
 def _is_observed() -> bool:
-    """Whether a trace of this thread may capture, edit or record the calls of torch."""
+    """Whether an open trace of this thread captures, edits or records the calls of torch."""
     return is_tracing() and bool(_contexts.open or open_places() is not None)
 
 
@@ -258,7 +268,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
-    if _is_observed() and not is_compiling():
+    if is_tracing() and _is_observed() and not is_compiling():
         from regard.integrations.pytorch.observed_call import observe_attention
 
         return observe_attention(
@@ -422,7 +432,7 @@ def _mha(
     average_attn_weights: bool = True,  # noqa: FBT001, FBT002
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    if _is_observed() and not is_compiling():
+    if is_tracing() and _is_observed() and not is_compiling():
         from regard.integrations.pytorch.observed_call import observe_fused_multi_head
 
         observed = observe_fused_multi_head(
@@ -463,7 +473,7 @@ def _mha(
 
 @wraps(_torch_mha_forward)
 def _mha_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    if _is_observed() and not is_compiling():
+    if is_tracing() and _is_observed() and not is_compiling():
         from regard.integrations.pytorch.observed_call import observe_multi_head
 
         return observe_multi_head(*args, **kwargs)
@@ -583,7 +593,8 @@ def _replacements() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
     flex = sys.modules.get(_FLEX_MODULE)
     if flex is None:
         return list(_REPLACEMENTS)
-    return [*_REPLACEMENTS, (flex.flex_attention, _flex_replacement(flex.flex_attention))]
+    original = unwrap(flex.flex_attention)
+    return [*_REPLACEMENTS, (original, _flex_replacement(original))]
 
 
 @cache

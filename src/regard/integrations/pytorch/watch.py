@@ -16,7 +16,7 @@ from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch import override
 from regard.integrations.pytorch.module_places import ModulePlaces, opened
 from regard.integrations.pytorch.observed_call import leave_to_torch, observe_attention
-from regard.tracing import is_tracing
+from regard.tracing import is_running_kernel, is_tracing
 
 BY_REFERENCE = (
     "it reached torch's kernel {} past torch.nn.functional, with autograd or in a form that has no "
@@ -60,7 +60,8 @@ class _PastTheFunctions(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._places.is_inside_call and is_tracing():
+        known = self._places.is_inside_call or is_running_kernel()
+        if not known and is_tracing():
             if func is _WHOLE:
                 return observe_attention(*args, **kwargs)
             if func is _FUSED and not torch.is_grad_enabled():
