@@ -226,6 +226,12 @@ def test_other_models_and_other_texts_are_refused(
         record(translator, torch.tensor([[1]]))
     with pytest.raises(ArgumentTypeError, match="record got 3 inputs for a TextEncoder; give its"):
         record(encoder, TEXT, TEXT, TEXT)
+    with pytest.raises(
+        ArgumentTypeError, match="record got 1 input for a TextEncoder, and text tw"
+    ):
+        record(encoder, TEXT, text=TEXT)
+    with pytest.raises(ArgumentTypeError, match="record got 0 inputs for a TextEncoder; give its"):
+        record(encoder, tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +303,10 @@ class TestTransformers:
 def test_a_module_without_attention_is_named() -> None:
     with pytest.raises(ArgumentError, match="the run of Linear called no softmax attention"):
         record(nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+def test_a_network_without_a_tokenizer_is_recorded() -> None:
     network = recurrent(9, 8, 8, attention="luong")
-    with pytest.raises(ArgumentError, match="the run of RecurrentEncoderDecoder called no softmax"):
-        record(network, torch.tensor([[1]]), torch.tensor([[2]]))
+    found = record(network, torch.tensor([[1, 2, 3]]), torch.tensor([[2, 4]]))
+    assert [(place.T, place.N) for place in found.places.values()] == [(2, 3)]
+    assert found.sound

@@ -57,7 +57,8 @@ def record(
             transformers, timm or diffusers.
         *inputs: for the models of this package, `text`: one text; several texts, padded on the left
             at position -1; or token ids `[B, T]`; and for a `Seq2Seq` also `target`. For any other
-            module: its inputs, or one mapping of its keyword arguments.
+            module: its inputs, or one mapping of its keyword arguments, which may have the names of
+            the options below.
         labels: texts for the tokens of a module without a tokenizer, such as words, patches or
             frames: one sequence for the rows and columns of all places that have so many; a pair
             of sequences, for queries and keys; or a mapping from the beginning of a place's name to
@@ -134,11 +135,15 @@ def _named_arguments(
     model: object, inputs: Sequence[Any], arguments: Mapping[str, Any], allowed: Sequence[str]
 ) -> dict[str, Any]:
     """Return the arguments of a run of one of our models by name, with their defaults."""
-    if not 1 <= len(inputs) + ("text" in arguments) <= 2:
+    named = dict(zip(("text", "target"), inputs, strict=False))
+    twice = named.keys() & arguments.keys()
+    if len(inputs) > 2 or twice or not ("text" in named or "text" in arguments):
         raise ArgumentTypeError(
-            f"record got {plural(len(inputs), 'input')} for a {type(model).__name__}; give its text"
+            f"record got {plural(len(inputs), 'input')} for a {type(model).__name__}"
+            f"{''.join(f', and {name} twice' for name in sorted(twice))}; give its text, and for a "
+            "Seq2Seq also the target"
         )
-    named = {**dict(zip(("text", "target"), inputs, strict=False)), **arguments}
+    named |= arguments
     options = (*_DEFAULTS, "labels", *RecordingOptions.__annotations__)
     check_keyword_names("record", named.keys() - {"text"}, options)
     for name, value in named.items():
