@@ -87,7 +87,7 @@ class Flex(nn.Module):
         return flex_module.flex_attention(q, k, v, enable_gqa=True, **self.options)
 
 
-@pytest.mark.full(keep=["causal", "documents", "later"])
+@pytest.mark.full(keep=["documents"])
 @pytest.mark.parametrize("name", MASKS)
 def test_a_block_mask_means_what_torch_means_by_it(name: str) -> None:
     q, k, v = tensors()
@@ -175,6 +175,7 @@ def test_a_mask_is_evaluated_again_when_its_tensors_change() -> None:
     assert not torch.equal(results[0], results[2])
 
 
+@pytest.mark.full
 def test_a_function_that_a_model_holds_compiled_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

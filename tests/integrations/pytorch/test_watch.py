@@ -272,7 +272,7 @@ def multi_head_inputs(
     return inputs, given
 
 
-@pytest.mark.full(keep=24)
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("options", MODULES, ids=lambda x: "-".join(x))
 @pytest.mark.parametrize("kind", ["self", "cross", "unbatched"])
@@ -662,6 +662,7 @@ def test_calls_of_attend_in_a_module_are_recorded_once() -> None:
     assert found.unrecorded == ()
 
 
+@pytest.mark.full
 def test_a_compiled_model_runs_uncompiled() -> None:
     model, ids = GPT().eval(), torch.arange(9)[None]
     compiled = torch.compile(model, backend="eager")
@@ -669,6 +670,7 @@ def test_a_compiled_model_runs_uncompiled() -> None:
     assert list(found.places) == ["blocks.0", "blocks.1"]
 
 
+@pytest.mark.full
 def test_transformers_under_sdpa() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
