@@ -35,12 +35,15 @@ _NO_SCOPE: AbstractContextManager[None] = nullcontext()
 
 
 class _ThreadState(threading.local):
-    """The open traces of one thread, the outermost first, and its current scopes."""
+    """The open traces of one thread, the outermost first, its current scopes, and the number of
+    kernels that run, one within the other.
+    """
 
     def __init__(self) -> None:
         # set for each thread, because the compiler does not guard class attributes
         self.stack: tuple[ActiveTrace, ...] = ()
         self.scopes: tuple[str, ...] = ()
+        self.kernels = 0
 
 
 _state = _ThreadState()
@@ -298,6 +301,31 @@ def tap(name: str, x: Tensor) -> Tensor:
 def is_tracing() -> bool:
     """Return whether a trace is open in this thread; modules with several taps check it once."""
     return bool(_state.stack)
+
+
+class _RunningKernel:
+    """Context manager that marks the operations of a kernel in this thread."""
+
+    def __enter__(self) -> None:
+        _state.kernels += 1
+
+    def __exit__(self, *problem: object) -> None:
+        _state.kernels -= 1
+
+
+_RUNNING_KERNEL = _RunningKernel()
+
+
+def running_kernel() -> AbstractContextManager[None]:
+    """Return a context manager for the run of a kernel; without a trace it does nothing."""
+    return _RUNNING_KERNEL if _state.stack else _NO_SCOPE
+
+
+def is_running_kernel() -> bool:
+    """Return whether this thread runs a kernel while a trace is open, so that an operation of torch
+    belongs to an attention call that the trace knows already.
+    """
+    return _state.kernels > 0
 
 
 def named_scope(name: str) -> AbstractContextManager[None]:

@@ -331,13 +331,12 @@ def test_a_transformers_model_that_computes_its_attention_itself_is_named() -> N
     }
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     ids = torch.arange(6)[None]
+    llama.set_attn_implementation("eager")
     with pytest.raises(ArgumentError) as error:
         record(llama, ids)
     assert str(error.value) == (
-        "LlamaForCausalLM computes its attention with 'sdpa', not with regard, so that nothing "
-        "would "
-        "be recorded; "
-        'load it with attn_implementation="regard", or call '
+        "LlamaForCausalLM computes its attention with 'eager', so that nothing would be recorded; "
+        'load it with attn_implementation="sdpa" or "regard", or call '
         'model.set_attn_implementation("regard"), after '
         "import regard.integrations.transformers"
     )

@@ -224,11 +224,14 @@ def test_other_models_and_other_texts_are_refused(
         record(encoder, TEXT, tokens=3)
     with pytest.raises(ArgumentTypeError, match="text must be a str, or several, for a Seq2Seq"):
         record(translator, torch.tensor([[1]]))
-    network = recurrent(9, 8, 8, attention="luong")
+    with pytest.raises(ArgumentTypeError, match="record got 3 inputs for a TextEncoder; give its"):
+        record(encoder, TEXT, TEXT, TEXT)
     with pytest.raises(
-        ArgumentTypeError, match="model is RecurrentEncoderDecoder; it must be a Model"
+        ArgumentTypeError, match="record got 1 input for a TextEncoder, and text tw"
     ):
-        record(network, torch.tensor([[1]]))
+        record(encoder, TEXT, text=TEXT)
+    with pytest.raises(ArgumentTypeError, match="record got 0 inputs for a TextEncoder; give its"):
+        record(encoder, tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -297,6 +300,13 @@ class TestTransformers:
             record(families.decoder("Llama", "regard"), "to be")
 
 
-def test_a_module_is_no_model() -> None:
-    with pytest.raises(ArgumentTypeError, match="model is Linear; it must be a Model"):
-        record(nn.Linear(2, 2), torch.zeros(1, 2, dtype=torch.long))
+def test_a_module_without_attention_is_named() -> None:
+    with pytest.raises(ArgumentError, match="the run of Linear called no softmax attention"):
+        record(nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+def test_a_network_without_a_tokenizer_is_recorded() -> None:
+    network = recurrent(9, 8, 8, attention="luong")
+    found = record(network, torch.tensor([[1, 2, 3]]), torch.tensor([[2, 4]]))
+    assert [(place.T, place.N) for place in found.places.values()] == [(2, 3)]
+    assert found.sound

@@ -32,6 +32,7 @@ from regard.inspect.record.recording_file import load, save
 from regard.inspect.record.row_sums import RowSums, row_sums
 from regard.inspect.record.tiles import Pooled, Tile, pooled, walk
 from regard.inspect.report.page_data import report
+from regard.integrations.pytorch.watch import watch
 
 # the package regard.inspect.audit moved to regard.audit; imports by the former name still work
 sys.modules.setdefault(f"{__name__}.audit", sys.modules["regard.audit"])
@@ -79,6 +80,7 @@ __all__ = [
     "strongest_head",
     "strongest_keys",
     "walk",
+    "watch",
 ]
 
 __getattr__ = renamed(

@@ -534,7 +534,8 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
     steps.append(("weighted values", "mix", mix))
     if data["mixture"]:
         steps.append(("a mix of patterns", "", mixture))
-    steps.append(("heads joined, output projection", "output", output))
+    if data["out"]:
+        steps.append(("heads joined, output projection", "output", output))
     if data["patterns"]:
         steps.append(("the whole pattern", "pattern", pattern))
     if data["predictions"]:

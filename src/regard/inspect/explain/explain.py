@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.inspect.explain.attention_row import (
@@ -61,6 +61,10 @@ from regard.inspect.explain.prepared_run import (
     check_index,
     prepare_run,
 )
+from regard.inspect.explain.recorded_row import explain_recorded_row
+from regard.inspect.record.place_labels import Labels
+from regard.inspect.record.record_model import record
+from regard.inspect.record.recording import Recording
 from regard.nn.explainable import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import TAP_NAMES, is_edited
@@ -212,8 +216,8 @@ def predictions(target: Target, run: CapturedRun) -> tuple[tuple[str, int, float
 
 
 def explain(
-    model: ModelInput | PreparedRun,
-    text: str | None = None,
+    model: ModelInput | PreparedRun | Recording | nn.Module,
+    text: Any = None,
     *,
     layer: int | None = None,
     head: int = 0,
@@ -222,6 +226,8 @@ def explain(
     place: str | None = None,
     call: int | str | None = None,
     target: str | None = None,
+    labels: Labels | None = None,
+    batch: int = 0,
 ) -> Explanation:
     """Run a text through a model, and return every number of one query and one key in one head.
 
@@ -235,13 +241,18 @@ def explain(
     `Explanation.checks`. The model runs once more without an observer, and the outputs are
     compared.
 
+    The explanation of a `Recording`, or of any other module (see `record`), begins at q, k and v
+    and ends at the output of the head.
+
     Args:
         model: a decoder, text encoder or encoder-decoder from `regard.load`; a `PretokenizedInput`;
-            or a prepared run, such as that of `random_model`, a mechanism with random weights.
-        text: the text, at least one token; None for a `PretokenizedInput` or a prepared run, which
-            contain theirs.
+            a prepared run, such as that of `random_model`, a mechanism with random weights; a
+            recording; or any other module that `record` supports.
+        text: the text, at least one token; None for a `PretokenizedInput`, a prepared run or a
+            recording, which contain theirs. For any other module: its input, a tuple of its inputs,
+            or a mapping of its keyword arguments.
         layer: index of the layer; negative counts from the end. In an encoder-decoder this is the
-            cross-attention of the layer.
+            cross-attention of the layer, in a recording the index of the place.
         head: query head; negative counts from the end.
         query: index of the query token (negative counts from the end), or a word of the text, which
             stands for its last token.
@@ -252,6 +263,9 @@ def explain(
         call: number or name of the call, where a place is called several times; None chooses the
             one with the largest weight.
         target: output text that an encoder-decoder is forced to produce; None uses its own answer.
+        labels: texts for the tokens of any other module, as in `record`; query and key may then be
+            one of them.
+        batch: the row of the batch, for a recording or any other module.
 
     Returns:
         The explanation.
@@ -268,6 +282,17 @@ def explain(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.
     """
+    if isinstance(model, (Recording, nn.Module)):
+        not_applicable: tuple[tuple[str, object], ...] = (("call", call), ("target", target))
+        for name, value in not_applicable:
+            if value is not None:
+                raise ArgumentError(
+                    f"{name} does not apply to a {type(model).__name__}; leave it out"
+                )
+        return _explain_recorded(model, text, labels, place, layer, head, query, key, batch)
+    for name, is_given in (("labels", labels is not None), ("batch", batch != 0)):
+        if is_given:
+            raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
     prepared = model if isinstance(model, PreparedRun) else prepare_run(model, text, target)
     site = prepared.site(layer, place)
     prepared = _note_edits(prepared, site)
@@ -280,6 +305,36 @@ def explain(
         else:
             row = _recorded_row(location, run, head, key, call)
         return _assemble(location, mechanism, run, row)
+
+
+def _explain_recorded(
+    model: Recording | nn.Module,
+    inputs: Any,
+    labels: Labels | None,
+    place: str | None,
+    layer: int | None,
+    head: int,
+    query: int | str,
+    key: int | str | None,
+    batch: int,
+) -> Explanation:
+    """Explain a row of a recording, or record a module and explain a row of it."""
+    mechanism = "attention"
+    if isinstance(model, nn.Module):
+        recording = record(
+            model, *(inputs if isinstance(inputs, tuple) else (inputs,)), labels=labels
+        )
+    else:
+        if inputs is not None or labels is not None:
+            raise ArgumentError(
+                "text and labels do not apply to a Recording, which has its own; leave them out"
+            )
+        recording = model
+    name = recording[place if place is not None else layer or 0].name
+    if isinstance(model, nn.Module):
+        path = name.partition(".call")[0].partition(".part")[0]
+        mechanism = type(dict(model.named_modules()).get(path, model)).__name__
+    return explain_recorded_row(recording, name, head, query, key, batch=batch, mechanism=mechanism)
 
 
 @dataclass(frozen=True, eq=False)

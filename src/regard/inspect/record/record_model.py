@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from regard.argument_checks import check_keyword_names
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.record.recorder import Recorder, RecordingOptions
+from regard.inspect.record.place_labels import Labels, label_places
+from regard.inspect.record.recorder import OPTIONAL_PARTS, Recorder, RecordingOptions
 from regard.inspect.record.recording import Recording
 from regard.models.generation.decode_session import pad_left
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from regard.span import Positions, slice_positions
+from regard.units import plural
 
-Text: TypeAlias = str | Sequence[str] | Tensor | Mapping[str, Any]
-"""One text, several texts, token ids `[B, T]`, or the keyword arguments of a transformers model."""
+Text: TypeAlias = str | Sequence[str] | Tensor
+"""One text, several texts, or token ids `[B, T]`."""
 
-
-_NO_KIND = (
-    "model is {}; it must be a Model, a TextEncoder, a Seq2Seq or a transformers model: "
-    "for any other code use `with regard.inspect.Recorder() as recorder`"
-)
 
 Run: TypeAlias = Callable[..., dict[str, Any]]
 """A function that runs a model once and returns the fields of the `Recording` about its text, such
@@ -37,43 +33,54 @@ as `ids` and `pieces`.
 
 def record(
     model: Model | TextEncoder | Seq2Seq | nn.Module,
-    text: Text,
-    target: str | None = None,
-    *,
-    positions: Positions | None = None,
-    tokens: int = 0,
-    chunk: int | None = None,
-    cache: str | None = None,
-    max_context: int | None = None,
-    **select: Unpack[RecordingOptions],
+    *inputs: Any,
+    labels: Labels | None = None,
+    places: Collection[str | int] | None = None,
+    heads: Collection[int] | Mapping[str | int, Collection[int]] | None = None,
+    rows: int | None = None,
+    keep: Collection[str] = OPTIONAL_PARTS,
+    **arguments: Any,
 ) -> Recording:
-    """Run a model on its own kernels, and record its attention.
+    """Run a model, and record its attention.
 
     Stored are q, k, v, the lse, the output, positions, masks and biases; any block of any pattern
     is computed again from them. If an active `regard.Trace` edits tensors, the edited run is
     recorded (see `Recorder`).
 
+    Any `nn.Module` can be recorded whose attention is a call of `F.scaled_dot_product_attention`,
+    `nn.MultiheadAttention`, `nn.TransformerEncoderLayer` or `flex_attention`: see `watch`, which
+    also explains the names of its places. Calls that could not be recorded are listed in
+    `Recording.unrecorded`.
+
     Args:
-        model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or a transformers model under
-            `attn_implementation="regard"`. For other code use `Recorder`.
-        text: one text; several texts, padded on the left at position -1; or token ids `[B, T]`. For
-            a transformers model: ids, or a mapping of its keyword arguments.
-        target: output text that a `Seq2Seq` is forced to produce; None records its own answer of at
-            most `tokens` tokens (64 by default).
-        positions: positions of the ids, -1 for padding; by default 0 to T - 1.
-        tokens: number of tokens to generate after the prompt; each adds one step to every place.
-        chunk: run the prompt in chunks of this many tokens, with caches.
-        cache: kind of cache for `tokens`, such as "quantised" or "ring", as in `Model.generate`.
-        max_context: number of tokens that the cache can hold, as in `Model.generate`.
-        **select: which places, heads, rows and tensors are kept; see `RecordingOptions`.
+        model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or any other module, such as one of
+            transformers, timm or diffusers.
+        *inputs: for the models of this package, `text`: one text; several texts, padded on the left
+            at position -1; or token ids `[B, T]`; and for a `Seq2Seq` also `target`. For any other
+            module: its inputs, or one mapping of its keyword arguments, which may have the names of
+            the options below.
+        labels: texts for the tokens of a module without a tokenizer, such as words, patches or
+            frames: one sequence for the rows and columns of all places that have so many; a pair
+            of sequences, for queries and keys; or a mapping from the beginning of a place's name to
+            either.
+        places: names ("layers.3") or indices of layers; None means all.
+        heads: query heads, for every place or in a mapping by place or layer; None means all.
+        rows: number of last queries of each call to keep; None means all.
+        keep: "v" (values), "out" (outputs), or both.
+        **arguments: for the models of this package: `target`, the output text that a `Seq2Seq` is
+            forced to produce, by default its own answer of at most `tokens` tokens (64);
+            `positions` of the ids, -1 for padding; `tokens`, the number of tokens to generate after
+            the prompt, each of which adds one step to every place; `chunk`, to run the prompt in
+            chunks of so many tokens; and `cache` and `max_context` as in `Model.generate`. A
+            transformers model takes `tokens` and its own arguments; any other module takes its own.
 
     Returns:
         The recording.
 
     Raises:
         ArgumentError: the run called no softmax attention that was selected; a selected place or
-            head does not exist; an argument does not apply to the model; or a transformers model
-            does not compute its attention with regard.
+            head does not exist; an argument does not apply to the model; a transformers model
+            computes its attention in a way that cannot be recorded; or labels fit no place.
         ArgumentTypeError: the model or the text has an unsupported type, or an argument is unknown.
 
     >>> import regard
@@ -85,47 +92,86 @@ def record(
     >>> [step.T for step in place.steps][1:]
     [1, 1]
     """
-    arguments = {
-        "target": target,
-        "positions": positions,
-        "tokens": tokens,
-        "chunk": chunk,
-        "cache": cache,
-        "max_context": max_context,
-    }
-    check_keyword_names("record", select, (*arguments, *RecordingOptions.__annotations__))
-    run, allowed = _runner(model)
-    for name, value in arguments.items():
-        is_given = value != 0 if isinstance(value, int) else value is not None
-        if is_given and name not in allowed:
-            raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
-    recorder = Recorder(**select)
+    options: RecordingOptions = {"places": places, "heads": heads, "rows": rows, "keep": keep}
+    recorder = Recorder(**options)
     recorder.missing = "ignore"  # an empty recording raises an error below
-    with torch.inference_mode(), recorder:
-        run_facts = run(model, text, **{name: arguments[name] for name in allowed})
-    recording = replace(recorder.recording(), metadata=_metadata(model), **run_facts)
+    runner = _runner(model)
+    if runner is None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentTypeError(
+                f"model is {type(model).__name__}; it must be a Model, a TextEncoder, a Seq2Seq or "
+                "an nn.Module: for any other code use `with regard.inspect.Recorder() as recorder`"
+            )
+        from regard.inspect.record.any_module import run_module
+
+        watched, run_facts = run_module(model, inputs, arguments, recorder)
+        nothing = watched.nothing_recorded()
+        unrecorded = watched.unrecorded_calls()
+    else:
+        run, allowed = runner
+        named = _named_arguments(model, inputs, arguments, allowed)
+        with torch.inference_mode(), recorder:
+            run_facts = run(model, **named)
+        nothing, unrecorded = "no module of it calls that of regard", ()
+    recording = replace(
+        recorder.recording(), metadata=_metadata(model), unrecorded=unrecorded, **run_facts
+    )
     if not recording.places:
+        selected = {name: x for name, x in options.items() if x not in (None, OPTIONAL_PARTS)}
         raise ArgumentError(
             f"no attention was recorded: the run of {type(model).__name__} called no softmax "
             "attention "
-            f"that was selected ({', '.join(f'{k}={v}' for k, v in select.items()) or 'all'}); "
-            + (
-                recorder.missing_selection()
-                if recorder.seen_places
-                else "no module of it calls that of regard"
-            )
+            f"that was selected ({', '.join(f'{k}={v}' for k, v in selected.items()) or 'all'}); "
+            + (recorder.missing_selection() if recorder.seen_places else nothing)
         )
     if missing := recorder.missing_selection():
         raise ArgumentError(missing)
-    return recording
+    if labels is None:
+        return recording
+    return replace(recording, token_labels=label_places(recording.places, labels))
 
 
-def _runner(model: object) -> tuple[Run, tuple[str, ...]]:
-    """Return the function that runs a model of this kind, and the arguments that it takes."""
+def _named_arguments(
+    model: object, inputs: Sequence[Any], arguments: Mapping[str, Any], allowed: Sequence[str]
+) -> dict[str, Any]:
+    """Return the arguments of a run of one of our models by name, with their defaults."""
+    named = dict(zip(("text", "target"), inputs, strict=False))
+    twice = named.keys() & arguments.keys()
+    if len(inputs) > 2 or twice or not ("text" in named or "text" in arguments):
+        raise ArgumentTypeError(
+            f"record got {plural(len(inputs), 'input')} for a {type(model).__name__}"
+            f"{''.join(f', and {name} twice' for name in sorted(twice))}; give its text, and for a "
+            "Seq2Seq also the target"
+        )
+    named |= arguments
+    options = (*_DEFAULTS, "labels", *RecordingOptions.__annotations__)
+    check_keyword_names("record", named.keys() - {"text"}, options)
+    for name, value in named.items():
+        default = _DEFAULTS.get(name)
+        if name != "text" and name not in allowed and value is not None and value != default:
+            raise ArgumentError(f"{name} does not apply to a {type(model).__name__}; leave it out")
+    return {name: named.get(name, _DEFAULTS.get(name)) for name in ("text", *allowed)}
+
+
+_DEFAULTS: dict[str, Any] = {
+    "target": None,
+    "positions": None,
+    "tokens": 0,
+    "chunk": None,
+    "cache": None,
+    "max_context": None,
+}
+"""The arguments of a run of the models of this package, and their defaults."""
+
+
+def _runner(model: object) -> tuple[Run, tuple[str, ...]] | None:
+    """Return the function that runs a model of this package, and the arguments that it takes; None
+    for any other object.
+    """
     for kind, runner in _RUNS.items():
         if isinstance(model, kind):
             return runner
-    raise ArgumentTypeError(_NO_KIND.format(type(model).__name__))
+    return None
 
 
 def _metadata(model: Any) -> dict[str, str]:
@@ -136,7 +182,8 @@ def _metadata(model: Any) -> dict[str, str]:
     parameter = next(inner.parameters(), None) if isinstance(inner, nn.Module) else None
     config = getattr(model, "config", None)
     types = getattr(type(config), "model_types", (getattr(config, "model_type", None),))
-    about = {"model": types[0] or type(config).__module__.rpartition(".")[2]}
+    kind = type(model).__name__ if config is None else type(config).__module__.rpartition(".")[2]
+    about = {"model": types[0] or kind}
     if parameter is not None:
         about |= {
             "dtype": str(parameter.dtype).removeprefix("torch."),
@@ -222,16 +269,21 @@ def _run_text_encoder(
     if isinstance(text, Tensor):
         model.hidden(text, positions)
         return _token_facts(model, text)
-    assert not isinstance(text, Mapping), "mappings are for transformers models"
     encoded = model.encode(text)
     model.hidden(*encoded)
     return _token_facts(model, encoded.ids)
 
 
+def _are_texts(text: object) -> bool:
+    """Return whether an argument is several texts."""
+    return isinstance(text, Sequence) and all(isinstance(row, str) for row in text)
+
+
 def _run_seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dict[str, Any]:
     """Run an encoder-decoder on a text and a target, or on its own answer."""
-    if isinstance(text, (Tensor, Mapping)):
+    if not isinstance(text, str) and not _are_texts(text):
         raise ArgumentTypeError("text must be a str, or several, for a Seq2Seq")
+    assert not isinstance(text, Tensor), "refused above"
     source, positions = model.encode(text)
     if target is None:
         beams = model.beam_search(source, positions, max_tokens=tokens or 64)
@@ -245,71 +297,6 @@ def _run_seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) ->
     return facts | {"source_ids": source.cpu(), "source_pieces": names}
 
 
-def _run_transformers(model: nn.Module, text: Text, tokens: int) -> dict[str, Any]:
-    """Run a transformers model once, or generate with it."""
-    _check_attention_implementation(model)
-    config: Any = getattr(model, "config", None)
-    if isinstance(text, str) or not isinstance(text, (Tensor, Mapping)):
-        raise ArgumentTypeError(
-            "text must be ids [B,T], or a mapping of the model's arguments, for a transformers "
-            "model"
-        )
-    has_layer_index = any(getattr(m, "layer_idx", None) is not None for m in model.modules())
-    if getattr(config, "is_encoder_decoder", False) or not has_layer_index:
-        from regard.integrations.transformers import name_taps
-
-        name_taps(model)  # the layers have no index, or two layers have the same index
-    arguments = {"input_ids": text} if isinstance(text, Tensor) else dict(text)
-    if not tokens:
-        model(**arguments)
-        return {"ids": arguments.get("input_ids")}
-    generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
-    return {"ids": generate(**arguments, max_new_tokens=tokens, do_sample=False)}
-
-
-def _check_attention_implementation(model: nn.Module) -> None:
-    """Check that regard computes the attention of a transformers model, and warn of parts where
-    it does not.
-    """
-    # for each config: the first module that has it, and its attention implementation
-    used: dict[int, tuple[str, str]] = {}
-    for name, module in model.named_modules():
-        config = getattr(module, "config", None)
-        implementation = getattr(config, "_attn_implementation", None)
-        if implementation is not None:
-            used.setdefault(id(config), (name or type(model).__name__, str(implementation)))
-    if getattr(model, "config", None) is None or not used:
-        raise ArgumentTypeError(_NO_KIND.format(type(model).__name__))
-    others = {
-        name: implementation for name, implementation in used.values() if implementation != "regard"
-    }
-    if len(others) == len(used):
-        implementations = " and ".join(dict.fromkeys(map(repr, others.values())))
-        raise ArgumentError(
-            f"{type(model).__name__} computes its attention with {implementations}, not with "
-            "regard, so that nothing would be recorded; "
-            'load it with attn_implementation="regard", or call '
-            'model.set_attn_implementation("regard"), after '
-            "import regard.integrations.transformers"
-        )
-    parts = {
-        name: implementation
-        for name, implementation in others.items()
-        if name != type(model).__name__
-    }
-    if parts:
-        descriptions = ", ".join(
-            f"{name} ({implementation!r})" for name, implementation in parts.items()
-        )
-        warnings.warn(
-            f"parts of {type(model).__name__} do not compute their attention with regard, and "
-            "are not "
-            f"recorded: {descriptions}; "
-            'model.set_attn_implementation("regard") sets all parts',
-            stacklevel=4,
-        )
-
-
 def _token_facts(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str, Any]:
     """Return the ids, and the texts of the first row if the model has a tokenizer."""
     known = model._tokenizer
@@ -321,5 +308,4 @@ _RUNS: dict[type, tuple[Run, tuple[str, ...]]] = {
     Model: (_run_decoder, ("positions", "tokens", "chunk", "cache", "max_context")),
     TextEncoder: (_run_text_encoder, ("positions",)),
     Seq2Seq: (_run_seq2seq, ("target", "tokens")),
-    nn.Module: (_run_transformers, ("tokens",)),
 }

@@ -571,8 +571,9 @@ class Recorder(Trace):
         if not self.seen_places:
             warnings.warn(
                 "nothing was recorded: regard's softmax attention was never called; the code must "
-                "call regard.attend, and a "
-                'transformers model must have attn_implementation="regard"',
+                "call regard.attend, a "
+                'transformers model must have attn_implementation="regard", and any other module '
+                "must run within regard.inspect.watch(model)",
                 stacklevel=3,
             )
         elif missing := self.missing_selection():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import PatternBlock, Place
 
 if TYPE_CHECKING:
@@ -47,6 +48,21 @@ class TopKeys(NamedTuple):
     others: int
 
 
+@dataclass(frozen=True)
+class UnrecordedCall:
+    """Calls at one place that ran in torch and were not recorded.
+
+    Args:
+        place: the path of the module.
+        reason: why they could not be recorded.
+        count: their number.
+    """
+
+    place: str
+    reason: str
+    count: int
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """What was recorded: places by name, and facts about the run.
@@ -62,6 +78,9 @@ class Recording:
         metadata: model, dtype, device and other facts, as text.
         source_ids: token ids that the encoder read, where there are two texts.
         source_pieces: their texts.
+        token_labels: the texts of rows and columns that the caller gave, by place.
+        unrecorded: the calls of torch's attention functions that were not recorded: `place`,
+            `reason` and `count` of each.
 
     >>> import regard
     >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -79,6 +98,8 @@ class Recording:
     metadata: Mapping[str, str] = field(default_factory=dict)
     source_ids: Tensor | None = None
     source_pieces: tuple[str, ...] = ()
+    token_labels: Mapping[str, PlaceLabels] = field(default_factory=dict)
+    unrecorded: tuple[UnrecordedCall, ...] = ()
 
     about = renamed_attribute("metadata")
 
@@ -291,6 +312,8 @@ class Recording:
             One text per row and one per column; () where the texts are unknown or too few.
         """
         place = self[layer]
+        if place.name in self.token_labels:
+            return self.token_labels[place.name]
         crosses, encodes = ".cross" in place.name, place.name.startswith("encoder.")
         rows = self.source_pieces if encodes else self.pieces
         columns = self.source_pieces if encodes or crosses else self.pieces

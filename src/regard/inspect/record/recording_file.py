@@ -18,16 +18,15 @@ from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.safetensors_files import load_tensors as read_tensors
 from regard.files.strict_json import parse_json
-from regard.inspect.record.mask_and_bias_data import (
-    bias_data,
-    bias_from,
-    mask_data,
-    mask_from,
-    score_data,
-    score_from,
-)
+from regard.inspect.record.mask_and_bias_data import bias_data
+from regard.inspect.record.mask_and_bias_data import bias_from
+from regard.inspect.record.mask_and_bias_data import mask_data
+from regard.inspect.record.mask_and_bias_data import mask_from
+from regard.inspect.record.mask_and_bias_data import score_data
+from regard.inspect.record.mask_and_bias_data import score_from
+from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
-from regard.inspect.record.recording import Recording
+from regard.inspect.record.recording import Recording, UnrecordedCall
 from regard.span import Positions, Span, as_tensor, slot_count
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
@@ -88,6 +87,8 @@ def save(recording: Recording, path: str | Path) -> None:
         "source_pieces": list(recording.source_pieces),
         "ids": tensors.optional(recording.ids),
         "source_ids": tensors.optional(recording.source_ids),
+        "token_labels": {name: list(map(list, x)) for name, x in recording.token_labels.items()},
+        "unrecorded": [[call.place, call.reason, call.count] for call in recording.unrecorded],
         "places": [_place_data(place, tensors) for place in recording.places.values()],
     }
     try:
@@ -228,7 +229,34 @@ def _read_recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recordi
     names = {place.name: place for place in places}
     if len(names) < len(places):
         raise ArgumentError("two places have the same name")
-    return Recording(names, ids, texts[0], metadata, source_ids, texts[1])
+    # files that were written before any module could be recorded have neither of these
+    labels = {str(name): _read_labels(x) for name, x in data.get("token_labels", {}).items()}
+    unrecorded = tuple(
+        UnrecordedCall(_check_name(place), str(why), _check_integer(n))
+        for place, why, n in data.get("unrecorded", [])
+    )
+    recording = Recording(names, ids, texts[0], metadata, source_ids, texts[1], labels, unrecorded)
+    _check_labels(recording)
+    return recording
+
+
+def _read_labels(data: Any) -> PlaceLabels:
+    """Build the texts of the rows and columns of a place."""
+    rows, columns = data
+    return PlaceLabels(tuple(map(str, rows)), tuple(map(str, columns)))
+
+
+def _check_labels(recording: Recording) -> None:
+    """Check that the labels belong to places, one for each row and column."""
+    for name, labels in recording.token_labels.items():
+        if name not in recording.places:
+            raise ArgumentError(f"there are labels of {short_repr(name)}, which is no place")
+        place = recording.places[name]
+        for texts, length in ((labels.rows, place.T), (labels.columns, place.N)):
+            if texts and len(texts) != length:
+                raise ArgumentError(
+                    f"{name} has {plural(len(texts), 'label')} for {plural(length, 'token')}"
+                )
 
 
 def _with_new_names(data: dict[str, Any]) -> dict[str, Any]:

@@ -146,6 +146,9 @@ def source_facts(recording: Recording) -> dict[str, Any]:
     metadata = {name: str(value) for name, value in recording.metadata.items()}
     metadata |= {"kernel": ", ".join(kernels), "dtype": str(places[0].pools[0].k.dtype)[6:]}
     metadata |= {"places": str(len(places)), "tokens": str(max(place.N for place in places))}
+    if recording.unrecorded:
+        names = dict.fromkeys(call.place for call in recording.unrecorded)
+        metadata["not recorded"] = ", ".join(names)
     text = "".join(recording.pieces).replace("·", " ").strip()
     return {"title": text[:80], "model": metadata.get("model", ""), "metadata": metadata}
 

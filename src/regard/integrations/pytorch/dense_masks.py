@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from regard.masks import Causal, Dense, Mask, Padding, Window
+from regard.masks import Causal, Dense, Document, Mask, Padding, Window
 from regard.span import Span
 
 MAX_CACHED_MASKS = 32
@@ -165,3 +165,17 @@ def _candidates(visible: Tensor, B: int, T: int, S: int) -> Iterator[tuple[Mask,
             yield rule, start
             if padding is not None:
                 yield rule & padding, start
+    if T == S and (documents := _documents(visible)) is not None:
+        yield documents, 0
+        yield Causal() & documents, 0
+
+
+def _documents(visible: Tensor) -> Document | None:
+    """Return the documents that begin at the first visible keys of the rows, or None if there is
+    only one, or if the rows of the batch differ.
+    """
+    first = visible[0].to(torch.uint8).argmax(-1)
+    bounds = first.unique().tolist()
+    if len(bounds) < 2 or bounds[0] != 0 or bool((first.diff() < 0).any()):
+        return None
+    return Document((*bounds, visible.shape[-1]))

@@ -19,7 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cache, wraps
+from inspect import unwrap
 from typing import Any, TypeVar, overload
 
 import torch
@@ -29,11 +30,13 @@ from torch import Tensor, nn
 from regard.deprecation import renamed
 from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
+from regard.integrations.pytorch.module_places import open_places
 from regard.masks import Causal, Dense, Mask
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.process_state import is_compiling
 from regard.span import Span
+from regard.tracing import is_tracing
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -61,6 +64,7 @@ NOT_MASKED_ATTENTION = (
 
 _torch_attention = F.scaled_dot_product_attention
 _torch_mha = torch._native_multi_head_attention
+_torch_mha_forward = F.multi_head_attention_forward
 _torch_encoder = torch._transformer_encoder_layer_fwd
 
 
@@ -206,6 +210,8 @@ class _AfterForward:
 _lock = threading.Lock()
 _users = 0
 """The number of open contexts and accelerated models that need the replacements."""
+_installed: set[int] = set()
+"""The ids of the functions of torch that are replaced now."""
 _replaced: list[tuple[dict[str, Any], str, Any]] = []
 """The replaced functions of torch: the namespace of a module, the name, and the original."""
 
@@ -215,9 +221,14 @@ def _install_replacements() -> None:
     global _users
     with _lock:
         _users += 1
-        if _users > 1:
+        new = {
+            id(original): function
+            for original, function in _replacements()
+            if id(original) not in _installed
+        }
+        if not new:
             return
-        new = {id(original): function for original, function in _REPLACEMENTS}
+        _installed.update(new)
         for module in list(sys.modules.values()):
             names = getattr(module, "__dict__", None)
             if names is None or names.get("__name__") in _EXEMPT_MODULES:
@@ -237,6 +248,13 @@ def _remove_replacements() -> None:
         while _users == 0 and _replaced:
             names, name, original = _replaced.pop()
             names[name] = original
+        if _users == 0:
+            _installed.clear()
+
+
+def _is_observed() -> bool:
+    """Whether an open trace of this thread captures, edits or records the calls of torch."""
+    return is_tracing() and bool(_contexts.open or open_places() is not None)
 
 
 @wraps(_torch_attention)
@@ -250,6 +268,19 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
+    if is_tracing() and _is_observed() and not is_compiling():
+        from regard.integrations.pytorch.observed_call import observe_attention
+
+        return observe_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     if not is_compiling() and (contexts := _contexts.open):
         # a small call takes torch 3 microseconds: three sizes are compared before anything else
         if (
@@ -401,7 +432,25 @@ def _mha(
     average_attn_weights: bool = True,  # noqa: FBT001, FBT002
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    if _is_active(query) and not need_weights and query is key is value:
+    if is_tracing() and _is_observed() and not is_compiling():
+        from regard.integrations.pytorch.observed_call import observe_fused_multi_head
+
+        observed = observe_fused_multi_head(
+            query,
+            key,
+            value,
+            num_head,
+            qkv_weight,
+            qkv_bias,
+            (proj_weight, proj_bias),
+            mask,
+            mask_type,
+            need_weights=need_weights,
+            average=average_attn_weights,
+        )
+        if observed is not None:
+            return observed
+    elif _is_active(query) and not need_weights and query is key is value:
         z = _self_attention(query, num_head, qkv_weight, qkv_bias, mask, mask_type)
         if z is not None:
             return F.linear(z, proj_weight, proj_bias), None
@@ -420,6 +469,16 @@ def _mha(
         average_attn_weights,
         mask_type,
     )
+
+
+@wraps(_torch_mha_forward)
+def _mha_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    if is_tracing() and _is_observed() and not is_compiling():
+        from regard.integrations.pytorch.observed_call import observe_multi_head
+
+        return observe_multi_head(*args, **kwargs)
+    result: tuple[Tensor, Tensor | None] = _torch_mha_forward(*args, **kwargs)
+    return result
 
 
 @wraps(_torch_encoder)
@@ -510,7 +569,7 @@ def _self_attention(
     """
     B, T, width = x.shape
     small = B * T * T * width * 2 < MIN_PRODUCTS
-    if (small and not _contexts.always) or not x.is_cpu:
+    if (small and not _contexts.always and not is_tracing()) or not x.is_cpu:
         _contexts.count_torch(SMALL)
         return None
     keep = None
@@ -525,9 +584,38 @@ def _self_attention(
     return _attention(q, k, v, attn_mask=keep).transpose(1, 2).flatten(2)
 
 
+_FLEX_MODULE = "torch.nn.attention.flex_attention"
+"""The module of `flex_attention`, which torch imports late."""
+
+
+def _replacements() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Return the functions of torch that are replaced, each with its replacement."""
+    flex = sys.modules.get(_FLEX_MODULE)
+    if flex is None:
+        return list(_REPLACEMENTS)
+    original = unwrap(flex.flex_attention)
+    return [*_REPLACEMENTS, (original, _flex_replacement(original))]
+
+
+@cache
+def _flex_replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of `flex_attention`."""
+
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling() or not (_contexts.open or _is_observed()):
+            return original(*args, **kwargs)
+        from regard.integrations.pytorch.flex_calls import run_or_leave
+
+        return run_or_leave(original, *args, **kwargs)
+
+    return replacement
+
+
 _REPLACEMENTS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
     (_torch_attention, _attention),
     (_torch_mha, _mha),
+    (_torch_mha_forward, _mha_forward),
     (_torch_encoder, _encoder),
 )
 _EXEMPT_MODULES = frozenset(

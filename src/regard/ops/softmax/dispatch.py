@@ -150,8 +150,16 @@ def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
     """Run a call on the kernel that `choose_kernel` returned, and pass the call and its result to
     the open traces.
     """
-    if watching := tracing.call_observers():
-        return _run_observed(kernel, call, watching)
+    if tracing.is_tracing() and not call.compiling:
+        with tracing.running_kernel():
+            if watching := tracing.call_observers():
+                return _run_observed(kernel, call, watching)
+            return _run_without_autocast(kernel, call)
+    return _run_without_autocast(kernel, call)
+
+
+def _run_without_autocast(kernel: Kernel, call: Call) -> KernelResult:
+    """Run a call on a kernel, with autocast disabled."""
     device = call.q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return kernel.run(call)

@@ -11,6 +11,7 @@ Source: Dong et al. 2024 (arXiv 2412.05496).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
@@ -179,7 +180,8 @@ def _flex_attention_for(device: str) -> Callable[..., Any]:
     module._WARNINGS_SHOWN.add("flex_attention_performance")
     # The uncompiled form holds every score, so it is never used on CUDA. On a CPU the compiled form
     # takes seconds to compile, returns no lse, and does not support float64.
-    chosen: Callable[..., Any] = module.flex_attention
+    # `regard.accelerate` may have replaced the function
+    chosen: Callable[..., Any] = inspect.unwrap(module.flex_attention)
     return chosen if device == "cpu" else torch.compile(chosen, dynamic=False)
 
 
