@@ -18,12 +18,14 @@ from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.safetensors_files import load_tensors as read_tensors
 from regard.files.strict_json import parse_json
-from regard.inspect.record.mask_and_bias_data import bias_data
-from regard.inspect.record.mask_and_bias_data import bias_from
-from regard.inspect.record.mask_and_bias_data import mask_data
-from regard.inspect.record.mask_and_bias_data import mask_from
-from regard.inspect.record.mask_and_bias_data import score_data
-from regard.inspect.record.mask_and_bias_data import score_from
+from regard.inspect.record.mask_and_bias_data import (
+    bias_data,
+    bias_from,
+    mask_data,
+    mask_from,
+    score_data,
+    score_from,
+)
 from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording, UnrecordedCall
