@@ -26,8 +26,8 @@ def family(model_type: str) -> Family | None:
     if kind is None or model_type not in FAMILIES:
         return None
     module = importlib.import_module(f"{__name__}.{kind.model_types[0]}")
-    found: Family = module.FAMILY
-    return found
+    its_family: Family = module.FAMILY
+    return its_family
 
 
 def model_type_of(config: ModelConfig) -> str:
