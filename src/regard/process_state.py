@@ -73,7 +73,7 @@ def is_exporting_onnx() -> bool:
 
 
 def _in_onnx_export() -> bool:
-    """Return whether `torch.onnx.export` runs."""
+    """Return whether a call of `torch.onnx.export` runs in this process."""
     return torch.onnx.is_in_onnx_export()
 
 

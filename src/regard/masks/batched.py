@@ -70,8 +70,7 @@ class Prefix(Mask):
             of batch rows differs.
 
     >>> from regard.masks import Causal
-    >>> from regard.process_state import is_exporting_onnx
-    from regard.span import Span
+    >>> from regard.span import Span
     >>> (Causal() | Prefix(2)).visible(Span(0, 4), Span(0, 4)).tolist()
     [[[2, 2, 3, 4]]]
     """

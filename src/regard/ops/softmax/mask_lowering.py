@@ -121,7 +121,7 @@ def lower_mask(call: Call, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> list[Quer
 
 
 def _onnx_key_range(call: Call) -> KeyRange | None:
-    """Return the range of all keys, if ONNX's node Attention needs no mask tensor for it: every
+    """Return one range with all keys, if ONNX's node Attention needs no mask tensor for it: every
     query sees every key, or the mask is causal and queries and keys are the same tokens.
     """
     if call.bias is not None:

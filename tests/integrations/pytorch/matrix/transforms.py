@@ -113,7 +113,7 @@ def assert_follows(
 
 
 @transform("torch.compile(fullgraph=True), dynamic lengths", slow=True)
-def compiled(thing: Thing) -> None:
+def assert_compiles(thing: Thing) -> None:
     torch._dynamo.reset()
     module = torch.compile(thing.make(), fullgraph=True, backend="eager")
 
@@ -137,7 +137,7 @@ def dims(thing: Thing) -> tuple[dict[int, Any], ...]:
 
 
 @transform("torch.export.export(strict=False)", slow=True)
-def exported(thing: Thing, *, strict: bool = False) -> None:
+def assert_exports(thing: Thing, *, strict: bool = False) -> None:
     program = torch.export.export(
         thing.make(), thing.inputs(6), dynamic_shapes=dims(thing), strict=strict
     )
@@ -145,12 +145,12 @@ def exported(thing: Thing, *, strict: bool = False) -> None:
 
 
 @transform("torch.export.export(strict=True)", slow=True)
-def exported_strictly(thing: Thing) -> None:
-    exported(thing, strict=True)
+def assert_exports_strictly(thing: Thing) -> None:
+    assert_exports(thing, strict=True)
 
 
 @transform("torch.jit.trace", slow=True)
-def traced(thing: Thing) -> None:
+def assert_traces(thing: Thing) -> None:
     with warnings.catch_warnings():
         # torch deprecates tracing, and warns of each Python number that a trace keeps
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -161,13 +161,13 @@ def traced(thing: Thing) -> None:
 
 
 @transform("torch.onnx.export(dynamo=True)", slow=True)
-def exported_to_onnx(thing: Thing) -> None:
+def assert_exports_to_onnx(thing: Thing) -> None:
     file = onnx_file(thing.make(), thing.inputs(6), dims(thing))
     assert_follows(thing, onnx_session(file))
 
 
 @transform("torch.onnx.export(dynamo=False)", slow=True)
-def traced_to_onnx(thing: Thing) -> None:
+def assert_traces_to_onnx(thing: Thing) -> None:
     file = traced_onnx_file(thing.make(), thing.inputs(6), thing.axes)
     assert_follows(thing, onnx_session(file))
 
@@ -239,7 +239,7 @@ def onnx_session(file: io.BytesIO) -> Callable[..., tuple[Tensor, ...]]:
 
 
 @transform("torch.fx.symbolic_trace")
-def symbolic(thing: Thing) -> None:
+def assert_traces_symbolically(thing: Thing) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -262,7 +262,7 @@ def symbolic(thing: Thing) -> None:
 
 
 @transform("torch.func.vmap")
-def mapped(thing: Thing) -> None:
+def assert_maps(thing: Thing) -> None:
     module = thing.make()
     many = [thing.inputs(6), tuple(x.flip(-1) for x in thing.inputs(6))]
     stacked = tuple(torch.stack(x) for x in zip(*many, strict=True))
@@ -314,12 +314,12 @@ def assert_derivative(thing: Thing, derivative: Callable[..., dict[str, Tensor]]
 
 
 @transform("torch.func.grad")
-def gradient(thing: Thing) -> None:
+def assert_gradient(thing: Thing) -> None:
     assert_derivative(thing, lambda loss, by: grad(loss)(by))
 
 
 @transform("torch.func.jvp")
-def forward_mode(thing: Thing) -> None:
+def assert_forward_mode(thing: Thing) -> None:
     def tangent(loss: Callable[..., Tensor], by: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"": jvp(loss, (by,), ({n: x.cos() for n, x in by.items()},))[1]}
 
@@ -327,7 +327,7 @@ def forward_mode(thing: Thing) -> None:
 
 
 @transform("second derivatives by autograd")
-def second_derivative(thing: Thing) -> None:
+def assert_second_derivative(thing: Thing) -> None:
     def twice(loss: Callable[..., Tensor], by: dict[str, Tensor]) -> dict[str, Tensor]:
         by = {n: x.clone().requires_grad_() for n, x in by.items()}
         first = torch.autograd.grad(loss(by), list(by.values()), create_graph=True)
@@ -338,7 +338,7 @@ def second_derivative(thing: Thing) -> None:
 
 
 @transform("gradients per sample: vmap(grad)", layers_only=True)
-def per_sample(thing: Thing) -> None:
+def assert_gradients_per_sample(thing: Thing) -> None:
     module, by, args = state_of(thing)
 
     def loss(by: dict[str, Tensor], *sample: Tensor) -> Tensor:
@@ -358,7 +358,7 @@ def per_sample(thing: Thing) -> None:
 
 
 @transform('device "meta"')
-def on_meta(thing: Thing) -> None:
+def assert_shapes_on_meta(thing: Thing) -> None:
     module, args = thing.make(), thing.inputs(40)
     found = outputs(copy.deepcopy(module).to("meta")(*(x.to("meta") for x in args)))
     assert [(x.shape, x.dtype) for x in found] == [
@@ -368,7 +368,7 @@ def on_meta(thing: Thing) -> None:
 
 
 @transform("FakeTensorMode")
-def fake(thing: Thing) -> None:
+def assert_fake_shapes(thing: Thing) -> None:
     from torch._subclasses import FakeTensorMode
 
     module, args = thing.make(), thing.inputs(40)
@@ -379,7 +379,7 @@ def fake(thing: Thing) -> None:
 
 
 @transform("torch.autocast")
-def autocast(thing: Thing) -> None:
+def assert_autocasts(thing: Thing) -> None:
     module, args = thing.make(), thing.inputs(19)
     if thing.layer:  # the past comes from earlier calls under autocast
         args = (args[0], *(x.bfloat16() for x in args[1:]))
@@ -396,7 +396,7 @@ def autocast(thing: Thing) -> None:
 
 
 @transform("copy.deepcopy")
-def copied(thing: Thing) -> None:
+def assert_copies(thing: Thing) -> None:
     module, args = thing.make(), thing.inputs(19)
     twin = copy.deepcopy(module)
     for x, y in zip(outputs(twin(*args)), outputs(module(*args)), strict=True):
@@ -407,7 +407,7 @@ def copied(thing: Thing) -> None:
 
 
 @transform("pickle, torch.save")
-def pickled(thing: Thing) -> None:
+def assert_pickles(thing: Thing) -> None:
     module, args = thing.make(), thing.inputs(19)
     file = io.BytesIO()
     torch.save(module, file)
@@ -418,7 +418,7 @@ def pickled(thing: Thing) -> None:
 
 
 @transform("torch.utils.checkpoint, reentrant or not")
-def recomputed(thing: Thing) -> None:
+def assert_recomputes(thing: Thing) -> None:
     from torch.utils.checkpoint import checkpoint
 
     def gradients(module: nn.Module, args: tuple[Tensor, ...], run: Any) -> list[Tensor]:
@@ -443,7 +443,7 @@ def recomputed(thing: Thing) -> None:
 
 
 @transform("hooks of state_dict and load_state_dict", layers_only=True)
-def hooked(thing: Thing) -> None:
+def assert_hooks_run(thing: Thing) -> None:
     module, twin, args, seen = thing.make(), thing.make(), thing.inputs(6), []
     for parameter in twin.parameters():
         torch.nn.init.zeros_(parameter)
@@ -458,7 +458,7 @@ def hooked(thing: Thing) -> None:
 
 
 @transform("torch.ao quantize_dynamic, after with_torch_linears", layers_only=True)
-def quantised(thing: Thing) -> None:
+def assert_quantises(thing: Thing) -> None:
     from regard.integrations.pytorch import with_torch_linears
 
     module, args = thing.make(), thing.inputs(6)
@@ -487,14 +487,14 @@ def quantised(thing: Thing) -> None:
 
 
 @transform("FSDP2 fully_shard, 2 processes", layers_only=True, slow=True)
-def sharded(thing: Thing) -> None:
+def assert_shards(thing: Thing) -> None:
     from tests.integrations.pytorch.matrix import ranks
 
     ranks.assert_trains_as_one("fsdp", thing)
 
 
 @transform("DTensor weights (tensor parallel), 2 processes", layers_only=True, slow=True)
-def tensor_parallel(thing: Thing) -> None:
+def assert_runs_tensor_parallel(thing: Thing) -> None:
     from tests.integrations.pytorch.matrix import ranks
 
     ranks.assert_trains_as_one("dtensor", thing)
