@@ -184,7 +184,8 @@ def test_rules_under_transforms(name: str, way: str) -> None:
     rule, (q, k, v) = rule_of(name), tensors()
 
     def run(q: Tensor) -> Tensor:
-        return regard.attend(q, k.to(q.device), v.to(q.device), mask=masks.Causal(), score=rule)
+        here = rule.with_tensors([x.to(q.device) for x in rule.tensors()])
+        return regard.attend(q, k.to(q.device), v.to(q.device), mask=masks.Causal(), score=here)
 
     if way == "meta":
         assert run(q.to("meta")).shape == (2, H, 6, 3)
