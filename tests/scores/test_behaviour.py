@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import regard
 from regard import biases, caches, masks, scores
-from regard.errors import ArgumentError, ArgumentTypeError, KernelRefusal
+from regard.errors import ArgumentError, ArgumentTypeError, FileError, KernelRefusal
 from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.ops.softmax import KernelResult, WorkEstimate
 from regard.scores import ScoreBlock, ScoreRule
@@ -540,3 +540,28 @@ def test_a_layer_refuses_a_mix_of_parameters_and_tensors() -> None:
     with pytest.raises(ArgumentError, match="mixes parameters with plain tensors"):
         module(mixed)
     assert module(None).score is None
+
+
+def test_a_model_with_a_rule_is_recorded_but_not_explained() -> None:
+    model = regard.load("tiny")
+    layer = next(x for x in model.decoder.modules() if isinstance(x, Attention))
+    layer.score = scores.TopK(2)
+    recording = regard.inspect.record(model, "to be or not to be")
+    assert ((recording.weights(0, 0) > 0).sum(-1) <= 2).all()
+    assert recording[0].steps[0].score == scores.TopK(2)
+    assert recording[1].steps[0].score is None
+    with pytest.raises(ArgumentError, match=r"layers.0 has the score rule topk\(2\): an explan"):
+        regard.inspect.explain(model, "to be or not to be", layer=0)
+
+
+def test_a_file_with_a_rule_and_no_weights_is_refused(tmp_path: Any) -> None:
+    q, k, v = tensors(torch.float32)
+    with regard.inspect.Recorder() as recorder:
+        regard.attend(q, k, v, score=scores.TopK(2))
+    recording = recorder.recording()
+    place = recording[0]
+    step = replace(place.steps[0], pattern=None)
+    wrong = replace(recording, places={place.name: replace(place, steps=(step,))})
+    regard.inspect.save(wrong, tmp_path / "run.safetensors")
+    with pytest.raises(FileError, match=r"has the score rule topk\(2\) without its weights"):
+        regard.inspect.load(tmp_path / "run.safetensors")
