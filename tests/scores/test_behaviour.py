@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import regard
 from regard import biases, caches, masks, scores
-from regard.errors import ArgumentError, ArgumentTypeError, KernelRefusal
+from regard.errors import ArgumentError, ArgumentTypeError, FileError, KernelRefusal
 from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.ops.softmax import KernelResult, WorkEstimate
 from regard.scores import ScoreBlock, ScoreRule
@@ -86,6 +86,7 @@ def test_how_they_print() -> None:
     assert str(scores.CoPE(torch.zeros(4, 8))) == "cope(4x8)"
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_some_heads_are_a_part_of_all_of_them(name: str) -> None:
     rule, (q, k, v) = rule_of(name), tensors()
@@ -100,6 +101,7 @@ def test_some_heads_are_a_part_of_all_of_them(name: str) -> None:
     torch.testing.assert_close(part, whole[:, 2:], rtol=0, atol=1e-14)
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_masked_reaches_neither_results_nor_gradients(name: str) -> None:
     q, k, v = tensors()
@@ -122,6 +124,7 @@ def test_what_is_masked_reaches_neither_results_nor_gradients(name: str) -> None
         assert torch.equal(out[0, 0, :, 0].isnan(), expected)
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_query_that_sees_nothing_gets_zero(name: str) -> None:
     q, k, v = tensors()
@@ -137,6 +140,7 @@ def test_a_query_that_sees_nothing_gets_zero(name: str) -> None:
         assert all(x.isfinite().all() for x in found)
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_keys_in_other_slots_give_the_same(name: str) -> None:
     rule, (q, k, v) = rule_of(name), tensors()
@@ -154,6 +158,7 @@ def test_keys_in_other_slots_give_the_same(name: str) -> None:
     torch.testing.assert_close(turned, whole, rtol=0, atol=1e-13)
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_of_the_pattern_are_what_was_computed(name: str) -> None:
     rule, (q, k, v) = rule_of(name), tensors()
@@ -172,14 +177,15 @@ def test_blocks_of_the_pattern_are_what_was_computed(name: str) -> None:
     assert "pattern" not in trace
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize("way", ["compile", "vmap", "grad", "meta"])
 @pytest.mark.parametrize("name", NAMES)
 def test_rules_under_transforms(name: str, way: str) -> None:
     rule, (q, k, v) = rule_of(name), tensors()
 
     def run(q: Tensor) -> Tensor:
-        return regard.attend(q, k.to(q.device), v.to(q.device), mask=masks.Causal(), score=rule)
+        here = rule.with_tensors([x.to(q.device) for x in rule.tensors()])
+        return regard.attend(q, k.to(q.device), v.to(q.device), mask=masks.Causal(), score=here)
 
     if way == "meta":
         assert run(q.to("meta")).shape == (2, H, 6, 3)
@@ -197,6 +203,7 @@ def test_rules_under_transforms(name: str, way: str) -> None:
         torch.testing.assert_close(found, right, rtol=0, atol=1e-13)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["fn", "by-head", "sigmoid-by-head"])
 def test_second_derivatives(name: str) -> None:
     q, k, v = (x[:1, :, :3].clone().requires_grad_() for x in tensors())
@@ -317,6 +324,7 @@ def masking(score, b, h, q_idx, kv_idx):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("mod", [relative, masking])
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_score_mod_means_what_it_means_in_torch(mod: Any, dtype: torch.dtype) -> None:
     q, k, v = tensors(dtype, 9)
@@ -471,6 +479,7 @@ def test_parts_merge_where_the_rule_has_a_log_sum_exp() -> None:
             regard.attend_partial(q, k, v, score=rule_of(name))
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recording_holds_what_was_computed(name: str, tmp_path: Any) -> None:
     rule, (q, k, v) = rule_of(name), tensors(torch.float32)
@@ -505,6 +514,7 @@ def module(score: ScoreRule | None) -> Attention:
     return made.double()
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_layer_with_a_rule(name: str) -> None:
     own = [nn.Parameter(x) for x in rules.tensors_for(name, 7)]
@@ -530,3 +540,28 @@ def test_a_layer_refuses_a_mix_of_parameters_and_tensors() -> None:
     with pytest.raises(ArgumentError, match="mixes parameters with plain tensors"):
         module(mixed)
     assert module(None).score is None
+
+
+def test_a_model_with_a_rule_is_recorded_but_not_explained() -> None:
+    model = regard.load("tiny")
+    layer = next(x for x in model.decoder.modules() if isinstance(x, Attention))
+    layer.score = scores.TopK(2)
+    recording = regard.inspect.record(model, "to be or not to be")
+    assert ((recording.weights(0, 0) > 0).sum(-1) <= 2).all()
+    assert recording[0].steps[0].score == scores.TopK(2)
+    assert recording[1].steps[0].score is None
+    with pytest.raises(ArgumentError, match=r"layers.0 has the score rule topk\(2\): an explan"):
+        regard.inspect.explain(model, "to be or not to be", layer=0)
+
+
+def test_a_file_with_a_rule_and_no_weights_is_refused(tmp_path: Any) -> None:
+    q, k, v = tensors(torch.float32)
+    with regard.inspect.Recorder() as recorder:
+        regard.attend(q, k, v, score=scores.TopK(2))
+    recording = recorder.recording()
+    place = recording[0]
+    step = replace(place.steps[0], pattern=None)
+    wrong = replace(recording, places={place.name: replace(place, steps=(step,))})
+    regard.inspect.save(wrong, tmp_path / "run.safetensors")
+    with pytest.raises(FileError, match=r"has the score rule topk\(2\) without its weights"):
+        regard.inspect.load(tmp_path / "run.safetensors")

@@ -137,7 +137,7 @@ def test_every_rule_has_a_case() -> None:
     assert ours - kinds == {"chain", "pairrule"}
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize(("case", "dtype"), CALLS, ids=IDS)
 @pytest.mark.parametrize("name", rules.MADE)
 def test_the_reference_gives_what_the_loops_give(name: str, case: Case, dtype: torch.dtype) -> None:
@@ -154,7 +154,8 @@ LEAST = {"tiled": (9, 9), "flex": (7, 0), "cpu": (3, 0), "gemm": (3, 2), "sdpa":
 def test_every_kernel_gives_what_the_loops_give(kernel: str, backward: bool) -> None:
     served: set[str] = set()
     refused: set[str] = set()
-    for name, (case, dtype) in product(rules.MADE, CALLS):
+    calls = CALLS[:1] if kernel == "flex" else CALLS  # which torch traces for each rule anew
+    for name, (case, dtype) in product(rules.MADE, calls):
         try:
             assert_rule(name, case, dtype, kernel, backward=backward)
         except KernelRefusal as error:
@@ -205,6 +206,7 @@ WRONG: dict[str, tuple[str, Callable[[ScoreRule], ScoreRule]]] = {
 }
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_found(name: str) -> None:
     right, wrong = WRONG[name]

@@ -176,9 +176,10 @@ class Attention(Mixer):
 
     def _score(self) -> ScoreRule | None:
         """Return the score rule with the present parameters of this module."""
-        if self.score is None or not len(self.score_tensors):
+        own = getattr(self, "score_tensors", ())  # not there if the rule was set later
+        if self.score is None or not len(own):
             return self.score
-        return self.score.with_tensors(tuple(self.score_tensors))
+        return self.score.with_tensors(tuple(own))
 
     def extra_repr(self) -> str:
         """Return the mask, bias, score rule, scale, softcap and dropout that differ from the

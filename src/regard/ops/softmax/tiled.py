@@ -67,8 +67,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class TiledKernel:
-    """The kernel "tiled": flash attention in plain torch, for every mask and bias, with gradients,
-    softcap, sink and dropout.
+    """The kernel "tiled": flash attention in plain torch, for every mask and bias, and for score
+    rules on pairs, with gradients, softcap, sink and dropout.
 
     Args:
         sizes: the sizes of the blocks and tiles into which a call is split.
@@ -102,7 +102,7 @@ class TiledKernel:
         return reasons
 
     def why_not_score(self, call: Call) -> list[str]:
-        """Refuse rules that read more than one score at a time, and an lse that the rule lacks."""
+        """Refuse rules that read more than one score at a time, or change weights."""
         return why_not_pairs(call)
 
     def priority(self, call: Call) -> float | None:
