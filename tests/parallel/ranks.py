@@ -164,15 +164,15 @@ def decoding(rank: int, mask: str, option: str) -> Tensor:
     shards = Shards.even(S, W)
     positions = torch.cat([shards.positions(rank), torch.tensor([[-1]])], 1)
     pad = [torch.cat([shards.take(x, rank), torch.full_like(x[:, :, :1], 7.0)], 2) for x in (k, v)]
-    z = decode(
-        q[:, :, -3:],
-        *pad,
-        q_positions=Span(S - 3, 3),
-        k_positions=positions,
-        mask=MASKS[mask],
-        **options(option, torch.float32),
-    )
-    return z.detach()
+    with torch.no_grad():
+        return decode(
+            q[:, :, -3:],
+            *pad,
+            q_positions=Span(S - 3, 3),
+            k_positions=positions,
+            mask=MASKS[mask],
+            **options(option, torch.float32),
+        )
 
 
 def bytes_sent(rank: int, cases: list[tuple[str, str, str]]) -> list[int]:
