@@ -19,7 +19,8 @@ from regard.ops.softmax.definition import (
     softmax_sum,
     softmax_weights,
 )
-from regard.ops.softmax.dispatch import run_call, zero_empty_slots
+from regard.ops.softmax.dispatch import zero_empty_slots
+from regard.ops.softmax.operators import run_call
 from regard.ops.softmax.reference import BLOCK_BYTES
 from regard.span import Positions
 

@@ -132,16 +132,10 @@ def kernels_by_priority(call: Call) -> list[Kernel]:
     return [registered[i] for _, i in ranked]
 
 
-def run_call(call: Call, backend: str = "auto") -> KernelResult:
-    """Choose a kernel for the call and run it. Autocast is disabled while it runs, so that the
-    kernel computes in the dtypes of the call.
-    """
-    return run_on_kernel(*choose_kernel(call, backend))
-
-
 def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
     """Run a call on the kernel that `choose_kernel` returned, and pass the call and its result to
-    the open traces.
+    the open traces. Autocast is disabled while it runs, so that the kernel computes in the dtypes
+    of the call.
     """
     if watching := tracing.call_observers():
         return _run_observed(kernel, call, watching)
