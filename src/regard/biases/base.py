@@ -149,7 +149,7 @@ class Bias(Serializable):
             ArgumentError: a size does not fit.
         """
         own = self._heads()
-        if own not in (None, H):
+        if own is not None and own != H:  # dynamo cannot look for a variable size in a tuple
             raise ArgumentError(
                 f"{self} has {plural(own, 'head')} and the query has {H}; create the bias with "
                 f"heads={H}"

@@ -53,6 +53,14 @@ _PACKED_SCHEMA = (
 )
 """The fields of `PackedCall`."""
 
+_AUTOGRAD_KEYS = (
+    torch._C.DispatchKey.AutogradFunctionality,
+    torch._C.DispatchKey.AutogradOther,
+    torch._C.DispatchKey.AutogradNestedTensor,
+    torch._C.DispatchKey.ADInplaceOrView,
+)
+"""What torch excludes while an operator runs."""
+
 _LIBRARY = torch.library.Library("regard", "FRAGMENT")
 _LIBRARY.define(f"attention({_PACKED_SCHEMA}) -> (Tensor out, Tensor lse)")
 _LIBRARY.define(
@@ -206,10 +214,18 @@ def _attention_backward(
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Record a graph inside an operator, where torch has switched its recording off."""
-    nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+    """Record a graph inside an operator, where torch has switched its recording off, in the dtypes
+    of the inputs.
+    """
     included = torch._C._dispatch_tls_local_include_set()
-    with torch.enable_grad(), torch._C._ForceDispatchKeyGuard(included, nothing):
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD_KEYS:
+        excluded = excluded.remove(key)
+    with (
+        torch.enable_grad(),
+        torch._C._ForceDispatchKeyGuard(included, excluded),
+        torch.autocast("cpu", enabled=False),
+    ):
         yield
 
 
@@ -313,7 +329,9 @@ def _backward(
         )
         for i, g in zip(trained, grads[3:], strict=True):
             d_bias[i] = g
-    return *grads[:3], [None] * len(tensors), d_bias, None, None, None, None, None, None
+    # torch takes an empty list of numbers for one of tensors
+    d_numbers = None if packed.numbers else []
+    return *grads[:3], [None] * len(tensors), d_bias, d_numbers, None, None, None, None, None
 
 
 def _count_flops(*args: Any, out_val: Any = None) -> int:

@@ -93,7 +93,9 @@ def _value_reasons(value: object, rule: Mask | Bias) -> list[str]:
         return _reasons(value)
     if isinstance(value, tuple):
         return [reason for x in value for reason in _value_reasons(x, rule)]
-    if value is None or isinstance(value, bool | int | float | Tensor):
+    if value is None or isinstance(value, bool | int | torch.SymInt | float | Tensor):
+        return []
+    if isinstance(value, str) and value.isidentifier():  # needs no quoting in JSON
         return []
     return [f"a graph cannot hold the {type(value).__name__} in {rule}"]
 
@@ -149,11 +151,13 @@ def _text(value: object, tensors: list[Tensor], numbers: list[int]) -> str:
     if isinstance(value, Tensor):
         tensors.append(value)
         return f'{{"tensor":{len(tensors) - 1}}}'
-    if isinstance(value, int):
+    if isinstance(value, int | torch.SymInt):
         numbers.append(value)
         return f'{{"number":{len(numbers) - 1}}}'
     if isinstance(value, float):
         return repr(value)
+    if isinstance(value, str):
+        return f'"{value}"'
     if isinstance(value, tuple):
         return "[" + ",".join([_text(x, tensors, numbers) for x in value]) + "]"
     assert isinstance(value, Mask | Bias), "unpackable_parts reports every other value"
