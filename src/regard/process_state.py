@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import RLock
+from typing import TypeVar
 
 import torch
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
+
+F = TypeVar("F", bound=Callable[..., object])
+
+constant_in_graphs: Callable[[F], F] = torch.compiler.assume_constant_result
+"""A decorator: dynamo calls the function once, while it traces a graph, instead of tracing it."""
 
 _lock = RLock()
 
@@ -92,12 +98,22 @@ def values_are_readable(*tensors: torch.Tensor) -> bool:
     >>> values_are_readable(torch.ones(2)), values_are_readable(torch.ones(2, device="meta"))
     (True, False)
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None or differentiates_forward():
+    if is_in_transform() or differentiates_forward():
         return False
     return not any(
         x.is_meta or (type(x) not in (torch.Tensor, torch.nn.Parameter) and is_fake(x))
         for x in tensors
     )
+
+
+@constant_in_graphs
+def is_in_transform() -> bool:
+    """Return whether a transform of `torch.func`, such as `vmap`, runs this code.
+
+    >>> is_in_transform()
+    False
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def differentiates_forward() -> bool:

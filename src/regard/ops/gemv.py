@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.jit import has_numba, openmp
+from regard.ops.jit import has_numba, has_numba_in_graph, openmp
 from regard.ops.jit.argument_structs import GEMV_STRUCT
-from regard.process_state import is_compiling, is_exporting
+from regard.process_state import is_compiling, is_exporting, is_in_transform
 
 MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
 """The largest number of vectors, by dtype, for which the compiled loop is faster than torch."""
@@ -128,8 +128,6 @@ def try_gemv(
         return None
     if is_compiling():  # torch.compile would specialise the graph on the sizes below
         return _linear_operator(x, weight, bias)
-    if torch._C._len_torch_dispatch_stack():  # a dispatch mode must see what is computed
-        return None
     dtype, element_count = x.dtype, x.numel()
     if dtype not in MAX_VECTORS or weight.dtype != dtype or weight.ndim != 2:
         return None
@@ -147,7 +145,9 @@ def try_gemv(
             return None
     if torch.is_grad_enabled() and any(y.requires_grad for y in (x, weight, bias) if y is not None):
         return None
-    if torch.is_autocast_enabled("cpu") or not has_numba():
+    # a dispatch mode, such as torch's counter of FLOPs, sees torch's operations only
+    observed = only_if_faster and torch._C._len_torch_dispatch_stack()
+    if observed or torch.is_autocast_enabled("cpu") or not has_numba():
         return None
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=dtype)
@@ -179,7 +179,8 @@ def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
         or any(z.device.type != "cpu" or z.dtype != x.dtype for z in y)
         or (torch.is_grad_enabled() and any(z.requires_grad for z in y))
         or x.dtype not in MAX_VECTORS
-        or not _operators_apply()
+        or is_in_transform()
+        or not has_numba_in_graph()
     ):
         return None
     N, M = weight.shape
@@ -193,12 +194,6 @@ def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     return z
 
 
-@torch.compiler.assume_constant_result
-def _operators_apply() -> bool:
-    """Return whether Numba is installed, and no transform of `torch.func` runs this code."""
-    return has_numba() and torch._C._functorch.peek_interpreter_stack() is None
-
-
 _LIBRARY = torch.library.Library("regard", "FRAGMENT")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
@@ -209,12 +204,12 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias).contiguous() if y is None else y
 
 
-def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_shape(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
     """Return the output of the operator without values."""
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-def _linear_flops(x: Tensor, weight: Tensor, bias: Tensor | None, *, out_val: object) -> int:
+def _linear_flops(x: Tensor, weight: Tensor, *_others: object, **_options: object) -> int:
     """Return the FLOPs of W x."""
     return 2 * x.numel() * weight.shape[0]
 
@@ -274,8 +269,8 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"gemv was given x {_dtype_name(x)} {tuple(x.shape)} and weight {_dtype_name(weight)} "
             f"{tuple(weight.shape)}; it supports "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in MAX_VECTORS)} on a CPU, "
-            "contiguous, not empty, without gradients, autocast or a compiled graph, and it needs "
-            "Numba: use regard.nn.linear.linear"
+            "contiguous, not empty, without gradients or autocast, and it needs Numba: use "
+            "regard.nn.linear.linear"
         )
     return y
 

@@ -23,11 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.cost import attention_flops
 from regard.cost.softmax import training_flops
-from regard.ops.jit import has_numba
+from regard.ops.jit import has_numba_in_graph
 from regard.ops.jit.prefill import prefill, prefill_gradient
 from regard.ops.softmax.call import Call, KernelResult
 from regard.ops.softmax.definition import differentiable_gradients
@@ -41,7 +43,7 @@ from regard.ops.softmax.packed_call import (
     unpack,
     unpackable_parts,
 )
-from regard.process_state import differentiates_forward, is_exporting
+from regard.process_state import differentiates_forward, is_exporting, is_in_transform
 from regard.tracing import call_observers
 
 COMPILED_KERNELS = ("cpu", "gemm")
@@ -52,6 +54,9 @@ _PACKED_SCHEMA = (
     "str rules, float scale, float? softcap, bool wants_lse, str backend"
 )
 """The fields of `PackedCall`."""
+
+_SAVED = 5
+"""The number of arguments of `attention_backward` before those of `PackedCall`."""
 
 _AUTOGRAD_KEYS = (
     torch._C.DispatchKey.AutogradFunctionality,
@@ -90,41 +95,35 @@ def run_call(call: Call, backend: str = "auto") -> KernelResult:
 
 
 def _suits_operator(call: Call, backend: str) -> bool:
-    """Return whether a call runs as an operator.
+    """Return whether a call runs as an operator."""
+    if call.dropout or call.needs or call_observers() or not _are_plain(call.q, call.k, call.v):
+        return False
+    if is_in_transform() or differentiates_forward():  # an operator has no rule for these
+        return False
+    if call.compiling:
+        return _suits_graph(call, backend) and not unpackable_parts(call)
+    return call.q.device.type in ("cpu", "meta") and not unpackable_parts(call)
+
+
+def _suits_graph(call: Call, backend: str) -> bool:
+    """Return whether a graph holds the operator for this backend.
 
     An exported program is to run without this package, so that there "auto" takes torch's own
     operations; `backend="cpu"` and `"gemm"` put the operator into it.
     """
-    if call.dropout or call.needs or call_observers() or differentiates_forward():
+    if call.q.device.type != "cpu" or torch._C._get_tracing_state() is not None:
         return False
-    if _is_in_transform():  # an operator has no batching rule
-        return False
-    if call.compiling:
-        wanted = _numba_is_installed() and not is_exporting()
-        if not (call.q.device.type == "cpu" and (wanted if backend == "auto" else True)):
-            return False
-        if torch._C._get_tracing_state() is not None or backend not in ("auto", *COMPILED_KERNELS):
-            return False
-    elif call.q.device.type not in ("cpu", "meta") or not _are_plain(call.q, call.k, call.v):
-        return False
-    return not unpackable_parts(call)
+    if backend == "auto":
+        return has_numba_in_graph() and not is_exporting()
+    return backend in COMPILED_KERNELS
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Return whether no tensor carries more than its numbers, as those of a quantised cache do."""
-    return not any(hasattr(x, "coded") for x in tensors)
-
-
-@torch.compiler.assume_constant_result
-def _is_in_transform() -> bool:
-    """Return whether a transform of `torch.func`, such as `vmap`, runs this call."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-@torch.compiler.assume_constant_result
-def _numba_is_installed() -> bool:
-    """Return `has_numba()`, which dynamo does not trace."""
-    return has_numba()
+    """Return whether no tensor is of a class of its own, as those of a quantised cache and of
+    several devices are; fake tensors stand for plain ones.
+    """
+    plain = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+    return all(type(x) in plain for x in tensors)
 
 
 def _run_operator(call: Call, backend: str) -> KernelResult:
@@ -273,16 +272,9 @@ def _attention_with_gradient_shapes(*args: Any) -> tuple[Tensor, Tensor, Tensor,
     return *_attention_shapes(*args), *sums
 
 
-def _attention_backward_shapes(
-    d_out: Tensor | None,
-    d_lse: Tensor | None,
-    out: Tensor,
-    max_score: Tensor,
-    scaled_sum: Tensor,
-    *args: Any,
-) -> list[Tensor]:
+def _attention_backward_shapes(*args: Any) -> list[Tensor]:
     """Return gradients of the right shapes and dtypes, without values."""
-    packed = PackedCall(*args)
+    packed = PackedCall(*args[_SAVED:])
     trained = [packed.bias_tensors[i] for i in trained_bias_tensors(packed)]
     return [x.new_empty(x.shape) for x in (packed.q, packed.k, packed.v, *trained)]
 
@@ -303,18 +295,18 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
         *packed.bias_tensors,
     )
     ctx.tensors = len(packed.tensors)
-    ctx.packed = packed._replace(q=None, k=None, v=None, tensors=[], bias_tensors=[])
+    ctx.others = packed[5:]
 
 
 def _backward(
-    ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *unused: Tensor | None
+    ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[Any, ...]:
     """Return the gradients of the arguments of `attention_with_gradient`; where they must be
     differentiable, the definition computes them.
     """
     out, max_score, scaled_sum, q, k, v, *others = ctx.saved_tensors
     tensors, bias_tensors = others[: ctx.tensors], others[ctx.tensors :]
-    packed = ctx.packed._replace(q=q, k=k, v=v, tensors=tensors, bias_tensors=bias_tensors)
+    packed = PackedCall(q, k, v, tensors, bias_tensors, *ctx.others)
     d_lse = d_lse if packed.wants_lse else None  # of the empty tensor in its place
     trained = trained_bias_tensors(packed)
     d_bias: list[Tensor | None] = [None] * len(bias_tensors)
@@ -323,41 +315,31 @@ def _backward(
         d_bias = list(grads[3:])
     else:
         grads = tuple(
-            torch.ops.regard.attention_backward(
-                d_out, d_lse, out, max_score, scaled_sum, *packed
-            )
+            torch.ops.regard.attention_backward(d_out, d_lse, out, max_score, scaled_sum, *packed)
         )
         for i, g in zip(trained, grads[3:], strict=True):
             d_bias[i] = g
     # torch takes an empty list of numbers for one of tensors
-    d_numbers = None if packed.numbers else []
+    d_numbers: list[None] | None = None if packed.numbers else []
     return *grads[:3], [None] * len(tensors), d_bias, d_numbers, None, None, None, None, None
 
 
-def _count_flops(*args: Any, out_val: Any = None) -> int:
+def _count_flops(*args: Any, **_: object) -> int:
     """Return the FLOPs that `plan` counts for a call without a gradient."""
     packed = PackedCall(*args)
     kernel, call = choose_kernel(unpack(packed), packed.backend)
     return attention_flops(kernel.work(call).pairs, call.D, call.E)
 
 
-def _count_flops_with_gradient(*args: Any, out_val: Any = None) -> int:
+def _count_flops_with_gradient(*args: Any, **_: object) -> int:
     """Return the FLOPs that `plan` counts for a call with a gradient."""
     pairs, D, E = _trained_pairs(PackedCall(*args))
     return attention_flops(pairs, D, E)
 
 
-def _count_backward_flops(
-    d_out: Tensor | None,
-    d_lse: Tensor | None,
-    out: Tensor,
-    max_score: Tensor,
-    scaled_sum: Tensor,
-    *args: Any,
-    out_val: Any = None,
-) -> int:
+def _count_backward_flops(*args: Any, **_: object) -> int:
     """Return the FLOPs of the gradient: the scores again, and four products."""
-    pairs, D, E = _trained_pairs(PackedCall(*args))
+    pairs, D, E = _trained_pairs(PackedCall(*args[_SAVED:]))
     return training_flops(pairs, D, E) - attention_flops(pairs, D, E)
 
 

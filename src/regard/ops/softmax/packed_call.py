@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from torch import Tensor
 from regard.biases import BIASES, Bias
 from regard.masks import MASKS, Mask
 from regard.ops.softmax.call import Call
+from regard.process_state import constant_in_graphs
+from regard.registry import Registry
 from regard.span import Positions, Span
 
 
@@ -80,11 +82,11 @@ def _reasons(rule: Mask | Bias) -> list[str]:
     return reasons
 
 
-@torch.compiler.assume_constant_result
-def _can_be_found(kind: type[Mask] | type[Bias]) -> bool:
+@constant_in_graphs
+def _can_be_found(kind: type[Mask | Bias]) -> bool:
     """Return whether a class has fields of its own, and its name in the registry leads to it."""
-    found: type = (MASKS if issubclass(kind, Mask) else BIASES).get(kind.kind)
-    return found is kind and "__dataclass_fields__" in kind.__dict__
+    known: Registry[Any] = MASKS if issubclass(kind, Mask) else BIASES
+    return known.get(kind.kind) is kind and "__dataclass_fields__" in kind.__dict__
 
 
 def _value_reasons(value: object, rule: Mask | Bias) -> list[str]:
@@ -152,7 +154,7 @@ def _text(value: object, tensors: list[Tensor], numbers: list[int]) -> str:
         tensors.append(value)
         return f'{{"tensor":{len(tensors) - 1}}}'
     if isinstance(value, int | torch.SymInt):
-        numbers.append(value)
+        numbers.append(cast("int", value))  # torch's sizes stand for ints in a graph
         return f'{{"number":{len(numbers) - 1}}}'
     if isinstance(value, float):
         return repr(value)
