@@ -141,8 +141,7 @@ def _run_operator(call: Call, backend: str) -> KernelResult:
 def _attention(*args: Any) -> tuple[Tensor, Tensor]:
     """Compute a call without a gradient."""
     packed = PackedCall(*args)
-    with torch.no_grad():
-        out, lse, *_ = run_on_kernel(*choose_kernel(unpack(packed), packed.backend))
+    out, lse, *_ = run_on_kernel(*choose_kernel(unpack(packed), packed.backend))
     return _own(out, packed), _own_lse(lse, packed)
 
 
