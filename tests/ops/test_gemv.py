@@ -165,7 +165,7 @@ def test_a_graph_holds_an_operator_that_chooses_when_it_runs(dtype: torch.dtype)
 
     def backend(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Any:
         held.append([str(x.target) for x in graph.graph.nodes if x.op == "call_function"])
-        return aot_eager(graph, example)  # type: ignore[no-untyped-call]
+        return aot_eager(graph, example)
 
     layer = Linear(256, 130).to(dtype).requires_grad_(False)
     compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend=backend)

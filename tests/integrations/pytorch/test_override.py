@@ -382,7 +382,7 @@ def operators_in_graphs(held: list[list[str]]) -> Callable[..., Any]:
     def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
         names = [str(node.target) for node in graph.graph.nodes]
         held.append([name for name in names if name.startswith("regard.")])
-        return aot_eager(graph, example)  # type: ignore[no-untyped-call]
+        return aot_eager(graph, example)
 
     return backend
 

@@ -121,6 +121,13 @@ def test_what_holds_python_code_is_refused() -> None:
     assert unpackable_parts(call_with(own)) != []
 
 
+def test_a_field_that_nobody_packs_is_refused() -> None:
+    """A call that gets one more field must not lose it in a graph."""
+    call = call_with(masks.Causal())
+    assert unpackable_parts(call, ("softcap",)) == []
+    assert unpackable_parts(call, ("scale",)) == ["a graph cannot hold scale of a call"]
+
+
 def test_nothing_is_kept() -> None:
     """Texts and rules of numbers are remembered, a bounded number of them; tensors never."""
     for cached in (packed_call._parse, packed_call._rule_without_tensors):

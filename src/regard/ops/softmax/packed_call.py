@@ -57,18 +57,47 @@ class PackedCall(NamedTuple):
     backend: str
 
 
-def unpackable_parts(call: Call) -> list[str]:
+_FIELDS = frozenset(
+    [
+        "q",
+        "k",
+        "v",
+        "mask",
+        "bias",
+        "scale",
+        "softcap",
+        "sink",
+        "dropout",
+        "q_positions",
+        "k_positions",
+        "wants_lse",
+        "needs",
+    ]
+)
+"""The fields of a call that are packed, or that `operators` handles beside the operator."""
+
+_OTHER_FIELDS = tuple(x.name for x in fields(Call) if x.init and x.name not in _FIELDS)
+"""Fields that nobody has taught `pack`: a call that uses one must not lose it silently."""
+
+
+def unpackable_parts(call: Call, others: Sequence[str] = _OTHER_FIELDS) -> list[str]:
     """Return why a call cannot be packed; an empty list if it can.
 
     Args:
         call: the checked call.
+        others: the fields of the call that `pack` does not know.
 
     Returns:
         One reason for each mask or bias that contains Python code, or whose class cannot be found
-        by its name.
+        by its name, and for each other field that is not None.
     """
     rules: tuple[Mask | Bias | None, ...] = (call.mask, call.bias)
-    return [reason for rule in rules if rule is not None for reason in _reasons(rule)]
+    reasons = [reason for rule in rules if rule is not None for reason in _reasons(rule)]
+    return reasons + [
+        f"a graph cannot hold {name} of a call"
+        for name in others
+        if getattr(call, name) is not None
+    ]
 
 
 def _reasons(rule: Mask | Bias) -> list[str]:
@@ -182,19 +211,21 @@ def unpack(packed: PackedCall) -> Call:
     q_positions, k_positions, mask, bias, _ = _parse(packed.rules)
     T, S = packed.q.shape[2], packed.k.shape[2]
     values = _Values(packed.tensors, packed.numbers)
+    others: dict[str, Any] = dict.fromkeys(_OTHER_FIELDS)
     return Call(
-        packed.q,
-        packed.k,
-        packed.v,
-        _rule(mask, values),
-        _rule(bias, _Values(packed.bias_tensors, packed.numbers)),
-        packed.scale,
-        packed.softcap,
-        None,
-        0.0,
-        _positions(q_positions, T, values),
-        _positions(k_positions, S, values),
-        packed.wants_lse,
+        q=packed.q,
+        k=packed.k,
+        v=packed.v,
+        mask=_rule(mask, values),
+        bias=_rule(bias, _Values(packed.bias_tensors, packed.numbers)),
+        scale=packed.scale,
+        softcap=packed.softcap,
+        sink=None,
+        dropout=0.0,
+        q_positions=_positions(q_positions, T, values),
+        k_positions=_positions(k_positions, S, values),
+        wants_lse=packed.wants_lse,
+        **others,
     )
 
 
