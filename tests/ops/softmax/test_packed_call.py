@@ -121,7 +121,7 @@ def test_what_holds_python_code_is_refused() -> None:
     assert unpackable_parts(call_with(own)) != []
 
 
-def test_a_field_that_nobody_packs_is_refused() -> None:
+def test_a_field_that_is_not_packed_is_refused() -> None:
     """A call that gets one more field must not lose it in a graph."""
     call = call_with(masks.Causal())
     assert unpackable_parts(call, ("softcap",)) == []

@@ -77,7 +77,7 @@ _FIELDS = frozenset(
 """The fields of a call that are packed, or that `operators` handles beside the operator."""
 
 _OTHER_FIELDS = tuple(x.name for x in fields(Call) if x.init and x.name not in _FIELDS)
-"""Fields that nobody has taught `pack`: a call that uses one must not lose it silently."""
+"""Fields that `pack` does not know: a call that uses one is refused, so that none is lost."""
 
 
 def unpackable_parts(call: Call, others: Sequence[str] = _OTHER_FIELDS) -> list[str]:
