@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import RLock
+from typing import TypeVar
 
 import torch
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
+
+F = TypeVar("F", bound=Callable[..., object])
+
+constant_in_graphs: Callable[[F], F] = torch.compiler.assume_constant_result
+"""A decorator: dynamo calls the function once, while it traces a graph, instead of tracing it."""
 
 _lock = RLock()
 
@@ -130,6 +136,16 @@ def values_are_readable(*tensors: torch.Tensor) -> bool:
     )
 
 
+@constant_in_graphs
+def is_in_transform() -> bool:
+    """Return whether a transform of `torch.func`, such as `vmap`, runs this code.
+
+    >>> is_in_transform()
+    False
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_transformed() -> bool:
     """Return whether this thread runs under a transform of `torch.func`, such as `vmap`, or
     differentiates in forward mode: tensors then stand for more than the numbers at their address.
@@ -137,7 +153,7 @@ def is_transformed() -> bool:
     >>> is_transformed(), torch.func.vmap(lambda x: x + is_transformed())(torch.zeros(2))
     (False, tensor([1., 1.]))
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None or differentiates_forward()
+    return is_in_transform() or differentiates_forward()
 
 
 def differentiates_forward() -> bool:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard import huge_pages
+from regard.nn.linear import Linear
 from regard.ops import rms_norm as rms_norm_module
 from regard.ops.gemv import gemv, try_gemv
 from regard.ops.rms_norm import rms_norm
@@ -150,3 +155,46 @@ def test_parameters_settle() -> None:
     assert torch.equal(weight, values)
     assert weight.data_ptr() % 64 == 0
     assert small.weight.data_ptr() == at
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_graph_holds_an_operator_that_chooses_when_it_runs(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    held: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> Any:
+        held.append([str(x.target) for x in graph.graph.nodes if x.op == "call_function"])
+        return aot_eager(graph, example)
+
+    layer = Linear(256, 130).to(dtype).requires_grad_(False)
+    compiled = torch.compile(layer, dynamic=True, fullgraph=True, backend=backend)
+    for n in (1, 2, 3, 7):
+        x = torch.randn(1, n, 256, generator=torch.Generator().manual_seed(n)).to(dtype)
+        assert torch.equal(compiled(x), layer(x)), n
+    assert held == [["regard.linear"]] * len(held)
+    assert len(held) <= 2
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled(torch.randn(1, 2, 256, dtype=dtype))
+    assert "regard.linear" not in held[-1]
+    layer.requires_grad_(True)
+    compiled(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert "regard.linear" not in held[-1]
+    torch._dynamo.reset()
+
+
+def test_the_operator_follows_the_rules_of_torch() -> None:
+    x, w, b = torch.randn(2, 3, 200), torch.randn(130, 200), torch.randn(130)
+    for bias in (None, b):
+        results = torch.library.opcheck(torch.ops.regard.linear.default, (x, w, bias))
+        assert set(results.values()) == {"SUCCESS"}
+
+
+def test_torch_counts_the_flops_of_a_linear_map() -> None:
+    layer, x = Linear(256, 130).requires_grad_(False), torch.randn(1, 2, 256)
+    for run in (layer, lambda x: torch.ops.regard.linear(x, layer.weight, None)):
+        with FlopCounterMode(display=False) as counter:
+            run(x)
+        assert counter.get_total_flops() == 2 * 2 * 256 * 130
+    with FlopCounterMode(display=False):
+        assert gemv(x, layer.weight).shape == (1, 2, 130)

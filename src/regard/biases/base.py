@@ -149,8 +149,7 @@ class Bias(Serializable):
             ArgumentError: a size does not fit.
         """
         own = self._heads()
-        # not `own not in (None, H)`: torch.compile gets that wrong for a dynamic H
-        if own is not None and own != H:
+        if own is not None and own != H:  # dynamo cannot look for a variable size in a tuple
             raise ArgumentError(
                 f"{self} has {plural(own, 'head')} and the query has {H}; create the bias with "
                 f"heads={H}"

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.jit import has_numba, openmp
+from regard.ops.jit import has_numba, has_numba_in_graph, openmp
 from regard.ops.jit.argument_structs import GEMV_STRUCT
-from regard.process_state import is_compiling, is_transformed
+from regard.process_state import is_compiling, is_exporting, is_in_transform, is_transformed
 
 MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
 """The largest number of vectors, by dtype, for which the compiled loop is faster than torch."""
@@ -131,7 +133,7 @@ def try_gemv(
     ):
         return None
     if is_compiling():  # torch.compile would specialise the graph on the sizes below
-        return None
+        return _linear_operator(x, weight, bias)
     dtype, element_count = x.dtype, x.numel()
     if dtype not in MAX_VECTORS or weight.dtype != dtype or weight.ndim != 2:
         return None
@@ -149,7 +151,9 @@ def try_gemv(
             return None
     if torch.is_grad_enabled() and any(y.requires_grad for y in (x, weight, bias) if y is not None):
         return None
-    if torch.is_autocast_enabled("cpu") or is_transformed() or not has_numba():
+    # a dispatch mode, such as torch's counter of FLOPs, sees torch's operations only
+    observed = only_if_faster and torch._C._len_torch_dispatch_stack()
+    if observed or torch.is_autocast_enabled("cpu") or is_transformed() or not has_numba():
         return None
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=dtype)
@@ -165,6 +169,60 @@ def try_gemv(
     workers = min(openmp.thread_count(), 1 + N * M // weights_per_thread)
     openmp.run_entry(_compiled_entry()(dtype), record, workers)
     return y
+
+
+def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Compute W x + b in a graph by the operator `regard::linear`, which chooses between the
+    compiled loop and torch when it is executed; None if torch's own operation is right for every
+    number of vectors.
+
+    An exported program is to run without this package, so that it gets torch's operation.
+    """
+    y = (x, weight) if bias is None else (x, weight, bias)
+    if (
+        is_exporting()
+        or torch.is_autocast_enabled("cpu")
+        or any(z.device.type != "cpu" or z.dtype != x.dtype for z in y)
+        or (torch.is_grad_enabled() and any(z.requires_grad for z in y))
+        or x.dtype not in MAX_VECTORS
+        or is_in_transform()
+        or not has_numba_in_graph()
+    ):
+        return None
+    N, M = weight.shape
+    if x.shape[-1] != M or N * M < MIN_WEIGHT_SIZE or (bias is not None and bias.shape != (N,)):
+        return None
+    # many fp16 vectors take three times as long in torch's operation as in `regard.nn.linear`,
+    # which asks for their number as well, so that this question adds no graph
+    if x.dtype == torch.float16 and x.numel() > MAX_VECTORS[x.dtype] * M:
+        return None
+    z: Tensor = torch.ops.regard.linear(x, weight, bias)
+    return z
+
+
+_LIBRARY = torch.library.Library("regard", "FRAGMENT")
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute W x + b when the operator is executed."""
+    y = try_gemv(x, weight, bias)
+    return F.linear(x, weight, bias).contiguous() if y is None else y
+
+
+def _linear_shape(x: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+    """Return the output of the operator without values."""
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _linear_flops(x: Tensor, weight: Tensor, *_others: object, **_options: object) -> int:
+    """Return the FLOPs of W x."""
+    return 2 * x.numel() * weight.shape[0]
+
+
+_LIBRARY.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake("regard::linear", _linear_shape, lib=_LIBRARY)
+register_flop_formula(torch.ops.regard.linear, get_raw=True)(_linear_flops)
 
 
 def compiled_kernel_applies(x: object, weight: Tensor) -> bool:
@@ -219,8 +277,8 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"gemv was given x {_dtype_name(x)} {tuple(x.shape)} and weight {_dtype_name(weight)} "
             f"{tuple(weight.shape)}; it supports "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in MAX_VECTORS)} on a CPU, "
-            "contiguous, not empty, without gradients, autocast or a compiled graph, and it needs "
-            "Numba: use regard.nn.linear.linear"
+            "contiguous, not empty, without gradients or autocast, and it needs Numba: use "
+            "regard.nn.linear.linear"
         )
     return y
 

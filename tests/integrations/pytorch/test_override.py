@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard.errors import ArgumentTypeError
@@ -373,17 +376,86 @@ def test_only_a_module_can_be_accelerated() -> None:
         regard.accelerate("model")  # type: ignore[call-overload]
 
 
-@pytest.mark.full
-def test_a_compiled_function_stays_right() -> None:
-    def function(q: Tensor, k: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, k, is_causal=True) * 2
+def operators_in_graphs(held: list[list[str]]) -> Callable[..., Any]:
+    """A backend of `torch.compile` that notes which operators of this package each graph holds."""
 
-    q, k = torch.randn(2, 1, 2, 16, 8).unbind(0)
-    usual = function(q, k)
+    def backend(graph: torch.fx.GraphModule, example: list[Tensor]) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes]
+        held.append([name for name in names if name.startswith("regard.")])
+        return aot_eager(graph, example)
+
+    return backend
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float"])
+def test_a_compiled_function_is_accelerated_while_a_context_is_open(mask: str) -> None:
+    torch._dynamo.reset()
+    q, k, v = torch.randn(3, 1, 4, 40, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+    visible = torch.ones(40, 40, dtype=torch.bool).tril().triu(-5)
+    options: dict[str, Any] = {
+        "none": {},
+        "causal": {"is_causal": True},
+        "bool": {"attn_mask": visible},
+        "float": {"attn_mask": torch.zeros(40, 40).masked_fill(~visible, -torch.inf)},
+    }[mask]
+
+    def function(*args: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*args, **options) * 2
+
+    held: list[list[str]] = []
+    compiled = torch.compile(function, fullgraph=True, backend=operators_in_graphs(held))
+    usual = compiled(q, k, v)
+    assert held == [[]]
     with regard.accelerate(always=True) as calls:
-        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(q, k), usual)
-    assert not calls.taken
+        found = [compiled(q, k, v) for _ in range(3)]
+    assert held[1:] == [["regard.torch_attention"]]
+    assert sum(calls.taken.values()) == 3
+    for z in found:
+        torch.testing.assert_close(z, usual)
+    assert torch.equal(compiled(q, k, v), usual)
+    assert len(held) == 2
+    with regard.accelerate():
+        compiled(q, k, v)
+    assert held[-1] == [], "a small call is torch's"
+    torch._dynamo.reset()
+
+
+class Attends(nn.Module):
+    """torch's attention as a module."""
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, k)
+
+
+@pytest.mark.full
+def test_a_compiled_model_is_accelerated() -> None:
+    torch._dynamo.reset()
+    held: list[list[str]] = []
+    model = regard.accelerate(Attends(), always=True)
+    compiled = torch.compile(model, fullgraph=True, backend=operators_in_graphs(held))
+    q, k = torch.randn(2, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(q, k), Attends()(q, k))
+    assert held == [["regard.torch_attention"]]
+    z = compiled(q.requires_grad_(), k)
+    assert held[-1] == [], "gradients are torch's"
+    z.sum().backward()
+    assert q.grad is not None
+    plain = torch.compile(Attends(), fullgraph=True, backend=operators_in_graphs(held))
+    plain(q.detach(), k)
+    assert held[-1] == [], "another model is not accelerated"
+    torch._dynamo.reset()
+
+
+def test_the_operator_of_torchs_function_follows_the_rules() -> None:
+    q, k = torch.randn(2, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    arguments = (q, k, k, None, True, None, False, True)
+    results = torch.library.opcheck(torch.ops.regard.torch_attention.default, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.regard.torch_attention(*arguments)
+    assert counter.get_total_flops() == 2 * 2 * 16 * 16 * (8 + 8)
 
 
 @pytest.mark.full

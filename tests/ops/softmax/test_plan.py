@@ -49,6 +49,39 @@ def test_the_table() -> None:
     assert "> sdpa                 0 B    133 k    49.2%" in plan
 
 
+def test_a_note_says_how_second_derivatives_are_computed() -> None:
+    q, k, v = qkv()
+    assert regard.plan(q, k, v).notes == ()
+    trained = regard.plan(q.requires_grad_(), k, v)
+    # 2 heads x 64 x 64 scores of 4 bytes
+    note = (
+        "second derivatives are computed by the definition, which holds all scores in memory "
+        "(32.0 KiB)"
+    )
+    assert trained.notes == (note,)
+    assert str(trained).splitlines()[-1] == note
+    with torch.no_grad():
+        assert regard.plan(q, k, v).notes == ()
+    dropped = regard.plan(q, k, v, dropout=0.5).notes
+    assert dropped == (
+        "second derivatives are refused with dropout, whose random numbers cannot be repeated",
+    )
+    x = torch.empty(1, 8, 16384, 8, device="meta", requires_grad=True)
+    assert regard.plan(x, x, x).notes == (
+        "second derivatives are refused with 8.00 GiB of scores; the limit is 4.00 GiB",
+    )
+
+
+def test_a_note_says_what_a_graph_cannot_hold() -> None:
+    fifth = masks.Fn(lambda q, k: (q + k) % 5 != 0, "fifth")
+    plan = regard.plan(*qkv(), mask=CAUSAL & fifth)
+    note = (
+        "in a compiled graph torch's operations run it: a graph cannot hold the function in fifth"
+    )
+    assert plan.notes == (note,)
+    assert note in str(plan)
+
+
 def test_pairs_flops_and_bytes() -> None:
     T, D, E = 1024, 16, 4
     q, k, v = qkv(T, T, H=4, G=2, D=D, E=E)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from regard.deprecation import renamed
 from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
+from regard.integrations.pytorch.graph_operator import suits_graph, torch_attention
 from regard.integrations.pytorch.module_places import open_places
 from regard.masks import Causal, Dense, Mask
 from regard.ops.softmax.call import Call, make_call
@@ -136,7 +137,8 @@ def accelerate(
     returned.
 
     It applies to calls of `F.scaled_dot_product_attention`, `nn.MultiheadAttention` and
-    `nn.TransformerEncoderLayer` on a CPU, without dropout, outside of compiled graphs. Each
+    `nn.TransformerEncoderLayer` on a CPU, without dropout. Of a function that `torch.compile`
+    compiled, it takes the calls of `F.scaled_dot_product_attention` without gradients. Each
     argument has torch's meaning: `is_causal` is aligned at the first key, a bool mask has True =
     may attend, and a float mask is added to the scores. A dense mask that is causal, a window or
     padding is recognized. Calls for which torch is as fast run in torch and are counted with the
@@ -193,7 +195,9 @@ class _BeforeForward:
         self.calls = CallCounts(always)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not is_compiling():
+        if torch.compiler.is_dynamo_compiling():
+            _contexts.open.append(self.calls)
+        elif not is_compiling():
             if not _users:  # the model was unpickled in a process without replacements
                 _install_replacements()
             _contexts.open.append(self.calls)
@@ -203,7 +207,7 @@ class _AfterForward:
     """A hook that closes the context after the forward pass, even if it failed."""
 
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
-        if not is_compiling():
+        if torch.compiler.is_dynamo_compiling() or not is_compiling():
             _contexts.open.pop()
 
 
@@ -318,6 +322,17 @@ def _attention(
                 return run_on_kernel(kernel, call).out
             why = TORCH_AS_FAST
         _contexts.count_torch(why or NOT_MASKED_ATTENTION)
+    elif is_compiling() and _graph_takes(query, key, value, attn_mask, dropout_p, enable_gqa):
+        return torch_attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            grouped=enable_gqa,
+            always=_contexts.always,
+        )
     return _torch_attention(
         query,
         key,
@@ -328,6 +343,58 @@ def _attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
+
+
+def _graph_takes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    grouped: bool,  # noqa: FBT001
+) -> bool:
+    """Whether a graph that torch compiles runs this call here, by an operator. The sizes decide
+    whether the call is small, so that a graph serves small calls or large ones.
+    """
+    if not (torch.compiler.is_dynamo_compiling() and _contexts.open):
+        return False
+    if not suits_graph(query, key, value, mask, dropout, grouped=grouped):
+        return False
+    small = (
+        query.numel() * key.shape[-2] * 2 < MIN_PRODUCTS and key.numel() * 2 < MIN_KEY_VALUE_NUMBERS
+    )
+    return _contexts.always or not small
+
+
+def attention_of_graph(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,  # noqa: FBT001
+    scale: float | None,
+    enable_gqa: bool,  # noqa: FBT001
+    *,
+    always: bool,
+) -> Tensor:
+    """Run a call of a compiled graph when the graph is executed, and count it in the open
+    contexts; a compiled model opens none.
+    """
+    calls = [] if _contexts.open else [CallCounts(always)]
+    _contexts.open += calls
+    try:
+        return _attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    finally:
+        if calls:
+            _contexts.open.pop()
 
 
 def _mask_was_recognized(call: Call, mask: Tensor | None) -> bool:

@@ -65,8 +65,16 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 
+from regard.process_state import constant_in_graphs
+
 
 @cache
 def has_numba() -> bool:
     """Return whether Numba is installed, without importing it."""
     return importlib.util.find_spec("numba") is not None
+
+
+@constant_in_graphs
+def has_numba_in_graph() -> bool:
+    """Return `has_numba()`; a graph that torch compiles holds the answer as a constant."""
+    return has_numba()

@@ -20,7 +20,8 @@ from regard.ops.softmax.definition import (
     softmax_weights,
     weights_of_rows,
 )
-from regard.ops.softmax.dispatch import run_call, zero_empty_slots
+from regard.ops.softmax.dispatch import zero_empty_slots
+from regard.ops.softmax.operators import run_call
 from regard.ops.softmax.reference import BLOCK_BYTES
 from regard.scores import ScoreRule
 from regard.sequence_scope import current_scope

@@ -24,6 +24,7 @@ from regard.ops.jit.decode import (
 )
 from regard.ops.softmax.call import UNREADABLE, Call, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
+from regard.ops.softmax.packed_call import unpackable_parts
 from regard.span import Span, find_empty_slots
 from regard.units import plural
 
@@ -169,7 +170,7 @@ class CpuKernel:
             *([f"no {call.q.dtype}"] if call.q.dtype not in DTYPES else []),
         ]
         if call.compiling:  # a question about sizes would specialise the graph
-            return [*reasons, UNREADABLE]
+            return [*reasons, *(unpackable_parts(call) or [UNREADABLE])]
         rows = call.H // call.G * call.T
         if call.T > MAX_QUERIES or rows > MAX_ROWS:
             reasons.append(

@@ -224,6 +224,33 @@ def weights_of_rows(
     return change_pattern(rule, pattern, block)
 
 
+def describe_second_derivatives(call: Call) -> str:
+    """Return a sentence that says how the second derivatives of a call are computed, and how much
+    memory its scores take.
+    """
+    if reason := _why_no_second_derivative(call):
+        return f"second derivatives are refused with {reason}"
+    return (
+        "second derivatives are computed by the definition, which holds all scores in memory "
+        f"({units.size(_score_bytes(call))})"
+    )
+
+
+def _why_no_second_derivative(call: Call) -> str | None:
+    """Return with what no second derivative is computed, or None if it is."""
+    if call.dropout:
+        return "dropout, whose random numbers cannot be repeated"
+    size = _score_bytes(call)
+    if size > MAX_SCORE_BYTES:
+        return f"{units.size(size)} of scores; the limit is {units.size(MAX_SCORE_BYTES)}"
+    return None
+
+
+def _score_bytes(call: Call) -> int:
+    """Return the bytes of all scores of a call."""
+    return call.B * call.H * call.T * call.S * call.score_dtype.itemsize
+
+
 def differentiable_gradients(
     call: Call, inputs: Sequence[Tensor], d_out: Tensor | None, d_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -245,13 +272,7 @@ def differentiable_gradients(
     Raises:
         KernelRefusal: the call drops weights at random, or needs too much memory.
     """
-    size = call.B * call.H * call.T * call.S * call.score_dtype.itemsize
-    if call.dropout or size > MAX_SCORE_BYTES:
-        reason = (
-            "dropout, whose random numbers cannot be repeated"
-            if call.dropout
-            else f"{units.size(size)} of scores; the limit is {units.size(MAX_SCORE_BYTES)}"
-        )
+    if reason := _why_no_second_derivative(call):
         raise KernelRefusal(
             f"no second derivative of attention with {reason}: use backend='reference', or fewer "
             "queries at a time"

@@ -24,7 +24,6 @@ from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.score_rules import without_rule
 from regard.ops.softmax.sdpa import SdpaKernel
 from regard.ops.softmax.tiled import TiledKernel
-from regard.sequence_scope import current_scope
 from regard.span import Span, find_empty_slots
 
 KERNELS: tuple[Kernel, ...] = (
@@ -134,21 +133,10 @@ def kernels_by_priority(call: Call) -> list[Kernel]:
     return [registered[i] for _, i in ranked]
 
 
-def run_call(call: Call, backend: str = "auto") -> KernelResult:
-    """Choose a kernel for the call and run it. Autocast is disabled while it runs, so that the
-    kernel computes in the dtypes of the call.
-
-    While `regard.parallel.sequence` is open in this thread, the call runs over all ranks instead.
-    """
-    if (scope := current_scope()) is not None:
-        result: KernelResult = scope.run_attention(call, backend)
-        return result
-    return run_on_kernel(*choose_kernel(call, backend))
-
-
 def run_on_kernel(kernel: Kernel, call: Call) -> KernelResult:
     """Run a call on the kernel that `choose_kernel` returned, and pass the call and its result to
-    the open traces.
+    the open traces. Autocast is disabled while it runs, so that the kernel computes in the dtypes
+    of the call.
     """
     if tracing.is_tracing() and not call.compiling:
         with tracing.running_kernel():

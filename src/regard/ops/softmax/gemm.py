@@ -21,6 +21,7 @@ from regard.ops.jit.prefill import PrefillArgs, prefill, prefill_with_gradient, 
 from regard.ops.softmax.call import UNREADABLE, Call, KernelResult, WorkEstimate
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.merge import apply_sink
+from regard.ops.softmax.packed_call import unpackable_parts
 from regard.span import as_tensor, slice_positions
 
 MIN_PRODUCTS = {torch.float32: 2**31, torch.bfloat16: 2**28, torch.float16: 2**28}
@@ -92,7 +93,7 @@ class GemmKernel:
             *(["no gradient for a bias"] if _bias_requires_grad(call) else []),
         ]
         if call.compiling:  # a question about sizes would specialise the graph
-            return [*reasons, UNREADABLE]
+            return [*reasons, *(unpackable_parts(call) or [UNREADABLE])]
         if 0 in (call.B, call.T, call.S, call.D, call.E):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         if not call.readable and not call.q.is_meta:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from regard import units
 from regard.cost import attention_flops
-from regard.ops.softmax.call import AttentionOptions, WorkEstimate, make_call
+from regard.ops.softmax.call import AttentionOptions, Call, WorkEstimate, make_call
+from regard.ops.softmax.definition import describe_second_derivatives
 from regard.ops.softmax.dispatch import (
     all_kernels,
     ask_about_rule,
@@ -20,6 +21,7 @@ from regard.ops.softmax.dispatch import (
     kernels_by_priority,
     zero_empty_slots,
 )
+from regard.ops.softmax.packed_call import unpackable_parts
 from regard.ops.softmax.score_rules import without_rule
 
 
@@ -56,12 +58,15 @@ class Plan:
             by the kernels that run only if they are requested by name.
         flops: the FLOPs of computing every query-key pair, 2 B H T S (D + E).
         title: one line that describes the call.
+        notes: sentences on the call as a whole: how second derivatives are computed, and why a
+            compiled graph would run it differently.
     """
 
     kernel: str
     choices: tuple[KernelChoice, ...]
     flops: int
     title: str
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, kernel: str) -> KernelChoice:
         return {choice.kernel: choice for choice in self.choices}[kernel]
@@ -82,7 +87,7 @@ class Plan:
             share = choice.skipped / self.flops if self.flops else 0.0
             memory, flops = units.size(choice.work.bytes), units.count(choice.flops)
             lines.append(f"{mark}{choice.kernel:<11}{memory:>13}{flops:>9}{share:>9.1%}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def plan(
@@ -98,7 +103,9 @@ def plan(
 
     FLOPs count the scores and the weighted sum of values, 2 (D + E) for each query-key pair that a
     kernel computes; `skipped` is the part of 2 B H T S (D + E), the FLOPs of all pairs, that it
-    leaves out because the mask hides the pairs.
+    leaves out because the mask hides the pairs. In a compiled graph of a CPU the same kernels run;
+    where a graph cannot hold the mask or bias, a note says so. A note says as well how second
+    derivatives are computed, if an input requires a gradient.
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -138,4 +145,12 @@ def plan(
     dtype = str(q.dtype).removeprefix("torch.")
     title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
     title += "" if call.score is None else f", score {call.score}"
-    return Plan(choose_kernel(call, backend)[0].name, tuple(choices), total, title)
+    return Plan(choose_kernel(call, backend)[0].name, tuple(choices), total, title, _notes(call))
+
+
+def _notes(call: Call) -> tuple[str, ...]:
+    """Return the notes of a plan."""
+    notes = [describe_second_derivatives(call)] if call.has_gradient else []
+    if unheld := unpackable_parts(call):
+        notes.append(f"in a compiled graph torch's operations run it: {'; '.join(unheld)}")
+    return tuple(notes)
