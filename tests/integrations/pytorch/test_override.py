@@ -263,7 +263,7 @@ def test_attend_inside_is_not_counted() -> None:
 
 def test_long_decoding_leaves_torch_without_being_asked() -> None:
     pytest.importorskip("numba")
-    q, k, v = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 2048, 64).unbind(0)
+    q, k, v = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 4096, 64).unbind(0)
     with torch.no_grad(), regard.accelerate() as calls:
         z = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     assert dict(calls.taken) == {"cpu": 1}
