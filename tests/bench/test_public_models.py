@@ -22,6 +22,7 @@ from regard.bench.problems.public_model import (
 )
 from regard.bench.render import accelerated_table
 from regard.bench.result import CaseResult, PeerResult, check_outputs
+from regard.units import plural
 from tests.bench.small import CPU
 
 CALLS = {
@@ -83,7 +84,7 @@ def test_both_peers_are_right_and_small_calls_are_left(case: Case) -> None:
         assert kernel == "no attention call was seen"
     else:
         count = CALLS.get(case.name, 1)
-        assert kernel == f"all {count} calls left to torch because it is small"
+        assert kernel == f"{plural(count, 'call')} left to torch because it is small"
 
 
 def test_at_least_twelve_models_of_four_libraries() -> None:

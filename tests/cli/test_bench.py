@@ -161,7 +161,7 @@ def test_the_group_of_models_ends_with_one_table(capsys: pytest.CaptureFixture[s
         ["nanogpt", "float32"],
         ["torch-encoder", "float32"],
     ]
-    assert all("all 1 calls left to torch because it is small" in line for line in table[1:])
+    assert all("1 call left to torch because it is small" in line for line in table[1:])
 
 
 def wrong(problem: Any) -> PreparedCall:

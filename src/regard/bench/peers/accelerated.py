@@ -15,6 +15,7 @@ import regard
 from regard.bench.interfaces import Outputs, Peer, PreparedCall
 from regard.bench.problems.public_model import PublicModelProblem
 from regard.integrations.pytorch import CallCounts
+from regard.units import plural
 
 ACCELERATED, PLAIN = "regard.accelerate", "torch"
 """The names of the two peers."""
@@ -95,7 +96,7 @@ def describe_calls(calls: CallCounts) -> str:
     >>> describe_calls(CallCounts(taken=Counter(cpu=2), left=Counter({"it is small": 1})))
     'cpu 2; torch 1 (it is small)'
     >>> describe_calls(CallCounts(left=Counter({"it is small": 4})))
-    'all 4 calls left to torch because it is small'
+    '4 calls left to torch because it is small'
     >>> describe_calls(CallCounts())
     'no attention call was seen'
     """
@@ -105,7 +106,7 @@ def describe_calls(calls: CallCounts) -> str:
     if not number:
         return taken or "no attention call was seen"
     if not taken:
-        return f"all {number} calls left to torch because {reasons}"
+        return f"{plural(number, 'call')} left to torch because {reasons}"
     return f"{taken}; torch {number} ({reasons})"
 
 

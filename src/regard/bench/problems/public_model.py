@@ -57,7 +57,7 @@ class PublicModelSizes(ProblemSizes):
         return replace(self, tokens=tokens, batch=batch or self.batch)
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the estimate `memory`."""
+        """Return the estimate of the memory that the builder of the sizes gave."""
         return self.memory
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> PublicModelProblem:
