@@ -214,6 +214,7 @@ def test_the_json_of_a_run() -> None:
         "quartiles",
         "rounds",
         "ratio",
+        "ratio_quartiles",
         "bytes_per_second",
         "flops_per_second",
         "of_read",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from regard.bench import CASES, Case, Ceilings, Peer, PreparedCall
+from regard.bench.cases import GROUPS
 from regard.bench.peers import regard_kernels
 from regard.bench.program_cases import find_browser
 from regard.bench.render import ratio_chart
@@ -47,6 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> t
     return found.out, found.err
 
 
+UNGROUPED = [name for name in CASES if name not in GROUPS["models"]]
 QUICK = ("--rounds", "2", "--seconds", "0.05")
 
 
@@ -56,7 +58,7 @@ def test_all_cases(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, err = run(capsys, *QUICK, "--json", str(file), "--plot", str(picture))
     assert "ceilings: reading 40.0 GB/s, float32 products 200 GFLOP/s" in out
     told = json.loads(file.read_text("utf-8"))
-    assert [case["case"] for case in told["cases"]] == list(CASES)
+    assert [case["case"] for case in told["cases"]] == UNGROUPED
     for case in told["cases"]:
         status = {row["peer"]: row["status"] for row in case["rows"]}
         first = CASES[case["case"]].peers[0]
@@ -140,12 +142,26 @@ def test_the_list_names_what_is_missing(
     with_absent = Case(case.name, case.description, case.sizes, case.dtypes, (*case.peers, absent))
     monkeypatch.setitem(CASES, "decode", with_absent)
     out, _ = run(capsys, "--list")
-    for name, one in CASES.items():
+    for name in UNGROUPED:
         assert name in out
-        assert all(peer.name in out for peer in one.peers)
+        assert all(peer.name in out for peer in CASES[name].peers)
     (line,) = [line for line in out.splitlines() if "elsewhere" in line]
     assert "missing: no module no_such_module" in line
     assert line.endswith("decode")
+
+
+def test_the_group_of_models_ends_with_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    listed, _ = run(capsys, "models", "--list")
+    assert all(name in listed for name in GROUPS["models"])
+    assert "causal-prefill" not in listed
+    out, _ = run(capsys, "nanogpt", "torch-encoder", "decode", *QUICK)
+    table = out.rpartition("\n\n")[2].splitlines()
+    assert table[0].split()[:4] == ["model", "dtype", "torch", "regard"]
+    assert [line.split()[:2] for line in table[1:]] == [
+        ["nanogpt", "float32"],
+        ["torch-encoder", "float32"],
+    ]
+    assert all("1 call left to torch because it is small" in line for line in table[1:])
 
 
 def wrong(problem: Any) -> PreparedCall:

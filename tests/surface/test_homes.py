@@ -13,8 +13,12 @@ from tests.surface.conftest import Source
 
 # a line of code -> the only places where it may stand
 HOMES = {
-    # the second is what we are compared with
-    r"scaled_dot_product_attention\(": {"ops/softmax/sdpa.py", "bench/peers/torch_sdpa.py"},
+    # the others are what we are compared with
+    r"scaled_dot_product_attention\(": {
+        "ops/softmax/sdpa.py",
+        "bench/peers/torch_sdpa.py",
+        "bench/public_models",
+    },
     r"flex_attention\(": {"ops/softmax/flex.py"},
     r"torch\.cat\(\[?\(?\s*(self\.)?_?(keys?|values?|k|v|memory)\b": {"caches"},
     r"import pickle|pickle\.|torch\.load\(": set(),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from regard.bench.interfaces import Case, Peer
+from regard.bench.model_cases import MODELS
 from regard.bench.peers import (
     hugging_face,
     llama_cpp,
@@ -149,6 +150,10 @@ _CASES = (
     STARTUP,
     READ_CHECKPOINT,
     DRAW_PAGE,
+    *MODELS,
 )
 CASES = {case.name: case for case in _CASES}
 """The cases by name."""
+
+GROUPS = {"models": tuple(case.name for case in MODELS)}
+"""Names for several cases at once; a run without names leaves their cases out."""

@@ -8,6 +8,7 @@ from typing import Any
 from regard import units
 from regard.bench.interfaces import Case, Peer
 from regard.bench.machine import Ceilings
+from regard.bench.peers.accelerated import ACCELERATED, PLAIN
 from regard.bench.result import CaseResult, PeerResult
 from regard.errors import RegardError
 from regard.text_table import format_table
@@ -75,6 +76,51 @@ def case_table(result: CaseResult) -> str:
     return "\n".join(
         [*lines, *(["  interrupted: not all rounds were run"] if result.interrupted else [])]
     )
+
+
+ACCELERATED_COLUMNS = (
+    *("model", "dtype", "torch", "regard", "times faster", "quartiles"),
+    *("torch's time", "attention calls"),
+)
+"""The columns of the group "models": the times of a step without and with `regard.accelerate`, the
+median over rounds of their ratio, the share of attention in the step of torch, and where the
+attention calls ran.
+"""
+
+
+def accelerated_table(results: Iterable[CaseResult]) -> str:
+    """Return one line for each result with the peer "regard.accelerate"; "" if there is none.
+
+    Args:
+        results: the results of a run.
+
+    Returns:
+        The table.
+
+    >>> rows = [PeerResult("regard.accelerate", "missing", "no module timm")]
+    >>> import torch
+    >>> result = CaseResult("vit", "", "", torch.float32, "cpu", rows=tuple(rows))
+    >>> accelerated_table([result]).splitlines()[1].split(maxsplit=2)
+    ['vit', 'float32', 'missing: no module timm']
+    """
+    rows = []
+    for result in results:
+        by_name = {row.peer: row for row in result.rows}
+        if (ours := by_name.get(ACCELERATED)) is None:
+            continue
+        torch = by_name.get(PLAIN)
+        cells = [""] * 5
+        if torch is not None and torch.ratio is not None and ours.seconds is not None:
+            assert torch.seconds is not None
+            assert torch.ratio_quartiles is not None
+            low, high = torch.ratio_quartiles
+            times = (units.seconds(torch.seconds), units.seconds(ours.seconds))
+            cells = [*times, f"{torch.ratio:.2f}", f"{low:.2f} .. {high:.2f}", torch.kernel]
+        calls = ours.kernel if ours.status == "timed" else f"{ours.status}: {ours.why}"
+        rows.append([result.case, result.dtype_name, *cells, calls])
+    if not rows:
+        return ""
+    return format_table([ACCELERATED_COLUMNS, *rows], left=(0, 1, len(ACCELERATED_COLUMNS) - 1))
 
 
 def _cells(row: PeerResult) -> list[str]:

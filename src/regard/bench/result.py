@@ -122,6 +122,7 @@ class PeerResult:
         kernel: the name of the kernel that ran, if the peer reports it.
         seconds, quartiles, rounds: the median time of a call, its quartiles, and how many rounds.
         ratio: the median over rounds of its time divided by regard's time in the same round.
+        ratio_quartiles: the quartiles of these ratios.
         bytes_per_second, flops_per_second: the minimum work of the problem divided by the median
             time; None where nothing is counted.
         of_read, of_gemm: these rates as shares of the machine's: the bandwidth is measured in the
@@ -138,6 +139,7 @@ class PeerResult:
     quartiles: tuple[float, float] | None = None
     rounds: int = 0
     ratio: float | None = None
+    ratio_quartiles: tuple[float, float] | None = None
     bytes_per_second: float | None = None
     flops_per_second: float | None = None
     of_read: float | None = None
@@ -214,9 +216,14 @@ class RoundTimes:
 
     def ratio_to(self, others: Sequence[float] | None) -> float | None:
         """Return the median over rounds of the ratio to other times; None without them."""
-        if not others:
-            return None
-        return median([a / b for a, b in zip(self.own, others, strict=True)])
+        return median(self._ratios(others)) if others else None
+
+    def ratio_quartiles_to(self, others: Sequence[float] | None) -> tuple[float, float] | None:
+        """Return the quartiles over rounds of the ratio to other times; None without them."""
+        return quartiles(self._ratios(others)) if others else None
+
+    def _ratios(self, others: Sequence[float]) -> list[float]:
+        return [a / b for a, b in zip(self.own, others, strict=True)]
 
 
 def timed_result(
@@ -257,6 +264,7 @@ def timed_result(
         quartiles=quartiles(times.own),
         rounds=len(times.own),
         ratio=times.ratio_to(times.ours),
+        ratio_quartiles=times.ratio_quartiles_to(times.ours),
         bytes_per_second=bytes_rate,
         flops_per_second=flops_rate,
         of_read=of_read,

@@ -28,7 +28,10 @@ EPILOG = "For example: regard bench decode causal-prefill --size small --json -"
 Names = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="CASE", help="Cases to measure, as --list shows them.", show_default="all cases"
+        metavar="CASE",
+        help="Cases to measure, as --list shows them; the group `models` is all models of public "
+        "libraries under regard.accelerate.",
+        show_default="all cases outside of groups",
     ),
 ]
 Size = Annotated[str, typer.Option(help="Problem size: small, default or paper.")]
@@ -165,7 +168,7 @@ def _run(
     """
     from regard.bench import Ceilings, measure
     from regard.bench.machine import describe_machine
-    from regard.bench.render import case_table, header
+    from regard.bench.render import accelerated_table, case_table, header
     from regard.bench.result import as_json
 
     def echo(text: str) -> None:  # with --json -, standard output has the JSON only
@@ -198,6 +201,8 @@ def _run(
         interrupted = True
         if ceilings is None:
             return 130
+    if table := accelerated_table(results):
+        echo("\n" + table)
     _write(as_json(machine_facts, ceilings, results, interrupted=interrupted), json)
     if plot is not None and results:
         _draw(results, plot, machine_facts, ceilings)
@@ -257,10 +262,16 @@ def _cases(names: list[str] | None, peers: list[str] | None) -> list[Case]:
     from dataclasses import replace
 
     from regard.bench import CASES
+    from regard.bench.cases import GROUPS
 
     for name in names or []:
-        _check(name, CASES, "cases", "CASE")
-    cases = [CASES[name] for name in dict.fromkeys(names or CASES)]
+        _check(name, {**GROUPS, **CASES}, "cases", "CASE")
+    grouped = {name for group in GROUPS.values() for name in group}
+    chosen = names or [name for name in CASES if name not in grouped]
+    cases = [
+        CASES[name]
+        for name in dict.fromkeys(case for name in chosen for case in GROUPS.get(name, (name,)))
+    ]
     if not peers:
         return cases
     known = {peer.name for case in cases for peer in case.peers}

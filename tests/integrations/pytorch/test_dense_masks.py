@@ -148,3 +148,14 @@ def test_a_tensor_of_inference_mode_is_never_remembered() -> None:
         table[0, 0] = False
         assert isinstance(cache.recognize(table, B, T, S).mask, Dense)
     assert cache.misses == 2
+
+
+@pytest.mark.parametrize("row", [0, 70, 199])
+def test_one_wrong_element_of_a_long_mask_makes_it_dense(row: int) -> None:
+    """Rows are compared some at a time, and the last ones first."""
+    for window in (None, 90):
+        mask = torch.ones(200, 200, dtype=torch.bool).tril()
+        mask = mask if window is None else mask.triu(1 - window)
+        assert not isinstance(recognize_mask(mask, 1, 200, 200).mask, Dense)
+        mask[row, max(row - 1, 0)] = False
+        assert isinstance(recognize_mask(mask, 1, 200, 200).mask, Dense)

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard.errors import ArgumentTypeError
+from regard.integrations.pytorch.override import _mask_cache
 from tests.rules import GRADIENT, assert_close_rule
 
 ORIGINAL = F.scaled_dot_product_attention
@@ -266,12 +267,63 @@ def test_attend_inside_is_not_counted() -> None:
 
 def test_long_decoding_leaves_torch_without_being_asked() -> None:
     pytest.importorskip("numba")
-    q, k, v = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 2048, 64).unbind(0)
+    q, k, v = torch.randn(1, 8, 1, 64), *torch.randn(2, 1, 2, 4096, 64).unbind(0)
     with torch.no_grad(), regard.accelerate() as calls:
         z = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     assert dict(calls.taken) == {"cpu": 1}
     exact = plain(q.double(), k.double(), v.double(), None, causal=False, scale=None)
     assert_close_rule(z, ORIGINAL(q, k, v, enable_gqa=True), exact)
+
+
+def counts(q: Tensor, k: Tensor, **options: Any) -> tuple[dict[str, int], dict[str, int]]:
+    """Where one call ran without `always`, and whether its result is torch's."""
+    with torch.no_grad(), regard.accelerate() as calls:
+        z = F.scaled_dot_product_attention(q, k, k, **options)
+    usual = ORIGINAL(q, k, k, **options)
+    assert torch.allclose(z.float(), usual.float(), atol=0.02, rtol=0.02)
+    return dict(calls.taken), dict(calls.left)
+
+
+def test_only_calls_that_pay_are_taken() -> None:
+    pytest.importorskip("numba")
+    torch.manual_seed(0)
+    q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 8192, 64)
+    half = {"q": q.bfloat16(), "k": k.bfloat16()}
+    assert counts(q, k) == ({}, {"torch is as fast for these sizes": 1}), "no heads to share"
+    assert counts(**half) == ({"cpu": 1}, {})
+    assert counts(q, k[:, :2], enable_gqa=True) == ({"cpu": 1}, {})
+    assert counts(q, k[:, :2, :2048], enable_gqa=True) == ({}, {"it is small": 1})
+    assert counts(half["q"], half["k"][:, :, :256]) == ({}, {"it is small": 1})
+
+
+def test_a_bias_is_not_read_and_padding_is_left_to_torch() -> None:
+    torch.manual_seed(0)
+    q = torch.randn(4, 8, 384, 64)
+    bias = torch.randn(1, 8, 384, 384)
+    why = "its mask is a bias of many queries, for which torch is as fast"
+    misses = _mask_cache.misses
+    assert counts(q, q, attn_mask=bias) == ({}, {why: 1})
+    assert _mask_cache.misses == misses
+    keep = torch.arange(384) < torch.tensor([100, 384, 200, 300])[:, None]
+    as_fast = ({}, {"torch is as fast for these sizes": 1})
+    assert counts(q, q, attn_mask=keep[:, None, None]) == as_fast
+    visible = torch.ones(384, 384, dtype=torch.bool)
+    assert counts(q, q, attn_mask=visible) == ({"sdpa": 1}, {}), "a mask that hides nothing"
+
+
+def test_a_half_precision_fused_layer_without_a_mask_is_left_to_torch() -> None:
+    torch.manual_seed(0)
+    mha = nn.MultiheadAttention(64, 2, batch_first=True).eval()
+    x = torch.randn(1, 1536, 64)
+    with torch.no_grad():
+        for dtype, taken in ((torch.float32, True), (torch.bfloat16, False)):
+            module, y = mha.to(dtype), x.to(dtype)
+            usual = module(y, y, y, need_weights=False)[0]
+            with regard.accelerate(always=taken) as calls:
+                z = module(y, y, y, need_weights=False)[0]
+            assert torch.allclose(z.float(), usual.float(), atol=0.02)
+            assert bool(calls.taken) is taken
+            assert bool(calls.left) is not taken
 
 
 @pytest.mark.parametrize("gelu", [False, True])

@@ -356,5 +356,16 @@ def test_it_is_the_first_choice_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
     assert (
         first(4, 8, 1024, 32, dtype=torch.float32, mask=masks.Causal() & masks.Window(64)) == "gemm"
     )
+    assert first(4, 8, 1024, 32) == "sdpa", "heads too narrow in bf16 too"
+    assert first(4, 8, 196, 128) == "sdpa", "too few keys for packing them"
+    keep = torch.ones(4, 1024, dtype=torch.bool)
+    keep[1:, 700:] = False
+    padding = masks.Padding.from_keep(keep)
+    assert first(4, 8, 1024, 64, dtype=torch.float32, mask=padding) == "gemm"
+    padding = masks.Padding.from_keep(keep[:, :512])
+    assert first(4, 8, 512, 64, dtype=torch.float32, mask=padding) == "sdpa"
+    assert first(4, 8, 512, 64, dtype=torch.float32, mask=masks.Causal() & padding) == "gemm", (
+        "torch's flag is_causal does not express padding"
+    )
     monkeypatch.setattr(gemm, "_processor_suits", lambda: False)
     assert first(1, 8, 512, 64) == "sdpa"

@@ -22,6 +22,9 @@ from regard.span import Span
 MAX_CACHED_MASKS = 32
 """The number of recognized tensors in the cache; a model has one or two kinds of mask per step."""
 
+COMPARED_ROWS = 64
+"""The number of rows of a mask that are compared with a rule at once."""
+
 
 @dataclass(frozen=True)
 class RecognizedMask:
@@ -126,12 +129,24 @@ def _rule(visible: Tensor, B: int, T: int, S: int) -> RecognizedMask:
         visible = visible[:, :1]
         for rule, start in _candidates(visible[:, 0], B, T, S):
             positions = Span(start, T, tokens=start < 0)
-            if torch.equal(
-                rule.block(positions, Span(0, S), device=visible.device).expand(B, 1, T, S),
-                visible.expand(B, 1, T, S),
-            ):
+            if _equals(rule, positions, visible):
                 return RecognizedMask(rule, positions)
     return RecognizedMask(Dense(visible), end_aligned)
+
+
+def _equals(rule: Mask, positions: Span, visible: Tensor) -> bool:
+    """Whether a rule gives a mask [B or 1, 1, T, S], compared some rows at a time.
+
+    The last rows are compared first, where most rules differ, and a few rows fit into the caches of
+    the processor.
+    """
+    T, S = visible.shape[-2:]
+    for start in reversed(range(0, T, COMPARED_ROWS)):
+        rows = slice(start, min(start + COMPARED_ROWS, T))
+        block = rule.block(positions, Span(0, S), rows, device=visible.device)
+        if not torch.equal(*torch.broadcast_tensors(block, visible[:, :, rows])):
+            return False
+    return True
 
 
 def _same_for_heads(visible: Tensor) -> bool:
@@ -152,13 +167,15 @@ def _candidates(visible: Tensor, B: int, T: int, S: int) -> Iterator[tuple[Mask,
     padding = None if bool(keys.all()) else Padding.from_keep(keys.expand(B, S))
     if padding is not None:
         yield padding, S - T
+    # the last query has the longest past: the first key that it sees in any row of the batch
+    # bounds a window
+    seen_by_last_query = visible[:, -1].any(0).nonzero()
+    first_visible = int(seen_by_last_query[0]) if len(seen_by_last_query) else S
     last = visible[0, -1].nonzero()
     last_query_start = int(last[-1]) - (T - 1) if len(last) else S - T
     for start in dict.fromkeys((S - T, 0, last_query_start)):
         rules: list[Mask] = [Causal()]
-        q = torch.arange(start, start + T, device=visible.device)[:, None]
-        distance = q - torch.arange(S, device=visible.device)
-        size = int(distance.masked_fill(~visible.any(0), -1).max()) + 1
+        size = start + T - first_visible
         if 1 <= size < S:
             rules.append(Causal() & Window(size))
         for rule in rules:

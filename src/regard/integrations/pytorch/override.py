@@ -32,7 +32,7 @@ from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
 from regard.integrations.pytorch.graph_operator import suits_graph, torch_attention
 from regard.integrations.pytorch.module_places import open_places
-from regard.masks import Causal, Dense, Mask
+from regard.masks import Causal, Dense, Full, Mask, Padding
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.process_state import is_compiling
@@ -44,13 +44,32 @@ M = TypeVar("M", bound=nn.Module)
 FAST_KERNELS = ("cpu", "gemm")
 """The kernels that are faster than torch, so that a call for which one is chosen runs here."""
 
-MIN_KEY_VALUE_NUMBERS = 1 << 17
-"""Calls with few queries (`FEW_QUERIES`) whose keys and values have fewer elements than this run in
-torch.
+MIN_DECODE_PRODUCTS = {torch.float32: 1 << 22, torch.bfloat16: 1 << 19, torch.float16: 1 << 19}
+"""The smallest B H T S (D + E), by dtype, of calls with few queries (`FEW_QUERIES`) that run here.
+
+With these products torch takes about 150 microseconds on 2 threads, three times what the checks and
+the choice of the kernel take here. torch converts each half-precision key for every query head.
 """
+
+MIN_UNGROUPED_NUMBERS = 1 << 24
+"""The smallest number of elements of keys and values in fp32 for which a call with one query row
+per key/value head runs here: torch then reads them once as well, and only memory sets the pace.
+"""
+
+LEAST_PRODUCTS = min(MIN_DECODE_PRODUCTS.values())
+"""Calls with fewer products than these run in torch, whatever their dtype."""
 
 MIN_PRODUCTS = 1 << 28
 """Calls with more queries than `FEW_QUERIES` and B H T S (D + E) below this run in torch."""
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
+MIN_FUSED_QUERIES = 8192
+"""The smallest number of queries for which half-precision calls of torch's fused inference paths
+without a mask run here: those paths hold all scores in memory, and multiply fast up to this length.
+"""
+
+MIN_RANGE_KEYS = 1024
+"""The smallest number of keys for which skipping ranges of them saves more than splitting takes."""
 
 FEW_QUERIES = 16
 """The largest number of query rows per key/value head for which reading the keys and values takes
@@ -59,6 +78,7 @@ most of the time of a call; with more rows the matrix products do.
 
 SMALL = "it is small"
 TORCH_AS_FAST = "torch is as fast for these sizes"
+BIAS = "its mask is a bias of many queries, for which torch is as fast"
 NOT_MASKED_ATTENTION = (
     "its arguments are invalid, or torch gives the mean of the values in rows that its mask hides"
 )
@@ -155,9 +175,9 @@ def accelerate(
         ArgumentTypeError: the model is not an `nn.Module`.
 
     >>> import torch, regard
-    >>> q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 4096, 64)
+    >>> q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 4096, 64)
     >>> with torch.no_grad(), regard.accelerate() as calls:
-    ...     z = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    ...     z = torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=True)
     >>> dict(calls.taken)
     {'cpu': 1}
     """
@@ -289,8 +309,8 @@ def _attention(
         # a small call takes torch 3 microseconds: three sizes are compared before anything else
         if (
             not contexts[-1].always
-            and query.numel() * key.shape[-2] * 2 < MIN_PRODUCTS
-            and key.numel() * 2 < MIN_KEY_VALUE_NUMBERS
+            and (products := query.numel() * key.shape[-2] * 2) < MIN_PRODUCTS
+            and (products < LEAST_PRODUCTS or query.shape[-2] > FEW_QUERIES)
         ):
             _contexts.count_torch(SMALL)
             return _torch_attention(
@@ -316,7 +336,7 @@ def _attention(
             if (
                 kernel.name in FAST_KERNELS
                 or _contexts.always
-                or _mask_was_recognized(call, attn_mask)
+                or (attn_mask is not None and _skips_more_than_torch(call))
             ):
                 _contexts.count_kernel(kernel.name)
                 return run_on_kernel(kernel, call).out
@@ -397,9 +417,18 @@ def attention_of_graph(
             _contexts.open.pop()
 
 
-def _mask_was_recognized(call: Call, mask: Tensor | None) -> bool:
-    """Whether a dense mask was given and recognized, so that every kernel can skip hidden keys."""
-    return mask is not None and call.bias is None and not isinstance(call.mask, Dense)
+def _skips_more_than_torch(call: Call) -> bool:
+    """Whether torch's kernel, called for ranges of keys, takes less time than with the dense mask.
+
+    It does if the mask hides nothing, or hides ranges of many keys. For padding it is called with a
+    mask for each row of the batch, which takes as long.
+    """
+    if call.bias is not None or isinstance(call.mask, Dense):
+        return False
+    terms = call.mask.terms()
+    if all(isinstance(term, Full) for term in terms):
+        return True
+    return call.S >= MIN_RANGE_KEYS and not all(isinstance(x, Full | Padding) for x in terms)
 
 
 def _reason_for_torch(
@@ -418,16 +447,41 @@ def _reason_for_torch(
         return "it is not on a CPU"
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return "its tensors do not have the four dimensions [B, H, T, D]"
-    T, S, D, E = q.shape[2], k.shape[2], q.shape[3], v.shape[3]
-    G = max(1, k.shape[1])
-    if T * (q.shape[1] // G) <= FEW_QUERIES:
-        small = k.numel() + v.numel() < MIN_KEY_VALUE_NUMBERS
-    else:
-        small = q.shape[0] * q.shape[1] * T * S * (D + E) < MIN_PRODUCTS
-    if small and not _contexts.always:
-        return SMALL
-    if mask is not None and mask.requires_grad:
+    if not _contexts.always and (why := _too_small(q, k, v)):
+        return why
+    if mask is None:
+        return None
+    if mask.requires_grad:
         return "its mask requires a gradient"
+    if q.shape[2] > FEW_QUERIES and not _contexts.always and _is_bias(mask):
+        return BIAS
+    return None
+
+
+def _is_bias(mask: Tensor) -> bool:
+    """Whether the last row of a float mask has other numbers than 0 and a mask's least number.
+
+    It is one row of the tensor, because a model such as T5 adds a new bias in every layer, and
+    recognition would read all of it.
+    """
+    if not mask.is_floating_point() or not mask.numel():
+        return False
+    row = mask.detach()[(0,) * (mask.ndim - 2) + (-1,) * min(1, mask.ndim - 1)]
+    return not bool(((row == 0) | (row <= torch.finfo(row.dtype).min / 2)).all())
+
+
+def _too_small(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why a call of these sizes takes no less time here; None if it may."""
+    B, H, T, D = q.shape
+    products = B * H * T * k.shape[2] * (D + v.shape[3])
+    rows = T * (H // max(1, k.shape[1]))
+    if rows > FEW_QUERIES:
+        return SMALL if products < MIN_PRODUCTS else None
+    if products < MIN_DECODE_PRODUCTS.get(q.dtype, MIN_PRODUCTS):
+        return SMALL
+    numbers = k.numel() + v.numel()
+    if rows == 1 and q.dtype == torch.float32 and numbers < MIN_UNGROUPED_NUMBERS:
+        return TORCH_AS_FAST
     return None
 
 
@@ -581,16 +635,17 @@ def _encoder(
 
         def feed_forward(x: Tensor) -> Tensor:
             h = F.linear(x, ffn_weight_1, ffn_bias_1)
-            return F.linear(F.gelu(h) if use_gelu else F.relu(h), ffn_weight_2, ffn_bias_2)
+            return F.linear(F.gelu(h) if use_gelu else F.relu_(h), ffn_weight_2, ffn_bias_2)
 
         x = norm_1(src) if norm_first else src
         z = _self_attention(x, num_heads, qkv_weight, qkv_bias, mask, mask_type)
         if z is not None:
-            x = src + F.linear(z, proj_weight, proj_bias)
+            # in place, because torch calls this function without gradients only
+            x = F.linear(z, proj_weight, proj_bias).add_(src)
             if norm_first:
-                return x + feed_forward(norm_2(x))
+                return feed_forward(norm_2(x)).add_(x)
             x = norm_1(x)
-            return norm_2(x + feed_forward(x))
+            return norm_2(feed_forward(x).add_(x))
     return _torch_encoder(
         src,
         embed_dim,
@@ -638,6 +693,10 @@ def _self_attention(
     small = B * T * T * width * 2 < MIN_PRODUCTS
     if (small and not _contexts.always and not is_tracing()) or not x.is_cpu:
         _contexts.count_torch(SMALL)
+        return None
+    fused_is_fast = mask is None and x.dtype in HALF_TYPES and T < MIN_FUSED_QUERIES
+    if fused_is_fast and not _contexts.always and not is_tracing():
+        _contexts.count_torch(TORCH_AS_FAST)
         return None
     keep = None
     if mask is not None:

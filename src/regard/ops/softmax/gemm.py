@@ -24,10 +24,19 @@ from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.packed_call import unpackable_parts
 from regard.span import as_tensor, slice_positions
 
-MIN_PRODUCTS = {torch.float32: 2**31, torch.bfloat16: 2**28, torch.float16: 2**28}
-"""The smallest number of products B H T S (D + E), by dtype, for which this kernel may be the first
-choice in calls without a gradient; for fewer, torch's kernel takes only a few milliseconds.
+MIN_PRODUCTS = 2**28
+"""The smallest number of products B H T S (D + E) for which this kernel may be the first choice in
+calls without a gradient; torch's kernel computes fewer in a few milliseconds.
 """
+
+MIN_HEAD_PRODUCTS = {torch.float32: 2**27, torch.bfloat16: 2**24, torch.float16: 2**24}
+"""The smallest number of products H/G T S (D + E) per key/value head, by dtype, for which the
+kernel is faster than torch's although both compute the same pairs: for fewer, packing the keys and
+values of the head takes longer than the products save.
+"""
+
+MIN_SKIPPING_PRODUCTS = {torch.float32: 2**25, torch.bfloat16: 2**24, torch.float16: 2**24}
+"""The same for masks of which this kernel skips hidden pairs, and torch's computes them."""
 
 MIN_TRAINING_PRODUCTS = {torch.float32: 2**28, torch.bfloat16: 2**28, torch.float16: 2**26}
 """The same for calls with a gradient, in which torch's kernel is slower compared with this one."""
@@ -46,16 +55,22 @@ MIN_ROWS = 64
 choice; for fewer, packing keys and values takes longer than it saves.
 """
 
+MIN_FULL_ROWS, MIN_FULL_KEYS = 128, 256
+"""The smallest numbers of rows H/G T and of keys S where both kernels compute the same pairs."""
+
 MIN_TRAINING_LENGTH = {torch.float32: 512, torch.bfloat16: 128, torch.float16: 128}
 """The smallest number of rows H/G T, and the smallest number of keys S, in calls with a gradient,
 by dtype. It is larger than `MIN_ROWS`, because keys are packed three times, and values twice.
 """
 
-MIN_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 64, torch.float16: 0}
+MIN_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 128, torch.float16: 0}
 """The smallest D + E, by dtype, for which the kernel may be the first choice if the mask lets
 torch's kernel skip as many pairs as this one: the softmax is slower here, but the products are
 faster.
 """
+
+MIN_TRAINING_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 64, torch.float16: 0}
+"""The same for calls with a gradient."""
 
 
 class GemmKernel:
@@ -175,15 +190,34 @@ def prefer_gemm(call: Call) -> bool:
     without AMX, which torch uses.
     """
     rows = call.H // call.G * call.T
-    if rows < MIN_ROWS or call.compiling:
+    if rows < MIN_ROWS or call.compiling or not _processor_suits():
         return False
-    trains, dtype = call.has_gradient, call.q.dtype
+    return _prefer_in_training(call, rows) if call.has_gradient else _prefer_forward(call, rows)
+
+
+def _prefer_forward(call: Call, rows: int) -> bool:
+    """Return whether the kernel was measured to be faster than torch's without a gradient."""
+    dtype, per_head = call.q.dtype, rows * call.S * (call.D + call.E)
+    if call.B * call.G * per_head < MIN_PRODUCTS or dtype not in MIN_HEAD_PRODUCTS:
+        return False
+    if _skips_pairs(call.mask) or _is_padded_causal(call.mask):
+        return per_head >= MIN_SKIPPING_PRODUCTS[dtype]
+    if rows < MIN_FULL_ROWS or call.S < MIN_FULL_KEYS or not _head_dims_suit(call, MIN_HEAD_DIMS):
+        return False
+    # torch's kernel reads a mask for padding, and computes the pairs that it hides
+    hides_padding = any(isinstance(term, Padding) for term in call.mask.terms())
+    return per_head * (2 if hides_padding else 1) >= MIN_HEAD_PRODUCTS[dtype]
+
+
+def _prefer_in_training(call: Call, rows: int) -> bool:
+    """Return whether the kernel and its gradient were measured to be faster than torch's."""
+    dtype = call.q.dtype
     products = call.B * call.H * call.T * call.S * (call.D + call.E)
-    if products < (MIN_TRAINING_PRODUCTS if trains else MIN_PRODUCTS).get(dtype, math.inf):
+    if products < MIN_TRAINING_PRODUCTS.get(dtype, math.inf):
         return False
-    if trains and min(rows, call.S) < MIN_TRAINING_LENGTH[dtype]:
+    if min(rows, call.S) < MIN_TRAINING_LENGTH[dtype]:
         return False
-    return (_skips_pairs(call.mask) or _head_dims_suit(call)) and _processor_suits()
+    return _skips_pairs(call.mask) or _head_dims_suit(call, MIN_TRAINING_HEAD_DIMS)
 
 
 def _skips_pairs(mask: Mask) -> bool:
@@ -193,10 +227,18 @@ def _skips_pairs(mask: Mask) -> bool:
     return not all(isinstance(term, Full | Causal | Padding) for term in mask.terms())
 
 
-def _head_dims_suit(call: Call) -> bool:
-    """Return whether the heads are wide enough, and in fp32 fill whole panels."""
+def _is_padded_causal(mask: Mask) -> bool:
+    """Return whether a mask is causal and has more terms, so that torch's flag is_causal cannot
+    express it.
+    """
+    terms = mask.terms()
+    return len(terms) > 1 and any(isinstance(term, Causal) for term in terms)
+
+
+def _head_dims_suit(call: Call, least: dict[torch.dtype, int]) -> bool:
+    """Return whether the heads have the least D + E of the dtype, and in fp32 fill whole panels."""
     dims, fills_panels = call.D + call.E, call.q.dtype != torch.float32 or call.E % 64 == 0
-    return fills_panels and dims >= MIN_HEAD_DIMS[call.q.dtype]
+    return fills_panels and dims >= least[call.q.dtype]
 
 
 def _bias_requires_grad(call: Call) -> bool:
