@@ -380,9 +380,8 @@ def _graph_takes(
         return False
     if not suits_graph(query, key, value, mask, dropout, grouped=grouped):
         return False
-    small = (
-        query.numel() * key.shape[-2] * 2 < MIN_PRODUCTS and key.numel() * 2 < MIN_KEY_VALUE_NUMBERS
-    )
+    products = query.numel() * key.shape[-2] * 2
+    small = products < MIN_PRODUCTS and (products < LEAST_PRODUCTS or query.shape[-2] > FEW_QUERIES)
     return _contexts.always or not small
 
 
