@@ -4,10 +4,12 @@ state left behind.
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +24,17 @@ import torch
 from torch.utils._device import _device_constructors
 
 from tests import annotations, selection
+
+if sys.version_info < (3, 11, 8):
+    # CPython counts the depth of a syntax tree in one place for all threads (python/cpython, issue
+    # 106905), so threads that parse at once can fail: they take turns
+    _parse, _turn = ast.parse, threading.RLock()
+
+    def _parse_alone(*args: Any, **options: Any) -> Any:
+        with _turn:
+            return _parse(*args, **options)
+
+    ast.parse = _parse_alone
 
 annotations.install("regard")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -232,6 +233,47 @@ def unsplittable(rank: int) -> list[str]:
         except (ArgumentError, TypeError) as error:
             texts.append(str(error))
     return texts
+
+
+class PlainAttention(nn.Module):
+    """Causal self-attention as many people write it, with learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.qkv = nn.Embedding(S, DIM), nn.Linear(DIM, 3 * DIM)
+        self.out = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = x + self.positions(positions)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        z = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(z.transpose(1, 2).flatten(2))
+
+
+def plain_attention(dtype: torch.dtype = torch.float32) -> PlainAttention:
+    """The module with the same weights on every rank."""
+    torch.manual_seed(8)
+    return PlainAttention().to(dtype)
+
+
+def accelerated_over_ranks(rank: int, lengths: str) -> tuple[Tensor, list[Tensor], list[str]]:
+    """Output and gradients of a module that calls torch's function, and what is refused."""
+    shards = LENGTHS[lengths](dist.get_world_size())
+    module, own = plain_attention(), shards.positions(rank)
+    x = shards.take(hidden_states(), rank, 1)
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 64, batch_first=True).eval()
+    padding = torch.zeros(x.shape[:2], dtype=torch.bool)
+    padding[:, -1] = True
+    attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+    with regard.accelerate(), sequence(shards):
+        z = module(x, own)
+        texts = [
+            _error_of(lambda: layer(x)),
+            _error_of(lambda: attention(x, x, x, key_padding_mask=padding, need_weights=False)),
+            _error_of(lambda: attention(x, x[:, :-1], x[:, :-1], need_weights=False)),
+        ]
+    (z * shards.take(hidden_states(1), rank, 1)).sum().backward()
+    return z.detach(), [p.grad for p in module.parameters()], texts
 
 
 TEXT = "def add(a, b):\n    return a + b\n\ndef add_three(a, b, c):\n    return"

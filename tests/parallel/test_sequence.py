@@ -123,6 +123,29 @@ def test_a_model_of_transformers(lengths: str) -> None:
         assert_close_rule(x, runs[torch.float32][i], runs[torch.float64][i], factor=factor)
 
 
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("lengths", ["zigzag", "even"])
+def test_a_module_that_calls_the_function_of_torch(lengths: str) -> None:
+    results = spawn(sequence_ranks.accelerated_over_ranks, 2, lengths)
+    runs = {}
+    for dtype in (torch.float32, torch.float64):
+        module = sequence_ranks.plain_attention(dtype)
+        z = module(hidden_states().to(dtype), torch.arange(S)[None])
+        (z * hidden_states(1).to(dtype)).sum().backward()
+        runs[dtype] = [z.detach(), *(p.grad for p in module.parameters())]
+    whole = [LENGTHS[lengths](2).join([rank[0] for rank in results], 1)]
+    gradients = zip(*(rank[1] for rank in results), strict=True)
+    whole += [torch.stack(parts).sum(0) for parts in gradients]
+    for i, x in enumerate(whole):
+        factor = GRADIENT if i else 2.0
+        assert_close_rule(x, runs[torch.float32][i], runs[torch.float64][i], factor=factor)
+    for _, _, texts in results:
+        for text, words in zip(
+            texts, ["fused inference path", "must be causal", "only self-attention"], strict=True
+        ):
+            assert words in text
+
+
 EXPECTED = {
     "no positions": "Attention got no positions",
     "other positions": "must give the model its tokens at the positions of its shard",

@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from inspect import unwrap
 from typing import Any, TypeVar, overload
@@ -28,16 +28,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.deprecation import renamed
-from regard.errors import ArgumentTypeError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
 from regard.integrations.pytorch.graph_operator import suits_graph, torch_attention
 from regard.integrations.pytorch.module_places import open_places
-from regard.masks import Causal, Dense, Full, Mask, Padding
+from regard.masks import Causal, Dense, Full, Mask, Padding, Window
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
+from regard.ops.softmax.operators import run_call
 from regard.process_state import is_compiling
+from regard.sequence_scope import SequenceScope, current_scope
 from regard.span import Span
 from regard.tracing import is_tracing
+from regard.units import plural
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -55,6 +58,9 @@ MIN_UNGROUPED_NUMBERS = 1 << 24
 """The smallest number of elements of keys and values in fp32 for which a call with one query row
 per key/value head runs here: torch then reads them once as well, and only memory sets the pace.
 """
+
+RANK_MASKS = (Causal, Full, Window)
+"""The masks of torch's calls that mean the same for positions of the whole sequence."""
 
 LEAST_PRODUCTS = min(MIN_DECODE_PRODUCTS.values())
 """Calls with fewer products than these run in torch, whatever their dtype."""
@@ -305,6 +311,16 @@ def _attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )
+    if _contexts.open and (scope := current_scope()) is not None:
+        return _attention_over_ranks(
+            scope,
+            (query, key, value),
+            attn_mask,
+            dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            grouped=enable_gqa,
+        )
     if not is_compiling() and (contexts := _contexts.open):
         # a small call takes torch 3 microseconds: three sizes are compared before anything else
         if (
@@ -363,6 +379,52 @@ def _attention(
         scale=scale,
         enable_gqa=enable_gqa,
     )
+
+
+def _attention_over_ranks(
+    scope: SequenceScope,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    dropout: float,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor:
+    """Run self-attention of a rank's tokens within `regard.parallel.sequence`. torch's arguments
+    count tokens from 0; here they have their positions in the whole sequence.
+
+    Raises:
+        ArgumentError: the call is not self-attention of this rank's tokens, or its mask is neither
+            causal nor a window.
+    """
+    q, k, v = tensors
+    own, call = scope.own_positions(), None
+    if all(x.ndim == 4 for x in tensors) and not dropout:
+        call = _as_call(q, k, v, mask, is_causal=is_causal, scale=scale, grouped=grouped)
+    if call is None or not q.shape[2] == k.shape[2] == own.shape[1]:
+        raise ArgumentError(
+            f"attention of {list(q.shape)} over {list(k.shape)} cannot run over several ranks: "
+            f"this rank holds {plural(own.shape[1], 'token')}, and only self-attention of exactly "
+            "these, in four dimensions and without dropout, is supported"
+        )
+    if call.bias is not None or not all(isinstance(x, RANK_MASKS) for x in call.mask.terms()):
+        raise ArgumentError(
+            f"the mask {call.mask} cannot run over several ranks: a mask that torch's function "
+            "gets must be causal, a window, or absent"
+        )
+    result = run_call(replace(call, q_positions=own, k_positions=own))
+    _contexts.count_kernel("over ranks")
+    return result.out
+
+
+def _refuse_fused_over_ranks(name: str) -> None:
+    """Raise if a fused path of torch would compute attention within `regard.parallel.sequence`."""
+    if _contexts.open and current_scope() is not None:
+        raise ArgumentError(
+            f"the fused inference path of {name} cannot run over several ranks; switch it off: "
+            "torch.backends.mha.set_fastpath_enabled(False)"
+        )
 
 
 def _graph_takes(
@@ -552,6 +614,7 @@ def _mha(
     average_attn_weights: bool = True,  # noqa: FBT001, FBT002
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    _refuse_fused_over_ranks("nn.MultiheadAttention")
     if is_tracing() and _is_observed() and not is_compiling():
         from regard.integrations.pytorch.observed_call import observe_fused_multi_head
 
@@ -624,6 +687,7 @@ def _encoder(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Tensor:
+    _refuse_fused_over_ranks("nn.TransformerEncoderLayer")
     if _is_active(src):
 
         def norm_1(x: Tensor) -> Tensor:
