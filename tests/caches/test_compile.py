@@ -17,8 +17,8 @@ from regard.positions import Rotary
 CAUSAL = masks.Causal()
 KINDS: dict[str, tuple[Callable[[], Cache], masks.Mask, int, int]] = {
     # graphs that 64 steps may need: with rows that are alike, and with padding
-    "growing": (Growing, CAUSAL, 3, 2),
-    "fixed": (lambda: Fixed(90), CAUSAL, 3, 2),
+    "growing": (Growing, CAUSAL, 2, 2),
+    "fixed": (lambda: Fixed(90), CAUSAL, 2, 2),
     "ring": (lambda: Ring(16), CAUSAL & masks.Window(16), 2, 1),
     "streaming": (lambda: Streaming(4, 16), CAUSAL & (masks.Window(16) | masks.Sinks(4)), 2, 1),
 }

@@ -147,7 +147,7 @@ def test_a_first_update_is_checked_as_well() -> None:
         cache = Growing()
         with pytest.raises(
             regard.ArgumentError,
-            match=r"^memory has parts of batch 2 and 1; all must have one batch$",
+            match=r"^memory has parts of batch 2 and 1; all must have the same batch size$",
         ):
             cache.update(parts, Span(0, 3))
         assert len(cache) == 0

@@ -264,14 +264,15 @@ def accelerated_over_ranks(rank: int, lengths: str) -> tuple[Tensor, list[Tensor
     layer = nn.TransformerEncoderLayer(DIM, HEADS, 64, batch_first=True).eval()
     padding = torch.zeros(x.shape[:2], dtype=torch.bool)
     padding[:, -1] = True
-    attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+    attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True).train()
     with regard.accelerate(), sequence(shards):
         z = module(x, own)
-        texts = [
-            _error_of(lambda: layer(x)),
-            _error_of(lambda: attention(x, x, x, key_padding_mask=padding, need_weights=False)),
-            _error_of(lambda: attention(x, x[:, :-1], x[:, :-1], need_weights=False)),
-        ]
+        with torch.no_grad():
+            texts = [
+                _error_of(lambda: layer(x)),
+                _error_of(lambda: attention(x, x, x, key_padding_mask=padding, need_weights=False)),
+                _error_of(lambda: attention(x, x[:, :-1], x[:, :-1], need_weights=False)),
+            ]
     (z * shards.take(hidden_states(1), rank, 1)).sum().backward()
     return z.detach(), [p.grad for p in module.parameters()], texts
 

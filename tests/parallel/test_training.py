@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.errors import ParallelError
+from regard.errors import ArgumentError, ParallelError
 from regard.parallel import spawn
-from regard.train import checkpoints, fit
+from regard.train import ContextParallel, checkpoints, fit
 from tests.parallel import training_ranks
 from tests.parallel.training_ranks import batches, decoder, settings, train
 
@@ -55,6 +55,11 @@ def test_a_run_goes_on_after_a_rank_died(W: int, tmp_path: Path) -> None:
             assert torch.equal(x, reference)
         else:  # another number of ranks adds in another order
             torch.testing.assert_close(x, reference)
+
+
+def test_a_process_group_must_be_there() -> None:
+    with pytest.raises(ArgumentError, match=r"torch\.distributed is not initialised"):
+        ContextParallel()
 
 
 def test_ranks_with_other_settings_are_told() -> None:

@@ -565,3 +565,20 @@ def test_a_file_with_a_rule_and_no_weights_is_refused(tmp_path: Any) -> None:
     regard.inspect.save(wrong, tmp_path / "run.safetensors")
     with pytest.raises(FileError, match=r"has the score rule topk\(2\) without its weights"):
         regard.inspect.load(tmp_path / "run.safetensors")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Recent(scores.PairRule):
+    """A caller's own rule on pairs: later keys score higher."""
+
+    def pair(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return s + 0.125 * k
+
+
+def test_a_pair_rule_of_the_caller_runs_tile_by_tile() -> None:
+    q, k, v = torch.randn(3, 1, 2, 130, 8).double().unbind(0)
+    bias = 0.125 * torch.arange(130).double().expand(130, 130)
+    expected = regard.attend(q, k, v, mask=masks.Causal(), bias=bias, backend="reference")
+    for backend in ("tiled", "reference"):
+        z = regard.attend(q, k, v, mask=masks.Causal(), score=Recent(), backend=backend)
+        torch.testing.assert_close(z, expected)

@@ -170,7 +170,7 @@ def test_masked_tiles_are_skipped() -> None:
 
     assert done(None) == 1
     assert done(Causal()) == pytest.approx((T + 1) / (2 * T))
-    assert done(Causal() & Window(128)) < 0.1
+    assert done(Causal() & Window(128)) < 1 / 8  # 3 % is visible; tiles are larger
     assert regard.plan(q, q, q, mask=Causal())["reference"].flops == every, (
         "the plain form skips none"
     )

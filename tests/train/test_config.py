@@ -54,7 +54,7 @@ def test_every_option_that_shapes_a_run_has_a_place() -> None:
 
     from regard.cli.train import TASK_OPTIONS, train
 
-    elsewhere = {"ctx", "out", "resume", "json", "config", "set", "task", *TASK_OPTIONS}
+    elsewhere = {"ctx", "out", "resume", "json", "config", "set", "task", "parallel", *TASK_OPTIONS}
     places = [name for names in SECTIONS.values() for name in names]
     assert sorted(places) == sorted(set(inspect.signature(train).parameters) - elsewhere)
 

@@ -308,7 +308,7 @@ def test_windows_that_are_refused() -> None:
         ArgumentError,
         match=r"^retention does not support window 4: Recurrent does not support an additional "
         r"window; its options "
-        "are groups, head_dim, value_dim, base, decay",
+        "are groups, head_dim, value_dim, value_heads, base, decay",
     ):
         config("retention", window=4)
     with pytest.raises(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import regard
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import Recorder, Recording, record, watch
+from regard.integrations.pytorch import override
 from tests.rules import assert_close_rule
 
 
@@ -429,7 +430,8 @@ class TestTrace:
     def test_torch_is_as_it_was_afterwards(self) -> None:
         model, before = GPT(), F.scaled_dot_product_attention
         with watch(model):
-            assert F.scaled_dot_product_attention is not before
+            # an accelerated model that still lives elsewhere has replaced it already
+            assert F.scaled_dot_product_attention is override._attention
         assert F.scaled_dot_product_attention is before
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
