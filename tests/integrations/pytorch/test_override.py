@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard.errors import ArgumentTypeError
-from regard.integrations.pytorch.override import _mask_cache
+from regard.integrations.pytorch.torch_calls import mask_cache
 from tests.rules import GRADIENT, assert_close_rule
 
 ORIGINAL = F.scaled_dot_product_attention
@@ -301,9 +301,9 @@ def test_a_bias_is_not_read_and_padding_is_left_to_torch() -> None:
     q = torch.randn(4, 8, 384, 64)
     bias = torch.randn(1, 8, 384, 384)
     why = "its mask is a bias of many queries, for which torch is as fast"
-    misses = _mask_cache.misses
+    misses = mask_cache.misses
     assert counts(q, q, attn_mask=bias) == ({}, {why: 1})
-    assert _mask_cache.misses == misses
+    assert mask_cache.misses == misses
     keep = torch.arange(384) < torch.tensor([100, 384, 200, 300])[:, None]
     as_fast = ({}, {"torch is as fast for these sizes": 1})
     assert counts(q, q, attn_mask=keep[:, None, None]) == as_fast

@@ -1,10 +1,12 @@
 """Regard in programs that others wrote for PyTorch.
 
-`override.py` replaces torch's attention functions and decides which calls it runs
-(`regard.accelerate`); `dense_masks.py` recognizes the rule (causal, window, padding) behind a mask
-that a model builds as a tensor; `past.py` makes the cached tensors of a layer or a decoder its
-inputs and outputs, for exported programs; `torch_linears.py` prepares a model for tools that find
-layers by their exact class.
+`override.py` replaces torch's attention functions (`regard.accelerate`), and `graph_operator.py`
+does so in compiled graphs; `torch_calls.py` decides which calls run here, and `dense_masks.py`
+recognizes the rule (causal, window, padding, documents) behind a mask that a model builds as a
+tensor; `flex_calls.py` does the same for `flex_attention`. `watch.py`, `observed_call.py` and
+`module_places.py` let traces and recordings see these calls. `past.py` makes the cached tensors of
+a layer or a decoder its inputs and outputs, for exported programs; `torch_linears.py` prepares a
+model for tools that find layers by their exact class.
 """
 
 from regard.deprecation import renamed

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from regard.integrations.pytorch import override
 from regard.integrations.pytorch.module_places import ModulePlaces, open_places
-from regard.integrations.pytorch.override import NOT_MASKED_ATTENTION
+from regard.integrations.pytorch.torch_calls import NOT_MASKED_ATTENTION, as_call
 from regard.masks import Dense, Full, Padding
 from regard.ops.softmax.call import Call, KernelResult, make_call
 from regard.ops.softmax.definition import scores
@@ -104,8 +104,8 @@ def observe_attention(
         return z
     needs_box = _requests.box is not None
 
-    def as_call(q: Tensor, k: Tensor, v: Tensor) -> Call | None:
-        call = override._as_call(
+    def make(q: Tensor, k: Tensor, v: Tensor) -> Call | None:
+        call = as_call(
             q,
             k,
             v,
@@ -118,7 +118,7 @@ def observe_attention(
             return None
         return _with_mask_gradient(call, shaped.mask)
 
-    observed = _observe(place, shaped, as_call, dropout_p)
+    observed = _observe(place, shaped, make, dropout_p)
     if isinstance(observed, str):
         z = leave_to_torch(place, observed, in_torch, query, key, value)
         return z

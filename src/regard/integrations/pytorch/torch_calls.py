@@ -1,0 +1,181 @@
+"""Which calls of torch's attention function run here, and how they become a `Call`.
+
+The sizes below which torch is as fast were measured by `regard bench models` (docs/benchmarks.md).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
+from regard.masks import Causal, Dense, Full, Mask, Padding
+from regard.ops.softmax.call import Call, make_call
+from regard.process_state import is_compiling
+from regard.span import Span
+
+FAST_KERNELS = ("cpu", "gemm")
+"""The kernels that are faster than torch, so that a call for which one is chosen runs here."""
+
+MIN_DECODE_PRODUCTS = {torch.float32: 1 << 22, torch.bfloat16: 1 << 19, torch.float16: 1 << 19}
+"""The smallest B H T S (D + E), by dtype, of calls with few queries (`FEW_QUERIES`) that run here.
+
+With these products torch takes about 150 microseconds on 2 threads, three times what the checks and
+the choice of the kernel take here. torch converts each half-precision key for every query head.
+"""
+
+MIN_UNGROUPED_NUMBERS = 1 << 24
+"""The smallest number of elements of keys and values in fp32 for which a call with one query row
+per key/value head runs here: torch then reads them once as well, and only memory sets the pace.
+"""
+
+LEAST_PRODUCTS = min(MIN_DECODE_PRODUCTS.values())
+"""Calls with fewer products than these run in torch, whatever their dtype."""
+
+MIN_PRODUCTS = 1 << 28
+"""Calls with more queries than `FEW_QUERIES` and B H T S (D + E) below this run in torch."""
+
+MIN_RANGE_KEYS = 1024
+"""The smallest number of keys for which skipping ranges of them saves more than splitting takes."""
+
+FEW_QUERIES = 16
+"""The largest number of query rows per key/value head for which reading the keys and values takes
+most of the time of a call; with more rows the matrix products do.
+"""
+
+SMALL = "it is small"
+TORCH_AS_FAST = "torch is as fast for these sizes"
+BIAS = "its mask is a bias of many queries, for which torch is as fast"
+NOT_MASKED_ATTENTION = (
+    "its arguments are invalid, or torch gives the mean of the values in rows that its mask hides"
+)
+
+mask_cache = RecognizedMaskCache()
+"""The recognized masks of this process, shared by all models."""
+
+
+def reason_for_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, always: bool
+) -> str | None:
+    """Return why torch runs a call, judging by types and sizes alone; None if it need not.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: the mask that torch's function was given, or None.
+        dropout: the dropout probability.
+        always: whether calls run here also where torch is as fast.
+    """
+    if is_compiling() or torch._C._is_tracing():
+        return "the graph is being traced"
+    if not all(type(x) in (Tensor, nn.Parameter) for x in (q, k, v)):
+        return "its tensors are of another class"
+    if dropout > 0:
+        return "it has dropout, which must use torch's random numbers"
+    if q.device.type != "cpu":
+        return "it is not on a CPU"
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        return "its tensors do not have the four dimensions [B, H, T, D]"
+    if not always and (why := _too_small(q, k, v)):
+        return why
+    if mask is None:
+        return None
+    if mask.requires_grad:
+        return "its mask requires a gradient"
+    if q.shape[2] > FEW_QUERIES and not always and _is_bias(mask):
+        return BIAS
+    return None
+
+
+def _is_bias(mask: Tensor) -> bool:
+    """Whether the last row of a float mask has other numbers than 0 and a mask's least number.
+
+    It is one row of the tensor, because a model such as T5 adds a new bias in every layer, and
+    recognition would read all of it.
+    """
+    if not mask.is_floating_point() or not mask.numel():
+        return False
+    row = mask.detach()[(0,) * (mask.ndim - 2) + (-1,) * min(1, mask.ndim - 1)]
+    return not bool(((row == 0) | (row <= torch.finfo(row.dtype).min / 2)).all())
+
+
+def _too_small(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Return why a call of these sizes takes no less time here; None if it may."""
+    B, H, T, D = q.shape
+    products = B * H * T * k.shape[2] * (D + v.shape[3])
+    rows = T * (H // max(1, k.shape[1]))
+    if rows > FEW_QUERIES:
+        return SMALL if products < MIN_PRODUCTS else None
+    if products < MIN_DECODE_PRODUCTS.get(q.dtype, MIN_PRODUCTS):
+        return SMALL
+    numbers = k.numel() + v.numel()
+    if rows == 1 and q.dtype == torch.float32 and numbers < MIN_UNGROUPED_NUMBERS:
+        return TORCH_AS_FAST
+    return None
+
+
+def as_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Call | None:
+    """Turn the arguments of torch's function into a `Call`, or return None if torch must run it.
+
+    The result is None for invalid arguments, because torch's own errors describe them best, and
+    for masks whose result in torch is not masked attention (`RecognizedMask.uniform_rows`).
+    """
+    B, H, T, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    fits = k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3] and q.dtype == k.dtype == v.dtype
+    batch = k.shape[0] == B and (k.shape[1] == H or (grouped and H % k.shape[1] == 0))
+    if not fits or not batch or (is_causal and mask is not None) or not T or not S:
+        return None
+    rule: Mask | None = None
+    bias = None
+    positions: Span | None = None
+    if is_causal:
+        rule, positions = Causal(), Span(0, T)
+    elif mask is not None:
+        if not _broadcasts(mask, (B, H, T, S)):
+            return None
+        recognized = mask_cache.recognize(mask, B, T, S)
+        if recognized.uniform_rows:
+            return None
+        rule, positions, bias = recognized.mask, recognized.q_positions, recognized.bias
+    return make_call(
+        q,
+        k,
+        v,
+        mask=rule,
+        bias=bias,
+        scale=scale,
+        q_positions=positions,
+        k_positions=Span(0, S),
+    )
+
+
+def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a mask has a dtype and a shape that torch accepts."""
+    if mask.ndim > 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        return False
+    sizes = shape[4 - mask.ndim :]
+    return all(n in (1, size) for n, size in zip(mask.shape, sizes, strict=True))
+
+
+def skips_more_than_torch(call: Call) -> bool:
+    """Whether torch's kernel, called for ranges of keys, takes less time than with the dense mask.
+
+    It does if the mask hides nothing, or hides ranges of many keys. For padding it is called with a
+    mask for each row of the batch, which takes as long.
+    """
+    if call.bias is not None or isinstance(call.mask, Dense):
+        return False
+    terms = call.mask.terms()
+    if all(isinstance(term, Full) for term in terms):
+        return True
+    return call.S >= MIN_RANGE_KEYS and not all(isinstance(x, Full | Padding) for x in terms)
