@@ -3,7 +3,8 @@ many ranks.
 
 `shards.py` says which rank holds which positions, `plan.py` computes what a call sends and
 computes, `communication.py` is the only module that sends messages through torch.distributed,
-`attend.py` and `decode.py` have the two functions, `sequence.py` and `generation.py` run models
+`attend.py` and `decode.py` have the two functions (`ranked_call.py` is a checked call,
+`exchange.py` and `head_exchange.py` are the methods), `sequence.py` and `generation.py` run models
 through them, `split_heads.py` gives each rank some heads of a layer, and `spawn.py` starts
 processes on this machine.
 """

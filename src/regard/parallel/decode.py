@@ -10,8 +10,8 @@ from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.ops.softmax import Partial, attend_partial, merge
-from regard.parallel.attend import ParallelOptions
 from regard.parallel.communication import Group, RankGroup
+from regard.parallel.ranked_call import ParallelOptions
 from regard.sequence_scope import use_scope
 from regard.span import Positions
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from regard.caches import Cache
 from regard.errors import ArgumentError
-from regard.parallel.attend import Method
 from regard.parallel.communication import Group, RankGroup
+from regard.parallel.ranked_call import Method
 from regard.parallel.sequence import sequence
 from regard.parallel.shards import Shards
 from regard.sequence_scope import use_scope

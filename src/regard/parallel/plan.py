@@ -12,6 +12,7 @@ import torch
 from regard import units
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask
+from regard.parallel.head_exchange import why_not_heads
 from regard.parallel.shards import Shards, needed_keys
 from regard.text_table import format_table
 from regard.units import plural
@@ -104,8 +105,6 @@ def plan(
     >>> result.method, result["exchange"].sent
     ('exchange', (523264, 523264, 523264, 0))
     """
-    from regard.parallel.attend import why_not_heads
-
     mask, q_shards = Full() if mask is None else mask, shards if q_shards is None else q_shards
     (H, G), (D, E), W = heads, dims, shards.world
     if H % G:

@@ -24,9 +24,10 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.dynamic_rotary import PerRowRotary
 from regard.nn.mixer import Mixer
 from regard.ops.softmax import Call, KernelResult
-from regard.parallel.attend import Method, attend
+from regard.parallel.attend import attend
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.decode import decode
+from regard.parallel.ranked_call import Method
 from regard.parallel.shards import Shards
 from regard.positions import Rotary
 from regard.sequence_scope import use_scope
