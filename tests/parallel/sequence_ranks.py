@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -233,6 +234,21 @@ def unsplittable(rank: int) -> list[str]:
         except (ArgumentError, TypeError) as error:
             texts.append(str(error))
     return texts
+
+
+def sharded_weights_over_ranks(rank: int, lengths: str) -> tuple[Tensor, list[Tensor]]:
+    """Output of this rank's tokens, and the gradients of weights that FSDP2 cuts among the ranks:
+    it takes the mean over the ranks.
+    """
+    W = dist.get_world_size()
+    shards, module = LENGTHS[lengths](W), mechanism("gqa")
+    fully_shard(module, mesh=dist.init_device_mesh("cpu", (W,)))
+    x = shards.take(hidden_states(), rank, 1)
+    with sequence(shards):
+        z = module(x, shards.positions(rank))
+    (z * shards.take(hidden_states(1), rank, 1)).sum().backward()
+    gradients = [W * p.grad.full_tensor() for p in module.parameters()]
+    return z.detach(), gradients
 
 
 class PlainAttention(nn.Module):

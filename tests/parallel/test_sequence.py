@@ -123,6 +123,18 @@ def test_a_model_of_transformers(lengths: str) -> None:
         assert_close_rule(x, runs[torch.float32][i], runs[torch.float64][i], factor=factor)
 
 
+@pytest.mark.full
+def test_weights_that_fsdp_cuts_among_the_same_ranks() -> None:
+    results = spawn(sequence_ranks.sharded_weights_over_ranks, 2, "zigzag")
+    usual = forward_and_backward(mechanism("gqa"), 1)
+    exact = forward_and_backward(mechanism("gqa", torch.float64), 1)
+    z = LENGTHS["zigzag"](2).join([rank[0] for rank in results], 1)
+    assert_close_rule(z, usual[0], exact[0])
+    for _, gradients in results:
+        for x, plain, reference in zip(gradients, usual[2:], exact[2:], strict=True):
+            assert_close_rule(x, plain, reference, factor=GRADIENT)
+
+
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("lengths", ["zigzag", "even"])
 def test_a_module_that_calls_the_function_of_torch(lengths: str) -> None:
