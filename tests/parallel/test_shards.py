@@ -11,7 +11,7 @@ from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
 from regard.parallel import Shards
-from regard.parallel.shards import needed_keys
+from regard.parallel.shards import needed_keys, needed_queries
 from regard.span import Span
 from tests.parallel.ranks import MASKS, S
 
@@ -88,6 +88,12 @@ def test_the_keys_that_are_needed_are_the_shortest_runs(name: str) -> None:
                         first, last = int(columns[0]), int(columns[-1])
                         by_hand.append((n, span.start + first, span.start + last + 1))
                 assert list(found) == by_hand
+                for q in shards.spans(receiver):
+                    for k in shards.spans(sender):
+                        tile = dense[q.start : q.stop, k.start : k.stop]
+                        seeing = tile.any(1).nonzero()[:, 0].tolist()
+                        expected = (seeing[0], seeing[-1] + 1) if seeing else None
+                        assert needed_queries(mask, q, k) == expected
 
 
 def test_they_print_their_spans() -> None:

@@ -8,7 +8,7 @@ and values go directly to the rank that holds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from regard.parallel.ranked_call import (
     query_rows,
     shared_bias,
 )
-from regard.parallel.shards import Shards, needed_keys
+from regard.parallel.shards import Shards, needed_keys, needed_queries
 from regard.span import Span
 
 
@@ -42,6 +42,17 @@ def exchange(q: Tensor, k: Tensor, v: Tensor, call: RankedCall) -> tuple[Tensor,
 def _blocks(call: RankedCall, receiver: int, sender: int) -> tuple[Block, ...]:
     """Return blocks of the sender's keys with all keys that the receiver's queries see."""
     return needed_keys(call.mask, call.q_shards.spans(receiver), call.shards.spans(sender))
+
+
+def _seeing_rows(call: RankedCall, block: Block) -> Iterator[tuple[slice, Span]]:
+    """Yield, for each span of this rank's queries, the run of queries that see a block, with its
+    rows in the rank's tensors.
+    """
+    for rows, span in query_rows(call.queries):
+        seeing = needed_queries(call.mask, span, block_span(block))
+        if seeing is not None:
+            first, stop = seeing
+            yield slice(rows.start + first, rows.start + stop), span[first:stop]
 
 
 def _take_blocks(x: Tensor, spans: tuple[Span, ...], blocks: Sequence[Block]) -> list[Tensor]:
@@ -90,9 +101,7 @@ class _ExchangeBlocks(torch.autograd.Function):
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide_dtype)
         for _, blocks, keys, values in _receive_blocks(call, k, v, "keys and values"):
             for block, kj, vj in zip(blocks, keys, values, strict=True):
-                for rows, span in query_rows(call.queries):
-                    if not needed_keys(call.mask, (span,), (block_span(block),)):
-                        continue
+                for rows, span in _seeing_rows(call, block):
                     part = attend_block(call, q[:, :, rows], kj, vj, span, block, call.bias)
                     merged = merge(
                         [
@@ -122,9 +131,7 @@ class _ExchangeBlocks(torch.autograd.Function):
             d_keys = [torch.zeros_like(x, dtype=wide_dtype) for x in keys]
             d_values = [torch.zeros_like(x, dtype=wide_dtype) for x in values]
             for n, block in enumerate(blocks):
-                for rows, span in query_rows(call.queries):
-                    if not needed_keys(call.mask, (span,), (block_span(block),)):
-                        continue
+                for rows, span in _seeing_rows(call, block):
                     gradients_of_part = _partial_gradients(
                         call,
                         (q[:, :, rows], keys[n], values[n], *tensors),

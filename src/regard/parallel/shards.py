@@ -376,6 +376,33 @@ def _first_and_last_key(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
     return k.start + int(columns[0]), k.start + int(columns[-1]) + 1
 
 
+@lru_cache(maxsize=4096)
+def needed_queries(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
+    """Return the shortest run of queries that contains every query that sees a key.
+
+    Args:
+        mask: the mask.
+        q: a span of queries.
+        k: a span of keys.
+
+    Returns:
+        The first index in the span of queries and one past the last; None if no query sees a key.
+
+    >>> from regard.masks import Causal, Window
+    >>> needed_queries(Causal() & Window(3), Span(8, 100), Span(0, 8))
+    (0, 2)
+    """
+    ranges = mask.intervals(q)
+    if ranges is not None:
+        starts, stops = ranges.starts.clamp(k.start, k.stop), ranges.stops.clamp(k.start, k.stop)
+        has_visible = (starts < stops).any(-1).flatten(0, -2).any(0)
+    else:
+        blocks = [mask.block(q, k, slice(i, min(i + 128, len(q)))) for i in range(0, len(q), 128)]
+        has_visible = torch.cat([x.any(-1).flatten(0, -2).any(0) for x in blocks])
+    rows = has_visible.nonzero()
+    return (int(rows[0]), int(rows[-1]) + 1) if len(rows) else None
+
+
 def _check_ranks(W: int) -> int:
     """Return W; raise an error if it is not an integer of at least 1."""
     return check_int("the number of ranks", W, 1)
