@@ -578,6 +578,7 @@ class Recent(scores.PairRule):
 def test_a_pair_rule_of_the_caller_runs_tile_by_tile() -> None:
     q, k, v = torch.randn(3, 1, 2, 130, 8).double().unbind(0)
     bias = 0.125 * torch.arange(130).double().expand(130, 130)
+    assert isinstance(Recent(), scores.PairRule)
     expected = regard.attend(q, k, v, mask=masks.Causal(), bias=bias, backend="reference")
     for backend in ("tiled", "reference"):
         z = regard.attend(q, k, v, mask=masks.Causal(), score=Recent(), backend=backend)

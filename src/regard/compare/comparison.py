@@ -331,7 +331,8 @@ class Comparison:
     >>> from regard.compare.mechanisms import configs
     >>> shape = Shape(dim=16, layers=1, heads=2, window=8)
     >>> found = candidates(["mqa"], shape)
-    >>> timing = speed.Timing(contexts=(4,), length=4, batch=1, rounds=1, sample=0.0)
+    >>> from regard.compare.speed_and_memory import Timing
+    >>> timing = Timing(contexts=(4,), length=4, batch=1, rounds=1, sample=0.0)
     >>> plan = ComparisonPlan(found, configs(found, shape), shape, "sizes", timing)
     >>> session = Session(ExperimentStore(None))
     >>> Comparison(plan, session, {}, with_memory=False).run()

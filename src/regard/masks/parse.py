@@ -19,7 +19,7 @@ def parsable_masks() -> dict[str, type[Mask]]:
     a name without parentheses is a call without arguments.
 
     >>> sorted(parsable_masks())[:3]
-    ['bigbird', 'causal', 'chunk']
+    ['bigbird', 'blockcausal', 'blockdiffusion']
     """
     return {
         name: kind

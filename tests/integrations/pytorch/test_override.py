@@ -552,3 +552,33 @@ def test_a_model_pickled_with_the_former_names_of_the_hooks_loads() -> None:
         loaded = pickle.loads(former)
     x = torch.ones(1, 2)
     assert torch.equal(loaded(x), model(x))
+
+
+FIRST_COMPILED_INSIDE = """
+import sys
+import torch
+import torch.nn.functional as F
+import regard
+
+def function(q):
+    return F.scaled_dot_product_attention(q, q, q) * 2
+
+q = torch.randn(1, 2, 32, 8)
+assert "torch._dynamo" not in sys.modules
+original = torch.compile
+with regard.accelerate(always=True) as calls:
+    z = torch.compile(function, fullgraph=True, backend="aot_eager")(q)
+assert sum(calls.taken.values()) == 1, calls
+assert torch.compile is original
+torch._dynamo.reset()
+after = torch.compile(function, fullgraph=True, backend="aot_eager")(q)
+torch.testing.assert_close(z, after)
+"""
+
+
+@pytest.mark.full
+def test_a_process_may_compile_for_the_first_time_while_a_context_is_open() -> None:
+    """torch.compile finds its rules for torch's functions by their names, once."""
+    subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", FIRST_COMPILED_INSIDE], check=True
+    )

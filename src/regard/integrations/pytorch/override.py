@@ -66,6 +66,7 @@ _torch_attention = F.scaled_dot_product_attention
 _torch_mha = torch._native_multi_head_attention
 _torch_mha_forward = F.multi_head_attention_forward
 _torch_encoder = torch._transformer_encoder_layer_fwd
+_torch_compile = torch.compile
 
 
 @dataclass(eq=False)
@@ -222,6 +223,8 @@ def _install_replacements() -> None:
     """Replace torch's functions in every loaded module that holds one of them under a name."""
     global _users
     with _lock:
+        if not _users:
+            _look_up_graph_rules()
         _users += 1
         new = {
             id(original): function
@@ -252,6 +255,33 @@ def _remove_replacements() -> None:
             names[name] = original
         if _users == 0:
             _installed.clear()
+            if (rules := sys.modules.get(_GRAPH_RULES)) is not None:
+                rules.get_torch_obj_rule_map.cache_clear()
+
+
+_GRAPH_RULES = "torch._dynamo.trace_rules"
+
+
+def _look_up_graph_rules() -> None:
+    """Let `torch.compile`, if it is loaded, find its rules while torch's functions have their
+    names: it looks each function up by its name once, and could not trace one that is replaced.
+    """
+    if (rules := sys.modules.get(_GRAPH_RULES)) is not None:
+        rules.get_torch_obj_rule_map()
+
+
+@wraps(_torch_compile)
+def _compile(*args: Any, **options: Any) -> Any:
+    """Call `torch.compile`; see `_look_up_graph_rules`."""
+    if _GRAPH_RULES not in sys.modules:
+        with _lock:
+            replaced = [(names, name, names[name]) for names, name, _ in _replaced]
+            for names, name, original in _replaced:
+                names[name] = original
+            _look_up_graph_rules()
+            for names, name, function in replaced:
+                names[name] = function
+    return _torch_compile(*args, **options)
 
 
 def _is_observed() -> bool:
@@ -654,6 +684,7 @@ def _flex_replacement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REPLACEMENTS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
+    (_torch_compile, _compile),
     (_torch_attention, _attention),
     (_torch_mha, _mha),
     (_torch_mha_forward, _mha_forward),

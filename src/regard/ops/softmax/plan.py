@@ -124,7 +124,7 @@ def plan(
     >>> import torch, regard
     >>> q = torch.randn(1, 8, 1024, 64)
     >>> regard.plan(q, q, q, mask=regard.masks.Causal()).kernel
-    'sdpa'
+    'gemm'
     """
     call = zero_empty_slots(make_call(q, k, v, **options))
     all_pairs = call.B * call.H * call.T * call.S
