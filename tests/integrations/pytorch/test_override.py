@@ -570,6 +570,16 @@ with regard.accelerate(always=True) as calls:
     z = torch.compile(function, fullgraph=True, backend="aot_eager")(q)
 assert sum(calls.taken.values()) == 1, calls
 assert torch.compile is original
+kept = regard.accelerate(torch.nn.Linear(8, 8))  # torch's functions stay replaced while it lives
+import torch._dynamo.trace_rules
+torch._dynamo.trace_rules.get_torch_obj_rule_map.cache_clear()
+torch._dynamo.trace_rules.get_torch_obj_rule_map()  # found under their names: the replacements
+
+class Model(torch.nn.Module):
+    def forward(self, q):
+        return function(q)
+
+torch.testing.assert_close(torch.export.export(Model(), (q,), strict=True).module()(q), z)
 torch._dynamo.reset()
 after = torch.compile(function, fullgraph=True, backend="aot_eager")(q)
 torch.testing.assert_close(z, after)

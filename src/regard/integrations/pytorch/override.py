@@ -66,7 +66,6 @@ _torch_attention = F.scaled_dot_product_attention
 _torch_mha = torch._native_multi_head_attention
 _torch_mha_forward = F.multi_head_attention_forward
 _torch_encoder = torch._transformer_encoder_layer_fwd
-_torch_compile = torch.compile
 
 
 @dataclass(eq=False)
@@ -223,8 +222,7 @@ def _install_replacements() -> None:
     """Replace torch's functions in every loaded module that holds one of them under a name."""
     global _users
     with _lock:
-        if not _users:
-            _look_up_graph_rules()
+        _look_up_graph_rules()
         _users += 1
         new = {
             id(original): function
@@ -255,8 +253,7 @@ def _remove_replacements() -> None:
             names[name] = original
         if _users == 0:
             _installed.clear()
-            if (rules := sys.modules.get(_GRAPH_RULES)) is not None:
-                rules.get_torch_obj_rule_map.cache_clear()
+            _look_up_graph_rules()
 
 
 _GRAPH_RULES = "torch._dynamo.trace_rules"
@@ -264,24 +261,34 @@ _GRAPH_RULES = "torch._dynamo.trace_rules"
 
 def _look_up_graph_rules() -> None:
     """Let `torch.compile`, if it is loaded, find its rules while torch's functions have their
-    names: it looks each function up by its name once, and could not trace one that is replaced.
+    names: it looks each function up by its name once, and cannot trace one that was replaced then.
     """
-    if (rules := sys.modules.get(_GRAPH_RULES)) is not None:
-        rules.get_torch_obj_rule_map()
+    rules = sys.modules.get(_GRAPH_RULES)
+    if rules is None:
+        return
+    look_up = rules.get_torch_obj_rule_map
+    if look_up.cache_info().currsize and _torch_attention in look_up():
+        return
+    look_up.cache_clear()
+    functions = [names[name] for names, name, _ in _replaced]
+    for names, name, original in _replaced:
+        names[name] = original
+    look_up()
+    for (names, name, _), function in zip(_replaced, functions, strict=True):
+        names[name] = function
 
 
-@wraps(_torch_compile)
-def _compile(*args: Any, **options: Any) -> Any:
-    """Call `torch.compile`; see `_look_up_graph_rules`."""
-    if _GRAPH_RULES not in sys.modules:
+def _with_graph_rules(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of torch that traces graphs, with its rules looked up before it runs."""
+
+    @wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+
         with _lock:
-            replaced = [(names, name, names[name]) for names, name, _ in _replaced]
-            for names, name, original in _replaced:
-                names[name] = original
             _look_up_graph_rules()
-            for names, name, function in replaced:
-                names[name] = function
-    return _torch_compile(*args, **options)
+        return function(*args, **options)
+
+    return run
 
 
 def _is_observed() -> bool:
@@ -684,7 +691,7 @@ def _flex_replacement(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _REPLACEMENTS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
-    (_torch_compile, _compile),
+    *((x, _with_graph_rules(x)) for x in (torch.compile, torch.export.export)),
     (_torch_attention, _attention),
     (_torch_mha, _mha),
     (_torch_mha_forward, _mha_forward),
