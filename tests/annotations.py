@@ -262,6 +262,9 @@ def resolve(function: Callable[..., Any], module: types.ModuleType) -> dict[str,
     function = inspect.unwrap(function)
     names = {**_names_for_types(module), **function.__globals__, "Positions": _positions()}
     names = {**_names_of_bases(function, module), **names}
+    owner = getattr(module, function.__qualname__.partition(".")[0], None)
+    if isinstance(owner, type):
+        names["Self"] = owner
     try:
         hints = typing.get_type_hints(function, names, include_extras=True)
         return {

@@ -1,4 +1,5 @@
-"""Conversion of masks and biases to plain data and back. Nothing in the data is executed.
+"""Conversion of masks, biases and score rules to plain data and back, and what biases and score
+rules share. Nothing in the data is executed.
 
 An object becomes a dict. The name of its class maps to its first field, and each other field has
 its own name. A tensor becomes the name under which it is stored, a string becomes {"word": ...}, a
@@ -7,14 +8,15 @@ sequence a list, and a nested mask or bias a dict.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor
 
 from regard.errors import ArgumentError
 from regard.registry import Registry
+from regard.units import plural
 from regard.untrusted_text import short_repr
 
 Data = dict[str, object]
@@ -32,8 +34,8 @@ class NotSerializable(TypeError):
 
 
 class Serializable:
-    """Base class of masks and biases, which are frozen dataclasses that can be stored as
-    plain data.
+    """Base class of masks, biases and score rules: frozen dataclasses that can be stored as plain
+    data.
     """
 
     kind: ClassVar[str]
@@ -58,6 +60,84 @@ class Serializable:
         """
         names = _field_names(cls)
         return {names[0]: first, **others} if names else others
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RuleWithTensors(Serializable):
+    """Base class of biases and score rules, whose fields may be tensors that require gradients.
+
+    Such rules compare and hash by their fields, tensors by identity.
+    """
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors of the rule, which may require gradients.
+
+        Returns:
+            The tensors, in the order of the fields.
+        """
+        return tuple(getattr(self, name) for name in self._tensor_names())
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        """Return the same rule with other tensors.
+
+        Args:
+            tensors: the replacements, in the order of `tensors()`.
+
+        Returns:
+            The new rule.
+
+        Raises:
+            ArgumentError: the number of tensors differs.
+        """
+        names = self._tensor_names()
+        self._check_count(tensors, len(names))
+        return replace(self, **dict(zip(names, tensors, strict=True)))
+
+    def select_heads(self, heads: slice) -> Self:
+        """Return the rule of some of the query heads.
+
+        Args:
+            heads: the slice of the query heads.
+
+        Returns:
+            A rule for these heads.
+
+        Raises:
+            ArgumentError: the rule joins heads, or its class does not support this.
+        """
+        raise ArgumentError(
+            f"{self} cannot be split by heads; define `select_heads` in its class, or split the "
+            "call in another way"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return self._key() == other._key() if isinstance(other, RuleWithTensors) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _tensor_names(self) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor))
+
+    def _key(self) -> tuple[object, ...]:
+        return (type(self), *(_identity(getattr(self, f.name)) for f in fields(self)))
+
+    def _check_count(self, tensors: Sequence[Tensor], n: int) -> None:
+        if len(tensors) != n:
+            raise ArgumentError(
+                f"{self} has {plural(n, 'tensor')} and got {len(tensors)}; give one for each of "
+                "tensors()"
+            )
+
+
+def _identity(value: object) -> object:
+    """Return a value that compares tensors by identity."""
+    if isinstance(value, Tensor):
+        return ("tensor", id(value))
+    return tuple(map(_identity, value)) if isinstance(value, tuple) else value
 
 
 def _field_names(kind: type) -> list[str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.registry import Registry
-from regard.serialization import Serializable
+from regard.serialization import RuleWithTensors
 from regard.span import Positions, as_tensor, slice_positions
 from regard.units import plural
 
@@ -22,7 +22,7 @@ BIASES: Registry[Bias] = Registry("bias")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Bias(Serializable):
+class Bias(RuleWithTensors):
     """Base class of biases: numbers that are added to the scores and depend on positions.
 
     score_ij = softcap(scale q_i . k_j) + bias_ij, then mask and softmax
@@ -94,48 +94,6 @@ class Bias(Serializable):
         """
         return False
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors of the bias, which may require gradients.
-
-        Returns:
-            The tensors, in the order of the fields.
-        """
-        return tuple(getattr(self, name) for name in self._tensor_names())
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> Bias:
-        """Return the same bias with other tensors.
-
-        Args:
-            tensors: the replacements, in the order of `tensors()`.
-
-        Returns:
-            The new bias.
-
-        Raises:
-            ArgumentError: the number of tensors differs.
-        """
-        names = self._tensor_names()
-        self._check_count(tensors, len(names))
-        return replace(self, **dict(zip(names, tensors, strict=True)))
-
-    def select_heads(self, heads: slice) -> Bias:
-        """Return the bias of some of the query heads.
-
-        Args:
-            heads: the slice of the query heads.
-
-        Returns:
-            A bias for these heads.
-
-        Raises:
-            ArgumentError: the class does not support this.
-        """
-        raise ArgumentError(
-            f"{self} cannot be split by heads; define `select_heads` in its class, or split the "
-            "call "
-            "in another way"
-        )
-
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the bias fits an attention call of this shape.
 
@@ -158,15 +116,6 @@ class Bias(Serializable):
     def __add__(self, other: object) -> Bias:
         return Sum((*_terms(self), *_terms(other))) if isinstance(other, Bias) else NotImplemented
 
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, Bias) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        return str(self)
-
     def __str__(self) -> str:
         shown = ", ".join(_short_text(getattr(self, x.name)) for x in fields(self))
         return self.kind + f"({shown})" * bool(shown)
@@ -174,20 +123,6 @@ class Bias(Serializable):
     def _heads(self) -> int | None:
         """Return the number of heads for which the bias stores numbers, or None for any."""
         return None
-
-    def _tensor_names(self) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor))
-
-    def _key(self) -> tuple[object, ...]:
-        values = (getattr(self, f.name) for f in fields(self))
-        return (type(self), *(_identity(value) for value in values))
-
-    def _check_count(self, tensors: Sequence[Tensor], n: int) -> None:
-        if len(tensors) != n:
-            raise ArgumentError(
-                f"{self} has {plural(n, 'tensor')} and got {len(tensors)}; give one for each of "
-                "tensors()"
-            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -272,9 +207,3 @@ def _terms(bias: Bias) -> tuple[Bias, ...]:
 
 def _short_text(value: object) -> str:
     return "x".join(map(str, value.shape)) if isinstance(value, Tensor) else repr(value)
-
-
-def _identity(value: object) -> object:
-    if isinstance(value, Tensor):
-        return ("tensor", id(value))
-    return tuple(map(_identity, value)) if isinstance(value, tuple) else value

@@ -5,7 +5,7 @@ a row (`Chain`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.registry import Registry
-from regard.serialization import Serializable
+from regard.serialization import RuleWithTensors
 from regard.span import Positions
 from regard.units import plural
 
@@ -57,7 +57,7 @@ class ScoreBlock(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ScoreRule(Serializable):
+class ScoreRule(RuleWithTensors):
     """Base class of score rules: steps between the scores and the weights of attention.
 
     s = softcap(scale q_i . k_j) + bias_ij
@@ -175,47 +175,6 @@ class ScoreRule(Serializable):
                 return f"{rule} needs all keys of a row at once"
         return ""
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors of the rule, which may require gradients.
-
-        Returns:
-            The tensors, in the order of the fields.
-        """
-        return tuple(getattr(self, name) for name in self._tensor_names())
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> ScoreRule:
-        """Return the same rule with other tensors.
-
-        Args:
-            tensors: the replacements, in the order of `tensors()`.
-
-        Returns:
-            The new rule.
-
-        Raises:
-            ArgumentError: the number of tensors differs.
-        """
-        names = self._tensor_names()
-        self._check_count(tensors, len(names))
-        return replace(self, **dict(zip(names, tensors, strict=True)))
-
-    def select_heads(self, heads: slice) -> ScoreRule:
-        """Return the rule of some of the query heads.
-
-        Args:
-            heads: the slice of the query heads.
-
-        Returns:
-            A rule for these heads.
-
-        Raises:
-            ArgumentError: the rule joins heads, or its class does not support this.
-        """
-        raise ArgumentError(
-            f"{self} cannot be split by heads; define `select_heads` in its class, or split the "
-            "call in another way"
-        )
-
     def require(self, H: int, D: int, q_positions: Positions, device: torch.device) -> None:
         """Check that the rule fits an attention call.
 
@@ -239,34 +198,12 @@ class ScoreRule(Serializable):
             return NotImplemented
         return Chain((*self.steps(), *other.steps()))
 
-    def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, ScoreRule) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        return str(self)
-
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(_short_text(getattr(self, x.name)) for x in fields(self))})"
 
     def _heads(self) -> int | None:
         """Return the number of heads for which the rule stores numbers, or None for any."""
         return None
-
-    def _tensor_names(self) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(self) if isinstance(getattr(self, f.name), Tensor))
-
-    def _key(self) -> tuple[object, ...]:
-        return (type(self), *(_identity(getattr(self, f.name)) for f in fields(self)))
-
-    def _check_count(self, tensors: Sequence[Tensor], n: int) -> None:
-        if len(tensors) != n:
-            raise ArgumentError(
-                f"{self} has {plural(n, 'tensor')} and got {len(tensors)}; give one for each of "
-                "tensors()"
-            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -440,9 +377,3 @@ def _short_text(value: object) -> str:
     if isinstance(value, Tensor):
         return "x".join(map(str, value.shape)) or "scalar"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _identity(value: object) -> object:
-    if isinstance(value, Tensor):
-        return ("tensor", id(value))
-    return tuple(map(_identity, value)) if isinstance(value, tuple) else value

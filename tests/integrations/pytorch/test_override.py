@@ -567,7 +567,14 @@ q = torch.randn(1, 2, 32, 8)
 assert "torch._dynamo" not in sys.modules
 original = torch.compile
 with regard.accelerate(always=True) as calls:
-    z = torch.compile(function, fullgraph=True, backend="aot_eager")(q)
+    graphs = []
+
+    def backend(graph, example):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    z = torch.compile(function, fullgraph=True, backend=backend)(q)
+assert "regard.torch_attention" in graphs[0], graphs
 assert sum(calls.taken.values()) == 1, calls
 assert torch.compile is original
 kept = regard.accelerate(torch.nn.Linear(8, 8))  # torch's functions stay replaced while it lives

@@ -13,6 +13,7 @@ NaN in data that a query sees always appears in the output, and NaN in hidden da
 
 from __future__ import annotations
 
+import importlib
 import sys
 import threading
 from collections import Counter
@@ -33,13 +34,12 @@ from regard.integrations.pytorch.graph_operator import suits_graph, torch_attent
 from regard.integrations.pytorch.module_places import open_places
 from regard.integrations.pytorch.torch_calls import (
     FAST_KERNELS,
-    FEW_QUERIES,
-    LEAST_PRODUCTS,
     MIN_PRODUCTS,
     NOT_MASKED_ATTENTION,
     SMALL,
     TORCH_AS_FAST,
     as_call,
+    is_small,
     reason_for_torch,
     skips_more_than_torch,
 )
@@ -283,7 +283,7 @@ def _with_graph_rules(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any, **options: Any) -> Any:
-
+        importlib.import_module(_GRAPH_RULES)
         with _lock:
             _look_up_graph_rules()
         return function(*args, **options)
@@ -320,74 +320,74 @@ def _attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    if _contexts.open and (scope := current_scope()) is not None:
-        return _attention_over_ranks(
-            scope,
-            (query, key, value),
+    if _contexts.open:
+        z = _run_here(
+            query,
+            key,
+            value,
             attn_mask,
             dropout_p,
             is_causal=is_causal,
             scale=scale,
             grouped=enable_gqa,
         )
-    if not is_compiling() and (contexts := _contexts.open):
-        # a small call takes torch 3 microseconds: three sizes are compared before anything else
-        if (
-            not contexts[-1].always
-            and (products := query.numel() * key.shape[-2] * 2) < MIN_PRODUCTS
-            and (products < LEAST_PRODUCTS or query.shape[-2] > FEW_QUERIES)
-        ):
-            _contexts.count_torch(SMALL)
-            return _torch_attention(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        why = reason_for_torch(query, key, value, attn_mask, dropout_p, always=contexts[-1].always)
-        call = (
-            as_call(
-                query, key, value, attn_mask, is_causal=is_causal, scale=scale, grouped=enable_gqa
-            )
-            if why is None
-            else None
-        )
-        if call is not None:
-            kernel, call = choose_kernel(call)
-            if (
-                kernel.name in FAST_KERNELS
-                or _contexts.always
-                or (attn_mask is not None and skips_more_than_torch(call))
-            ):
-                _contexts.count_kernel(kernel.name)
-                return run_on_kernel(kernel, call).out
-            why = TORCH_AS_FAST
-        _contexts.count_torch(why or NOT_MASKED_ATTENTION)
-    elif is_compiling() and _graph_takes(query, key, value, attn_mask, dropout_p, enable_gqa):
-        return torch_attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            grouped=enable_gqa,
-            always=_contexts.always,
-        )
+        if z is not None:
+            return z
     return _torch_attention(
         query,
         key,
         value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
+        attn_mask,
+        dropout_p,
+        is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
     )
+
+
+def _run_here(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    grouped: bool,
+) -> Tensor | None:
+    """Run a call on our kernels and count it, or count why torch runs it, and return None."""
+    if (scope := current_scope()) is not None:
+        return _attention_over_ranks(
+            scope, (q, k, v), mask, dropout, is_causal=is_causal, scale=scale, grouped=grouped
+        )
+    always = _contexts.always
+    if is_compiling():
+        if not _graph_takes(q, k, v, mask, dropout, grouped):
+            return None
+        return torch_attention(
+            q, k, v, mask, is_causal=is_causal, scale=scale, grouped=grouped, always=always
+        )
+    # a small call takes torch 3 microseconds: three sizes are compared before anything else
+    if not always and is_small(q, k):
+        _contexts.count_torch(SMALL)
+        return None
+    why = reason_for_torch(q, k, v, mask, dropout, always=always)
+    call = (
+        as_call(q, k, v, mask, is_causal=is_causal, scale=scale, grouped=grouped)
+        if why is None
+        else None
+    )
+    if call is None:
+        _contexts.count_torch(why or NOT_MASKED_ATTENTION)
+        return None
+    kernel, call = choose_kernel(call)
+    fast = kernel.name in FAST_KERNELS or (mask is not None and skips_more_than_torch(call))
+    if not (fast or always):
+        _contexts.count_torch(TORCH_AS_FAST)
+        return None
+    _contexts.count_kernel(kernel.name)
+    return run_on_kernel(kernel, call).out
 
 
 def _attention_over_ranks(
@@ -451,9 +451,7 @@ def _graph_takes(
         return False
     if not suits_graph(query, key, value, mask, dropout, grouped=grouped):
         return False
-    products = query.numel() * key.shape[-2] * 2
-    small = products < MIN_PRODUCTS and (products < LEAST_PRODUCTS or query.shape[-2] > FEW_QUERIES)
-    return _contexts.always or not small
+    return _contexts.always or not is_small(query, key)
 
 
 def attention_of_graph(

@@ -54,6 +54,17 @@ mask_cache = RecognizedMaskCache()
 """The recognized masks of this process, shared by all models."""
 
 
+def is_small(q: Tensor, k: Tensor) -> bool:
+    """Return whether torch is certainly as fast for queries and keys of these sizes.
+
+    Args:
+        q: queries `[..., T, D]`.
+        k: keys `[..., S, D]`.
+    """
+    products = q.numel() * k.shape[-2] * 2
+    return products < MIN_PRODUCTS and (products < LEAST_PRODUCTS or q.shape[-2] > FEW_QUERIES)
+
+
 def reason_for_torch(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, always: bool
 ) -> str | None:
