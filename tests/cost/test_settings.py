@@ -252,15 +252,14 @@ def test_a_sweep_and_two_models() -> None:
     assert [row["kv_bytes"] for row in rows] == [1000 * 131_072, 2000 * 131_072]
     assert rows[0]["decode_seconds"] == rows[0]["decode_bytes"] / 300e9
     both = compare_models(
-        CostReport(model_of("llama-2-7b"), Setting()), CostReport(model, Setting()), machine
+        [CostReport(model_of("llama-2-7b"), Setting()), CostReport(model, Setting())], machine
     )
     assert both["ratios"]["kv_bytes"] == 4
     assert both["ratio"] == "llama-2-7b / llama-3-8b"
     seconds = [one["roofline"]["decode"]["seconds"] for one in both["models"]]
     assert both["ratios"]["decode_seconds"] == seconds[0] / seconds[1]
     huge = compare_models(
-        CostReport(model_of("deepseek-v3"), Setting()),
-        CostReport(model, Setting()),
+        [CostReport(model_of("deepseek-v3"), Setting()), CostReport(model, Setting())],
         machine_of("h100-sxm"),
     )
     assert [one["roofline"]["fits"] for one in huge["models"]] == [False, True]
@@ -271,7 +270,7 @@ def test_a_sweep_and_two_models() -> None:
     ]
     assert both["models"][1] == model_figures(CostReport(model, Setting()), machine)
     nothing = compare_models(
-        CostReport(model, Setting(9)), CostReport(read_sizes(TINY["bert"], "bert"), Setting(9))
+        [CostReport(model, Setting(9)), CostReport(read_sizes(TINY["bert"], "bert"), Setting(9))]
     )
     assert nothing["ratios"]["kv_bytes"] is None
     json.dumps(both, allow_nan=False)

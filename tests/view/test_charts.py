@@ -184,7 +184,7 @@ def test_a_mark_says_its_numbers_in_their_units() -> None:
     assert svg(one).count("<title>full: 1024, 4.20 ms</title>") == 1
 
 
-def test_empty_marks_stand_where_a_model_does_not_fit() -> None:
+def test_a_context_at_which_a_model_does_not_fit_is_crossed_out() -> None:
     rows = [
         {"context": 2**n, "kv_bytes": 2**n * 64, "decode_seconds": 1e-3 * n, "fits": n < 12}
         for n in range(10, 14)
@@ -193,11 +193,11 @@ def test_empty_marks_stand_where_a_model_does_not_fit() -> None:
     assert isinstance(chart, Panels)
     figure = chart.draw().figure
     for axes, wanted in zip(figure.axes, ("kv_bytes", "decode_seconds"), strict=True):
-        whole, hollow = axes.lines
+        whole, crossed = axes.lines
         assert list(whole.get_ydata()) == [row[wanted] for row in rows]
-        assert list(hollow.get_xdata()) == [4096, 8192]
-        assert hollow.get_markerfacecolor() == palette.LIGHT["card"]
-    assert "batch 1, l4; empty marks: weights and cache do not fit" in words_of(chart)
+        assert list(crossed.get_xdata()) == [4096, 8192]
+        assert crossed.get_marker() == "x"
+    assert "batch 1, l4; crossed out: weights and cache do not fit" in words_of(chart)
     fitting = context_charts({"m": rows[:2]}, "batch 1, l4")
     assert len(fitting.draw().figure.axes[0].lines) == 1
     assert "batch 1, l4" in words_of(fitting)

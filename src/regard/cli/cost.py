@@ -31,6 +31,8 @@ from regard.view import cost_text as text
 if TYPE_CHECKING:
     import torch
 
+    from regard.configs.suggested_sizes import BaseModel
+
 Source = Annotated[
     str | None,
     typer.Argument(
@@ -112,10 +114,22 @@ Method = Annotated[
     ),
 ]
 Versus = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--vs",
-        help="A second model to compare with, named as for MODEL.",
+        help="Another model to compare with, named as for MODEL. Repeatable.",
+        show_default=False,
+    ),
+]
+Mechanisms = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help=(
+            "Print one row for each of these mechanisms in place of the model's attention: "
+            "mha,gqa:8,mla,window:4096,local_global,linear_attention. Sizes that are not given "
+            "are those of published models of that width."
+        ),
         show_default=False,
     ),
 ]
@@ -131,6 +145,14 @@ Plot = Annotated[
     typer.Option(
         metavar="FILE",
         help=("Draw the range of --sweep (default: 1k..128k) to this .svg, .png or .pdf file."),
+        show_default=False,
+    ),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="With --mechanisms: write the tables, the charts and their sources to this HTML file.",
         show_default=False,
     ),
 ]
@@ -219,8 +241,10 @@ def cost(
     link: Link = None,
     method: Method = None,
     vs: Versus = None,
+    mechanisms: Mechanisms = None,
     sweep: Sweep = None,
     plot: Plot = None,
+    html: Html = None,
     json: Json = False,
     list_: List = False,
     layers: Layers = None,
@@ -271,15 +295,28 @@ def cost(
     }
     mechanism_flags = {"groups": kv_heads, "head_dim": head_dim, "window": window}
     try:
-        models = [
-            _model(source, revision, sizes, _mechanism_options(mechanism_flags, option or []))
-        ]
-        models += [] if vs is None else [_find_model(vs, None)]
+        options = _mechanism_options(mechanism_flags, option or [])
         base = Setting(1, batch, dtype or "bf16", kv_dtype)
         on_machine = _machine(machine, bandwidth, flops)
-        settings = [replace(base, dtype=dtype or model.dtype) for model in models]
         over_ranks = _RanksOptions(ranks, link, method)
-        over_ranks.check(on_machine, alone=vs is None and sweep is None and plot is None)
+        alone = vs is None and mechanisms is None and sweep is None and plot is None
+        over_ranks.check(on_machine, alone=alone)
+        if mechanisms is not None:
+            if vs is not None or sweep is not None or attention is not None:
+                raise ArgumentError(
+                    "--mechanisms compares mechanisms in one model; leave out --vs, --sweep and "
+                    "--attention"
+                )
+            one = _base_model(source, revision, sizes, options)
+            setting = replace(base, dtype=dtype or one.model.dtype)
+            setting = replace(setting, context=_context(context, [one.model]))
+            _show_mechanisms(mechanisms, one, setting, on_machine, plot, html, json=json)
+            return
+        if html is not None:
+            raise ArgumentError("--html belongs to --mechanisms; give the mechanisms to compare")
+        models = [_model(source, revision, sizes, options)]
+        models += [_find_model(name, None) for name in vs or []]
+        settings = [replace(base, dtype=dtype or model.dtype) for model in models]
         if sweep is not None or plot is not None:
             if context is not None:
                 raise ArgumentError(
@@ -311,7 +348,8 @@ class _RanksOptions:
     method: str | None
 
     def check(self, machine: Machine | None, *, alone: bool) -> None:
-        """Raise if the options do not fit together; `alone` is False with --vs, --sweep or --plot.
+        """Raise if the options do not fit together; `alone` is False with options that take several
+        models or contexts.
 
         Args:
             machine: the machine of the ranks.
@@ -327,7 +365,8 @@ class _RanksOptions:
             raise ArgumentError("--ranks needs a --machine, such as h100-sxm")
         if not alone:
             raise ArgumentError(
-                "--ranks plans one model at one context; leave out --vs, --sweep and --plot"
+                "--ranks plans one model at one context; leave out --vs, --mechanisms, --sweep and "
+                "--plot"
             )
         if self.method is not None and self.method not in METHODS:
             raise ArgumentError(
@@ -394,6 +433,79 @@ def _model(
     from regard.cost.mechanisms import Sizes
 
     return Sizes(**given_sizes, options=mechanism_options).model()
+
+
+def _base_model(
+    source: str | None,
+    revision: str | None,
+    sizes: dict[str, Any],
+    mechanism_options: dict[str, Any],
+) -> BaseModel:
+    """Return the model whose attention `--mechanisms` replaces."""
+    from regard.configs.suggested_sizes import BaseModel, base_model
+
+    if source is not None or revision is not None:
+        return BaseModel.of(_model(source, revision, sizes, mechanism_options))
+    given = {name: value for name, value in sizes.items() if value is not None}
+    groups = mechanism_options.pop("groups", None)
+    if mechanism_options:
+        names = ", ".join(map(_flag_of, mechanism_options))
+        raise ArgumentError(
+            f"{names} belong to one mechanism; give them inside --mechanisms, as window:4096"
+        )
+    if "dim" not in given:
+        raise ArgumentError(
+            "give a model, or at least its width: --dim missing. regard cost --list shows the "
+            "known models"
+        )
+    return base_model(given, groups)
+
+
+def _show_mechanisms(
+    names: str,
+    base: BaseModel,
+    setting: Setting,
+    machine: Machine | None,
+    plot: Path | None,
+    html: Path | None,
+    *,
+    json: bool,
+) -> None:
+    """Print one row for each mechanism in place of the model's attention; write the chart and the
+    page.
+    """
+    from regard.configs.suggested_sizes import mechanism_costs
+    from regard.cost import mechanism_table
+
+    _check_pictures(plot, html)
+    rows = mechanism_costs(names.split(","), base, setting, machine)
+    if plot is not None or html is not None:
+        from regard.view import charts
+        from regard.view.cost_page import mechanisms_html
+
+        contexts = contexts_within_positions(parse_context_range(DEFAULT_RANGE), base.model)
+        lines = {row.label: sweep(row.report.model, setting, contexts, machine) for row in rows}
+        title = f"batch {setting.batch}" + (f", {machine.name}" if machine else "")
+        chart = charts.context_charts(lines, title)
+        if plot is not None:
+            charts.write(chart, plot)
+        if html is not None:
+            from regard.view.html_page import write
+
+            write(html, mechanisms_html(rows, machine, chart, base.suggested))
+    if json:
+        result = mechanism_table.as_json(rows, machine)
+        typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
+    else:
+        typer.echo(text.mechanisms_page(rows, machine, base.suggested))
+
+
+def _check_pictures(plot: Path | None, html: Path | None = None) -> None:
+    """Refuse files that cannot be written before anything is computed."""
+    if plot is not None or html is not None:
+        from regard.cli.options import check_files
+
+        check_files({"--html": html}, pictures={"--plot": plot})
 
 
 def _flag_of(name: str) -> str:
@@ -475,13 +587,13 @@ def _show(reports: list[CostReport], machine: Machine | None, *, json: bool) -> 
         result = (
             model_figures(reports[0], machine)
             if len(reports) == 1
-            else compare_models(reports[0], reports[1], machine)
+            else compare_models(reports, machine)
         )
         typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
     elif len(reports) == 1:
         typer.echo(text.page(reports[0], machine))
     else:
-        typer.echo(text.comparison(reports[0], reports[1], machine))
+        typer.echo(text.comparison(reports, machine))
 
 
 def _show_range(
@@ -501,10 +613,7 @@ def _show_range(
             f"contexts above {contexts[-1]:,} are left out, because learned positions end there",
             err=True,
         )
-    if plot is not None:
-        from regard.cli.options import check_files
-
-        check_files({}, pictures={"--plot": plot})
+    _check_pictures(plot)
     rows: Rows = {}
     for i, (model, setting) in enumerate(zip(models, settings, strict=True)):
         name = model.name if model.name not in rows else f"{model.name} ({i + 1})"

@@ -340,7 +340,7 @@ def model_of(source: str) -> ModelSpec:
     """Return the sizes of a published model, of a config.json, or of a folder with one.
 
     Args:
-        source: a name in `PUBLISHED_MODELS`, in upper or lower case; or a path.
+        source: a name in `PUBLISHED_MODELS`, in upper or lower case; `tiny`; or a path.
 
     Returns:
         The sizes, with their source as a note.
@@ -358,6 +358,8 @@ def model_of(source: str) -> ModelSpec:
         model = read_sizes(entry.config, name, name)
         notes = (f"sizes: {entry.source}", *((entry.note,) if entry.note else ()), *model.notes)
         return replace(model, notes=notes)
+    if name == "tiny":  # the model that comes with the package
+        return replace(read_sizes_file(Path(__file__).parents[1] / "assets" / "tiny"), name=name)
     path = Path(source)
     if path.exists() or path.suffix == ".json":
         return read_sizes_file(path)

@@ -1,10 +1,11 @@
-"""Figures of one model over a range of contexts (`sweep`), and of two models side by side
+"""Figures of one model over a range of contexts (`sweep`), and of several models side by side
 (`compare_models`).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,52 +121,62 @@ def sweep(
     return rows
 
 
-def compare_models(
-    first: CostReport, second: CostReport, machine: Machine | None = None
-) -> dict[str, Any]:
-    """Return the figures of two models, and those of the first divided by those of the second; null
-    if a divisor is 0.
+def compare_models(reports: Sequence[CostReport], machine: Machine | None = None) -> dict[str, Any]:
+    """Return the figures of several models, and those of the first divided by those of each other
+    one; null if a divisor is 0.
 
-    With a machine, `ratios` includes the seconds too; they are null if one of the models does not
+    With a machine, the ratios include the seconds too; they are null if one of the models does not
     fit in its memory.
+
+    Args:
+        reports: the models, at least two.
+        machine: a machine for the times; None for none.
+
+    Returns:
+        `models`, the figures of each; `ratio` and `ratios` for two models; for more, `ratios` has
+        one entry for each model after the first, by its name.
 
     >>> from regard.cost import CostReport, Setting, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]
-    >>> compare_models(*both)["ratios"]["kv_bytes"]
+    >>> compare_models(both)["ratios"]["kv_bytes"]
     4.0
     """
-    models = [model_figures(report, machine) for report in (first, second)]
-    a, b = models
-    ratios = {name: a[name] / b[name] if b[name] else None for name in COMPARED_FIGURES}
-    if machine is not None:
-        ratios |= {
-            f"{what}_seconds": None if x is None or y is None else x / y
-            for what, (x, y) in best_times(first, second, machine).items()
-        }
-    direction = f"{first.model.name} / {second.model.name}"
-    return {"models": models, "ratio": direction, "ratios": ratios}
+    models = [model_figures(report, machine) for report in reports]
+    first, *others = reports
+    times = {} if machine is None else best_times(reports, machine)
+    ratios = []
+    for i in range(1, len(reports)):
+        a, b = models[0], models[i]
+        one = {name: a[name] / b[name] if b[name] else None for name in COMPARED_FIGURES}
+        for what, seconds in times.items():
+            x, y = seconds[0], seconds[i]
+            one[f"{what}_seconds"] = None if x is None or y is None else x / y
+        ratios.append(one)
+    names = [f"{first.model.name} / {other.model.name}" for other in others]
+    if len(others) == 1:
+        return {"models": models, "ratio": names[0], "ratios": ratios[0]}
+    return {"models": models, "ratios": dict(zip(names, ratios, strict=True))}
 
 
 def best_times(
-    first: CostReport, second: CostReport, machine: Machine
-) -> dict[str, tuple[float | None, float | None]]:
-    """Return the least seconds of two models for the work that both can do; None if a model does
-    not fit in the memory of the machine.
+    reports: Sequence[CostReport], machine: Machine
+) -> dict[str, tuple[float | None, ...]]:
+    """Return the least seconds of each model for the work that all can do; None if a model does not
+    fit in the memory of the machine.
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("deepseek-v3", "llama-3-8b")]
-    >>> [second is None for second in best_times(*both, machine_of("h100-sxm"))["decode"]]
+    >>> [second is None for second in best_times(both, machine_of("h100-sxm"))["decode"]]
     [True, False]
     """
-    bounds_of_both = [roofline_bounds(report, machine) for report in (first, second)]
-    fits = [memory_fit(report, machine).fits is not False for report in (first, second)]
+    bounds = [roofline_bounds(report, machine) for report in reports]
+    fits = [memory_fit(report, machine).fits is not False for report in reports]
     return {
-        what: (
-            bounds_of_both[0][what].seconds if fits[0] else None,
-            bounds_of_both[1][what].seconds if fits[1] else None,
+        what: tuple(
+            one[what].seconds if fit else None for one, fit in zip(bounds, fits, strict=True)
         )
-        for what in bounds_of_both[0]
-        if what in bounds_of_both[1]
+        for what in bounds[0]
+        if all(what in one for one in bounds)
     }
 
 

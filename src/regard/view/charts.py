@@ -83,7 +83,7 @@ class Line:
         points: (x, y) of each point.
         spans: interval (low, high) of y for each point, drawn as a vertical bar; () for none.
         hints: tooltip of each point; () shows its numbers.
-        hollow: the x values whose marks are drawn without a filling.
+        crossed: the x values whose marks are crossed out.
 
     >>> Line("full", ((1.0, 2.0), (2.0, 8.0))).name
     'full'
@@ -93,7 +93,7 @@ class Line:
     points: tuple[Point, ...]
     spans: tuple[Point, ...] = ()
     hints: tuple[str, ...] = ()
-    hollow: frozenset[float] = frozenset()
+    crossed: frozenset[float] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -199,14 +199,14 @@ class Picture:
         drawn.set_solid_capstyle("round")
         for j in places if line.spans else ():
             axes.vlines(line.points[j][0], *line.spans[j], color=colour, linewidth=1.5, alpha=0.55)
-        if hollow := [p for p in self.shown(line) if p[0] in line.hollow]:
+        if crossed := [p for p in self.shown(line) if p[0] in line.crossed]:
             axes.plot(
-                *zip(*hollow, strict=True),
-                MARKS[i % len(MARKS)],
-                color=colour,
-                markersize=8,
-                markerfacecolor=palette.LIGHT["card"],
+                *zip(*crossed, strict=True),
+                "x",
+                color=palette.LIGHT["ink"],
+                markersize=11,
                 markeredgewidth=2,
+                zorder=3,
             )
         spoken = [j for n, j in enumerate(places) if n % every == 0]
         return {gid: [self._hint(line, j) for j in spoken]} if spoken else {}
@@ -577,8 +577,8 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
     """Return charts of the cache size, and of the cost of one decoded token, over the context
     length.
 
-    The token is in seconds if all rows have them, else in FLOPs. Empty marks are contexts at which
-    weights and cache do not fit the machine.
+    The token is in seconds if all rows have them, else in FLOPs. Contexts at which weights and
+    cache do not fit the machine are crossed out.
 
     Args:
         rows: model to its rows of `regard.cost.sweep.sweep`.
@@ -599,7 +599,7 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
         for model, model_rows in rows.items()
     }
     if any(misfits.values()):
-        title += "; empty marks: weights and cache do not fit"
+        title += "; crossed out: weights and cache do not fit"
     return Panels(
         title,
         tuple(
@@ -611,7 +611,7 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
                     Line(
                         model,
                         tuple((float(row["context"]), float(row[name])) for row in model_rows),
-                        hollow=misfits[model],
+                        crossed=misfits[model],
                     )
                     for model, model_rows in rows.items()
                 ),

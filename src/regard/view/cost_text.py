@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from textwrap import fill
 from typing import Any
 
 from regard import units
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost import CostReport
+from regard.cost.mechanism_table import MAX_BATCH, MAX_TABLE_CONTEXT, MechanismCost
 from regard.cost.ranks import RanksReport
 from regard.cost.roofline import (
     MACHINES,
@@ -22,6 +25,8 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import COMPARED_FIGURES, best_times
 from regard.text_table import format_table
 
+SUGGESTED, EVIDENCE = "sizes that were not given", "what is published about quality"
+"""The titles of two parts of a table of mechanisms."""
 BYTES = tuple(name for name in COMPARED_FIGURES if "bytes" in name)
 
 
@@ -200,44 +205,46 @@ def _yes_or_no(fits: bool | None) -> str:  # noqa: FBT001  (a value, not an opti
     return units.ABSENT if fits is None else "yes" if fits else "no"
 
 
-def comparison(first: CostReport, second: CostReport, machine: Machine | None) -> str:
-    """Return the figures of two models with their units, and their ratio."""
-    a, b = first.as_json(), second.as_json()
-    names = first.model.name, second.model.name
-    rows: list[tuple[str, ...]] = [("", *names, " / ".join(names))]
+def comparison(reports: Sequence[CostReport], machine: Machine | None) -> str:
+    """Return the figures of several models with their units; with two models, also their ratio.
+
+    Args:
+        reports: the models, at least two.
+        machine: a machine for the times; None for none.
+    """
+    names = [report.model.name for report in reports]
+    figures = [report.as_json() for report in reports]
+    pair = len(reports) == 2
+    rows: list[list[str]] = [["", *names, *([" / ".join(names)] if pair else [])]]
     for name in COMPARED_FIGURES:
         unit = _figure_format(name)
-        rows.append(
-            (name.replace("_", " "), unit(a[name]), unit(b[name]), _ratio(a[name], b[name]))
-        )
-    setting, notes = first.setting, []
+        values = [one[name] for one in figures]
+        ratio = [_ratio(*values)] if pair else []
+        rows.append([name.replace("_", " "), *map(unit, values), *ratio])
+    setting, notes = reports[0].setting, []
     if machine is not None:
         answers = {True: "yes", False: "no", None: "not known"}
-        fits = [memory_fit(report, machine) for report in (first, second)]
-        rows.append((f"fits {machine.name}", *(answers[one.fits] for one in fits), ""))
-        for what, seconds in best_times(first, second, machine).items():
+        fits = [memory_fit(report, machine).fits for report in reports]
+        rows.append([f"fits {machine.name}", *(answers[one] for one in fits)])
+        for what, seconds in best_times(reports, machine).items():
             cells = ["does not fit" if t is None else units.seconds(t) for t in seconds]
-            x, y = seconds
-            rows.append(
-                (
-                    f"{what} on {machine.name}",
-                    *cells,
-                    "-" if x is None or y is None else _ratio(x, y),
-                )
-            )
+            known = [t for t in seconds if t is not None]
+            ratio = [_ratio(*known) if len(known) == 2 else "-"] if pair else []
+            rows.append([f"{what} on {machine.name}", *cells, *ratio])
         notes = [
             f"on {machine.name}: {machine.source}"
             + (f"; memory: {machine.memory_source}" if machine.memory_source else "")
         ]
         notes += [
             f"{report.model.name}: weights and cache are {_fit(report, machine)}"
-            for report in (first, second)
+            for report in reports
         ]
-    title = (
-        f"context {setting.context:,}, batch {setting.batch}; the last column is {names[0]} "
-        f"divided by {names[1]}: "
-        f"above 1x, {names[0]} needs more"
-    )
+    title = f"context {setting.context:,}, batch {setting.batch}"
+    if pair:
+        title += (
+            f"; the last column is {names[0]} divided by {names[1]}: above 1x, {names[0]} needs "
+            "more"
+        )
     return "\n".join([title, format_table(rows), *notes])
 
 
@@ -251,6 +258,122 @@ def _figure_format(name: str) -> Callable[[int], str]:
 def _ratio(a: float, b: float) -> str:
     """Format a ratio, or "-" for a zero denominator."""
     return f"{a / b:.4g}x" if b else "-"
+
+
+def mechanisms_page(
+    rows: Sequence[MechanismCost], machine: Machine | None, model_sizes: str = ""
+) -> str:
+    """Return the text of a table of mechanisms: sizes, work, suggested sizes, and evidence.
+
+    Args:
+        rows: one row for each mechanism.
+        machine: the machine of the times and limits; None for none.
+        model_sizes: the sizes of the model that were not given, with their source, or "".
+    """
+    blocks = [mechanisms_title(rows, machine)]
+    for title, table in mechanism_tables(rows, machine).items():
+        blocks.append(f"{title}\n{format_table(table)}")
+    sizes = suggested_sizes(rows, model_sizes)
+    if sizes:
+        lines = _wrapped(f"{label}: {text}" for label, text in sizes)
+        blocks.append("\n".join([SUGGESTED, *lines]))
+    evidence = (f"{row.label}: {quoted_evidence(row)}" for row in rows)
+    blocks.append("\n".join([EVIDENCE, *_wrapped(evidence)]))
+    return "\n\n".join(blocks)
+
+
+def mechanisms_title(rows: Sequence[MechanismCost], machine: Machine | None) -> str:
+    """Return the line above a table of mechanisms: the model and the setting."""
+    setting, model = rows[0].report.setting, rows[0].report.model
+    on = "" if machine is None else f", {machine.name}"
+    return (
+        f"{model.name}: {units.plural(len(model.layers), 'layer')} of width {model.dim:,}; context "
+        f"{units.tokens(setting.context)}, batch {setting.batch}, weights {setting.dtype}, cache "
+        f"{setting.format.name}{on}"
+    )
+
+
+def mechanism_tables(
+    rows: Sequence[MechanismCost], machine: Machine | None
+) -> dict[str, list[tuple[str, ...]]]:
+    """Return the two tables of mechanisms by title; the first row of each has the headings.
+
+    Args:
+        rows: one row for each mechanism.
+        machine: the machine of the times and limits; None for none.
+    """
+    memory: list[tuple[str, ...]] = [
+        ("mechanism", "parameters", "in attention", "cache a token", "cache")
+    ]
+    work: list[tuple[str, ...]] = [
+        ("mechanism", "prompt", "moved", "a token", "moved"),
+    ]
+    for row in rows:
+        report = row.report
+        memory.append(
+            (
+                row.label,
+                units.count(report.model.parameters),
+                units.count(report.model.attention_parameters),
+                units.size(report.kv_bytes_per_token),
+                units.size(report.kv_bytes),
+            )
+        )
+        work.append(
+            (
+                row.label,
+                units.count(report.prefill_flops, "FLOP"),
+                units.size(report.prefill_bytes),
+                units.count(report.decode_flops, "FLOP"),
+                units.size(report.decode_bytes),
+            )
+        )
+    if machine is not None:
+        memory[0] += ("batch that fits", "context that fits")
+        work[0] += ("prompt at best", "token at best")
+        for i, row in enumerate(rows, 1):
+            memory[i] += (
+                _limit(row.max_batch, MAX_BATCH),
+                _limit(row.max_context, row.report.model.max_context or MAX_TABLE_CONTEXT),
+            )
+            work[i] += (units.seconds(row.prefill_seconds), units.seconds(row.decode_seconds))
+    return {"memory": memory, "work": work}
+
+
+def _limit(n: int | None, most: int) -> str:
+    """Format the largest number that fits; a number that was not bounded has a sign."""
+    if n is None:
+        return units.ABSENT
+    return "does not fit" if n == 0 else f">= {n:,}" if n == most else f"{n:,}"
+
+
+def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> list[tuple[str, str]]:
+    """Return the sizes that were not given and their sources, by the mechanism that has them.
+
+    Args:
+        rows: one row for each mechanism.
+        model_sizes: those of the model itself, or "".
+    """
+    lines = [("the model", model_sizes)] if model_sizes else []
+    for row in rows:
+        by_source: dict[str, list[str]] = {}
+        for option, source in row.suggested.items():
+            by_source.setdefault(source, []).append(f"{option} {row.options[option]:,}")
+        texts = [f"as {source}: {', '.join(sizes)}" for source, sizes in by_source.items()]
+        lines += [(row.label, "; ".join(texts))] if texts else []
+    return lines
+
+
+def quoted_evidence(row: MechanismCost) -> str:
+    """Return what is published about the quality of a mechanism, with its source."""
+    source = f" [{row.evidence.source}]" if row.evidence.source else ""
+    return f"{row.evidence.finding}{source}"
+
+
+def _wrapped(lines: Iterable[str]) -> list[str]:
+    """Return lines wrapped at the width of the terminal."""
+    width = max(40, shutil.get_terminal_size().columns)
+    return [fill(x, width, initial_indent="  ", subsequent_indent="    ") for x in lines]
 
 
 def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:

@@ -1,0 +1,407 @@
+"""Sizes of a mechanism that a user leaves out, taken from published models of about that width.
+
+`parse_mechanism` reads what `regard cost --mechanisms` takes: the name of a mechanism, its main
+size after a colon (`gqa:8`, `window:4096`), and other options as name=value (`mla:kv_rank=256`).
+`base_model` completes the sizes of the rest of the model, and `mechanism_costs` returns the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from regard.argument_checks import divisors
+from regard.configs.published import PUBLISHED_MODELS, model_of
+from regard.cost.latent import LatentSpec
+from regard.cost.mechanism_table import MechanismCost, mechanism_cost, replace_attention
+from regard.cost.mechanisms import MECHANISMS, Sizes
+from regard.cost.model import ModelSpec
+from regard.cost.report import Setting
+from regard.cost.roofline import Machine
+from regard.cost.softmax import SoftmaxSpec
+from regard.did_you_mean import suggest
+from regard.errors import ArgumentError
+from regard.untrusted_text import short_repr
+
+REFERENCE_MODELS = (
+    "qwen2.5-0.5b",
+    "llama-3.2-1b",
+    "llama-3.2-3b",
+    "llama-3.1-8b",
+    "qwen2.5-14b",
+    "llama-3.1-70b",
+    "llama-3.1-405b",
+)
+"""Published dense models with grouped-query attention, one for each width."""
+MODELS_WITH_LATENTS = ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3")
+MODELS_WITH_LOCAL_LAYERS = ("gemma-3-1b", "gemma-3-4b", "gpt-oss-20b", "gemma-3-12b", "gemma-3-27b")
+WINDOW_MODEL = "mistral-7b-v0.1"
+"""The published model in which every layer has a window."""
+NSA_PAPER = "Yuan et al. 2025 (arXiv 2502.11089), section 4.1"
+INFINI_PAPER = "Munkhdalai et al. 2024 (arXiv 2404.07143), section 3"
+GATED_DELTA_MODEL = "the config.json of Qwen3-Next-80B-A3B"
+
+ALIASES = {"window": "sliding_window"}
+"""Short names of `--mechanisms`, with the names of the catalogue."""
+MAIN_OPTION = {
+    "gqa": "groups",
+    "sliding_window": "window",
+    "local_global": "window",
+    "mla": "kv_rank",
+    "nsa": "count",
+    "infini": "segment",
+    "infini_delta": "segment",
+}
+"""The option whose value may follow the name of a mechanism without its own name."""
+MECHANISM_CHOICES = ("local_global", *MECHANISMS)
+"""The names that `--mechanisms` takes."""
+
+
+@dataclass(frozen=True)
+class SizedMechanism:
+    """A mechanism with a value for each size that it needs.
+
+    Attributes:
+        label: what the user wrote.
+        attention: its name in `regard.cost.mechanisms.MECHANISMS`.
+        evidence: its name in `regard.cost.evidence.QUALITY_EVIDENCE`.
+        options: its options; those of `suggested` are among them.
+        global_every: with local and global layers, every n-th layer is global.
+        suggested: the options that were not given, with the source of their values.
+
+    >>> one = parse_mechanism("mla").sized(dim=4096, heads=32, groups=8)
+    >>> one.options["kv_rank"], one.suggested["kv_rank"]
+    (512, 'deepseek-v2')
+    """
+
+    label: str
+    attention: str
+    evidence: str
+    options: Mapping[str, int]
+    global_every: int | None
+    suggested: Mapping[str, str]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """All options, and `every`, the distance of two global layers, where there are any."""
+        every = {} if self.global_every is None else {"every": self.global_every}
+        return {**self.options, **every}
+
+
+@dataclass(frozen=True)
+class MechanismChoice:
+    """The name of a mechanism, and the sizes that a user gave with it.
+
+    Attributes:
+        label: what the user wrote.
+        name: the name in the catalogue.
+        given: the options that were given.
+    """
+
+    label: str
+    name: str
+    given: Mapping[str, int]
+
+    def sized(self, dim: int, heads: int, groups: int) -> SizedMechanism:
+        """Return the mechanism with a value for each size that was not given.
+
+        Args:
+            dim: M, the width of the model.
+            heads: H, the number of query heads.
+            groups: G, the number of key/value heads of the published model of that width.
+
+        Returns:
+            The mechanism, with the source of each suggested value.
+        """
+        suggestion = _SUGGESTIONS.get(self.name, _no_suggestion)(dim, heads, groups)
+        missing = {k: v for k, v in suggestion.items() if k not in self.given}
+        values = {**{k: v for k, (v, _) in missing.items()}, **self.given}
+        global_every = values.pop("every", None)
+        return SizedMechanism(
+            self.label,
+            "gqa" if self.name == "local_global" else self.name,
+            self.name,
+            values,
+            global_every,
+            {k: source for k, (_, source) in missing.items()},
+        )
+
+
+def parse_mechanism(text: str) -> MechanismChoice:
+    """Return the mechanism that a text such as "gqa:8" or "mla:kv_rank=256:q_rank=768" names.
+
+    Raises:
+        ArgumentError: the name is unknown, an option is not a whole number or is given twice.
+
+    >>> parse_mechanism("window:4096")
+    MechanismChoice(label='window:4096', name='sliding_window', given={'window': 4096})
+    """
+    first, *values = text.strip().split(":")
+    name = ALIASES.get(first.lower(), first.lower())
+    if name not in MECHANISM_CHOICES:
+        hint = suggest(first, [*ALIASES, *MECHANISM_CHOICES], cutoff=0.5, otherwise=".")
+        raise ArgumentError(
+            f"{short_repr(first)} is not a mechanism whose cost is known{hint} Choose among "
+            f"{', '.join([*ALIASES, *MECHANISM_CHOICES])}"
+        )
+    given: dict[str, int] = {}
+    for value in values:
+        option, sign, number = value.rpartition("=")
+        option = option if sign else MAIN_OPTION.get(name, "")
+        if not option or not number.isdecimal() or int(number) < 1:
+            form = f"{first}:{MAIN_OPTION[name]}=8" if name in MAIN_OPTION else f"{first}:option=8"
+            raise ArgumentError(
+                f"{short_repr(value)} in {short_repr(text)} is not a size of {first}; write "
+                f"for example {form}, with a whole number of at least 1"
+            )
+        if option in given:
+            raise ArgumentError(f"{option} is given twice in {short_repr(text)}; give it once")
+        given[option] = int(number)
+    return MechanismChoice(text.strip(), name, given)
+
+
+def reference_model(dim: int, layers: int | None = None) -> str:
+    """Return the name of the published dense model whose width is nearest to `dim`.
+
+    Args:
+        dim: M, the width of the model.
+        layers: the number of layers, which decides between models of one width.
+
+    >>> reference_model(4096), reference_model(1000)
+    ('llama-3.1-8b', 'qwen2.5-0.5b')
+    """
+    return _nearest(REFERENCE_MODELS, dim, layers)
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """A decoder whose attention is to be replaced by other mechanisms.
+
+    Attributes:
+        model: the decoder.
+        heads, groups: H and G, which mechanisms have if they are given no others.
+        suggested: the sizes of the decoder that were not given, with their source, or "".
+
+    >>> BaseModel.of(model_of("llama-3-8b")).groups
+    8
+    """
+
+    model: ModelSpec
+    heads: int
+    groups: int
+    suggested: str = ""
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> BaseModel:
+        """Return a model with its own numbers of heads."""
+        return cls(model, *_heads_of(model))
+
+
+def base_model(given: Mapping[str, Any], groups: int | None = None) -> BaseModel:
+    """Return a decoder of the given sizes; missing sizes are those of the published dense model of
+    about that width.
+
+    Args:
+        given: the sizes, as `regard.cost.mechanisms.Sizes` takes them; `dim` must be among them.
+        groups: G, the number of key/value heads; None takes that of the published model.
+
+    Raises:
+        ArgumentError: a size is less than 1, or sizes contradict one another.
+
+    >>> small = base_model({"dim": 1024, "layers": 4})
+    >>> small.heads, small.groups, small.suggested
+    (16, 2, 'as qwen2.5-0.5b: heads 16, ff 5,558, vocab 151,936')
+    """
+    name = reference_model(given["dim"], given.get("layers"))
+    missing = {k: v for k, v in _sizes_like(name, given["dim"]).items() if k not in given}
+    sizes = Sizes(**{**missing, **given})
+    listed = ", ".join(f"{option} {value:,}" for option, value in missing.items())
+    return BaseModel(
+        sizes.model("model"),
+        sizes.heads,
+        groups or _groups_like(model_of(name), sizes.heads),
+        f"as {name}: {listed}" if missing else "",
+    )
+
+
+def mechanism_costs(
+    names: Iterable[str], base: BaseModel, setting: Setting, machine: Machine | None = None
+) -> list[MechanismCost]:
+    """Return the cost of one model with each of several attention mechanisms.
+
+    Args:
+        names: the mechanisms, as `parse_mechanism` reads them; empty names are left out.
+        base: the model whose attention they replace.
+        setting: context, batch and number formats.
+        machine: a machine for the times and limits; None leaves them out.
+
+    Returns:
+        One row for each mechanism, in the given order.
+
+    Raises:
+        ArgumentError: there is no mechanism, a name is unknown or given twice, or sizes do not
+            match one another.
+
+    >>> rows = mechanism_costs(["mha", "gqa:8"], BaseModel.of(model_of("llama-3-8b")), Setting())
+    >>> rows[0].report.kv_bytes // rows[1].report.kv_bytes
+    4
+    """
+    choices = [parse_mechanism(name) for name in names if name.strip()]
+    if not choices:
+        raise ArgumentError("no mechanism is named; name some, such as mha,gqa:8,mla")
+    labels = [choice.label for choice in choices]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ArgumentError(f"{twice[0]} is named twice; name it once")
+    rows = []
+    for choice in choices:
+        sized = choice.sized(base.model.dim, base.heads, base.groups)
+        every = sized.global_every
+        model = replace_attention(base.model, sized.attention, base.heads, sized.options, every)
+        row = mechanism_cost(
+            choice.label,
+            model,
+            setting,
+            machine,
+            evidence=sized.evidence,
+            options=sized.sizes,
+            suggested=sized.suggested,
+        )
+        rows.append(row)
+    return rows
+
+
+def _sizes_like(name: str, dim: int) -> dict[str, int]:
+    """Return the sizes of a model of width M that is built like a published model.
+
+    Args:
+        name: a name in `REFERENCE_MODELS`.
+        dim: M; the widths of heads are those of the published model, and feed-forward layers are
+            as much wider than M as there.
+
+    Returns:
+        layers, heads, ff and vocab, as `regard.cost.mechanisms.Sizes` takes them.
+
+    >>> _sizes_like("llama-3.1-8b", 4096)
+    {'layers': 32, 'heads': 32, 'ff': 14336, 'vocab': 128256}
+    """
+    model = model_of(name)
+    heads, _ = _heads_of(model)
+    width = model.dim // heads
+    feed = PUBLISHED_MODELS[name].config["intermediate_size"]
+    assert isinstance(feed, int)
+    return {
+        "layers": len(model.layers),
+        "heads": dim // width if dim % width == 0 else heads,
+        "ff": feed * dim // model.dim,
+        "vocab": model.vocab,
+    }
+
+
+def _heads_of(model: ModelSpec) -> tuple[int, int]:
+    """Return H and G, the numbers of query heads and of key/value heads, of a published model.
+
+    Raises:
+        ArgumentError: the first layer of the model has no heads that could be replaced.
+
+    >>> _heads_of(model_of("llama-3-8b")), _heads_of(model_of("deepseek-v2"))
+    ((32, 8), (128, 128))
+    """
+    first = next(iter(model.mixers))
+    if isinstance(first, SoftmaxSpec):
+        return first.shape.heads, first.shape.groups
+    if isinstance(first, LatentSpec):
+        return first.heads, first.heads
+    raise ArgumentError(
+        f"the first layer of {model.name} is {first.name}; --mechanisms needs a model whose first "
+        "layer is softmax attention, or sizes given as options"
+    )
+
+
+def _groups_like(model: ModelSpec, heads: int) -> int:
+    """Return the number of key/value heads for H query heads: the divisor of H that is nearest to
+    the number in a published model.
+    """
+    groups = [x.shape.groups for x in model.mixers if isinstance(x, SoftmaxSpec)]
+    wanted = groups[0] if groups else heads
+    return min(divisors(heads), key=lambda g: (abs(math.log(g / wanted)), g))
+
+
+def _nearest(names: Iterable[str], dim: int, layers: int | None = None) -> str:
+    def distance(name: str) -> float:
+        model = model_of(name)
+        depth = 0.0 if layers is None else 0.1 * abs(math.log(layers / len(model.layers)))
+        return abs(math.log(dim / model.dim)) + depth
+
+    return min(names, key=distance)
+
+
+Suggestion = dict[str, tuple[int, str]]
+"""Option -> its value and the source of the value."""
+
+
+def _no_suggestion(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
+    return {}
+
+
+def _groups(dim: int, heads: int, groups: int) -> Suggestion:
+    model = reference_model(dim)
+    own = next(iter(model_of(model).mixers))
+    same = isinstance(own, SoftmaxSpec) and own.shape.groups == groups
+    source = model if same else f"nearest to {model} that divides {heads} heads"
+    return {"groups": (groups, source)}
+
+
+def _window(dim: int, heads: int, groups: int) -> Suggestion:
+    layer = next(iter(model_of(WINDOW_MODEL).mixers))
+    return {**_groups(dim, heads, groups), "window": (layer.cached(1 << 40).tokens, WINDOW_MODEL)}
+
+
+def _local_global(dim: int, heads: int, groups: int) -> Suggestion:
+    name = _nearest(MODELS_WITH_LOCAL_LAYERS, dim)
+    cached = [mixer.cached(1 << 40) for mixer in model_of(name).mixers]
+    every = 1 + [x.bounded for x in cached].index(False)
+    window = next(x.tokens for x in cached if x.bounded)
+    sizes = {"window": (window, name), "every": (every, name)}
+    return {**_groups(dim, heads, groups), **sizes}
+
+
+def _latents(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
+    name = _nearest(MODELS_WITH_LATENTS, dim)
+    config = PUBLISHED_MODELS[name].config
+    keys = {
+        "kv_rank": "kv_lora_rank",
+        "q_rank": "q_lora_rank",
+        "nope_dim": "qk_nope_head_dim",
+        "rope_dim": "qk_rope_head_dim",
+        "value_dim": "v_head_dim",
+    }
+    values = {option: config.get(key) for option, key in keys.items()}
+    return {option: (x, name) for option, x in values.items() if isinstance(x, int)}
+
+
+def _selected_blocks(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
+    shared = min(divisors(heads), key=lambda g: (abs(math.log(16 * g / heads)), g))
+    sizes = {"compress": 32, "stride": 16, "select": 64, "count": 16, "window": 512}
+    return {k: (v, NSA_PAPER) for k, v in {"groups": shared, **sizes}.items()}
+
+
+def _gated_delta(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
+    return {"value_heads": (2 * heads, GATED_DELTA_MODEL)}
+
+
+def _segment(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
+    return {"segment": (2048, INFINI_PAPER)}
+
+
+_SUGGESTIONS: dict[str, Callable[[int, int, int], Suggestion]] = {
+    "gqa": _groups,
+    "sliding_window": _window,
+    "local_global": _local_global,
+    "mla": _latents,
+    "nsa": _selected_blocks,
+    "gated_delta_net": _gated_delta,
+    "infini": _segment,
+    "infini_delta": _segment,
+}

@@ -1,0 +1,195 @@
+"""The cost of one model with each of several attention mechanisms: one row a mechanism.
+
+All rows have the same width, layers, feed-forward layers and vocabulary, so that they differ by
+their attention only. A row has the parameters, the cache, the FLOPs and bytes of a prompt and of a
+token, and with a machine the least times, the largest batch and the longest context that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from regard.cost.evidence import QUALITY_EVIDENCE, QualityEvidence
+from regard.cost.mechanisms import mechanism_spec
+from regard.cost.model import ModelSpec
+from regard.cost.report import CostReport, Setting
+from regard.cost.roofline import Machine, memory_fit, roofline_bounds
+from regard.errors import ArgumentError
+
+MAX_BATCH = 1 << 20
+"""The largest batch that is tried; a row that fits more has no limit in practice."""
+MAX_TABLE_CONTEXT = 1 << 30
+"""The longest context that is tried; a row that fits more has no limit in practice."""
+
+
+@dataclass(frozen=True)
+class MechanismCost:
+    """The cost of a model with one mechanism.
+
+    Attributes:
+        label: the name of the row.
+        report: the cost of the model at the context and batch of the table.
+        evidence: what is published about the quality of the mechanism.
+        options: the sizes of the mechanism.
+        suggested: the sizes that were not given, with the source of each.
+        prefill_seconds, decode_seconds: the least times of a prompt and of one token; None without
+            a machine.
+        max_batch: the largest batch at this context that fits in the memory of the machine; None
+            if that is not known, and 0 if even one sequence does not fit.
+        max_context: the longest context of one sequence that fits, likewise.
+    """
+
+    label: str
+    report: CostReport
+    evidence: QualityEvidence
+    options: Mapping[str, int]
+    suggested: Mapping[str, str]
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+    max_batch: int | None = None
+    max_context: int | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """Return the row as plain values for JSON: bytes, FLOPs and seconds."""
+        report = self.report
+        return {
+            "mechanism": self.label,
+            "options": dict(self.options),
+            "suggested": dict(self.suggested),
+            "parameters": report.model.parameters,
+            "attention_parameters": report.model.attention_parameters,
+            "kv_bytes_per_token": report.kv_bytes_per_token,
+            "kv_bytes": report.kv_bytes,
+            "prefill_flops": report.prefill_flops,
+            "prefill_bytes": report.prefill_bytes,
+            "decode_flops": report.decode_flops,
+            "decode_bytes": report.decode_bytes,
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds,
+            "max_batch": self.max_batch,
+            "max_context": self.max_context,
+            "evidence": {"finding": self.evidence.finding, "source": self.evidence.source},
+        }
+
+
+def replace_attention(
+    model: ModelSpec,
+    attention: str,
+    heads: int,
+    options: Mapping[str, int],
+    global_every: int | None = None,
+) -> ModelSpec:
+    """Return a decoder in which every layer has another attention mechanism.
+
+    Args:
+        model: the decoder; its feed-forward layers, norms and vocabulary stay.
+        attention: the name of the mechanism in the catalogue.
+        heads: H, the number of query heads.
+        options: the options of the mechanism.
+        global_every: every n-th layer has no window; None leaves the window in all layers.
+
+    Returns:
+        The model; its learned positions and notes stay too.
+
+    Raises:
+        ArgumentError: the model is not a decoder, or the sizes do not match one another.
+
+    >>> from regard.cost import model_of
+    >>> llama = model_of("llama-3-8b")
+    >>> replace_attention(llama, "gqa", 32, {"groups": 8}).parameters == llama.parameters
+    True
+    """
+    if model.encoder or not model.decodes:
+        raise ArgumentError(
+            f"{model.name} is not a decoder; the mechanisms can be compared in a decoder only"
+        )
+    local = mechanism_spec(attention, model.dim, heads, options)
+    everywhere = {name: value for name, value in options.items() if name != "window"}
+    full = (
+        local if global_every is None else mechanism_spec(attention, model.dim, heads, everywhere)
+    )
+    layers = tuple(
+        replace(layer, mixer=full if global_every and (i + 1) % global_every == 0 else local)
+        for i, layer in enumerate(model.layers)
+    )
+    return replace(model, layers=layers)
+
+
+def mechanism_cost(
+    label: str,
+    model: ModelSpec,
+    setting: Setting,
+    machine: Machine | None = None,
+    *,
+    evidence: str,
+    options: Mapping[str, int] | None = None,
+    suggested: Mapping[str, str] | None = None,
+) -> MechanismCost:
+    """Return the row of a model that has one mechanism.
+
+    Args:
+        label: the name of the row.
+        model: the model, as `replace_attention` returns it.
+        setting: context, batch and number formats.
+        machine: a machine for the times and limits; None leaves them out.
+        evidence: the name of the mechanism in `QUALITY_EVIDENCE`.
+        options: the sizes of the mechanism.
+        suggested: the sizes that were not given, with the source of each.
+
+    >>> from regard.cost import Setting, machine_of, model_of
+    >>> machine = machine_of("h100-sxm")
+    >>> row = mechanism_cost("gqa", model_of("llama-3-8b"), Setting(8192), machine, evidence="gqa")
+    >>> row.max_batch  # 64.5 GiB are free, and a sequence takes 1 GiB
+    64
+    """
+    report = CostReport(model, setting)
+    row = MechanismCost(label, report, QUALITY_EVIDENCE[evidence], options or {}, suggested or {})
+    if machine is None:
+        return row
+    bounds = roofline_bounds(report, machine)
+    return replace(
+        row,
+        prefill_seconds=bounds["prefill"].seconds,
+        decode_seconds=bounds["decode"].seconds,
+        max_batch=_largest(lambda n: replace(setting, batch=n), model, machine, MAX_BATCH),
+        max_context=_largest(
+            lambda n: replace(setting, context=n, batch=1),
+            model,
+            machine,
+            model.max_context or MAX_TABLE_CONTEXT,
+        ),
+    )
+
+
+def _largest(
+    setting_of: Callable[[int], Setting], model: ModelSpec, machine: Machine, limit: int
+) -> int | None:
+    """Return the largest number whose setting fits in the memory of a machine, by bisection."""
+    if not machine.memory:
+        return None
+
+    def fits(n: int) -> bool:
+        return memory_fit(CostReport(model, setting_of(n)), machine).fits is True
+
+    if fits(limit):
+        return limit
+    low, high = 0, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def as_json(rows: Sequence[MechanismCost], machine: Machine | None) -> dict[str, object]:
+    """Return a table of mechanisms as plain values for JSON."""
+    setting = rows[0].report.setting
+    return {
+        "model": rows[0].report.model.name,
+        "context": setting.context,
+        "batch": setting.batch,
+        "dtype": setting.dtype,
+        "kv_dtype": setting.format.name,
+        "machine": None if machine is None else machine.name,
+        "mechanisms": [row.as_json() for row in rows],
+    }

@@ -1,0 +1,54 @@
+"""The HTML page of a table of mechanisms, which `regard cost --mechanisms` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from regard.cost.mechanism_table import MechanismCost
+from regard.cost.roofline import Machine
+from regard.view.charts import Chart
+from regard.view.cost_text import (
+    EVIDENCE,
+    SUGGESTED,
+    mechanism_tables,
+    mechanisms_title,
+    quoted_evidence,
+    suggested_sizes,
+)
+from regard.view.html_page import Section, page
+
+
+def mechanisms_html(
+    rows: Sequence[MechanismCost], machine: Machine | None, chart: Chart, model_sizes: str = ""
+) -> str:
+    """Return the page of a table of mechanisms: the tables, the chart, suggested sizes, evidence.
+
+    Args:
+        rows: one row for each mechanism.
+        machine: the machine of the times and limits; None for none.
+        chart: the cost over the context.
+        model_sizes: the sizes of the model that were not given, with their source, or "".
+
+    Returns:
+        The page as text.
+    """
+    sections = [
+        Section(title, heads=table[0], rows=table[1:], numbers=True)
+        for title, table in mechanism_tables(rows, machine).items()
+    ]
+    sections.append(Section("over the context", pictures=[chart]))
+    if sizes := suggested_sizes(rows, model_sizes):
+        sections.append(Section(SUGGESTED, heads=("mechanism", "sizes"), rows=sizes))
+    evidence = [(row.label, quoted_evidence(row)) for row in rows]
+    sections.append(Section(EVIDENCE, heads=("mechanism", "finding"), rows=evidence))
+    source = {} if machine is None else {"machine": f"{machine.name}: {machine.source}"}
+    return page(
+        "The cost of attention mechanisms",
+        mechanisms_title(rows, machine),
+        source,
+        "",
+        sections,
+        ["Times are lower bounds: full bandwidth or full rate, whichever takes longer."]
+        if machine
+        else [],
+    )
