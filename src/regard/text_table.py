@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Collection, Sequence
 
 
@@ -37,6 +40,20 @@ def format_table(
         ).rstrip()
         for row in rows
     )
+
+
+def line_width(least: int = 40) -> int:
+    """Return how many columns a line of output may have.
+
+    This is the width of the terminal or of the variable COLUMNS, but at least `least`. Output to a
+    file or a pipe is not wrapped, unless COLUMNS is set: its lines may be 10,000 columns wide.
+
+    >>> line_width() >= 40
+    True
+    """
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdecimal():
+        return max(least, shutil.get_terminal_size().columns)
+    return 10_000
 
 
 def display_width(text: str) -> int:

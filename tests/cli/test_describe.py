@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from regard.cli import main
+from regard.cli.describe import FAMILIES
 from regard.nn.variants import VARIANTS
+from regard.nn.variants.usage import USAGE
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
@@ -42,6 +45,48 @@ def test_figures_at_real_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["options"] == {"dim": 4096, "heads": 32, "groups": 8}
     window = json.loads(said(capsys, "sliding_window", *sizes, "--set", "window=512"))
     assert window["kv_tokens"] == {"value": 512, "formula": "min(S, 512)"}
+
+
+def test_names_in_any_case_and_sizes_of_a_published_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert said(capsys, "MLA") == said(capsys, "mla")
+    assert said(capsys, "Gated-Delta-Net") == said(capsys, "gated_delta_net")
+    told = json.loads(said(capsys, "mla", "--json"))
+    assert told["options"]["kv_rank"] == 512
+    assert told["kv_per_token"]["value"] == 576
+
+
+def test_options_symbols_and_advice_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = said(capsys, "sliding_window")
+    usage = USAGE["sliding_window"]
+    for text in (usage.models, usage.choose, usage.avoid, "the window: how many", "(here 4096)"):
+        assert text in out
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = said(capsys, "sliding_window")
+    # figures of a layer are formulas in a table, which is not wrapped
+    assert max(map(len, narrow.partition("One layer")[0].splitlines())) <= 60
+
+
+def test_families_are_listed_in_a_teaching_order(capsys: pytest.CaptureFixture[str]) -> None:
+    names = list(json.loads(said(capsys, "--json")))
+    order = ["bahdanau", "weightless", "single_head", "causal", "mha", "gqa", "sliding_window"]
+    order += ["cross_attention", "mla", "nsa", "linear_attention", "infini"]
+    assert sorted(order, key=names.index) == order
+    assert {VARIANTS[name].family for name in names} == set(FAMILIES)
+
+
+def test_figures_of_heads_and_masks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    heads, mask = tmp_path / "heads.svg", tmp_path / "mask.svg"
+    said(capsys, "gqa", "--figure", str(heads))
+    said(capsys, "bigbird", "--figure", str(mask))
+    assert all(f"{x} a token" in heads.read_text() for x in ("16.0 KiB", "4.00 KiB", "512 B"))
+    assert "bigbird" in mask.read_text()
+    message = said(capsys, "retention", "--figure", str(tmp_path / "no.svg"), code=2)
+    assert "there is no figure of retention" in " ".join(message.replace("│", "").split())
+    assert not (tmp_path / "no.svg").exists()
 
 
 @pytest.mark.parametrize(

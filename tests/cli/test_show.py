@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,17 @@ def test_the_page() -> None:
         "  intervals at most 2 per query, so kernels need not evaluate the mask",
         "  tiles     7 empty, 0 partial, 9 full of 1 x 1: 43.8% skipped",
     ]
+
+
+def test_the_figure_of_a_mask(tmp_path: Path) -> None:
+    picture = tmp_path / "mask.svg"
+    result = call("causal & window(2)", "--queries", "8", "--figure", str(picture))
+    assert result.exit_code == 0
+    assert "causal &amp; window(2)" in picture.read_text(encoding="utf-8")
+    result = call("causal", "--queries", "513", "--figure", str(tmp_path / "large.svg"))
+    assert result.exit_code == 2
+    assert "at most 512 queries and keys" in result.output
+    assert not (tmp_path / "large.svg").exists()
 
 
 def test_numbers() -> None:

@@ -5,17 +5,19 @@ and the cost of one.
 from __future__ import annotations
 
 import json as json_format
-import shutil
-import sys
 from dataclasses import asdict
+from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regard.errors import ArgumentError
+from regard.text_table import line_width
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from regard.cost import Description
     from regard.nn.variants import Variant
 
@@ -27,6 +29,18 @@ Name = Annotated[
 ]
 Dim = Annotated[int, typer.Option(help="Model width M.", min=1)]
 Heads = Annotated[int, typer.Option(help="Number of query heads H.", min=1)]
+FigureFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--figure",
+        metavar="FILE",
+        help=(
+            "Draw the heads and the cache beside those of mha, gqa, mqa and mla, or the mask, to "
+            "this .svg, .png or .pdf file."
+        ),
+        show_default=False,
+    ),
+]
 Context = Annotated[
     int, typer.Option(help="Number of tokens up to and including the decoded one.", min=1)
 ]
@@ -39,31 +53,38 @@ Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")
 
 def describe(
     name: Name = None,
-    dim: Dim = 32,
-    heads: Heads = 4,
+    dim: Dim = 4096,
+    heads: Heads = 32,
     context: Context = 4096,
     option: Set = None,
+    figure: FigureFile = None,
     json: Json = False,
 ) -> None:
-    """List the mechanisms, or describe one: equation, source, options, cached values and FLOPs.
+    """List the mechanisms, or describe one: its equation with every symbol, its options, who uses
+    it, when to choose it, and what it caches and computes.
 
     The figures are those of one layer at the given sizes; options that are not set have the values
-    of a small example.
+    of a published model.
     """
     from regard.nn.variants import VARIANTS
     from regard.nn.variants.registry import find_variant, parse_options
+    from regard.nn.variants.usage import USAGE
 
     if name is None:
         mechanisms = {
             entry.name: {"family": entry.family, "about": entry.summary}
-            for entry in VARIANTS.values()
+            for entry in sorted(VARIANTS.values(), key=_teaching_order)
         }
         typer.echo(json_format.dumps(mechanisms) if json else _list(mechanisms))
         return
     try:
         entry = find_variant(name)
-        options = {**entry.example_options, **parse_options(option or [], entry)}
-        description = _describe(entry, dim, heads, options, context)
+        published = USAGE[entry.name].options
+        options = {**published, **parse_options(option or [], entry)}
+        module = _build(entry, dim, heads, options)
+        description = _describe(module, context)
+        if figure is not None:
+            _draw(figure, entry, module, dim, heads, options)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     if json:
@@ -73,16 +94,14 @@ def describe(
 
 
 def _list(mechanisms: dict[str, dict[str, str]]) -> str:
-    """Return one line for each mechanism, by family; on a terminal, lines are wrapped at its
-    width.
-    """
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    """Return the mechanisms by family; lines are wrapped at the width of the terminal."""
+    columns = line_width()
     families: dict[str, list[str]] = {}
     name_width = max(map(len, mechanisms)) + 4
     for name, entry in mechanisms.items():
         line = fill(
             entry["about"],
-            max(40, columns),
+            columns,
             initial_indent=f"  {name}".ljust(name_width),
             subsequent_indent=" " * name_width,
             break_long_words=False,
@@ -91,18 +110,74 @@ def _list(mechanisms: dict[str, dict[str, str]]) -> str:
     return "\n\n".join("\n".join([family, *lines]) for family, lines in families.items())
 
 
-def _describe(
-    entry: Variant, dim: int, heads: int, options: dict[str, Any], context: int
-) -> Description | None:
-    """Return the description of a layer, which is built without memory for its weights because only
-    sizes are needed.
-    """
+FAMILIES = ("additive", "softmax", "cross", "latent", "selected", "linear", "memory")
+"""The families in a teaching order."""
+FIRST_STEPS = ("bahdanau", "luong", "weightless", "single_head", "causal")
+"""The mechanisms that come first in their families."""
+
+
+def _teaching_order(entry: Variant) -> tuple[int, int, int]:
+    """Return the place of a mechanism in a list: its family, first steps, parts, then masks."""
+    steps = FIRST_STEPS.index(entry.name) if entry.name in FIRST_STEPS else len(FIRST_STEPS)
+    parts = ("softmax", "masked", "bounded_memory")
+    module = entry.build.__module__.rpartition(".")[2]
+    return FAMILIES.index(entry.family), steps, parts.index(module) if module in parts else 0
+
+
+def _build(entry: Variant, dim: int, heads: int, options: dict[str, Any]) -> nn.Module:
+    """Build a layer without memory for its weights, because only sizes are needed."""
     import torch
 
     with torch.device("meta"):
-        module = entry.build(dim, heads, **options)
+        return entry.build(dim, heads, **options)
+
+
+def _describe(module: nn.Module, context: int) -> Description | None:
+    """Return the description of a layer; None if it has no figures of its own."""
     describe_layer = getattr(module, "describe", None)
     return describe_layer(context) if describe_layer is not None else None
+
+
+def _draw(
+    path: Path, entry: Variant, module: nn.Module, dim: int, heads: int, options: dict[str, Any]
+) -> None:
+    """Write the figure of a mechanism: its heads and cache, or its mask."""
+    from regard.cli.options import check_files
+    from regard.view.charts import write
+    from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure
+
+    check_files({}, pictures={"--figure": path})
+    mask = getattr(module, "mask", None)
+    if entry.name in ("mha", "gqa", "mqa", "mla"):
+        D, groups = options.get("head_dim") or dim // heads, options.get("groups", 8)
+        latents = {"kv_rank": 512, "rope_dim": 64, **options}
+        kv_rank, rope_dim = latents["kv_rank"], latents["rope_dim"]
+        write(
+            HeadsFigure(
+                (
+                    CachedHeads("MHA", heads, heads, 2 * heads * D),
+                    CachedHeads("GQA", heads, groups, 2 * groups * D),
+                    CachedHeads("MQA", heads, 1, 2 * D),
+                    CachedHeads(
+                        "MLA", heads, 0, kv_rank + rope_dim, f"latent {kv_rank}, key {rope_dim}"
+                    ),
+                )
+            ),
+            path,
+        )
+    elif mask is not None and entry.example_options:
+        from regard.span import Span
+
+        small = getattr(entry.example(), "mask", None)
+        assert small is not None, entry.name
+        positions = Span(0, 24)
+        visible = small.block(positions, positions)[0, 0].numpy()
+        write(MaskFigure(visible, f"{entry.name}: {small}"), path)
+    else:
+        raise ArgumentError(
+            f"there is no figure of {entry.name}; --figure draws mha, gqa, mqa and mla side by "
+            "side, and mechanisms that are defined by a mask"
+        )
 
 
 def _figures_as_json(
@@ -124,31 +199,56 @@ def _figures_as_json(
 def _description_text(
     entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
 ) -> str:
-    sizes = ", ".join(
-        f"{key}={value}" for key, value in {"dim": dim, "heads": heads, **options}.items()
-    )
+    from regard.nn.variants.registry import option_meanings
+    from regard.nn.variants.usage import USAGE, equation_symbols
+
+    usage = USAGE[entry.name]
+    columns = line_width()
+
+    def listed(title: str, rows: dict[str, str]) -> list[str]:
+        """Return a title and its rows, wrapped, with the meanings below one another."""
+        width = min(24, max(map(len, rows), default=0) + 4)
+        lines = [
+            fill(
+                text,
+                columns,
+                initial_indent=f"  {name}".ljust(width) + ("" if len(name) < width - 2 else "  "),
+                subsequent_indent=" " * width,
+                break_long_words=False,
+            )
+            for name, text in rows.items()
+        ]
+        return ["", title, *lines] if rows else []
+
+    meanings = {
+        name: f"{meaning.rstrip('.')} (here {options[name]})" if name in options else meaning
+        for name, meaning in option_meanings(entry).items()
+    }
     lines = [
-        f"{entry.name}: {entry.summary}",
+        fill(f"{entry.name}: {entry.summary}", columns),
         "",
-        f"  {entry.equation}",
+        fill(entry.equation, columns, initial_indent="  ", subsequent_indent="    "),
+        *listed("where", equation_symbols(entry.name, entry.equation)),
+        *listed(
+            "who and when",
+            {"used by": usage.models, "choose if": usage.choose, "avoid if": usage.avoid},
+        ),
+        *listed("options, for --set name=value", meanings),
         "",
-        f"Source: {entry.source}",
+        fill(f"Source: {entry.source}", columns),
     ]
+    sizes = {"dim": dim, "heads": heads, **options}
+    written = ", ".join(f"{key}={value}" for key, value in sizes.items())
     if description is None:
-        return "\n".join(
-            [
-                *lines,
-                "",
-                f"It attends to a second sequence, so a layer has no cache figures ({sizes}).",
-            ]
-        )
+        none = f"It attends to a second sequence, so a layer has no cache figures ({written})."
+        return "\n".join([*lines, "", fill(none, columns)])
     cached_line = f"{'values cached in total':<26}{description.cached_values:,}"
     head, *rows = str(description).splitlines()
     return "\n".join(
         [
             *lines,
             "",
-            f"One layer, {sizes}, {head.partition(', ')[2]}:",
+            fill(f"One layer, {written}, {head.partition(', ')[2]}:", columns),
             *(f"  {row}" for row in [*rows, cached_line]),
         ]
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -25,6 +26,8 @@ MAX_TOKENS = 1 << 16
 """The maximum number of queries, and of keys."""
 MAX_PAIRS = 1 << 27
 """The maximum number of pairs that are evaluated for a mask without key intervals."""
+MAX_FIGURE = 512
+"""The maximum number of queries, and of keys, of a figure."""
 MAX_DRAWN = 4
 """The maximum number of drawings, one for each batch row and head."""
 
@@ -63,6 +66,15 @@ Tiles = Annotated[
         show_default="tiles are only counted",
     ),
 ]
+FigureFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--figure",
+        metavar="FILE",
+        help=f"Also draw the mask, of at most {MAX_FIGURE} queries, to this .svg, .png or .pdf.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
 Color = Annotated[
     bool | None,
@@ -76,6 +88,7 @@ def show(
     keys: Keys = None,
     start: Start = None,
     tiles: Tiles = None,
+    figure: FigureFile = None,
     json: Json = False,
     color: Color = None,
 ) -> None:
@@ -93,6 +106,8 @@ def show(
         size = _tile_size(tiles, queries, k.length)
         _check_cost(mask, q, k)
         numbers = figures(mask, q, k, size)
+        if figure is not None:
+            _draw(figure, mask, q, k)
     except RegardError as error:
         typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
         typer.echo(str(error), err=True)
@@ -104,6 +119,22 @@ def show(
     ascii_only = not (console.encoding or "").lower().startswith("utf")
     for line in _lines(mask, q, k, numbers, draw_tiles=tiles is not None, ascii_only=ascii_only):
         console.print(line, soft_wrap=True, highlight=False)
+
+
+def _draw(path: Path, mask: Mask, q: Span, k: Span) -> None:
+    """Write the figure of a mask for its first batch row and head."""
+    from regard.cli.options import check_files
+    from regard.view.charts import write
+    from regard.view.heads_figure import MaskFigure
+
+    if max(q.length, k.length) > MAX_FIGURE:
+        raise ArgumentError(
+            f"--figure draws at most {MAX_FIGURE} queries and keys, but there are {q.length} and "
+            f"{k.length}; give fewer --queries or --keys"
+        )
+    check_files({}, pictures={"--figure": path})
+    visible = mask.block(q, k)[0, 0].numpy()
+    write(MaskFigure(visible, str(mask), q.start, k.start), path)
 
 
 def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, Any]:

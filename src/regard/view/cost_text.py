@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_format
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from textwrap import fill
@@ -23,7 +22,7 @@ from regard.cost.roofline import (
 )
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import COMPARED_FIGURES, best_times
-from regard.text_table import format_table
+from regard.text_table import format_table, line_width
 
 SUGGESTED, EVIDENCE = "sizes that were not given", "what is published about quality"
 """The titles of two parts of a table of mechanisms."""
@@ -372,7 +371,7 @@ def quoted_evidence(row: MechanismCost) -> str:
 
 def _wrapped(lines: Iterable[str]) -> list[str]:
     """Return lines wrapped at the width of the terminal."""
-    width = max(40, shutil.get_terminal_size().columns)
+    width = line_width()
     return [fill(x, width, initial_indent="  ", subsequent_indent="    ") for x in lines]
 
 

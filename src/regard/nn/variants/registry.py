@@ -110,14 +110,15 @@ def variant(
 
 
 def find_variant(name: str) -> Variant:
-    """Return the mechanism of this name.
+    """Return the mechanism of this name, in upper or lower case, with - or _ between words.
 
     Raises:
         ArgumentError: no mechanism has this name.
 
-    >>> find_variant("mqa").family
+    >>> find_variant("MQA").family
     'softmax'
     """
+    name = name.lower().replace("-", "_")
     if name not in VARIANTS:
         hint = suggest(name, VARIANTS, otherwise=".")
         raise ArgumentError(
@@ -168,6 +169,31 @@ def required_options(entry: Variant) -> tuple[str, ...]:
     return tuple(
         name for name in option_names(entry) if parameters[name].default is inspect.Parameter.empty
     )
+
+
+def option_meanings(entry: Variant) -> dict[str, str]:
+    """Return what each option of a constructor means, from its docstring.
+
+    >>> from regard.nn.variants import VARIANTS
+    >>> option_meanings(VARIANTS["gqa"])["groups"]
+    'the key/value heads G, which divide H.'
+    """
+    text = inspect.getdoc(entry.build) or ""
+    arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
+    meanings: dict[str, str] = {}
+    names: list[str] = []
+    for line in arguments.splitlines():
+        if not line.startswith("     "):  # a new argument; its later lines are indented further
+            head, _, meaning = line.strip().partition(": ")
+            names = [name.strip() for name in head.split(",")]
+            meanings |= dict.fromkeys(names, meaning)
+        else:
+            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in names}
+    named = {name: meanings[name] for name in option_names(entry)}
+    for name, meaning in named.items():
+        if meaning.startswith("as for `"):  # the meaning stands at another mechanism
+            named[name] = option_meanings(VARIANTS[meaning.split("`")[1]])[name]
+    return named
 
 
 def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:

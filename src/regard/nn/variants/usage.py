@@ -1,0 +1,447 @@
+"""Who uses each mechanism of the catalogue, when to choose it and when not, and the symbols of its
+equation.
+
+The table is data for people: `regard describe` prints it. A new mechanism gets a row here; the test
+of this file asks for it, and for the meaning of every symbol of every equation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a reader should know before choosing a mechanism.
+
+    Attributes:
+        models: public models that use it.
+        choose: when it is a good choice.
+        avoid: when it is not.
+        options: sizes of a published model, for the options that have no default.
+        symbols: symbols of the equation that mean something else elsewhere.
+
+    >>> USAGE["mqa"].models
+    'PaLM, StarCoder, Falcon 7B, Gemma 2B'
+    """
+
+    models: str
+    choose: str
+    avoid: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    symbols: Mapping[str, str] = field(default_factory=dict)
+
+
+SYMBOLS: dict[str, str] = {
+    "x": "hidden states, one row a token",
+    "q": "queries of a head",
+    "k": "keys of a head",
+    "v": "values of a head",
+    "z": "result of a head",
+    "out": "result of the layer",
+    "i": "position of the query",
+    "j": "position of the key",
+    "t": "position of the token",
+    "h": "index of a query head",
+    "g": "index of a key/value head",
+    "H": "number of query heads",
+    "G": "number of key/value heads",
+    "D": "width of a query and key head",
+    "W": "a learned matrix",
+    "W_q": "learned matrix of the queries",
+    "W_k": "learned matrix of the keys",
+    "W_v": "learned matrix of the values",
+    "W_o": "learned matrix of the output",
+    "W_g": "learned matrix of the output gate",
+    "b": "a learned bias",
+    "b_o": "learned bias of the output",
+    "S": "state of a head, a matrix with a row for each channel of a key",
+    "n": "sum of the keys in the state, by which the result is divided",
+    "s_ij": "score of query i and key j",
+    "p_ij": "weight of query i and key j",
+    "causal": "0 where j <= i, and minus infinity where j > i",
+    "norm": "RMS norm of a head",
+    "rotary": "rotary position embedding",
+    "phi": "feature map, which makes queries and keys positive",
+    "silu": "x sigmoid(x)",
+    "elu": "x for x > 0, exp(x) - 1 below",
+    "beta": "share of the old value that is replaced, between 0 and 1",
+    "I": "the selected keys",
+    "K": "keys",
+    "V": "values",
+    "topk": "number of selected keys or blocks",
+    "m": "the second sequence, from which keys and values come",
+}
+"""The meaning of a symbol in the equations, unless a mechanism gives another one."""
+
+FUNCTIONS = frozenset(
+    {"softmax", "sqrt", "exp", "tanh", "sigmoid", "softplus", "relu", "sum", "min", "mod", "mean"}
+    | {"diag", "concat", "dot", "general", "T"}
+)
+"""Functions and words with a common meaning; T is a transpose."""
+
+_WINDOW = {"W": "the window: how many of the last keys a token sees, itself included"}
+_EIGHT = {"groups": 8}
+_ENCODER = {
+    "e": "score of a decoder step and an encoder step",
+    "h": "states of the encoder",
+    "s": "state of the decoder",
+    "c": "context: the weighted sum of the encoder states",
+    "v": "learned vector",
+}
+_STRIDE = {"l": "the stride"}
+
+USAGE: dict[str, Usage] = {
+    "infini": Usage(
+        "none that is released; the paper trained models of 1B and 8B parameters",
+        "a stream without end must be read with memory of a fixed size",
+        "exact recall of single tokens matters, or a window with global layers is enough",
+        symbols={
+            "sigma": "feature map elu + 1",
+            "M": "memory of the earlier segments, a matrix for each head",
+            "n": "sum of the keys in the memory",
+            "g": "learned gate between memory and segment, one for each head",
+        },
+    ),
+    "infini_delta": Usage(
+        "none that is released; the paper trained models of 1B and 8B parameters",
+        "as infini, where the same keys come again with other values",
+        "as infini; a segment also costs one more read of the memory",
+        symbols={"sigma": "feature map elu + 1", "M": "memory", "n": "sum of the keys"},
+    ),
+    "streaming": Usage(
+        "no model is trained with it; it runs Llama 2, MPT, Falcon and others without end",
+        "a trained model must read a stream without end, and only the recent tokens matter",
+        "the answer is further back than the recent tokens: those keys are gone",
+        symbols={
+            "R": "rotation to a position; alone, the number of recent tokens",
+            "d": "position of a key inside the cache",
+            "p": "position of the query",
+            "s": "number of first tokens that stay",
+            "sinks": "the first tokens, which stay in the cache",
+        },
+    ),
+    "cross_attention": Usage(
+        "the decoders of T5, BART, Marian and Whisper; image models that read a text",
+        "one sequence is read while another one is written, and the first one is complete",
+        "a decoder alone is enough: it reads prompt and answer as one sequence",
+    ),
+    "bahdanau": Usage(
+        "RNNsearch, the first neural translation with attention",
+        "a recurrent decoder reads a recurrent encoder of another width",
+        "a transformer is possible: its dot products are faster, and as good with a scale",
+        symbols={
+            **_ENCODER,
+            "W": "learned matrix of the decoder state",
+            "U": "learned matrix of the encoder states",
+            "a": "weights over the encoder steps",
+        },
+    ),
+    "luong": Usage(
+        "the recurrent translation models of 2015 to 2017",
+        "a recurrent decoder reads an encoder of the same width, with one product a step",
+        "a transformer is possible",
+        symbols={**_ENCODER, "W": "learned matrix of the general and the concat score"},
+    ),
+    "linear_attention": Usage(
+        "research models",
+        "to learn how a state of fixed size replaces the cache",
+        "quality matters: without a decay or the delta rule the state fills up",
+    ),
+    "retention": Usage(
+        "RetNet; the lightning attention of MiniMax-01 has a fixed decay for each head too",
+        "a state of fixed size, with a training as simple as that of attention",
+        "tokens must be forgotten by their content: take gated_linear or gated_delta_net",
+        symbols={"gamma": "decay of a head, fixed"},
+    ),
+    "gated_linear": Usage(
+        "research models of up to 7B parameters",
+        "the state must decide by content how fast each channel forgets",
+        "exact recall matters: take gated_delta_net, with some layers of full attention",
+        symbols={
+            "a": "decay of each channel",
+            "W_1": "first matrix of the decay",
+            "W_2": "second matrix of the decay",
+            "b_g": "learned bias of the output gate",
+        },
+    ),
+    "delta_net": Usage(
+        "research models",
+        "the same key gets new values: the delta rule replaces the old one",
+        "long texts in which old content must fade: take gated_delta_net",
+    ),
+    "gated_delta_net": Usage(
+        "Qwen3-Next and Qwen3.5, in three of four layers",
+        "long contexts with a cache of fixed size, beside some layers of full attention",
+        "as the only mechanism, where exact recall matters",
+        symbols={
+            "g": "logarithm of the decay",
+            "A": "learned rate of the decay, one for each head",
+            "S'": "the state after its decay",
+        },
+    ),
+    "sliding_window": Usage(
+        "Mistral 7B v0.1",
+        "the context is long, memory is short, and near tokens decide",
+        "single facts from far back are asked for: take local_global",
+        {"groups": 8, "window": 4096},
+        _WINDOW,
+    ),
+    "local_global": Usage(
+        "Gemma 2, Gemma 3, gpt-oss, Cohere Command A, OLMo 3; ModernBERT without a causal mask",
+        "long contexts: nearly the cache of a window, nearly the quality of full attention",
+        "the context is short, so that the window never ends",
+        {"groups": 8, "window": 1024},
+        {**_WINDOW, "n": "distance of two global layers"},
+    ),
+    "chunked": Usage(
+        "Llama 4, in three of four layers",
+        "long contexts, with masks that never cross the border of a chunk",
+        "the first tokens of a chunk need those before it, and no layer is global",
+        {"groups": 8, "chunk": 8192},
+        {"C": "size of a chunk"},
+    ),
+    "prefix_lm": Usage(
+        "PaliGemma, UL2",
+        "a prompt is read at once, and its tokens profit from later ones",
+        "prompts grow turn by turn: every new turn changes the cache of the prefix",
+        {"groups": 8, "prefix": 256},
+        {"n": "length of the prefix"},
+    ),
+    "packed": Usage(
+        "the training of most language models",
+        "short documents fill a row of training without padding",
+        "at inference, where each sequence has its own row",
+        {"groups": 8, "bounds": (0, 1024, 3072, 4096)},
+        {"document": "number of the document of a token"},
+    ),
+    "longformer": Usage(
+        "Longformer and LED",
+        "an encoder reads long documents, and a few tokens collect their meaning",
+        "text is generated: windows with global layers have faster kernels",
+        {"window": 512},
+        {"q'": "queries, keys and values (q', k', v') of the global tokens' own projections"},
+    ),
+    "dilated": Usage(
+        "the character models of Longformer, in their upper layers",
+        "the window must reach further at the same cost",
+        "any neighbouring token may matter: a dilated window jumps over most of them",
+        {"window": 512, "step": 2},
+        {**_WINDOW, "s": "step between two keys"},
+    ),
+    "bigbird": Usage(
+        "BigBird and BigBird-Pegasus",
+        "an encoder reads long documents with a proof that every pair is connected",
+        "speed on a CPU or GPU matters: random blocks are read in no order",
+    ),
+    "sparse_strided": Usage(
+        "the Sparse Transformer, for images and music",
+        "data has rows of equal length, such as images",
+        "data is text: take a window",
+        {"stride": 128},
+        _STRIDE,
+    ),
+    "sparse_fixed": Usage(
+        "the Sparse Transformer, for text; GPT-3 in every second layer, with another pattern",
+        "every block can be summarised in its last tokens",
+        "the choice is open: windows with global layers are simpler, and measured better",
+        {"stride": 128},
+        {**_STRIDE, "c": "number of summary tokens of a block"},
+    ),
+    "nsa": Usage(
+        "no released model; the paper trained one of 27B parameters",
+        "a model is trained from scratch for very long contexts on GPUs",
+        "a trained model is at hand: take dsa; or there is only a CPU",
+        {"groups": 4},
+        {"g_b": "learned gate of a branch", "b": "one of the three branches"},
+    ),
+    "moba": Usage(
+        "the long-context service of Kimi",
+        "a trained model must read longer contexts, with full attention as the way back",
+        "the answer is spread over many blocks",
+        _EIGHT,
+    ),
+    "dsa": Usage(
+        "DeepSeek-V3.2",
+        "a trained model with a long context must compute less for each token",
+        "the cache is the limit: it keeps all keys, and those of the indexer too",
+        _EIGHT,
+        {
+            "w": "learned weight of an indexer head",
+            "q'": "queries of the indexer",
+            "k'": "key of the indexer",
+        },
+    ),
+    "weightless": Usage(
+        "none; it is the first step of many lessons",
+        "to see what attention does before anything is learned",
+        "for anything else",
+    ),
+    "single_head": Usage(
+        "none; it is the second step of many lessons",
+        "to see queries, keys and values",
+        "for a real model: take several heads",
+    ),
+    "causal": Usage(
+        "none; it is the third step of many lessons",
+        "to see the causal mask",
+        "for a real model: take several heads",
+    ),
+    "mha": Usage(
+        "BERT, Llama 2 7B and 13B, OPT, Pythia",
+        "the model is small, or an encoder, which has no cache",
+        "a decoder with long contexts: its cache is H/G times that of gqa",
+    ),
+    "mha_per_head": Usage(
+        "none; it computes what mha computes",
+        "to read the equation head by head",
+        "speed matters: stacked matrices are one product",
+        symbols={
+            "W_h^Q": "learned matrix of the queries of head h",
+            "W_h^K": "learned matrix of the keys of head h",
+            "W_h^V": "learned matrix of the values of head h",
+        },
+    ),
+    "gpt": Usage(
+        "GPT-2 and GPT-3",
+        "to load or study GPT-2",
+        "a new model: take gqa with rotary positions",
+    ),
+    "gqa": Usage(
+        "Llama 3, Mistral, Qwen2.5, and most open models since 2023",
+        "the default of a new decoder: nearly the quality of mha, a cache of G/H of its size",
+        "the cache still decides how many users fit: take mla or local_global",
+        _EIGHT,
+    ),
+    "mqa": Usage(
+        "PaLM, StarCoder, Falcon 7B, Gemma 2B",
+        "the model is small, and decoding speed is everything",
+        "quality matters at some billion parameters: take gqa, which costs little more",
+    ),
+    "qk_norm": Usage(
+        "Qwen3, Gemma 3",
+        "training diverges because scores grow",
+        "a checkpoint without these norms is continued",
+        _EIGHT,
+    ),
+    "qk_norm_after_rotary": Usage(
+        "Hunyuan; Llama 4 without learned weights",
+        "to load such a checkpoint",
+        "a new model: the norm before the rotation is usual",
+        _EIGHT,
+    ),
+    "qk_norm_flat": Usage(
+        "OLMo 2, OLMoE",
+        "to load such a checkpoint",
+        "heads are split over devices: the norm needs all of them",
+        _EIGHT,
+    ),
+    "softcap": Usage(
+        "Gemma 2, Grok-1",
+        "scores must stay bounded without norms",
+        "fused kernels matter: many have no tanh in the scores; take qk_norm",
+        _EIGHT,
+        {"c": "the cap"},
+    ),
+    "learned_sink": Usage(
+        "gpt-oss",
+        "heads need a way to attend to nothing, mostly with windows",
+        "a kernel without the logit is used: the first tokens become the sink by themselves",
+        _EIGHT,
+        {"sink": "learned logit of a head"},
+    ),
+    "alibi": Usage(
+        "BLOOM, MPT",
+        "texts longer than those of training, without any change",
+        "far tokens matter: the penalty hides them; take rotary positions and yarn",
+        symbols={"m": "slope of a head"},
+    ),
+    "t5": Usage(
+        "T5, mT5, Flan-T5",
+        "encoders and encoder-decoders of moderate length",
+        "fused kernels matter: a learned bias for each pair is read for each score",
+        symbols={"table": "learned bias of a bucket and a head", "bucket": "bucket of a distance"},
+    ),
+    "gated": Usage(
+        "Qwen3-Next and Qwen3.5, in their layers of full attention",
+        "a new model: it removes sinks and large activations at little cost",
+        "a checkpoint without the gate is continued",
+        _EIGHT,
+    ),
+    "differential": Usage(
+        "research models of up to 13B parameters",
+        "noise in long contexts hurts, and two patterns for each head can be paid for",
+        "fused kernels and public checkpoints matter",
+        symbols={
+            "l": "learned weight of the second pattern",
+            "l0": "first value of that weight, by the depth of the layer",
+            "q1": "queries of the first pattern",
+            "q2": "queries of the second pattern",
+            "k1": "keys of the first pattern",
+            "k2": "keys of the second pattern",
+        },
+    ),
+    "mla": Usage(
+        "DeepSeek-V2, V3 and R1, Kimi K2, MiniCPM3",
+        "the cache decides how many users fit, and the quality of mha is wanted",
+        "compute is the limit, as on CPUs; or the runtime has no kernel for it",
+        {"q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128},
+        {
+            "c": "latent of a token",
+            "k_r": "rotary key of a token, shared by all heads",
+            "q_r": "rotary part of a query",
+            "W_dkv": "learned matrix from hidden states to latents",
+            "W_kr": "learned matrix of the rotary key",
+            "W_uk": "learned matrix from latents to keys, one for each head",
+            "W_uv": "learned matrix from latents to values, one for each head",
+            "R_s": "rotation to position s",
+            "scale": "1 / sqrt(width of a whole query)",
+        },
+    ),
+}
+"""The row of each mechanism, by its name in the catalogue."""
+
+_INDICES = "ijthg"
+"""Letters that say, below another symbol, which one of several it is."""
+_SYMBOL = re.compile(r"[A-Za-z]+[0-9]?(?:_[A-Za-z0-9]+)?(?:\^[QKV]\b)?'?")
+_ENGLISH = frozenset(
+    {"a", "after", "all", "and", "as", "block", "blocks", "by", "compressed", "document", "each"}
+    | {"earlier", "every", "for", "global", "globals", "heads", "in", "infini", "keys", "largest"}
+    | {"layer", "memory", "of", "or", "over", "query", "random", "rotated", "same", "segment"}
+    | {"selected", "split", "th", "the", "then", "token", "tokens", "way", "window", "with"}
+)
+"""Words of the equations that are no symbols."""
+
+
+def equation_symbols(name: str, equation: str) -> dict[str, str]:
+    """Return the symbols of an equation with their meanings, in the order of the equation.
+
+    Args:
+        name: the name of the mechanism.
+        equation: its equation.
+
+    Returns:
+        Symbol to meaning. The index of a symbol such as q_h has a line of its own.
+
+    Raises:
+        KeyError: a symbol has no meaning.
+
+    >>> equation_symbols("causal", "z = softmax(q k^T / sqrt(D) + causal) v")["D"]
+    'width of a query and key head'
+    """
+    own = USAGE[name].symbols
+    known = {**SYMBOLS, **own}
+    meanings: dict[str, str] = {}
+    for token in _SYMBOL.findall(equation.replace("'s ", " ")):
+        base, _, index = token.partition("_")
+        names = [x for x in (token, token.rstrip("'"), base, base.rstrip("'")) if x in known]
+        if names:
+            meanings.setdefault(names[0], known[names[0]])
+        elif base.rstrip("'") not in FUNCTIONS | _ENGLISH:
+            raise KeyError(f"{token} in the equation of {name}")
+        if not names or "_" not in names[0]:
+            meanings |= {x: known[x] for x in index if x in _INDICES and x not in meanings}
+    return meanings
