@@ -65,6 +65,25 @@ PARAMETERS = {
     "deepseek-v2": 235_741_434_880,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_419_200,
+    "mistral-small-24b": 23_572_403_200,
+    "mistral-large-2": 122_610_069_504,
+    "phi-3-mini": 3_821_079_552,
+    "phi-4": 14_659_507_200,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "kimi-k2": 1_026_408_232_448,
+    "qwen3-coder-480b-a35b": 480_154_875_392,
+    "smollm2-135m": 134_515_008,
+    "smollm2-1.7b": 1_711_376_384,
+    "smollm3-3b": 3_075_098_624,
+    "tinyllama-1.1b": 1_100_048_384,
+    "falcon3-7b": 7_455_550_464,
+    "pythia-6.9b": 6_857_302_016,
+    "mpt-7b": 6_649_286_656,
+    "bloom": 176_247_271_424,
+    "gemma-2b": 2_506_172_416,
+    "gemma-7b": 8_537_680_896,
 }
 
 
@@ -134,6 +153,8 @@ def test_the_table_of_the_gpt_oss_card(
         ("qwen3-30b-a3b", 3),
         ("mixtral-8x7b", 13),
         ("deepseek-v3", 37),
+        ("qwen3-coder-480b-a35b", 35),
+        ("kimi-k2", 32),
     ],
 )
 def test_active_parameters(name: str, billions: int) -> None:

@@ -144,7 +144,7 @@ def test_every_machine_says_where_from() -> None:
         assert machine.name == name
         assert machine.bandwidth > 1e10
         assert min(machine.flops.values()) > 1e11
-        assert machine.source.startswith(("NVIDIA", "AMD", "Intel"))
+        assert machine.source.startswith(("NVIDIA", "AMD", "Intel", "Apple", "Google"))
     assert MACHINES["epyc-9654"].bandwidth == 12 * 4800e6 * 8
     assert MACHINES["epyc-9654"].flops["fp32"] == pytest.approx(96 * 32 * 2.4e9)
 
@@ -181,6 +181,7 @@ DRIVERS = {  # MiB in all: memory.total of nvidia-smi, and rocminfo's 201,310,20
     "b200": 183359,
     "rtx-3090": 24576,
     "rtx-4090": 24564,
+    "rtx-5090": 32607,
     "mi300x": 201_310_208 // 1024,
 }
 

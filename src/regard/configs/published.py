@@ -163,6 +163,82 @@ LLAMA = {
     ),
 }
 LLAMA["llama-3-405b"], LLAMA["mistral-7b"] = _L405, LLAMA["mistral-7b-v0.1"]
+_SHARED_HEAD: dict[str, object] = {"tie_word_embeddings": True}
+_FULL: dict[str, object] = {"sliding_window": None, **_MISTRAL}
+SMOLLM = "config.json of HuggingFaceTB/SmolLM"
+LIKE_LLAMA = {
+    "mistral-small-24b": PublishedModel(
+        _llama(5120, 40, 32, 8, 32768, 131072, head_dim=128, **_FULL), MISTRAL
+    ),
+    "mistral-large-2": PublishedModel(_llama(12288, 88, 96, 8, 28672, 32768, **_FULL), MISTRAL),
+    "tinyllama-1.1b": PublishedModel(
+        _llama(2048, 22, 32, 4, 5632, 32000), "config.json of TinyLlama/TinyLlama-1.1B"
+    ),
+    "falcon3-7b": PublishedModel(
+        _llama(3072, 28, 12, 4, 23040, 131072, head_dim=256), "config.json of tiiuae/Falcon3-7B"
+    ),
+    "smollm2-135m": PublishedModel(
+        _llama(576, 30, 9, 3, 1536, 49152, **_SHARED_HEAD), f"{SMOLLM}2-135M"
+    ),
+    "smollm2-1.7b": PublishedModel(
+        _llama(2048, 24, 32, 32, 8192, 49152, **_SHARED_HEAD), f"{SMOLLM}2-1.7B"
+    ),
+    "smollm3-3b": PublishedModel(
+        _llama(2048, 36, 16, 4, 11008, 128256, **_SHARED_HEAD),
+        f"{SMOLLM}3-3B",
+        "every fourth layer has no positions, which costs nothing: counted as Llama",
+    ),
+}
+
+
+def _as(kind: str, sizes: dict[str, object]) -> dict[str, object]:
+    """Return sizes with the keys of Llama under another model_type."""
+    return {**sizes, "model_type": kind}
+
+
+OLMO2 = "OLMo Team 2025 (arXiv 2501.00656), table 1; config.json of allenai/OLMo-2"
+PHI = "config.json of microsoft/phi-4 and Phi-3-mini"
+EARLIER = {
+    "olmo-2-7b": PublishedModel(_as("olmo2", _llama(4096, 32, 32, 32, 11008, 100352)), OLMO2),
+    "olmo-2-13b": PublishedModel(_as("olmo2", _llama(5120, 40, 40, 40, 13824, 100352)), OLMO2),
+    "olmo-2-32b": PublishedModel(_as("olmo2", _llama(5120, 64, 40, 8, 27648, 100352)), OLMO2),
+    "phi-3-mini": PublishedModel(_as("phi3", _llama(3072, 32, 32, 32, 8192, 32064)), PHI),
+    "phi-4": PublishedModel(_as("phi3", _llama(5120, 40, 40, 10, 17920, 100352)), PHI),
+    "pythia-6.9b": PublishedModel(
+        {
+            "model_type": "gpt_neox",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "intermediate_size": 16384,
+            "vocab_size": 50432,
+        },
+        "Biderman et al. 2023 (arXiv 2304.01373), table 1; config.json of EleutherAI/pythia-6.9b",
+    ),
+    "mpt-7b": PublishedModel(
+        {
+            "model_type": "mpt",
+            "d_model": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "vocab_size": 50432,
+            "max_seq_len": 2048,
+            "attn_config": {"alibi": True},
+            "no_bias": True,
+        },
+        "config.json of mosaicml/mpt-7b",
+    ),
+    "bloom": PublishedModel(
+        {
+            "model_type": "bloom",
+            "hidden_size": 14336,
+            "n_layer": 70,
+            "n_head": 112,
+            "vocab_size": 250880,
+        },
+        "BigScience 2022 (arXiv 2211.05100), table 3; config.json of bigscience/bloom",
+    ),
+}
 
 
 def _qwen(
@@ -215,6 +291,18 @@ QWEN = {
     "qwen3-14b": PublishedModel(_qwen("qwen3", 5120, 40, 40, 8, 17408, head_dim=128), QWEN3),
     "qwen3-32b": PublishedModel(_qwen("qwen3", 5120, 64, 64, 8, 25600, head_dim=128), QWEN3),
     "qwen3-30b-a3b": PublishedModel(_qwen("qwen3_moe", 2048, 48, 32, 4, 6144, **_moe(768)), QWEN3),
+    "qwen3-coder-480b-a35b": PublishedModel(
+        _qwen(
+            "qwen3_moe",
+            6144,
+            62,
+            96,
+            8,
+            8192,
+            **_moe(2560) | {"num_experts": 160},
+        ),
+        "config.json of Qwen/Qwen3-Coder-480B-A35B",
+    ),
     "qwen3-235b-a22b": PublishedModel(
         _qwen("qwen3_moe", 4096, 94, 64, 4, 12288, **_moe(1536)), QWEN3
     ),
@@ -246,7 +334,11 @@ _GEMMA3: dict[str, object] = {
 GEMMA2 = "Gemma Team 2024 (arXiv 2408.00118), table 1; config.json of google/gemma-2"
 GEMMA3 = "Gemma Team 2025 (arXiv 2503.19786), section 2; config.json of google/gemma-3"
 NO_VISION = "without the vision tower and its projector"
+GEMMA1 = "Gemma Team 2024 (arXiv 2403.08295), table 1; config.json of google/gemma"
+_GEMMA1: dict[str, object] = {"vocab_size": 256000}
 GEMMA = {
+    "gemma-2b": PublishedModel(_gemma("gemma", 2048, 18, 8, 1, 16384, **_GEMMA1), GEMMA1),
+    "gemma-7b": PublishedModel(_gemma("gemma", 3072, 28, 16, 16, 24576, **_GEMMA1), GEMMA1),
     "gemma-2-2b": PublishedModel(_gemma("gemma2", 2304, 26, 8, 4, 9216, **_GEMMA2), GEMMA2),
     "gemma-2-9b": PublishedModel(_gemma("gemma2", 3584, 42, 16, 8, 14336, **_GEMMA2), GEMMA2),
     "gemma-2-27b": PublishedModel(
@@ -330,9 +422,22 @@ DEEPSEEK = {
     ),
     "deepseek-v3": _V3,
     "deepseek-r1": _V3,
+    "kimi-k2": PublishedModel(
+        _deepseek(
+            7168,
+            61,
+            64,
+            1536,
+            **_experts(18432, 2048, 384, 8, 1),
+            **_V3_KEYS | {"vocab_size": 163840, "first_k_dense_replace": 1},
+        ),
+        "Kimi Team 2025 (arXiv 2507.20534), section 2.3; config.json of moonshotai/Kimi-K2",
+    ),
 }
 
-PUBLISHED_MODELS: dict[str, PublishedModel] = GPT | LLAMA | QWEN | GEMMA | DEEPSEEK
+PUBLISHED_MODELS: dict[str, PublishedModel] = (
+    GPT | LLAMA | LIKE_LLAMA | QWEN | GEMMA | DEEPSEEK | EARLIER
+)
 """Name -> config and source."""
 
 

@@ -106,6 +106,15 @@ def _cpu(
     )
 
 
+def _chip(
+    bandwidth: float, source: str, **teraflops: float
+) -> tuple[float, dict[str, float], int, str, str]:
+    """Return the fields of a chip whose memory depends on the machine it is sold in, or is not
+    reported by a driver.
+    """
+    return bandwidth * 1e9, {k: v * 1e12 for k, v in teraflops.items()}, 0, source, ""
+
+
 _NUMBERS = {
     "v100-sxm": _gpu(
         900,
@@ -201,6 +210,15 @@ _NUMBERS = {
         fp8=330.3,
         fp32=82.6,
     ),
+    "rtx-5090": _gpu(
+        1792,
+        32,
+        32607,
+        "NVIDIA RTX Blackwell whitepaper (2025), appendix A, fp32 accumulation",
+        bf16=209.5,
+        fp8=419,
+        fp32=104.8,
+    ),
     "mi300x": _gpu(
         5300,
         192,
@@ -210,6 +228,10 @@ _NUMBERS = {
         fp8=2614.9,
         fp32=163.4,
     ),
+    "m1-max": _chip(400, "Apple press release of M1 Max (2021)", fp32=10.4),
+    "m2-ultra": _chip(800, "Apple press release of M2 Ultra (2023)", fp32=27.2),
+    "tpu-v5e": _chip(819, "Google Cloud documentation of TPU v5e, one chip", bf16=197),
+    "tpu-v5p": _chip(2765, "Google Cloud documentation of TPU v5p, one chip", bf16=459),
     "xeon-8380": _cpu(
         8,
         3200,
