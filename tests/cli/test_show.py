@@ -57,7 +57,7 @@ def test_the_figure_of_a_mask(tmp_path: Path) -> None:
     assert "causal &amp; window(2)" in picture.read_text(encoding="utf-8")
     result = call("causal", "--queries", "513", "--figure", str(tmp_path / "large.svg"))
     assert result.exit_code == 2
-    assert "at most 512 queries and keys" in result.output
+    assert "at most 512 x 512 pairs" in result.output
     assert not (tmp_path / "large.svg").exists()
 
 

@@ -446,19 +446,19 @@ def _base_model(
 
     if source is not None or revision is not None:
         return BaseModel.of(_model(source, revision, sizes, mechanism_options))
-    given = {name: value for name, value in sizes.items() if value is not None}
+    given_sizes = {name: value for name, value in sizes.items() if value is not None}
     groups = mechanism_options.pop("groups", None)
     if mechanism_options:
         names = ", ".join(map(_flag_of, mechanism_options))
         raise ArgumentError(
             f"{names} belong to one mechanism; give them inside --mechanisms, as window:4096"
         )
-    if "dim" not in given:
+    if "dim" not in given_sizes:
         raise ArgumentError(
             "give a model, or at least its width: --dim missing. regard cost --list shows the "
             "known models"
         )
-    return base_model(given, groups)
+    return base_model(given_sizes, groups)
 
 
 def _show_mechanisms(

@@ -71,7 +71,7 @@ FigureFile = Annotated[
     typer.Option(
         "--figure",
         metavar="FILE",
-        help=f"Also draw the mask, of at most {MAX_FIGURE} queries, to this .svg, .png or .pdf.",
+        help=f"Also draw the mask, at most {MAX_FIGURE} x {MAX_FIGURE} pairs, to this .svg, .png or .pdf.",
         show_default=False,
     ),
 ]
@@ -129,7 +129,7 @@ def _draw(path: Path, mask: Mask, q: Span, k: Span) -> None:
 
     if max(q.length, k.length) > MAX_FIGURE:
         raise ArgumentError(
-            f"--figure draws at most {MAX_FIGURE} queries and keys, but there are {q.length} and "
+            f"--figure draws at most {MAX_FIGURE} x {MAX_FIGURE} pairs, but there are {q.length} x "
             f"{k.length}; give fewer --queries or --keys"
         )
     check_files({}, pictures={"--figure": path})

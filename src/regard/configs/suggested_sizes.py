@@ -23,6 +23,7 @@ from regard.cost.roofline import Machine
 from regard.cost.softmax import SoftmaxSpec
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
+from regard.units import plural
 from regard.untrusted_text import short_repr
 
 REFERENCE_MODELS = (
@@ -97,12 +98,12 @@ class MechanismChoice:
     Attributes:
         label: what the user wrote.
         name: the name in the catalogue.
-        given: the options that were given.
+        sizes: the options that were given.
     """
 
     label: str
     name: str
-    given: Mapping[str, int]
+    sizes: Mapping[str, int]
 
     def sized(self, dim: int, heads: int, groups: int) -> SizedMechanism:
         """Return the mechanism with a value for each size that was not given.
@@ -116,8 +117,8 @@ class MechanismChoice:
             The mechanism, with the source of each suggested value.
         """
         suggestion = _SUGGESTIONS.get(self.name, _no_suggestion)(dim, heads, groups)
-        missing = {k: v for k, v in suggestion.items() if k not in self.given}
-        values = {**{k: v for k, (v, _) in missing.items()}, **self.given}
+        missing = {k: v for k, v in suggestion.items() if k not in self.sizes}
+        values = {**{k: v for k, (v, _) in missing.items()}, **self.sizes}
         global_every = values.pop("every", None)
         return SizedMechanism(
             self.label,
@@ -136,7 +137,7 @@ def parse_mechanism(text: str) -> MechanismChoice:
         ArgumentError: the name is unknown, an option is not a whole number or is given twice.
 
     >>> parse_mechanism("window:4096")
-    MechanismChoice(label='window:4096', name='sliding_window', given={'window': 4096})
+    MechanismChoice(label='window:4096', name='sliding_window', sizes={'window': 4096})
     """
     first, *values = text.strip().split(":")
     name = ALIASES.get(first.lower(), first.lower())
@@ -146,7 +147,7 @@ def parse_mechanism(text: str) -> MechanismChoice:
             f"{short_repr(first)} is not a mechanism whose cost is known{hint} Choose among "
             f"{', '.join([*ALIASES, *MECHANISM_CHOICES])}"
         )
-    given: dict[str, int] = {}
+    known: dict[str, int] = {}
     for value in values:
         option, sign, number = value.rpartition("=")
         option = option if sign else MAIN_OPTION.get(name, "")
@@ -156,10 +157,10 @@ def parse_mechanism(text: str) -> MechanismChoice:
                 f"{short_repr(value)} in {short_repr(text)} is not a size of {first}; write "
                 f"for example {form}, with a whole number of at least 1"
             )
-        if option in given:
+        if option in known:
             raise ArgumentError(f"{option} is given twice in {short_repr(text)}; give it once")
-        given[option] = int(number)
-    return MechanismChoice(text.strip(), name, given)
+        known[option] = int(number)
+    return MechanismChoice(text.strip(), name, known)
 
 
 def reference_model(dim: int, layers: int | None = None) -> str:
@@ -199,12 +200,12 @@ class BaseModel:
         return cls(model, *_heads_of(model))
 
 
-def base_model(given: Mapping[str, Any], groups: int | None = None) -> BaseModel:
+def base_model(known: Mapping[str, Any], groups: int | None = None) -> BaseModel:
     """Return a decoder of the given sizes; missing sizes are those of the published dense model of
     about that width.
 
     Args:
-        given: the sizes, as `regard.cost.mechanisms.Sizes` takes them; `dim` must be among them.
+        known: the sizes, as `regard.cost.mechanisms.Sizes` takes them; `dim` is among them.
         groups: G, the number of key/value heads; None takes that of the published model.
 
     Raises:
@@ -214,9 +215,9 @@ def base_model(given: Mapping[str, Any], groups: int | None = None) -> BaseModel
     >>> small.heads, small.groups, small.suggested
     (16, 2, 'as qwen2.5-0.5b: heads 16, ff 5,558, vocab 151,936')
     """
-    name = reference_model(given["dim"], given.get("layers"))
-    missing = {k: v for k, v in _sizes_like(name, given["dim"]).items() if k not in given}
-    sizes = Sizes(**{**missing, **given})
+    name = reference_model(known["dim"], known.get("layers"))
+    missing = {k: v for k, v in _sizes_like(name, known["dim"]).items() if k not in known}
+    sizes = Sizes(**{**missing, **known})
     listed = ", ".join(f"{option} {value:,}" for option, value in missing.items())
     return BaseModel(
         sizes.model("model"),
@@ -349,7 +350,7 @@ def _groups(dim: int, heads: int, groups: int) -> Suggestion:
     model = reference_model(dim)
     own = next(iter(model_of(model).mixers))
     same = isinstance(own, SoftmaxSpec) and own.shape.groups == groups
-    source = model if same else f"nearest to {model} that divides {heads} heads"
+    source = model if same else f"the nearest to {model} that divides {plural(heads, 'head')}"
     return {"groups": (groups, source)}
 
 

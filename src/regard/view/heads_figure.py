@@ -92,22 +92,22 @@ class HeadsFigure:
 def _panel(axes: Axes, one: CachedHeads) -> None:
     """Draw one mechanism: query heads, lines, and what is cached."""
     heads, groups = one.drawn
-    at = [(h + 0.5) / heads * 0.9 + 0.05 for h in range(heads)]
+    columns = [(h + 0.5) / heads * 0.9 + 0.05 for h in range(heads)]
     axes.text(0.05, 0.97, one.name, color=palette.LIGHT["ink"], fontsize=14, va="center")
     label = units.plural(one.heads, "query head")
     axes.text(0.05, 0.86, label, color=palette.LIGHT["soft"], fontsize=12, va="center")
-    for x in at:
+    for x in columns:
         _box(axes, x, 0.74, 0.7 / heads, 0.10, "q")
     if groups:
         places = [(g + 0.5) / groups * 0.9 + 0.05 for g in range(groups)]
-        for h, x in enumerate(at):
+        for h, x in enumerate(columns):
             axes.plot((x, places[h * groups // heads]), (0.68, 0.44), color=palette.LIGHT["soft"])
         for x in places:
             _box(axes, x, 0.38, 0.7 / heads, 0.10, "k")
             _box(axes, x, 0.24, 0.7 / heads, 0.10, "v")
         below = f"cached: {units.plural(one.groups, 'key/value head')}"
     else:
-        for x in at:
+        for x in columns:
             axes.plot((x, 0.5), (0.68, 0.38), color=palette.LIGHT["soft"], linestyle=(0, (4, 3)))
         _box(axes, 0.5, 0.32, 0.7, 0.12, "s")
         below = f"cached: {one.latent}"

@@ -22,7 +22,7 @@ class Usage:
         choose: when it is a good choice.
         avoid: when it is not.
         options: sizes of a published model, for the options that have no default.
-        symbols: symbols of the equation that mean something else elsewhere.
+        symbols: symbols of the equation that have another meaning in other equations.
 
     >>> USAGE["mqa"].models
     'PaLM, StarCoder, Falcon 7B, Gemma 2B'
