@@ -71,8 +71,10 @@ FigureFile = Annotated[
     typer.Option(
         "--figure",
         metavar="FILE",
-        help=f"Also draw the mask, at most {MAX_FIGURE} x {MAX_FIGURE} pairs, to this .svg, .png or "
-        ".pdf file.",
+        help=(
+            f"Also draw the mask, at most {MAX_FIGURE} x {MAX_FIGURE} pairs, to this .svg, .png "
+            "or .pdf file."
+        ),
         show_default=False,
     ),
 ]
