@@ -9,7 +9,7 @@ import shutil
 import sys
 from dataclasses import asdict
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -92,7 +92,7 @@ def _list(mechanisms: dict[str, dict[str, str]]) -> str:
 
 
 def _describe(
-    entry: Variant, dim: int, heads: int, options: dict[str, Any], context: int
+    entry: Variant, dim: int, heads: int, options: dict[str, object], context: int
 ) -> Description | None:
     """Return the description of a layer, which is built without memory for its weights because only
     sizes are needed.
@@ -106,8 +106,12 @@ def _describe(
 
 
 def _figures_as_json(
-    entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
-) -> dict[str, Any]:
+    entry: Variant,
+    dim: int,
+    heads: int,
+    options: dict[str, object],
+    description: Description | None,
+) -> dict[str, object]:
     figures = (
         {}
         if description is None
@@ -122,7 +126,11 @@ def _figures_as_json(
 
 
 def _description_text(
-    entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
+    entry: Variant,
+    dim: int,
+    heads: int,
+    options: dict[str, object],
+    description: Description | None,
 ) -> str:
     sizes = ", ".join(
         f"{key}={value}" for key, value in {"dim": dim, "heads": heads, **options}.items()

@@ -106,7 +106,7 @@ def show(
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, Any]:
+def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, object]:
     """Return the numbers of a mask: pairs, keys per query, key intervals of each query, and tiles.
 
     Lists are indexed by batch row, head and query.
