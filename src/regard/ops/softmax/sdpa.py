@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import masks
@@ -300,6 +300,15 @@ def attend_blocks(
     return out, lse
 
 
+class _SdpaContext(FunctionCtx):
+    """What `BlockwiseSdpa` keeps for its gradient."""
+
+    saved_tensors: tuple[Tensor, ...]
+    call: Call
+    scale: float
+    blocks: list[QueryBlock]
+
+
 class BlockwiseSdpa(torch.autograd.Function):
     """Autograd function for the output and lse of all key ranges.
 
@@ -309,7 +318,7 @@ class BlockwiseSdpa(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _SdpaContext,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -328,7 +337,9 @@ class BlockwiseSdpa(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: _SdpaContext, d_out: Tensor | None, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v, summed in the dtype of the lse; where they must be
         differentiable, the definition computes them.
         """
