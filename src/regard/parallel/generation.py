@@ -118,17 +118,17 @@ class _GenerationScope:
         logits = parts[owner].view_as(logits)
         return logits, replace(progress, length=progress.length + T)
 
-    def own_positions(self) -> None:
+    def own_positions(self) -> NoReturn:
         """Refuse: positions are known inside a session only."""
         _refuse_outside_session()
 
-    def run_attention(self, call: object, backend: str) -> None:
+    def run_attention(self, call: object, backend: str) -> NoReturn:
         """Refuse attention outside a session."""
         _refuse_outside_session()
 
     def run_mixer(
         self, mixer: object, x: object, positions: object, cache: object, backend: str
-    ) -> None:
+    ) -> NoReturn:
         """Refuse a mechanism outside a session."""
         _refuse_outside_session()
 
