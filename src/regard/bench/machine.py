@@ -36,7 +36,7 @@ CPU_FEATURES = (
 
 
 class MachineFacts(TypedDict):
-    """What `describe_machine` returns."""
+    """The facts about a machine that `describe_machine` returns, by name."""
 
     device: str
     processor: str

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from regard.errors import ArgumentError
 from regard.ops.softmax import attend as attend_here
+from regard.ops.softmax.call import AutogradContext
 from regard.ops.softmax.merge import apply_sink
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.exchange import exchange
@@ -98,7 +100,7 @@ class _HeadExchange:
         return torch.cat([p.view(B, n, count, D) for p in received], 1)
 
 
-class _HeadExchangeContext(FunctionCtx):
+class _HeadExchangeContext(AutogradContext, Protocol):
     """What `_ExchangeHeads` keeps for its gradient."""
 
     layout: _HeadExchange

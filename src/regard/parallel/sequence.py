@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from regard import tracing
 from regard.caches import Cache, Parts, rollback_on_error
@@ -24,6 +24,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.dynamic_rotary import PerRowRotary
 from regard.nn.mixer import Mixer
 from regard.ops.softmax import Call, KernelResult
+from regard.ops.softmax.call import AutogradContext
 from regard.parallel.attend import attend
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.decode import decode
@@ -209,7 +210,7 @@ class _RankScope:
 
     def append_tokens(
         self, decoder: object, caches: object, ids: object, positions: object, progress: object
-    ) -> NoReturn:
+    ) -> tuple[Tensor, object]:
         """Refuse a generation, whose prompt has no shards yet."""
         raise ArgumentError(
             "model.generate cannot run inside regard.parallel.sequence; use "
@@ -387,10 +388,9 @@ class _StateChain:
         return torch.zeros((), requires_grad=self.with_gradient)
 
 
-class _StateContext(FunctionCtx):
+class _StateContext(AutogradContext, Protocol):
     """What a message with a state keeps for the message with its gradient."""
 
-    saved_tensors: tuple[Tensor, ...]
     ranks: RankGroup
     other: int
     shapes: Sequence[TensorShape]

@@ -334,7 +334,9 @@ class PretrainingRun:
         with write_user_file(self.out / "command.txt") as path:
             path.write_text(f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8")
 
-    def figures(self, result: TrainResult, parameters: int, settings: Settings) -> dict[str, object]:
+    def figures(
+        self, result: TrainResult, parameters: int, settings: Settings
+    ) -> dict[str, object]:
         """Return the numbers that the command prints at the end."""
         return {
             "step": result.step,

@@ -78,7 +78,7 @@ def drawing(data: Mapping[str, Any]) -> Drawing:
     return Drawing(figure, hints)
 
 
-def _pattern(figure: Figure, data: Mapping[str, object], names: list[str]) -> dict[str, list[str]]:
+def _pattern(figure: Figure, data: Mapping[str, Any], names: list[str]) -> dict[str, list[str]]:
     """Draw the pattern of the head; masked cells are hatched."""
     cells = np.array(data["patterns"][data["head"]], float)  # None becomes NaN
     rows, columns = cells.shape

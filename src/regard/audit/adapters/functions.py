@@ -233,7 +233,7 @@ class FunctionAdapter(TargetAdapter):
         """Return the adapter with the function's causal flag set."""
         return self._copy_with(causal_flag=True)
 
-    def _copy_with(self, **changes: Any) -> FunctionAdapter:
+    def _copy_with(self, **changes: object) -> FunctionAdapter:
         """Return a new adapter with some arguments changed."""
         arguments: dict[str, Any] = {
             "claims": self.claims,

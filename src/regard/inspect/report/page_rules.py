@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -227,7 +228,7 @@ def _same_rule(a: RecordedStep, b: RecordedStep) -> bool:
     return same and _mask_structure(a.mask) == _mask_structure(b.mask) and a.bias == b.bias
 
 
-def _mask_structure(mask: masks.Mask) -> object:
+def _mask_structure(mask: masks.Mask) -> Any:
     """Return the tree of a mask, with the text of its terms."""
     operands = mask.operands()
     return (type(mask), *map(_mask_structure, operands)) if operands else str(mask)

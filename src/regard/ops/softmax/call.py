@@ -506,6 +506,24 @@ class Kernel(Protocol):
         """
 
 
+class AutogradContext(Protocol):
+    """What torch passes to `forward` and `backward` of a `torch.autograd.Function` as ctx; a class
+    that extends this protocol names what one function keeps for its gradient.
+    """
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Save inputs and outputs for the gradient."""
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None:
+        """Declare outputs that have no gradient."""
+
+    def set_materialize_grads(self, value: bool, /) -> None:  # noqa: FBT001  # as in torch
+        """Choose whether the gradient of an unused output is zeros or None."""
+
+
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that autocast converts; it leaves float64 as it is."""
 

@@ -19,20 +19,19 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.cost import attention_flops
 from regard.cost.softmax import training_flops
 from regard.ops.jit import has_numba_in_graph
 from regard.ops.jit.prefill import prefill, prefill_gradient
-from regard.ops.softmax.call import Call, KernelResult
+from regard.ops.softmax.call import AutogradContext, Call, KernelResult
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.ops.softmax.gemm import GemmKernel, prefill_args
@@ -285,10 +284,9 @@ def _attention_backward_shapes(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in (packed.q, packed.k, packed.v, *trained)]
 
 
-class _OperatorContext(FunctionCtx):
+class _OperatorContext(AutogradContext, Protocol):
     """What `attention_with_gradient` keeps for its gradient."""
 
-    saved_tensors: tuple[Tensor, ...]
     tensors: int
     others: tuple[list[int], str, float, float | None, bool, str]
 

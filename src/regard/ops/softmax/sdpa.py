@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import masks
-from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, Partial, WorkEstimate
+from regard.ops.softmax.call import (
+    SMALL_SCORE_BOUND,
+    AutogradContext,
+    Call,
+    KernelResult,
+    Partial,
+    WorkEstimate,
+)
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.mask_lowering import (
     ALL,
@@ -300,10 +307,9 @@ def attend_blocks(
     return out, lse
 
 
-class _SdpaContext(FunctionCtx):
+class _SdpaContext(AutogradContext, Protocol):
     """What `BlockwiseSdpa` keeps for its gradient."""
 
-    saved_tensors: tuple[Tensor, ...]
     call: Call
     scale: float
     blocks: list[QueryBlock]

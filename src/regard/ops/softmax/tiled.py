@@ -27,14 +27,19 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from regard.ops.softmax.bias_gradient import BiasGradient
-from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, WorkEstimate
+from regard.ops.softmax.call import (
+    SMALL_SCORE_BOUND,
+    AutogradContext,
+    Call,
+    KernelResult,
+    WorkEstimate,
+)
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.mask_lowering import visible_key_ranges
 from regard.ops.softmax.merge import apply_sink
@@ -176,11 +181,9 @@ def query_blocks(call: Call, sizes: TileSizes = DEFAULT_TILE_SIZES) -> Iterator[
         yield TiledQueryBlock(rows, ranges)
 
 
-class _TiledContext(FunctionCtx):
+class _TiledContext(AutogradContext, Protocol):
     """What `TiledFunction` keeps for its gradient."""
 
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
     call: Call
     seed: int
     blocks: list[TiledQueryBlock]
