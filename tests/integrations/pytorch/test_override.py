@@ -71,6 +71,7 @@ NAMES = list(make_masks(2, 4, 3, 5))
 SHAPES = [(4, 4, 9, 9), (4, 2, 5, 12), (4, 1, 1, 12), (4, 4, 12, 7)]
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

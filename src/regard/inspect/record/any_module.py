@@ -116,6 +116,7 @@ def _transformers_run(
     tokens = named.pop("tokens", 0)
     if not tokens:
         return inputs, named, model
+    # the types of nn.Module know no method of this name
     generate: Callable[..., object] = getattr(model, "generate")  # noqa: B009
     return inputs, {**named, "max_new_tokens": tokens, "do_sample": False}, generate
 
