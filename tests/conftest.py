@@ -115,6 +115,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("regard" if runs_all(config) else "quick")
+    annotations.sampled = not runs_all(config)
     # `with torch.device(...)` knows constructors by identity: let it learn the real ones first
     _device_constructors()
     for owner, name in (

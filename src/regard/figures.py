@@ -17,8 +17,7 @@ import torch
 from regard import attend, masks
 from regard.biases import alibi_slopes
 from regard.configs.suggested_sizes import BaseModel, mechanism_costs
-from regard.cost import Setting, model_of
-from regard.cost.sweep import sweep
+from regard.cost import CostReport, Setting, model_of
 from regard.errors import RegardError
 from regard.positions import rope_frequencies
 from regard.span import Span
@@ -78,14 +77,15 @@ def cache_growth() -> Chart:
     """Return the caches of an 8B model with several mechanisms over the context."""
     base = BaseModel.of(model_of("llama-3.1-8b"))
     names = ("mha", "gqa:8", "mqa", "mla", "window:4096")
-    contexts = [2**n for n in range(10, 18)]
-    rows = {
-        row.label: sweep(row.report.model, Setting(), contexts)
-        for row in mechanism_costs(names, base, Setting())
-    }
     lines = tuple(
-        Line(name, tuple((float(row["context"]), float(row["kv_bytes"])) for row in of_model))
-        for name, of_model in rows.items()
+        Line(
+            row.label,
+            tuple(
+                (float(n), float(CostReport(row.report.model, Setting(n)).kv_bytes))
+                for n in (2**i for i in range(10, 18))
+            ),
+        )
+        for row in mechanism_costs(names, base, Setting())
     )
     title = "the cache of one sequence, 32 layers of width 4,096, bf16"
     return Picture(title, "context, tokens", "cache, bytes", lines, "xy")

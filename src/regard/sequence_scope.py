@@ -7,18 +7,26 @@ if one is open, pass their call to it instead of computing on this rank's tokens
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from regard.caches import Cache
+    from regard.nn.mixer import Mixer
+    from regard.ops.softmax.call import Call, KernelResult
+    from regard.span import Positions
 
 
 class SequenceScope(Protocol):
     """What runs the calls of a thread while its scope is open."""
 
-    def own_positions(self) -> Any:
+    def own_positions(self) -> Tensor:
         """Return the positions of this rank's tokens, int64 [1, T], in the order of its tensors."""
 
-    def run_attention(self, call: Any, backend: str) -> Any:
+    def run_attention(self, call: Call, backend: str) -> KernelResult:
         """Run an attention call.
 
         Args:
@@ -29,7 +37,14 @@ class SequenceScope(Protocol):
             The `regard.ops.softmax.KernelResult` of this rank's queries over the keys of all ranks.
         """
 
-    def run_mixer(self, mixer: Any, x: Any, positions: Any, cache: Any, backend: str) -> Any:
+    def run_mixer(
+        self,
+        mixer: Mixer,
+        x: Tensor,
+        positions: Positions | None,
+        cache: Cache | None,
+        backend: str,
+    ) -> Tensor:
         """Run an attention mechanism on this rank's tokens.
 
         Args:
@@ -44,8 +59,13 @@ class SequenceScope(Protocol):
         """
 
     def append_tokens(
-        self, decoder: Any, caches: Any, ids: Any, positions: Any, progress: Any
-    ) -> Any:
+        self,
+        decoder: Callable[..., Tensor],
+        caches: Sequence[Cache],
+        ids: Tensor,
+        positions: Positions | None,
+        progress: object,
+    ) -> tuple[Tensor, object]:
         """Read tokens of a generation that continue those before.
 
         Args:

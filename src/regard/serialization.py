@@ -54,7 +54,7 @@ class Serializable:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def plain_arguments(cls, first: object, others: dict[str, Any]) -> dict[str, Any]:
+    def plain_arguments(cls, first: object, others: dict[str, object]) -> dict[str, object]:
         """Return the constructor arguments from the stored fields, the first of which has no
         name.
         """
@@ -208,7 +208,7 @@ def from_data(
     if not isinstance(data, Mapping):
         raise ArgumentError(f"a {registry.what} is {short_repr(data)}; it must be a JSON object")
 
-    def value(x: object) -> Any:
+    def value(x: object) -> object:
         if isinstance(x, str):
             return tensors[x]
         if isinstance(x, list):

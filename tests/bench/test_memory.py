@@ -66,6 +66,7 @@ def test_a_function_is_called_in_another_process() -> None:
         call_in_subprocess("any:thing", {}, command=failing)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not TELLS, reason="this system does not tell")
 def test_the_kernel_that_holds_every_score_takes_more_than_the_tiled_one() -> None:
     settings = {"case": "kernels", "size": "small", "length": 2048, "batch": None}

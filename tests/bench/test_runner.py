@@ -124,6 +124,7 @@ def test_rounds_end_with_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.rounds for row in found.rows] == [3, 3]
 
 
+@pytest.mark.full
 def test_everything_that_is_not_timed_says_why() -> None:
     def broken(problem: AttentionProblem) -> PreparedCall:
         raise ZeroDivisionError("first line\nsecond line")

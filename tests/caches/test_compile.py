@@ -39,7 +39,7 @@ def attention(mask: masks.Mask) -> Attention:
     return Attention(project, nn.Linear(32, 16), mask=mask)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_decode_steps_share_few_graphs(name: str, padded: bool) -> None:

@@ -56,6 +56,7 @@ def bits(cache: Cache) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("run", RUNS)
 def test_going_on_after_a_load_is_going_on(kind: Kind, run: str, tmp_path: Path) -> None:

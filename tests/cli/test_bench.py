@@ -92,6 +92,7 @@ def test_the_same_results_give_the_same_chart(tmp_path: Path) -> None:
     assert ">y<" not in first
 
 
+@pytest.mark.full
 def test_json_on_stdout_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
         "decode",
@@ -150,6 +151,7 @@ def test_the_list_names_what_is_missing(
     assert line.endswith("decode")
 
 
+@pytest.mark.full
 def test_the_group_of_models_ends_with_one_table(capsys: pytest.CaptureFixture[str]) -> None:
     listed, _ = run(capsys, "models", "--list")
     assert all(name in listed for name in GROUPS["models"])

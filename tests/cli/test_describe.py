@@ -28,6 +28,7 @@ def test_the_list_has_every_mechanism_with_its_sentence(capsys: pytest.CaptureFi
     assert set(json.loads(said(capsys, "--json"))) == set(VARIANTS)
 
 
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_one_mechanism(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     out = said(capsys, name)

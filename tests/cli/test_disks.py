@@ -226,7 +226,7 @@ def test_one_run_at_a_time_writes_into_a_folder(
     assert tree(Path("out")) == {}
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full(keep=["arguments1"])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 @pytest.mark.parametrize("arguments", [("generate", "a", "--max-tokens", "2"), ("show", "causal")])
 def test_output_to_a_full_disk(arguments: tuple[str, ...]) -> None:

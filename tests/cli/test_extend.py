@@ -27,24 +27,19 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> t
     return found.out, found.err
 
 
-def test_a_checkpoint_is_read_in_every_form(
-    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
-) -> None:
-    text, page, chart = tmp_path / "text.txt", tmp_path / "page.html", tmp_path / "chart.svg"
+@pytest.fixture
+def options(folder: Path, tmp_path: Path) -> list[str]:
+    text = tmp_path / "text.txt"
     text.write_text(TEXT, "utf-8")
-    options = [
-        str(folder),
-        "--text",
-        str(text),
-        "--length",
-        "64",
-        "--windows",
-        "2",
-        "--trials",
-        "2",
-        "--steps",
-        "6",
-    ]
+    few = ["--length", "64", "--windows", "2", "--trials", "2", "--steps", "6"]
+    return [str(folder), "--text", str(text), *few]
+
+
+@pytest.mark.full
+def test_a_checkpoint_is_read_in_every_form(
+    capsys: pytest.CaptureFixture[str], options: list[str], tmp_path: Path
+) -> None:
+    page, chart = tmp_path / "page.html", tmp_path / "chart.svg"
     out, err = run(
         capsys,
         *options,
@@ -63,10 +58,15 @@ def test_a_checkpoint_is_read_in_every_form(
     assert "... yarn: 16, 32, 64 tokens, and cached decoding" in err
     assert page.read_text("utf-8").count("<svg") == 5
     assert chart.read_text("utf-8").startswith("<svg")
+
+
+def test_json_has_the_figures(
+    capsys: pytest.CaptureFixture[str], options: list[str], tmp_path: Path
+) -> None:
     told = json.loads(run(capsys, *options, "--method", "linear", "--json")[0])
     assert list(told["methods"]) == ["unscaled", "linear"]
     assert told["lengths"] == [16, 32, 64]
-    assert told["text"] == str(text)
+    assert told["text"] == str(tmp_path / "text.txt")
     plain, scaled = (told["methods"][name]["theta"] for name in ("unscaled", "linear"))
     assert scaled == pytest.approx([theta / 2 for theta in plain], rel=1e-12)
 

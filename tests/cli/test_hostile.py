@@ -39,7 +39,7 @@ PLACES = {
 }
 
 
-@pytest.mark.full(keep=3)
+@pytest.mark.full(keep=["mechanism", "mask", "flag"])
 @pytest.mark.parametrize("place", PLACES)
 def test_hostile_words(
     place: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

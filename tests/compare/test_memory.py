@@ -35,6 +35,7 @@ def test_an_experiment_asks_the_program() -> None:
         )
 
 
+@pytest.mark.full
 def test_the_program_measures_a_prompt_and_a_step() -> None:
     """In this process: the numbers are too small to say more than that both were measured, and are
     plain.

@@ -51,6 +51,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize("context", [1, 5, 16, 100])
 def test_one_layer_as_the_catalogue_builds_and_describes_it(

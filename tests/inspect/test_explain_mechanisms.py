@@ -33,7 +33,7 @@ def found(name: str, **where: Any) -> Explanation:
     return explain(random_model(name, TEXT), **where)
 
 
-@pytest.mark.full(keep=18)
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_mechanism_is_explained(name: str) -> None:
     """Its row, mixed over its values, is what the mechanism gave; it travels as JSON; its page has

@@ -95,6 +95,7 @@ def test_every_attention_of_an_encoder_decoder_has_its_place() -> None:
     assert len(source.ids) == len(m.encode(TEXT)[0][0])
 
 
+@pytest.mark.full
 def test_the_recording_of_a_reading_has_what_is_explained() -> None:
     """Of every kind of network: the same weights, under the names of both texts, as plain data of a
     page.

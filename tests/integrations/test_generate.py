@@ -58,7 +58,7 @@ def greedy(name: str) -> Tensor:
     return generate(name, "eager")
 
 
-@pytest.mark.full(keep=4)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_tokens_are_the_same_with_every_cache(name: str) -> None:
     for kind, cache in CACHES.items():

@@ -122,6 +122,7 @@ def test_from_config_and_from_pretrained_refuse_it(tmp_path: Any) -> None:
     assert again.config._attn_implementation == "eager"
 
 
+@pytest.mark.full
 def test_a_part_that_is_refused_refuses_the_whole_and_a_part_that_is_not_named_does_not() -> None:
     small = {
         "hidden_size": 32,

@@ -293,7 +293,7 @@ def test_a_model_is_read_and_continued(model: Any) -> None:
     assert_same_in_a_crowd(calls, 1)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("cache", [None, "fixed", "paged", "quantised"])
 def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model: Any) -> None:
     read = model.cache_prefix("to be or not to be", cache=cache, max_context=64 if cache else None)
@@ -309,21 +309,10 @@ def test_a_text_that_was_read_once_is_continued_by_all(cache: str | None, model:
 
 
 def test_a_model_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
-    import regard.integrations.transformers
+    from tests.integrations import families  # skips without transformers
 
-    config = transformers.LlamaConfig(
-        vocab_size=16,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.set_attn_implementation("regard")
-    regard.integrations.transformers.name_taps(model)
+    model = families.decoder("Llama", "regard")
+    families.name_taps(model)
     ids = [torch.arange(1, n)[None] % 16 for n in (4, 6, 9)]
     assert_same_in_a_crowd([lambda x=x: torch.no_grad()(model)(x).logits for x in ids], 1)
 

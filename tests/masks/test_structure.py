@@ -66,6 +66,7 @@ def test_intervals_exist_where_promised(name: str) -> None:
     assert (found is None) == (name in WITHOUT_INTERVALS)
 
 
+@pytest.mark.full(keep=24)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("T, S", [(0, 3), (3, 0), (0, 0)])
 def test_nothing_to_see(name: str, T: int, S: int) -> None:

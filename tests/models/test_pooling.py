@@ -45,6 +45,7 @@ def oracle(states: Tensor, real: Tensor, mode: str, *, normalise: bool) -> Tenso
     return found
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

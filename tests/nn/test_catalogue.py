@@ -159,7 +159,7 @@ def padded(n: int, left: int, right: int) -> Tensor:
     return positions
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize(("left", "right"), [(4, 0), (0, 4), (3, 2)])
 def test_padding_changes_nothing(name: str, left: int, right: int) -> None:
@@ -211,7 +211,7 @@ def test_gradients(name: str) -> None:
     assert [n for n in without if not n.startswith("selector.")] == [], "nothing reaches these"
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision(name: str, dtype: torch.dtype) -> None:

@@ -185,7 +185,7 @@ class Scattered(Growing):
         return tuple(holed), as_tensor(positions)[:, order].masked_fill(hole, -1)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("scaling", [None, YARN])
 def test_all_forms_are_equal_under_any_cache_and_chunks(scaling: YaRN | None) -> None:
     x = torch.randn(2, 24, M, dtype=torch.float64)

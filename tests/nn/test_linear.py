@@ -11,6 +11,7 @@ from regard.nn.linear import FP16_MATMUL_ROWS, Linear, linear
 from tests.rules import assert_close_rule
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, FP16_MATMUL_ROWS - 1, FP16_MATMUL_ROWS, 70])
 @pytest.mark.parametrize("bias", [False, True])

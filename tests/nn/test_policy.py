@@ -228,7 +228,7 @@ def steps(call: Callable[..., Tensor], ids: Tensor, chunks: Sequence[int]) -> li
     return out
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", SCALINGS)
 def test_a_model_of_several_layers(name: str) -> None:
     """Only "recompute" and "frozen" equal one pass; "pre_rope" and "re_rotate" equal one

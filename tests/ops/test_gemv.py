@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.full(keep=40)
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 4, 7])
 @pytest.mark.parametrize("M, N", [(1, 5), (15, 300), (16, 7), (64, 33), (131, 257), (896, 129)])

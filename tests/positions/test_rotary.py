@@ -57,6 +57,7 @@ def allowed(plain, ref, dtype):
     return 2 * (plain.double() - ref).abs().max() + 2 * (r + 0.3 - 0.3 - r).abs().max().double()
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])

@@ -309,6 +309,7 @@ def run(root: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_one_file_in_the_package_is_enough(with_toys: Path) -> None:
     shown = run(with_toys, "-m", "regard", "show", "causal & band(2, 6)", "--json")
     assert json.loads(shown)["mask"] == "causal & band(2, 6)"

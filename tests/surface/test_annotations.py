@@ -61,6 +61,24 @@ def test_what_does_not_fit_is_found(x: Tensor, y: Tensor) -> None:
         annotations.checked(add, THIS)(x, y)
 
 
+def test_the_quick_run_compares_the_first_calls_and_then_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(annotations, "sampled", True)
+
+    def product(x: Float[Tensor, "B L"], y: Float[Tensor, "B L"]) -> Float[Tensor, "B L"]:
+        return x * y
+
+    wrapped, found = annotations.checked(product, THIS), []
+    wrapped(torch.ones(2, 3), torch.ones(2, 3))
+    for i in range(1, 97):
+        try:
+            wrapped(torch.ones(2, 3), torch.ones(1, 3))
+        except annotations.AnnotationMismatch:
+            found.append(i)
+    assert found == [*range(1, 65), 80, 96]
+
+
 def kept(x: Tensor | None, sizes: tuple[int, ...] = (), *more: int) -> int:
     return len(sizes) + len(more)
 

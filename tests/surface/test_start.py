@@ -78,6 +78,7 @@ def test_every_module_of_view_and_cost_starts_without_torch() -> None:
     assert loaded("import " + ", ".join(n.removesuffix(".__init__") for n in names)) == set()
 
 
+@pytest.mark.full
 def test_the_test_would_see_torch() -> None:
     assert "torch" in loaded("import regard; regard.attend")
 

@@ -165,7 +165,7 @@ def close(a: float, b: float) -> bool:
 # ---- it opens, and keeps to itself
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 def test_every_view_opens_without_a_word_and_without_a_request(tab: Tab, made: Made) -> None:
     ready(tab, made.url())
     assert tab.js("R.views.map(x => x.name)") == list(VIEWS)

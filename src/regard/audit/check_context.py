@@ -213,7 +213,7 @@ class CheckContext:
 
     def run_cached(
         self, x: Tensor, chunks: Sequence[int], adapter: TargetAdapter
-    ) -> tuple[Tensor, Any]:
+    ) -> tuple[Tensor, object]:
         """Return the output over cached chunks of these lengths, and the cache at the end.
 
         Raises:
@@ -223,7 +223,7 @@ class CheckContext:
             raise CheckNotApplicable("it takes no cache")
         # fills a cache inside the module with other tokens, which must not affect the result
         self.call(self.random_tokens(x.shape[0], x.shape[1], turn=8), adapter=adapter)
-        memory: Any = NEW_CACHE
+        memory: object = NEW_CACHE
         outs, start = [], 0
         for n in chunks:
             reply = self.call(x[:, start : start + n], start=start, memory=memory, adapter=adapter)
@@ -305,6 +305,6 @@ def with_adapter(context: CheckContext, adapter: TargetAdapter) -> CheckContext:
     )
 
 
-def _without_flag(context: CheckContext) -> dict[str, Any]:
+def _without_flag(context: CheckContext) -> dict[str, object]:
     """Return the notes without the adapter that has its causal flag set."""
     return {name: value for name, value in context.notes.items() if name != "flag"}

@@ -109,7 +109,7 @@ class Audit:
     not_tried: tuple[NotTried, ...] = ()
     accepted: tuple[Finding, ...] = ()
     seed: int = 0
-    claims: dict[str, Any] = field(default_factory=dict)
+    claims: dict[str, object] = field(default_factory=dict)
 
     held = renamed_attribute("passed")
 
@@ -140,7 +140,7 @@ class Audit:
         """The names of the findings, in their order."""
         return tuple(finding.name for finding in self.findings)
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return everything as values that JSON can hold.
 
         Keys that were renamed are also there under their old names, for one release.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.audit.adapters.base import CheckNotPossible
@@ -119,7 +120,7 @@ class OperationRecorder(TorchDispatchMode):
         self._node_by_id: dict[int, OperationNode] = {
             id(x): OperationNode("tokens", x, tokens=True)
         }
-        self._references: list[Any] = [x]  # keeps the tensors alive, so that no id is used twice
+        self._references: list[object] = [x]  # keeps the tensors alive, so that no id is used twice
         for name, p in module.named_parameters():
             self._node_by_id[id(p)] = OperationNode(
                 "parameter", p.detach(), weights=frozenset({name})
@@ -128,11 +129,11 @@ class OperationRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        func: OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Run an operation, and record it."""
         kwargs = kwargs or {}
         tensors = list(_tensors([*args, *kwargs.values()]))

@@ -138,7 +138,7 @@ class ReferenceInputs:
     bias: Tensor | None = None
     rounded: bool = False
     softcap: float | None = None
-    memo: dict[Hashable, Any] = field(default_factory=dict)
+    memo: dict[Hashable, object] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], object]) -> Any:
         """Return the result of `make`, computed once for each key."""

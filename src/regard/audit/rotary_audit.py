@@ -22,12 +22,12 @@ START_POSITIONS = (0, 5, 10, 20, 37)
 
 
 def audit_rotary(
-    target: str | Callable[..., Any],
+    target: str | Callable[..., object],
     claims: AuditClaims,
     *,
     dtype: torch.dtype,
     seed: int,
-    reported_claims: dict[str, Any],
+    reported_claims: dict[str, object],
 ) -> Audit:
     """Check rotate(x [B,H,T,D]) or rotate(x, positions) -> [B,H,T,D] against the definition of a
     rotation.

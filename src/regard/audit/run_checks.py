@@ -135,7 +135,7 @@ def shrink(context: CheckContext, check: AuditCheck, finding: Finding) -> Findin
         smaller = _rerun(with_adapter(context, adapter), check, finding.name, length)
         if smaller is not None and smaller.size <= _with_sizes(smallest, context).size:
             claims = adapter.claims
-            sizes: dict[str, Any] = {
+            sizes: dict[str, object] = {
                 "heads": claims.heads,
                 "head_dim": claims.head_dim or (claims.dim or 0) // (claims.heads or 1),
             }
@@ -183,8 +183,8 @@ class ClaimOptions(TypedDict, total=False):
 def audit(
     target: Any,
     *,
-    adapter: str | Callable[..., Any] | None = None,
-    options: dict[str, Any] | None = None,
+    adapter: str | Callable[..., object] | None = None,
+    options: dict[str, object] | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     strict: bool = False,
@@ -236,7 +236,7 @@ def audit(
         raise ArgumentError(f"{unknown[0]!r} is not a fault; the faults are {', '.join(FAULTS)}")
     check_keyword_names("audit", claims, ClaimOptions.__annotations__)
     checked_claims = AuditClaims(**claims)
-    reported_claims: dict[str, Any] = {
+    reported_claims: dict[str, object] = {
         name: value for name, value in claims.items() if value is not None
     }
     with ignore_warnings():  # warnings of the audited code are not part of the audit

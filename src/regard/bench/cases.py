@@ -17,7 +17,14 @@ from regard.bench.peers import (
     torch_sdpa,
     x_transformers,
 )
-from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
+from regard.bench.problems import (
+    AttentionProblem,
+    AttentionSizes,
+    LatentProblem,
+    LatentSizes,
+    ModelProblem,
+    ModelSizes,
+)
 from regard.bench.program_cases import DRAW_PAGE, READ_CHECKPOINT, STARTUP
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -26,7 +33,7 @@ SIZES = ("small", "default", "paper")
 docs/benchmarks.md, and "paper" is the largest size that papers report.
 """
 
-ATTENTION: tuple[Peer[Any], ...] = (
+ATTENTION: tuple[Peer[AttentionProblem], ...] = (
     regard_kernels.ATTENTION,
     torch_sdpa.ATTENTION,
     torch_sdpa.FOLDED,
@@ -36,13 +43,27 @@ ATTENTION: tuple[Peer[Any], ...] = (
     onnx_runtime.ATTENTION,
     x_transformers.ATTENTION,
 )
-LATENT: tuple[Peer[Any], ...] = (regard_kernels.LATENT, torch_sdpa.ABSORBED, *hugging_face.LATENT)
-SDPA_OVERHEAD: tuple[Peer[Any], ...] = (regard_kernels.OVER_SDPA, torch_sdpa.ATTENTION)
-KERNELS: tuple[Peer[Any], ...] = (regard_kernels.ATTENTION, *regard_kernels.KERNELS)
-MODEL: tuple[Peer[Any], ...] = (regard_kernels.MODEL, *hugging_face.MODEL, llama_cpp.MODEL)
+LATENT: tuple[Peer[LatentProblem], ...] = (
+    regard_kernels.LATENT,
+    torch_sdpa.ABSORBED,
+    *hugging_face.LATENT,
+)
+SDPA_OVERHEAD: tuple[Peer[AttentionProblem], ...] = (
+    regard_kernels.OVER_SDPA,
+    torch_sdpa.ATTENTION,
+)
+KERNELS: tuple[Peer[AttentionProblem], ...] = (
+    regard_kernels.ATTENTION,
+    *regard_kernels.KERNELS,
+)
+MODEL: tuple[Peer[ModelProblem], ...] = (
+    regard_kernels.MODEL,
+    *hugging_face.MODEL,
+    llama_cpp.MODEL,
+)
 
 
-def _lengths(small: int, default: int, paper: int, **options: Any) -> dict[str, AttentionSizes]:
+def _lengths(small: int, default: int, paper: int, **options: object) -> dict[str, AttentionSizes]:
     """Return the sizes of attention with 32 query heads of 128 over 8 key/value heads, at three
     lengths.
     """

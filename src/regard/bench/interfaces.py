@@ -124,7 +124,7 @@ class PreparedCall(NamedTuple):
         kernel: the name of the kernel that runs, or "".
     """
 
-    step: Callable[[], Any]
+    step: Callable[[], object]
     read: Callable[[Any], Outputs]
     kernel: str = ""
 

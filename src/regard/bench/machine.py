@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 
@@ -35,7 +35,25 @@ CPU_FEATURES = (
 """The flags of a CPU that decide which kernels run."""
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
+class MachineFacts(TypedDict):
+    """The facts about a machine that `describe_machine` returns, by name."""
+
+    device: str
+    processor: str
+    architecture: str
+    cores: int
+    threads: int
+    features: list[str]
+    capability: str
+    free_memory: int
+    system: str
+    python: str
+    torch: str
+    regard: str
+    gpu: NotRequired[str]
+
+
+def describe_machine(device: torch.device) -> MachineFacts:
     """Return the processor, its threads and features, the free memory, and the versions of
     software.
 
@@ -49,7 +67,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     True
     """
     cpuinfo = _read_cpuinfo()
-    facts: dict[str, Any] = {
+    facts: MachineFacts = {
         "device": device.type,
         "processor": cpuinfo.get("model name") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),

@@ -7,7 +7,7 @@ from typing import Any
 
 from regard import units
 from regard.bench.interfaces import Case, Peer
-from regard.bench.machine import Ceilings
+from regard.bench.machine import Ceilings, MachineFacts
 from regard.bench.peers.accelerated import ACCELERATED, PLAIN
 from regard.bench.result import CaseResult, PeerResult
 from regard.errors import RegardError
@@ -24,7 +24,7 @@ FLOP rate in the header; `memory` is the peak memory of a call, with --memory.
 """
 
 
-def header(machine: dict[str, Any], ceilings: Ceilings) -> str:
+def header(machine: MachineFacts, ceilings: Ceilings) -> str:
     """Return two lines that describe the machine and its largest rates.
 
     >>> facts = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"]}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.bench.interfaces import MinimumWork, Outputs
-from regard.bench.machine import Ceilings
+from regard.bench.machine import Ceilings, MachineFacts
 from regard.bench.measurement import median, quartiles
 from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, allowed_error
 
@@ -275,8 +275,8 @@ def timed_result(
 
 
 def as_json(
-    machine: dict[str, Any], ceilings: Ceilings, results: Sequence[CaseResult], *, interrupted: bool
-) -> dict[str, Any]:
+    machine: MachineFacts, ceilings: Ceilings, results: Sequence[CaseResult], *, interrupted: bool
+) -> dict[str, object]:
     """Return a whole run as plain values for JSON; numbers that are not finite are None.
 
     Args:
@@ -303,7 +303,7 @@ def as_json(
     }
 
 
-def _case_as_json(result: CaseResult) -> dict[str, Any]:
+def _case_as_json(result: CaseResult) -> dict[str, object]:
     """Return the result of a case as plain values for JSON."""
     return {
         "case": result.case,
@@ -321,6 +321,6 @@ def _case_as_json(result: CaseResult) -> dict[str, Any]:
     }
 
 
-def _finite_or_none(x: object) -> Any:
+def _finite_or_none(x: object) -> object:
     """Return a value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(x, float) and not math.isfinite(x) else x

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,7 +135,7 @@ class ALiBi(Bias):
         return {"slopes": slopes.detach(), "symmetric": self.symmetric}
 
     @classmethod
-    def plain_arguments(cls, first: object, others: dict[str, Any]) -> dict[str, Any]:
+    def plain_arguments(cls, first: object, others: dict[str, object]) -> dict[str, object]:
         """Return the constructor arguments, of which the slopes come first."""
         return {"slopes": first, **others}
 

@@ -255,7 +255,7 @@ class Cache(ABC):
         """Remove all contents of the cache."""
         self.fill({})
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Return a snapshot from which `restore` can undo the next update.
 
         Returns:
@@ -336,7 +336,7 @@ class rollback_on_error:  # noqa: N801  (a context manager, used like a function
 
     def __init__(self, *caches: Cache | None, layers: bool = False) -> None:
         self._caches, self._layers = caches, layers
-        self._marks: list[tuple[Cache, Any]] = []
+        self._marks: list[tuple[Cache, object]] = []
 
     def __enter__(self) -> None:
         marks = self._marks = []

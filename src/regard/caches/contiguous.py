@@ -205,7 +205,7 @@ class Fixed(Cache):
         self._buffers = write_slots(self._allocate(memory), memory, 0)
         self._extend(positions)
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Return the buffers and the positions; the next update writes only after these."""
         return self._buffers, self._table, self._positions
 
@@ -320,7 +320,7 @@ class Latent(Cache):
             self._check(parts_of(contents))
         self._store.fill(contents)
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Return a snapshot from which `restore` can undo the next update."""
         return self._store.mark()
 

@@ -450,7 +450,7 @@ class Paged(Cache):
         self._set(table, positions)
         old.release()
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Return the positions and the length of each row; an update writes only after it."""
         return self._positions, list(self._table.lengths)
 
@@ -463,13 +463,13 @@ class Paged(Cache):
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Paged:
+    def __deepcopy__(self, memo: dict[int, object]) -> Paged:
         """Return a copy with a pool of its own; pages of other forks are not copied."""
         other = type(self)(**self.settings)
         other.fill(self.contents())
         return other
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Pickle the contents, without the pages of other forks; the copy has a pool of its own."""
         return _refilled, (type(self), self.settings, self.contents())
 

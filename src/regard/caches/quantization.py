@@ -340,7 +340,7 @@ class LazyDequantizedTensor(Tensor):
         types: Sequence[type],
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         """Run any torch operation on the dequantized values."""
         new_args, new_kwargs = tree_map_only(
             LazyDequantizedTensor, LazyDequantizedTensor.numbers, (tuple(args), dict(kwargs or {}))
@@ -363,7 +363,7 @@ class LazyDequantizedTensor(Tensor):
         """Return the storage of the dequantized values."""
         return self.numbers().untyped_storage()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
         return copy.deepcopy(self.numbers(), memo)
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -392,7 +392,7 @@ class Quantised(Cache):
         )
         self._positions = positions
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Return the contents; an update appends to them only."""
         return self._parts, self._positions
 

@@ -352,7 +352,7 @@ class RingBase(Cache):
         elif isinstance(positions, Span) and isinstance(lost, int):
             self._stored = ContiguousRun(positions.start, positions.stop, lost)
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Return the contents, and the values that were overwritten last."""
         return self._memory, self._stored, self._overwritten
 

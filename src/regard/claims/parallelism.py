@@ -72,10 +72,10 @@ class DependencyChain(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Run an operation, and store the depth of its results: one more than its deepest input."""
         inputs = [x for x in tree_leaves((args, kwargs or {})) if isinstance(x, Tensor)]
         out = func(*args, **(kwargs or {}))

@@ -13,6 +13,7 @@ from regard.errors import ArgumentError
 from regard.units import plural
 
 if TYPE_CHECKING:
+    from regard.bench.machine import MachineFacts
     from regard.claims import Outcome
 
 PANEL = "Claims"
@@ -59,7 +60,7 @@ def list_claims() -> str:
     return "claims\n" + claim_listing(list(CLAIMS.values()))
 
 
-def check(options: dict[str, Any]) -> None:
+def check(options: dict[str, object]) -> None:
     """Raise an error if options of a comparison and of claims are mixed.
 
     Raises:
@@ -115,7 +116,7 @@ def _print_outcome(outcome: Outcome) -> None:
 
 def _write(
     outcomes: list[Outcome],
-    machine_facts: dict[str, Any],
+    machine_facts: MachineFacts,
     command: str,
     options: dict[str, Any],
     *,
@@ -157,7 +158,7 @@ def _write(
         write(options["html"], page)
 
 
-def _machine_text(machine_facts: dict[str, Any]) -> str:
+def _machine_text(machine_facts: MachineFacts) -> str:
     return (
         f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, torch "
         f"{machine_facts['torch']}, regard "

@@ -38,7 +38,7 @@ class Commands(TyperGroup):
         with _safe_usage_errors():
             return super().make_context(*args, **more)
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         """Run the subcommand; control characters in its usage errors are escaped."""
         with _safe_usage_errors():
             return super().invoke(ctx)
@@ -63,7 +63,7 @@ class Commands(TyperGroup):
         return name, placeholder and load(placeholder.name or ""), rest
 
 
-def load(name: str) -> Any:
+def load(name: str) -> object:
     """Import `regard.cli.<name>` and return its function as a command."""
     module = importlib.import_module(_module_name(name))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -342,9 +342,9 @@ def _progress() -> Iterator[Any]:
         yield progress
 
 
-def _options(settings: list[str] | None) -> dict[str, Any]:
+def _options(settings: list[str] | None) -> dict[str, object]:
     """Parse name=value settings: the value is a Python literal, or else a string."""
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals or not name.isidentifier():

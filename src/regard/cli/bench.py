@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from regard.bench.interfaces import Case, ProblemSizes
-    from regard.bench.machine import Ceilings
+    from regard.bench.machine import Ceilings, MachineFacts
     from regard.bench.result import CaseResult
     from regard.bench.runner import TimingBudget
 
@@ -212,7 +212,7 @@ def _run(
 
 
 def _peak(
-    case: Case, dtype: torch.dtype, size_options: dict[str, Any]
+    case: Case, dtype: torch.dtype, size_options: dict[str, object]
 ) -> Callable[[str], int | None]:
     """Return a function that measures the peak memory of an implementation of a case, given its
     name.
@@ -230,7 +230,7 @@ def _peak(
     )
 
 
-def _write(figures: dict[str, Any], json: str | None) -> None:
+def _write(figures: dict[str, object], json: str | None) -> None:
     text = json_format.dumps(figures, indent=1, allow_nan=False)
     if json == "-":
         typer.echo(text)
@@ -241,7 +241,7 @@ def _write(figures: dict[str, Any], json: str | None) -> None:
 
 
 def _draw(
-    results: list[CaseResult], path: Path, machine_facts: dict[str, Any], ceilings: Ceilings
+    results: list[CaseResult], path: Path, machine_facts: MachineFacts, ceilings: Ceilings
 ) -> None:
     from regard.bench.render import ratio_chart
     from regard.view import charts

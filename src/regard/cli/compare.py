@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SIZES, _TIME, _QUALITY, _OUT = "Sizes", "Measurements", "Quality (training)", "Output"
 
 
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+def _option(panel: str, text: str, *names: str, **more: Any) -> object:
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -350,9 +350,7 @@ def _finetuning(steps: int | None, **settings: Any) -> Finetune | None:
     from regard.train.finetune import finetune
     from regard.train.progress import make_progress
 
-    return cast(
-        "Finetune", partial(finetune, steps=steps, progress=make_progress(steps), **settings)
-    )
+    return partial(finetune, steps=steps, progress=make_progress(steps), **settings)
 
 
 def _report(line: str) -> None:

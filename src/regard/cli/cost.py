@@ -224,7 +224,7 @@ DenseLayers = Annotated[
 EPILOG = "For example: regard cost llama-3-8b --context 32k --machine h100-sxm --vs deepseek-v3"
 DEFAULT_CONTEXT, DEFAULT_RANGE = 4096, "context=1k..128k"
 """The default of --context, and the default range of --plot."""
-Rows = dict[str, list[dict[str, Any]]]
+Rows = dict[str, list[dict[str, object]]]
 
 
 def cost(
@@ -408,7 +408,7 @@ def _model(
     source: str | None,
     revision: str | None,
     sizes: dict[str, Any],
-    mechanism_options: dict[str, Any],
+    mechanism_options: dict[str, object],
 ) -> ModelSpec:
     """Return the model that is named, or that the given sizes describe."""
     given_sizes = {name: value for name, value in sizes.items() if value is not None}
@@ -514,7 +514,7 @@ def _flag_of(name: str) -> str:
     return flags.get(name, f"--{name.replace('_', '-')}")
 
 
-def _mechanism_options(mechanism_flags: dict[str, Any], settings: list[str]) -> dict[str, Any]:
+def _mechanism_options(mechanism_flags: dict[str, Any], settings: list[str]) -> dict[str, object]:
     """Collect the options of the mechanism from its flags and from `--set name=value`."""
     options = {name: value for name, value in mechanism_flags.items() if value is not None}
     for setting in settings:

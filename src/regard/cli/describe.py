@@ -8,7 +8,7 @@ import json as json_format
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -124,7 +124,7 @@ def _teaching_order(entry: Variant) -> tuple[int, int, int]:
     return FAMILIES.index(entry.family), steps, parts.index(module) if module in parts else 0
 
 
-def _build(entry: Variant, dim: int, heads: int, options: dict[str, Any]) -> nn.Module:
+def _build(entry: Variant, dim: int, heads: int, options: dict[str, object]) -> nn.Module:
     """Build a layer without memory for its weights, because only sizes are needed."""
     import torch
 
@@ -139,7 +139,7 @@ def _describe(module: nn.Module, context: int) -> Description | None:
 
 
 def _draw(
-    path: Path, entry: Variant, module: nn.Module, dim: int, heads: int, options: dict[str, Any]
+    path: Path, entry: Variant, module: nn.Module, dim: int, heads: int, options: dict[str, object]
 ) -> None:
     """Write the figure of a mechanism: its heads and cache, or its mask."""
     from regard.cli.options import check_files
@@ -149,9 +149,9 @@ def _draw(
     check_files({}, pictures={"--figure": path})
     mask = getattr(module, "mask", None)
     if entry.name in ("mha", "gqa", "mqa", "mla"):
-        D, groups = options.get("head_dim") or dim // heads, options.get("groups", 8)
-        latents = {"kv_rank": 512, "rope_dim": 64, **options}
-        kv_rank, rope_dim = latents["kv_rank"], latents["rope_dim"]
+        sizes = {k: v for k, v in options.items() if isinstance(v, int)}
+        D, groups = sizes.get("head_dim", dim // heads), sizes.get("groups", 8)
+        kv_rank, rope_dim = sizes.get("kv_rank", 512), sizes.get("rope_dim", 64)
         write(
             HeadsFigure(
                 (
@@ -181,8 +181,12 @@ def _draw(
 
 
 def _figures_as_json(
-    entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
-) -> dict[str, Any]:
+    entry: Variant,
+    dim: int,
+    heads: int,
+    options: dict[str, object],
+    description: Description | None,
+) -> dict[str, object]:
     figures = (
         {}
         if description is None
@@ -197,7 +201,11 @@ def _figures_as_json(
 
 
 def _description_text(
-    entry: Variant, dim: int, heads: int, options: dict[str, Any], description: Description | None
+    entry: Variant,
+    dim: int,
+    heads: int,
+    options: dict[str, object],
+    description: Description | None,
 ) -> str:
     from regard.nn.variants.registry import option_meanings
     from regard.nn.variants.usage import USAGE, equation_symbols

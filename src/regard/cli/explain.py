@@ -8,7 +8,7 @@ import json as json_format
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -357,7 +357,10 @@ def _check_length(run: PreparedRun) -> None:
 
 
 def check_options(
-    attention: str | None, source: str, mechanism_options: dict[str, Any], load_options: LoadOptions
+    attention: str | None,
+    source: str,
+    mechanism_options: dict[str, object],
+    load_options: LoadOptions,
 ) -> None:
     """Raise an error for options of a mechanism where there is a model, and the other way round.
 
@@ -479,7 +482,7 @@ class ExplainTarget:
 def page(
     explanation: Explanation,
     read: PreparedRun,
-    data: dict[str, Any],
+    data: dict[str, object],
     lang: str | None,
     beside: PreparedRun | None,
 ) -> str:
@@ -536,7 +539,7 @@ def print_heads(target: ExplainTarget, json: bool, console: Console) -> None:
         run.sequences[site.key_sequence].pieces,
         run.sequences[site.query_sequence].pieces[target.query_index],
     )
-    rows: list[dict[str, Any]] = [
+    rows: list[dict[str, object]] = [
         {"layer": n, "head": h, "key": key, "piece": tokens[key], "weight": weight}
         for n, layer in enumerate(zip(weights, keys, strict=True))
         for h, (weight, key) in enumerate(zip(*layer, strict=True))

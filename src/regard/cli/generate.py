@@ -102,7 +102,7 @@ def _print_finished(batch: BatchGeneration, shown: int) -> int:
     return shown
 
 
-def figures(batch: BatchGeneration) -> dict[str, Any]:
+def figures(batch: BatchGeneration) -> dict[str, object]:
     """Return the figures of a batch for --json: one text by its fields, or several under "rows"."""
     rows = [
         {"prompt": row.prompt, "text": row.text, "ids": row.ids, "finished": row.finished}

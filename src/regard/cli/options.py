@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, TypeVar, overload
 
 import typer
 
@@ -109,7 +109,7 @@ class LoadOptions:
 def load(source: str, options: LoadOptions, kind: type[LoadedModel]) -> LoadedModel: ...
 @overload
 def load(source: str, options: LoadOptions) -> Model | TextEncoder | Seq2Seq: ...
-def load(source: str, options: LoadOptions, kind: type[Any] | None = None) -> Any:
+def load(source: str, options: LoadOptions, kind: type[object] | None = None) -> object:
     """Load a model with `regard.load`.
 
     Prints on standard error which weights are randomly initialised, because the folder lacks them,
@@ -136,7 +136,7 @@ def load(source: str, options: LoadOptions, kind: type[Any] | None = None) -> An
             f"{options.dtype!r} is not one of {', '.join(dtype_names)}", param_hint="--dtype"
         )
     torch_dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    kind_option: dict[str, Any] = {} if kind is None else {"kind": kind}
+    kind_option: dict[str, object] = {} if kind is None else {"kind": kind}
     model = regard.load(
         source,
         dtype=torch_dtype,

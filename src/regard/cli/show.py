@@ -140,7 +140,7 @@ def _draw(path: Path, mask: Mask, q: Span, k: Span) -> None:
     write(MaskFigure(visible, str(mask), q.start, k.start), path)
 
 
-def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, Any]:
+def figures(mask: Mask, q: Span, k: Span, size: tuple[int, int]) -> dict[str, object]:
     """Return the numbers of a mask: pairs, keys per query, key intervals of each query, and tiles.
 
     Lists are indexed by batch row, head and query.

@@ -27,7 +27,7 @@ def options_on_command_line(context: typer.Context, options: Iterable[str]) -> s
 
 def merge_config(
     context: typer.Context, options: dict[str, Any], given_names: set[str], path: Path
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the options with the values of a config file in place of defaults; those in
     `given_names` were given on the command line and take precedence.
 
@@ -107,7 +107,7 @@ def listing(value: str | None) -> str | None:
     raise typer.Exit
 
 
-def check(options: dict[str, Any], given_names: set[str]) -> None:
+def check(options: dict[str, object], given_names: set[str]) -> None:
     """Raise an error for options that belong to the other kind of training; `given_names` has the
     options on the command line.
     """
@@ -159,7 +159,7 @@ def train_task(options: dict[str, Any], given_names: set[str]) -> None:
         raise typer.Exit(128 + stopped_by)
 
 
-def _show(run: Any, figures: dict[str, Any]) -> None:
+def _show(run: Any, figures: dict[str, object]) -> None:
     from rich.console import Console
 
     if hasattr(sys.stdout, "reconfigure"):
@@ -179,11 +179,11 @@ def flag(name: str) -> str:
 _MODEL, _STEPS, _DATA, _RUN = "Model", "Steps", "Data", "Output and machine"
 
 
-def _option(panel: str, text: str, **more: Any) -> Any:
+def _option(panel: str, text: str, **more: Any) -> object:
     return typer.Option(help=text, rich_help_panel=panel, **more)
 
 
-def _count(panel: str, text: str, default: str | None = None) -> Any:
+def _count(panel: str, text: str, default: str | None = None) -> object:
     return _option(panel, text, min=1, show_default=default or True)
 
 
@@ -509,7 +509,7 @@ def read_config(path: Path) -> dict[str, Any]:
         content = tomllib.loads(read_text(path, MAX_CONFIG_BYTES))
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
         raise FileError(f"{path}: is not TOML: {error_text(error)}") from error
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     for section, keys in content.items():
         if section not in SECTIONS or not isinstance(keys, dict):
             raise ArgumentError(f"{path}: {error_text(_message_about_stray_name(section))}")

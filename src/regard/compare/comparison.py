@@ -7,8 +7,9 @@ import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict
 
+from regard.bench.machine import MachineFacts
 from regard.compare import quality, speed_and_memory
 from regard.compare.experiment import Experiment, Numbers, Session, format_duration
 from regard.compare.mechanisms import Candidate, Shape, count_parameters
@@ -26,7 +27,7 @@ def summarize_quality(
     train_config: TrainConfig,
     seeds: Sequence[int],
     done: Mapping[str, Numbers],
-) -> Numbers | None:
+) -> QualityRow | None:
     """Return the result of a mechanism in a task: the learning rate with the lowest mean validation
     loss, and the test metric over seeds at that rate.
 
@@ -51,7 +52,7 @@ def summarize_quality(
         else statistics.fmean(one["validation"] for one in runs_of_rate)
         for rate, runs_of_rate in complete_runs.items()
     }
-    summary = {
+    summary: QualityRow = {
         "validation": {f"{rate:g}": loss for rate, loss in losses.items()},
         "seeds": list(seeds),
     }
@@ -95,6 +96,70 @@ def pareto(points: Sequence[tuple[float, ...]]) -> list[int]:
         return a != b and all(x <= y for x, y in zip(a, b, strict=True))
 
     return [i for i, b in enumerate(points) if not any(dominates(a, b) for a in points)]
+
+
+TimeKind: TypeAlias = Literal["prefill", "decode"]
+TimeFigure: TypeAlias = Literal["seconds", "kv_bytes"]
+TIME_KINDS: tuple[TimeKind, ...] = ("prefill", "decode")
+"""The measurements that are made at each context."""
+
+
+class TimeRow(TypedDict, total=False):
+    """The times of one mechanism in one measurement, or why it could not be run."""
+
+    seconds: float
+    quartiles: Sequence[float]
+    rounds: int
+    kernels: Sequence[str]
+    kv_bytes: int
+    overlaps_first: bool | None
+    why: str
+
+
+class QualityRow(TypedDict, total=False):
+    """The quality of one mechanism in one task; without a mean if its training diverged."""
+
+    mean: float
+    low: float
+    high: float
+    rate: float
+    steps: int
+    tokens: int
+    seeds: Sequence[int]
+    diverged: bool
+    validation: Mapping[str, float | None]
+
+
+class ComparisonEntry(TypedDict):
+    """The results of one mechanism; times by context, quality by task."""
+
+    name: str
+    attention: str
+    options: Mapping[str, object]
+    parameters: int
+    hidden: int
+    prefill: Mapping[str, TimeRow]
+    decode: Mapping[str, TimeRow]
+    training: TimeRow | None
+    memory: Mapping[str, int] | None
+    quality: Mapping[str, QualityRow]
+
+
+class ComparisonData(TypedDict):
+    """A whole comparison, as `as_json` returns it."""
+
+    schema: int
+    command: str
+    machine: MachineFacts
+    interrupted: bool
+    same: str
+    shape: Mapping[str, int]
+    timing: Mapping[str, Any]
+    memory: str
+    training: Mapping[str, Any]
+    notes: Sequence[str]
+    mechanisms: Sequence[ComparisonEntry]
+    fronts: Mapping[str, Sequence[str]]
 
 
 SCHEMA = 1
@@ -142,7 +207,7 @@ class ComparisonPlan:
         }
 
 
-def collect_entries(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> list[Numbers]:
+def collect_entries(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> list[ComparisonEntry]:
     """Return one entry for each mechanism with the results so far; values that are not measured are
     None or missing.
 
@@ -150,39 +215,46 @@ def collect_entries(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> list[N
         plan: what is compared.
         done: results of experiments by name (`Session.results`).
     """
-    entries, train_configs = [], plan.train_configs
+    entries: list[ComparisonEntry] = []
+    train_configs = plan.train_configs
     for candidate in plan.candidates:
         config = plan.configs[candidate.name]
-        entry: Numbers = {
-            "name": candidate.name,
-            "attention": candidate.attention,
-            "options": dict(candidate.options),
-            "parameters": count_parameters(config),
-            "hidden": config.intermediate_size,
-        }
-        for kind in ("prefill", "decode"):
-            entry[kind] = {
+        times: dict[TimeKind, dict[str, TimeRow]] = {
+            kind: {
                 str(c): with_overlap(done[f"{kind}/{c}"]["rows"], candidate.name)
                 for c in plan.timing.contexts
                 if f"{kind}/{c}" in done
             }
+            for kind in TIME_KINDS
+        }
         trained = done.get(f"training/{plan.timing.length}", {}).get("rows", {})
-        entry["training"] = (
-            with_overlap(trained, candidate.name) if candidate.name in trained else None
-        )
-        entry["memory"] = done.get(f"memory/{candidate.name}")
-        entry["quality"] = {}
+        quality_by_task: dict[str, QualityRow] = {}
         for task in plan.tasks:
             quality = summarize_quality(
                 task, candidate.name, train_configs[candidate.name], plan.training.seeds, done
             )
             if quality is not None:
-                entry["quality"][task.name] = quality
-        entries.append(entry)
+                quality_by_task[task.name] = quality
+        entries.append(
+            {
+                "name": candidate.name,
+                "attention": candidate.attention,
+                "options": dict(candidate.options),
+                "parameters": count_parameters(config),
+                "hidden": config.intermediate_size,
+                "prefill": times["prefill"],
+                "decode": times["decode"],
+                "training": with_overlap(trained, candidate.name)
+                if candidate.name in trained
+                else None,
+                "memory": done.get(f"memory/{candidate.name}"),
+                "quality": quality_by_task,
+            }
+        )
     return entries
 
 
-def with_overlap(rows: Mapping[str, Numbers], name: str) -> Numbers:
+def with_overlap(rows: Mapping[str, TimeRow], name: str) -> TimeRow:
     """Return a row of times with `overlaps_first`, which is whether it overlaps the row of the
     first mechanism; None for the first mechanism itself.
 
@@ -207,19 +279,18 @@ def with_overlap(rows: Mapping[str, Numbers], name: str) -> Numbers:
     return {**row, "overlaps_first": bool(too_few_rounds or (a <= d and c <= b))}
 
 
-def cost_of(entry: Mapping[str, Any], cost: str, context: int) -> float | None:
+def cost_of(entry: ComparisonEntry, cost: str, context: int) -> float | None:
     """Return a cost in `COSTS` of an entry at a context, or None if it was not measured.
 
     >>> cost_of({"decode": {"512": {"kv_bytes": 64, "seconds": 0.5}}}, "kv_bytes", 512)
     64
     """
     row = entry["decode"].get(str(context), {})
-    value: float | None = row.get("kv_bytes" if cost == "kv_bytes" else "seconds")
-    return value
+    return row.get("kv_bytes") if cost == "kv_bytes" else row.get("seconds")
 
 
 def pareto_names(
-    entries: Sequence[Mapping[str, Any]], task: EvalTask, cost: str, context: int
+    entries: Sequence[ComparisonEntry], task: EvalTask, cost: str, context: int
 ) -> list[str]:
     """Return the names of the mechanisms on the Pareto front of cost and quality; those without
     both numbers are left out.
@@ -238,12 +309,12 @@ def pareto_names(
 def as_json(
     plan: ComparisonPlan,
     done: Mapping[str, Numbers],
-    machine: Mapping[str, object],
+    machine: MachineFacts,
     command: str,
     *,
     interrupted: bool = False,
     notes: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> ComparisonData:
     """Return the whole comparison as plain values; every number is finite or null, times are in
     seconds, sizes in bytes.
     """
@@ -251,7 +322,7 @@ def as_json(
     return {
         "schema": SCHEMA,
         "command": command,
-        "machine": dict(machine),
+        "machine": machine,
         "interrupted": interrupted,
         "same": plan.matched_by,
         "shape": {**asdict(plan.shape), "hidden": plan.shape.width},
@@ -288,15 +359,20 @@ def as_csv(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> str:
     return text.getvalue()
 
 
-def _time_columns(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def _time_columns(name: str, row: TimeRow) -> dict[str, object]:
     """Return the columns of a median and its quartiles."""
     low, high = row.get("quartiles", (None, None))
     return {name: row.get("seconds"), f"{name}_q1": low, f"{name}_q3": high}
 
 
-def _csv_columns(entry: Numbers, plan: ComparisonPlan) -> dict[str, Any]:
+def _csv_columns(entry: ComparisonEntry, plan: ComparisonPlan) -> dict[str, object]:
     """Return the entry of a mechanism as the columns of its line of CSV."""
-    line = {name: entry[name] for name in ("name", "attention", "parameters", "hidden")}
+    line: dict[str, object] = {
+        "name": entry["name"],
+        "attention": entry["attention"],
+        "parameters": entry["parameters"],
+        "hidden": entry["hidden"],
+    }
     for context in plan.timing.contexts:
         decode = entry["decode"].get(str(context), {})
         line[f"kv_bytes_{context}"] = decode.get("kv_bytes")
@@ -344,7 +420,7 @@ class Comparison:
         self,
         plan: ComparisonPlan,
         session: Session,
-        machine: Mapping[str, object],
+        machine: MachineFacts,
         *,
         minutes: float = 30.0,
         steps: int | None = None,

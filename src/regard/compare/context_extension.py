@@ -389,7 +389,7 @@ class ExtensionResults:
     metadata: Mapping[str, Any]
     methods: Mapping[str, Numbers]
 
-    def as_dict(self, command: str) -> dict[str, Any]:
+    def as_dict(self, command: str) -> dict[str, object]:
         """Return the results as plain values, with the command that reproduces them."""
         return {"command": command, **self.metadata, "methods": dict(self.methods)}
 

@@ -54,7 +54,7 @@ class Experiment:
     """
 
     name: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     measure: Callable[[], Numbers] = field(repr=False, compare=False)
     seconds: float = 1.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -93,7 +92,7 @@ class Candidate:
 
     name: str
     attention: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def recurrent(self) -> bool:
@@ -123,7 +122,7 @@ class Candidate:
         )
 
 
-def _mla(shape: Shape) -> dict[str, Any]:
+def _mla(shape: Shape) -> dict[str, object]:
     """Return MLA sizes in the proportions of DeepSeek-V2: D for nope and value, D/2 for rotary. The
     latent has 2 D, because these models have few heads.
     """
@@ -132,7 +131,7 @@ def _mla(shape: Shape) -> dict[str, Any]:
     return {"kv_rank": 2 * D, "nope_dim": D, "rope_dim": rope, "value_dim": D}
 
 
-def _nsa(shape: Shape) -> dict[str, Any]:
+def _nsa(shape: Shape) -> dict[str, object]:
     """Return NSA options with small blocks: for a window of W tokens and a stride d, a token reads
     S/d compressed tokens, W selected tokens, and a window of W/2 tokens.
     """
@@ -152,7 +151,7 @@ def _groups(shape: Shape) -> int:
     return shape.heads // 2 if shape.heads % 2 == 0 else 1
 
 
-_DEFAULT: dict[str, Callable[[Shape], tuple[str, dict[str, Any]]]] = {
+_DEFAULT: dict[str, Callable[[Shape], tuple[str, dict[str, object]]]] = {
     "mha": lambda s: ("gqa", {"groups": s.heads}),
     "gqa": lambda s: ("gqa", {"groups": _groups(s)}),
     "mqa": lambda s: ("mqa", {}),

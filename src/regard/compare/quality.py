@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ class EvalTask(ABC):
 
     @property
     @abstractmethod
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Plain values that identify the data."""
 
     @abstractmethod
@@ -138,7 +137,7 @@ class TextTask(EvalTask):
         return _bytes(train), held_out_bytes[:third], held_out_bytes[third:]
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """The sizes of the task, and the text by its hash."""
         return {
             "source": self.source,
@@ -217,7 +216,7 @@ class RecallTask(EvalTask):
         return replace(known, lengths=(known.lengths[0], self.length, 2 * self.length))
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """The name of the task and its sizes."""
         return {
             "task": self.name,
@@ -484,7 +483,7 @@ class _TrainingRun:
     report: ReportProgress
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         return {
             "model": asdict(self.config),
             "lesson": self.task.settings,

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from regard import units
-from regard.compare.comparison import COSTS, MIN_ROUNDS, cost_of, pareto
+from regard.compare.comparison import (
+    COSTS,
+    MIN_ROUNDS,
+    TIME_KINDS,
+    ComparisonData,
+    ComparisonEntry,
+    TimeFigure,
+    TimeKind,
+    cost_of,
+    pareto,
+)
 from regard.text_table import format_table
 from regard.view import html_page
 from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
 
 
-def render_table(comparison: Mapping[str, Any]) -> str:
+def render_table(comparison: ComparisonData) -> str:
     """Return the text of a comparison: machine, costs, quality, Pareto fronts and notes.
 
     Args:
@@ -38,7 +47,7 @@ def render_table(comparison: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def header(comparison: Mapping[str, Any]) -> str:
+def header(comparison: ComparisonData) -> str:
     """Return lines with the machine, the common sizes, and how times were measured."""
     machine, shape, timing = comparison["machine"], comparison["shape"], comparison["timing"]
     common = (
@@ -59,12 +68,12 @@ def header(comparison: Mapping[str, Any]) -> str:
     )
 
 
-def _round_count(comparison: Mapping[str, object]) -> str:
+def _round_count(comparison: ComparisonData) -> str:
     """Return the number of rounds with its noun."""
     return "1 round" if round_range(comparison) == "1" else f"{round_range(comparison)} rounds"
 
 
-def round_range(comparison: Mapping[str, Any]) -> str:
+def round_range(comparison: ComparisonData) -> str:
     """Return the number of rounds of the medians, or the fewest and the most.
 
     >>> row = {"prefill": {}, "decode": {"8": {"rounds": 3}, "64": {"rounds": 2}}, "training": None}
@@ -83,7 +92,7 @@ def round_range(comparison: Mapping[str, Any]) -> str:
     return f"{low}" if low == high else f"{low} to {high}"
 
 
-def memory_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+def memory_rows(comparison: ComparisonData) -> list[list[str]]:
     """Return the rows of the table of cache sizes and peak memory, with the column heads first."""
     contexts = _contexts(comparison)
     heads = ["", "parameters", *(f"cache @{c}" for c in contexts), f"peak @{contexts[-1]}"]
@@ -96,7 +105,7 @@ def memory_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def time_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+def time_rows(comparison: ComparisonData) -> list[list[str]]:
     """Return the rows of the table of times, with the column heads first: medians, and below them
     the range between the quartiles.
 
@@ -104,7 +113,7 @@ def time_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
     `overlap_legend`.
     """
     contexts = _contexts(comparison)
-    works = (("prompt", "prefill"), ("token", "decode"))
+    works: tuple[tuple[str, TimeKind], ...] = (("prompt", "prefill"), ("token", "decode"))
     rows = [["", *(f"{word} @{c}" for word, _ in works for c in contexts), "step", "kernels"]]
     for entry in comparison["mechanisms"]:
         timings = [entry[kind].get(c, {}) for _, kind in works for c in contexts]
@@ -129,7 +138,7 @@ def time_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def overlap_legend(comparison: Mapping[str, Any]) -> str:
+def overlap_legend(comparison: ComparisonData) -> str:
     """Return the meaning of a ~ in front of a time, if any time has one."""
     marked = any(
         row.get("overlaps_first")
@@ -145,25 +154,21 @@ def overlap_legend(comparison: Mapping[str, Any]) -> str:
     )
 
 
-def _contexts(comparison: Mapping[str, Any]) -> list[str]:
+def _contexts(comparison: ComparisonData) -> list[str]:
     return [str(c) for c in sorted(comparison["timing"]["contexts"])]
 
 
-def failures(comparison: Mapping[str, Any]) -> Iterator[str]:
+def failures(comparison: ComparisonData) -> Iterator[str]:
     """Yield a line for each measurement that could not be run, with the reason."""
     for entry in comparison["mechanisms"]:
-        works = [
-            (f"{kind} @{c}", row)
-            for kind in ("prefill", "decode")
-            for c, row in entry[kind].items()
-        ]
+        works = [(f"{kind} @{c}", row) for kind in TIME_KINDS for c, row in entry[kind].items()]
         works += [("training", entry["training"])] if entry["training"] else []
         for work_name, row in works:
             if "why" in row:
                 yield f"{entry['name']}, {work_name}: {row['why']}"
 
 
-def quality_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
+def quality_rows(comparison: ComparisonData) -> list[list[str]]:
     """Return the rows of the table of quality, with the column heads first."""
     tasks = list(comparison["training"]["tasks"])
     span = ["low .. high"] if len(comparison["training"]["seeds"]) > 1 else []
@@ -189,7 +194,7 @@ def quality_rows(comparison: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def quality_sentence(comparison: Mapping[str, Any]) -> str:
+def quality_sentence(comparison: ComparisonData) -> str:
     """Return a sentence about how quality is measured."""
     seeds = ", ".join(map(str, comparison["training"]["seeds"]))
     return (
@@ -200,7 +205,7 @@ def quality_sentence(comparison: Mapping[str, Any]) -> str:
     )
 
 
-def tried_rates(comparison: Mapping[str, Any]) -> str:
+def tried_rates(comparison: ComparisonData) -> str:
     """Return the learning rates that were tried, and with which mechanisms.
 
     >>> one = {"name": "mha", "quality": {"text": {"validation": {"0.001": 2.0, "0.003": 1.0}}}}
@@ -214,7 +219,7 @@ def tried_rates(comparison: Mapping[str, Any]) -> str:
     return "; ".join(f"{rates} for {' '.join(names)}" for rates, names in groups.items()) or "none"
 
 
-def _pareto_lines(comparison: Mapping[str, Any]) -> Iterator[str]:
+def _pareto_lines(comparison: ComparisonData) -> Iterator[str]:
     longest_context = max(comparison["timing"]["contexts"])
     yield f"Pareto front, costs at {units.plural(longest_context, 'token')}"
     for name, names in comparison["fronts"].items():
@@ -231,7 +236,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     return format_table(rows, left=left)
 
 
-def kernel_names(entry: Mapping[str, Any]) -> str:
+def kernel_names(entry: ComparisonEntry) -> str:
     """Return the softmax kernels that ran in prompts and in decoding, or "state" for a mechanism
     without softmax.
 
@@ -240,7 +245,7 @@ def kernel_names(entry: Mapping[str, Any]) -> str:
     'cpu gemm / state'
     """
     names_by_kind = []
-    for kind in ("prefill", "decode"):
+    for kind in TIME_KINDS:
         rows = entry[kind].values()
         names = dict.fromkeys(name for row in rows for name in row.get("kernels", ()))
         names_by_kind.append(" ".join(names) or ("state" if rows else units.ABSENT))
@@ -260,7 +265,7 @@ TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded 
 """Cost -> the title of its axis and its unit."""
 
 
-def render_page(comparison: Mapping[str, Any]) -> str:
+def render_page(comparison: ComparisonData) -> str:
     """Return the HTML page of a comparison, which needs no other file.
 
     Args:
@@ -313,7 +318,7 @@ def render_page(comparison: Mapping[str, Any]) -> str:
     )
 
 
-def quality_charts(comparison: Mapping[str, Any]) -> Iterator[Scatter]:
+def quality_charts(comparison: ComparisonData) -> Iterator[Scatter]:
     """Yield a scatter chart of each task against each cost at the longest context."""
     longest_context = max(comparison["timing"]["contexts"])
     for name in comparison["training"]["tasks"]:
@@ -352,14 +357,14 @@ def quality_charts(comparison: Mapping[str, Any]) -> Iterator[Scatter]:
             )
 
 
-def cost_charts(comparison: Mapping[str, Any]) -> list[Scatter]:
+def cost_charts(comparison: ComparisonData) -> list[Scatter]:
     """Return scatter charts of a decoded token's time against the cache and against a prompt's
     time, at the longest context.
     """
     longest_context = max(comparison["timing"]["contexts"])
     token = Axis(f"time of a decoded token at {units.plural(longest_context, 'token')}", "seconds")
     charts = []
-    for title, axis, kind, name in (
+    wanted: tuple[tuple[str, Axis, TimeKind, TimeFigure], ...] = (
         (
             "a token against the cache",
             Axis(f"cache at {units.plural(longest_context, 'token')}", "bytes"),
@@ -372,7 +377,8 @@ def cost_charts(comparison: Mapping[str, Any]) -> list[Scatter]:
             "prefill",
             "seconds",
         ),
-    ):
+    )
+    for title, axis, kind, name in wanted:
         points = []
         for entry in comparison["mechanisms"]:
             x, row = (
@@ -381,7 +387,8 @@ def cost_charts(comparison: Mapping[str, Any]) -> list[Scatter]:
             )
             if x and row.get("seconds"):
                 y = row["seconds"]
-                points.append((entry["name"], x, y, tuple(row.get("quartiles", (y, y)))))
+                low, high = row.get("quartiles", (y, y))
+                points.append((entry["name"], x, y, (low, high)))
         on_front = pareto([(x, y) for _, x, y, _ in points])
         marks = [ScatterPoint(n, x, y, s, i in on_front) for i, (n, x, y, s) in enumerate(points)]
         caption = (
@@ -391,14 +398,14 @@ def cost_charts(comparison: Mapping[str, Any]) -> list[Scatter]:
     return charts
 
 
-def context_plots(comparison: Mapping[str, Any]) -> list[Picture]:
+def context_plots(comparison: ComparisonData) -> list[Picture]:
     """Return plots of times and cache sizes over the contexts, with a line for each mechanism; none
     if there is only one context.
     """
     contexts = sorted(comparison["timing"]["contexts"])
     if len(contexts) < 2:
         return []
-    wanted = (
+    wanted: tuple[tuple[str, str, TimeKind, TimeFigure], ...] = (
         ("Time of a prompt", "seconds", "prefill", "seconds"),
         ("Time of a decoded token", "seconds", "decode", "seconds"),
         ("Cache", "bytes", "decode", "kv_bytes"),
@@ -413,7 +420,7 @@ def context_plots(comparison: Mapping[str, Any]) -> list[Picture]:
     return [picture for picture in plots if picture.drawable]
 
 
-def notes(comparison: Mapping[str, Any]) -> list[str]:
+def notes(comparison: ComparisonData) -> list[str]:
     """Return the notes of the comparison, the definition of peak memory, and the limits of small
     models.
     """

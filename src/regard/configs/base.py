@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
 from regard.cost.model import ModelSpec
 from regard.did_you_mean import suggest
@@ -21,7 +21,7 @@ from regard.errors import ArgumentError
 from regard.units import plural
 from regard.untrusted_text import short_repr
 
-Raw: TypeAlias = Mapping[str, Any]
+Raw: TypeAlias = Mapping[str, object]
 """The parsed content of a config.json."""
 
 

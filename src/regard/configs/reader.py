@@ -453,7 +453,7 @@ def check_dtypes(raw: Raw) -> None:
         )
 
 
-def _typed(name: str, value: object, wanted: object) -> Any:
+def _typed(name: str, value: object, wanted: object) -> object:
     """Return a JSON value as the type of its field; lists become tuples."""
     for kind in _union_members(wanted):
         origin = typing.get_origin(kind) or kind
@@ -468,7 +468,7 @@ def _typed(name: str, value: object, wanted: object) -> Any:
     raise ArgumentError(f"{name} is {value!r}; it must be {allowed}")
 
 
-def _union_members(wanted: object) -> tuple[Any, ...]:
+def _union_members(wanted: object) -> tuple[object, ...]:
     union = typing.get_origin(wanted) in (typing.Union, types.UnionType)
     return typing.get_args(wanted) if union else (wanted,)
 

@@ -78,7 +78,7 @@ class RopeSettings(NamedTuple):
 
     head_dim: int
     theta: float
-    scaling: Mapping[str, Any] | None
+    scaling: Mapping[str, object] | None
     max_positions: int
     partial: float = 1.0
     layout: Literal["half", "interleaved"] = "half"
@@ -90,7 +90,7 @@ class RopeSettings(NamedTuple):
         return check_rope(self)["rope_type"] in LENGTH_DEPENDENT_TYPES
 
 
-def check_rope(settings: RopeSettings) -> Mapping[str, Any]:
+def check_rope(settings: RopeSettings) -> Mapping[str, object]:
     """Check the keys of rotary settings and the types of their values.
 
     The ranges of the scaling's numbers are checked when the rotary module is built.
@@ -115,7 +115,7 @@ def check_rope(settings: RopeSettings) -> Mapping[str, Any]:
     return {"rope_type": "default"} if normalized is None else normalized
 
 
-def normalize_scaling(scaling: Mapping[str, object], where: str) -> dict[str, Any] | None:
+def normalize_scaling(scaling: Mapping[str, object], where: str) -> dict[str, object] | None:
     """Return a rope_scaling with checked keys and its type as `rope_type`; None if default.
 
     Keys with null are left out, except the factor of yarn, which then follows from the lengths.
@@ -137,7 +137,7 @@ def normalize_scaling(scaling: Mapping[str, object], where: str) -> dict[str, An
         ROPE_TYPES[kind].required,
         (*ROPE_TYPES[kind].required, *ROPE_TYPES[kind].optional),
     )
-    normalized: dict[str, Any] = {"rope_type": kind}
+    normalized: dict[str, object] = {"rope_type": kind}
     for key, value in scaling.items():
         if key in ("type", "rope_type"):
             continue
@@ -190,7 +190,7 @@ def check_finite(where: str, value: object) -> float:
     return value
 
 
-def _check_value(where: str, key: str, value: object) -> Any:
+def _check_value(where: str, key: str, value: object) -> object:
     """Return the value if it has the type that its key needs."""
     if key in ("truncate", "finetuned"):
         if not isinstance(value, bool):
@@ -301,8 +301,11 @@ def _layer_types(nested: object) -> tuple[str, ...]:
 
 
 def _merge_settings(
-    top: Mapping[str, Any], nested: Mapping[str, Any] | None, where: str, base: str = "rope_theta"
-) -> dict[str, Any]:
+    top: Mapping[str, Any],
+    nested: Mapping[str, object] | None,
+    where: str,
+    base: str = "rope_theta",
+) -> dict[str, object]:
     """Return rope_theta, partial_rotary_factor and rope_scaling from all places.
 
     Raises:
@@ -313,7 +316,7 @@ def _merge_settings(
         raise ArgumentError(
             f"rope_scaling is {shorten(nested_at['rope_scaling'])}; it must be an object"
         )
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     for key, at_top in (("rope_theta", base), ("partial_rotary_factor", "partial_rotary_factor")):
         values_at = {at_top: top.get(at_top)} | {
             f"{place}.{key}": keys.get(key) for place, keys in nested_at.items()

@@ -248,7 +248,7 @@ class Sizes:
     dim: int
     heads: int
     attention: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
     global_every: int | None = None
     ff: int | None = None
     gated: bool = True
@@ -314,7 +314,7 @@ class Sizes:
             tied=self.tied,
         )
 
-    def _spec(self, options: dict[str, Any]) -> Spec:
+    def _spec(self, options: dict[str, object]) -> Spec:
         mechanism = self.attention
         if mechanism is None:
             groups = options.get("groups")

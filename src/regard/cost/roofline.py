@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from regard.cost.report import CostReport
 from regard.did_you_mean import suggest
@@ -413,7 +412,7 @@ def memory_fit(report: CostReport, machine: Machine) -> MemoryFit:
     return MemoryFit(report.weight_bytes + report.kv_bytes, machine.memory)
 
 
-def as_json(report: CostReport, machine: Machine) -> dict[str, Any]:
+def as_json(report: CostReport, machine: Machine) -> dict[str, object]:
     """Return the machine, the bounds, and whether weights and caches fit in its memory; null if
     that is not known.
     """

@@ -96,7 +96,7 @@ def contexts_within_positions(contexts: list[int], *models: ModelSpec) -> list[i
 
 def sweep(
     model: ModelSpec, setting: Setting, contexts: list[int], machine: Machine | None = None
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return a row for each context: cache bytes, and the cost of a prompt and of a token. With a
     machine, a row also has lower bounds in seconds, and whether weights and caches fit in its
     memory.
@@ -109,7 +109,7 @@ def sweep(
     rows = []
     for context in contexts:
         report = CostReport(model, replace(setting, context=context))
-        row: dict[str, Any] = {"context": context}
+        row: dict[str, object] = {"context": context}
         row |= {name: report.as_json()[name] for name in COMPARED_FIGURES[5:]}
         if machine is not None:
             row |= {
@@ -121,7 +121,9 @@ def sweep(
     return rows
 
 
-def compare_models(reports: Sequence[CostReport], machine: Machine | None = None) -> dict[str, Any]:
+def compare_models(
+    reports: Sequence[CostReport], machine: Machine | None = None
+) -> dict[str, object]:
     """Return the figures of several models, and those of the first divided by those of each other
     one; null if a divisor is 0.
 

@@ -28,7 +28,7 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_json(path: Path, *, limit: int = MAX_BYTES, kind: type[Any] = dict) -> Any:
+def read_json(path: Path, *, limit: int = MAX_BYTES, kind: type[object] = dict) -> Any:
     """Read a JSON file.
 
     Args:
@@ -52,7 +52,7 @@ def read_json(path: Path, *, limit: int = MAX_BYTES, kind: type[Any] = dict) -> 
         raise FileError(f"{path} {e}") from None
 
 
-def parse_json(raw: bytes, kind: type[Any] = dict) -> Any:
+def parse_json(raw: bytes, kind: type[object] = dict) -> Any:
     """Parse a JSON object or list, strictly.
 
     The text must be UTF-8, without repeated keys, NaN, numbers of unbounded length, too many parts
@@ -109,7 +109,7 @@ def _depth(raw: bytes) -> int:
     return max(accumulate(1 if mark in b"[{" else -1 for mark in brackets), default=0)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
         earlier: set[str] = set()

@@ -79,7 +79,7 @@ def load(
 def load(
     source: str | Path = "tiny",
     *,
-    kind: type[Any] | None = None,
+    kind: type[object] | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     allow_missing: Sequence[str] = (),
@@ -166,7 +166,7 @@ _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.
 
 def _load_folder(
     folder: Path,
-    kind: type[Any] | None,
+    kind: type[object] | None,
     *,
     dtype: torch.dtype | None,
     allow_missing: Sequence[str],
@@ -209,7 +209,7 @@ def _load_folder(
     )
 
 
-def _family(folder: Path, kind: type[Any] | None) -> tuple[Family, Raw]:
+def _family(folder: Path, kind: type[object] | None) -> tuple[Family, Raw]:
     """Return the family that config.json names, and the content of that file.
 
     Raises:
@@ -265,7 +265,7 @@ def _check_ignored(
 ) -> None:
     """Raise for a name in `ignore` that the family needs and that was therefore used."""
     for name in ignore:
-        inner: Any = raw
+        inner: object = raw
         for part in name.split("."):
             inner = inner.get(part) if isinstance(inner, dict) else None
         exists = name in store.tensors or inner is not None or name in raw

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Unpack, overload
+from typing import Unpack, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -52,7 +52,7 @@ class Model(TextModel):
         self,
         decoder: Decoder,
         tokenizer: Tokenizer | None,
-        config: Any,
+        config: object,
         *,
         eos_ids: Collection[int] | None = None,
         newly_initialized: Collection[str] = (),
@@ -323,7 +323,7 @@ class Model(TextModel):
         result = beam_search_text(self, prompt, options, beams=beams, length_penalty=length_penalty)
         return result.completions
 
-    def _json_files(self) -> Mapping[str, Any]:
+    def _json_files(self) -> Mapping[str, object]:
         return {"generation_config.json": {"eos_token_id": sorted(self.eos_ids)}}
 
 

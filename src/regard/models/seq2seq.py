@@ -56,7 +56,7 @@ class Seq2Seq(TextModel):
         self,
         network: EncoderDecoder,
         tokenizer: Tokenizer | None,
-        config: Any,
+        config: object,
         *,
         start: int,
         eos_ids: Collection[int],
@@ -237,7 +237,7 @@ class Seq2Seq(TextModel):
         real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
         check_ids(real, self.config.vocab_size)
 
-    def _json_files(self) -> Mapping[str, Any]:
+    def _json_files(self) -> Mapping[str, object]:
         return {
             "generation_config.json": {
                 "decoder_start_token_id": self.start,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -232,7 +232,7 @@ class TextEncoder(TextModel):
         self,
         network: HeadedEncoder,
         tokenizer: Tokenizer | None,
-        config: Any,
+        config: object,
         *,
         pooling: Pooling | None = None,
         max_seq_length: int | None = None,
@@ -416,11 +416,11 @@ class TextEncoder(TextModel):
             parts.append(self.pool(self.hidden(*some), some.positions))
         return torch.cat(parts)[order.argsort()]
 
-    def _json_files(self) -> Mapping[str, Any]:
+    def _json_files(self) -> Mapping[str, object]:
         mode_keys = {key: mode == self.pooling.mode for key, mode in POOLING_MODE_OF_KEY.items()}
         kinds = SENTENCE_TRANSFORMERS_MODULES[: 3 if self.pooling.normalise else 2]
         folders = ("", "1_Pooling", "2_Normalize")
-        files: dict[str, Any] = {
+        files: dict[str, object] = {
             "modules.json": [
                 {
                     "idx": i,

@@ -179,7 +179,7 @@ class TextModel:
             json_files=self._json_files(),
         )
 
-    def _json_files(self) -> Mapping[str, Any]:
+    def _json_files(self) -> Mapping[str, object]:
         """Return the contents of further JSON files to save: path in the folder to content."""
         return {}
 

@@ -338,7 +338,7 @@ class Tokenizer:
             return token.encode("utf-8")
         return bytes(BYTE_OF[letter] for letter in token)
 
-    def _run(self, function: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, function: Callable[..., object], *args: object, **kwargs: object) -> Any:
         try:
             return _call_backend(function, *args, **kwargs)
         except _BackendError as error:
@@ -391,7 +391,7 @@ class _BackendError(Exception):
     """Any error of the `tokenizers` package, which has no error class of its own."""
 
 
-def _call_backend(function: Callable[..., object], *args: Any, **kwargs: Any) -> Any:
+def _call_backend(function: Callable[..., object], *args: object, **kwargs: object) -> Any:
     """Call the backend; its errors, also panics that are not an `Exception`, become
     `_BackendError`.
     """
@@ -405,7 +405,7 @@ def _call_backend(function: Callable[..., object], *args: Any, **kwargs: Any) ->
         raise _BackendError(str(error)) from None
 
 
-def _check_ids(content: dict[str, Any], file: Path) -> None:
+def _check_ids(content: dict[str, object], file: Path) -> None:
     """Check that every id is small: the backend fills all gaps below the largest one."""
     model, added = content["model"], content.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None

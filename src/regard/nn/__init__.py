@@ -5,7 +5,8 @@ catalogue of mechanisms.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from regard.deprecation import renamed
 from regard.nn.attention import Attention
@@ -111,7 +112,7 @@ __all__ = [
 ]
 
 
-def _load_variants(name: str) -> Any:
+def _load_variants(name: str) -> ModuleType:
     if name == "variants":  # it imports every part of this package
         return importlib.import_module("regard.nn.variants")
     raise AttributeError(f"module 'regard.nn' has no attribute {name!r}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -433,7 +433,7 @@ class PrefixRecomputer:
         self._positions: Positions = Span(0, 0)
 
     def __call__(
-        self, ids: Int[Tensor, "B T"], positions: Positions | None = None, **options: Any
+        self, ids: Int[Tensor, "B T"], positions: Positions | None = None, **options: object
     ) -> Tensor:
         """Append tokens to the prefix and return the logits after each of them.
 

@@ -32,7 +32,7 @@ def is_proxy(x: object) -> bool:
 
 def call_as_leaf(
     module: nn.Module,
-    forward: Callable[..., Any],
+    forward: Callable[..., object],
     x: Any,
     *args: object,
     cache: Cache | None = None,

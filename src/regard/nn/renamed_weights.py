@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from torch import nn
 
@@ -66,7 +65,7 @@ class LoadsRenamedWeights(nn.Module):
     renamed_weights: dict[str, str] = {}
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+        self, state_dict: dict[str, object], prefix: str, *args: object, **kwargs: object
     ) -> None:
         for old, new in self.renamed_weights.items():
             before, after = prefix + old, prefix + new

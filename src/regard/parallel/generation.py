@@ -11,6 +11,7 @@ from torch import Tensor
 
 from regard.caches import Cache
 from regard.errors import ArgumentError
+from regard.ops.softmax import KernelResult
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.ranked_call import Method
 from regard.parallel.sequence import sequence
@@ -118,17 +119,17 @@ class _GenerationScope:
         logits = parts[owner].view_as(logits)
         return logits, replace(progress, length=progress.length + T)
 
-    def own_positions(self) -> None:
+    def own_positions(self) -> Tensor:
         """Refuse: positions are known inside a session only."""
         _refuse_outside_session()
 
-    def run_attention(self, call: object, backend: str) -> None:
+    def run_attention(self, call: object, backend: str) -> KernelResult:
         """Refuse attention outside a session."""
         _refuse_outside_session()
 
     def run_mixer(
         self, mixer: object, x: object, positions: object, cache: object, backend: str
-    ) -> None:
+    ) -> Tensor:
         """Refuse a mechanism outside a session."""
         _refuse_outside_session()
 

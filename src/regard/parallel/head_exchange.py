@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from regard.errors import ArgumentError
 from regard.ops.softmax import attend as attend_here
+from regard.ops.softmax.call import AutogradContext
 from regard.ops.softmax.merge import apply_sink
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.exchange import exchange
@@ -99,32 +100,46 @@ class _HeadExchange:
         return torch.cat([p.view(B, n, count, D) for p in received], 1)
 
 
-class _TokensToHeads(torch.autograd.Function):
-    """Apply `_HeadExchange.tokens_of_all`; the backward pass is `heads_of_all`."""
+class _HeadExchangeContext(AutogradContext, Protocol):
+    """What `_ExchangeHeads` keeps for its gradient."""
+
+    layout: _HeadExchange
+    to_heads: bool
+
+
+class _ExchangeHeads(torch.autograd.Function):
+    """Apply `tokens_of_all` (`to_heads`) or `heads_of_all` of a `_HeadExchange`; the backward pass
+    is the other one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: _HeadExchange) -> Tensor:
-        ctx.layout = layout
-        return layout.tokens_of_all(x)
+    def forward(
+        ctx: _HeadExchangeContext,
+        x: Tensor,
+        layout: _HeadExchange,
+        to_heads: bool,  # noqa: FBT001  # `apply` takes no keywords
+    ) -> Tensor:
+        ctx.layout, ctx.to_heads = layout, to_heads
+        return layout.tokens_of_all(x) if to_heads else layout.heads_of_all(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.layout.heads_of_all(gradient), None
+    def backward(ctx: _HeadExchangeContext, gradient: Tensor) -> tuple[Tensor, None, None]:
+        layout = ctx.layout
+        d_x = layout.heads_of_all(gradient) if ctx.to_heads else layout.tokens_of_all(gradient)
+        return d_x, None, None
 
 
-class _HeadsToTokens(torch.autograd.Function):
-    """Apply `_HeadExchange.heads_of_all`; the backward pass is `tokens_of_all`."""
+def _tokens_to_heads(x: Tensor, layout: _HeadExchange) -> Tensor:
+    """Return `layout.tokens_of_all(x)` with its gradient."""
+    result: Tensor = _ExchangeHeads.apply(x, layout, True)  # type: ignore[no-untyped-call]
+    return result
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: _HeadExchange) -> Tensor:
-        ctx.layout = layout
-        return layout.heads_of_all(x)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.layout.tokens_of_all(gradient), None
+def _heads_to_tokens(x: Tensor, layout: _HeadExchange) -> Tensor:
+    """Return `layout.heads_of_all(x)` with its gradient."""
+    result: Tensor = _ExchangeHeads.apply(x, layout, False)  # type: ignore[no-untyped-call]
+    return result
 
 
 def attend_by_heads(
@@ -135,8 +150,8 @@ def attend_by_heads(
     members = tuple(range(ranks.world))
     queries = _HeadExchange(ranks, call.q_shards, members, by_position=True)
     keys = _HeadExchange(ranks, call.shards, members, by_position=True)
-    qh = _TokensToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
-    kh, vh = (_TokensToHeads.apply(_repeat_heads(x, ranks.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
+    qh = _tokens_to_heads(q, queries)
+    kh, vh = (_tokens_to_heads(_repeat_heads(x, ranks.world), keys) for x in (k, v))
     n = q.shape[1] // ranks.world
     own_heads = slice(ranks.rank * n, (ranks.rank + 1) * n)
     bias = shared_bias(call, ranks)
@@ -152,8 +167,7 @@ def attend_by_heads(
             k_positions=Span(call.shards.start, kh.shape[2]),
             **call.options,
         )
-    result: Tensor = _HeadsToTokens.apply(z, queries)  # type: ignore[no-untyped-call]
-    return result
+    return _heads_to_tokens(z, queries)
 
 
 def _repeat_heads(x: Tensor, world: int) -> Tensor:
@@ -192,8 +206,8 @@ def attend_by_nodes(
     members = tuple(across.rank * node.world + i for i in range(node.world))
     queries = _HeadExchange(node, q_shards, members, by_position=False)
     keys = _HeadExchange(node, shards, members, by_position=False)
-    qh = _TokensToHeads.apply(q, queries)  # type: ignore[no-untyped-call]
-    kh, vh = (_TokensToHeads.apply(_repeat_heads(x, node.world), keys) for x in (k, v))  # type: ignore[no-untyped-call]
+    qh = _tokens_to_heads(q, queries)
+    kh, vh = (_tokens_to_heads(_repeat_heads(x, node.world), keys) for x in (k, v))
     n = q.shape[1] // node.world
     own_heads = slice(node.rank * n, (node.rank + 1) * n)
     bias = shared_bias(call, node)
@@ -211,8 +225,7 @@ def attend_by_nodes(
     if sink is not None:
         shared = call.parameter(call.parameter(sink, node), across)
         out = apply_sink(out, lse, shared[own_heads])
-    result: Tensor = _HeadsToTokens.apply(out.to(q.dtype), queries)  # type: ignore[no-untyped-call]
-    return result
+    return _heads_to_tokens(out.to(q.dtype), queries)
 
 
 def _merge_ranks_of_nodes(shards: Shards, size: int) -> Shards:

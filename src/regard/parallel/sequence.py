@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.dynamic_rotary import PerRowRotary
 from regard.nn.mixer import Mixer
 from regard.ops.softmax import Call, KernelResult
+from regard.ops.softmax.call import AutogradContext
 from regard.parallel.attend import attend
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.decode import decode
@@ -209,7 +210,7 @@ class _RankScope:
 
     def append_tokens(
         self, decoder: object, caches: object, ids: object, positions: object, progress: object
-    ) -> None:
+    ) -> tuple[Tensor, object]:
         """Refuse a generation, whose prompt has no shards yet."""
         raise ArgumentError(
             "model.generate cannot run inside regard.parallel.sequence; use "
@@ -387,14 +388,22 @@ class _StateChain:
         return torch.zeros((), requires_grad=self.with_gradient)
 
 
+class _StateContext(AutogradContext, Protocol):
+    """What a message with a state keeps for the message with its gradient."""
+
+    ranks: RankGroup
+    other: int
+    shapes: Sequence[TensorShape]
+
+
 class _SendState(torch.autograd.Function):
     """Send tensors to another rank; the backward pass receives their gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, z: Tensor, ranks: RankGroup, to: int, *tensors: Tensor
+        ctx: _StateContext, anchor: Tensor, z: Tensor, ranks: RankGroup, to: int, *tensors: Tensor
     ) -> Tensor:
-        ctx.ranks, ctx.to = ranks, to
+        ctx.ranks, ctx.other = ranks, to
         ctx.shapes = [(tuple(x.shape), x.dtype) for x in tensors]
         messages = [
             ranks.send_receive("state", step, x.contiguous(), to, None, to)
@@ -407,11 +416,11 @@ class _SendState(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _StateContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # torch.utils.checkpoint runs a layer again when saved tensors are read: its messages must
         # come before those of the gradients, on every rank
         _ = ctx.saved_tensors
-        gradients = _receive(ctx.ranks, ctx.to, ctx.shapes, "gradient of the state")
+        gradients = _receive(ctx.ranks, ctx.other, ctx.shapes, "gradient of the state")
         return (None, gradient, None, None, *gradients)
 
 
@@ -420,9 +429,13 @@ class _ReceiveState(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, ranks: RankGroup, source: int, shapes: Sequence[TensorShape]
+        ctx: _StateContext,
+        anchor: Tensor,
+        ranks: RankGroup,
+        source: int,
+        shapes: Sequence[TensorShape],
     ) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.source, ctx.shapes = ranks, source, shapes
+        ctx.ranks, ctx.other, ctx.shapes = ranks, source, shapes
         tensors = []
         for step, (shape, dtype) in enumerate(shapes):
             buffer = torch.empty(shape, dtype=dtype)
@@ -433,10 +446,10 @@ class _ReceiveState(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+    def backward(ctx: _StateContext, *gradients: Tensor) -> tuple[None, ...]:
         messages = [
             ctx.ranks.send_receive(
-                "gradient of the state", step, x.contiguous(), ctx.source, None, ctx.source
+                "gradient of the state", step, x.contiguous(), ctx.other, None, ctx.other
             )
             for step, (x, (_, dtype)) in enumerate(zip(gradients, ctx.shapes, strict=True))
             if dtype.is_floating_point

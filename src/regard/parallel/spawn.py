@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from regard.errors import ArgumentError, ParallelError
 
@@ -18,7 +17,9 @@ TIMEOUT = 60.0
 """The number of seconds after which a rank stops waiting for another."""
 
 
-def spawn(function: Callable[..., Any], W: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+def spawn(
+    function: Callable[..., object], W: int, *args: object, timeout: float = TIMEOUT
+) -> list[object]:
     """Run function(rank, *args) in W processes that form a torch.distributed group (gloo).
 
     Each process has one thread. The function must be importable: a function of a module, not one
@@ -77,10 +78,10 @@ _MESSAGE_ERROR_WORDS = ("ParallelError", "gloo", "monitoredBarrier")
 """Words in the traceback of a rank that failed because another rank did not answer."""
 
 
-def _result(rank: int, pipe: Connection) -> tuple[str, Any]:
+def _result(rank: int, pipe: Connection) -> tuple[str, object]:
     """Read the error text and the result of a rank from its pipe."""
     try:
-        result: tuple[str, Any] = pipe.recv()
+        result: tuple[str, object] = pipe.recv()
         if not result[0]:
             pipe.send(None)
         return result
@@ -89,13 +90,13 @@ def _result(rank: int, pipe: Connection) -> tuple[str, Any]:
 
 
 def _run_rank(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     rank: int,
     W: int,
     store: str,
     timeout: float,
     pipe: Connection,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
 ) -> None:
     """Run one rank: join the group, call the function, and send its result through the pipe."""
     import torch

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -337,8 +337,8 @@ class Rotary(nn.Module):
             self.inv_freq, self._last = self.inv_freq.to(device), None
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+    def __getstate__(self) -> dict[str, object]:
+        state: dict[str, object] = super().__getstate__()  # type: ignore[no-untyped-call]
         return {**state, "_last": None}
 
     def extra_repr(self) -> str:

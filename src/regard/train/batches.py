@@ -145,7 +145,7 @@ class Batches:
         segment = tokens[torch.randint(0, len(tokens), shape, generator=self._generator)]
         return segment.gather(1, self._offsets % period)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of the random generator and a fingerprint of the data.
 
         Returns:
@@ -261,11 +261,11 @@ class BatchSource(Protocol):
     def __next__(self) -> Any:
         """Return the next batch, in a form that the loss function accepts."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the state of the source as plain values for JSON."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
+    def load_state_dict(self, state: dict[str, object], /) -> None:
         """Continue after the batch at which `state_dict` was called.
 
         Raises:

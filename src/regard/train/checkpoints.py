@@ -239,7 +239,7 @@ def _bytes_needed(checkpoint: TrainingCheckpoint) -> int:
 
 def _write(folder: Path, checkpoint: TrainingCheckpoint) -> None:
     """Write the files of a checkpoint and flush them to disk."""
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, object]] = {}
     duplicates: dict[str, str] = {}
     for file, named in checkpoint.tensors.items():
         stored, file_duplicates = _deduplicate(named)
@@ -283,7 +283,7 @@ def _deduplicate(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
     """
     stored: dict[str, Tensor] = {}
     duplicates: dict[str, str] = {}
-    first_names: dict[tuple[Any, ...], str] = {}
+    first_names: dict[tuple[object, ...], str] = {}
     storages: set[int] = set()
     for name, tensor in named.items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -418,11 +418,13 @@ def _check_weights(model: nn.Module, saved: dict[str, Tensor]) -> None:
             )
 
 
-def _pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _pack_optimizer(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return the tensors of an optimizer's state, and its other values as JSON values."""
     content = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for index, entries in content["state"].items():
         for key, value in entries.items():
             (tensors if isinstance(value, Tensor) else values)[f"{index}.{key}"] = value
@@ -433,7 +435,7 @@ def _unpack_optimizer(
     optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], saved: dict[str, Any]
 ) -> None:
     """Load the state of `_pack_optimizer` into an optimizer."""
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[int, dict[str, object]] = {}
     for name, value in [*tensors.items(), *saved["values"].items()]:
         index, key = name.split(".", 1)
         state.setdefault(int(index), {})[key] = value
@@ -511,7 +513,7 @@ def _changed_tensors(path: Path, expected: Mapping[str, object]) -> str:
     return f" (tensor {', '.join(changed[:3])})" if changed else ""
 
 
-def size_and_checksum(path: Path) -> dict[str, Any]:
+def size_and_checksum(path: Path) -> dict[str, object]:
     """Return the size and the sha256 of a file, as the manifest stores them."""
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 

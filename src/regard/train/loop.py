@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -269,7 +268,7 @@ class _TrainingLoop:
             "lower lr, lengthen warmup or check the data"
         )
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast context of the settings."""
         return (
             torch.autocast(self.device.type, torch.bfloat16)
@@ -387,6 +386,6 @@ _INVALID_STATE_ERRORS = (
 )
 
 
-def _none_if_not_finite(value: object) -> Any:
+def _none_if_not_finite(value: object) -> object:
     """Return a value, or None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

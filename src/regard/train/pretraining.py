@@ -136,7 +136,7 @@ def parameters_without_gradient(model: nn.Module, vocab_size: int, length: int) 
     return untrained
 
 
-def _attention_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+def _attention_options(options: Mapping[str, Any]) -> tuple[dict[str, object], int | None]:
     """Return the mechanism's own options, and the window that the mask adds to it."""
     name = options["attention"]
     entry = find_decoder_variant(name)
@@ -182,7 +182,7 @@ class PretrainingRun:
         # the ranks of the run; None is one process
         self.parallel = ContextParallel.from_environment() if options.get("parallel") else None
 
-    def run(self) -> tuple[dict[str, Any], int | None]:
+    def run(self) -> tuple[dict[str, object], int | None]:
         """Train the model and write its files.
 
         Returns:
@@ -197,7 +197,7 @@ class PretrainingRun:
         with folder_locked(self.out):
             return self._run(settings)
 
-    def _run(self, settings: Settings) -> tuple[dict[str, Any], int | None]:
+    def _run(self, settings: Settings) -> tuple[dict[str, object], int | None]:
         """Train the model and write its files, in a folder that is locked."""
         tokenizer, tokens, validation = self.data_of_ranks()
         model, config = self.model(tokenizer.vocab_size)
@@ -334,7 +334,9 @@ class PretrainingRun:
         with write_user_file(self.out / "command.txt") as path:
             path.write_text(f"{shlex.join(parts)}\n{versions}\n", encoding="utf-8")
 
-    def figures(self, result: TrainResult, parameters: int, settings: Settings) -> dict[str, Any]:
+    def figures(
+        self, result: TrainResult, parameters: int, settings: Settings
+    ) -> dict[str, object]:
         """Return the numbers that the command prints at the end."""
         return {
             "step": result.step,
@@ -361,9 +363,9 @@ def check_device(device: str) -> None:
         raise ArgumentError(f"device {device!r} cannot be used: {reason}; use cpu") from error
 
 
-def config_metadata(config: Any) -> dict[str, Any]:
+def config_metadata(config: Any) -> dict[str, object]:
     """Return a config as plain values; a run resumes only with equal values."""
-    metadata: dict[str, Any] = json.loads(
+    metadata: dict[str, object] = json.loads(
         json.dumps({"model_type": model_type_of(config), **asdict(config)})
     )
     return metadata

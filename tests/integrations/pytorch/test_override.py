@@ -71,6 +71,7 @@ NAMES = list(make_masks(2, 4, 3, 5))
 SHAPES = [(4, 4, 9, 9), (4, 2, 5, 12), (4, 1, 1, 12), (4, 4, 12, 7)]
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -512,18 +513,9 @@ def test_the_operator_of_torchs_function_follows_the_rules() -> None:
 
 @pytest.mark.full
 def test_a_transformers_model_generates_the_same_tokens() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=99,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation="sdpa").eval()
-    ids = torch.randint(1, 99, (2, 9))
+    from tests.integrations import families  # skips without transformers
+
+    model, ids = families.decoder("Llama", "sdpa"), families.tokens(2, 9)
     keep = torch.ones_like(ids)
     keep[1, :4] = 0
     options = {"attention_mask": keep, "max_new_tokens": 8, "do_sample": False}

@@ -109,7 +109,7 @@ def test_a_module_and_gradients_compile_for_20_lengths() -> None:
     assert frames(masked, many) <= 3
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("strict", [True, False])
 def test_one_exported_program_serves_every_length(strict: bool) -> None:
     length = torch.export.Dim("length", min=1, max=4096)

@@ -147,6 +147,7 @@ def make(scaling: dict[str, Any], head_dim: int, theta: float, **more: Any) -> R
     return rotary(head_dim, theta, found["rope_scaling"], MAX, partial=partial, **more)
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("theta", THETAS)
 @pytest.mark.parametrize("head_dim", [64, 80])

@@ -109,6 +109,7 @@ def test_a_python_without_topics(monkeypatch: pytest.MonkeyPatch) -> None:
         pydoc_topics()
 
 
+@pytest.mark.full
 def test_the_loss_of_a_latent_is_seen() -> None:
     """MLA of half the cache looked free on 891 characters (3.27 to 3.29 nats); on several thousand
     tokens it costs half a nat.

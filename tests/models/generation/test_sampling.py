@@ -68,6 +68,7 @@ def of_rows(logits: Tensor, how: SamplingParams, seen: Tensor) -> Tensor:
     return torch.tensor([definition(x, how, was) for x, was in rows], dtype=torch.float64)
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("how", SETTINGS, ids=str)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 8.0])
 def test_a_distribution_is_its_definition(how: SamplingParams, scale: float) -> None:

@@ -46,6 +46,7 @@ def plains(*given: Tensor, seen: Tensor) -> list[Any]:
     return [plain(*given, seen.expand(B, H, T, S), order) for order in orders]
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
 @pytest.mark.parametrize("groups", [1, 2, 4])

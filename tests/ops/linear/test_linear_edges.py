@@ -73,6 +73,7 @@ def test_positions_of_a_span_and_of_one_row_for_all(name: str) -> None:
     assert torch.equal(run(c, k_positions=torch.tensor([[-1, -1, 0, 1, 2]]))[0], got)
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "name, field",

@@ -56,6 +56,7 @@ def inputs(call: str, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Posit
     return q, k, v, q_at, k_at
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("topk", [1, 2, 3, 50])
 @pytest.mark.parametrize("call", CALLS)
 def test_the_choice_equals_the_definition(call: str, topk: int) -> None:

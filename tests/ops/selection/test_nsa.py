@@ -53,6 +53,7 @@ def mean(block: list[list[float]]) -> list[float]:
     return [math.fsum(x) / len(block) for x in zip(*block, strict=True)]
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_choice_equals_the_definition(sizes: NSABlocks, call: str) -> None:

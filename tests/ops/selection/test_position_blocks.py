@@ -35,6 +35,7 @@ CASES: dict[str, Positions] = {
 }
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_order(name: str, size: int) -> None:

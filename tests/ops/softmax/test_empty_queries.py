@@ -87,7 +87,7 @@ def chosen(mask: Mask | Tensor | None) -> Mask:
     return mask if isinstance(mask, Mask) else masks.Dense(mask)
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("where", POSITIONS)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_structure_of_a_mask(name: str, where: str) -> None:
@@ -106,7 +106,7 @@ def test_the_structure_of_a_mask(name: str, where: str) -> None:
         assert not lengths.expand(B, -1, T).transpose(1, 2)[empty].any()
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("where", ["holes", "span"])
 @pytest.mark.parametrize("name", MASKS)
@@ -161,7 +161,7 @@ def test_each_kernel_runs_its_masks(kernel: Kernel, gradient: bool) -> None:
     assert ran >= least
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("backend", LEAST_GRADIENTS)
 @pytest.mark.parametrize("name", MASKS)
 def test_gradients(name: str, backend: str) -> None:
@@ -185,6 +185,7 @@ def test_gradients(name: str, backend: str) -> None:
     assert d_q[~blind].ne(0).any()
 
 
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("name", MASKS)
 def test_weights_and_plan(name: str) -> None:
     q, k, v = inputs()

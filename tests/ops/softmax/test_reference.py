@@ -32,6 +32,7 @@ def qkv(B: int = 1, H: int = 2, T: int = 5, S: int = 7, D: int = 4, **kind: Any)
     return [torch.randn(B, H, n, D, **kind) for n in (T, S, S)]
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("case", ORACLE, ids=str)
 def test_equals_the_loops(case: Case) -> None:
     made = make(case, torch.float64)
@@ -56,6 +57,7 @@ def test_equals_the_loops(case: Case) -> None:
     assert torch.equal(out[~visible.any(-1)], torch.zeros_like(out[~visible.any(-1)]))
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("case", ORACLE, ids=str)
 def test_pattern_equals_the_loops(case: Case) -> None:
     made = make(case, torch.float64)
@@ -79,6 +81,7 @@ def test_pattern_equals_the_loops(case: Case) -> None:
     assert torch.equal(pattern[~made.visible], torch.zeros_like(pattern[~made.visible]))
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("case", ORACLE[::3], ids=str)
 def test_every_dtype_by_the_rule(case: Case, dtype: torch.dtype) -> None:
@@ -173,6 +176,7 @@ def test_a_visible_infinity_in_v_stays_one(sign: int) -> None:
     assert run(q, k, v, mask=masks.Causal())[0][0, 1, 4, 0].isnan()
 
 
+@pytest.mark.full(keep=12)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 3e38, -1e30])
 @pytest.mark.parametrize("where", ["k", "v", "kv"])
 @pytest.mark.parametrize("by", ["causal", "positions", "dense"])

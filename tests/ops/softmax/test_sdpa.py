@@ -277,6 +277,7 @@ def test_out_lse_and_all_gradients(name: str) -> None:
         assert_right(CASES[name], torch.float64, sink=True)
 
 
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize("name", CASES)
 def test_rounding_of_out_and_lse(name: str) -> None:
     assert_right(CASES[name], torch.float32, gradients=False, scale=1.0)

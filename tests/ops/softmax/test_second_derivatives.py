@@ -37,6 +37,7 @@ def derivatives(tensors: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
     return [*first, *second]
 
 
+@pytest.mark.full(keep=9)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mask", [None, Causal(), Causal() & Window(9)], ids=str)
 @pytest.mark.parametrize("extra", ["nothing", "sink", "ALiBi"])

@@ -208,7 +208,7 @@ GPT_OSS_120B = GPT_OSS_20B | {
 }
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "raw, parameters",
     [(GPT_OSS_20B, 20_914_757_184), (GPT_OSS_120B, 116_829_156_672)],

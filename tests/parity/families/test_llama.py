@@ -228,7 +228,7 @@ NEW_1B = {
 }
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full(keep=["SmolLM2", "135M"])
 @pytest.mark.parametrize(
     "raw, parameters, base",
     [

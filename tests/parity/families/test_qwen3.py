@@ -119,7 +119,7 @@ EIGHT = SMALLEST | {
 }
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "raw, parameters", [(SMALLEST, 596_049_920), (EIGHT, 8_190_735_360)], ids=["0.6B", "8B"]
 )

@@ -92,6 +92,7 @@ def test_it_writes_what_it_says(made: Path) -> None:
     assert (made / "train.csv").read_text().splitlines()[-1].startswith("8,")
 
 
+@pytest.mark.full
 def test_the_figures_are_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path / "a", "--json", "--beams", "2") == 0
     figures = json.loads(capsys.readouterr().out)

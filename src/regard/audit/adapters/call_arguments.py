@@ -293,7 +293,7 @@ class CallKeywords:
     sinks: str | None = None
     mask_format: MaskFormat | None = None
     padding_format: MaskFormat | None = None
-    fixed: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, object] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
 
     @staticmethod
@@ -317,7 +317,7 @@ class CallKeywords:
         }
         return CallKeywords(**parameters_by_role, required=required)
 
-    def arguments(self, inputs: CallInputs, x: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    def arguments(self, inputs: CallInputs, x: Tensor, dtype: torch.dtype) -> dict[str, object]:
         """Return the keyword arguments for the inputs of a call on tokens x."""
         arguments = dict(self.fixed)
         if inputs.keep is not None and self.mask and self.mask_format:
@@ -331,9 +331,9 @@ class CallKeywords:
                 arguments[str(name)] = None
         return {**arguments, **self._position_arguments(inputs, x), **self._cache_arguments(inputs)}
 
-    def _position_arguments(self, inputs: CallInputs, x: Tensor) -> dict[str, Any]:
+    def _position_arguments(self, inputs: CallInputs, x: Tensor) -> dict[str, object]:
         """Return the arguments for the positions of the tokens."""
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         if inputs.positions is None:
             if self.start in self.required:
                 arguments[str(self.start)] = 0
@@ -347,9 +347,9 @@ class CallKeywords:
             arguments[self.start] = int(inputs.positions[0, 0])
         return arguments
 
-    def _cache_arguments(self, inputs: CallInputs) -> dict[str, Any]:
+    def _cache_arguments(self, inputs: CallInputs) -> dict[str, object]:
         """Return the arguments for the cache."""
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         if inputs.memory is not None:
             if self.use:
                 arguments[self.use] = True
@@ -401,7 +401,7 @@ class OutputFormat:
         return CallOutput(parts[0], weights if isinstance(weights, Tensor) else None, memory)
 
     @staticmethod
-    def of(results: dict[int, Any], B: int) -> OutputFormat:
+    def of(results: Mapping[int, object], B: int) -> OutputFormat:
         """Find the format from the results for several lengths T, by length.
 
         The weights are the part whose last two dimensions are T for every T.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -232,7 +233,7 @@ class FunctionAdapter(TargetAdapter):
         """Return the adapter with the function's causal flag set."""
         return self._copy_with(causal_flag=True)
 
-    def _copy_with(self, **changes: Any) -> FunctionAdapter:
+    def _copy_with(self, **changes: object) -> FunctionAdapter:
         """Return a new adapter with some arguments changed."""
         arguments: dict[str, Any] = {
             "claims": self.claims,
@@ -259,18 +260,20 @@ class FunctionAdapter(TargetAdapter):
                     yield self._copy_with(claims=claims)
 
 
-def _for_evaluation(function: Callable[..., object], dtype: torch.dtype) -> Callable[..., Any]:
+def _for_evaluation(function: Callable[..., object], dtype: torch.dtype) -> Callable[..., object]:
     """Return a copy of a module in evaluation mode and this dtype; return a function unchanged."""
     if isinstance(function, nn.Module):
         return copy.deepcopy(function).to("cpu", dtype).eval()
     return function
 
 
-def _function_keywords(signature_parameters: Any, claims: AuditClaims) -> CallKeywords:
+def _function_keywords(
+    signature_parameters: Mapping[str, Parameter], claims: AuditClaims
+) -> CallKeywords:
     """Return the names of a function's arguments by role, with values for those it requires."""
     keywords = CallKeywords.of(signature_parameters)
     name = first_known(SIZE_NAMES["window"], signature_parameters)
-    fixed: dict[str, Any] = {name: claims.window} if name and claims.window else {}
+    fixed: dict[str, object] = {name: claims.window} if name and claims.window else {}
     scale = first_known(SCALE_NAMES, signature_parameters)
     if scale in keywords.required:
         fixed[str(scale)] = claims.scale or (claims.head_dim or DEFAULT_HEAD_DIM) ** -0.5
@@ -279,11 +282,14 @@ def _function_keywords(signature_parameters: Any, claims: AuditClaims) -> CallKe
     biases = [
         n for n in signature_parameters if not isinstance(signature_parameters[n].default, bool)
     ]  # bias=True is a flag, not a bias on the scores
-    extra: dict[str, Any] = {
-        "bias": first_known(BIAS_NAMES, biases),
-        "sinks": first_known(SINKS_NAMES, signature_parameters),
-    }
-    return replace(keywords, fixed={**keywords.fixed, **fixed}, memory=None, use=None, **extra)
+    return replace(
+        keywords,
+        fixed={**keywords.fixed, **fixed},
+        memory=None,
+        use=None,
+        bias=first_known(BIAS_NAMES, biases),
+        sinks=first_known(SINKS_NAMES, signature_parameters),
+    )
 
 
 class CustomAdapter(TargetAdapter):
@@ -310,7 +316,7 @@ class CustomAdapter(TargetAdapter):
     def __init__(
         self,
         target: Any,
-        user_adapter: Callable[..., Any],
+        user_adapter: Callable[..., object],
         claims: AuditClaims,
         width: int,
         name: str,

@@ -85,15 +85,15 @@ def _output_format(adapter: ModuleAdapter | FunctionAdapter) -> OutputFormat:
         )
     sizes = {adapter.width, adapter.claims.head_dim, adapter.claims.heads}
     lengths = [n for n in range(3, 20) if n not in sizes][:2]
-    results: dict[int, Any] = {}
+    results: dict[int, object] = {}
     for n in lengths:
         results[n] = _raw_output(adapter, adapter.random_tokens(2, n, 0), CallInputs(weights=True))
     return OutputFormat.of(results, 2)
 
 
-def _raw_output(adapter: ModuleAdapter | FunctionAdapter, x: Tensor, inputs: CallInputs) -> Any:
+def _raw_output(adapter: ModuleAdapter | FunctionAdapter, x: Tensor, inputs: CallInputs) -> object:
     """Return everything that the code returned."""
-    results: list[Any] = []
+    results: list[object] = []
 
     class RecordingFormat(OutputFormat):
         def read(self, result: object) -> Any:

@@ -39,6 +39,8 @@ from regard.audit.adapters.projections import read_projections
 from regard.errors import ArgumentTypeError
 from regard.masks import Mask
 from regard.models import Model, Seq2Seq, TextEncoder
+from regard.models.decoder import Decoder
+from regard.models.encoder_decoder import EncoderDecoder
 from regard.nn.mixer import Mixer
 from regard.nn.projections import HeadProjection, SeparateQKV
 
@@ -127,7 +129,7 @@ class ModuleAdapter(TargetAdapter):
             memory = inputs.memory
         return CallOutput(out, reply.weights, memory)
 
-    def _call_per_query(self, x: Tensor, arguments: dict[str, Any]) -> CallOutput:
+    def _call_per_query(self, x: Tensor, arguments: dict[str, object]) -> CallOutput:
         """Call forward(query, keys) with each token as the query [B,1,M] or [B,M] and all tokens as
         keys.
         """
@@ -171,7 +173,7 @@ class ModuleAdapter(TargetAdapter):
         """Return the adapter with other argument names and another output format."""
         return self._copy_with(self.original, keywords=keywords, output_format=output_format)
 
-    def _copy_with(self, module: nn.Module, **changes: Any) -> ModuleAdapter:
+    def _copy_with(self, module: nn.Module, **changes: object) -> ModuleAdapter:
         """Return a new adapter for a module with some arguments changed."""
         arguments: dict[str, Any] = {
             "claims": self.claims,
@@ -229,7 +231,7 @@ class ModuleAdapter(TargetAdapter):
             else _stored_elements(self.module)
         )
 
-    def _make_cache(self) -> Any:
+    def _make_cache(self) -> object:
         """Make an empty cache, or reset the one in the module; `NEW_CACHE` if the module makes it
         itself.
         """
@@ -371,7 +373,12 @@ class _ModelAdapter(TargetAdapter):
     """
 
     def __init__(
-        self, model: Any, network: nn.Module, claims: AuditClaims, name: str, dtype: torch.dtype
+        self,
+        model: Model | TextEncoder | Seq2Seq,
+        network: nn.Module,
+        claims: AuditClaims,
+        name: str,
+        dtype: torch.dtype,
     ) -> None:
         self.model, self.original = model, network
         self.claims, self.name, self.dtype = claims, name, dtype
@@ -405,11 +412,12 @@ class DecoderAdapter(_ModelAdapter):
     """Call a `Model`, which maps ids to logits."""
 
     called = "model.forward(ids, positions, caches)"
+    network: Decoder
     abilities = frozenset({"padding", "positions", "memory"})
 
     def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008
         """Return the logits [B, T, V]."""
-        network: Any = self.network
+        network = self.network
         caches = network.new_caches() if inputs.memory is NEW_CACHE else inputs.memory
         with torch.no_grad():
             return CallOutput(network(x, _positions_with_padding(inputs), caches), None, caches)
@@ -433,7 +441,7 @@ class EncoderAdapter(_ModelAdapter):
 
     def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008
         """Return the hidden states [B, T, M]."""
-        network: Any = self.network
+        network = self.network
         with torch.no_grad():
             return CallOutput(network(x, _positions_with_padding(inputs)))
 
@@ -442,11 +450,12 @@ class Seq2SeqAdapter(_ModelAdapter):
     """Call a `Seq2Seq`, which maps target ids to logits, with one fixed source text."""
 
     called = "model.forward(source, ids)"
+    network: EncoderDecoder
     abilities = frozenset({"memory"})
 
     def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008
         """Return the logits [B, T, V]; the source is encoded once for each cache."""
-        network: Any = self.network
+        network = self.network
         source = (torch.arange(6) * 7 % self.width).expand(x.shape[0], -1)
         with torch.no_grad():
             if inputs.memory is None:

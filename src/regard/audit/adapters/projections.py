@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -242,7 +241,9 @@ def _interpretations(
             yield Projections(q, k, v, o, heads, G, bases, named, sinks, norm, standard)
 
 
-def _output(module: nn.Module, core: nn.Module) -> tuple[list[LinearMap | None], Any]:
+def _output(
+    module: nn.Module, core: nn.Module
+) -> tuple[list[LinearMap | None], tuple[Tensor, Tensor, float] | None]:
     """Return the output map in each orientation, or [None]; and BERT's norm after it, or None."""
     own = _maps_by_role(core).get("o")
     if own:

@@ -63,7 +63,7 @@ def import_target(path: str) -> Any:
     current_folder = str(Path.cwd())
     sys.path.insert(0, current_folder)
     try:
-        imported: Any = importlib.import_module(module)
+        imported: object = importlib.import_module(module)
     except Exception as error:
         raise ArgumentError(
             f"{module} cannot be imported: {type(error).__name__}: {error}; run the audit where "
@@ -80,7 +80,7 @@ def import_target(path: str) -> Any:
 
 
 def construct_module(
-    maker: Callable[..., nn.Module], claims: AuditClaims, options: dict[str, Any]
+    maker: Callable[..., nn.Module], claims: AuditClaims, options: dict[str, object]
 ) -> nn.Module:
     """Build a module from a class or factory, with the claimed sizes under its own argument names.
 
@@ -128,7 +128,7 @@ def _flag(name: str) -> str:
 
 
 def claims_with_sizes(
-    maker: Callable[..., object], claims: AuditClaims, options: dict[str, Any]
+    maker: Callable[..., object], claims: AuditClaims, options: dict[str, object]
 ) -> AuditClaims:
     """Return the claims, with missing sizes taken from the constructor's arguments and defaults.
 
@@ -165,11 +165,11 @@ def claims_with_sizes(
 
 def _sizes(
     signature_parameters: dict[str, inspect.Parameter], claims: AuditClaims
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return constructor arguments for the claimed sizes, and for other arguments that it
     requires.
     """
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, object] = {}
     for size, names in SIZE_NAMES.items():
         value = getattr(claims, size)
         name = next((n for n in names if n in signature_parameters), None)
@@ -225,8 +225,8 @@ def resolve_target(
     target: Any,
     claims: AuditClaims,
     *,
-    user_adapter: str | Callable[..., Any] | None = None,
-    options: dict[str, Any] | None = None,
+    user_adapter: str | Callable[..., object] | None = None,
+    options: dict[str, object] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[TargetAdapter, dict[str, MaskBehavior]]:
     """Import or construct the target, and find the adapter that can call it.
@@ -282,7 +282,11 @@ def resolve_target(
 
 
 def _adapt_module(
-    module: nn.Module, claims: AuditClaims, name: str, dtype: torch.dtype, rebuild: Any
+    module: nn.Module,
+    claims: AuditClaims,
+    name: str,
+    dtype: torch.dtype,
+    rebuild: Callable[[int, int, int], nn.Module] | None,
 ) -> tuple[TargetAdapter, dict[str, MaskBehavior]]:
     """Return the adapter of a module, and what its masks do."""
     width = _width(module, claims, name)
@@ -368,7 +372,9 @@ def _width(target: object, claims: AuditClaims, name: str) -> int:
     )
 
 
-def _options_without_sizes(maker: Callable[..., object], options: dict[str, Any]) -> dict[str, Any]:
+def _options_without_sizes(
+    maker: Callable[..., object], options: dict[str, object]
+) -> dict[str, object]:
     """Return the constructor's options that are not sizes, to build smaller modules with."""
     sizes = {name for size in ("dim", "heads", "kv_heads", "head_dim") for name in SIZE_NAMES[size]}
     sizes |= set(OUTPUT_SIZE_NAMES)

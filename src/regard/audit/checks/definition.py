@@ -176,7 +176,7 @@ def _difference_from_correct(
     correct variant, or None if they agree.
     """
     x, out = search.runs[0]
-    corrected_fields: dict[str, Any] = {
+    corrected_fields: dict[str, object] = {
         name: _correct_value(name, variant) for name in variant.faults
     }
     correct = AttentionVariant(**{**_field_values(variant), **corrected_fields})

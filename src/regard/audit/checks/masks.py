@@ -17,7 +17,7 @@ from regard.audit.adapters.base import (
     CheckNotPossible,
     TargetAdapter,
 )
-from regard.audit.adapters.call_arguments import MaskFormat
+from regard.audit.adapters.call_arguments import CallKeywords, MaskFormat
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
 from regard.audit.influence import influence
@@ -52,7 +52,7 @@ def check_masks(context: CheckContext) -> list[Finding]:
             continue
         name, template = _FAULT_BY_VERDICT[behavior.verdict]
         kind = behavior.mask_format.kind
-        keywords: Any = getattr(context.adapter, "keywords")  # noqa: B009  # every adapter with mask behavior has them
+        keywords: CallKeywords = getattr(context.adapter, "keywords")  # noqa: B009  # every adapter with mask behavior has them
         argument = getattr(keywords, role) or keywords.padding
         sentence = (
             f"{template.format(name=argument)}: {_MEANING[kind]} was expected (give --mask if the "
@@ -99,7 +99,7 @@ def overflow_finding(adapter: TargetAdapter, what: str) -> Finding:
 
 def _effect_of_hidden_key(
     context: CheckContext, role: str, kind: str
-) -> tuple[dict[str, Any], float, float]:
+) -> tuple[dict[str, object], float, float]:
     """Replace key 0, which the claimed mask hides from the last query, and measure the effect.
 
     Returns:

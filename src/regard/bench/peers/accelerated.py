@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,10 +53,15 @@ class AttentionTimer(TorchFunctionMode):
         self.seconds = 0.0
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         """Run a function of torch; the time of an attention call is added."""
-        if func is not _TORCH_ATTENTION:
+        timed = func is _TORCH_ATTENTION
+        if not timed:
             return func(*args, **(kwargs or {}))
         start = time.perf_counter()
         try:

@@ -51,7 +51,7 @@ def _function(name: str) -> Callable[..., Any]:
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     functions: dict[str, Any] = {"sdpa": sdpa_attention_forward, "eager": eager_attention_forward}
-    function: Callable[..., Any] = functions[name]
+    function: Callable[..., object] = functions[name]
     return function
 
 

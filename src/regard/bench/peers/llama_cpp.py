@@ -115,7 +115,7 @@ def write_gguf(problem: ModelProblem, path: Path) -> None:
     writer.close()
 
 
-def gguf_tensors(problem: ModelProblem) -> Iterator[tuple[str, Any]]:
+def gguf_tensors(problem: ModelProblem) -> Iterator[tuple[str, object]]:
     """Yield each parameter under its name in a GGUF file, as a numpy array.
 
     The output head shares the embedding and has no entry.

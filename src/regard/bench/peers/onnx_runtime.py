@@ -8,7 +8,6 @@ If the output present_key shares the memory of past_key, nothing is copied.
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import numpy as np
 import torch
@@ -117,12 +116,12 @@ def _graph(problem: AttentionProblem) -> bytes:
     return serialized
 
 
-def _rows(x: Tensor) -> Any:
+def _rows(x: Tensor) -> object:
     """Return `[B, n, T, D]` as a numpy array `[B, T, n D]`."""
     return _array(x.transpose(1, 2).flatten(2))
 
 
-def _array(x: Tensor) -> Any:
+def _array(x: Tensor) -> object:
     """Return a copy of a tensor as a numpy array."""
     return x.contiguous().clone().numpy()
 

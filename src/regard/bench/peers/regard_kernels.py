@@ -40,7 +40,7 @@ def kernel_bytes(problem: AttentionProblem, backend: str) -> int:
 def _options(problem: AttentionProblem) -> dict[str, Any]:
     """Return the mask, the bias and the positions of a problem, as arguments of `attend`."""
     sizes = problem.sizes
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if sizes.queries > 1:
         options["mask"] = Causal() if sizes.window is None else Causal() & Window(sizes.window)
     if sizes.alibi:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ def attention(problem: AttentionProblem) -> PreparedCall:
     if T > 1:
         B = s.B if s.padded else None
         blocks = flex.create_block_mask(visible, B, None, T, s.S, device=problem.device.type)
-    options: dict[str, Any] = {"block_mask": blocks, "enable_gqa": s.G != s.H}
+    options: dict[str, object] = {"block_mask": blocks, "enable_gqa": s.G != s.H}
     if s.alibi:
         slopes = problem.slopes.to(problem.device, torch.float32)
         options["score_mod"] = lambda score, b, h, i, j: score + slopes[h] * (j - i - offset)
@@ -40,12 +39,12 @@ def attention(problem: AttentionProblem) -> PreparedCall:
     return prepared_call(problem, lambda: call(problem.q, problem.k, problem.v, **options))
 
 
-def _compiled() -> Callable[..., Any]:
+def _compiled() -> Callable[..., object]:
     """Return torch's flex_attention in compiled form."""
     # after a number of compilations torch runs the function uncompiled, with a warning: reset the
     # compiler for each case
     torch.compiler.reset()
-    compiled: Callable[..., Any] = torch.compile(flex.flex_attention, dynamic=False)
+    compiled: Callable[..., object] = torch.compile(flex.flex_attention, dynamic=False)
     return compiled
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ def attention(problem: AttentionProblem) -> PreparedCall:
     s = problem.sizes
     module = importlib.import_module("x_transformers.attend").Attend(causal=True, flash=True)
     order = torch.arange(s.H, device=problem.device).view(s.G, -1).T.flatten()
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if s.window is not None or s.padded:
         visible = problem.visible()
         options["mask"] = visible | ~visible.any(dim=-1, keepdim=True)

@@ -377,7 +377,7 @@ def prepared_call(
     """
     if not problem.train:
 
-        def call() -> Any:
+        def call() -> object:
             with torch.no_grad():
                 return attention()
 

@@ -14,7 +14,7 @@ from regard.bench.public_models.torch_models import padding
 NEEDS = ("transformers",)
 VOCABULARY = 256
 
-WIDTHS: dict[str, dict[str, Any]] = {
+WIDTHS: dict[str, dict[str, object]] = {
     "llama": {  # Llama-3.2-1B
         "hidden_size": 2048,
         "num_attention_heads": 32,
@@ -49,7 +49,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
 }
 """The options of a config that set the widths of a published model."""
 
-NARROW: dict[str, dict[str, Any]] = {
+NARROW: dict[str, dict[str, object]] = {
     "llama": {
         "hidden_size": 32,
         "num_attention_heads": 4,
@@ -74,7 +74,7 @@ NARROW["qwen2"] = NARROW["llama"]
 NARROW["mistral"] = NARROW["llama"] | {"head_dim": 8, "sliding_window": 4}
 
 
-def _model(kind: str, sizes: PublicModelSizes, **options: Any) -> Any:
+def _model(kind: str, sizes: PublicModelSizes, **options: object) -> Any:
     """Return a model of transformers without a head, with random weights."""
     from transformers import AutoConfig, AutoModel
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -177,7 +177,7 @@ class SiteRecorder(Recorder):
         if site is not None:
             self.wants = frozenset(f"{site.place}.{name}" for name in TAPS)
 
-    def on_attention_call(self, call: Any, result: Any, kernel: str) -> None:
+    def on_attention_call(self, call: object, result: object, kernel: str) -> None:
         """Record a call if it is at one of the sites, or at a branch of one."""
         here = self.where
         if any(here == place or here.startswith(place + ".") for place in self._prefixes):
@@ -257,14 +257,14 @@ def _hooks(
     attention, thread = site.attention, get_ident()
     hooks: list[RemovableHandle] = []
 
-    def keep(name: str, x: Any) -> None:
+    def keep(name: str, x: object) -> None:
         x = x[0] if isinstance(x, tuple) else x
         if (
             isinstance(x, Tensor) and get_ident() == thread
         ):  # other threads may run the model as well
             recorded_states.setdefault(name, []).append(x.detach())
 
-    def keep_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep_inputs(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         keep("x", args[0])
         keep("memory", kwargs.get("memory"))
 
@@ -280,5 +280,5 @@ def _hooks(
     return hooks
 
 
-def _after(keep: Callable[[str, Any], None], name: str) -> Callable[..., None]:
+def _after(keep: Callable[[str, object], None], name: str) -> Callable[..., None]:
     return lambda _module, _args, out: keep(name, out)

@@ -5,7 +5,6 @@ row, and the sizes of caches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,7 +194,7 @@ def _cache_cost(name: str, numbers: int, tokens: int, itemsize: int) -> CacheCos
     return CacheCost(name, numbers, tokens, numbers * tokens * itemsize, is_this_layer=False)
 
 
-def _describe(attention: Any, context: int) -> Description | None:
+def _describe(attention: object, context: int) -> Description | None:
     """Return the module's description of its cost, if it has one."""
     if not hasattr(attention, "describe"):
         return None

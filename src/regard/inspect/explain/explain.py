@@ -166,7 +166,7 @@ def find_key(
     key: int | str | None,
     weights: Array,
     positions: Sequence[int],
-    visible: NDArray[Any],
+    visible: NDArray[np.generic],
 ) -> tuple[int, str]:
     """Return the index of the key among those of the call, and the rule that chose it ("" if it
     was given).
@@ -309,7 +309,7 @@ def explain(
 
 def _explain_recorded(
     model: Recording | nn.Module,
-    inputs: Any,
+    inputs: object,
     labels: Labels | None,
     place: str | None,
     layer: int | None,

@@ -36,7 +36,7 @@ EQUATIONS: dict[str, str] = {
 }
 
 
-Array = NDArray[np.floating[Any]]
+Array = NDArray[np.floating]
 DIGITS = 9  # significant digits that represent a float32 exactly
 
 
@@ -210,7 +210,7 @@ class RowCost(NamedTuple):
     caches: tuple[CacheCost, ...]
 
 
-def to_json_value(x: Any) -> Any:
+def to_json_value(x: object) -> Any:
     """Return a copy of a value that JSON can represent; numbers that are not finite become None.
 
     >>> to_json_value((np.array([1.0, np.inf]), MixtureTerm("a", 0.1, 1.0, True)))
@@ -301,9 +301,9 @@ class RowTokens:
         row_pieces: text of every query of the call.
     """
 
-    ids: NDArray[np.integer[Any]]
+    ids: NDArray[np.integer]
     pieces: tuple[str, ...]
-    positions: NDArray[np.integer[Any]]
+    positions: NDArray[np.integer]
     query_piece: str
     query_position: int
     row_pieces: tuple[str, ...]
@@ -592,14 +592,14 @@ class Explanation:
             (step.name, step.equation, float(step.values[self.key])) for step in self.scores
         )
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return all of it as flat JSON values.
 
         Returns:
             A dict in which arrays are lists, numbers have 9 significant digits, and masked or
             non-finite numbers are None.
         """
-        result: dict[str, Any] = {"schema": SCHEMA_VERSION, "check": to_json_value(self.check)}
+        result: dict[str, object] = {"schema": SCHEMA_VERSION, "check": to_json_value(self.check)}
         short = [name for name, each in vars(type(self)).items() if isinstance(each, Shortcut)]
         for name in (*short, *NESTED_FIELDS):
             result[name] = to_json_value(getattr(self, name))

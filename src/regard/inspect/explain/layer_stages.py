@@ -185,7 +185,7 @@ def time_stage(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
 
 
 def summarize_layer(
-    attention: Any,
+    attention: object,
     hidden: Mapping[str, Tensor],
     taps: Mapping[str, Tensor],
     *,
@@ -251,7 +251,7 @@ class LayerStages:
             return np.zeros((T, T), np.int64)
         return (~self.mask.block(Span(0, T), Span(0, T))[0, 0]).long().numpy()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return plain values for JSON: every tensor with its statistics, minus infinity as
         None.
         """
@@ -267,7 +267,7 @@ class LayerStages:
         }
 
 
-def default_options(name: str, dim: int, heads: int) -> dict[str, Any]:
+def default_options(name: str, dim: int, heads: int) -> dict[str, object]:
     """Return the options of a mechanism for a size: those that `regard compare` uses, or those of
     its small example.
 
@@ -290,7 +290,7 @@ def run_layers(
     tokens: int = 4,
     mask: Mask | None = None,
     seed: int = 0,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> list[LayerStages]:
     """Run one layer of each mechanism on the same random tokens, in evaluation mode.
 
@@ -323,7 +323,7 @@ def run_layer(
     heads: int,
     mask: Mask | None,
     seed: int,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> LayerStages:
     """Run one layer of a mechanism on tokens x `[B, T, M]`; it raises what `run_layers` raises.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -29,6 +29,8 @@ from regard.process_state import seeded
 DIM, HEADS, LAYERS = 32, 4, 2
 """Sizes of the network, equal to those of the catalogue's examples."""
 
+Network = TypeVar("Network", bound=nn.Module)
+
 WEIGHT_STD = 1.5
 """Standard deviation of the mechanism's weights, times 1/sqrt(inputs): large enough that
 patterns are not uniform.
@@ -39,7 +41,7 @@ def random_model(
     name: str,
     text: str,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     seed: int = 0,
     target: str | None = None,
 ) -> PreparedRun:
@@ -86,7 +88,9 @@ def random_model(
     )
 
 
-def _build(entry: Variant, options: dict[str, Any], text: str, target: str | None) -> Any:
+def _build(
+    entry: Variant, options: dict[str, object], text: str, target: str | None
+) -> Model | Seq2Seq | TextEncoder | PretokenizedInput:
     tokenizer = _tokenizer()
     V = tokenizer.vocab_size
     if entry.name in decoder_variants():
@@ -122,7 +126,11 @@ def _tokenizer() -> Tokenizer:
 
 
 def _recurrent_pair(
-    entry: Variant, options: dict[str, Any], source: list[int], target: list[int], tokenizer: Any
+    entry: Variant,
+    options: dict[str, object],
+    source: list[int],
+    target: list[int],
+    tokenizer: Tokenizer,
 ) -> PretokenizedInput:
     """Build a recurrent encoder and decoder of one layer, with this attention between them."""
     network = recurrent(tokenizer.vocab_size, DIM, DIM, attention=entry.name)
@@ -160,7 +168,7 @@ def _sharpen(model: Any) -> None:
                 linear.weight.data.normal_(std=WEIGHT_STD * linear.in_features**-0.5)
 
 
-def _frozen(network: Any) -> Any:
+def _frozen(network: Network) -> Network:
     return network.eval().requires_grad_(requires_grad=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class SeenCalls(NamedTuple):
 
 
 def run_module(
-    model: nn.Module, inputs: Sequence[Any], arguments: Mapping[str, Any], recorder: Recorder
+    model: nn.Module, inputs: Sequence[object], arguments: Mapping[str, object], recorder: Recorder
 ) -> tuple[SeenCalls, dict[str, Any]]:
     """Run a module once, or generate with a transformers model, while a recorder is open.
 
@@ -72,7 +72,7 @@ def run_module(
     first = inputs[0] if len(inputs) == 1 else None
     if isinstance(first, Mapping) and not named.keys() - {"tokens"}:
         inputs, named = (), {**first, **named}
-    run: Any = model
+    run: Callable[..., object] = model
     if is_transformers_model(model):
         inputs, named, run = _transformers_run(model, inputs, named)
     # not inference mode: tables that a module computes once would be useless in training
@@ -93,13 +93,13 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def _transformers_run(
-    model: nn.Module, inputs: Sequence[Any], named: dict[str, Any]
-) -> tuple[Sequence[Any], dict[str, Any], Any]:
+    model: nn.Module, inputs: Sequence[object], named: dict[str, object]
+) -> tuple[Sequence[object], dict[str, object], Callable[..., object]]:
     """Return how to run a transformers model: its inputs, its keyword arguments and the function
     to call.
     """
     _check_attention_implementation(model)
-    config: Any = getattr(model, "config", None)
+    config: object = getattr(model, "config", None)
     if any(not isinstance(x, Tensor) for x in inputs):
         raise ArgumentTypeError(
             "text must be ids [B,T], or a mapping of the model's arguments, for a transformers "
@@ -116,7 +116,8 @@ def _transformers_run(
     tokens = named.pop("tokens", 0)
     if not tokens:
         return inputs, named, model
-    generate: Any = model.generate
+    # the types of nn.Module know no method of this name
+    generate: Callable[..., object] = getattr(model, "generate")  # noqa: B009
     return inputs, {**named, "max_new_tokens": tokens, "do_sample": False}, generate
 
 

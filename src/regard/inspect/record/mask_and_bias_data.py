@@ -72,7 +72,7 @@ def to_dense_rules(
     return masks.Dense(gather_slots(mask.block(*positions))), dense_bias
 
 
-def mask_data(mask: Mask, step: RecordedStep, keep: StoreTensor) -> dict[str, Any]:
+def mask_data(mask: Mask, step: RecordedStep, keep: StoreTensor) -> dict[str, object]:
     """Return a mask as JSON data: its text if `masks.parse` reads it back, else the fields of its
     class.
 
@@ -86,7 +86,7 @@ def mask_data(mask: Mask, step: RecordedStep, keep: StoreTensor) -> dict[str, An
         keep: stores a tensor and returns its name.
     """
 
-    def dense_table() -> dict[str, Any]:
+    def dense_table() -> dict[str, object]:
         table = mask.block(step.q_positions, step.k_positions)
         return {"dense": keep(table.contiguous()), "was": str(mask)}
 
@@ -138,7 +138,7 @@ def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
     return from_data(MASKS, data, tensors, lambda x: mask_from(x, tensors, depth + 1))
 
 
-def bias_data(bias: Bias | None, step: RecordedStep, keep: StoreTensor) -> dict[str, Any] | None:
+def bias_data(bias: Bias | None, step: RecordedStep, keep: StoreTensor) -> dict[str, object] | None:
     """Return a bias as JSON data; one without plain data, such as a function, as a dense table.
 
     Args:
@@ -149,7 +149,7 @@ def bias_data(bias: Bias | None, step: RecordedStep, keep: StoreTensor) -> dict[
     if bias is None:
         return None
 
-    def dense_table() -> dict[str, Any]:
+    def dense_table() -> dict[str, object]:
         table = bias.block(step.q_positions, step.k_positions, dtype=torch.float64)
         return {"dense": keep(table.contiguous()), "was": str(bias)}
 
@@ -160,7 +160,7 @@ def bias_data(bias: Bias | None, step: RecordedStep, keep: StoreTensor) -> dict[
     return data if is_builtin(type(bias)) else {**data, **dense_table()}
 
 
-def bias_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:
+def bias_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:
     """Build the bias that `bias_data` described; a dense bias where its class is unknown here.
 
     Args:
@@ -202,7 +202,7 @@ def score_data(rule: ScoreRule | None, keep: StoreTensor) -> dict[str, Any] | No
     return data if is_builtin(type(rule)) else {**data, **text}
 
 
-def score_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> ScoreRule | None:
+def score_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> ScoreRule | None:
     """Build the score rule that `score_data` described; a `RecordedRule` where only its text is
     stored, or its class is unknown here.
 

@@ -25,7 +25,7 @@ Text: TypeAlias = str | Sequence[str] | Tensor
 """One text, several texts, or token ids `[B, T]`."""
 
 
-Run: TypeAlias = Callable[..., dict[str, Any]]
+Run: TypeAlias = Callable[..., dict[str, object]]
 """A function that runs a model once and returns the fields of the `Recording` about its text, such
 as `ids` and `pieces`.
 """
@@ -33,13 +33,13 @@ as `ids` and `pieces`.
 
 def record(
     model: Model | TextEncoder | Seq2Seq | nn.Module,
-    *inputs: Any,
+    *inputs: object,
     labels: Labels | None = None,
     places: Collection[str | int] | None = None,
     heads: Collection[int] | Mapping[str | int, Collection[int]] | None = None,
     rows: int | None = None,
     keep: Collection[str] = OPTIONAL_PARTS,
-    **arguments: Any,
+    **arguments: object,
 ) -> Recording:
     """Run a model, and record its attention.
 
@@ -132,8 +132,8 @@ def record(
 
 
 def _named_arguments(
-    model: object, inputs: Sequence[Any], arguments: Mapping[str, Any], allowed: Sequence[str]
-) -> dict[str, Any]:
+    model: object, inputs: Sequence[object], arguments: Mapping[str, object], allowed: Sequence[str]
+) -> dict[str, object]:
     """Return the arguments of a run of one of our models by name, with their defaults."""
     named = dict(zip(("text", "target"), inputs, strict=False))
     twice = named.keys() & arguments.keys()
@@ -153,7 +153,7 @@ def _named_arguments(
     return {name: named.get(name, _DEFAULTS.get(name)) for name in ("text", *allowed)}
 
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, object] = {
     "target": None,
     "positions": None,
     "tokens": 0,
@@ -174,7 +174,7 @@ def _runner(model: object) -> tuple[Run, tuple[str, ...]] | None:
     return None
 
 
-def _metadata(model: Any) -> dict[str, str]:
+def _metadata(model: object) -> dict[str, str]:
     """Return facts about the model as text: its type, dtype, device, and whether it is in
     training mode.
     """
@@ -198,7 +198,7 @@ def _run_decoder(
     positions: Positions | None,
     chunk: int | None,
     **generation_options: Any,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Run a decoder on ids or texts, in one pass or in chunks; with `tokens`, generate."""
     if generation_options["tokens"]:
         return _run_generation(model, text, positions, chunk, **generation_options)
@@ -244,7 +244,7 @@ def _run_generation(
     tokens: int,
     cache: str | None,
     max_context: int | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Generate tokens after one text with a decoder."""
     if not isinstance(text, str) or positions is not None:
         raise ArgumentError(
@@ -264,7 +264,7 @@ def _run_generation(
 
 def _run_text_encoder(
     model: TextEncoder, text: Text, positions: Positions | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Run a text encoder on ids or texts."""
     if isinstance(text, Tensor):
         model.hidden(text, positions)
@@ -279,7 +279,7 @@ def _are_texts(text: object) -> bool:
     return isinstance(text, Sequence) and all(isinstance(row, str) for row in text)
 
 
-def _run_seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dict[str, Any]:
+def _run_seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) -> dict[str, object]:
     """Run an encoder-decoder on a text and a target, or on its own answer."""
     if not isinstance(text, str) and not _are_texts(text):
         raise ArgumentTypeError("text must be a str, or several, for a Seq2Seq")
@@ -297,7 +297,7 @@ def _run_seq2seq(model: Seq2Seq, text: Text, target: str | None, tokens: int) ->
     return facts | {"source_ids": source.cpu(), "source_pieces": names}
 
 
-def _token_facts(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str, Any]:
+def _token_facts(model: Model | TextEncoder | Seq2Seq, ids: Tensor) -> dict[str, object]:
     """Return the ids, and the texts of the first row if the model has a tokenizer."""
     known = model._tokenizer
     pieces = () if known is None else tuple(known.pieces(ids[0].tolist()))

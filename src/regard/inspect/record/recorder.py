@@ -199,7 +199,7 @@ class PlaceBuilder:
     def __init__(self, kept_parts: KeptParts, originals: dict[int, tuple[object, object]]) -> None:
         self._kept_parts, self._originals = kept_parts, originals
         self._steps: list[RecordedStep] = []
-        self._stores: dict[tuple[Any, ...], KeyValueStore] = {}
+        self._stores: dict[tuple[object, ...], KeyValueStore] = {}
         self._column_positions = torch.zeros(
             1, 0, dtype=torch.int64
         )  # [b,N] positions of the columns
@@ -407,7 +407,7 @@ class PlaceBuilder:
         self._column_positions = torch.cat([known, added], 1)
         return column
 
-    def _original(self, rule: Any) -> Any:
+    def _original(self, rule: object) -> Any:
         """Return a copy of a mask, a bias or a score rule with copies of its tensors; calls with
         the same object get the same copy.
         """
@@ -579,7 +579,7 @@ class Recorder(Trace):
         elif missing := self.missing_selection():
             warnings.warn(missing, stacklevel=3)
 
-    def _builder(self, place: str, call: Any) -> PlaceBuilder:
+    def _builder(self, place: str, call: Call) -> PlaceBuilder:
         """Return the builder of the calls that this call continues, or a new one."""
         name, part = place, 1
         while name in self._builders and not self._builders[name].follows(call):

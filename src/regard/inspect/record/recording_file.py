@@ -167,7 +167,7 @@ class _NamedTensors:
         return [x.start, x.length] if isinstance(x, Span) else self(x)
 
 
-def _place_data(place: Place, keep: _NamedTensors) -> dict[str, Any]:
+def _place_data(place: Place, keep: _NamedTensors) -> dict[str, object]:
     """Return a place as JSON data; its tensors go into `keep`."""
     pools = [
         {
@@ -190,7 +190,7 @@ def _place_data(place: Place, keep: _NamedTensors) -> dict[str, Any]:
     }
 
 
-def _step_data(step: RecordedStep, keep: _NamedTensors) -> dict[str, Any]:
+def _step_data(step: RecordedStep, keep: _NamedTensors) -> dict[str, object]:
     """Return a step as JSON data; its tensors go into `keep`."""
     columns: list[int] | str = (
         keep(step.columns) if step.first_column is None else [step.first_column, len(step.columns)]
@@ -261,7 +261,7 @@ def _check_labels(recording: Recording) -> None:
                 )
 
 
-def _with_new_names(data: dict[str, Any]) -> dict[str, Any]:
+def _with_new_names(data: dict[str, object]) -> dict[str, Any]:
     """Return data of any readable format under the keys of the current one."""
     return {_NEW_NAMES.get(name, name): value for name, value in data.items()}
 
@@ -344,7 +344,7 @@ def _read_positions(data: Any, tensors: dict[str, Tensor]) -> Positions:
     return positions
 
 
-def _check_name(x: Any) -> str:
+def _check_name(x: object) -> str:
     """Check that a value is a short, printable name, because it appears in messages and on
     pages.
     """
@@ -355,7 +355,7 @@ def _check_name(x: Any) -> str:
     return x
 
 
-def _check_integer(x: Any) -> int:
+def _check_integer(x: object) -> int:
     """Check that a value is an integer of a plausible size."""
     if type(x) is not int:
         raise ArgumentError(f"{short_repr(x)} is not an integer, where one is required")

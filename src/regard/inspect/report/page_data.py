@@ -135,7 +135,7 @@ def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
     return torch.where(x == 0, 0.0, level).to(torch.uint8).numpy()
 
 
-def source_facts(recording: Recording) -> dict[str, Any]:
+def source_facts(recording: Recording) -> dict[str, object]:
     """Return the facts about a run that the page lists at its top: title, model and metadata.
 
     The metadata of the recording come first, then its kernels, dtype, and numbers of places and
@@ -163,7 +163,7 @@ def label(name: str) -> str:
     return last if name.count(".") == 1 and last.isdecimal() else name or "attend"
 
 
-def cost_facts(place: Place, pairs: int) -> dict[str, Any]:
+def cost_facts(place: Place, pairs: int) -> dict[str, object]:
     """Count the FLOPs and bytes of one batch row of a place, and the bytes of its keys and values
     in a cache.
 
@@ -191,7 +191,7 @@ def cost_facts(place: Place, pairs: int) -> dict[str, Any]:
     }
 
 
-def rotary_facts(model: Any, place: str) -> dict[str, Any] | None:
+def rotary_facts(model: object, place: str) -> dict[str, object] | None:
     """Return the layout, frequencies and factor of the rotary embedding of a place, or None.
 
     With these facts the page can undo the rotation of the recorded q and k. That is possible only
@@ -217,7 +217,7 @@ def rotary_facts(model: Any, place: str) -> dict[str, Any] | None:
     }
 
 
-def to_lossless_array(x: Tensor) -> NDArray[Any]:
+def to_lossless_array(x: Tensor) -> NDArray[np.generic]:
     """Convert a tensor to an array without loss: bfloat16 as its upper 16 bits, fp16 as float32.
 
     >>> to_lossless_array(torch.tensor([1.0], dtype=torch.bfloat16)).tolist() == [0x3F80]
@@ -229,7 +229,7 @@ def to_lossless_array(x: Tensor) -> NDArray[Any]:
     return x.numpy() if x.dtype == torch.float64 else x.float().numpy()
 
 
-def compressed_size(x: NDArray[Any]) -> float:
+def compressed_size(x: NDArray[np.generic]) -> float:
     """Estimate the compressed bytes of an array: bits and bytes of patterns compress well,
     floats do not.
     """
@@ -250,7 +250,7 @@ class PageData:
         self.texts: list[list[str]] = []
         self.sources: list[dict[str, Any]] = []
 
-    def add(self, recording: Recording, source: int, model: Any) -> None:
+    def add(self, recording: Recording, source: int, model: object) -> None:
         """Add the places of a recording, with the facts about every head."""
         if not recording.places:
             raise ArgumentError("the recording contains no attention call; record one first")
@@ -446,7 +446,7 @@ class PageData:
     def _metric(self, name: str, p: int, h: int) -> float | None:
         return self._head_values(name, p)[self.places[p].head_index(h)]
 
-    def meta(self, title: str | None) -> dict[str, Any]:
+    def meta(self, title: str | None) -> dict[str, object]:
         """Return the data of the page that are not arrays, for JSON."""
         return {
             "title": title
@@ -485,14 +485,14 @@ def report(
     recording: Recording,
     b: Recording | None = None,
     *,
-    model: Any = None,
-    choice: Any = None,
+    model: object = None,
+    choice: object = None,
     query: int = -1,
     key: int | None = None,
     title: str | None = None,
     row: int = 0,
     budget: int = PAGE_BUDGET,
-    explanation: Mapping[str, Any] | None = None,
+    explanation: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """Convert one or two recordings to the data that `regard.view.report.page` draws.
 

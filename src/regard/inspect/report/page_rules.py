@@ -8,6 +8,7 @@ key. Equal arrays are stored once.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from regard import masks
 from regard.inspect.record.recorded_place import Place, RecordedStep
-from regard.span import as_tensor
+from regard.span import Positions, as_tensor
 
-Arrays = dict[str, NDArray[Any]]
+Arrays = dict[str, NDArray[np.generic]]
 BIAS_CELLS_PER_CHUNK = 1 << 22
 """Number of cells of a bias that are evaluated together."""
 
@@ -38,7 +39,7 @@ class RuleGroup:
     steps: list[tuple[RecordedStep, int]] = field(default_factory=list)
 
 
-def positions_of_row(x: Any, row: int) -> Tensor:
+def positions_of_row(x: Positions, row: int) -> Tensor:
     """Return the positions of one row of the batch, `[L]`."""
     positions = as_tensor(x)
     return positions[row if positions.shape[0] > 1 else 0].cpu()
@@ -77,7 +78,7 @@ class PageRules:
             self.rule_of_row[first : first + step.T] = number
             first += step.T
 
-    def plain(self, heads: list[int]) -> list[dict[str, Any]]:
+    def plain(self, heads: list[int]) -> list[dict[str, object]]:
         """Return each rule as page data: scale, softcap, kernel, sink, mask (a tree) and bias.
 
         Args:
@@ -121,7 +122,7 @@ class PageRules:
             else self.keep("bits", np.packbits(present.numpy(), bitorder="little"))
         )
 
-    def _tree(self, rows: RuleGroup, each: list[masks.Mask]) -> dict[str, Any]:
+    def _tree(self, rows: RuleGroup, each: list[masks.Mask]) -> dict[str, object]:
         """Return the masks of several steps as one tree; all masks must have the same structure.
 
         Inner nodes are {"all": [...]} or {"any": [...]}; a leaf names the array of its bits.
@@ -143,13 +144,13 @@ class PageRules:
         refusal = each[0].refusal()
         return {"text": refusal.mask, "why": refusal.key, "bits": packed, "heads": count}
 
-    def keep(self, kind: str, x: NDArray[Any]) -> str:
+    def keep(self, kind: str, x: NDArray[np.generic]) -> str:
         """Store an array and return its name; equal arrays of a kind are stored once."""
         name = f"{kind}-{hashlib.sha256(x.tobytes()).hexdigest()[:12]}-{x.size}"
         self.arrays.setdefault(name, x)
         return name
 
-    def _bias(self, rows: RuleGroup, heads: list[int]) -> dict[str, Any] | None:
+    def _bias(self, rows: RuleGroup, heads: list[int]) -> dict[str, object] | None:
         """Return the bias as a table over the difference of positions if it is one, else cell by
         cell.
         """
@@ -174,8 +175,8 @@ class PageRules:
             cells = torch.zeros(T, N, dtype=torch.float64)
             for step, first in rows.steps:
                 for where, block in _bias_blocks(step, self.row):
-                    values = block[h if len(block) > 1 else 0]
-                    cells[first + where.start : first + where.stop, step.columns] = values
+                    part = block[h if len(block) > 1 else 0]
+                    cells[first + where.start : first + where.stop, step.columns] = part
             exact = torch.equal(cells.float().double(), cells)
             names[str(h)] = self.keep("bias", (cells.float() if exact else cells).numpy())
         return {"kind": "dense", "text": str(bias), "arrays": names}
@@ -233,7 +234,7 @@ def _mask_structure(mask: masks.Mask) -> Any:
     return (type(mask), *map(_mask_structure, operands)) if operands else str(mask)
 
 
-def _bias_blocks(step: RecordedStep, row: int) -> Any:
+def _bias_blocks(step: RecordedStep, row: int) -> Iterator[tuple[slice, Tensor]]:
     """Generate the bias of a step some rows at a time: (rows, `[H or 1, t, s]` in fp64)."""
     S = step.columns.numel()
     assert step.bias is not None

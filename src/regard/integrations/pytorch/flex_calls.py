@@ -87,7 +87,7 @@ class FlexResult(NamedTuple):
 def run_flex_call(
     tensors: tuple[Tensor, Tensor, Tensor],
     score_mod: ScoreMod | None,
-    block_mask: Any,
+    block_mask: object,
     scale: float | None,
     *,
     wants_lse: bool,
@@ -165,7 +165,7 @@ class _Tables:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Any, tuple[Any, RecognizedMask | str]] = OrderedDict()
+        self._entries: OrderedDict[object, tuple[object, RecognizedMask | str]] = OrderedDict()
         self.misses = 0
         """The number of masks that were evaluated."""
 

@@ -192,7 +192,7 @@ class _BeforeForward:
     def __init__(self, always: bool) -> None:  # noqa: FBT001
         self.calls = CallCounts(always)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_dynamo_compiling():
             _contexts.open.append(self.calls)
         elif not is_compiling():
@@ -204,7 +204,7 @@ class _BeforeForward:
 class _AfterForward:
     """A hook that closes the context after the forward pass, even if it failed."""
 
-    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+    def __call__(self, module: nn.Module, args: object, result: object) -> None:
         if torch.compiler.is_dynamo_compiling() or not is_compiling():
             _contexts.open.pop()
 
@@ -214,7 +214,7 @@ _users = 0
 """The number of open contexts and accelerated models that need the replacements."""
 _installed: set[int] = set()
 """The ids of the functions of torch that are replaced now."""
-_replaced: list[tuple[dict[str, Any], str, Any]] = []
+_replaced: list[tuple[dict[str, object], str, object]] = []
 """The replaced functions of torch: the namespace of a module, the name, and the original."""
 
 
@@ -278,11 +278,11 @@ def _look_up_graph_rules() -> None:
         names[name] = function
 
 
-def _with_graph_rules(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_graph_rules(function: Callable[..., object]) -> Callable[..., object]:
     """Return a function of torch that traces graphs, with its rules looked up before it runs."""
 
     @wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
+    def run(*args: object, **options: object) -> object:
         importlib.import_module(_GRAPH_RULES)
         with _lock:
             _look_up_graph_rules()
@@ -664,7 +664,7 @@ _FLEX_MODULE = "torch.nn.attention.flex_attention"
 """The module of `flex_attention`, which torch imports late."""
 
 
-def _replacements() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+def _replacements() -> list[tuple[Callable[..., object], Callable[..., object]]]:
     """Return the functions of torch that are replaced, each with its replacement."""
     flex = sys.modules.get(_FLEX_MODULE)
     if flex is None:
@@ -674,11 +674,11 @@ def _replacements() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
 
 
 @cache
-def _flex_replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+def _flex_replacement(original: Callable[..., object]) -> Callable[..., object]:
     """Return the replacement of `flex_attention`."""
 
     @wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def replacement(*args: object, **kwargs: object) -> object:
         if is_compiling() or not (_contexts.open or _is_observed()):
             return original(*args, **kwargs)
         from regard.integrations.pytorch.flex_calls import run_or_leave
@@ -688,7 +688,7 @@ def _flex_replacement(original: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-_REPLACEMENTS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
+_REPLACEMENTS: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = (
     *((x, _with_graph_rules(x)) for x in (torch.compile, torch.export.export)),
     (_torch_attention, _attention),
     (_torch_mha, _mha),

@@ -55,10 +55,10 @@ class _PastTheFunctions(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Any,
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         kwargs = kwargs or {}
         known = self._places.is_inside_call or is_running_kernel()
         if not known and is_tracing():
@@ -75,7 +75,7 @@ class _PastTheFunctions(TorchDispatchMode):
                 self._places.written_out[self._places.here] = tuple(args[0].shape)
         return func(*args, **kwargs)
 
-    def _flex(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+    def _flex(self, function: Any, *args: Any, **kwargs: Any) -> object:
         """Observe the operator of `flex_attention`."""
         from regard.integrations.pytorch.flex_calls import observe_flex_operator
 

@@ -64,7 +64,7 @@ class PreallocatedLayer(CacheLayerMixin):
         """Do nothing: the first update allocates the buffers."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values, and return views of all that the new queries may see.
 
@@ -245,7 +245,7 @@ class PreallocatedCache(DynamicCache):
         self.layers = [_preallocated(layer, max_length) for layer in self.layers]
 
 
-def _preallocated(layer: Any, max_length: int | None) -> Any:
+def _preallocated(layer: object, max_length: int | None) -> Any:
     """Return the preallocated layer for a layer of transformers, or that layer itself if there is
     none.
     """

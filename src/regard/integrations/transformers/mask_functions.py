@@ -24,7 +24,7 @@ from regard.masks import Causal, Chunk, Document, Full, Mask, Padding, Window
 from regard.process_state import is_compiling
 from regard.span import Span
 
-MaskFunction = Callable[..., Any]
+MaskFunction = Callable[..., object]
 """A mask function of transformers: (batch_idx, head_idx, q_idx, kv_idx) -> bool."""
 
 
@@ -54,7 +54,7 @@ def regard_mask(
     mask_function: MaskFunction = masking_utils.causal_mask_function,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Tensor | None:
     """Make the mask of a forward pass, as transformers' `AttentionMaskInterface` calls it.
 
@@ -80,7 +80,7 @@ def regard_mask(
     >>> regard_mask(1, 3, 5, q_offset=2, mask_function=window)
     MaskRule(window(2) & causal)
     """
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "batch_size": batch_size,
         "q_length": q_length,
         "kv_length": kv_length,
@@ -130,7 +130,7 @@ def _closure_values(function: MaskFunction) -> dict[str, Any]:
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
-def _causal(_values: dict[str, Any], positions: MaskPositions) -> Mask:
+def _causal(_values: dict[str, object], positions: MaskPositions) -> Mask:
     # no key comes after a decoded token: without a mask, kernels do not test for hidden keys
     return Full() if positions.q.start >= positions.k.stop - 1 else Causal()
 
@@ -200,7 +200,7 @@ def _depends_on_distance(function: MaskFunction) -> bool:
     return _name(function) in _DISTANCE_FUNCTIONS
 
 
-_RULES: dict[str, Callable[[dict[str, Any], MaskPositions], Mask | None]] = {
+_RULES: dict[str, Callable[[dict[str, object], MaskPositions], Mask | None]] = {
     "causal_mask_function": _causal,
     "bidirectional_mask_function": lambda _values, _positions: Full(),
     "sliding_window_overlay": _window,

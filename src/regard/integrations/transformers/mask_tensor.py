@@ -117,7 +117,7 @@ class BoolMask(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self._description()})"
 
     def _description(self) -> str:
@@ -134,9 +134,9 @@ class BoolMask(Tensor):
         cls,
         func: Callable[..., Any],
         types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         mask = args[0] if args and isinstance(args[0], BoolMask) else None
         if func in _SHAPE_METHODS or (
@@ -226,7 +226,7 @@ class MaskRule(BoolMask):
     def _description(self) -> str:
         return str(self.rule)
 
-    def _index(self, index: Any) -> BoolMask:
+    def _index(self, index: object) -> BoolMask:
         inside = _spans(index, self.q_positions, self.k_positions)
         if inside is None or _has_slot_rows(self.rule):
             return super()._index(index)
@@ -236,7 +236,7 @@ class MaskRule(BoolMask):
         return MaskRule.make(self.rule, self.q_positions, self.k_positions, self.shape[0], device)
 
 
-def _spans(index: Any, q: Span, k: Span) -> tuple[Span, Span] | None:
+def _spans(index: object, q: Span, k: Span) -> tuple[Span, Span] | None:
     """Return the queries and keys of mask[:, :, a:b, c:d]; None for any other index."""
     index = index if isinstance(index, tuple) else (index,)
     if Ellipsis in [x for x in index if not isinstance(x, Tensor)]:
@@ -265,18 +265,18 @@ def _has_slot_rows(rule: Mask) -> bool:
     return rule.by_slot
 
 
-def _holds_mask(x: Any) -> bool:
+def _holds_mask(x: object) -> bool:
     if isinstance(x, (list, tuple)):
         return any(map(_holds_mask, x))
     return isinstance(x, BoolMask)
 
 
-def _is_bool(x: Any) -> bool:
+def _is_bool(x: object) -> bool:
     return isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool)
 
 
 def _device(
-    func: Callable[..., Any], mask: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    func: Callable[..., Any], mask: Tensor, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> torch.device:
     """Return the device of mask.to(...), mask.cpu() or mask.cuda(); refuse any dtype, even bool."""
     requested = [x.dtype if isinstance(x, Tensor) else x for x in (*args, *kwargs.values())]
@@ -296,7 +296,7 @@ _ADVICE = (
 )
 
 
-def _refuse(func: Callable[..., Any]) -> NoReturn:
+def _refuse(func: Callable[..., object]) -> NoReturn:
     """Raise the error for an operation that a mask does not support."""
     # for an attribute, func is the __get__ of its descriptor
     named = func.__self__ if getattr(func, "__name__", "") == "__get__" else func  # type: ignore[attr-defined]

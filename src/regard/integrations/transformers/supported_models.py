@@ -254,7 +254,7 @@ def accepts_bool_masks(config: object) -> bool:
     return bool(models) and all(getattr(x, "_supports_sdpa", False) for x in models)
 
 
-def _configs_switched(config: Any, implementation: Any) -> Iterator[Any]:
+def _configs_switched(config: Any, implementation: object) -> Iterator[object]:
     """Yield the configurations for which `set_attn_implementation` selects "regard".
 
     `implementation` is one name, or names by sub-configuration.

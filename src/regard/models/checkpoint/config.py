@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from regard.configs import LOADABLE
 from regard.configs.base import ModelConfig, Raw
@@ -106,7 +105,7 @@ def _check_counts(raw: Raw, tensors: int) -> None:
             )
 
 
-def read_json(folder: Path, name: str, *, limit: int = strict_json.MAX_BYTES) -> dict[str, Any]:
+def read_json(folder: Path, name: str, *, limit: int = strict_json.MAX_BYTES) -> dict[str, object]:
     """Read a file of a model folder that contains one JSON object.
 
     Args:
@@ -116,7 +115,7 @@ def read_json(folder: Path, name: str, *, limit: int = strict_json.MAX_BYTES) ->
     Raises:
         FileError: the file is missing, outside the folder, too large, or contains something else.
     """
-    content: dict[str, Any] = strict_json.read_json(checked_path(folder, name), limit=limit)
+    content: dict[str, object] = strict_json.read_json(checked_path(folder, name), limit=limit)
     return content
 
 

@@ -259,7 +259,7 @@ class _NoInitialValues(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    ) -> object:
         keywords = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             tensor = args[0] if args else keywords["tensor"]

@@ -203,7 +203,7 @@ def _check_plain(*parts: HeadProjection) -> None:
             )
 
 
-def _regrouped(config: Any, groups: int) -> Any:
+def _regrouped(config: Any, groups: int) -> object:
     """Return the config with another number of key/value heads."""
     if hasattr(config, "num_key_value_heads"):
         return replace(config, num_key_value_heads=groups)

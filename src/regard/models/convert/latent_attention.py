@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import torch
 from jaxtyping import Complex, Float
@@ -351,8 +350,11 @@ def _check(block: nn.Module, embed: InputEmbedding) -> None:
     project = its_attention.project
     steps = [step for heads in (project.q, project.k, project.v) for step in heads.steps]
     flat = [heads.flat for heads in (project.q, project.k, project.v)]
-    norms = (cast("Any", block).attention_residual, cast("Any", block).feed_forward_residual)
-    feed_forward = cast("Any", block).feed_forward
+    norms = (
+        block.get_submodule("attention_residual"),
+        block.get_submodule("feed_forward_residual"),
+    )
+    feed_forward = block.get_submodule("feed_forward")
     rotary = [step for step in steps if isinstance(step, Rotary)]
     reasons = {
         "positions in its embedding": embed.positional is not None,

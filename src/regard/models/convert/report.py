@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -323,7 +323,7 @@ class ConversionReport:
 
     healing = renamed_attribute("finetuning")
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, object]:
         """Return the report as plain values for JSON, with null for NaN and infinity.
 
         The keys "healing" and "kept" repeat "finetuning" and "cached_values" for one release.
@@ -359,7 +359,7 @@ class ConversionReport:
         return {name: _plain(value) for name, value in figures.items()}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, dict):
         return {key: _plain(x) for key, x in value.items()}

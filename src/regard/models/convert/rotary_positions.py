@@ -117,7 +117,7 @@ def _layout(checkpoint: Checkpoint) -> Layout:
     return rotary.layout
 
 
-def _config_for_layout(config: Any, layout: Layout) -> Any:
+def _config_for_layout(config: Any, layout: Layout) -> object:
     """Return the config of a family that can express this layout."""
     if isinstance(config, deepseek_v3.Config):
         return replace(config, rope_interleave=layout == "interleaved")
@@ -155,7 +155,7 @@ def _config_for_layout(config: Any, layout: Layout) -> Any:
     )
 
 
-def _as_llama(config: regard_family.Config) -> Any:
+def _as_llama(config: regard_family.Config) -> object:
     """Return the Llama config of the same network as regard's gqa with the layout "half"."""
     options = config.attention_options
     if config.attention != "gqa" or config.position not in ("catalogue", "rope") or config.window:
@@ -294,10 +294,10 @@ def extend_context(
 
 def _changed_keys(
     extension: Extension, length: int, trained: int, config: Any, dim: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the keys of the config that change, with their new values."""
     factor = length / trained
-    scaling: dict[str, Any] = {"rope_type": extension, "factor": factor}
+    scaling: dict[str, object] = {"rope_type": extension, "factor": factor}
     if extension == "ntk":
         base = NTK(factor).base(config.rope_theta, dim)
         return {"rope_theta": base, "max_position_embeddings": length}

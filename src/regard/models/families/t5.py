@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import nn
 
@@ -128,7 +128,7 @@ def initialize_t5(model: EncoderDecoder, head_dim: int) -> None:
             size = part.in_features * (head_dim if name.endswith("project.q.linear") else 1)
             nn.init.normal_(part.weight, std=size**-0.5)
     for part in (model.head, model.embed.embedding):
-        nn.init.normal_(cast("nn.Linear", part).weight)
+        nn.init.normal_(part.get_parameter("weight"))
 
 
 Config = T5Config

@@ -78,7 +78,7 @@ class DecodeSession:
         self._decoder = self._cache_config.restrict(decoder)
         self._prefix = PrefixRecomputer(self._decoder) if has_dynamic_rotary(decoder) else None
         self._caches = self._cache_config.new_caches(self._decoder, rows)
-        self._rank_progress: Any = None  # inside regard.parallel.generation
+        self._rank_progress: object = None  # inside regard.parallel.generation
         parameter = next(decoder.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
 

@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -52,7 +52,7 @@ class Variant:
     source: str
     causal: bool
     build: Callable[..., nn.Module]
-    example_options: dict[str, Any]
+    example_options: dict[str, object]
     sentence = renamed_attribute("summary")
     sizes = renamed_attribute("example_options")
 
@@ -61,7 +61,7 @@ class Variant:
         """The description of the mechanism in one sentence."""
         return (inspect.getdoc(self.build) or "").split("\n\n")[0].replace("\n", " ")
 
-    def example(self, **options: Any) -> nn.Module:
+    def example(self, **options: object) -> nn.Module:
         """Build a small example: dim 32, 4 heads, and the example options.
 
         Args:
@@ -86,7 +86,7 @@ def variant(
     equation: str,
     source: str,
     causal: bool = True,
-    **example_options: Any,
+    **example_options: object,
 ) -> Callable[[Callable[P, M]], Callable[P, M]]:
     """Register a constructor in the catalogue.
 
@@ -127,7 +127,7 @@ def find_variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
-def build(name: str, dim: int, heads: int, **options: Any) -> nn.Module:
+def build(name: str, dim: int, heads: int, **options: object) -> nn.Module:
     """Build a mechanism of the catalogue by name.
 
     Args:
@@ -196,7 +196,7 @@ def option_meanings(entry: Variant) -> dict[str, str]:
     return named
 
 
-def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
+def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
     """Parse options written as name=value. A value is a Python literal, or else a string.
 
     Args:
@@ -213,7 +213,7 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
     >>> parse_options(["window=512", "base=1e6"], VARIANTS["sliding_window"])
     {'window': 512, 'base': 1000000.0}
     """
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         name = RENAMED_OPTIONS.get(name, name)
@@ -230,7 +230,7 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, Any]:
     return options
 
 
-def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, object]:
     """Check the names and types of options, and convert lists to tuples. The constructor itself
     checks their values.
 
@@ -271,7 +271,7 @@ def check_options(entry: Variant, options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
 
 
-def _fits(value: Any, expected: Any) -> bool:
+def _fits(value: object, expected: object) -> bool:
     """Return whether a plain value is of the expected type. An int is accepted as a float, and a
     list as a tuple or a sequence.
     """

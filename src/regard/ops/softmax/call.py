@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -506,11 +506,29 @@ class Kernel(Protocol):
         """
 
 
+class AutogradContext(Protocol):
+    """What torch passes to `forward` and `backward` of a `torch.autograd.Function` as ctx; a class
+    that extends this protocol names what one function keeps for its gradient.
+    """
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Save inputs and outputs for the gradient."""
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None:
+        """Declare outputs that have no gradient."""
+
+    def set_materialize_grads(self, value: bool, /) -> None:  # noqa: FBT001  # as in torch
+        """Choose whether the gradient of an unused output is zeros or None."""
+
+
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that autocast converts; it leaves float64 as it is."""
 
 
-def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Convert q, k and v to the dtype of `torch.autocast` if it is enabled, as torch's own
     attention does. Scores and softmax are computed in fp32 nevertheless. What is no tensor is
     returned as it is; the checks that follow refuse it.
@@ -520,7 +538,7 @@ def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         return q, k, v
     wanted = torch.get_autocast_dtype(kind)
 
-    def cast(x: Any) -> Any:
+    def cast(x: Tensor) -> Tensor:
         return x.to(wanted) if isinstance(x, Tensor) and x.dtype in CASTABLE else x
 
     return cast(q), cast(k), cast(v)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.score_rules import why_not_pairs
 from regard.scores import PairRule, to_score_mod
 from regard.span import Span, as_tensor, slice_positions
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK_SIZE = 128
 """The side of a block of the mask, and the shortest length on CUDA; for shorter inputs the
@@ -181,11 +184,11 @@ def _flex_attention_for(device: str) -> Callable[..., Any]:
     # The uncompiled form holds every score, so it is never used on CUDA. On a CPU the compiled form
     # takes seconds to compile, returns no lse, and does not support float64.
     # `regard.accelerate` may have replaced the function
-    chosen: Callable[..., Any] = inspect.unwrap(module.flex_attention)
+    chosen: Callable[..., object] = inspect.unwrap(module.flex_attention)
     return chosen if device == "cpu" else torch.compile(chosen, dynamic=False)
 
 
-def block_mask(call: Call) -> Any:
+def block_mask(call: Call) -> BlockMask | None:
     """Return the `BlockMask` of a call, or None if every query sees every key."""
     if call.sees_everything:
         return None

@@ -16,10 +16,10 @@ counts the FLOPs of `regard.plan`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from regard.cost import attention_flops
 from regard.cost.softmax import training_flops
 from regard.ops.jit import has_numba_in_graph
 from regard.ops.jit.prefill import prefill, prefill_gradient
-from regard.ops.softmax.call import Call, KernelResult
+from regard.ops.softmax.call import AutogradContext, Call, KernelResult
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.ops.softmax.gemm import GemmKernel, prefill_args
@@ -142,14 +142,14 @@ def _run_operator(call: Call, backend: str) -> KernelResult:
     return KernelResult(out, lse if wants_lse else None)
 
 
-def _attention(*args: Any) -> tuple[Tensor, Tensor]:
+def _attention(*args: *PackedCall) -> tuple[Tensor, Tensor]:
     """Compute a call without a gradient."""
     packed = PackedCall(*args)
     out, lse, *_ = run_on_kernel(*choose_kernel(unpack(packed), packed.backend))
     return _own(out, packed), _own_lse(lse, packed)
 
 
-def _attention_with_gradient(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention_with_gradient(*args: *PackedCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute a call on a kernel that can compute its gradients. The lse of a row is max_score +
     ln scaled_sum, which "gemm" needs without the rounding of the sum.
     """
@@ -180,7 +180,7 @@ def _attention_backward(
     out: Tensor,
     max_score: Tensor,
     scaled_sum: Tensor,
-    *args: Any,
+    *args: *PackedCall,
 ) -> list[Tensor]:
     """Compute the gradients of q, k, v and the trained tensors of the bias. All kernels but "gemm"
     compute the call again, because what they saved is not among the outputs of an operator.
@@ -260,7 +260,7 @@ def _score_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def _attention_shapes(*args: Any) -> tuple[Tensor, Tensor]:
+def _attention_shapes(*args: *PackedCall) -> tuple[Tensor, Tensor]:
     """Return outputs of the right shapes and dtypes, without values."""
     packed = PackedCall(*args)
     rows = packed.q.shape[:3]
@@ -268,7 +268,9 @@ def _attention_shapes(*args: Any) -> tuple[Tensor, Tensor]:
     return packed.q.new_empty(*rows, packed.v.shape[3]), lse
 
 
-def _attention_with_gradient_shapes(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention_with_gradient_shapes(
+    *args: *PackedCall,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return outputs of the right shapes and dtypes, without values."""
     q, dtype = PackedCall(*args).q, _score_dtype(PackedCall(*args).q)
     sums = q.new_empty(q.shape[:3], dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
@@ -282,7 +284,16 @@ def _attention_backward_shapes(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in (packed.q, packed.k, packed.v, *trained)]
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+class _OperatorContext(AutogradContext, Protocol):
+    """What `attention_with_gradient` keeps for its gradient."""
+
+    tensors: int
+    others: tuple[list[int], str, float, float | None, bool, str]
+
+
+def _save_for_backward(
+    ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
+) -> None:
     """Save what the gradient of `attention_with_gradient` needs."""
     packed, (out, _, max_score, scaled_sum) = PackedCall(*inputs), output
     ctx.mark_non_differentiable(max_score, scaled_sum)
@@ -302,8 +313,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(
-    ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
-) -> tuple[Any, ...]:
+    ctx: _OperatorContext, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
+) -> tuple[object, ...]:
     """Return the gradients of the arguments of `attention_with_gradient`; where they must be
     differentiable, the definition computes them.
     """
@@ -327,14 +338,14 @@ def _backward(
     return *grads[:3], [None] * len(tensors), d_bias, d_numbers, None, None, None, None, None
 
 
-def _count_flops(*args: Any, **_: object) -> int:
+def _count_flops(*args: *PackedCall, **_: object) -> int:
     """Return the FLOPs that `plan` counts for a call without a gradient."""
     packed = PackedCall(*args)
     kernel, call = choose_kernel(unpack(packed), packed.backend)
     return attention_flops(kernel.work(call).pairs, call.D, call.E)
 
 
-def _count_flops_with_gradient(*args: Any, **_: object) -> int:
+def _count_flops_with_gradient(*args: *PackedCall, **_: object) -> int:
     """Return the FLOPs that `plan` counts for a call with a gradient."""
     pairs, D, E = _trained_pairs(PackedCall(*args))
     return attention_flops(pairs, D, E)
@@ -353,7 +364,12 @@ def _trained_pairs(packed: PackedCall) -> tuple[int, int, int]:
     return kernel.work(call).pairs, call.D, call.E
 
 
-def _register(name: str, function: Any, shapes: Any, flops: Any) -> None:
+def _register(
+    name: str,
+    function: Callable[..., object],
+    shapes: Callable[..., object],
+    flops: Callable[..., int],
+) -> None:
     """Register what an operator computes, its shapes, and its FLOPs."""
     _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"regard::{name}", shapes, lib=_LIBRARY)

@@ -267,7 +267,7 @@ def _parse(rules: str) -> tuple[Any, ...]:
     return tuple(_tree(x) for x in json.loads(rules))
 
 
-def _tree(data: Any) -> object:
+def _tree(data: object) -> object:
     """Return a part of the JSON data with its references as `_TensorIndex` and `_NumberIndex`, and
     its masks and biases as `_Rule`.
     """
@@ -317,14 +317,14 @@ def _rule(tree: Any, values: _Values) -> Any:
 
 
 @lru_cache(maxsize=256)
-def _rule_without_tensors(tree: _Rule, numbers: tuple[tuple[int, int], ...]) -> Any:
+def _rule_without_tensors(tree: _Rule, numbers: tuple[tuple[int, int], ...]) -> object:
     """Build a rule without tensors. The same object serves every layer and step, because kernels
     keep what they compute from a mask.
     """
     return _build(tree, _Values((), dict(numbers)))  # type: ignore[arg-type]
 
 
-def _build(tree: object, values: _Values) -> Any:
+def _build(tree: object, values: _Values) -> object:
     """Build the value of a part of the text."""
     if isinstance(tree, _TensorIndex):
         return values.tensors[tree]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import masks
-from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, Partial, WorkEstimate
+from regard.ops.softmax.call import (
+    SMALL_SCORE_BOUND,
+    AutogradContext,
+    Call,
+    KernelResult,
+    Partial,
+    WorkEstimate,
+)
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.mask_lowering import (
     ALL,
@@ -300,6 +307,14 @@ def attend_blocks(
     return out, lse
 
 
+class _SdpaContext(AutogradContext, Protocol):
+    """What `BlockwiseSdpa` keeps for its gradient."""
+
+    call: Call
+    scale: float
+    blocks: list[QueryBlock]
+
+
 class BlockwiseSdpa(torch.autograd.Function):
     """Autograd function for the output and lse of all key ranges.
 
@@ -309,7 +324,7 @@ class BlockwiseSdpa(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _SdpaContext,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -328,7 +343,9 @@ class BlockwiseSdpa(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: _SdpaContext, d_out: Tensor | None, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v, summed in the dtype of the lse; where they must be
         differentiable, the definition computes them.
         """

@@ -27,13 +27,19 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from regard.ops.softmax.bias_gradient import BiasGradient
-from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, KernelResult, WorkEstimate
+from regard.ops.softmax.call import (
+    SMALL_SCORE_BOUND,
+    AutogradContext,
+    Call,
+    KernelResult,
+    WorkEstimate,
+)
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.mask_lowering import visible_key_ranges
 from regard.ops.softmax.merge import apply_sink
@@ -175,6 +181,15 @@ def query_blocks(call: Call, sizes: TileSizes = DEFAULT_TILE_SIZES) -> Iterator[
         yield TiledQueryBlock(rows, ranges)
 
 
+class _TiledContext(AutogradContext, Protocol):
+    """What `TiledFunction` keeps for its gradient."""
+
+    call: Call
+    seed: int
+    blocks: list[TiledQueryBlock]
+    exact_row_sums: bool
+
+
 class TiledFunction(torch.autograd.Function):
     """Autograd function for the output and lse, with gradients for q, k, v and the tensors of
     the bias. It saves no scores.
@@ -182,7 +197,7 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _TiledContext,
         call: Call,
         seed: int,
         blocks: list[TiledQueryBlock],
@@ -205,7 +220,9 @@ class TiledFunction(torch.autograd.Function):
         return out, max_score + scaled_sum.log()
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: _TiledContext, d_out: Tensor | None, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         """Compute the scores of all tiles again, and return the gradients; where they must be
         differentiable, the definition computes them.
         """

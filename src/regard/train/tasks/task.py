@@ -410,7 +410,7 @@ class TaskBatches:
         self._drawn += 1
         return pad(self.task, self._current_pool[1][i])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the number of batches drawn and a fingerprint of the data, as plain values for
         JSON.
         """

@@ -65,7 +65,7 @@ class TaskTrainingRun:
             number is out of range.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, object]) -> None:
         self.options: dict[str, Any] = {
             "seed": 0,
             "device": "cpu",
@@ -85,7 +85,7 @@ class TaskTrainingRun:
                 "tokens, so beams must be 1"
             )
 
-    def run(self) -> tuple[dict[str, Any], int | None]:
+    def run(self) -> tuple[dict[str, object], int | None]:
         """Train and evaluate the model, and write the report.
 
         Returns:
@@ -107,7 +107,7 @@ class TaskTrainingRun:
         loss: Seq2SeqLoss | AnswerLoss,
         batches: TaskBatches,
         beside: Sequence[Accuracy],
-    ) -> tuple[dict[str, Any], int | None]:
+    ) -> tuple[dict[str, object], int | None]:
         """Train and evaluate the model, and write the report, in a folder that is locked."""
         options = self.options
         parameters = sum(p.numel() for p in model.parameters())
@@ -214,9 +214,9 @@ class TaskTrainingRun:
             "search": "greedy" if self.options["beams"] == 1 else f"{self.options['beams']} beams",
         }
 
-    def figures(self, result: TrainResult, parameters: int) -> dict[str, Any]:
+    def figures(self, result: TrainResult, parameters: int) -> dict[str, object]:
         """Return the numbers that the command prints at the end."""
-        figures: dict[str, Any] = {
+        figures: dict[str, object] = {
             "task": self.task.name,
             "model": self.name,
             "step": result.step,

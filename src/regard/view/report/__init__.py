@@ -156,11 +156,11 @@ def _asset(name: str) -> str:
 class PackedArrays(NamedTuple):
     """Arrays as base64 of their gzipped little-endian bytes, and a table of their offsets."""
 
-    table: list[dict[str, Any]]
+    table: list[dict[str, object]]
     text: str
 
 
-def pack(arrays: Mapping[str, NDArray[Any]]) -> PackedArrays:
+def pack(arrays: Mapping[str, NDArray[np.generic]]) -> PackedArrays:
     """Pack all arrays into one block, each at a multiple of 8 bytes.
 
     Args:
