@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard.biases import Bias
-from regard.ops.softmax import Partial, merge
+from regard.ops.softmax import Partial
+from regard.ops.softmax.merge import merge_into
 from regard.parallel.communication import RankGroup
 from regard.parallel.ranked_call import (
     Block,
@@ -86,6 +87,39 @@ def _block_shapes(k: Tensor, v: Tensor, blocks: Sequence[Block]) -> list[tuple[i
     return [(x.shape[0], x.shape[1], b - a, x.shape[3]) for x in (k, v) for _, a, b in blocks]
 
 
+class _RunningTotal:
+    """Attention over the blocks so far, for all queries of a rank, in fp32 or wider.
+
+    Args:
+        q: the queries, [B, H, T, D].
+        E: the features of a value.
+    """
+
+    def __init__(self, q: Tensor, E: int) -> None:
+        self._q, self._E = q, E
+        self._dtype = torch.promote_types(q.dtype, torch.float32)
+        self._total: Partial | None = None
+
+    def add(self, part: Partial, rows: slice) -> None:
+        """Join a part for some of the queries; the memory of the part may be kept."""
+        part = Partial(part.out.to(self._dtype), part.lse.to(self._dtype))
+        if self._total is None and part.out.shape[2] == self._q.shape[2]:
+            self._total = part
+            return
+        total = self.joined()
+        merge_into(Partial(total.out[:, :, rows], total.lse[:, :, rows]), part)
+
+    def joined(self) -> Partial:
+        """Return attention over all parts; a query without keys has the output 0."""
+        if self._total is None:
+            rows, q = self._q.shape[:3], self._q
+            self._total = Partial(
+                q.new_zeros(*rows, self._E, dtype=self._dtype),
+                q.new_full(rows, -torch.inf, dtype=self._dtype),
+            )
+        return self._total
+
+
 class _ExchangeBlocks(torch.autograd.Function):
     """Attention over exchanged blocks of keys; the backward pass exchanges the blocks again.
 
@@ -96,20 +130,13 @@ class _ExchangeBlocks(torch.autograd.Function):
     def forward(
         ctx: Any, call: RankedCall, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        wide_dtype = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide_dtype)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide_dtype)
+        total = _RunningTotal(q, v.shape[3])
         for _, blocks, keys, values in _receive_blocks(call, k, v, "keys and values"):
             for block, kj, vj in zip(blocks, keys, values, strict=True):
                 for rows, span in _seeing_rows(call, block):
                     part = attend_block(call, q[:, :, rows], kj, vj, span, block, call.bias)
-                    merged = merge(
-                        [
-                            Partial(out[:, :, rows], lse[:, :, rows]),
-                            Partial(part.out.to(wide_dtype), part.lse.to(wide_dtype)),
-                        ]
-                    )
-                    out[:, :, rows], lse[:, :, rows] = merged
+                    total.add(part, rows)
+        out, lse = total.joined()
         ctx.call, ctx.tensors = call, len(tensors)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         return out, lse
