@@ -23,6 +23,7 @@ from regard.parallel.ranked_call import (
     Block,
     RankedCall,
     attend_block,
+    block_gradients,
     block_span,
     query_rows,
     shared_bias,
@@ -139,18 +140,18 @@ class _ExchangeBlocks(torch.autograd.Function):
         out, lse = total.joined()
         ctx.call, ctx.tensors = call, len(tensors)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         call: RankedCall = ctx.call
         q, k, v, out, lse, *tensors = ctx.saved_tensors
+        d_out = torch.zeros_like(out) if d_out is None else d_out
         ranks, wide_dtype = call.ranks, out.dtype
         dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype) for x in (q, k, v))
         d_tensors = [torch.zeros_like(x, dtype=wide_dtype) for x in tensors]
-        # the part of the gradient of each block's lse that does not depend on the block
-        lse_term = d_lse - (d_out * out).sum(-1)
         own = call.shards.spans(ranks.rank)
         pending: list[tuple[int, Callable[[], Tensor | None]]] = []
         for step, blocks, keys, values in _receive_blocks(call, k, v, "keys and values again"):
@@ -159,12 +160,13 @@ class _ExchangeBlocks(torch.autograd.Function):
             d_values = [torch.zeros_like(x, dtype=wide_dtype) for x in values]
             for n, block in enumerate(blocks):
                 for rows, span in _seeing_rows(call, block):
-                    gradients_of_part = _partial_gradients(
+                    gradients_of_part = block_gradients(
                         call,
                         (q[:, :, rows], keys[n], values[n], *tensors),
                         span,
                         block,
-                        (lse[:, :, rows], d_out[:, :, rows], lse_term[:, :, rows]),
+                        Partial(out[:, :, rows], lse[:, :, rows]),
+                        (d_out[:, :, rows], None if d_lse is None else d_lse[:, :, rows]),
                     )
                     for total, gradient in zip(
                         (dq[:, :, rows], d_keys[n], d_values[n], *d_tensors),
@@ -264,37 +266,6 @@ def _receive_blocks(call: RankedCall, k: Tensor, v: Tensor, message_name: str) -
         flat = message.wait()
         parts = [] if flat is None else _unpack(flat, shapes)
         yield step, blocks_received, parts[: len(blocks_received)], parts[len(blocks_received) :]
-
-
-def _partial_gradients(
-    call: RankedCall,
-    inputs: tuple[Tensor, ...],
-    span: Span,
-    block: Block,
-    whole: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of one block's attention with respect to q, k, v and the bias tensors.
-
-    `inputs` are q, k, v and the bias tensors. `whole` has the lse over all blocks, the gradient
-    dO of the whole output, and d_lse - dO . out. The index p marks the results of this block alone.
-
-    share = exp(lse_p - lse);  d_out_p = share dO;  d_lse_p = share (dO . out_p - dO . out + d_lse)
-    """
-    lse, d_out, lse_term = whole
-    with torch.enable_grad():
-        q, k, v, *tensors = (x.detach().requires_grad_() for x in inputs)
-        bias = None if call.bias is None else call.bias.with_tensors(tensors)
-        part = attend_block(call, q, k, v, span, block, bias)
-    share = torch.exp(part.lse.detach() - lse.masked_fill(lse.isneginf(), 0))
-    share = share.masked_fill(lse.isneginf(), 0)
-    d_part = share[..., None] * d_out
-    d_lse = share * ((d_out * part.out.detach()).sum(-1) + lse_term)
-    return torch.autograd.grad(
-        (part.out, part.lse),
-        (q, k, v, *tensors),
-        (d_part.to(part.out.dtype), d_lse.to(part.lse.dtype)),
-        allow_unused=True,
-    )
 
 
 class _GatherTokens(torch.autograd.Function):
