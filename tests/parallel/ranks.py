@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +14,8 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
+from regard.ops.softmax import Call, KernelResult
+from regard.ops.softmax.reference import ReferenceKernel
 from regard.parallel import Shards, attend, decode
 from regard.parallel.communication import traffic
 from regard.span import Span
@@ -186,6 +192,36 @@ def bytes_sent(rank: int, cases: list[tuple[str, str, str]]) -> list[int]:
             attend(q, k, v, shards=shards, mask=MASKS[mask], method=method)  # type: ignore[arg-type]
         found.append(sum(traffic.sent.values()))
     return found
+
+
+class Deadly(ReferenceKernel):
+    """A kernel that kills rank 1 when it computes."""
+
+    name = "deadly"
+
+    def priority(self, call: object) -> None:
+        """Run only by name."""
+
+    def run(self, call: Call) -> KernelResult:
+        """Compute the call, or die."""
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(call)
+
+
+def fault_in_a_step(rank: int, folder: Path, kind: str) -> None:
+    """Rank 1 is killed after the handshake, or it is late; what the others are told is written."""
+    shards = Shards.even(S, dist.get_world_size())
+    q, k, v = (shards.take(x, rank) for x in tensors())
+    if kind == "late" and rank == 1:
+        time.sleep(8)
+    try:
+        with regard.register_kernel(Deadly()):
+            backend = "deadly" if kind == "killed" else "auto"
+            attend(q, k, v, shards=shards, backend=backend, method="exchange")
+    except regard.RegardError as error:
+        (folder / str(rank)).write_text(f"{type(error).__name__}: {error}")
+        raise
 
 
 def fault(rank: int, kind: str) -> str:
