@@ -39,6 +39,9 @@ DOCUMENT_SHARES = (0.0, 0.08, 0.37, 0.42, 0.78)
 """Where the packed documents begin, as shares of the length."""
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""The parameters of glibc's mallopt that `measurement.ALLOCATOR` sets by the environment."""
+
 CHECKED_QUERIES = 128
 """The number of queries whose outputs are compared with the definition."""
 
@@ -244,10 +247,14 @@ def _peak_bytes(call: Callable[[], object], device: str) -> int | None:
         torch.cuda.reset_peak_memory_stats()
         call()
         return torch.cuda.max_memory_allocated() - before
-    try:  # memory that glibc keeps after free would hide a part of the rise
-        ctypes.CDLL(None).malloc_trim(0)
+    try:  # glibc returns freed tensors to the system, so that they are not counted
+        library = ctypes.CDLL(None)
+        for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            library.mallopt(parameter, 1 << 16)
+        library.malloc_trim(0)
     except (AttributeError, OSError):  # another C library
         return None
+    call()
     return peak_bytes(call)
 
 
