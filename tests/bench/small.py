@@ -8,6 +8,7 @@ import torch
 
 from regard.bench import ProblemSizes
 from regard.bench.model_cases import MODELS
+from regard.bench.parallel_cases import PARALLEL
 from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
 from regard.bench.program_cases import CheckpointSizes, PageSizes, StartSizes
 
@@ -32,4 +33,5 @@ SMALL: dict[str, ProblemSizes] = {
     "draw-page": PageSizes(layers=1, heads=2, tokens=12),
     "model-decode": ModelSizes(20, layers=2, dim=32, inner=48, H=4, G=2, vocabulary=97),
     **{case.name: case.sizes["small"] for case in MODELS},
+    **{case.name: case.sizes["small"].resized(length=64) for case in PARALLEL},
 }

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import flex_attention
 import regard
 from regard.bench import CASES, Case, Peer
 from regard.bench.model_cases import MODELS
+from regard.bench.parallel_cases import PARALLEL
 from regard.bench.peers import (
     llama_cpp,
     onnx_runtime,
@@ -33,7 +34,7 @@ SLOW = (torch_flex.ATTENTION, FLEX)  # compiled for seconds; below torch's runs 
 PAIRS = [
     pytest.param(case, peer, id=f"{case.name}-{peer.name}")
     for case in CASES.values()
-    if case not in MODELS  # in test_public_models.py
+    if case not in (*MODELS, *PARALLEL)  # in test_public_models.py and test_parallel.py
     for peer in case.peers
     if peer not in SLOW and peer.missing() is None
 ]
@@ -70,7 +71,8 @@ def test_ours_are_first_and_names_are_unique() -> None:
             regard_kernels.MODEL,
             regard_kernels.OVER_SDPA,
         )
-        assert case in (STARTUP, READ_CHECKPOINT, DRAW_PAGE, *MODELS) or case.peers[0] in firsts
+        others = (STARTUP, READ_CHECKPOINT, DRAW_PAGE, *MODELS, *PARALLEL)
+        assert case in others or case.peers[0] in firsts
         assert len({peer.name for peer in case.peers}) == len(case.peers)
         assert set(case.sizes) == {"small", "default", "paper"}
 

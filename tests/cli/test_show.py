@@ -114,6 +114,37 @@ def test_heads_and_batch_rows_are_drawn_apart() -> None:
     ]
 
 
+def test_the_shards_of_ranks_are_drawn() -> None:
+    result = call("causal & window(4)", "--queries", "16", "--ranks", "2", "--shards", "even")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-3:] == [
+        "  2 ranks, even shards: mean work / most work 0.91",
+        "      0 ████████········  26 pairs, 0 keys received",
+        "      1 ········████████  32 pairs, 3 keys received",
+    ]
+    numbers = figures("causal", "--queries", "4096", "--ranks", "8")["ranks"]
+    assert numbers["efficiency"] >= 0.95
+    assert sum(numbers["pairs"]) == 4096 * 4097 // 2
+    assert sum(b - a for spans in numbers["spans"] for a, b in spans) == 4096
+    assert all(
+        len(x) <= 80
+        for x in call("causal", "--queries", "4096", "--ranks", "8").stdout.splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--shards", "zigzig"), "must be balanced, zigzag, even"),
+        (("--keys", "32"), "leave out --keys and --start"),
+    ],
+)
+def test_shards_that_cannot_be_drawn(arguments: tuple[str, ...], message: str) -> None:
+    result = call("causal", "--ranks", "2", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 def test_tiles_are_drawn_where_asked() -> None:
     assert "tiles of 4" not in call("causal").stdout
     drawn = call("causal", "--queries", "8", "--tiles", "4").stdout

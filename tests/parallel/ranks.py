@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +15,9 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
+from regard.caches import Cache, Fixed, Growing, Latent, Paged, Quantised, Ring
+from regard.ops.softmax import Call, KernelResult
+from regard.ops.softmax.reference import ReferenceKernel
 from regard.parallel import Shards, attend, decode
 from regard.parallel.communication import traffic
 from regard.span import Span
@@ -175,6 +183,42 @@ def decoding(rank: int, mask: str, option: str) -> Tensor:
         )
 
 
+CACHES: dict[str, Callable[[], Cache]] = {
+    "growing": Growing,
+    "fixed": lambda: Fixed(S),
+    "ring": lambda: Ring(9),
+    "paged": lambda: Paged(3, 2 * S),
+    "quantised": lambda: Quantised(8, group=4, residual=0),
+    "latent": lambda: Latent(E, D - E),
+}
+
+
+def decoding_from_caches(rank: int) -> dict[str, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """For each kind of cache: the outputs of the last four tokens, which the ranks append to their
+    caches in turns, and what the cache of this rank holds in the end, with its positions.
+    """
+    W, found = dist.get_world_size(), {}
+    x, *_ = tensors()
+    (own,) = Shards.even(S - 4, W).spans(rank)
+    for name, make in CACHES.items():
+        cache, outs = make(), []
+        memory = (x[:, :1],) if name == "latent" else (x[:, :G], x[:, H - G :] * 2)
+        cache.update(tuple(y[:, :, own.start : own.stop] for y in memory), own)
+        with torch.no_grad():
+            for t in range(S - 4, S):
+                mine = slice(t, t + (t % W == rank))
+                new = tuple(y[:, :, mine] for y in memory)
+                stored, at = cache.update(new, Span(t, mine.stop - t))
+                if name == "latent":  # the values are the latents, the keys have rotary parts too
+                    stored = stored[0], stored[0][..., :E]
+                options = {"q_positions": Span(t, 1), "mask": masks.Causal() & masks.Window(8)}
+                outs.append(decode(x[:, :, t : t + 1], *stored, k_positions=at, **options))
+        positions = at.tensor() if isinstance(at, Span) else at
+        dense = [y + torch.zeros(()) for y in stored]
+        found[name] = torch.cat(outs, 2), *dense, positions.expand(2, -1).clone()
+    return found
+
+
 def bytes_sent(rank: int, cases: list[tuple[str, str, str]]) -> list[int]:
     """What this rank really sends in a forward pass."""
     found = []
@@ -186,6 +230,36 @@ def bytes_sent(rank: int, cases: list[tuple[str, str, str]]) -> list[int]:
             attend(q, k, v, shards=shards, mask=MASKS[mask], method=method)  # type: ignore[arg-type]
         found.append(sum(traffic.sent.values()))
     return found
+
+
+class Deadly(ReferenceKernel):
+    """A kernel that kills rank 1 when it computes."""
+
+    name = "deadly"
+
+    def priority(self, call: object) -> None:
+        """Run only by name."""
+
+    def run(self, call: Call) -> KernelResult:
+        """Compute the call, or die."""
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().run(call)
+
+
+def fault_in_a_step(rank: int, folder: Path, kind: str) -> None:
+    """Rank 1 is killed after the handshake, or it is late; what the others are told is written."""
+    shards = Shards.even(S, dist.get_world_size())
+    q, k, v = (shards.take(x, rank) for x in tensors())
+    if kind == "late" and rank == 1:
+        time.sleep(8)
+    try:
+        with regard.register_kernel(Deadly()):
+            backend = "deadly" if kind == "killed" else "auto"
+            attend(q, k, v, shards=shards, backend=backend, method="exchange")
+    except regard.RegardError as error:
+        (folder / str(rank)).write_text(f"{type(error).__name__}: {error}")
+        raise
 
 
 def fault(rank: int, kind: str) -> str:

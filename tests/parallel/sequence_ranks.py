@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -249,6 +252,39 @@ def sharded_weights_over_ranks(rank: int, lengths: str) -> tuple[Tensor, list[Te
     (z * shards.take(hidden_states(1), rank, 1)).sum().backward()
     gradients = [W * p.grad.full_tensor() for p in module.parameters()]
     return z.detach(), gradients
+
+
+def train_sharded_weights(rank: int, folder: str, first: int, stop: int) -> list[Tensor]:
+    """All weights after some AdamW steps in fp64 on weights that FSDP2 cuts among the ranks. The
+    state is read from a torch.distributed checkpoint unless `first` is 0, and written to it.
+    """
+    W = dist.get_world_size()
+    shards, module = Shards.zigzag(S, W), mechanism("gqa", torch.float64)
+    fully_shard(module, mesh=dist.init_device_mesh("cpu", (W,)))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of its own functions
+        if first:
+            model_state, optimizer_state = get_state_dict(module, optimizer)
+            state = {"model": model_state, "optimizer": optimizer_state}
+            distributed_checkpoint.load(state, checkpoint_id=folder)
+            set_state_dict(
+                module,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+        for step in range(first, stop):
+            x = shards.take(hidden_states(step).double(), rank, 1)
+            with sequence(shards):
+                z = module(x, shards.positions(rank))
+            (W * z.square().sum()).backward()  # FSDP2 takes the mean over the ranks
+            optimizer.step()
+            optimizer.zero_grad()
+        model_state, optimizer_state = get_state_dict(module, optimizer)
+        state = {"model": model_state, "optimizer": optimizer_state}
+        distributed_checkpoint.save(state, checkpoint_id=folder)
+    return [p.detach().full_tensor() for p in module.parameters()]
 
 
 class PlainAttention(nn.Module):

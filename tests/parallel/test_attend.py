@@ -165,6 +165,32 @@ def test_decoding_over_a_cache_on_several_ranks(mask: str, option: str) -> None:
     assert_close_rule(results[0].detach(), usual.detach(), exact.detach())
 
 
+def test_decoding_over_caches_of_every_kind() -> None:
+    results = spawn(ranks.decoding_from_caches, 2)
+    x, *_ = ranks.tensors()
+    for name in ranks.CACHES:
+        z = results[0][name][0]
+        assert torch.equal(z, results[1][name][0]), name
+        k, v, positions = (
+            torch.cat([rank[name][i] for rank in results], 2 if i < 3 else 1) for i in (1, 2, 3)
+        )
+        assert {S - 4, S - 3, S - 2, S - 1} <= set(positions[0].tolist()), name
+        options = {"mask": regard.masks.Causal() & regard.masks.Window(8)}
+        options |= {"q_positions": Span(S - 1, 1), "k_positions": positions}
+        usual = regard.attend(x[:, :, -1:], k, v, **options)
+        exact = regard.attend(*(y.double() for y in (x[:, :, -1:], k, v)), **options)
+        assert_close_rule(z[:, :, -1:], usual, exact, what=name)
+        if name != "quantised":  # the other caches hold what was stored
+            k, v = x[:, :G], x[:, H - G :] * 2
+            if name == "latent":
+                k, v = x[:, :1], x[:, :1, :, : ranks.E]
+            parts = x[:, :, -4:], k, v
+            options = {"mask": options["mask"], "q_positions": Span(S - 4, 4)}
+            usual = regard.attend(*parts, **options)
+            exact = regard.attend(*(y.double() for y in parts), **options)
+            assert_close_rule(z, usual, exact, what=name)
+
+
 def joined(change: str) -> Tensor:
     """What the exchange computes, in one process, with one thing wrong."""
     q, k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in ranks.tensors())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +37,28 @@ def test_a_rank_that_ends_is_an_error_of_the_others() -> None:
     with pytest.raises(ParallelError, match="rank 1 of 3 failed") as error:
         spawn(ranks.fault, 3, "ends", timeout=20)
     assert "SystemExit" in str(error.value)
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize(
+    "kind, stage, timeout",
+    [
+        ("killed", "keys and values failed at its step", 20),
+        ("late", "attend failed at its hand", 3),
+    ],
+)
+def test_a_killed_or_late_rank_is_an_error_that_names_rank_step_and_call(
+    kind: str, stage: str, timeout: float, tmp_path: Path
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(ParallelError, match="of 3 failed"):
+        spawn(ranks.fault_in_a_step, 3, tmp_path, kind, timeout=timeout)
+    assert time.monotonic() - start < 120
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert {"0", "2"} <= set(told)
+    for rank in ("0", "2"):
+        assert told[rank].startswith(f"ParallelError: rank {rank} of 3: {stage}")
+        assert "Nothing was retried" in told[rank]
 
 
 def test_an_error_comes_back_with_its_rank_and_traceback() -> None:

@@ -9,8 +9,10 @@ import torch
 
 import regard.parallel
 from regard import masks
+from regard.cost import machine_of
 from regard.errors import ArgumentError
 from regard.parallel import Shards, plan, spawn
+from regard.parallel.plan import cheapest_method
 from tests.parallel import ranks
 from tests.parallel.ranks import LENGTHS, MASKS, D, E, G, H
 
@@ -96,3 +98,41 @@ def test_half_precision_moves_half_the_bytes() -> None:
 def test_the_former_name_of_the_plan_warns() -> None:
     with pytest.warns(DeprecationWarning, match=r"Plan is now regard\.parallel\.ParallelPlan"):
         assert regard.parallel.Plan is regard.parallel.ParallelPlan
+
+
+class Uncounted(masks.Full):
+    """A mask whose pairs may not be counted."""
+
+    def count(self, *_: object) -> int:
+        """Refuse."""
+        raise AssertionError("pairs were counted")
+
+
+def test_the_choice_of_a_method_counts_no_pairs() -> None:
+    shards = Shards.even(4096, 4)
+    for groups, method in ((32, "heads"), (1, "exchange")):
+        found = cheapest_method(shards, shards, Uncounted(), (32, groups), (64, 64))
+        assert found == plan(shards, heads=(32, groups), dims=(64, 64)).method == method
+
+
+def test_messages_overlap_with_the_work_of_the_step_before() -> None:
+    shards = Shards.zigzag(1 << 16, 4)
+    found = plan(shards, masks.Causal(), heads=(32, 8), dims=(128, 128), dtype=torch.bfloat16)
+    assert [sum(rank) for rank in zip(*found.step_flops, strict=True)] == list(
+        found["exchange"].flops
+    )
+    first = found.overlap("h100-sxm")[0]
+    n, rate = (1 << 16) // 4, machine_of("h100-sxm").rate("bf16")
+    assert first.send_seconds == max(found.steps[0]) / 450e9
+    assert first.compute_seconds == pytest.approx(4 * 32 * 128 * n * (n + 0.5) / 2 / rate, rel=0.01)
+    assert first.hidden
+    # the equation of a full mask: n >= (G/H) (b/2) F / w tokens a rank
+    needed = 8 / 32 * (2 / 2) * rate / 450e9
+    for tokens, hidden in ((0.9 * needed, False), (1.1 * needed, True)):
+        full = plan(
+            Shards.even(4 * int(tokens), 4), heads=(32, 8), dims=(128, 128), dtype=torch.bfloat16
+        )
+        assert [step.hidden for step in full.overlap("h100-sxm")] == [hidden] * 3
+    with pytest.raises(ArgumentError, match="the bandwidth between ranks of mi300x is not known"):
+        found.overlap("mi300x")
+    assert found.overlap("mi300x", link=1e3)[0].hidden is False

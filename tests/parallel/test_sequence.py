@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -133,6 +136,26 @@ def test_weights_that_fsdp_cuts_among_the_same_ranks() -> None:
     for _, gradients in results:
         for x, plain, reference in zip(gradients, usual[2:], exact[2:], strict=True):
             assert_close_rule(x, plain, reference, factor=GRADIENT)
+
+
+@pytest.mark.full
+def test_weights_that_fsdp_cuts_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    whole = spawn(sequence_ranks.train_sharded_weights, 2, str(tmp_path / "whole"), 0, 4)[0]
+    first = spawn(sequence_ranks.train_sharded_weights, 2, str(tmp_path / "cut"), 0, 2)[0]
+    for W in (2, 3):
+        folder = tmp_path / str(W)
+        shutil.copytree(tmp_path / "cut", folder)
+        read = spawn(sequence_ranks.train_sharded_weights, W, str(folder), 2, 2)[0]
+        for x, saved in zip(read, first, strict=True):
+            assert torch.equal(x, saved)  # the state does not depend on the number of ranks
+        for x, reference in zip(
+            spawn(sequence_ranks.train_sharded_weights, W, str(folder), 2, 4)[0], whole, strict=True
+        ):
+            if W == 2:
+                assert torch.equal(x, reference)
+            else:  # another number of ranks adds in another order
+                torch.testing.assert_close(x, reference)
+    assert not torch.equal(first[0], whole[0])
 
 
 @pytest.mark.full(keep=1)

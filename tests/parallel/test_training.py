@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,20 +42,45 @@ def test_training_over_ranks_equals_one_process(W: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("W", [2, 3])
-def test_a_run_goes_on_after_a_rank_died(W: int, tmp_path: Path) -> None:
-    whole = spawn(train, 2, None)[0]
-    with pytest.raises(ParallelError, match="rank 1 of 2 failed"):
-        spawn(train, 2, tmp_path, 3, timeout=20.0)
-    checkpoint = checkpoints.latest(tmp_path)
-    assert checkpoint is not None
-    assert checkpoint.step == 2
-    resumed = spawn(train, W, tmp_path)[0]
-    for x, reference in zip(resumed[0], whole[0], strict=True):
-        if W == 2:
+def test_a_run_goes_on_bit_for_bit_after_any_rank_was_killed(tmp_path: Path) -> None:
+    whole, _ = spawn(train, 3, None)[0]
+    on_two_ranks = []
+    for dying in range(3):
+        folder = tmp_path / str(dying)
+        with pytest.raises(ParallelError, match=f"rank {dying} of 3 failed"):
+            spawn(train, 3, folder, (dying, 3), timeout=20.0)
+        checkpoint = checkpoints.latest(folder)
+        assert checkpoint is not None
+        assert checkpoint.step == 2
+        shutil.copytree(folder, tmp_path / f"{dying} on two ranks")
+        on_two_ranks.append(tmp_path / f"{dying} on two ranks")
+        resumed, _ = spawn(train, 3, folder)[0]
+        for x, reference in zip(resumed, whole, strict=True):
             assert torch.equal(x, reference)
-        else:  # another number of ranks adds in another order
-            torch.testing.assert_close(x, reference)
+    # on another number of ranks the state is the same bit for bit, and sums have another order
+    first, second = (spawn(train, 2, folder)[0][0] for folder in on_two_ranks[:2])
+    for x, y, reference in zip(first, second, whole, strict=True):
+        assert torch.equal(x, y)
+        torch.testing.assert_close(x, reference)
+
+
+@pytest.mark.full
+def test_a_checkpoint_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    """A run of one process goes on over ranks and the other way round: it is the same state."""
+    whole, _ = in_one_process()
+    with pytest.raises(ParallelError, match="rank 1 of 2 failed"):
+        spawn(train, 2, tmp_path / "ranks", (1, 3), timeout=20.0)
+    shutil.copytree(tmp_path / "ranks", tmp_path / "alone")
+    model = decoder()
+    result = fit(model, batches(), settings(), folder=tmp_path / "alone")
+    assert result.step == training_ranks.STEPS
+    for p, reference in zip(model.parameters(), whole, strict=True):
+        torch.testing.assert_close(p.detach(), reference)
+    saved = checkpoints.latest(tmp_path / "alone")
+    assert saved is not None
+    finished, _ = spawn(train, 3, tmp_path / "alone")[0]  # all steps are done: the state is read
+    for p, x in zip(model.parameters(), finished, strict=True):
+        assert torch.equal(p.detach(), x)
 
 
 def test_a_process_group_must_be_there() -> None:

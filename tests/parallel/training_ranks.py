@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import torch
@@ -13,10 +15,6 @@ from regard.train.pretraining import make_config, make_model
 
 STEPS, CONTEXT = 4, 24
 SIZES = {"dim": 32, "layers": 1, "heads": 4, "hidden": None, "context": CONTEXT, "tie": False}
-
-
-class Killed(Exception):
-    """Stands for the death of a rank."""
 
 
 def decoder() -> nn.Module:
@@ -35,16 +33,18 @@ def settings(**changes: object) -> Settings:
     return Settings(**{"steps": STEPS, "warmup": 1, "save_every": 1, "accumulate": 2, **changes})
 
 
-def train(rank: int, folder: Path | None, dies_at: int | None = None) -> tuple[list[Tensor], float]:
-    """The weights and the last loss; rank 1 dies in step `dies_at`."""
+def train(
+    rank: int, folder: Path | None, dies: tuple[int, int] | None = None
+) -> tuple[list[Tensor], float]:
+    """The weights and the last loss; `dies` is a rank and the step in which it is killed."""
     model, calls = decoder(), 0
     parallel = ContextParallel()
 
     def loss(module: nn.Module, rows: Tensor) -> Tensor:
         nonlocal calls
         calls += 1
-        if rank == 1 and dies_at is not None and calls > 2 * (dies_at - 1):  # two batches a step
-            raise Killed
+        if dies is not None and rank == dies[0] and calls > 2 * (dies[1] - 1):  # two batches a step
+            os.kill(os.getpid(), signal.SIGKILL)
         return parallel.next_token_loss(module, rows)
 
     result = fit(model, batches(), settings(), loss=loss, folder=folder, parallel=parallel)

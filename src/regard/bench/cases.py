@@ -8,6 +8,7 @@ import torch
 
 from regard.bench.interfaces import Case, Peer
 from regard.bench.model_cases import MODELS
+from regard.bench.parallel_cases import PARALLEL
 from regard.bench.peers import (
     hugging_face,
     llama_cpp,
@@ -172,9 +173,13 @@ _CASES = (
     READ_CHECKPOINT,
     DRAW_PAGE,
     *MODELS,
+    *PARALLEL,
 )
 CASES = {case.name: case for case in _CASES}
 """The cases by name."""
 
-GROUPS = {"models": tuple(case.name for case in MODELS)}
+GROUPS = {
+    "models": tuple(case.name for case in MODELS),
+    "parallel": tuple(case.name for case in PARALLEL),
+}
 """Names for several cases at once; a run without names leaves their cases out."""

@@ -122,11 +122,14 @@ class PreparedCall(NamedTuple):
         step: the function that is timed.
         read: converts the result of `step` to outputs by name.
         kernel: the name of the kernel that runs, or "".
+        figures: returns further figures of the steps by name, after they have been timed; None if
+            there are none.
     """
 
     step: Callable[[], object]
     read: Callable[[Any], Outputs]
     kernel: str = ""
+    figures: Callable[[], Mapping[str, float]] | None = None
 
 
 def always_supported(_: object) -> str | None:

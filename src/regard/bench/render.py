@@ -123,6 +123,54 @@ def accelerated_table(results: Iterable[CaseResult]) -> str:
     return format_table([ACCELERATED_COLUMNS, *rows], left=(0, 1, len(ACCELERATED_COLUMNS) - 1))
 
 
+PARALLEL_COLUMNS = (
+    *("case", "dtype", "peer", "time", "CPU time", "of one process", "sent", "of all keys"),
+    *("memory a rank", "bound"),
+)
+"""The columns of the group "parallel": the time of a call, the processor time of all ranks, the
+same divided by that of one process, the bytes that all ranks send, the same divided by what they
+send if every rank receives every key, and the memory of the rank that needs most with its bound
+1.3 (q + k + v + out) / W and two blocks.
+"""
+
+
+def parallel_table(results: Iterable[CaseResult]) -> str:
+    """Return one line for each peer of each case over several ranks; "" if there is none.
+
+    Args:
+        results: the results of a run.
+
+    Returns:
+        The table.
+
+    >>> import torch
+    >>> row = PeerResult("regard.parallel", "timed", figures={"cpu_seconds": 0.5}, seconds=0.25)
+    >>> result = CaseResult("causal", "", "", torch.float32, "cpu", rows=(row,))
+    >>> parallel_table([result]).splitlines()[1].split()[:6]
+    ['causal', 'float32', 'regard.parallel', '250', 'ms', '500']
+    """
+    rows = []
+    for result in results:
+        alone = next((x.figures for x in result.rows if x.peer == "one process"), None) or {}
+        for row in result.rows:
+            if row.figures is None or row.seconds is None:
+                continue
+            figures, one = row.figures, alone.get("cpu_seconds")
+            cpu, sent = figures["cpu_seconds"], figures.get("sent_bytes")
+            sizes = (figures.get(name) for name in ("rank_bytes", "rank_bytes_bound"))
+            rows.append(
+                [
+                    *(result.case, result.dtype_name, row.peer),
+                    *(units.seconds(row.seconds), units.seconds(cpu)),
+                    _cell(cpu / one if one else None, ".2f"),
+                    units.ABSENT if sent is None else units.size(int(sent)),
+                    _cell(figures.get("sent_of_all"), ".1%"),
+                    *(units.ABSENT if x is None else units.size(int(x)) for x in sizes),
+                ]
+            )
+    return format_table([PARALLEL_COLUMNS, *rows], left=(0, 1, 2)) if rows else ""
+
+
 def _cells(row: PeerResult) -> list[str]:
     """Return the cells of a peer that was timed."""
     assert row.seconds is not None

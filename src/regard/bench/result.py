@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -129,6 +129,7 @@ class PeerResult:
             same rounds, the FLOP rate before them.
         error, allowed: the largest error of its outputs, and the bound of the rule.
         peak_bytes: the peak memory of a call with its result, if it was measured.
+        figures: further figures that the peer reports, by name.
     """
 
     peer: str
@@ -147,6 +148,7 @@ class PeerResult:
     error: float | None = None
     allowed: float | None = None
     peak_bytes: int | None = None
+    figures: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,8 @@ def measure(
             result,
             ceilings,
         )
+        if candidate.call.figures is not None and not interrupted:
+            rows[name] = replace(rows[name], figures=dict(candidate.call.figures()))
         if peak is not None and not interrupted:
             say(f"{case.name}, {result.dtype_name}: measuring the memory of {name}")
             rows[name] = replace(rows[name], peak_bytes=peak(name))

@@ -30,7 +30,7 @@ Names = Annotated[
     typer.Argument(
         metavar="CASE",
         help="Cases to measure, as --list shows them; the group `models` is all models of public "
-        "libraries under regard.accelerate.",
+        "libraries under regard.accelerate, the group `parallel` is attention over several ranks.",
         show_default="all cases outside of groups",
     ),
 ]
@@ -168,7 +168,7 @@ def _run(
     """
     from regard.bench import Ceilings, measure
     from regard.bench.machine import describe_machine
-    from regard.bench.render import accelerated_table, case_table, header
+    from regard.bench.render import accelerated_table, case_table, header, parallel_table
     from regard.bench.result import as_json
 
     def echo(text: str) -> None:  # with --json -, standard output has the JSON only
@@ -201,8 +201,9 @@ def _run(
         interrupted = True
         if ceilings is None:
             return 130
-    if table := accelerated_table(results):
-        echo("\n" + table)
+    for table in (accelerated_table(results), parallel_table(results)):
+        if table:
+            echo("\n" + table)
     _write(as_json(machine_facts, ceilings, results, interrupted=interrupted), json)
     if plot is not None and results:
         _draw(results, plot, machine_facts, ceilings)

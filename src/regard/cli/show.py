@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, RegardError
 from regard.span import Span
 from regard.units import plural
@@ -28,6 +29,12 @@ MAX_PAIRS = 1 << 27
 """The maximum number of pairs that are evaluated for a mask without key intervals."""
 MAX_FIGURE = 512
 """The maximum number of queries, and of keys, of a figure."""
+CUTS = ("balanced", "zigzag", "even")
+"""The ways to cut a sequence among ranks."""
+MAX_STRIP = 32
+"""The maximum number of characters of a rank's positions."""
+MAX_RANKS = 256
+"""The maximum number of ranks."""
 MAX_DRAWN = 4
 """The maximum number of drawings, one for each batch row and head."""
 
@@ -78,6 +85,20 @@ FigureFile = Annotated[
         show_default=False,
     ),
 ]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        help="Also cut the sequence among this number of ranks, and draw which positions each one "
+        "holds (regard.parallel.Shards).",
+        min=1,
+        max=MAX_RANKS,
+        show_default=False,
+    ),
+]
+Cut = Annotated[
+    str,
+    typer.Option("--shards", help="How --ranks cuts the sequence: balanced, zigzag or even."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
 Color = Annotated[
     bool | None,
@@ -92,6 +113,8 @@ def show(
     start: Start = None,
     tiles: Tiles = None,
     figure: FigureFile = None,
+    ranks: Ranks = None,
+    shards: Cut = "balanced",
     json: Json = False,
     color: Color = None,
 ) -> None:
@@ -111,6 +134,8 @@ def show(
         numbers = figures(mask, q, k, size)
         if figure is not None:
             _draw(figure, mask, q, k)
+        if ranks is not None:
+            numbers["ranks"] = rank_figures(mask, q, k, ranks, shards)
     except RegardError as error:
         typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
         typer.echo(str(error), err=True)
@@ -227,6 +252,69 @@ def _lines(
         yield Text()
     for name, text in _summary(numbers):
         yield Text.assemble((f"  {name:<10}", "dim"), text)
+    if "ranks" in numbers:
+        yield Text()
+        yield from _rank_lines(numbers["ranks"], k.length, ascii_only=ascii_only)
+
+
+def rank_figures(mask: Mask, q: Span, k: Span, ranks: int, cut: str) -> dict[str, Any]:
+    """Return which positions each rank holds, its visible pairs, and the keys that others send it.
+
+    Raises:
+        ArgumentError: the cut is not known, or queries and keys are not one sequence from 0.
+    """
+    from regard.parallel import Shards
+    from regard.parallel.shards import needed_keys
+
+    if cut not in CUTS:
+        raise ArgumentError(
+            f'--shards is "{error_text(cut, 60)}"; it must be {", ".join(CUTS)}{suggest(cut, CUTS)}'
+        )
+    if q != k or k.start:
+        raise ArgumentError(
+            "--ranks cuts one sequence of queries and keys; leave out --keys and --start"
+        )
+    if cut == "balanced":
+        shards = Shards.balanced(k.length, ranks, mask)
+    else:
+        shards = (Shards.even if cut == "even" else Shards.zigzag)(k.length, ranks)
+    received = [
+        sum(
+            stop - first
+            for j in range(ranks)
+            if j != i
+            for _, first, stop in needed_keys(mask, shards.spans(i), shards.spans(j))
+        )
+        for i in range(ranks)
+    ]
+    return {
+        "shards": cut,
+        "spans": [[[x.start, x.stop] for x in spans] for spans in shards.ranks],
+        "pairs": list(shards.work(mask)),
+        "received_keys": received,
+        "efficiency": shards.efficiency(mask),
+    }
+
+
+def _rank_lines(numbers: dict[str, Any], S: int, *, ascii_only: bool) -> Iterator[Text]:
+    """Yield a line for each rank: the positions that it holds, its pairs and received keys."""
+    from rich.text import Text
+
+    from regard.view import mask_grid
+
+    width = -(-S // MAX_STRIP)  # positions of one character
+    own, other = ("#", ".") if ascii_only else ("█", "·")
+    yield Text(
+        f"  {plural(len(numbers['spans']), 'rank')}, {numbers['shards']} shards: mean work / most "
+        f"work {numbers['efficiency']:.2f}",
+    )
+    rows = zip(numbers["spans"], numbers["pairs"], numbers["received_keys"], strict=True)
+    for rank, (spans, pairs, received) in enumerate(rows):
+        held = [any(a < i + width and i < b for a, b in spans) for i in range(0, S, width)]
+        line = Text.assemble((f"  {rank:>5} ", mask_grid.style("q")))
+        for is_own in held:
+            line.append(own if is_own else other, mask_grid.style("k") if is_own else "dim")
+        yield line.append(f"  {pairs:,} pairs, {received:,} keys received")
 
 
 def _summary(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,7 @@ from regard.ops.softmax.merge import apply_sink
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.exchange import exchange, gather
 from regard.parallel.head_exchange import attend_by_heads, attend_by_nodes, why_not_heads
-from regard.parallel.plan import plan
+from regard.parallel.plan import cheapest_method
 from regard.parallel.ranked_call import (
     METHODS,
     CallShards,
@@ -127,14 +127,8 @@ def _choose_method(q: Tensor, k: Tensor, v: Tensor, call: RankedCall, method: Me
     if method == "auto":
         if why or call.bias is not None:
             return "exchange"
-        return plan(
-            call.shards,
-            call.mask,
-            heads=(H, G),
-            dims=(q.shape[3], v.shape[3]),
-            dtype=q.dtype,
-            q_shards=call.q_shards,
-        ).method
+        dims = (q.shape[3], v.shape[3])
+        return cheapest_method(call.shards, call.q_shards, call.mask, (H, G), dims)
     if method not in METHODS:
         raise ArgumentError(f"method is {method!r}; it must be auto or one of {', '.join(METHODS)}")
     return method

@@ -8,20 +8,23 @@ and values go directly to the rank that holds them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from regard.biases import Bias
-from regard.ops.softmax import Partial, merge
-from regard.parallel.communication import RankGroup
+from regard.ops.softmax import Partial
+from regard.ops.softmax.merge import merge_into
+from regard.parallel.communication import PendingMessage, RankGroup
 from regard.parallel.ranked_call import (
     Block,
     RankedCall,
     attend_block,
+    block_gradients,
     block_span,
     query_rows,
     shared_bias,
@@ -86,6 +89,57 @@ def _block_shapes(k: Tensor, v: Tensor, blocks: Sequence[Block]) -> list[tuple[i
     return [(x.shape[0], x.shape[1], b - a, x.shape[3]) for x in (k, v) for _, a, b in blocks]
 
 
+ReceivedStep: TypeAlias = tuple[int, tuple[Block, ...], Sequence[Tensor], Sequence[Tensor]]
+"""A step, its blocks, and for each block a tensor of keys and one of values."""
+
+
+class _RunningTotal:
+    """Attention over the blocks so far, for all queries of a rank, in fp32 or wider.
+
+    Args:
+        q: the queries, [B, H, T, D].
+        E: the features of a value.
+    """
+
+    def __init__(self, q: Tensor, E: int) -> None:
+        self._q, self._E = q, E
+        self._dtype = torch.promote_types(q.dtype, torch.float32)
+        self._total: Partial | None = None
+
+    def add(self, part: Partial, rows: slice) -> None:
+        """Join a part for some of the queries; the memory of the part may be kept."""
+        part = Partial(part.out.to(self._dtype), part.lse.to(self._dtype))
+        if self._total is None and part.out.shape[2] == self._q.shape[2]:
+            self._total = part
+            return
+        total = self.joined()
+        merge_into(Partial(total.out[:, :, rows], total.lse[:, :, rows]), part)
+
+    def joined(self) -> Partial:
+        """Return attention over all parts; a query without keys has the output 0."""
+        if self._total is None:
+            rows, q = self._q.shape[:3], self._q
+            self._total = Partial(
+                q.new_zeros(*rows, self._E, dtype=self._dtype),
+                q.new_full(rows, -torch.inf, dtype=self._dtype),
+            )
+        return self._total
+
+
+def _attend_blocks(
+    call: RankedCall,
+    q: Tensor,
+    blocks: Sequence[Block],
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    total: _RunningTotal,
+) -> None:
+    """Attend to the blocks of one step, and join the results to the total."""
+    for block, k, v in zip(blocks, keys, values, strict=True):
+        for rows, span in _seeing_rows(call, block):
+            total.add(attend_block(call, q[:, :, rows], k, v, span, block, call.bias), rows)
+
+
 class _ExchangeBlocks(torch.autograd.Function):
     """Attention over exchanged blocks of keys; the backward pass exchanges the blocks again.
 
@@ -96,178 +150,143 @@ class _ExchangeBlocks(torch.autograd.Function):
     def forward(
         ctx: Any, call: RankedCall, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        wide_dtype = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide_dtype)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide_dtype)
+        total = _RunningTotal(q, v.shape[3])
         for _, blocks, keys, values in _receive_blocks(call, k, v, "keys and values"):
-            for block, kj, vj in zip(blocks, keys, values, strict=True):
-                for rows, span in _seeing_rows(call, block):
-                    part = attend_block(call, q[:, :, rows], kj, vj, span, block, call.bias)
-                    merged = merge(
-                        [
-                            Partial(out[:, :, rows], lse[:, :, rows]),
-                            Partial(part.out.to(wide_dtype), part.lse.to(wide_dtype)),
-                        ]
-                    )
-                    out[:, :, rows], lse[:, :, rows] = merged
+            _attend_blocks(call, q, blocks, keys, values, total)
+        out, lse = total.joined()
         ctx.call, ctx.tensors = call, len(tensors)
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         call: RankedCall = ctx.call
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        ranks, wide_dtype = call.ranks, out.dtype
-        dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype) for x in (q, k, v))
-        d_tensors = [torch.zeros_like(x, dtype=wide_dtype) for x in tensors]
-        # the part of the gradient of each block's lse that does not depend on the block
-        lse_term = d_lse - (d_out * out).sum(-1)
-        own = call.shards.spans(ranks.rank)
-        pending: list[tuple[int, Callable[[], Tensor | None]]] = []
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        dq, *d_tensors = (torch.zeros_like(x, dtype=out.dtype) for x in (q, *tensors))
+        dk, dv = (torch.zeros_like(x, dtype=out.dtype) for x in (k, v))
+        home = _KeyGradients(call, dk, dv)
         for step, blocks, keys, values in _receive_blocks(call, k, v, "keys and values again"):
-            source = (ranks.rank - step) % ranks.world
-            d_keys = [torch.zeros_like(x, dtype=wide_dtype) for x in keys]
-            d_values = [torch.zeros_like(x, dtype=wide_dtype) for x in values]
+            d_keys, d_values = (
+                [torch.zeros_like(x, dtype=out.dtype) for x in tokens] for tokens in (keys, values)
+            )
             for n, block in enumerate(blocks):
                 for rows, span in _seeing_rows(call, block):
-                    gradients_of_part = _partial_gradients(
+                    gradients_of_part = block_gradients(
                         call,
                         (q[:, :, rows], keys[n], values[n], *tensors),
                         span,
                         block,
-                        (lse[:, :, rows], d_out[:, :, rows], lse_term[:, :, rows]),
+                        Partial(out[:, :, rows], lse[:, :, rows]),
+                        (d_out[:, :, rows], None if d_lse is None else d_lse[:, :, rows]),
                     )
-                    for total, gradient in zip(
-                        (dq[:, :, rows], d_keys[n], d_values[n], *d_tensors),
-                        gradients_of_part,
-                        strict=True,
-                    ):
+                    totals = (dq[:, :, rows], d_keys[n], d_values[n], *d_tensors)
+                    for total, gradient in zip(totals, gradients_of_part, strict=True):
                         if gradient is not None:
                             total += gradient
-            if step == 0:
-                _add(dk, dv, own, blocks, d_keys, d_values)
-                continue
-            blocks_returned = _blocks(call, (ranks.rank + step) % ranks.world, ranks.rank)
-            shapes = _block_shapes(k, v, blocks_returned)
-            buffer = q.new_empty(sum(int(torch.Size(x).numel()) for x in shapes), dtype=wide_dtype)
-            sent = _pack([*d_keys, *d_values]) if blocks else None
-            message = ranks.send_receive(
-                "gradients of keys and values",
-                step,
-                sent,
-                source,
-                buffer if blocks_returned else None,
-                (ranks.rank + step) % ranks.world,
-            )
-            pending.append((step, message.wait))
-        for step, wait in pending:
-            flat = wait()
-            if flat is not None:
-                blocks_returned = _blocks(call, (ranks.rank + step) % ranks.world, ranks.rank)
-                parts = _unpack(flat, _block_shapes(k, v, blocks_returned))
-                _add(
-                    dk,
-                    dv,
-                    own,
-                    blocks_returned,
-                    parts[: len(blocks_returned)],
-                    parts[len(blocks_returned) :],
-                )
+            if step:
+                home.exchange(step, [*d_keys, *d_values])
+            else:
+                home.add(blocks, [*d_keys, *d_values])
+        home.wait()
         if call.parameter_gradients == "whole":
-            d_tensors = [ranks.sum("parameters", x) for x in d_tensors]
-        gradients = zip((dq, dk, dv, *d_tensors), (q, k, v, *tensors), strict=True)
+            d_tensors = [call.ranks.sum("parameters", x) for x in d_tensors]
+        gradients = zip((dq, home.dk, home.dv, *d_tensors), (q, k, v, *tensors), strict=True)
         return None, *(x.to(like.dtype) for x, like in gradients)
 
 
-def _add(
-    dk: Tensor,
-    dv: Tensor,
-    spans: tuple[Span, ...],
-    blocks: Sequence[Block],
-    d_keys: Sequence[Tensor],
-    d_values: Sequence[Tensor],
-) -> None:
-    """Add the gradients of blocks to the gradients of all keys and values of a rank."""
-    for total, parts in ((dk, d_keys), (dv, d_values)):
-        for block_of_total, part in zip(_take_blocks(total, spans, blocks), parts, strict=True):
-            block_of_total += part
+@dataclass
+class _KeyGradients:
+    """The gradients of a rank's keys and values. Other ranks compute parts of them and send them
+    here, where they are added in the order of the steps.
 
-
-def _receive_blocks(call: RankedCall, k: Tensor, v: Tensor, message_name: str) -> Any:
-    """Yield the blocks of each step, this rank's own first. Messages start one step in advance.
-
-    Yields:
-        The step, its blocks, and for each block a tensor of keys and one of values.
+    Args:
+        call: the call.
+        dk, dv: the sums, in fp32 or wider.
     """
+
+    call: RankedCall
+    dk: Tensor
+    dv: Tensor
+    _pending: list[tuple[tuple[Block, ...], PendingMessage]] = field(default_factory=list)
+
+    def add(self, blocks: Sequence[Block], gradients: Sequence[Tensor]) -> None:
+        """Add the gradients of the keys, then of the values, of some blocks of this rank."""
+        spans, n = self.call.shards.spans(self.call.ranks.rank), len(blocks)
+        for total, parts in ((self.dk, gradients[:n]), (self.dv, gradients[n:])):
+            for run, part in zip(_take_blocks(total, spans, blocks), parts, strict=True):
+                run += part
+
+    def exchange(self, step: int, gradients: Sequence[Tensor]) -> None:
+        """Start to send the gradients of the blocks received at a step back to their rank, and to
+        receive those of this rank's blocks.
+        """
+        ranks = self.call.ranks
+        source, to = (ranks.rank - step) % ranks.world, (ranks.rank + step) % ranks.world
+        blocks = _blocks(self.call, to, ranks.rank)
+        size = sum(torch.Size(x).numel() for x in _block_shapes(self.dk, self.dv, blocks))
+        message = ranks.send_receive(
+            "gradients of keys and values",
+            step,
+            _pack(gradients) if gradients else None,
+            source,
+            self.dk.new_empty(size),
+            to,
+        )
+        self._pending.append((blocks, message))
+
+    def wait(self) -> None:
+        """Wait for the gradients that other ranks send, and add them."""
+        for blocks, message in self._pending:
+            flat = message.wait()
+            if flat is not None:
+                self.add(blocks, _unpack(flat, _block_shapes(self.dk, self.dv, blocks)))
+
+
+def _receive_blocks(
+    call: RankedCall, k: Tensor, v: Tensor, message_name: str
+) -> Iterator[ReceivedStep]:
+    """Yield the blocks of each step, this rank's own first. Messages start one step in advance."""
     ranks, spans = call.ranks, call.shards.spans(call.ranks.rank)
+    sent: dict[tuple[Block, ...], list[Tensor]] = {}  # the last messages, which the next may repeat
 
-    def start_messages(step: int) -> Any:
-        """Start sending and receiving the blocks of a step."""
+    def start_messages(step: int) -> tuple[list[PendingMessage], tuple[Block, ...]]:
+        """Start sending and receiving the keys, then the values, of a step."""
         to, source = (ranks.rank + step) % ranks.world, (ranks.rank - step) % ranks.world
-        blocks_sent, blocks_received = (
-            _blocks(call, to, ranks.rank),
-            _blocks(call, ranks.rank, source),
-        )
-        send = (
-            _pack([*_take_blocks(k, spans, blocks_sent), *_take_blocks(v, spans, blocks_sent)])
-            if blocks_sent
-            else None
-        )
-        shapes = _block_shapes(k, v, blocks_received)
-        buffer = (
-            k.new_empty(sum(int(torch.Size(x).numel()) for x in shapes))
-            if blocks_received
-            else None
-        )
-        return (
-            ranks.send_receive(message_name, step, send, to, buffer, source),
-            blocks_received,
-            shapes,
-        )
+        blocks_sent, blocks = _blocks(call, to, ranks.rank), _blocks(call, ranks.rank, source)
+        if blocks_sent not in sent:
+            sent.clear()
+            sent[blocks_sent] = [_tokens_of_blocks(x, spans, blocks_sent) for x in (k, v)]
+        count = sum(stop - first for _, first, stop in blocks)
+        buffers = (x.new_empty(*x.shape[:2], count, x.shape[3]) for x in (k, v))
+        return [
+            ranks.send_receive(message_name, step, x, to, buffer, source)
+            for x, buffer in zip(sent[blocks_sent], buffers, strict=True)
+        ], blocks
 
-    next_message = start_messages(1) if ranks.world > 1 else None
+    next_messages = start_messages(1) if ranks.world > 1 else None
     blocks = _blocks(call, ranks.rank, ranks.rank)
     yield 0, blocks, _take_blocks(k, spans, blocks), _take_blocks(v, spans, blocks)
     for step in range(1, ranks.world):
-        assert next_message is not None
-        message, blocks_received, shapes = next_message
-        next_message = start_messages(step + 1) if step + 1 < ranks.world else None
-        flat = message.wait()
-        parts = [] if flat is None else _unpack(flat, shapes)
-        yield step, blocks_received, parts[: len(blocks_received)], parts[len(blocks_received) :]
+        assert next_messages is not None
+        messages, blocks = next_messages
+        next_messages = start_messages(step + 1) if step + 1 < ranks.world else None
+        counts = [stop - first for _, first, stop in blocks]
+        received = (message.wait() for message in messages)
+        keys, values = (list(x.split(counts, 2)) for x in received if x is not None)
+        del messages
+        yield step, blocks, keys, values
+        for tensors in (keys, values):  # the caller's lists: two steps are in memory, not three
+            tensors.clear()
 
 
-def _partial_gradients(
-    call: RankedCall,
-    inputs: tuple[Tensor, ...],
-    span: Span,
-    block: Block,
-    whole: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of one block's attention with respect to q, k, v and the bias tensors.
-
-    `inputs` are q, k, v and the bias tensors. `whole` has the lse over all blocks, the gradient
-    dO of the whole output, and d_lse - dO . out. The index p marks the results of this block alone.
-
-    share = exp(lse_p - lse);  d_out_p = share dO;  d_lse_p = share (dO . out_p - dO . out + d_lse)
-    """
-    lse, d_out, lse_term = whole
-    with torch.enable_grad():
-        q, k, v, *tensors = (x.detach().requires_grad_() for x in inputs)
-        bias = None if call.bias is None else call.bias.with_tensors(tensors)
-        part = attend_block(call, q, k, v, span, block, bias)
-    share = torch.exp(part.lse.detach() - lse.masked_fill(lse.isneginf(), 0))
-    share = share.masked_fill(lse.isneginf(), 0)
-    d_part = share[..., None] * d_out
-    d_lse = share * ((d_out * part.out.detach()).sum(-1) + lse_term)
-    return torch.autograd.grad(
-        (part.out, part.lse),
-        (q, k, v, *tensors),
-        (d_part.to(part.out.dtype), d_lse.to(part.lse.dtype)),
-        allow_unused=True,
-    )
+def _tokens_of_blocks(x: Tensor, spans: tuple[Span, ...], blocks: Sequence[Block]) -> Tensor:
+    """Return the tokens of all blocks, [B, heads, n, dim], contiguous; x itself if they are all."""
+    if sum(stop - first for _, first, stop in blocks) == x.shape[2]:
+        return x.contiguous()
+    return torch.cat([x[:, :, :0], *_take_blocks(x, spans, blocks)], 2)
 
 
 class _GatherTokens(torch.autograd.Function):

@@ -101,16 +101,14 @@ class _HeadExchange:
 
 
 class _HeadExchangeContext(AutogradContext, Protocol):
-    """What `_ExchangeHeads` keeps for its gradient."""
+    """What `_ExchangeFunction` keeps for its gradient."""
 
     layout: _HeadExchange
     to_heads: bool
 
 
-class _ExchangeHeads(torch.autograd.Function):
-    """Apply `tokens_of_all` (`to_heads`) or `heads_of_all` of a `_HeadExchange`; the backward pass
-    is the other one.
-    """
+class _ExchangeFunction(torch.autograd.Function):
+    """Apply one direction of a `_HeadExchange`; the backward pass applies the other one."""
 
     @staticmethod
     def forward(
@@ -125,21 +123,58 @@ class _ExchangeHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: _HeadExchangeContext, gradient: Tensor) -> tuple[Tensor, None, None]:
-        layout = ctx.layout
-        d_x = layout.heads_of_all(gradient) if ctx.to_heads else layout.tokens_of_all(gradient)
-        return d_x, None, None
+        layout, to_heads = ctx.layout, ctx.to_heads
+        result = layout.heads_of_all(gradient) if to_heads else layout.tokens_of_all(gradient)
+        return result, None, None
 
 
-def _tokens_to_heads(x: Tensor, layout: _HeadExchange) -> Tensor:
-    """Return `layout.tokens_of_all(x)` with its gradient."""
-    result: Tensor = _ExchangeHeads.apply(x, layout, True)  # type: ignore[no-untyped-call]
+def _to_heads(x: Tensor, layout: _HeadExchange) -> Tensor:
+    """Exchange x [B, H, tokens of this rank, D] for [B, H / W, all tokens, D], differentiably."""
+    result: Tensor = _ExchangeFunction.apply(x, layout, True)  # type: ignore[no-untyped-call]
     return result
 
 
-def _heads_to_tokens(x: Tensor, layout: _HeadExchange) -> Tensor:
-    """Return `layout.heads_of_all(x)` with its gradient."""
-    result: Tensor = _ExchangeHeads.apply(x, layout, False)  # type: ignore[no-untyped-call]
+def _to_tokens(x: Tensor, layout: _HeadExchange) -> Tensor:
+    """Exchange x [B, H / W, all tokens, D] for [B, H, tokens of this rank, D], differentiably."""
+    result: Tensor = _ExchangeFunction.apply(x, layout, False)  # type: ignore[no-untyped-call]
     return result
+
+
+@dataclass(frozen=True)
+class _HeadShare:
+    """What this rank holds after heads were exchanged.
+
+    Args:
+        q, k, v: all tokens of this rank's heads.
+        heads: its query heads.
+        queries: the exchange of the queries, by which the outputs return.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    heads: slice
+    queries: _HeadExchange
+
+
+def _share_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ranks: RankGroup,
+    shards: tuple[Shards, Shards],
+    members: tuple[int, ...],
+    *,
+    by_position: bool,
+) -> _HeadShare:
+    """Exchange tokens for heads among ranks; the arguments are those of `_HeadExchange`, with the
+    shards of the queries and of the keys.
+    """
+    queries, keys = (_HeadExchange(ranks, x, members, by_position) for x in shards)
+    n = q.shape[1] // ranks.world
+    k, v = (_to_heads(_repeat_heads(x, ranks.world), keys) for x in (k, v))
+    heads = slice(ranks.rank * n, (ranks.rank + 1) * n)
+    return _HeadShare(_to_heads(q, queries), k, v, heads, queries)
 
 
 def attend_by_heads(
@@ -147,27 +182,29 @@ def attend_by_heads(
 ) -> Tensor:
     """Compute the method "heads": every rank attends over all tokens with some of the heads."""
     ranks = call.ranks
-    members = tuple(range(ranks.world))
-    queries = _HeadExchange(ranks, call.q_shards, members, by_position=True)
-    keys = _HeadExchange(ranks, call.shards, members, by_position=True)
-    qh = _tokens_to_heads(q, queries)
-    kh, vh = (_tokens_to_heads(_repeat_heads(x, ranks.world), keys) for x in (k, v))
-    n = q.shape[1] // ranks.world
-    own_heads = slice(ranks.rank * n, (ranks.rank + 1) * n)
+    own = _share_heads(
+        q,
+        k,
+        v,
+        ranks,
+        (call.q_shards, call.shards),
+        tuple(range(ranks.world)),
+        by_position=True,
+    )
     bias = shared_bias(call, ranks)
     with use_scope(None):  # this rank has all tokens of its heads
         z = attend_here(
-            qh,
-            kh,
-            vh,
-            mask=call.mask.select_heads(own_heads),
-            bias=None if bias is None else bias.select_heads(own_heads),
-            sink=None if sink is None else sink[own_heads],
-            q_positions=Span(call.q_shards.start, qh.shape[2]),
-            k_positions=Span(call.shards.start, kh.shape[2]),
+            own.q,
+            own.k,
+            own.v,
+            mask=call.mask.select_heads(own.heads),
+            bias=None if bias is None else bias.select_heads(own.heads),
+            sink=None if sink is None else sink[own.heads],
+            q_positions=Span(call.q_shards.start, own.q.shape[2]),
+            k_positions=Span(call.shards.start, own.k.shape[2]),
             **call.options,
         )
-    return _heads_to_tokens(z, queries)
+    return _to_tokens(z, own.queries)
 
 
 def _repeat_heads(x: Tensor, world: int) -> Tensor:
@@ -204,28 +241,23 @@ def attend_by_nodes(
     if why := why_not_heads(q.shape[1], k.shape[1], node.world):
         raise ArgumentError(why)
     members = tuple(across.rank * node.world + i for i in range(node.world))
-    queries = _HeadExchange(node, q_shards, members, by_position=False)
-    keys = _HeadExchange(node, shards, members, by_position=False)
-    qh = _tokens_to_heads(q, queries)
-    kh, vh = (_tokens_to_heads(_repeat_heads(x, node.world), keys) for x in (k, v))
-    n = q.shape[1] // node.world
-    own_heads = slice(node.rank * n, (node.rank + 1) * n)
+    own = _share_heads(q, k, v, node, (q_shards, shards), members, by_position=False)
     bias = shared_bias(call, node)
     inner = RankedCall(
         across,
         _merge_ranks_of_nodes(q_shards, node.world),
         _merge_ranks_of_nodes(shards, node.world),
-        call.mask.select_heads(own_heads),
-        None if bias is None else bias.select_heads(own_heads),
+        call.mask.select_heads(own.heads),
+        None if bias is None else bias.select_heads(own.heads),
         call.options,
         parameter_gradients,
     )
-    out, lse = exchange(qh, kh, vh, inner)
+    out, lse = exchange(own.q, own.k, own.v, inner)
     sink = options.get("sink")
     if sink is not None:
         shared = call.parameter(call.parameter(sink, node), across)
-        out = apply_sink(out, lse, shared[own_heads])
-    return _heads_to_tokens(out.to(q.dtype), queries)
+        out = apply_sink(out, lse, shared[own.heads])
+    return _to_tokens(out.to(q.dtype), own.queries)
 
 
 def _merge_ranks_of_nodes(shards: Shards, size: int) -> Shards:

@@ -18,6 +18,7 @@ from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Full, Mask, Selected
 from regard.ops.softmax import Partial, attend_partial
+from regard.ops.softmax.part_gradients import part_gradients
 from regard.parallel.communication import RankGroup
 from regard.parallel.shards import Shards
 from regard.sequence_scope import use_scope
@@ -235,15 +236,55 @@ def attend_block(
     """Compute attention of one span of queries over one block of keys: (out, lse)."""
     with use_scope(None):  # the block itself is computed on this rank
         return attend_partial(
+            q, k, v, bias=bias, out_dtype=_part_dtype(call, q), **_block_options(call, span, block)
+        )
+
+
+def block_gradients(
+    call: RankedCall,
+    inputs: tuple[Tensor, ...],
+    span: Span,
+    block: Block,
+    whole: Partial,
+    gradients: tuple[Tensor, Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of one block of keys from the output and lse over all blocks.
+
+    `inputs` are q, k, v and the tensors of the bias, and `gradients` those of the output and of the
+    lse (None if it is not used). The results are the gradients of the inputs.
+    """
+    q, k, v, *tensors = inputs
+    learned = [x.detach().requires_grad_() for x in tensors]
+    bias = None if call.bias is None else call.bias.with_tensors(learned)
+    with use_scope(None):
+        return part_gradients(
             q,
             k,
             v,
-            mask=call.mask,
+            whole,
+            gradients,
             bias=bias,
-            q_positions=span,
-            k_positions=block_span(block),
-            **call.options,
+            out_dtype=_part_dtype(call, q),
+            **_block_options(call, span, block),
         )
+
+
+def _block_options(call: RankedCall, span: Span, block: Block) -> dict[str, Any]:
+    """Return the options of the attention of a span of queries over a block of keys."""
+    positions = {"q_positions": span, "k_positions": block_span(block)}
+    return {"mask": call.mask, **positions, **call.options}
+
+
+UNROUNDED_BACKENDS = ("auto", "cpu", "gemm", "tiled", "reference")
+"""The backends that leave the parts of a half-precision call in fp32, on a CPU. Elsewhere the fast
+kernels round each part to the dtype of q.
+"""
+
+
+def _part_dtype(call: RankedCall, q: Tensor) -> torch.dtype:
+    """Return the dtype in which the parts leave a kernel."""
+    unrounded = q.is_cpu and call.options.get("backend", "auto") in UNROUNDED_BACKENDS
+    return torch.promote_types(q.dtype, torch.float32) if unrounded else q.dtype
 
 
 def shared_bias(call: RankedCall, ranks: RankGroup) -> Bias | None:

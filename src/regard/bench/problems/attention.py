@@ -232,11 +232,11 @@ class AttentionProblem(Problem):
         """
         return self.visible_rows(slice(0, self.sizes.queries))
 
-    def visible_rows(self, rows: slice) -> Bool[Tensor, "b 1 t S"]:
+    def visible_rows(self, rows: slice | Tensor) -> Bool[Tensor, "b 1 t S"]:
         """Return which keys some of the queries see.
 
         Args:
-            rows: the queries.
+            rows: the queries: a slice, or their indices.
 
         Returns:
             A bool mask `[b, 1, t, S]`; b is 1 unless rows are padded.

@@ -49,6 +49,7 @@ class PrefillArgs:
         k_positions: the positions of the keys, int64 `[b, S]`, below 0 for empty slots.
         starts: the starts of the n ranges of positions that each query sees, int64 `[b, h, t, n]`.
         stops: one past the ends of these ranges, in the same shape.
+        out_dtype: the dtype of the output: that of q, or fp32.
     """
 
     q: Tensor
@@ -62,6 +63,7 @@ class PrefillArgs:
     k_positions: Tensor
     starts: Tensor
     stops: Tensor
+    out_dtype: torch.dtype
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -79,7 +81,7 @@ def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
         args: the queries, keys and values, the mask and the terms that are added to the scores.
 
     Returns:
-        The output `[B, H, T, E]` in the dtype of q, and for each query in fp32 `[B, H, T]` the
+        The output `[B, H, T, E]` in `args.out_dtype`, and for each query in fp32 `[B, H, T]` the
         largest score m (0 if it sees no key) and the sum of e^(s - m) over its scores s.
     """
     from regard.ops.jit import matmul
@@ -87,7 +89,7 @@ def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
 
     B, H, G, T, _, D, E = args.sizes
     workers = openmp.thread_count()
-    out = torch.empty(B, H, T, E, dtype=args.q.dtype)
+    out = torch.empty(B, H, T, E, dtype=args.out_dtype)
     max_score, scaled_sum = torch.empty(B, H, T), torch.empty(B, H, T)
     panels, packed_dims = _pack_keys_and_values(args, workers)
     rows_per_worker = math.ceil(B * G * T * (H // G) / workers)
@@ -160,7 +162,13 @@ class _PrefillFunction(torch.autograd.Function):
 
 
 def prefill_gradient(
-    args: PrefillArgs, out: Tensor, saved: tuple[Tensor, Tensor], d_out: Tensor, d_lse: Tensor
+    args: PrefillArgs,
+    out: Tensor,
+    saved: tuple[Tensor, Tensor],
+    d_out: Tensor,
+    d_lse: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of q, k and v.
 
@@ -171,6 +179,7 @@ def prefill_gradient(
             `prefill` returned them.
         d_out: the gradient of the output, `[B, H, T, E]`.
         d_lse: the gradient of the lse, `[B, H, T]`.
+        dtype: the dtype of the gradients: that of q (None), or fp32.
     """
     from regard.ops.jit import prefill_gradient_loops as loops
     from regard.ops.jit.matmul import PANEL_COLUMNS, REGISTER_ROWS
@@ -183,7 +192,7 @@ def prefill_gradient(
         workers // math.gcd(B * G, workers), max(4, group_size), -(-T * group_size // step)
     )
     packed = _pack_for_backward(args, workers)
-    d_q = torch.empty(args.q.shape, dtype=args.q.dtype)
+    d_q = torch.empty(args.q.shape, dtype=dtype or args.q.dtype)
     panels = (splits, B * G, round_up(S, PANEL_COLUMNS) // PANEL_COLUMNS)
     d_k, d_v = (
         torch.zeros(*panels, round_up(size, REGISTER_ROWS), PANEL_COLUMNS) for size in (D, E)
@@ -201,7 +210,12 @@ def prefill_gradient(
         )
 
     openmp.THREAD_POOL.run(work, workers)
-    return d_q, _unpack_gradient(d_k, args.k, args.scale), _unpack_gradient(d_v, args.v, 1.0)
+    dtype = d_q.dtype
+    return (
+        d_q,
+        _unpack_gradient(d_k, args.k, args.scale, dtype),
+        _unpack_gradient(d_v, args.v, 1.0, dtype),
+    )
 
 
 def round_up(n: int, step: int) -> int:
@@ -380,11 +394,11 @@ def _backward_scratch(args: PrefillArgs, step: int) -> tuple[object, ...]:
     return row_factors, scores, factors, torch.empty(step * round_up(D, PANEL_COLUMNS)).numpy()
 
 
-def _unpack_gradient(sums: Tensor, like: Tensor, scale: float) -> Tensor:
+def _unpack_gradient(sums: Tensor, like: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Sum a gradient `[splits, B G, panels, D, PANEL_COLUMNS]` over the splits, multiply it by the
-    scale, and convert it to `[B, G, S, D]` in the dtype of `like`.
+    scale, and convert it to `[B, G, S, D]`, the shape of `like`, in a dtype.
     """
     B, G, S, D = like.shape
     sums = sums.sum(0) if sums.shape[0] > 1 else sums[0]
     rows = sums[:, :, :D].mT.reshape(B, G, -1, D)[:, :, :S]
-    return (rows if scale == 1 else rows * scale).to(like.dtype).contiguous()
+    return (rows if scale == 1 else rows * scale).to(dtype).contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -147,6 +148,7 @@ def attend_partial(
     v: Float[Tensor, "B G S E"],
     *,
     backend: str = "auto",
+    out_dtype: torch.dtype | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Partial:
     """Compute attention over some of the keys, with the log-sum-exp that `merge` needs to join it
@@ -159,18 +161,22 @@ def attend_partial(
         k: keys `[B, G, S, D]` of this part.
         v: values `[B, G, S, E]` of this part.
         backend: the kernel, as in `attend`.
+        out_dtype: the dtype of `out`: that of `q` (None), or that of the lse, so that a bf16 or
+            fp16 call rounds its output once, after the parts are joined. Kernels that round it
+            earlier ("sdpa", "flex") refuse the latter.
         **options: `mask`, `bias`, `score`, `scale`, `softcap`, `q_positions` and `k_positions`, as
             in `attend`. By default the keys have the positions 0 to S - 1, so that parts other than
             the first one usually need `k_positions`.
 
     Returns:
-        A `Partial` with `out` `[B, H, T, E]` in the dtype of `q`, and `lse` `[B, H, T]` in fp32
-        (fp64 for fp64 inputs), -inf for a query that sees no key of this part. Both are
-        differentiable.
+        A `Partial` with `out` `[B, H, T, E]` in the dtype of `q` or `out_dtype`, and `lse`
+        `[B, H, T]` in fp32 (fp64 for fp64 inputs), -inf for a query that sees no key of this part.
+        Both are differentiable.
 
     Raises:
         ArgumentTypeError: `dropout` or `sink` is given; a sink is counted once, by `merge`.
-        ArgumentError: the rule `score` cannot be merged from parts; else as in `attend`.
+        ArgumentError: the rule `score` cannot be merged from parts, or `out_dtype` is another
+            dtype; else as in `attend`.
         KernelRefusal: as in `attend`.
 
     >>> import torch, regard
@@ -191,7 +197,15 @@ def attend_partial(
                     else "use regard.attend"
                 )
             )
-    result = run_call(make_call(q, k, v, wants_lse=True, **options), backend)
+    call = make_call(q, k, v, wants_lse=True, **options)
+    if out_dtype not in (None, call.q.dtype):
+        if out_dtype != call.score_dtype:
+            raise ArgumentError(
+                f"out_dtype is {out_dtype}; it must be {call.q.dtype} (that of q) or "
+                f"{call.score_dtype} (that of the lse)"
+            )
+        call = replace(call, out_dtype=out_dtype)
+    result = run_call(call, backend)
     assert result.lse is not None, "the kernel returned no lse although the call requested one"
     return Partial(result.out, result.lse)
 

@@ -263,6 +263,17 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
+def maximum_and_sum(lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an lse as m and l with lse = m + ln l, which the backward passes of kernels read: m is
+    the lse and l is 1, and both are 0 for a row that sees no key.
+
+    >>> maximum_and_sum(torch.tensor([2.0, -math.inf]))
+    (tensor([2., 0.]), tensor([1., 0.]))
+    """
+    sees_nothing = lse.isneginf()
+    return lse.masked_fill(sees_nothing, 0), (~sees_nothing).to(lse.dtype)
+
+
 class WorkEstimate(NamedTuple):
     """The work of a kernel for one call.
 
@@ -320,6 +331,8 @@ class Call:
         score: the rule that changes scores, normaliser or weights, or None. A kernel is asked about
             it in `why_not_score`.
         original: the call with a score rule that this one without a rule replaces, or None.
+        out_dtype: the dtype of the output, which may be that of the scores; None is that of q. A
+            kernel that does not have `wide_output` is not asked to run a call with this dtype.
     """
 
     q: Tensor
@@ -337,6 +350,7 @@ class Call:
     needs: frozenset[str] = frozenset()
     score: ScoreRule | None = None
     original: Call | None = None
+    out_dtype: torch.dtype | None = None
     B: int = field(init=False)
     H: int = field(init=False)
     G: int = field(init=False)
@@ -376,6 +390,11 @@ class Call:
     def score_dtype(self) -> torch.dtype:
         """The dtype of the scores and the softmax: fp32, or fp64 for fp64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """The dtype of the output."""
+        return self.q.dtype if self.out_dtype is None else self.out_dtype
 
     @property
     def sees_everything(self) -> bool:
@@ -446,7 +465,10 @@ class Kernel(Protocol):
     A kernel states which calls it supports (`why_not`) and when `backend="auto"` tries it
     (`priority`). `regard.register_kernel` accepts any object with these attributes. A kernel that
     computes score rules (`call.score`) also has a method `why_not_score(call)`, which returns the
-    reasons against the rule; a kernel without it is given no call with a rule.
+    reasons against the rule; a kernel without it is given no call with a rule. A kernel with the
+    attribute `wide_output = True` returns the output in `call.result_dtype`. A kernel with the
+    method `part_gradients(call, whole, d_out, d_lse)` computes the gradients of some of the keys
+    from the output and the lse over all keys (`regard.ops.softmax.part_gradients`).
 
     Attributes:
         name: the name that `backend=` and `regard.plan` use.

@@ -157,6 +157,7 @@ class CpuKernel:
 
     name = "cpu"
     selects = True
+    wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
         """Refuse devices other than the CPU, gradients, dropout, taps, many queries,
@@ -210,7 +211,7 @@ class CpuKernel:
         z = out.reshape(call.B, call.H, call.T, call.E)
         sums = lse.reshape(call.B, call.H, call.T)
         z = z if call.sink is None else apply_sink(z, sums, call.sink)
-        return KernelResult(z.to(call.q.dtype), sums if call.wants_lse else None)
+        return KernelResult(z.to(call.result_dtype), sums if call.wants_lse else None)
 
     def work(self, call: Call) -> WorkEstimate:
         """Return the number of query-key pairs in the tiles of keys that some query of a key/value

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard import units
 from regard.errors import KernelRefusal
-from regard.ops.softmax.call import Call, KernelResult
+from regard.ops.softmax.call import Call, KernelResult, Partial
 from regard.ops.softmax.score_rules import change_pattern, score_block
 from regard.process_state import is_exporting, is_exporting_onnx
 from regard.scores.base import change_scores
@@ -190,7 +190,7 @@ def attend_rows(call: Call, rows: slice) -> KernelResult:
     dropped = F.dropout(pattern, call.dropout) if call.dropout else pattern
     # An ONNX file takes finite numbers: the products that find others are not worth their time.
     finite = is_exporting_onnx() or (call.readable and call.finite)
-    out = weighted_values(dropped, visible, call.v, finite=finite).to(call.q.dtype)
+    out = weighted_values(dropped, visible, call.v, finite=finite).to(call.result_dtype)
     by_rule = call.score is not None and bool(call.needs)
     return KernelResult(
         out,
@@ -301,3 +301,41 @@ def differentiable_gradients(
             )
         )
     return tuple(next(grads) if x.requires_grad else None for x in (q, k, v, *others))
+
+
+def part_gradients_by_definition(
+    call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of some of the keys, given the output and the lse over all keys.
+
+    With p = exp(s - lse) and constant lse, the gradients are those of sum_j p_ij v_j with the
+    gradient dO, and of sum_j p_ij with the gradient d_lse - dO . O.
+
+    Args:
+        call: the call with some of the keys; its tensors that need a gradient are leaves.
+        whole: the output `[B, H, T, E]` and the lse `[B, H, T]` over all keys.
+        d_out: the gradient of that output.
+        d_lse: the gradient of that lse, or None.
+
+    Returns:
+        The gradients of q, k, v and the tensors of the bias; None for one that needs none.
+    """
+    bias_tensors = () if call.bias is None else call.bias.tensors()
+    inputs = (call.q, call.k, call.v, *bias_tensors)
+    d_sum = -(d_out.to(whole.out.dtype) * whole.out).sum(-1)
+    with torch.enable_grad():
+        # in the dtype of the scores, so that the gradients are not rounded
+        wide = [x.detach().to(call.score_dtype).requires_grad_(x.requires_grad) for x in inputs]
+        bias = None if call.bias is None else call.bias.with_tensors(wide[3:])
+        same = replace(call, q=wide[0], k=wide[1], v=wide[2], bias=bias)
+        s, visible = scores(same)
+        p = torch.exp(s - whole.lse.masked_fill(whole.lse.isneginf(), 0)[..., None])
+        out = weighted_values(p, visible, wide[2], finite=same.finite)
+        wanted = [x for x in wide if x.requires_grad]
+        d_sum = d_sum if d_lse is None else d_sum + d_lse
+        grads = iter(
+            torch.autograd.grad(
+                (out, p.sum(-1)), wanted, (d_out.to(out.dtype), d_sum), allow_unused=True
+            )
+        )
+    return tuple(next(grads) if x.requires_grad else None for x in wide)

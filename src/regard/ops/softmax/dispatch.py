@@ -219,11 +219,18 @@ def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
     for kernel in candidates:
         if not (kernel.selects or emptied):
             call, emptied = zero_empty_slots(call), True
-        reasons = kernel.why_not(call)
+        reasons = why_not_dtype(kernel, call) or kernel.why_not(call)
         if not reasons:
             return kernel, call
         refusals[kernel.name] = reasons
     raise KernelRefusal(_refusal_message(call, refusals))
+
+
+def why_not_dtype(kernel: Kernel, call: Call) -> list[str]:
+    """Return the reason of a kernel against the dtype of the output, if the call asks for one."""
+    if call.out_dtype is None or getattr(kernel, "wide_output", False):
+        return []
+    return [f"rounds its output to {str(call.q.dtype).removeprefix('torch.')}"]
 
 
 def _choose_for_rule(call: Call, candidates: Sequence[Kernel]) -> tuple[Kernel, Call]:
@@ -232,6 +239,7 @@ def _choose_for_rule(call: Call, candidates: Sequence[Kernel]) -> tuple[Kernel, 
     plain, refusals = without_rule(call), {}
     for kernel in candidates:
         reasons, served = ask_about_rule(kernel, call, plain)
+        reasons = why_not_dtype(kernel, call) or reasons
         if not reasons:
             return kernel, served
         refusals[kernel.name] = reasons
@@ -264,7 +272,7 @@ def _refusal_message(call: Call, refusals: dict[str, list[str]]) -> str:
     reasons = "; ".join(f"{name} ({', '.join(why)})" for name, why in refusals.items())
     others = [x for x in _registered if x.name not in refusals]
     if call.score is None:
-        able = [x.name for x in others if not x.why_not(call)]
+        able = [x.name for x in others if not (why_not_dtype(x, call) or x.why_not(call))]
     else:
         plain = without_rule(call)
         able = [x.name for x in others if not ask_about_rule(x, call, plain)[0]]

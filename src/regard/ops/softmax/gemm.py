@@ -17,8 +17,21 @@ from regard.masks import Causal, Full, Mask, Padding
 from regard.masks.tiling import UNBOUNDED
 from regard.ops.jit import has_numba
 from regard.ops.jit.argument_structs import DTYPES
-from regard.ops.jit.prefill import PrefillArgs, prefill, prefill_with_gradient, round_up
-from regard.ops.softmax.call import UNREADABLE, Call, KernelResult, WorkEstimate
+from regard.ops.jit.prefill import (
+    PrefillArgs,
+    prefill,
+    prefill_gradient,
+    prefill_with_gradient,
+    round_up,
+)
+from regard.ops.softmax.call import (
+    UNREADABLE,
+    Call,
+    KernelResult,
+    Partial,
+    WorkEstimate,
+    maximum_and_sum,
+)
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.packed_call import unpackable_parts
@@ -85,6 +98,7 @@ class GemmKernel:
 
     name = "gemm"
     selects = False
+    wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
         """Refuse devices other than the CPU, dropout, taps, unsupported dtypes, biases other
@@ -152,6 +166,17 @@ class GemmKernel:
             lse = max_score + scaled_sum.log()
         z = out if call.sink is None else apply_sink(out, lse, call.sink)
         return KernelResult(z, lse if call.wants_lse else None)
+
+    def part_gradients(
+        self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of some of the keys; see `part_gradients.py`."""
+        saved = maximum_and_sum(whole.lse)
+        d_lse = torch.zeros_like(whole.lse) if d_lse is None else d_lse
+        args = prefill_args(call)
+        grads = prefill_gradient(args, whole.out, saved, d_out, d_lse, dtype=args.out_dtype)
+        # `why_not` refuses a bias with a gradient
+        return *grads, *(None for _ in (() if call.bias is None else call.bias.tensors()))
 
     def work(self, call: Call) -> WorkEstimate:
         """Return the number of query-key pairs in the panels of keys that some query of a block
@@ -297,4 +322,5 @@ def prefill_args(call: Call) -> PrefillArgs:
         as_tensor(call.q_positions).long(),
         as_tensor(call.k_positions).long(),
         *ranges,
+        call.result_dtype,
     )

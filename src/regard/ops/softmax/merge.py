@@ -75,6 +75,41 @@ def merge(partials: Sequence[Partial], *, sink: Tensor | None = None) -> Partial
     return Partial(out, lse)
 
 
+def merge_into(total: Partial, part: Partial) -> None:
+    """Join a part to the attention over disjoint keys, in place and without a gradient.
+
+    lse' = ln(exp(lse) + exp(lse_p))        out' = exp(lse - lse') out + exp(lse_p - lse') out_p
+
+    Joining many parts in this way reads and writes each output once, and no part is kept.
+
+    Args:
+        total: out `[B, H, T, E]` and lse `[B, H, T]` in fp32 or fp64, which are changed.
+        part: attention over other keys in the same shapes.
+
+    >>> one, two = (torch.full((1, 1, 1, 2), x) for x in (2.0, 4.0))
+    >>> total, part = (Partial(x, torch.zeros(1, 1, 1)) for x in (one, two))
+    >>> merge_into(total, part)
+    >>> total.out.tolist(), round(total.lse.item(), 4)
+    ([[[[3.0, 3.0]]]], 0.6931)
+    """
+    lse = part.lse.to(total.lse.dtype)
+    largest = torch.maximum(total.lse, lse)
+    sees_nothing = largest == -math.inf
+    largest.masked_fill_(sees_nothing, 0)
+    kept, added = torch.exp(total.lse - largest), torch.exp(lse - largest)
+    weights = kept + added
+    # shares of the sum of both, rather than exp(lse - lse'): the rounding of lse' would scale both
+    divisor = weights.masked_fill(sees_nothing, 1)
+    kept, added = kept / divisor, added / divisor
+    out = part.out
+    if bool((added == 0).any()):  # as in `merge`: a NaN with the share 0 has no effect
+        out = torch.where(added.unsqueeze(-1) == 0, 0, out)
+    if bool((kept == 0).any()):
+        total.out.masked_fill_(kept.unsqueeze(-1) == 0, 0)
+    total.out.mul_(kept.unsqueeze(-1)).addcmul_(out.to(total.out.dtype), added.unsqueeze(-1))
+    total.lse.copy_(largest + weights.log())
+
+
 def _check_dtypes_and_devices(partials: Sequence[Partial]) -> None:
     """Check that all parts are floating-point tensors of one dtype on one device."""
     first = partials[0]

@@ -31,7 +31,7 @@ from regard.cost import attention_flops
 from regard.cost.softmax import training_flops
 from regard.ops.jit import has_numba_in_graph
 from regard.ops.jit.prefill import prefill, prefill_gradient
-from regard.ops.softmax.call import AutogradContext, Call, KernelResult
+from regard.ops.softmax.call import AutogradContext, Call, KernelResult, maximum_and_sum
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.ops.softmax.gemm import GemmKernel, prefill_args
@@ -170,8 +170,7 @@ def _without_maximum(lse: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     if lse is None:
         none = torch.full((call.B, call.H, call.T), math.nan, dtype=call.score_dtype)
         return none, none.clone()
-    sees_nothing = lse.detach().isneginf()
-    return lse.detach().masked_fill(sees_nothing, 0), (~sees_nothing).to(lse.dtype)
+    return maximum_and_sum(lse.detach())
 
 
 def _attention_backward(

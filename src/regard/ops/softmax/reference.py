@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from regard import units
-from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
-from regard.ops.softmax.definition import EVERYTHING, MAX_SCORE_BYTES, attend_rows
+from regard.ops.softmax.call import Call, KernelResult, Partial, WorkEstimate
+from regard.ops.softmax.definition import (
+    EVERYTHING,
+    MAX_SCORE_BYTES,
+    attend_rows,
+    part_gradients_by_definition,
+)
 from regard.process_state import is_exporting
 
 BLOCK_BYTES = 2**28
@@ -24,6 +30,7 @@ class ReferenceKernel:
 
     name = "reference"
     selects = False
+    wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
         """Refuse traced calls and calls with a gradient whose scores need more than 4 GiB."""
@@ -64,6 +71,12 @@ class ReferenceKernel:
         parts = [attend_rows(call, slice(i, i + block)) for i in range(0, call.T, block)]
         outs, lses, *_ = zip(*parts, strict=True)
         return KernelResult(torch.cat(outs, 2), torch.cat(lses, 2))
+
+    def part_gradients(
+        self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of some of the keys; see `part_gradients.py`."""
+        return part_gradients_by_definition(call, whole, d_out, d_lse)
 
     def work(self, call: Call) -> WorkEstimate:
         """Return the number of all query-key pairs, masked or not, and the bytes of the scores and

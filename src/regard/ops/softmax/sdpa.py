@@ -161,6 +161,22 @@ class SdpaKernel:
         out = out if call.E >= call.D else out[..., : call.E]
         return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
 
+    def part_gradients(
+        self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of some of the keys; see `part_gradients.py`."""
+        q, k, v = pad_to_equal_dim(
+            *(ensure_contiguous(x.detach()) for x in (call.q, call.k, call.v))
+        )
+        sign = 1.0 if call.scale > 0 else -1.0  # as in `run`
+        out, d_out = (F.pad(x.to(q.dtype), (0, q.shape[-1] - call.E)) for x in (whole.out, d_out))
+        row = (q * sign, out, whole.lse, d_out, d_lse)
+        blocks = lower_mask(call, self.sizes)
+        d_q, d_k, d_v = sum_range_gradients(row, k, v, abs(call.scale), blocks)
+        # `why_not` refuses a bias with a gradient
+        d_bias = (None for _ in (() if call.bias is None else call.bias.tensors()))
+        return d_q[..., : call.D] * sign, d_k[..., : call.D], d_v[..., : call.E], *d_bias
+
     def work(self, call: Call) -> WorkEstimate:
         """Return the query-key pairs of the key ranges, and the bytes of the largest additive
         mask.
@@ -354,19 +370,38 @@ class BlockwiseSdpa(torch.autograd.Function):
             grads = differentiable_gradients(ctx.call, (q, k, v), d_out, d_lse)
             return *grads[:3], None, None, None
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        d_q, d_k, d_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
-        # a row that sees no key gets the lse 0: all its weights are then exp(-inf - 0) = 0
-        lse = lse.masked_fill(lse.isneginf(), 0)
-        for rows, ranges in ctx.blocks:
-            row_tensors = tuple(
-                None if x is None else x[:, :, rows] for x in (q, out, lse, d_out, d_lse)
-            )
-            for key_range in ranges:
-                g_q, g_k, g_v = range_gradients(row_tensors, k, v, key_range, ctx.scale)
-                d_q[:, :, rows] += g_q
-                d_k[:, :, key_range.columns] += g_k
-                d_v[:, :, key_range.columns] += g_v
-        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, None, None
+        grads = sum_range_gradients((q, out, lse, d_out, d_lse), k, v, ctx.scale, ctx.blocks)
+        return *(x.to(q.dtype) for x in grads), None, None, None
+
+
+def sum_range_gradients(
+    row: tuple[Tensor | None, ...], k: Tensor, v: Tensor, scale: float, blocks: list[QueryBlock]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, summed over all key ranges in the dtype of the lse.
+
+    Args:
+        row: q, out, lse, and the gradients of out and lse (None if it is not used), of all queries.
+        k: keys `[B, G, S, D]`.
+        v: values `[B, G, S, D]`.
+        scale: the factor on q . k.
+        blocks: the blocks of queries with their key ranges.
+    """
+    q, out, lse, d_out, d_lse = row
+    assert q is not None
+    assert lse is not None
+    d_q, d_k, d_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+    # a row that sees no key gets the lse 0: all its weights are then exp(-inf - 0) = 0
+    lse = lse.masked_fill(lse.isneginf(), 0)
+    for rows, ranges in blocks:
+        row_tensors = tuple(
+            None if x is None else x[:, :, rows] for x in (q, out, lse, d_out, d_lse)
+        )
+        for key_range in ranges:
+            g_q, g_k, g_v = range_gradients(row_tensors, k, v, key_range, scale)
+            d_q[:, :, rows] += g_q
+            d_k[:, :, key_range.columns] += g_k
+            d_v[:, :, key_range.columns] += g_v
+    return d_q, d_k, d_v
 
 
 def attend_range_with_lse(

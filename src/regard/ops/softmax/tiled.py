@@ -38,7 +38,9 @@ from regard.ops.softmax.call import (
     AutogradContext,
     Call,
     KernelResult,
+    Partial,
     WorkEstimate,
+    maximum_and_sum,
 )
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.mask_lowering import visible_key_ranges
@@ -82,6 +84,7 @@ class TiledKernel:
 
     name = "tiled"
     selects = False
+    wide_output = True
 
     def __init__(self, sizes: TileSizes = DEFAULT_TILE_SIZES) -> None:
         self.sizes = sizes
@@ -133,6 +136,27 @@ class TiledKernel:
         if call.score is not None and call.score.normaliser is not None:
             return KernelResult(out, None)
         return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
+
+    def part_gradients(
+        self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of some of the keys; see `part_gradients.py`."""
+        bias_tensors = () if call.bias is None else call.bias.tensors()
+        d_bias = BiasGradient(
+            call.bias, tuple(x.requires_grad for x in bias_tensors), call.score_dtype
+        )
+        grads = tiled_backward(
+            call,
+            0,
+            list(query_blocks(call, self.sizes)),
+            (call.q, call.k, call.v, whole.out, *maximum_and_sum(whole.lse)),
+            d_out,
+            d_lse,
+            d_bias,
+            exact_row_sums=False,
+            of_part=True,
+        )
+        return *grads, *d_bias.total()
 
     def work(self, call: Call) -> WorkEstimate:
         """Return the pairs of the key ranges, and the bytes of the lse, of the scores of one
@@ -252,14 +276,15 @@ class TiledFunction(torch.autograd.Function):
                 rule,
                 exact_row_sums=ctx.exact_row_sums,
             )
-        return None, None, None, *grads, *d_bias.total(), *(rule.total() if rule else ())
+        d_qkv = (x.to(q.dtype) for x in grads)
+        return None, None, None, *d_qkv, *d_bias.total(), *(rule.total() if rule else ())
 
 
 def tiled_forward(
     call: Call, seed: int, q: Tensor, k: Tensor, v: Tensor, blocks: Iterable[TiledQueryBlock]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the output `[B, H, T, E]` in the dtype of q, and for each row the largest score m and
-    l = sum e^(s - m), `[B, H, T]`.
+    """Compute the output `[B, H, T, E]` in `call.result_dtype`, and for each row the largest score
+    m and l = sum e^(s - m), `[B, H, T]`.
 
     Args:
         call: the checked call.
@@ -270,7 +295,7 @@ def tiled_forward(
         blocks: the blocks of queries with their key ranges.
     """
     dtype = call.score_dtype
-    out = torch.zeros(call.B, call.H, call.T, call.E, dtype=q.dtype, device=q.device)
+    out = torch.zeros(call.B, call.H, call.T, call.E, dtype=call.result_dtype, device=q.device)
     max_scores, scaled_sums = (
         torch.zeros(call.B, call.H, call.T, dtype=dtype, device=q.device) for _ in "ml"
     )
@@ -320,8 +345,10 @@ def tiled_backward(
     rule: RuleOfTile | None = None,
     *,
     exact_row_sums: bool,
+    of_part: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; the gradient of the bias is added to `d_bias`.
+    """Return the gradients of q, k and v in the dtype of the scores; the gradient of the bias is
+    added to `d_bias`.
 
     Args:
         call: the checked call.
@@ -335,6 +362,8 @@ def tiled_backward(
         exact_row_sums: compute sum p dp over the keys even where that takes another pass, instead
             of the equal rowsum(dout out). Where one weight of a row is nearly 1, p (dp - sum p dp)
             is nearly 0, and only identical numbers cancel.
+        of_part: the keys are some of those over which the output, m and l were computed, so that
+            only rowsum(dout out) is right.
     """
     (q, k, v, out, max_score, scaled_sum), dtype = saved, call.score_dtype
     d_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -354,7 +383,7 @@ def tiled_backward(
         adds_weights = rule is not None and rule.replaces_softmax
         if adds_weights:
             row_shift = 0 * row_max
-        elif only_range or exact_row_sums:
+        elif not of_part and (only_range or exact_row_sums):
             row_shift = sum(
                 (
                     _weighted_gradient_sum(only_range[0] if only_range else recompute(key_range))
@@ -383,7 +412,7 @@ def tiled_backward(
             d_query.baddbmm_(d_s, keys_of_range(k, key_range, dtype))
             d_k[:, key_range.columns] += torch.bmm(d_s.mT, query)
         d_q[:, :, rows] = d_query.mul_(call.scale).view(d_q[:, :, rows].shape)
-    return d_q.to(q.dtype), d_k.view(k.shape).to(k.dtype), d_v.view(v.shape).to(v.dtype)
+    return d_q, d_k.view(k.shape), d_v.view(v.shape)
 
 
 def _recompute_weights(
