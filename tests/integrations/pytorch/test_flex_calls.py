@@ -60,7 +60,10 @@ MASKS: dict[str, tuple[Any, str]] = {
     "documents": (document, "document((0, 5, 12, 16))"),
     "causal documents": (and_masks(causal, document), "causal & document((0, 5, 12, 16))"),
     "padding": (padding, "padding((((0, 12),), ((0, 16),)))"),
-    "heads": (by_head, "dense(1x4x16x16)"),
+    "heads": (
+        by_head,
+        "heads((causal & window(3), causal & window(4), causal & window(5), causal & window(6)))",
+    ),
     "later": (later, "dense(1x1x16x16)"),
 }
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from regard.integrations.pytorch import override
-from regard.integrations.pytorch.dense_masks import RecognizedMask, recognize_mask
 from regard.integrations.pytorch.module_places import open_places
 from regard.integrations.pytorch.observed_call import leave_to_torch, observe_call
+from regard.masks.block_mask import listed_blocks
+from regard.masks.recognition import RecognizedMask, recognize_mask
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.scores import FnScore, from_score_mod
@@ -261,7 +262,7 @@ def _evaluate(
             return TOO_LARGE
         if not _blocks_agree(block_mask, table):
             return BLOCKS_DISAGREE
-        return recognize_mask(table, B, T, S)
+        return recognize_mask(table, T, S)
 
 
 def _blocks_agree(block_mask: Any, table: Tensor) -> bool:
@@ -270,10 +271,10 @@ def _blocks_agree(block_mask: Any, table: Tensor) -> bool:
     """
     T, S = table.shape[-2:]
     rows, columns = block_mask.BLOCK_SIZE
-    listed = _block_table(block_mask.kv_num_blocks, block_mask.kv_indices)
+    listed = listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
     full = torch.zeros_like(listed)
     if block_mask.full_kv_num_blocks is not None:
-        full = _block_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        full = listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     if full.shape[-2:] != (-(-T // rows), -(-S // columns)):
         return False
 
@@ -286,15 +287,6 @@ def _blocks_agree(block_mask: Any, table: Tensor) -> bool:
     some: Tensor = blocks(table, padding=False).any(5).any(3)
     every: Tensor = blocks(table, padding=True).all(5).all(3)
     return not bool((some & ~(listed | full)).any() | (full & ~every).any())
-
-
-def _block_table(counts: Tensor, indices: Tensor) -> Tensor:
-    """Return which blocks are listed `[B, H, rows, columns]`: the first `counts` of `indices`."""
-    n = indices.shape[-1]
-    used = torch.arange(n, device=counts.device) < counts[..., None]
-    table = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.bool, device=counts.device)
-    columns = torch.where(used, indices, n).long()
-    return torch.scatter(table, -1, columns, value=True)[..., :n]
 
 
 class _FlexArguments(NamedTuple):
