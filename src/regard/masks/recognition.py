@@ -128,18 +128,41 @@ def recognize(rows: VisibleRows, *, any_start: bool = False) -> RecognizedRule |
     if rows.T == 0 or rows.S == 0:
         return None
     rows = rows.shared()
+    if rows.T == rows.B == rows.H == 1 and (one := _one_query(rows, any_start=any_start)):
+        return one
     if rows.H == 1:
         for rule, start in _candidates(_Outline(rows), any_start=any_start):
             if rows.equals(rule, start):
                 return RecognizedRule(rule, rows.queries(start))
         return None
-    heads = []
+    heads: list[RecognizedRule] = []
     for h in range(rows.H):
         found = recognize(rows.head(h), any_start=any_start)
         if found is None or (heads and heads[0].q_positions != found.q_positions):
             return None
         heads.append(found)
     return RecognizedRule(Heads(tuple(x.mask for x in heads)), heads[0].q_positions)
+
+
+def _one_query(rows: VisibleRows, *, any_start: bool) -> RecognizedRule | None:
+    """Return the rule of a single query that sees a range of keys, as a step of decoding with a
+    preallocated cache does; None if it sees another set of keys.
+
+    The mask is new in each step. As many visible keys as the range holds prove the rule, so that
+    nothing is compared.
+    """
+    visible = rows.read(slice(0, 1)).reshape(rows.S)
+    count = int(visible.count_nonzero())
+    if count == rows.S:
+        return RecognizedRule(Full(), rows.queries(rows.default_start))
+    if count == 0:
+        return None
+    seen = visible.view(torch.uint8)
+    first, last = int(seen.argmax()), rows.S - 1 - int(seen.flip(0).argmax())
+    if count != last + 1 - first or not (any_start or last == rows.default_start):
+        return None
+    rule = Causal() if first == 0 else Causal() & Window(count)
+    return RecognizedRule(rule, rows.queries(last))
 
 
 @dataclass(frozen=True)

@@ -177,3 +177,29 @@ def test_what_else_a_tensor_may_be(rule: str) -> None:
     found = recognize_mask(table, T, T)
     assert not isinstance(found.mask, Dense)
     assert_equal(RecognizedMask(found.mask, found.q_positions), table[..., :T])
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "rule"),
+    [
+        (0, 6, "causal"),
+        (2, 6, "causal & window(5)"),
+        (0, 10, "None"),
+        (10, 10, "causal & window(1)"),
+    ],
+)
+def test_one_query_that_sees_a_range_of_keys(first: int, last: int, rule: str) -> None:
+    """A step of decoding with a preallocated cache, whose last slots are empty."""
+    table = torch.zeros(1, 1, 1, S, dtype=torch.bool)
+    table[..., first : last + 1] = True
+    for mask in (table, torch.where(table, 0.0, -torch.inf), table.mT.contiguous().mT):
+        found = recognize_mask(mask, 1, S)
+        assert str(found.mask) == rule
+        if rule != "None":
+            assert found.q_positions == Span(last, 1)
+            assert_equal(found, table)
+    for i in range(first + 1, last):
+        changed = table.clone()
+        changed[..., i] = False
+        assert_equal(recognize_mask(changed, 1, S), changed)
+    assert isinstance(recognize_mask(table & False, 1, S).mask, Dense)
