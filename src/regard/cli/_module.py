@@ -76,19 +76,27 @@ def run_module(name: str) -> ModuleRun:
             "inputs) or (model, inputs, labels)"
         )
     try:
-        made = function()
+        returned = function()
     except Exception as error:
         raise ArgumentError(
             f"{name}() raised {type(error).__name__}: {error}; it is called without arguments"
         ) from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        parts = [type(x).__name__ for x in made] if isinstance(made, tuple) else type(made).__name__
+    if (
+        not isinstance(returned, tuple)
+        or len(returned) not in (2, 3)
+        or not isinstance(returned[0], nn.Module)
+    ):
+        parts = (
+            [type(x).__name__ for x in returned]
+            if isinstance(returned, tuple)
+            else type(returned).__name__
+        )
         raise ArgumentTypeError(
             f"{name}() returned {parts}; it must return (model, inputs) or (model, inputs, "
             "labels), the model a torch.nn.Module"
         )
-    model, inputs = made[:2]
-    labels = made[2] if len(made) == 3 else None
+    model, inputs = returned[:2]
+    labels = returned[2] if len(returned) == 3 else None
     training = [x for x in model.modules() if x.training]
     model.eval()
     try:
@@ -134,7 +142,7 @@ def choose_module_head(
     recording = run.recording
     if place is not None and head is not None:
         return ModuleTarget(recording[place].name, head, "")
-    found: list[tuple[float, ModuleTarget]] = []
+    candidates: list[tuple[float, ModuleTarget]] = []
     problem: ArgumentError | None = None
     for one in [recording[place]] if place is not None else recording.places.values():
         try:
@@ -148,11 +156,11 @@ def choose_module_head(
             row = recording.weights(one.name, h, first.query, batch=batch)[0]
             weight = row.max() if key is None else row[first.key]
             target = ModuleTarget(one.name, h, "the largest weight of this query")
-            found.append((float(weight), target))
-    if not found:
+            candidates.append((float(weight), target))
+    if not candidates:
         assert problem is not None, "a recording has at least one place"
         raise problem
-    return max(found, key=lambda x: x[0])[1]
+    return max(candidates, key=lambda x: x[0])[1]
 
 
 def explain_module(

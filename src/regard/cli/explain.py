@@ -249,6 +249,10 @@ def explain(
         others |= {"--set": settings, "--seed": seed, "--model": model != "tiny"}
         others |= {"--beside": beside, "--beside-model": beside_model}
         _check_alone(others | dict.fromkeys(load_options.flags_given(), True))
+        if place is not None and layer is not None:
+            raise typer.BadParameter(
+                "already names the place; leave --layer out", param_hint="--place"
+            )
         place_or_layer = place if place is not None else layer
         choice = _RowChoice(query, key, place_or_layer, head, batch)
         _explain_module(module, choice, html, figure, lang, json, list_heads, color)

@@ -167,8 +167,8 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
         )
     blocks = _Blocks(block_mask)
     rows = VisibleRows(blocks.rows, *blocks.shape, device=block_mask.kv_indices.device)
-    found = recognize(rows)
-    return Dense(blocks.rows(slice(0, rows.T))) if found is None else found.mask
+    recognized = recognize(rows)
+    return Dense(blocks.rows(slice(0, rows.T))) if recognized is None else recognized.mask
 
 
 class _Blocks:

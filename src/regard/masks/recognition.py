@@ -137,10 +137,10 @@ def recognize(rows: VisibleRows, *, any_start: bool = False) -> RecognizedRule |
         return None
     heads: list[RecognizedRule] = []
     for h in range(rows.H):
-        found = recognize(rows.head(h), any_start=any_start)
-        if found is None or (heads and heads[0].q_positions != found.q_positions):
+        recognized = recognize(rows.head(h), any_start=any_start)
+        if recognized is None or (heads and heads[0].q_positions != recognized.q_positions):
             return None
-        heads.append(found)
+        heads.append(recognized)
     return RecognizedRule(Heads(tuple(x.mask for x in heads)), heads[0].q_positions)
 
 
@@ -157,8 +157,8 @@ def _one_query(rows: VisibleRows, *, any_start: bool) -> RecognizedRule | None:
         return RecognizedRule(Full(), rows.queries(rows.default_start))
     if count == 0:
         return None
-    seen = visible.view(torch.uint8)
-    first, last = int(seen.argmax()), rows.S - 1 - int(seen.flip(0).argmax())
+    as_bytes = visible.view(torch.uint8)
+    first, last = int(as_bytes.argmax()), rows.S - 1 - int(as_bytes.flip(0).argmax())
     if count != last + 1 - first or not (any_start or last == rows.default_start):
         return None
     rule = Causal() if first == 0 else Causal() & Window(count)
@@ -215,10 +215,12 @@ def recognize_mask(mask: Tensor, T: int, S: int) -> RecognizedMask:
 def _recognize_table(visible: Tensor) -> RecognizedMask:
     """Return the rule of a bool mask `[B or 1, H or 1, T, S]`, or the mask itself."""
     rows = VisibleRows.of(visible)
-    found = recognize(rows, any_start=True)
-    if found is None:
+    recognized = recognize(rows, any_start=True)
+    if recognized is None:
         return RecognizedMask(Dense(visible), rows.queries(rows.default_start))
-    return RecognizedMask(None if found.mask == Full() else found.mask, found.q_positions)
+    return RecognizedMask(
+        None if recognized.mask == Full() else recognized.mask, recognized.q_positions
+    )
 
 
 class _Outline:
@@ -246,7 +248,7 @@ class _Outline:
         return keys
 
     @cached_property
-    def ends(self) -> tuple[Tensor, Tensor]:
+    def row_ends(self) -> tuple[Tensor, Tensor]:
         """The first and the last visible key of each query, `[B, T]`; S and -1 for a query that
         sees nothing.
         """
@@ -299,7 +301,7 @@ def _other_candidates(outline: _Outline) -> Iterator[Mask]:
     runs = (outline.last_row[:, 1:] & ~outline.last_row[:, :-1]).sum(-1)
     if not hides_keys and int(runs.max()) > 2:
         return  # without padding a query sees at most a beginning and a window
-    first, last = outline.ends
+    first, last = outline.row_ends
     q = torch.arange(rows.default_start, rows.S, device=rows.device)
     sees, causal = last >= 0, Causal()
     size = int((q - first)[sees].max()) + 1

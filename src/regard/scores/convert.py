@@ -140,7 +140,7 @@ class _MappedScoreMod:
                 self._score_mod(score, index, index, index, index, *own)
             except Exception:
                 return ()
-        self._read, self._changes_score = tuple(read.found), score._version > 0
+        self._read, self._changes_score = tuple(read.noted), score._version > 0
         return self._read
 
     def __call__(
@@ -198,16 +198,16 @@ class _ReadTensors(TorchFunctionMode):
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()
-        self.found: list[Tensor] = []
+        self.noted: list[Tensor] = []
         self._known = list(known)  # kept, so that no id is used again
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        known = {id(x) for x in (*self._known, *self.found)}
+        known = {id(x) for x in (*self._known, *self.noted)}
         for x in tree_leaves((args, kwargs)):
             if isinstance(x, Tensor) and x.requires_grad and id(x) not in known:
-                self.found.append(x)
+                self.noted.append(x)
                 known.add(id(x))
         out = function(*args, **(kwargs or {}))
         self._known += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
