@@ -119,6 +119,7 @@ def test_the_page_has_labels_and_names(capsys: pytest.CaptureFixture[str], tmp_p
         (["--module", "own_speech:no_attention"], "no attention was recorded"),
         (["--module", "own_speech:pair", "--query", "what"], "query is 'what'"),
         (["--module", "own_speech:pair", "--place", "head"], "head"),
+        (["--module", "own_speech:pair", "--layer", "0", "--place", CROSS], "leave --layer out"),
         (["hello", "--module", "own_speech:pair"], "does not apply to --module"),
         (["--module", "own_speech:pair", "--dtype", "float64"], "does not apply to --module"),
         (["hello", "--batch", "1"], "applies to --module only"),
