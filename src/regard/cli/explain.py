@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
+from typing import Annotated
+from typing import NamedTuple
 
 import typer
 
 from regard import units
+from regard.cli._module import Batch, Module
 from regard.cli.options import (
     AllowMissing,
     Dtype,
@@ -24,7 +27,7 @@ from regard.cli.options import (
     check_files,
     load,
 )
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
@@ -41,7 +44,14 @@ WHERE, OUT, MECHANISM = "What to explain", "Output", "A mechanism with random we
 MAX_TOKENS = 1 << 14
 """The maximum number of tokens of a text; a small model takes half a minute for that many."""
 
-Text = Annotated[str, typer.Argument(help="The text, with at least one token.")]
+Text = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TEXT",
+        help="The text, with at least one token; none with --module.",
+        show_default=False,
+    ),
+]
 Layer = Annotated[
     int | None,
     typer.Option(
@@ -189,7 +199,7 @@ Color = Annotated[
 
 
 def explain(
-    text: Text,
+    text: Text = None,
     layer: Layer = None,
     head: Head = None,
     query: Query = "-1",
@@ -201,6 +211,8 @@ def explain(
     attention: Attention = None,
     settings: Set = None,
     seed: Seed = 0,
+    module: Module = None,
+    batch: Batch = 0,
     html: Html = None,
     lang: Lang = None,
     beside: Beside = None,
@@ -229,6 +241,28 @@ def explain(
             "compares two runs on the page; add --html FILE", param_hint="--beside"
         )
     load_options = LoadOptions(dtype, allow_missing, ignore, finite, revision)
+    if module is not None:
+        others: dict[str, Any] = {
+            "TEXT": text,
+            "--target": target,
+            "--call": call,
+            "--attention": attention,
+        }
+        others |= {"--set": settings, "--seed": seed, "--model": model != "tiny"}
+        others |= {"--beside": beside, "--beside-model": beside_model}
+        _check_alone(others | dict.fromkeys(load_options.flags_given(), True))
+        if place is not None and layer is not None:
+            raise typer.BadParameter(
+                "already names the place; leave --layer out", param_hint="--place"
+            )
+        place_or_layer = place if place is not None else layer
+        choice = _RowChoice(query, key, place_or_layer, head, batch)
+        _explain_module(module, choice, html, figure, lang, json, list_heads, color)
+        return
+    if text is None:
+        raise typer.BadParameter("Missing argument; give a text, or --module", param_hint="TEXT")
+    if batch:
+        raise typer.BadParameter("applies to --module only; leave it out", param_hint="--batch")
     check_options(attention, model, {"--set": settings, "--seed": seed}, load_options)
     try:
         if attention is not None:
@@ -249,7 +283,67 @@ def explain(
             )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    _write_output(explanation, (run, beside_run), html, figure, lang, json, color)
+
+    def page_of(data: dict[str, Any]) -> str:
+        return page(explanation, run, data, lang, beside_run)
+
+    _write_output(explanation, page_of, html, figure, json, color)
+
+
+class _RowChoice(NamedTuple):
+    """Which row of a user's module is explained, as the options say it."""
+
+    query: str
+    key: str | None
+    place: str | int | None
+    head: int | None
+    batch: int
+
+
+def _check_alone(others: dict[str, Any]) -> None:
+    """Raise an error for options that do not apply to --module."""
+    for flag, value in others.items():
+        if value:
+            raise typer.BadParameter(
+                "does not apply to --module, whose function builds model and inputs; leave it out",
+                param_hint=flag,
+            )
+
+
+def _explain_module(
+    name: str,
+    choice: _RowChoice,
+    html: Path | None,
+    figure: Path | None,
+    lang: str | None,
+    json: bool,
+    list_places: bool,
+    color: bool | None,
+) -> None:
+    """Explain a row of a module of the user's own, or list its places."""
+    from regard.cli import _module
+    from regard.text_table import format_table
+
+    query, key = _index_or_word(choice.query), choice.key and _index_or_word(choice.key)
+    try:
+        run = _module.run_module(name)
+        if list_places:
+            places = _module.list_places(run)
+            rows = [[*places[0]], *([str(x) for x in place.values()] for place in places)]
+            table = escape_controls(format_table(rows), keep="\n")
+            typer.echo(json_format.dumps(places) if json else table)
+            return
+        target = _module.choose_module_head(
+            run, query, key, choice.place, choice.head, choice.batch
+        )
+        explanation = _module.explain_module(run, target, query, key, choice.batch)
+    except (ArgumentError, ArgumentTypeError) as error:
+        raise typer.BadParameter(str(error), param_hint="--module") from error
+
+    def page_of(data: dict[str, Any]) -> str:
+        return _module.module_page(run, explanation, data, lang, choice.batch)
+
+    _write_output(explanation, page_of, html, figure, json, color)
 
 
 def _check_lang(lang: str | None) -> None:
@@ -264,10 +358,9 @@ def _check_lang(lang: str | None) -> None:
 
 def _write_output(
     explanation: Explanation,
-    reads: tuple[PreparedRun, PreparedRun | None],
+    page_of: Callable[[dict[str, Any]], str],
     html: Path | None,
     figure: Path | None,
-    lang: str | None,
     json: bool,
     color: bool | None,
 ) -> None:
@@ -276,7 +369,7 @@ def _write_output(
     if html is not None:
         from regard.view.html_page import write
 
-        size = write(html, page(explanation, reads[0], data, lang, reads[1]))
+        size = write(html, page_of(data))
         typer.echo(
             f"{escape_controls(str(html))}: {units.size(size)}, layer {explanation.layer}, head "
             f"{explanation.head}",

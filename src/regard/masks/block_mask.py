@@ -167,8 +167,8 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
         )
     blocks = _Blocks(block_mask)
     rows = VisibleRows(blocks.rows, *blocks.shape, device=block_mask.kv_indices.device)
-    rule = recognize(rows)
-    return Dense(blocks.rows(slice(0, rows.T))) if rule is None else rule
+    recognized = recognize(rows)
+    return Dense(blocks.rows(slice(0, rows.T))) if recognized is None else recognized.mask
 
 
 class _Blocks:
@@ -180,10 +180,10 @@ class _Blocks:
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._mod, self._size = block_mask.mask_mod, block_mask.BLOCK_SIZE
-        self._partial = _block_table(block_mask.kv_num_blocks, block_mask.kv_indices)
+        self._partial = listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
         self._full = torch.zeros_like(self._partial)
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
-            self._full = _block_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+            self._full = listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
         B, H = self._partial.shape[:2]
         T, S = block_mask.seq_lengths
         self.shape = (B, H, T, S)
@@ -224,7 +224,7 @@ class _Blocks:
             ) from problem
 
 
-def _block_table(counts: Tensor, indices: Tensor) -> Tensor:
+def listed_blocks(counts: Tensor, indices: Tensor) -> Tensor:
     """Return which blocks are listed, bool `[B or 1, H or 1, nQ, nK]`."""
     counts, indices = (x[(None,) * (n - x.ndim)] for x, n in ((counts, 3), (indices, 4)))
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]

@@ -1,25 +1,31 @@
 """Recognition of the rule behind a dense mask, such as `causal & window(4)`.
 
-Other libraries give a mask as a tensor or as a function of indices. A kernel skips what a rule
-hides, whereas it would have to read every element of a tensor. A recognized rule equals the mask in
-every element: candidates are derived from the first and the last visible key of each query, then
-evaluated and compared.
+Most models build a tensor of booleans, or of 0 and -inf, and pass it to every layer; FlexAttention
+has a function of indices. A kernel skips what a rule hides, whereas it would have to read every
+element of a tensor. A recognized rule equals the mask in every element: candidates are derived from
+the last query, and from the first and the last visible key of each query, then evaluated and
+compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.masks.base import ROWS_AT_ONCE, Mask
+from regard.masks.base import Mask
 from regard.masks.batched import Document, Padding, Prefix
 from regard.masks.block_diffusion import BlockCausal
-from regard.masks.custom import Heads
+from regard.masks.custom import Dense, Heads
 from regard.masks.patterns import Causal, Full, Sinks, Window
 from regard.span import Span
+
+COMPARED_ROWS = 64
+"""The number of rows of a mask that are read at once: they fit into the caches of a processor."""
 
 
 @dataclass(frozen=True)
@@ -42,101 +48,262 @@ class VisibleRows:
     S: int
     device: torch.device
 
+    @classmethod
+    def of(cls, table: Tensor) -> VisibleRows:
+        """Return the rows of a bool tensor `[B or 1, H or 1, T, S]`."""
+        B, H = (1 if table.stride(i) == 0 else table.shape[i] for i in range(2))
+        T, S = table.shape[2:]
+        return cls(lambda rows: table[:B, :H, rows], B, H, T, S, table.device)
+
     @property
-    def queries(self) -> Span:
-        """The default positions of the queries: the last T of the keys 0 to S - 1."""
-        return Span(self.S - self.T, self.T, tokens=self.S < self.T)
+    def default_start(self) -> int:
+        """The default position of the first query: the queries are the last T of the keys."""
+        return self.S - self.T
+
+    def queries(self, start: int) -> Span:
+        """Return the positions of the queries from that of the first one."""
+        return Span(start, self.T, tokens=start < 0)
 
     def slices(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of the queries, and their masks."""
-        for i in range(0, self.T, ROWS_AT_ONCE):
-            rows = slice(i, min(i + ROWS_AT_ONCE, self.T))
+        """Yield slices of the queries, the last ones first, and their masks."""
+        for i in reversed(range(0, self.T, COMPARED_ROWS)):
+            rows = slice(i, min(i + COMPARED_ROWS, self.T))
             yield rows, self.read(rows)
 
-    def equals(self, rule: Mask) -> bool:
-        """Return whether a rule is this mask."""
+    def equals(self, rule: Mask, start: int) -> bool:
+        """Return whether a rule is this mask where the first query has the position `start`.
+
+        Most rules differ in the last rows, which are compared first.
+        """
+        queries, keys = self.queries(start), Span(0, self.S)
         for rows, visible in self.slices():
-            block = rule.block(self.queries, Span(0, self.S), rows, device=self.device)
-            if not block.expand_as(visible).equal(visible):
+            block = rule.block(queries, keys, rows, device=self.device)
+            if not torch.equal(*torch.broadcast_tensors(block, visible)):
                 return False
         return True
 
+    def shared(self) -> VisibleRows:
+        """Return the same mask without a dimension for the batch, or the heads, where all agree."""
+        one = self
+        if one.B > 1 and all(x.equal(x[:1].expand_as(x)) for _, x in one.slices()):
+            one = replace(one, read=lambda rows: self.read(rows)[:1], B=1)
+        if one.H > 1 and all(x.equal(x[:, :1].expand_as(x)) for _, x in one.slices()):
+            one = one.head(0)
+        return one
 
-def recognize(rows: VisibleRows) -> Mask | None:
-    """Return a rule that equals a mask for default positions, or None if no known rule does.
+    def head(self, h: int) -> VisibleRows:
+        """Return the mask of one head."""
+        return replace(self, read=lambda rows: self.read(rows)[:, h : h + 1], H=1)
+
+
+class RecognizedRule(NamedTuple):
+    """A rule that equals a mask of T queries and S keys.
+
+    Args:
+        mask: the rule.
+        q_positions: the positions of the queries; the keys are at 0..S-1.
+    """
+
+    mask: Mask
+    q_positions: Span
+
+
+def recognize(rows: VisibleRows, *, any_start: bool = False) -> RecognizedRule | None:
+    """Return a rule that equals a mask, or None if no known rule does.
 
     Args:
         rows: the mask.
+        any_start: look for queries at other positions as well: the first query at the first key,
+            as torch aligns `is_causal`, or where the last visible key of the last query says. By
+            default the queries are the last T of the keys, as `attend` assumes.
 
     Returns:
         `Full`, `Causal`, `Window`, `BlockCausal`, `Document`, `Prefix`, `Padding` or `Sinks`, the
-        usual combinations of these, or `Heads` of such rules.
+        usual combinations of these, or `Heads` of such rules; with the positions of the queries.
 
     >>> table = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-    >>> read = lambda part: table[:, :, part]
-    >>> print(recognize(VisibleRows(read, 1, 1, 4, 4, device=torch.device("cpu"))))
+    >>> print(recognize(VisibleRows.of(table)).mask)
     causal
     """
     if rows.T == 0 or rows.S == 0:
         return None
-    if rows.H > 1:
-        heads = []
-        for h in range(rows.H):
-            rule = recognize(_select_head(rows, h))
-            if rule is None:
-                return None
-            heads.append(rule)
-        return heads[0] if len(set(heads)) == 1 else Heads(tuple(heads))
-    return next((rule for rule in _candidates(_outline(rows)) if rows.equals(rule)), None)
+    rows = rows.shared()
+    if rows.T == rows.B == rows.H == 1 and (one := _one_query(rows, any_start=any_start)):
+        return one
+    if rows.H == 1:
+        for rule, start in _candidates(_Outline(rows), any_start=any_start):
+            if rows.equals(rule, start):
+                return RecognizedRule(rule, rows.queries(start))
+        return None
+    heads: list[RecognizedRule] = []
+    for h in range(rows.H):
+        recognized = recognize(rows.head(h), any_start=any_start)
+        if recognized is None or (heads and heads[0].q_positions != recognized.q_positions):
+            return None
+        heads.append(recognized)
+    return RecognizedRule(Heads(tuple(x.mask for x in heads)), heads[0].q_positions)
 
 
-def _select_head(rows: VisibleRows, h: int) -> VisibleRows:
-    """Return the mask of one head."""
-    return replace(rows, read=lambda part: rows.read(part)[:, h : h + 1], H=1)
+def _one_query(rows: VisibleRows, *, any_start: bool) -> RecognizedRule | None:
+    """Return the rule of a single query that sees a range of keys, as a step of decoding with a
+    preallocated cache does; None if it sees another set of keys.
+
+    The mask is new in each step. As many visible keys as the range holds prove the rule, so that
+    nothing is compared.
+    """
+    visible = rows.read(slice(0, 1)).reshape(rows.S)
+    count = int(visible.count_nonzero())
+    if count == rows.S:
+        return RecognizedRule(Full(), rows.queries(rows.default_start))
+    if count == 0:
+        return None
+    as_bytes = visible.view(torch.uint8)
+    first, last = int(as_bytes.argmax()), rows.S - 1 - int(as_bytes.flip(0).argmax())
+    if count != last + 1 - first or not (any_start or last == rows.default_start):
+        return None
+    rule = Causal() if first == 0 else Causal() & Window(count)
+    return RecognizedRule(rule, rows.queries(last))
 
 
 @dataclass(frozen=True)
-class _Outline:
-    """What the candidates are derived from.
+class RecognizedMask:
+    """The meaning of a dense mask in a call with T queries and S keys.
 
     Attributes:
-        q: the position of each query, `[T]`.
-        first: the first visible key of each query, `[B, T]`; S for a query that sees nothing.
-        last: the last visible key of each query, `[B, T]`; -1 for a query that sees nothing.
-        keys: which keys at least one query sees, bool `[B, S]`.
-        last_row: the mask of the last query in the first batch row, bool `[S]`.
+        mask: the rule; `Dense` if no rule fits; None if every query sees every key.
+        q_positions: the positions of the queries; the keys are at 0..S-1.
+        bias: what a float mask adds to the scores, or None.
+        uniform_rows: True if the mask hides every key of a row, and by a finite number such as
+            finfo.min instead of -inf. torch then returns the mean of all values, which no rule
+            expresses, so that torch must run such a call.
     """
 
-    q: Tensor
-    first: Tensor
-    last: Tensor
-    keys: Tensor
-    last_row: Tensor
+    mask: Mask | None
+    q_positions: Span
+    bias: Tensor | None = None
+    uniform_rows: bool = False
 
 
-def _outline(rows: VisibleRows) -> _Outline:
-    """Read the outline of a mask without heads."""
-    S = rows.S
-    key = torch.arange(S, device=rows.device)
-    keys = torch.zeros(rows.B, S, dtype=torch.bool, device=rows.device)
-    first, last, visible = [], [], keys[:, None, None]
-    for _, visible in rows.slices():
-        row = visible[:, 0]  # [B,t,S]
-        keys |= row.any(1)
-        first.append(torch.where(row, key, S).amin(-1))
-        last.append(torch.where(row, key, -1).amax(-1))
-    q = torch.arange(rows.queries.start, rows.queries.stop, device=rows.device)
-    return _Outline(q, torch.cat(first, 1), torch.cat(last, 1), keys, visible[0, 0, -1])
+def recognize_mask(mask: Tensor, T: int, S: int) -> RecognizedMask:
+    """Find the rule behind a mask in the convention of `F.scaled_dot_product_attention`.
+
+    Args:
+        mask: bool, True = may attend, or floats that are added to the scores; any shape that
+            broadcasts to [B, H, T, S].
+        T: the number of queries.
+        S: the number of keys.
+
+    Returns:
+        The rule, the positions of the queries, and what a float mask adds to the scores.
+
+    >>> recognized = recognize_mask(torch.ones(3, 5, dtype=torch.bool).tril(2), 3, 5)
+    >>> print(recognized.mask, recognized.q_positions)
+    causal Span(start=2, length=3)
+    """
+    mask = mask.detach()
+    mask = mask[(None,) * (4 - mask.ndim)]
+    mask = mask.expand(*mask.shape[:2], T, S)
+    if mask.dtype == torch.bool:
+        return _recognize_table(mask)
+    lowest = mask <= torch.finfo(mask.dtype).min / 2
+    recognized = _recognize_table(~lowest)
+    bias = None if bool((lowest | (mask == 0)).all()) else mask.masked_fill(lowest, 0)
+    finite = (lowest & (mask > -torch.inf)).any(-1)
+    return replace(recognized, bias=bias, uniform_rows=bool((lowest.all(-1) & finite).any()))
 
 
-def _candidates(outline: _Outline) -> Iterator[Mask]:
-    """Yield the rules that a mask may be, the simplest first."""
-    q, first, last, sees = outline.q, outline.first, outline.last, outline.last >= 0
-    if not bool(sees.any()):
+def _recognize_table(visible: Tensor) -> RecognizedMask:
+    """Return the rule of a bool mask `[B or 1, H or 1, T, S]`, or the mask itself."""
+    rows = VisibleRows.of(visible)
+    recognized = recognize(rows, any_start=True)
+    if recognized is None:
+        return RecognizedMask(Dense(visible), rows.queries(rows.default_start))
+    return RecognizedMask(
+        None if recognized.mask == Full() else recognized.mask, recognized.q_positions
+    )
+
+
+class _Outline:
+    """What the candidates are derived from, each part read when it is asked for.
+
+    Args:
+        rows: a mask without heads.
+
+    Attributes:
+        last_row: the mask of the last query, bool `[B, S]`.
+    """
+
+    def __init__(self, rows: VisibleRows) -> None:
+        self.rows = rows
+        self.last_row = rows.read(slice(rows.T - 1, rows.T))[:, 0, 0]
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """Which keys at least one query sees, bool `[B, S]`."""
+        keys = self.last_row.clone()
+        for _, visible in self.rows.slices():
+            if bool(keys.all()):
+                break
+            keys |= visible[:, 0].any(1)
+        return keys
+
+    @cached_property
+    def row_ends(self) -> tuple[Tensor, Tensor]:
+        """The first and the last visible key of each query, `[B, T]`; S and -1 for a query that
+        sees nothing.
+        """
+        S, parts = self.rows.S, []
+        for _, visible in self.rows.slices():
+            row = visible[:, 0].to(torch.uint8)  # [B,t,S]
+            some = row.amax(-1) > 0
+            first, last = row.argmax(-1), S - 1 - row.flip(-1).argmax(-1)
+            parts.append((torch.where(some, first, S), torch.where(some, last, -1)))
+        firsts, lasts = zip(*reversed(parts), strict=True)
+        return torch.cat(firsts, 1), torch.cat(lasts, 1)
+
+
+def _candidates(outline: _Outline, *, any_start: bool) -> Iterator[tuple[Mask, int]]:
+    """Yield the rules that a mask may be, the simplest first, each with the position of the first
+    query.
+    """
+    rows = outline.rows
+    yield Full(), rows.default_start
+    visible = outline.last_row.any(0).nonzero()
+    if not len(visible) and not bool(outline.keys.any()):
         return
-    causal = Causal()
-    yield Full()
-    yield causal
+    starts = [rows.default_start]
+    if any_start:
+        last = outline.last_row[0].nonzero()
+        starts.append(0)
+        starts += [int(last[-1]) - (rows.T - 1)] if len(last) else []
+    first = int(visible[0]) if len(visible) else rows.S
+    padding = None
+    for start in dict.fromkeys(starts):
+        rules: list[Mask] = [Causal()]
+        # the last query has the longest past: the first key that it sees in any row of the batch
+        # bounds a window
+        if 1 <= (size := start + rows.T - first) < rows.S:
+            rules.append(Causal() & Window(size))
+        yield from ((rule, start) for rule in rules)
+        if not bool(outline.keys.all()):
+            if padding is None:
+                padding = Padding.from_keep(outline.keys)
+                yield padding, rows.default_start
+            yield from ((rule & padding, start) for rule in rules)
+    yield from ((rule, rows.default_start) for rule in _other_candidates(outline))
+
+
+def _other_candidates(outline: _Outline) -> Iterator[Mask]:
+    """Yield the rules that depend on the first and last visible keys of all queries, for default
+    positions.
+    """
+    rows, hides_keys = outline.rows, not bool(outline.keys.all())
+    runs = (outline.last_row[:, 1:] & ~outline.last_row[:, :-1]).sum(-1)
+    if not hides_keys and int(runs.max()) > 2:
+        return  # without padding a query sees at most a beginning and a window
+    first, last = outline.row_ends
+    q = torch.arange(rows.default_start, rows.S, device=rows.device)
+    sees, causal = last >= 0, Causal()
     size = int((q - first)[sees].max()) + 1
     ahead = int((last - q)[sees].max())
     local: list[Mask] = [causal]
@@ -144,34 +311,33 @@ def _candidates(outline: _Outline) -> Iterator[Mask]:
         local.append(causal & Window(size))
         yield local[-1]
         yield Window(size, ahead=ahead)
-    if outline.q[0] >= 0 and int(last[0, 0]) >= 0:
+    if q[0] >= 0 and int(last[0, 0]) >= 0:
         yield BlockCausal(int(last[0, 0]) + 1 - int(first[0, 0]))
-    yield from _documents(outline, local)
+    yield from _documents(q, first, last, local)
     lengths = tuple((last[:, 0] + 1).tolist())
     yield causal | Prefix(lengths if len(lengths) > 1 else lengths[0])
-    hidden = (~outline.last_row).nonzero()
+    hidden = (~outline.last_row[0]).nonzero()
     if len(hidden) and int(last[0, -1]) == int(q[-1]):
         sinks, window = int(hidden[0]), int(q[-1]) - int(hidden[-1])
         if window >= 1:
             yield causal & (Window(window) | Sinks(sinks))
-    padding = Padding.from_keep(outline.keys)
-    yield padding
-    for rule in local:
-        yield rule & padding
+    if hides_keys:
+        padding = Padding.from_keep(outline.keys)
+        yield from (rule & padding for rule in local)
 
 
-def _documents(outline: _Outline, local: list[Mask]) -> Iterator[Mask]:
+def _documents(q: Tensor, first: Tensor, last: Tensor, local: list[Mask]) -> Iterator[Mask]:
     """Yield packed documents alone, and with the rules that limit attention within a document.
 
     A document starts where a query is its own first visible key.
     """
     bounds = []
-    for first, last in zip(outline.first, outline.last, strict=True):
-        starts = {int(x) for x in outline.q[first == outline.q]}
-        sees = last >= 0
+    for firsts, lasts in zip(first, last, strict=True):
+        starts = {int(x) for x in q[firsts == q]}
+        sees = lasts >= 0
         if not bool(sees.any()):
             return
-        bounds.append((*sorted(starts | {int(first[sees].min())}), int(last.max()) + 1))
+        bounds.append((*sorted(starts | {int(firsts[sees].min())}), int(lasts.max()) + 1))
     document = Document(tuple(bounds) if len(bounds) > 1 else bounds[0])
     yield document
     for rule in local:

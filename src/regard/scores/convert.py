@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.scores.base import PairRule, ScoreRule
 from regard.scores.pairs import FnScore
 from regard.span import Positions, as_tensor
@@ -23,10 +27,11 @@ def from_score_mod(
     s'_ij = score_mod(s_ij, b, h, i, j, *parameters), with the indices i and j of query and key in
     the call
 
-    FlexAttention calls the function with one score at a time, and regard with tensors that
-    broadcast; a function of elementwise operations and lookups means the same in both. A -inf that
-    it returns hides a key there; here, give a mask as well, so that kernels can skip what is
-    hidden.
+    The function is evaluated as torch evaluates it: for one score, mapped over all scores by
+    `torch.vmap`. A tensor that it reads (from its closure, a global variable or an attribute) and
+    that requires a gradient becomes a parameter of the rule, so that it receives its gradient. A
+    -inf that the function returns hides a key; give a mask as well, so that kernels can skip what
+    is hidden.
 
     Args:
         score_mod: the function `(score, b, h, q_idx, kv_idx) -> score`.
@@ -40,13 +45,26 @@ def from_score_mod(
         ArgumentTypeError: the function is not callable, or a parameter is not a tensor.
 
     >>> import torch, regard
-    >>> def relative(score, b, h, q_idx, kv_idx):
-    ...     return score + (q_idx - kv_idx)
+    >>> slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    >>> def alibi(score, b, h, q_idx, kv_idx):
+    ...     return score + slopes[h] * (kv_idx - q_idx)
     >>> q = torch.randn(1, 2, 5, 8)
-    >>> regard.attend(q, q, q, score=regard.scores.from_score_mod(relative)).shape
-    torch.Size([1, 2, 5, 8])
+    >>> regard.attend(q, q, q, score=regard.scores.from_score_mod(alibi)).sum().backward()
+    >>> slopes.grad.shape
+    torch.Size([2])
+
+    Source: `flex_attention` of torch 2.13, whose eager mode maps the function with `torch.vmap`.
     """
-    return FnScore(score_mod, tuple(parameters), slots=True, name=name)
+    if not callable(score_mod):
+        raise ArgumentTypeError(
+            f"score_mod is {type(score_mod).__name__}; it must be a function (score, b, h, q_idx, "
+            "kv_idx) -> score"
+        )
+    own = tuple(parameters)
+    function = _MappedScoreMod(score_mod, len(own))
+    if all(isinstance(x, Tensor) for x in own):  # FnScore refuses anything else
+        own += function.find_tensors(own)
+    return FnScore(function, own, slots=True, name=name or function.__name__)
 
 
 def to_score_mod(rule: ScoreRule, q_positions: Positions, k_positions: Positions) -> ScoreMod:
@@ -91,3 +109,126 @@ def to_score_mod(rule: ScoreRule, q_positions: Positions, k_positions: Positions
         return score
 
     return score_mod
+
+
+class _MappedScoreMod:
+    """A `score_mod` as a function of whole tensors, the `fn` of a `FnScore`.
+
+    The function reads its tensors from a closure, where a kernel cannot replace them by those whose
+    gradients it computes. They are therefore replaced in the operations that read them.
+
+    Args:
+        score_mod: the function of one score.
+        own: the number of parameters that it takes as arguments.
+    """
+
+    def __init__(self, score_mod: Callable[..., Tensor], own: int) -> None:
+        self._score_mod, self._own = score_mod, own
+        self._read: tuple[Tensor, ...] = ()
+        self._changes_score = False
+        self.__name__ = getattr(score_mod, "__name__", type(score_mod).__name__)
+
+    def find_tensors(self, own: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the tensors with a gradient that the function reads, in the order of their use.
+
+        The function is called for one score. Where that fails, it has none, and the first call with
+        the rule shows the error.
+        """
+        score, index = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+        with torch.enable_grad(), _ReadTensors((score, index, *own)) as read:
+            try:
+                self._score_mod(score, index, index, index, index, *own)
+            except Exception:
+                return ()
+        self._read, self._changes_score = tuple(read.noted), score._version > 0
+        return self._read
+
+    def __call__(
+        self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor
+    ) -> Tensor:
+        own, read = tensors[: self._own], tensors[self._own :]
+        pairs = zip(self._read, read, strict=True)
+        replaced = {id(x): y for x, y in pairs if x is not y}
+
+        def one(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            if not replaced:
+                return self._score_mod(s, b, h, q, k, *own)
+            with _ReplacedTensors(replaced):
+                return self._score_mod(s, b, h, q, k, *own)
+
+        if not s.ndim:  # FlexAttention itself maps the function
+            return one(s, b, h, q, k)
+        if not s.numel():
+            return s
+        s = s.clone() if self._changes_score else s
+        mapped: Callable[..., Tensor] = one
+        for i in (4, 3, 2, 1):  # the innermost map is over the keys
+            in_dims = (0, *(0 if i == n else None for n in range(1, 5)))
+            mapped = torch.vmap(mapped, in_dims=in_dims)
+        return mapped(s, b.flatten(), h.flatten(), q.flatten(), k.flatten())
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _MappedScoreMod)
+            and (self._score_mod, self._own) == (other._score_mod, other._own)
+            and list(map(id, self._read)) == list(map(id, other._read))
+        )
+
+    def __hash__(self) -> int:
+        return hash((_MappedScoreMod, self._score_mod))
+
+    def __deepcopy__(self, memo: Any) -> _MappedScoreMod:
+        return self  # like a function: copied tensors would not be those of the closure
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._read:
+            raise ArgumentError(
+                f"{self.__name__} reads tensors from its closure, which cannot be pickled with it; "
+                "pass them as parameters=(tensor,), which it receives as its last arguments"
+            )
+        return _MappedScoreMod, (self._score_mod, self._own)
+
+
+class _ReadTensors(TorchFunctionMode):
+    """Notes the tensors with a gradient that operations read and that none of them returned.
+
+    Args:
+        known: tensors that are not noted.
+    """
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.noted: list[Tensor] = []
+        self._known = list(known)  # kept, so that no id is used again
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        known = {id(x) for x in (*self._known, *self.noted)}
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and x.requires_grad and id(x) not in known:
+                self.noted.append(x)
+                known.add(id(x))
+        out = function(*args, **(kwargs or {}))
+        self._known += [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        return out
+
+
+class _ReplacedTensors(TorchFunctionMode):
+    """Gives operations other tensors than those that they read.
+
+    Args:
+        tensors: the new tensor for the id of each old one.
+    """
+
+    def __init__(self, tensors: dict[int, Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(
+            Tensor, lambda x: self._tensors.get(id(x), x), (args, kwargs or {})
+        )
+        return function(*args, **kwargs)

@@ -18,7 +18,6 @@ from torch.nn.attention.flex_attention import (
 )
 
 import regard
-from regard.errors import ArgumentError
 from regard.inspect import record
 from regard.integrations.pytorch.flex_calls import convert_score_mod
 from tests.rules import assert_close_rule
@@ -61,7 +60,10 @@ MASKS: dict[str, tuple[Any, str]] = {
     "documents": (document, "document((0, 5, 12, 16))"),
     "causal documents": (and_masks(causal, document), "causal & document((0, 5, 12, 16))"),
     "padding": (padding, "padding((((0, 12),), ((0, 16),)))"),
-    "heads": (by_head, "dense(1x4x16x16)"),
+    "heads": (
+        by_head,
+        "heads((causal & window(3), causal & window(4), causal & window(5), causal & window(6)))",
+    ),
     "later": (later, "dense(1x1x16x16)"),
 }
 
@@ -107,24 +109,76 @@ def test_a_block_mask_means_what_torch_means_by_it(name: str) -> None:
     assert found.sound
 
 
+def alibi(slopes: Tensor) -> Callable[..., Tensor]:
+    def mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score + slopes[h] * (k - q)
+
+    return mod
+
+
+@pytest.mark.full(keep=["True"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_score_mod_that_changes_scores_runs_here(masked: bool) -> None:
+    q, k, v = tensors()
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    options: dict[str, Any] = {"block_mask": make_mask(window) if masked else None}
+    options |= {"score_mod": alibi(slopes), "return_aux": AuxRequest(lse=True)}
+    plain, aux = Flex(**options)(q, k, v)
+    wide = options | {"score_mod": alibi(slopes.double())}
+    exact, exact_aux = Flex(**wide)(q.double(), k.double(), v.double())
+    with regard.accelerate() as calls:
+        z, ours = Flex(**options)(q, k, v)
+    assert not calls.left
+    assert_close_rule(z, [plain, plain + 0], exact)
+    assert_close_rule(ours.lse, aux.lse, exact_aux.lse, 4.0)
+
+
+def test_the_gradients_of_a_score_mod() -> None:
+    # torch 2.13 has no backward pass of flex_attention on a CPU
+    q, k, v = (x.requires_grad_() for x in tensors(torch.float64))
+    slopes = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    with regard.accelerate() as calls:
+        z = Flex(score_mod=alibi(slopes), block_mask=make_mask(causal))(q, k, v)
+    assert not calls.left
+    bias = slopes[:, None, None] * (torch.arange(T) - torch.arange(T)[:, None])
+    bias = bias.masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -torch.inf)
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    scores = q @ keys.mT / 8**0.5 + bias
+    exact = scores.softmax(-1) @ values
+    draw = torch.randn(z.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    ours = torch.autograd.grad(z, (q, k, v, slopes), draw)
+    theirs = torch.autograd.grad(exact, (q, k, v, slopes), draw)
+    for x, y in zip((z, *ours), (exact, *theirs), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+
+
+def test_a_score_mod_in_a_recording() -> None:
+    q, k, v = tensors()
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    found = record(Flex(score_mod=alibi(slopes)), q, k, v)
+    assert str(found[0].steps[0].score) == "fn(mod)"
+    assert found.sound
+    exact = q.double() @ k.double().repeat_interleave(2, 1).mT / 8**0.5
+    exact += slopes.double()[:, None, None] * (torch.arange(T) - torch.arange(T)[:, None])
+    assert (found.weights(0, head=3, batch=1) - exact.softmax(-1)[1, 3]).abs().max() < 1e-6
+
+
 def test_what_is_not_done_here_is_handed_back_with_the_reason() -> None:
     q, k, v = tensors()
 
-    def doubled(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return 2 * score
+    def branches(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score if q > k else 2 * score
 
-    plain = Flex(score_mod=doubled)(q, k, v)
+    with regard.accelerate() as calls, pytest.raises(Exception, match=r"[Dd]ata-dependent"):
+        Flex(score_mod=branches)(q, k, v)
+    reason = "its score_mod cannot be mapped over all scores by torch.vmap (RuntimeError)"
+    assert dict(calls.left) == {reason: 1}
     with regard.accelerate() as calls:
-        z = Flex(score_mod=doubled)(q, k, v)
         Flex(score_mod=lambda score, b, h, q, k: score)(q, k, v)
-    assert torch.equal(z, plain)
-    assert dict(calls.left) == {"its score_mod is a function that has no equivalent here": 1}
-    assert sum(calls.taken.values()) == 1
-    with pytest.raises(ArgumentError, match="its score_mod is a function that has no equivalent"):
-        record(Flex(score_mod=doubled), q, k, v)
+    assert not calls.left
 
 
-def test_a_score_mod_that_changes_its_argument_in_place_is_no_identity() -> None:
+def test_a_score_mod_that_returns_its_argument_changes_nothing() -> None:
     def added(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         score += 1
         return score
@@ -132,8 +186,9 @@ def test_a_score_mod_that_changes_its_argument_in_place_is_no_identity() -> None
     def refused(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         raise ValueError
 
-    assert convert_score_mod(added) is not None
-    assert convert_score_mod(refused) is not None
+    assert convert_score_mod(lambda score, b, h, q, k: score) is None
+    assert str(convert_score_mod(added)) == "fn(added)"
+    assert str(convert_score_mod(refused)).endswith("(ValueError)")
 
 
 def test_blocks_that_say_less_than_the_function_are_left_to_torch() -> None:

@@ -591,3 +591,19 @@ def test_a_process_may_compile_for_the_first_time_while_a_context_is_open() -> N
     command = [sys.executable, "-W", "error::UserWarning", "-c", FIRST_COMPILED_INSIDE]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_batch_is_counted_as_a_call_of_torch() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=True).eval()
+    x, padding = torch.randn(2, 6, 16), torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    with torch.no_grad():
+        plain = model(x, src_key_padding_mask=padding)
+        with regard.accelerate(always=True) as calls:
+            z = model(x, src_key_padding_mask=padding)
+    assert torch.equal(z, plain)
+    assert not calls.taken
+    reason = "its input is a nested tensor, as nn.TransformerEncoder makes it of a padded batch"
+    assert dict(calls.left) == {reason: 2}

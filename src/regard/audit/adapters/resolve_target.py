@@ -66,7 +66,7 @@ def import_target(path: str) -> Any:
         imported: object = importlib.import_module(module)
     except Exception as error:
         raise ArgumentError(
-            f"{module} cannot be imported: {type(error).__name__}: {error}; run the audit where "
+            f"{module} cannot be imported: {type(error).__name__}: {error}; run this where "
             f"`python -c 'import {module}'` works"
         ) from error
     finally:

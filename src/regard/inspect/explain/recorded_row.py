@@ -85,7 +85,8 @@ def explain_recorded_row(
     batch = check_index("batch", batch, place.B, "batch row", "batch rows")
     if batch:
         place = select_batch_row(place, batch)
-        rows = columns = ()  # labels are those of the first row of the batch
+        if place.name not in recording.token_labels:  # the pieces of the first text
+            rows = columns = ()
     head = check_index("head", head, place.H, "head", "heads")
     i = _index_of("query", query, place.T, rows)
     number, own = _step_of(place, i)

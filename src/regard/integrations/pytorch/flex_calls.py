@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from regard.integrations.pytorch import override
-from regard.integrations.pytorch.dense_masks import RecognizedMask, recognize_mask
 from regard.integrations.pytorch.module_places import open_places
 from regard.integrations.pytorch.observed_call import leave_to_torch, observe_call
+from regard.masks.block_mask import listed_blocks
+from regard.masks.recognition import RecognizedMask, recognize_mask
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
+from regard.scores import FnScore, from_score_mod
 from regard.span import Span
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -36,7 +38,7 @@ MAX_CACHED = 16
 MAX_CLOSURE_DEPTH = 8
 """How deep the functions in the closure of a mask_mod may be nested for its table to be kept."""
 
-SCORE_MOD = "its score_mod is a function that has no equivalent here"
+SCORE_MOD = "its score_mod cannot be mapped over all scores by torch.vmap"
 BLOCKS_DISAGREE = (
     "the blocks of its BlockMask leave out keys that its mask_mod allows, so that the result "
     "depends on the kernel"
@@ -46,30 +48,35 @@ UNUSUAL = "it asks for max_scores, or its tensors are not [B, H, T, D] of one dt
 GRAPH = "the graph is being traced"
 
 
-def convert_score_mod(score_mod: ScoreMod | None) -> str | None:
-    """Return why a `score_mod` cannot be converted; None if it changes nothing.
-
-    A function that returns the very tensor that it is given changes nothing: torch maps it over all
-    scores with `vmap`, so that it cannot depend on their values. This is the place where a
-    conversion to rules on scores will be added.
+def convert_score_mod(
+    score_mod: ScoreMod | None, heads: int = 1, device: torch.device | str = "cpu"
+) -> FnScore | str | None:
+    """Convert the `score_mod` of a call to a score rule.
 
     Args:
         score_mod: the function of `flex_attention`, or None.
+        heads: the number of query heads of the call.
+        device: the device of the call.
 
     Returns:
-        The reason, or None.
+        The rule; None if the function returns the very tensor that it is given, and so changes
+        nothing (torch maps it over all scores with `vmap`, so that it cannot depend on their
+        values); the reason, if torch must run the call.
 
-    >>> convert_score_mod(None) is None, convert_score_mod(lambda s, b, h, q, k: 2 * s) is None
-    (True, False)
+    >>> convert_score_mod(lambda s, b, h, q, k: s), convert_score_mod(lambda s, b, h, q, k: 2 * s)
+    (None, fn(<lambda>))
     """
     if score_mod is None:
         return None
-    score, zero = torch.ones(()), torch.zeros((), dtype=torch.int32)
+    score, zero = torch.ones((), device=device), torch.zeros((), dtype=torch.int64, device=device)
     try:
-        same = score_mod(score, zero, zero, zero, zero) is score and score._version == 0
-    except Exception:
-        return SCORE_MOD  # torch shows its error, if there is one
-    return None if same else SCORE_MOD
+        if score_mod(score, zero, zero, zero, zero) is score and score._version == 0:
+            return None
+        rule = from_score_mod(score_mod)
+        rule.require(heads, 1, Span(0, 1), zero.device)
+    except Exception as error:  # torch shows its error, if there is one
+        return f"{SCORE_MOD} ({type(error).__name__})"
+    return rule
 
 
 class FlexResult(NamedTuple):
@@ -104,9 +111,12 @@ def run_flex_call(
         place: the name of the place, if the call is observed.
     """
     q, k, v = tensors
-    why = convert_score_mod(score_mod) or _why_torch(q, k, v)
+    why = _why_torch(q, k, v)
     if why is not None:
         return why
+    score = convert_score_mod(score_mod, q.shape[1], q.device)
+    if isinstance(score, str):
+        return score
     (B, H, T), S = q.shape[:3], k.shape[2]
     recognized: RecognizedMask | str | None = None
     if block_mask is not None and not _is_empty(block_mask):
@@ -122,6 +132,7 @@ def run_flex_call(
             k,
             v,
             mask=None if rule is None else rule.mask,
+            score=score,
             scale=scale,
             q_positions=None if rule is None else rule.q_positions,
             k_positions=Span(0, S),
@@ -251,7 +262,7 @@ def _evaluate(
             return TOO_LARGE
         if not _blocks_agree(block_mask, table):
             return BLOCKS_DISAGREE
-        return recognize_mask(table, B, T, S)
+        return recognize_mask(table, T, S)
 
 
 def _blocks_agree(block_mask: Any, table: Tensor) -> bool:
@@ -260,10 +271,10 @@ def _blocks_agree(block_mask: Any, table: Tensor) -> bool:
     """
     T, S = table.shape[-2:]
     rows, columns = block_mask.BLOCK_SIZE
-    listed = _block_table(block_mask.kv_num_blocks, block_mask.kv_indices)
+    listed = listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices)
     full = torch.zeros_like(listed)
     if block_mask.full_kv_num_blocks is not None:
-        full = _block_table(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        full = listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
     if full.shape[-2:] != (-(-T // rows), -(-S // columns)):
         return False
 
@@ -276,15 +287,6 @@ def _blocks_agree(block_mask: Any, table: Tensor) -> bool:
     some: Tensor = blocks(table, padding=False).any(5).any(3)
     every: Tensor = blocks(table, padding=True).all(5).all(3)
     return not bool((some & ~(listed | full)).any() | (full & ~every).any())
-
-
-def _block_table(counts: Tensor, indices: Tensor) -> Tensor:
-    """Return which blocks are listed `[B, H, rows, columns]`: the first `counts` of `indices`."""
-    n = indices.shape[-1]
-    used = torch.arange(n, device=counts.device) < counts[..., None]
-    table = torch.zeros(*indices.shape[:-1], n + 1, dtype=torch.bool, device=counts.device)
-    columns = torch.where(used, indices, n).long()
-    return torch.scatter(table, -1, columns, value=True)[..., :n]
 
 
 class _FlexArguments(NamedTuple):

@@ -62,6 +62,8 @@ MIN_FUSED_QUERIES = 8192
 without a mask run here: those paths hold all scores in memory, and multiply fast up to this length.
 """
 
+NESTED = "its input is a nested tensor, as nn.TransformerEncoder makes it of a padded batch"
+
 _torch_attention = F.scaled_dot_product_attention
 _torch_mha = torch._native_multi_head_attention
 _torch_mha_forward = F.multi_head_attention_forward
@@ -621,8 +623,14 @@ def _encoder(
 
 
 def _is_active(x: Tensor) -> bool:
-    """Whether calls are accelerated in this thread, and x is not a nested tensor."""
-    return not is_compiling() and bool(_contexts.open) and not x.is_nested
+    """Whether calls are accelerated in this thread, and x is not a nested tensor, whose calls are
+    counted as torch's.
+    """
+    if is_compiling() or not _contexts.open:
+        return False
+    if x.is_nested:
+        _contexts.count_torch(NESTED)
+    return not x.is_nested
 
 
 def _self_attention(

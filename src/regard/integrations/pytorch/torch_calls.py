@@ -154,7 +154,7 @@ def as_call(
     elif mask is not None:
         if not _broadcasts(mask, (B, H, T, S)):
             return None
-        recognized = mask_cache.recognize(mask, B, T, S)
+        recognized = mask_cache.recognize(mask, T, S)
         if recognized.uniform_rows:
             return None
         rule, positions, bias = recognized.mask, recognized.q_positions, recognized.bias

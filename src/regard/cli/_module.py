@@ -1,0 +1,206 @@
+"""The part of `regard explain` that runs a module of the user's own, named by a function that
+builds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from regard.errors import ArgumentError, ArgumentTypeError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from regard.inspect import Explanation, Recording
+
+Module = Annotated[
+    str | None,
+    typer.Option(
+        "--module",
+        metavar="PACKAGE.MODULE:FUNCTION",
+        help=(
+            "Instead of a text: your own function, which is imported and called without arguments. "
+            "It returns (model, inputs) or (model, inputs, labels): any torch.nn.Module, its "
+            "inputs, and texts for its tokens, as regard.inspect.record takes them."
+        ),
+        show_default="none",
+        rich_help_panel="A module of your own",
+    ),
+]
+Batch = Annotated[
+    int,
+    typer.Option(
+        help="Row of the batch of --module.", min=0, rich_help_panel="A module of your own"
+    ),
+]
+
+
+class ModuleRun(NamedTuple):
+    """A recorded run of a user's module.
+
+    Attributes:
+        name: what built it, as package.module:function.
+        model: the module.
+        recording: its attention.
+    """
+
+    name: str
+    model: nn.Module
+    recording: Recording
+
+
+def run_module(name: str) -> ModuleRun:
+    """Import a function, call it, and record the module that it returns with its inputs.
+
+    The module runs in evaluation mode; its mode is restored.
+
+    Args:
+        name: the function as package.module:function; the current folder is searched, too.
+
+    Raises:
+        ArgumentError: it cannot be imported, or it raises an error.
+        ArgumentTypeError: it is not a function, or returns something else.
+    """
+    from torch import nn
+
+    from regard.audit.adapters.resolve_target import import_target
+    from regard.inspect import record
+
+    function = import_target(name)
+    if not callable(function) or isinstance(function, (nn.Module, type)):
+        raise ArgumentTypeError(
+            f"{name} is {type(function).__name__}; it must be a function that returns (model, "
+            "inputs) or (model, inputs, labels)"
+        )
+    try:
+        returned = function()
+    except Exception as error:
+        raise ArgumentError(
+            f"{name}() raised {type(error).__name__}: {error}; it is called without arguments"
+        ) from error
+    if (
+        not isinstance(returned, tuple)
+        or len(returned) not in (2, 3)
+        or not isinstance(returned[0], nn.Module)
+    ):
+        parts = (
+            [type(x).__name__ for x in returned]
+            if isinstance(returned, tuple)
+            else type(returned).__name__
+        )
+        raise ArgumentTypeError(
+            f"{name}() returned {parts}; it must return (model, inputs) or (model, inputs, "
+            "labels), the model a torch.nn.Module"
+        )
+    model, inputs = returned[:2]
+    labels = returned[2] if len(returned) == 3 else None
+    training = [x for x in model.modules() if x.training]
+    model.eval()
+    try:
+        positional = inputs if isinstance(inputs, tuple) else (inputs,)
+        recording = record(model, *positional, labels=labels)
+    finally:
+        for x in training:
+            x.training = True
+    return ModuleRun(name, model, recording)
+
+
+class ModuleTarget(NamedTuple):
+    """A head of a recorded place, and the rule by which it was chosen."""
+
+    place: str
+    head: int
+    rule: str
+
+
+def choose_module_head(
+    run: ModuleRun,
+    query: int | str,
+    key: int | str | None,
+    place: str | int | None,
+    head: int | None,
+    batch: int,
+) -> ModuleTarget:
+    """Return the place and head that were named, or where the query has the largest weight.
+
+    Args:
+        run: the recorded run.
+        query: row of a place, or its label; places without it are passed over.
+        key: column of a place, or its label; None means any.
+        place: name or index of the place; None chooses among all.
+        head: query head; None chooses among all.
+        batch: row of the batch.
+
+    Raises:
+        ArgumentError: there is no such place or head, or no place has the query and the key.
+    """
+    from regard.inspect import explain
+
+    recording = run.recording
+    if place is not None and head is not None:
+        return ModuleTarget(recording[place].name, head, "")
+    candidates: list[tuple[float, ModuleTarget]] = []
+    problem: ArgumentError | None = None
+    for one in [recording[place]] if place is not None else recording.places.values():
+        try:
+            first = explain(
+                recording, place=one.name, head=head or 0, query=query, key=key, batch=batch
+            )
+        except ArgumentError as error:
+            problem = problem or error
+            continue
+        for h in range(one.H) if head is None else [head]:
+            row = recording.weights(one.name, h, first.query, batch=batch)[0]
+            weight = row.max() if key is None else row[first.key]
+            target = ModuleTarget(one.name, h, "the largest weight of this query")
+            candidates.append((float(weight), target))
+    if not candidates:
+        assert problem is not None, "a recording has at least one place"
+        raise problem
+    return max(candidates, key=lambda x: x[0])[1]
+
+
+def explain_module(
+    run: ModuleRun, target: ModuleTarget, query: int | str, key: int | str | None, batch: int
+) -> Explanation:
+    """Explain a row of a recorded module."""
+    from dataclasses import replace
+
+    from regard.inspect import explain
+
+    explanation = explain(
+        run.recording, place=target.place, head=target.head, query=query, key=key, batch=batch
+    )
+    return replace(explanation, where=replace(explanation.where, chosen_by=target.rule))
+
+
+def module_page(
+    run: ModuleRun, explanation: Explanation, data: Mapping[str, Any], lang: str | None, batch: int
+) -> str:
+    """Return the page of a recorded module, opened at the explained query."""
+    from regard.inspect.report import report
+    from regard.view.report import language_of_locale
+    from regard.view.report import page as page_of
+
+    report_data = report(
+        run.recording,
+        choice=(explanation.place, explanation.head),
+        query=explanation.query,
+        key=explanation.key,
+        title=run.name,
+        explanation=data,
+        row=batch,
+    )
+    report_data["meta"]["start"]["view"] = "cell"
+    return page_of(report_data, lang or language_of_locale())
+
+
+def list_places(run: ModuleRun) -> list[dict[str, Any]]:
+    """Return the recorded places with their sizes, for `--list`."""
+    return [
+        {"place": x.name, "heads": x.H, "queries": x.T, "keys": x.N}
+        for x in run.recording.places.values()
+    ]
