@@ -118,9 +118,9 @@ def test_the_shards_of_ranks_are_drawn() -> None:
     result = call("causal & window(4)", "--queries", "16", "--ranks", "2", "--shards", "even")
     assert result.exit_code == 0
     assert result.stdout.splitlines()[-3:] == [
-        "  2 ranks, even shards: mean work / most work 0.91",
-        "      0 ████████········  26 pairs, 0 keys received",
-        "      1 ········████████  32 pairs, 3 keys received",
+        "  2 ranks, even: mean work / most work 0.91",
+        "      0 ████████········  pairs 26, keys received 0",
+        "      1 ········████████  pairs 32, keys received 3",
     ]
     numbers = figures("causal", "--queries", "4096", "--ranks", "8")["ranks"]
     assert numbers["efficiency"] >= 0.95

@@ -31,6 +31,7 @@ from regard.errors import ParallelError, RegardError
 from regard.masks import Causal, Document, Mask, Window
 from regard.parallel import Shards, spawn
 from regard.parallel.communication import traffic
+from regard.units import plural
 
 TIMEOUT = 300.0
 """The seconds after which a rank stops waiting for another; the first call may compile kernels."""
@@ -67,7 +68,7 @@ class ParallelSizes(AttentionSizes):
 
     def __str__(self) -> str:
         packed = ", documents" if self.documents else ""
-        return f"{self.W} ranks {super().__str__()}{packed}"
+        return f"{plural(self.W, 'rank')} {super().__str__()}{packed}"
 
 
 class ParallelProblem(AttentionProblem):
@@ -106,7 +107,7 @@ class ParallelProblem(AttentionProblem):
         return {} if self.dtype == torch.float32 else {"out": self._outputs(self.dtype)}
 
     def checked(self, outputs: Outputs) -> Outputs:
-        """Return the checked queries."""
+        """Return the outputs of the queries that are checked."""
         return {name: x[:, :, self.checked_queries] for name, x in outputs.items()}
 
     def _outputs(self, dtype: torch.dtype) -> Tensor:
@@ -128,8 +129,10 @@ class ParallelProblem(AttentionProblem):
         visible = super().visible_rows(rows)
         if not self.starts:
             return visible
-        at = torch.arange(self.sizes.S, device=self.device)
-        document = torch.searchsorted(torch.tensor(self.starts, device=self.device), at, right=True)
+        positions = torch.arange(self.sizes.S, device=self.device)
+        document = torch.searchsorted(
+            torch.tensor(self.starts, device=self.device), positions, right=True
+        )
         return visible & (document[rows, None] == document[None])
 
     @property
@@ -142,7 +145,7 @@ class ParallelProblem(AttentionProblem):
 
 
 class RankPool:
-    """Processes that compute one peer's attention when they are told to.
+    """Processes that compute one peer's attention at each command.
 
     Args:
         step: the function of the peer.
@@ -155,8 +158,8 @@ class RankPool:
         self._pipes = [mine for mine, _ in pairs]
         self._failure: list[RegardError] = []
         tensors = tuple(x.cpu() for x in (problem.q, problem.k, problem.v))
-        given = ([theirs for _, theirs in pairs], step, tensors, shards, problem.mask)
-        self._thread = Thread(target=self._run, args=(*given, problem.device.type), daemon=True)
+        arguments = ([theirs for _, theirs in pairs], step, tensors, shards, problem.mask)
+        self._thread = Thread(target=self._run, args=(*arguments, problem.device.type), daemon=True)
         self._thread.start()
         self.cpu_seconds: list[float] = []
         self.sent_bytes = 0
@@ -168,7 +171,7 @@ class RankPool:
         except RegardError as error:
             self._failure.append(error)
 
-    def ask(self, command: str) -> list[Any]:
+    def send_command(self, command: str) -> list[Any]:
         """Send a command to all ranks and return their answers."""
         for pipe in self._pipes:
             pipe.send(command)
@@ -182,7 +185,7 @@ class RankPool:
 
     def step(self) -> None:
         """Run one call on all ranks, and keep its figures."""
-        answers = self.ask("step")
+        answers = self.send_command("step")
         self.cpu_seconds.append(sum(seconds for seconds, _ in answers))
         self.sent_bytes = sum(sent for _, sent in answers)
 
@@ -235,9 +238,9 @@ def serve(
                 pipes[rank].send(out.cpu())
             else:
                 out = tensors[0][:0]
-                held = inputs.q.nbytes + inputs.k.nbytes + inputs.v.nbytes
+                own_bytes = inputs.q.nbytes + inputs.k.nbytes + inputs.v.nbytes
                 rise = _peak_bytes(partial(step, inputs), device)
-                pipes[rank].send(None if rise is None else held + rise)
+                pipes[rank].send(None if rise is None else own_bytes + rise)
 
 
 def _peak_bytes(call: Callable[[], object], device: str) -> int | None:
@@ -269,10 +272,10 @@ def _prepare(
     weakref.finalize(problem, pool.close)
 
     def read(_: object) -> Outputs:
-        return {"out": shards.join(pool.ask("out")).to(problem.device)}
+        return {"out": shards.join(pool.send_command("out")).to(problem.device)}
 
     def figures() -> Mapping[str, float]:
-        memory = pool.ask("memory")
+        memory = pool.send_command("memory")
         full = (shards.world - 1) * (problem.k.nbytes + problem.v.nbytes)
         return {
             "cpu_seconds": statistics.median(pool.cpu_seconds),

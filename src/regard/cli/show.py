@@ -305,16 +305,16 @@ def _rank_lines(numbers: dict[str, Any], S: int, *, ascii_only: bool) -> Iterato
     width = -(-S // MAX_STRIP)  # positions of one character
     own, other = ("#", ".") if ascii_only else ("█", "·")
     yield Text(
-        f"  {plural(len(numbers['spans']), 'rank')}, {numbers['shards']} shards: mean work / most "
-        f"work {numbers['efficiency']:.2f}",
+        f"  {plural(len(numbers['spans']), 'rank')}, {numbers['shards']}: mean work / most work "
+        f"{numbers['efficiency']:.2f}",
     )
     rows = zip(numbers["spans"], numbers["pairs"], numbers["received_keys"], strict=True)
     for rank, (spans, pairs, received) in enumerate(rows):
-        held = [any(a < i + width and i < b for a, b in spans) for i in range(0, S, width)]
+        is_own_cell = [any(a < i + width and i < b for a, b in spans) for i in range(0, S, width)]
         line = Text.assemble((f"  {rank:>5} ", mask_grid.style("q")))
-        for is_own in held:
+        for is_own in is_own_cell:
             line.append(own if is_own else other, mask_grid.style("k") if is_own else "dim")
-        yield line.append(f"  {pairs:,} pairs, {received:,} keys received")
+        yield line.append(f"  pairs {pairs:,}, keys received {received:,}")
 
 
 def _summary(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -276,8 +276,8 @@ def _block_options(call: RankedCall, span: Span, block: Block) -> dict[str, Any]
 
 
 UNROUNDED_BACKENDS = ("auto", "cpu", "gemm", "tiled", "reference")
-"""The backends that leave the parts of a half-precision call in fp32, on a CPU. Elsewhere the fast
-kernels round each part to the dtype of q.
+"""The backends that leave the parts of a half-precision call in fp32, on a CPU. On other devices
+the fast kernels round each part to the dtype of q.
 """
 
 

@@ -47,7 +47,7 @@ RankStep: TypeAlias = Callable[[RankInputs], Tensor]
 
 
 def regard_parallel(inputs: RankInputs) -> Tensor:
-    """Compute `regard.parallel.attend`."""
+    """Compute the output with `regard.parallel.attend`."""
     x = inputs
     return attend_over_ranks(x.q, x.k, x.v, shards=x.shards, mask=x.mask, group=x.group)
 

@@ -80,7 +80,8 @@ def merge_into(total: Partial, part: Partial) -> None:
 
     lse' = ln(exp(lse) + exp(lse_p))        out' = exp(lse - lse') out + exp(lse_p - lse') out_p
 
-    Joining many parts in this way reads and writes each output once, and no part is kept.
+    Joining many parts in this way reads and writes each output once, and only the total stays in
+    memory.
 
     Args:
         total: out `[B, H, T, E]` and lse `[B, H, T]` in fp32 or fp64, which are changed.
@@ -96,17 +97,17 @@ def merge_into(total: Partial, part: Partial) -> None:
     largest = torch.maximum(total.lse, lse)
     sees_nothing = largest == -math.inf
     largest.masked_fill_(sees_nothing, 0)
-    kept, added = torch.exp(total.lse - largest), torch.exp(lse - largest)
-    weights = kept + added
+    share, part_share = torch.exp(total.lse - largest), torch.exp(lse - largest)
+    weights = share + part_share
     # shares of the sum of both, rather than exp(lse - lse'): the rounding of lse' would scale both
     divisor = weights.masked_fill(sees_nothing, 1)
-    kept, added = kept / divisor, added / divisor
+    share, part_share = share / divisor, part_share / divisor
     out = part.out
-    if bool((added == 0).any()):  # as in `merge`: a NaN with the share 0 has no effect
-        out = torch.where(added.unsqueeze(-1) == 0, 0, out)
-    if bool((kept == 0).any()):
-        total.out.masked_fill_(kept.unsqueeze(-1) == 0, 0)
-    total.out.mul_(kept.unsqueeze(-1)).addcmul_(out.to(total.out.dtype), added.unsqueeze(-1))
+    if bool((part_share == 0).any()):  # as in `merge`: a NaN with the share 0 has no effect
+        out = torch.where(part_share.unsqueeze(-1) == 0, 0, out)
+    if bool((share == 0).any()):
+        total.out.masked_fill_(share.unsqueeze(-1) == 0, 0)
+    total.out.mul_(share.unsqueeze(-1)).addcmul_(out.to(total.out.dtype), part_share.unsqueeze(-1))
     total.lse.copy_(largest + weights.log())
 
 

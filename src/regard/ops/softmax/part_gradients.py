@@ -101,5 +101,5 @@ def _gradients_by_share(
             allow_unused=True,
         )
     )
-    found = (next(grads) if x.requires_grad else None for x in inputs)
-    return tuple(None if x is None else x.to(call.result_dtype) for x in found)
+    gradients = (next(grads) if x.requires_grad else None for x in inputs)
+    return tuple(None if x is None else x.to(call.result_dtype) for x in gradients)
