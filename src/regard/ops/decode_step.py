@@ -231,13 +231,14 @@ class DecodeStep:
         self._counters.fill(0)
         self._attention["taken"] = self._attention["done"] = 0
         x, x_mid, y, hidden = self._scratch[:4]
-        norm = _norm_numbers(model.norm)
+        norm, (step_entry, attend_entry) = _norm_numbers(model.norm), _compiled_entries()
         record = STEP_STRUCT.pack_numbers(
             B,
             len(model.layers),
             inputs.x.shape[2],
             logits.shape[2],
             self._layers.ctypes.data,
+            attend_entry(self.dtype),
             self._attention.ctypes.data,
             self._counters.ctypes.data,
             inputs.x.data_ptr(),
@@ -249,7 +250,7 @@ class DecodeStep:
             *norm,
             *_map_numbers(model.head),
         )
-        openmp.run_entry(_compiled_entry()(self.dtype), record, workers)
+        openmp.run_entry(step_entry(self.dtype), record, workers)
         return logits
 
     def _prepare_memory(self, B: int, workers: int) -> None:
@@ -358,8 +359,10 @@ def _pack_layer(record: np.void, layer: StepLayer) -> None:
 
 
 @cache
-def _compiled_entry() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops at the first call, and return their function `entry_address`."""
-    from regard.ops.jit import step_loops
+def _compiled_entries() -> tuple[Callable[[torch.dtype], int], ...]:
+    """Import the compiled loops at the first call, and return the functions that map a dtype to the
+    address of compiled code: of a step, and of attention.
+    """
+    from regard.ops.jit import decode_loops, step_loops
 
-    return step_loops.entry_address
+    return step_loops.entry_address, decode_loops.entry_address

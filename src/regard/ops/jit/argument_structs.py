@@ -203,7 +203,8 @@ STEP_STRUCT = StructLayout(
     IntField("M"),  # the model dim
     IntField("V"),  # the number of logits
     IntField("layers"),  # the address of L structs STEP_LAYER_STRUCT
-    IntField("attention"),  # the address of L structs DECODE_STRUCT
+    IntField("attend"),  # the address of the entry of `decode_loops`
+    IntField("attention"),  # the address of L structs DECODE_STRUCT, its arguments
     IntField("counters"),  # the address of 4 L + 1 pairs of counters, one for each phase
     IntField("embedded"),  # the address of the hidden states before the first layer [B,M]
     IntField("x"),  # the address of the hidden states before the attention of a layer [B,M]

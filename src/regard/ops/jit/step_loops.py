@@ -4,7 +4,8 @@ A layer has five phases, each divided into tasks that the threads take one after
 
     1. norm, queries, keys and values: a task is one head. It computes the rows of the head, its
        norm and its rotation, and writes queries to a buffer, keys and values to the cache.
-    2. attention: the tasks of `decode_loops.run_tasks`.
+    2. attention: the tasks of `decode_loops.run_tasks`. Its entry is called by its address, so that
+       its code is not compiled a second time.
     3. output map: a task is a block of rows.
     4. norm, gate, up and activation: a task is a block of hidden units.
     5. down: a task is a block of rows.
@@ -39,7 +40,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit import decode_loops
 from regard.ops.jit.argument_structs import DECODE_STRUCT, STEP_LAYER_STRUCT, STEP_STRUCT
 from regard.ops.jit.compile import njit_fastmath, njit_strict
 from regard.ops.jit.entry_points import (
@@ -120,6 +120,18 @@ def offer_core(context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), code
+
+
+@intrinsic
+def call_entry(context: Any, entry: Any, address: Any) -> Any:
+    """Call an entry, given by its address, with the address of its struct."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
 
 
 @njit_strict
@@ -316,12 +328,9 @@ def project_heads(counters, layer, attention, sizes, states, scratch, dtype, tag
 
 
 @njit_strict
-def attend_to_cache(address, attention, dtype, tag):
-    """Phase 2 of a layer: attention of the new tokens to the cache."""
-    S, k_steps, v_steps = attention.S, attention.k_steps, attention.v_steps
-    keys = (memory_at(attention.k, dtype), k_steps[0], k_steps[1], k_steps[2], tag, S)
-    values = (memory_at(attention.v, dtype), v_steps[0], v_steps[1], v_steps[2], tag, S)
-    decode_loops.run_tasks(address, decode_loops.decode_arguments(attention), keys, values)
+def attend_to_cache(entry, address, attention):
+    """Phase 2 of a layer: attention of the new tokens to the cache, by the entry of decoding."""
+    call_entry(entry, address)
     splits = attention.out_shape[1]
     wait_until_finished(address, attention.out_shape[0] * splits + (1 if splits > 1 else 0))
 
@@ -481,7 +490,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
             project_heads(
                 counters, layer, attention, sizes, (states, y, i > 0, after, x), scratch, dtype, tag
             )
-            attend_to_cache(place, attention, dtype, tag)
+            attend_to_cache(step.attend, place, attention)
             map_output(counters + size, layer, attention, sizes, y, scratch, dtype, tag)
             open_gates(
                 counters + 2 * COUNTER_BYTES,
