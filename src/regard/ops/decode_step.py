@@ -324,7 +324,7 @@ _NO_VISIBLE = torch.empty(1, 1, 1, 0, dtype=torch.bool)
 _NO_BIAS, _NO_SLOPES = torch.empty(1, 1, 1, 0), torch.empty(0)
 
 
-def _numbers_by_value(values: Sequence[int | None]) -> list[tuple[int, np.ndarray]]:  # type: ignore[type-arg]
+def _numbers_by_value(values: Sequence[int | None]) -> list[tuple[int, np.ndarray]]:
     """Return for each value except None the indices at which it stands."""
     known = sorted({x for x in values if x is not None})
     return [(x, np.array([i for i, y in enumerate(values) if y == x])) for x in known]
