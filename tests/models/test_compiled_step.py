@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import regard
 from regard import masks
 from regard.caches import Cache, Fixed, Growing
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models import compiled_step
 from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
@@ -338,6 +339,26 @@ def test_caches_that_the_step_cannot_write(case: str) -> None:
     with torch.inference_mode():
         (said,) = ask(decoder, prompted(decoder))
     assert reason in said
+
+
+def test_hooks_outside_the_blocks_are_called(steps: list[int]) -> None:
+    decoder, calls = llama(), []
+    caches = prompted(decoder)
+    for module in (decoder, decoder.embed, decoder.embed.embedding):
+        module.register_forward_hook(lambda *_: calls.append(1))
+    with torch.inference_mode():
+        decoder(torch.tensor([[4]]), caches=caches)
+    assert len(calls) == 3
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("positions", [torch.tensor([3]), torch.tensor([[3], [3]])], ids=str)
+def test_wrong_positions_are_refused_by_name(positions: Tensor) -> None:
+    decoder = llama()
+    caches = prompted(decoder)
+    with torch.inference_mode(), pytest.raises((ArgumentError, ArgumentTypeError)):
+        decoder(torch.tensor([[4]]), positions, caches)
+    assert [len(cache) for cache in caches] == [3, 3]
 
 
 def test_caches_of_different_lengths_are_left_to_the_modules() -> None:

@@ -104,8 +104,8 @@ class Growing(StoredParts, Cache):
     @property
     def bytes(self) -> int:
         """Bytes of the memory that is held, with the room for later tokens."""
-        held = self._buffers or self._memory or ()
-        return sum(x.numel() * x.element_size() for x in held)
+        tensors = self._buffers or self._memory or ()
+        return sum(x.numel() * x.element_size() for x in tensors)
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
         """Return buffers with room for one more token per row; None while the cache is empty."""

@@ -26,34 +26,17 @@ from torch.nn.modules import module as torch_module
 from regard.argument_checks import finite_checks_enabled
 from regard.caches import Cache
 from regard.caches.base import OpenSlot
-from regard.nn import (
-    Attention,
-    Block,
-    GatedFeedForward,
-    HeadProjection,
-    OffsetRMSNorm,
-    OutputNorm,
-    PreNorm,
-    RMSNorm,
-    SandwichNorm,
-    SeparateQKV,
-    SwiGLU,
-)
-from regard.nn.embedding import CappedLogits
-from regard.nn.linear import Linear
+from regard.models.step_reader import ModelReader, Unsupported
 from regard.ops.decode_step import (
     DecodeStep,
     RotaryTables,
     SameTensors,
     StepInputs,
     StepLayer,
-    StepMap,
-    StepModel,
-    StepNorm,
 )
-from regard.ops.gemv import MAX_VECTORS, MIN_WEIGHT_SIZE
+from regard.ops.gemv import MAX_VECTORS
 from regard.ops.jit import has_numba
-from regard.ops.softmax.cpu import MAX_ROWS, causal_positions, visible_ranges
+from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
 from regard.positions import Rotary
 from regard.process_state import is_compiling, is_transformed
@@ -64,10 +47,6 @@ from regard.units import plural
 
 if TYPE_CHECKING:
     from regard.models.decoder import Decoder
-
-
-class Unsupported(Exception):
-    """The compiled step does not support a part of a decoder; the text says which and why."""
 
 
 def try_step(
@@ -141,7 +120,7 @@ def _state_reasons() -> list[str]:
         (current_scope() is not None, "attention runs over several ranks"),
         (finite_checks_enabled(), "regard.checks(finite=True) looks at every input"),
         (len(all_kernels()) != len(KERNELS), "another attention kernel is registered"),
-        (torch_module._has_any_global_hook(), "a global module hook is registered"),  # type: ignore[no-untyped-call]
+        (torch_module._has_any_global_hook(), "a global module hook is registered"),
         (not has_numba(), "Numba is not installed: pip install numba"),
     )
     return [reason for holds, reason in states if holds]
@@ -149,8 +128,11 @@ def _state_reasons() -> list[str]:
 
 def _open_slots(plan: _Plan, positions: Positions, caches: Sequence[Cache]) -> list[OpenSlot] | str:
     """Open one slot in each cache, or return the reason why that is not possible."""
-    if isinstance(positions, Span) and not positions.all_tokens:
-        return "the token has no position"
+    if isinstance(positions, Span):
+        if not positions.all_tokens:
+            return "the token has no position"
+    elif not isinstance(positions, Tensor) or positions.ndim != 2 or not positions.is_cpu:
+        return "the positions are not a tensor [B, 1] on a CPU"
     opened: list[OpenSlot] = []
     for i, cache in enumerate(caches):
         slot = cache.open_slot(positions)
@@ -165,9 +147,11 @@ def _open_slots(plan: _Plan, positions: Positions, caches: Sequence[Cache]) -> l
 def _same_place(one: OpenSlot, other: OpenSlot) -> bool:
     """Return whether two caches hold the same positions."""
     a, b = one.positions, other.positions
-    if one.slot != other.slot or isinstance(a, Span) != isinstance(b, Span):
+    if one.slot != other.slot:
         return False
-    return a is b or (a == b if isinstance(a, Span) else torch.equal(a, b))  # type: ignore[arg-type]
+    if isinstance(a, Span) or isinstance(b, Span):
+        return isinstance(a, Span) and isinstance(b, Span) and a == b
+    return a is b or torch.equal(a, b)
 
 
 class _Plans(threading.local):
@@ -197,13 +181,13 @@ class _Plan:
         self.layers: tuple[StepLayer, ...] = ()
         self._checked = SameTensors()
         try:
-            model = _Reader(decoder, self)
+            reader = ModelReader(decoder)
         except Unsupported as reason:
             self.reason = str(reason)
             return
-        self.layers, self.masks, self.rotaries = model.layers, model.masks, model.rotaries
-        self.dtype, self.width, self.cap = model.dtype, model.width, model.cap
-        self.step = DecodeStep(StepModel(model.layers, model.norm, model.head))
+        self.layers, self.masks, self.rotaries = reader.layers, reader.masks, reader.rotaries
+        self.dtype, self.width, self.cap = reader.dtype, reader.width, reader.cap
+        self.step = DecodeStep(reader.model)
 
     def run(
         self,
@@ -220,7 +204,8 @@ class _Plan:
         if None in ranges:
             return None
         x: Tensor = decoder.embed(ids, positions)
-        if x.dtype != self.dtype or x.shape[2] != self.width or not x.is_cpu:
+        fits = type(x) is Tensor and x.dtype == self.dtype and x.shape[2] == self.width
+        if not (fits and x.is_cpu):
             return None
         x = x.contiguous()
         joined = concat_positions(opened[0].positions, positions)
@@ -253,7 +238,7 @@ class _Plan:
             return None if buffers[0].shape[0] == B else "the caches have other rows"
         for layer, slot in zip(self.layers, opened, strict=True):
             if not _fits(layer, slot, B, self.dtype):
-                return f"a cache holds other parts than {self.dtype} keys and values"
+                return f"a cache holds other parts than keys and values of {self.dtype}"
         self._checked.remember(buffers)
         return None
 
@@ -339,194 +324,3 @@ def _attributes(module: nn.Module) -> list[tuple[Any, str, object]]:
 def _memory_of(x: Tensor) -> tuple[int, torch.dtype, torch.Size]:
     """Return where the numbers of a tensor are, and what they are."""
     return x.data_ptr(), x.dtype, x.shape
-
-
-class _Reader:
-    """Reads a decoder as data; raises `Unsupported` at the first part that is not supported."""
-
-    def __init__(self, decoder: Decoder, plan: _Plan) -> None:
-        for module in decoder.modules():
-            if module._forward_hooks or module._forward_pre_hooks:
-                raise Unsupported(f"{type(module).__name__} has a hook")
-            if "forward" in module.__dict__:
-                raise Unsupported(f"the forward of a {type(module).__name__} was replaced")
-        head = decoder.head
-        self.cap = head.cap if isinstance(head, CappedLogits) else None
-        if type(head) not in (Linear, nn.Linear, CappedLogits):
-            raise Unsupported(f"the head is {type(head).__name__}")
-        self.dtype, self.width = head.weight.dtype, head.weight.shape[1]
-        if self.dtype not in MAX_VECTORS:
-            raise Unsupported(f"the weights are {self.dtype}")
-        self.head = self._map(head, exact=False)
-        self.norm = None if type(decoder.norm) is nn.Identity else self._norm(decoder.norm)
-        self.masks: list[Any] = []
-        self.rotaries: list[Rotary] = []
-        self.layers = tuple(self._layer(i, layer) for i, layer in enumerate(decoder.layers))
-        if not self.layers:
-            raise Unsupported("there is no layer")
-        largest = max(layer.gate.weight.numel() for layer in self.layers)
-        if largest < MIN_WEIGHT_SIZE:
-            raise Unsupported(
-                f"its matrices have at most {plural(largest, 'element')}, so that there is little "
-                "to gain"
-            )
-
-    def _layer(self, i: int, block: nn.Module) -> StepLayer:
-        """Read one block."""
-        try:
-            return self._read_layer(block)
-        except Unsupported as reason:
-            raise Unsupported(f"layer {i}: {reason}") from None
-
-    def _read_layer(self, block: nn.Module) -> StepLayer:
-        _check_type("the layer", block, Block)
-        attention, network = block.attention, block.feed_forward
-        _check_type("the mechanism", attention, Attention)
-        _check_type("the feed-forward layer", network, SwiGLU, GatedFeedForward)
-        project = self._projection(attention)
-        q, k, v = project.q, project.k, project.v
-        q_norm, rotary = self._steps(q)
-        k_norm, k_rotary = self._steps(k)
-        if rotary is not k_rotary or len(v.steps):
-            raise Unsupported("queries, keys and values have other steps than a rotary")
-        before, after = self._residual(block.attention_residual)
-        ff_before, ff_after = self._residual(block.feed_forward_residual)
-        scale = attention._default_scale if attention.scale is None else attention.scale
-        return StepLayer(
-            H=q.heads,
-            G=k.heads,
-            D=q.head_dim,
-            E=v.head_dim,
-            q=self._map(q.linear, q.heads * q.head_dim),
-            k=self._map(k.linear, k.heads * k.head_dim),
-            v=self._map(v.linear, v.heads * v.head_dim),
-            out=self._map(attention.output, self.width, q.heads * v.head_dim),
-            gate=self._map(network.gate),
-            up=self._map(network.up, network.gate.weight.shape[0]),
-            down=self._map(network.down, self.width, network.gate.weight.shape[0]),
-            before=before,
-            after=after,
-            ff_before=ff_before,
-            ff_after=ff_after,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            activation=_activation(network.activation),
-            scale=float(scale),
-            softcap=float(attention.softcap or 0.0),
-            rotary=None if rotary is None else _index_of(rotary, self.rotaries),
-            mask=_index_of(attention.mask, self.masks),
-        )
-
-    def _projection(self, attention: Attention) -> SeparateQKV:
-        """Read the parts of an attention layer that must be plain; return its projection."""
-        for name in ("bias", "score", "sink"):
-            if getattr(attention, name) is not None:
-                raise Unsupported(f"the attention has a {name}")
-        if attention.mask is None:
-            raise Unsupported("the attention has no mask")
-        if attention.dropout and attention.training:
-            raise Unsupported("the attention has dropout in training mode")
-        project = attention.project
-        _check_type("the projection", project, SeparateQKV)
-        if project.key_transform is not None or project.cache_unsafe_reason:
-            raise Unsupported("the keys change when they are read")
-        if project.q.heads // project.k.heads > MAX_ROWS:
-            raise Unsupported(f"more than {MAX_ROWS} query heads use one key/value head")
-        for part in (project.q, project.k, project.v):
-            _check_type("a projection of heads", part, HeadProjection)
-            _check_type("the norm over all heads", part.flat, nn.Identity)
-        return project
-
-    def _steps(self, heads: HeadProjection) -> tuple[StepNorm | None, Rotary | None]:
-        """Read the steps on heads: a norm, a rotation, both in this order, or none."""
-        steps = list(heads.steps)
-        norm = self._norm(steps.pop(0), heads.head_dim) if steps and _is_norm(steps[0]) else None
-        rotary = steps.pop(0) if steps and type(steps[0]) is Rotary else None
-        if steps:
-            raise Unsupported(f"the heads have a step {type(steps[0]).__name__}")
-        if rotary is not None and (rotary.follows_length or rotary.dim != heads.head_dim):
-            raise Unsupported("the rotary frequencies follow the length")
-        return norm, rotary
-
-    def _residual(self, residual: nn.Module) -> tuple[StepNorm | None, StepNorm | None]:
-        """Read a residual connection: the norm before the sublayer, and the one on its result."""
-        _check_type("the residual connection", residual, PreNorm, SandwichNorm, OutputNorm)
-        if residual.dropout.p and residual.training:
-            raise Unsupported("the residual connection has dropout in training mode")
-        norm = self._norm(residual.norm)
-        if type(residual) is OutputNorm:
-            return None, norm
-        return norm, self._norm(residual.after) if type(residual) is SandwichNorm else None
-
-    def _norm(self, norm: nn.Module, size: int | None = None) -> StepNorm:
-        """Read an RMS norm of the model dim, or of another size."""
-        _check_type("a norm", norm, RMSNorm, OffsetRMSNorm)
-        weight = self._tensor(norm._parameters.get("weight"), "the weight of a norm")
-        if weight.shape != (self.width if size is None else size,):
-            raise Unsupported("a norm has another size than its input")
-        return StepNorm(weight, float(norm.eps), 1.0 if type(norm) is OffsetRMSNorm else 0.0)
-
-    def _map(
-        self, linear: nn.Module, N: int | None = None, M: int | None = None, *, exact: bool = True
-    ) -> StepMap:
-        """Read a linear map from M to N; from the model dim, or to any size, by default."""
-        if exact:
-            _check_type("a linear map", linear, Linear, nn.Linear)
-        if "bias" not in linear._parameters:
-            raise Unsupported("a linear map has a parametrization")
-        weight = self._tensor(linear._parameters.get("weight"), "a weight")
-        bias = linear._parameters["bias"]
-        if weight.ndim != 2 or weight.shape[1] != (self.width if M is None else M):
-            raise Unsupported("a linear map has another size than its input")
-        if N is not None and weight.shape[0] != N:
-            raise Unsupported("a linear map has another size than its output")
-        if bias is not None:
-            bias = self._tensor(bias, "a bias")
-            if bias.shape != weight.shape[:1]:
-                raise Unsupported("a bias has another size than its linear map")
-        return StepMap(weight, bias)
-
-    def _tensor(self, x: Tensor | None, name: str) -> Tensor:
-        """Check that compiled code can read a parameter."""
-        if x is None:
-            raise Unsupported(f"{name} is computed when it is read (a parametrization)")
-        if type(x) not in (Tensor, nn.Parameter):
-            raise Unsupported(f"{name} is {type(x).__name__}")
-        if x.dtype != self.dtype or not x.is_cpu or not x.is_contiguous() or not x.numel():
-            raise Unsupported(
-                f"{name} is {x.dtype} on {x.device}; it must be {self.dtype}, like the head, "
-                "contiguous, and on a CPU"
-            )
-        return x
-
-
-def _check_type(name: str, module: object, *allowed: type) -> None:
-    """Raise unless the class of a module is exactly one of these: a subclass may compute
-    something else.
-    """
-    if type(module) not in allowed:
-        raise Unsupported(f"{name} is {type(module).__name__}")
-
-
-def _is_norm(step: nn.Module) -> bool:
-    return type(step) in (RMSNorm, OffsetRMSNorm)
-
-
-def _index_of(x: object, known: list[Any]) -> int:
-    """Return the index of an object in a list, to which it is added if it is not there."""
-    for i, y in enumerate(known):
-        if y is x or (type(y) is type(x) and not isinstance(x, nn.Module) and y == x):
-            return i
-    known.append(x)
-    return len(known) - 1
-
-
-def _activation(module: nn.Module) -> str:
-    """Return the name of an activation in `regard.ops.decode_step.ACTIVATIONS`."""
-    if type(module) is nn.SiLU:
-        return "silu"
-    if type(module) is nn.ReLU:
-        return "relu"
-    if type(module) is nn.GELU and module.approximate == "tanh":
-        return "gelu_tanh"
-    raise Unsupported(f"the activation is {module}")

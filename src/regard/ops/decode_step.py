@@ -5,8 +5,8 @@ in Python: a third of a step of a small model. Here the weights of a model are d
 data (`StepModel`), and packed as C structs; a step then sets the few fields that change, and calls
 the compiled loops of `regard.ops.jit.step_loops` once.
 
-Which models and calls this suits, is decided elsewhere (`regard.models.compiled_step`). Compiled
-code checks nothing: the caller has checked sizes, dtypes, devices and layouts.
+`regard.models.compiled_step` decides for which models and calls this is used. Compiled code checks
+nothing: the caller has checked sizes, dtypes, devices and layouts.
 """
 
 from __future__ import annotations

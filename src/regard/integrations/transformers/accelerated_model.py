@@ -16,9 +16,10 @@ class AcceleratedModel:
     """A model of transformers that `accelerate` has changed; `remove()`, or the end of a `with`
     block, puts everything back.
 
-    Attributes:
+    Args:
         model: the model.
         linears: the layers whose products of few rows run through `regard.ops.gemv`.
+        attention: the attention implementation that the model had before.
     """
 
     def __init__(self, model: PreTrainedModel, linears: list[nn.Linear], attention: str) -> None:
@@ -29,8 +30,8 @@ class AcceleratedModel:
         if self.linears or self._attention != self.model.config._attn_implementation:
             self.model.set_attn_implementation(self._attention)
         for layer in self.linears:
-            if type(layer) is Linear:
-                layer.__class__ = nn.Linear
+            if layer.__class__ is Linear:
+                object.__setattr__(layer, "__class__", nn.Linear)
         self.linears = []
 
     def __enter__(self) -> Self:
