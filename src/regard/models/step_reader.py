@@ -221,7 +221,7 @@ class ModelReader:
 
 
 def _check_calls(module: nn.Module) -> None:
-    """Raise if somebody listens to the calls of a module, or has replaced them."""
+    """Raise if a hook listens to the calls of a module, or if they were replaced."""
     if module._forward_hooks or module._forward_pre_hooks:
         raise Unsupported(f"{type(module).__name__} has a hook")
     if "forward" in module.__dict__:
