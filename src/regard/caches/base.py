@@ -44,6 +44,21 @@ class LayerSize(NamedTuple):
     widths: tuple[int, ...] = ()
 
 
+class OpenSlot(NamedTuple):
+    """Memory for one new token per row, of `Cache.open_slot`.
+
+    Attributes:
+        buffers: the buffers, each `[B, n, c, d]` with c larger than `slot`; the same tuple as long
+            as they are the same.
+        slot: the slot of the new token, which follows all others.
+        positions: the positions of the slots before it.
+    """
+
+    buffers: Parts
+    slot: int
+    positions: Positions
+
+
 CACHES: Registry[Cache] = Registry("cache")
 """All cache classes by their `kind`, the name that `generate(cache=...)` takes."""
 
@@ -270,6 +285,30 @@ class Cache(ABC):
             mark: the result of `mark`.
         """
         self.fill(mark)
+
+    def open_slot(self, positions: Positions) -> OpenSlot | None:
+        """Return memory into which a compiled step may write the memory of one new token per row.
+
+        The contents do not change before `fill_slot` is called. None means that this kind of cache,
+        or its present contents, do not allow it; then `update` is to be used.
+
+        Args:
+            positions: the positions of the new tokens.
+
+        Returns:
+            The buffers and the slot, or None.
+        """
+        return None
+
+    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+        """Count the slot of `open_slot` as written, as `update` would have written it.
+
+        Args:
+            opened: the result of `open_slot`; the caller has written the slot, or will do so before
+                anything else happens to the cache.
+            positions: the positions of all slots up to this one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} opens no slots")
 
     def _check_rows(self, rows: Tensor) -> None:
         if not isinstance(rows, Tensor) or rows.dtype not in (torch.int64, torch.int32):

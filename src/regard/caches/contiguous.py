@@ -15,6 +15,7 @@ from regard.caches.base import (
     Cache,
     Contents,
     LayerSize,
+    OpenSlot,
     Parts,
     check_crop,
     check_same_layout,
@@ -23,7 +24,7 @@ from regard.caches.base import (
     parts_of,
     positions_before,
 )
-from regard.caches.buffer_writes import write_slots
+from regard.caches.buffer_writes import can_write_in_place, write_slots
 from regard.errors import ArgumentError
 from regard.huge_pages import empty_like
 from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
@@ -53,6 +54,12 @@ class StoredParts:
         return 0 if self._positions is None else slot_count(self._positions)
 
 
+MIN_ROOM, ROOM_SHARE = 64, 8
+"""For how many more slots `Growing` allocates buffers: at least MIN_ROOM, and the number of present
+slots divided by ROOM_SHARE, so that all copies together take a constant time per token.
+"""
+
+
 class Growing(StoredParts, Cache):
     """A cache that keeps all tokens; every update appends to it by concatenation.
 
@@ -77,15 +84,65 @@ class Growing(StoredParts, Cache):
 
     kind: ClassVar[str | None] = "growing"
 
+    def __init__(self) -> None:
+        super().__init__()
+        # Only `open_slot` allocates buffers, with room for more slots than there are. Slots behind
+        # the present ones are in no tensor that was returned, so they may be written. Whatever
+        # else changes the contents drops the buffers.
+        self._buffers: Parts | None = None
+
+    def contents(self) -> Contents:
+        """Return the parts and their positions."""
+        self._read_buffers()
+        return super().contents()
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Replace the parts and their positions."""
+        self._buffers = None
+        super().fill(contents)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the memory that is held, with the room for later tokens."""
+        tensors = self._buffers or self._memory or ()
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    def open_slot(self, positions: Positions) -> OpenSlot | None:
+        """Return buffers with room for one more token per row; None while the cache is empty."""
+        n = len(self)
+        if self._memory is None or self._positions is None or slot_count(positions) != 1:
+            return None
+        if self._buffers is None or n == self._buffers[0].shape[2]:
+            self._read_buffers()
+            if any(x.requires_grad for x in self._memory):
+                return None
+            capacity = n + max(MIN_ROOM, n // ROOM_SHARE)
+            buffers = tuple(
+                empty_like(x, (*x.shape[:2], capacity, x.shape[3])) for x in self._memory
+            )
+            self._buffers = write_slots(buffers, self._memory, 0)
+        return OpenSlot(self._buffers, n, self._positions)
+
+    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+        """Count the slot as written."""
+        self._buffers, self._positions = opened.buffers, positions
+
+    def _read_buffers(self) -> None:
+        """Make the memory views of the buffers, if there are any."""
+        if self._buffers is not None:
+            n = len(self)
+            self._memory = tuple(x[:, :, :n] for x in self._buffers)
+
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append memory, each part `[B, n, T, d]`, and return all memory and all positions."""
         check_update(memory, positions)
+        self._read_buffers()
         if self._memory is not None and self._positions is not None:
             check_same_layout(self._memory, memory)
             joined = zip(self._memory, memory, strict=True)
             memory = tuple(torch.cat([old, new], dim=2) for old, new in joined)
             positions = concat_positions(self._positions, positions)
-        self._memory, self._positions = memory, positions
+        self._memory, self._positions, self._buffers = memory, positions, None
         return memory, positions
 
     def crop(self, length: int) -> None:
@@ -93,6 +150,8 @@ class Growing(StoredParts, Cache):
         check_crop(length)
         if self._memory is None or self._positions is None:
             return
+        self._read_buffers()
+        self._buffers = None
         positions = positions_before(self._positions, length)
         n = written_length(positions)
         self._memory = tuple(m[:, :, :n] for m in self._memory)
@@ -188,6 +247,20 @@ class Fixed(Cache):
             self._table[:, : positions.shape[1]] = positions
             positions = self._table
         self._positions = slice_positions(positions, slice(0, n))
+
+    def open_slot(self, positions: Positions) -> OpenSlot | None:
+        """Return the buffers and the next slot; None without buffers or a free slot."""
+        n = len(self)
+        if self._buffers is None or n == self.capacity or slot_count(positions) != 1:
+            return None
+        if not can_write_in_place(self._buffers, ()):
+            return None
+        return OpenSlot(self._buffers, n, self._positions)
+
+    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+        """Count the slot as written."""
+        self._positions = positions
+        self._table = None  # `_extend` makes another one if it needs one
 
     def contents(self) -> Contents:
         """Return views of the written slots, and their positions."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, rollback_on_error
 from regard.errors import ArgumentError
+from regard.models.compiled_step import try_step
 from regard.nn import Block, InputEmbedding
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.process_state import is_compiling
@@ -137,6 +138,10 @@ class Decoder(nn.Module):
             positions = caches[0].next(ids.shape[-1]) if caches else Span(0, ids.shape[-1])
         if not caches or is_compiling():
             return self._forward(ids, positions, caches, backend, last, head)
+        if head is not None and backend == "auto" and ids.shape[-1] == 1:
+            logits = try_step(self, ids, positions, caches)
+            if logits is not None:
+                return logits
         with rollback_on_error(
             *caches, layers=True
         ):  # if a later layer raises, earlier caches are restored

@@ -300,6 +300,22 @@ class Rotary(nn.Module):
             )
         return apply_rotary(x, *self._cos_sin(x, positions), self.layout)
 
+    def tables(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Return the factors by which `forward` rotates.
+
+        Args:
+            x: a tensor with the dtype and the device of the tables; its values are not read.
+            positions: a `Span`, or integers [B or 1, L].
+
+        Returns:
+            cos and sin, each [B or 1, 1, L, n] for n rotated pairs.
+
+        >>> cos, sin = Rotary(8).tables(torch.ones(1), Span(0, 3))
+        >>> cos.shape, cos[0, 0, 0].tolist()
+        (torch.Size([1, 1, 3, 4]), [1.0, 1.0, 1.0, 1.0])
+        """
+        return self._cos_sin(x, positions)
+
     def _cos_sin(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Return the tables of cos and sin for x, from the last call if it had the same
         arguments.

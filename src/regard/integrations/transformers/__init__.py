@@ -8,6 +8,7 @@ passed as a dense tensor. Taps work as in regard's own models.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="regard")
     model.set_attn_implementation("regard")  # or later
+    handle = accelerate(model)  # or: the linear layers, too; handle.remove() puts all back
     # a step of this cache copies no old keys
     model.generate(**prompt, past_key_values=PreallocatedCache(model.config))
 
@@ -58,6 +59,7 @@ for _function, _parameter in (
         )
 
 from regard.deprecation import renamed  # noqa: E402
+from regard.integrations.transformers.accelerated_model import AcceleratedModel, accelerate  # noqa: E402
 from regard.integrations.transformers.attention import name_taps, regard_attention  # noqa: E402
 from regard.integrations.transformers.cache import PreallocatedCache, PreallocatedLayer  # noqa: E402
 from regard.integrations.transformers.mask_functions import regard_mask  # noqa: E402
@@ -69,10 +71,12 @@ from regard.integrations.transformers.supported_models import (  # noqa: E402
 )
 
 __all__ = [
+    "AcceleratedModel",
     "BoolMask",
     "MaskRule",
     "PreallocatedCache",
     "PreallocatedLayer",
+    "accelerate",
     "architectures",
     "name_taps",
     "regard_attention",

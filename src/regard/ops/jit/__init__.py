@@ -1,7 +1,7 @@
 """Compiled CPU kernels: loops for which PyTorch has no fast operator, written in Python and
 compiled by Numba.
 
-There are four entry points:
+There are five entry points:
 
 - `decode`: attention of a few queries to many keys. Each key and value is read once, as fast as the
 memory allows, also from the codes of a quantised cache. Its caller is `regard.ops.softmax.cpu`.
@@ -9,6 +9,8 @@ memory allows, also from the codes of a quantised cache. Its caller is `regard.o
 the mask does not hide, and its gradient. Its caller is `regard.ops.softmax.gemm`.
 - `gemv_loops` and `rms_norm_loops`: a linear map and an RMS norm of a few rows. Their callers are
 `regard.ops.gemv` and `regard.ops.rms_norm`.
+- `step_loops`: one decoded token through all layers of a model, with the loops of the others in one
+call. Its caller is `regard.ops.decode_step`.
 
 The steps of one call, from the entry point to the loop, where `regard.attend(q, k, v)` decodes one
 token with 1,024 keys:
@@ -47,6 +49,7 @@ The files, from the entry points inwards:
     matmul.py                   the matrix products of prefill, and the packing of their factors
     gemv_loops.py               a linear map of a few rows
     rms_norm_loops.py           an RMS norm of a few rows
+    step_loops.py               a decoded token through all layers of a model
     entry_points.py             compiled functions that take the address of a struct
     llvm_vectors.py             loops written in LLVM's vector instructions
     half_precision.py           bfloat16 and float16 in registers

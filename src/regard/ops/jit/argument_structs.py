@@ -172,6 +172,9 @@ DECODE_STRUCT = StructLayout(*_DECODE_FIELDS, StridedField("k"), StridedField("v
 DECODE_QUANTIZED_STRUCT = StructLayout(*_DECODE_FIELDS, QuantizedField("k"), QuantizedField("v"))
 """The arguments of decoding over quantised keys and values."""
 
+NORM_PARTS = ("w", "eps", "offset")
+"""What a struct holds of an RMS norm."""
+
 GEMV_STRUCT = StructLayout(
     IntField("R"),  # the number of vectors
     IntField("M"),  # the size of a vector of x
@@ -193,6 +196,51 @@ RMS_NORM_STRUCT = StructLayout(
     FloatField("offset"),  # added to the weight
 )
 """The arguments of the RMS norm of a few rows, packed by `regard.ops.rms_norm`."""
+
+STEP_STRUCT = StructLayout(
+    IntField("B"),  # the number of rows of the batch, each with one token
+    IntField("L"),  # the number of layers
+    IntField("M"),  # the model dim
+    IntField("V"),  # the number of logits
+    IntField("layers"),  # the address of L structs STEP_LAYER_STRUCT
+    IntField("attend"),  # the address of the entry of `decode_loops`
+    IntField("attention"),  # the address of L structs DECODE_STRUCT, its arguments
+    IntField("counters"),  # the address of 4 L + 1 pairs of counters, one for each phase
+    IntField("embedded"),  # the address of the hidden states before the first layer [B,M]
+    IntField("x"),  # the address of the hidden states before the attention of a layer [B,M]
+    IntField("x_mid"),  # the address of the hidden states before its feed-forward layer [B,M]
+    IntField("y"),  # the address of the result of a sublayer [B,M]
+    IntField("hidden"),  # the address of the hidden units of a feed-forward layer [B,F]
+    IntField("logits"),  # the address of the output [B,V]
+    *(IntField(f"norm_{x}") if x == "w" else FloatField(f"norm_{x}") for x in NORM_PARTS),
+    IntField("head_w"),
+    IntField("head_b"),
+)
+"""The arguments of a decoding step of a whole model, packed by `regard.ops.decode_step`."""
+
+_STEP_NORMS = ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after")
+_STEP_MAPS = ("q", "k", "v", "out", "gate", "up", "down")
+STEP_LAYER_STRUCT = StructLayout(
+    *(IntField(x) for x in ("H", "G", "D", "E")),  # heads, key/value heads, their sizes
+    IntField("F"),  # the number of hidden units of the feed-forward layer
+    IntField("activation"),  # the number of the activation, in `step_loops.ACTIVATIONS`
+    IntField("pairs"),  # the number of rotary pairs of a head; 0: no rotation
+    IntField("interleaved"),  # whether pair i are the dims 2i, 2i + 1; otherwise i, i + pairs
+    IntField("tables"),  # the number of rows of cos and sin: B, or 1 for all
+    IntField("cos"),  # the address of cos [tables,pairs], in the dtype of the weights
+    IntField("sin"),
+    IntField("slot"),  # the slot of keys and values that the step writes
+    *(IntField(f"{x}_{part}") for x in _STEP_MAPS for part in "wb"),  # address or 0
+    *(
+        IntField(f"{x}_{part}") if part == "w" else FloatField(f"{x}_{part}")
+        for x in _STEP_NORMS
+        for part in NORM_PARTS
+    ),
+)
+"""The arguments of one layer of a decoding step. Of a linear map x they are the addresses `x_w` of
+the weight and `x_b` of the bias, of an RMS norm x the address `x_w` of its weight (0: no norm), the
+number `x_eps` that is added to the mean square, and `x_offset` that is added to the weight.
+"""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that compiled code supports for keys, values, weights and the scales of codes."""

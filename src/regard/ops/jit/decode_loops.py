@@ -476,7 +476,8 @@ def join_splits(out, lse):
 @njit_strict
 def run_tasks(address, call, keys, values):
     """Take tasks until none of the B G P tasks of a call is left, and write their results to out
-    `[B, G, P, R, E]` and lse `[B, G, P, R]`.
+    `[B, G, P, R, E]` and lse `[B, G, P, R]`. Joining the splits of a call counts as one more
+    finished task.
 
     call: (q `[B, G, R, D]`, the scale, T, mask, extra, out, lse). keys, values: (flat memory,
     strides of B, G and the tokens, tag, number of tokens S).
@@ -532,6 +533,7 @@ def run_tasks(address, call, keys, values):
         write_output(acc, top, total, out[b, g, p], lse[b, g, p])
         if finish_task(address) == B * G * P - 1 and P > 1:
             join_splits(out, lse)
+            finish_task(address)
 
 
 @njit_strict

@@ -147,6 +147,35 @@ _dot_4, _dot_1 = _make_row_dot(VECTORS_PER_STEP), _make_row_dot(1)
 
 
 @njit_strict
+def multiply_rows(linear_map, rows, vectors, R, tag, products, out):
+    """Compute some of the rows of W x + b for R vectors x.
+
+    linear_map: (W, b, whether there is a bias). rows: the first row and one past the last one.
+    vectors: fp32 `[R', M]`, where R' is 1, or R rounded up to a multiple of VECTORS_PER_STEP.
+    products: room for VECTORS_PER_STEP numbers. out: (memory y, the place of the first row of the
+    first vector in it, the distance from one vector to the next).
+    """
+    w, b, has_bias = linear_map
+    y, place, stride = out
+    M = vectors.shape[1]
+    for i in range(rows[0], rows[1]):
+        bias = to_float32(b[i], tag) if has_bias else np.float32(0)
+        for r in range(0, R, VECTORS_PER_STEP):
+            if R == 1:
+                _dot_1(w, i * M, vectors, r, tag, products)
+            else:
+                _dot_4(w, i * M, vectors, r, tag, products)
+            for j in range(min(VECTORS_PER_STEP, R - r)):
+                y[place + (r + j) * stride + i - rows[0]] = from_float32(products[j] + bias, tag, y)
+
+
+@njit_strict
+def padded_count(R):
+    """Return the number of rows of the array in which `multiply_rows` takes R vectors."""
+    return 1 if R == 1 else (R + VECTORS_PER_STEP - 1) // VECTORS_PER_STEP * VECTORS_PER_STEP
+
+
+@njit_strict
 def run_tasks(address, arguments, x, w, b, y, tag):
     """Take tasks, blocks of rows of W, until none is left, and write their results to y.
 
@@ -154,10 +183,7 @@ def run_tasks(address, arguments, x, w, b, y, tag):
     VECTORS_PER_STEP (a single vector is not padded).
     """
     R, M, N = arguments.R, arguments.M, arguments.N
-    vectors = np.zeros(
-        (1 if R == 1 else (R + VECTORS_PER_STEP - 1) // VECTORS_PER_STEP * VECTORS_PER_STEP, M),
-        np.float32,
-    )
+    vectors = np.zeros((padded_count(R), M), np.float32)
     for r in range(R):
         for i in range(M):
             vectors[r, i] = to_float32(x[r * M + i], tag)
@@ -166,15 +192,8 @@ def run_tasks(address, arguments, x, w, b, y, tag):
         n = take_task(address) * step
         if n >= N:
             break
-        for i in range(n, min(N, n + step)):
-            bias = to_float32(b[i], tag) if arguments.b else np.float32(0)
-            for r in range(0, R, VECTORS_PER_STEP):
-                if R == 1:
-                    _dot_1(w, i * M, vectors, r, tag, products)
-                else:
-                    _dot_4(w, i * M, vectors, r, tag, products)
-                for j in range(min(VECTORS_PER_STEP, R - r)):
-                    y[(r + j) * N + i] = from_float32(products[j] + bias, tag, y)
+        rows = (n, min(N, n + step))
+        multiply_rows((w, b, arguments.b != 0), rows, vectors, R, tag, products, (y, n, N))
 
 
 def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:

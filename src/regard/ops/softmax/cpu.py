@@ -25,7 +25,7 @@ from regard.ops.jit.decode import (
 from regard.ops.softmax.call import UNREADABLE, Call, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.packed_call import unpackable_parts
-from regard.span import Span, find_empty_slots
+from regard.span import Positions, Span, find_empty_slots
 from regard.units import plural
 
 _NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64)
@@ -42,11 +42,7 @@ _START_AT_ZERO, _STOP_NOWHERE = (
 def decode_args(call: Call) -> DecodeArgs:
     """Convert a call to the arguments of the compiled decode loops."""
     q_positions, k_positions = call.q_positions, call.k_positions
-    if isinstance(q_positions, Span):
-        positions, causal_stops = _span_positions(q_positions)
-    else:
-        positions = q_positions.long().contiguous()
-        causal_stops = (positions[:, None, :, None] + 1).contiguous()
+    positions, causal_stops = causal_positions(q_positions)
     key_positions, origin = _NO_POSITIONS, 0
     if isinstance(k_positions, Span):
         origin = k_positions.start
@@ -115,15 +111,48 @@ def _visibility_arguments(call: Call, empty: Tensor | None) -> tuple[Tensor, Ten
             _STOP_NOWHERE if empty is None else torch.where(empty, 0, UNBOUNDED)[:, None, :, None]
         )
         return _START_AT_ZERO, stops.contiguous(), _NO_VISIBLE
-    if isinstance(call.q_positions, Span) and call.mask.is_static:
-        intervals = _cached_intervals(call.mask, call.q_positions)
-    else:
-        intervals = call.mask.intervals(call.q_positions)
-    if intervals is None:
+    ranges = visible_ranges(call.mask, call.q_positions)
+    if ranges is None:
         dense = call.mask.block(call.q_positions, call.k_positions, device="cpu")
         return _NO_RANGES, _NO_RANGES, dense.contiguous()
+    return *ranges, _NO_VISIBLE
+
+
+def visible_ranges(mask: masks.Mask, q_positions: Positions) -> tuple[Tensor, Tensor] | None:
+    """Return the ranges of positions that each query sees, as the compiled loops take them.
+
+    Args:
+        mask: the mask.
+        q_positions: the positions of the queries.
+
+    Returns:
+        The starts and the stops of n ranges, each int64 `[b, h, t, n]` and contiguous; None if the
+        mask cannot be given by ranges.
+
+    >>> starts, stops = visible_ranges(masks.Causal() & masks.Window(4), Span(9, 1))
+    >>> starts.flatten().tolist(), stops.flatten().tolist()
+    ([6], [10])
+    """
+    if isinstance(mask, masks.Causal):
+        return _START_AT_ZERO, causal_positions(q_positions)[1]
+    if isinstance(q_positions, Span) and mask.is_static:
+        intervals = _cached_intervals(mask, q_positions)
+    else:
+        intervals = mask.intervals(q_positions)
+    if intervals is None:
+        return None
     starts, stops = (x.contiguous() for x in intervals)
-    return starts, stops, _NO_VISIBLE
+    return starts, stops
+
+
+def causal_positions(q_positions: Positions) -> tuple[Tensor, Tensor]:
+    """Return the positions of queries, int64 `[b, T]`, and the end of the range of positions that
+    each of them sees under a causal mask, `[b, 1, T, 1]`.
+    """
+    if isinstance(q_positions, Span):
+        return _span_positions(q_positions)
+    positions = q_positions.long().contiguous()
+    return positions, (positions[:, None, :, None] + 1).contiguous()
 
 
 _NO_BIAS_ARGUMENTS = False, _NO_SLOPES, _NO_BIAS

@@ -1,0 +1,326 @@
+"""The compiled decoding step of a decoder: one call of compiled code for one token per row.
+
+`Decoder` asks `try_step` for every call of one token with caches. It computes the call by
+`regard.ops.decode_step`, if the modules of the decoder are ones that the compiled loops know, and
+if nothing observes or changes what a module computes: no trace, hook, gradient, autocast or
+compilation. Otherwise it returns None, and the modules run one after another. `why_not` gives the
+reasons.
+
+A plan is made once for a decoder and a thread, and used as long as nothing in the decoder has
+changed: modules, parameters and their memory, attributes, hooks, and the training mode.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from regard.argument_checks import finite_checks_enabled
+from regard.caches import Cache
+from regard.caches.base import OpenSlot
+from regard.models.step_reader import ModelReader, Unsupported
+from regard.ops.decode_step import (
+    DecodeStep,
+    RotaryTables,
+    SameTensors,
+    StepInputs,
+    StepLayer,
+)
+from regard.ops.gemv import MAX_VECTORS
+from regard.ops.jit import has_numba
+from regard.ops.softmax.cpu import causal_positions, visible_ranges
+from regard.ops.softmax.dispatch import KERNELS, all_kernels
+from regard.positions import Rotary
+from regard.process_state import is_compiling, is_transformed
+from regard.sequence_scope import current_scope
+from regard.span import Positions, Span, concat_positions
+from regard.tracing import is_tracing
+from regard.units import plural
+
+if TYPE_CHECKING:
+    from regard.models.decoder import Decoder
+
+
+def try_step(
+    decoder: Decoder, ids: Tensor, positions: Positions, caches: Sequence[Cache]
+) -> Tensor | None:
+    """Compute the logits of one token per row in one compiled call, and append to the caches.
+
+    Args:
+        decoder: the network.
+        ids: token ids [B, 1].
+        positions: their positions.
+        caches: one cache per layer.
+
+    Returns:
+        The logits [B, 1, V]; None if the compiled step does not support the call. Then nothing has
+        changed.
+    """
+    if torch.is_grad_enabled() or _state_reasons():
+        return None
+    plan = _plan_of(decoder)
+    if plan.reason is not None:
+        return None
+    opened = _open_slots(plan, positions, caches)
+    return None if isinstance(opened, str) else plan.run(decoder, ids, positions, caches, opened)
+
+
+def why_not(decoder: Decoder, caches: Sequence[Cache], rows: int = 1) -> list[str]:
+    """Return the reasons why a decoder does not use the compiled step now.
+
+    Args:
+        decoder: the network.
+        caches: its caches, after the prompt was read.
+        rows: the number of rows of the batch.
+
+    Returns:
+        The reasons; empty if the step is compiled.
+
+    >>> import regard, torch
+    >>> decoder = regard.load("tiny").decoder
+    >>> caches = decoder.new_caches()
+    >>> with torch.inference_mode():
+    ...     _ = decoder(torch.tensor([[1, 2, 3]]), caches=caches)
+    ...     reasons = why_not(decoder, caches)
+    >>> reasons
+    []
+    >>> why_not(decoder, caches)
+    ['gradients are recorded: use torch.no_grad() or torch.inference_mode()']
+    """
+    reasons = _state_reasons()
+    if torch.is_grad_enabled():
+        reasons.append("gradients are recorded: use torch.no_grad() or torch.inference_mode()")
+    plan = _plan_of(decoder)
+    if plan.reason is not None:
+        return [*reasons, plan.reason]
+    opened = _open_slots(plan, Span(0, 1), caches)
+    if isinstance(opened, str):
+        return [*reasons, opened]
+    unfit = plan.why_not_rows(rows, opened)
+    return [*reasons, *([] if unfit is None else [unfit])]
+
+
+def _state_reasons() -> list[str]:
+    """Return the reasons in the state of the process and this thread."""
+    states = (
+        (is_tracing(), "a trace is open"),
+        (is_compiling(), "a graph is traced or compiled"),
+        (torch.is_autocast_enabled("cpu"), "autocast is on"),
+        (is_transformed(), "a transform of torch.func is active"),
+        (torch._C._len_torch_dispatch_stack() > 0, "a dispatch mode of torch is active"),
+        (torch._C._len_torch_function_stack() > 0, "a function mode of torch is active"),
+        (current_scope() is not None, "attention runs over several ranks"),
+        (finite_checks_enabled(), "regard.checks(finite=True) looks at every input"),
+        (len(all_kernels()) != len(KERNELS), "another attention kernel is registered"),
+        (torch_module._has_any_global_hook(), "a global module hook is registered"),
+        (not has_numba(), "Numba is not installed: pip install numba"),
+    )
+    return [reason for holds, reason in states if holds]
+
+
+def _open_slots(plan: _Plan, positions: Positions, caches: Sequence[Cache]) -> list[OpenSlot] | str:
+    """Open one slot in each cache, or return the reason why that is not possible."""
+    if isinstance(positions, Span):
+        if not positions.all_tokens:
+            return "the token has no position"
+    elif not isinstance(positions, Tensor) or positions.ndim != 2 or not positions.is_cpu:
+        return "the positions are not a tensor [B, 1] on a CPU"
+    opened: list[OpenSlot] = []
+    for i, cache in enumerate(caches):
+        slot = cache.open_slot(positions)
+        if slot is None:
+            return f"the {type(cache).__name__} cache of layer {i} opens no slot for one token"
+        if opened and not _same_place(slot, opened[0]):
+            return f"the caches of layers 0 and {i} hold different positions"
+        opened.append(slot)
+    return opened if len(opened) == len(plan.layers) else "there is not one cache for each layer"
+
+
+def _same_place(one: OpenSlot, other: OpenSlot) -> bool:
+    """Return whether two caches hold the same positions."""
+    a, b = one.positions, other.positions
+    if one.slot != other.slot:
+        return False
+    if isinstance(a, Span) or isinstance(b, Span):
+        return isinstance(a, Span) and isinstance(b, Span) and a == b
+    return a is b or torch.equal(a, b)
+
+
+class _Plans(threading.local):
+    """The plans of one thread: the scratch memory of a plan serves one call at a time."""
+
+    def __init__(self) -> None:
+        self.by_decoder: WeakKeyDictionary[Decoder, _Plan] = WeakKeyDictionary()
+
+
+_plans = _Plans()
+
+
+def _plan_of(decoder: Decoder) -> _Plan:
+    """Return the plan of a decoder in this thread, made anew if the decoder has changed."""
+    plan = _plans.by_decoder.get(decoder)
+    if plan is None or not plan.guards.hold():
+        plan = _plans.by_decoder[decoder] = _Plan(decoder)
+    return plan
+
+
+class _Plan:
+    """How a decoder runs in the compiled step, or the reason why it does not."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.guards = _Guards(decoder)
+        self.reason: str | None = None
+        self.layers: tuple[StepLayer, ...] = ()
+        self._checked = SameTensors()
+        try:
+            reader = ModelReader(decoder)
+        except Unsupported as reason:
+            self.reason = str(reason)
+            return
+        self.layers, self.masks, self.rotaries = reader.layers, reader.masks, reader.rotaries
+        self.dtype, self.width, self.cap = reader.dtype, reader.width, reader.cap
+        self.step = DecodeStep(reader.model)
+
+    def run(
+        self,
+        decoder: Decoder,
+        ids: Tensor,
+        positions: Positions,
+        caches: Sequence[Cache],
+        opened: list[OpenSlot],
+    ) -> Tensor | None:
+        """Run the step, or return None if the sizes of the call do not suit it."""
+        if self.why_not_rows(ids.shape[0], opened) is not None:
+            return None
+        ranges = [visible_ranges(mask, positions) for mask in self.masks]
+        if None in ranges:
+            return None
+        x: Tensor = decoder.embed(ids, positions)
+        fits = type(x) is Tensor and x.dtype == self.dtype and x.shape[2] == self.width
+        if not (fits and x.is_cpu):
+            return None
+        x = x.contiguous()
+        joined = concat_positions(opened[0].positions, positions)
+        tables = [_tables(rotary, x, positions) for rotary in self.rotaries]
+        logits = self.step.run(
+            StepInputs(
+                x,
+                [slot.buffers for slot in opened],  # type: ignore[misc]
+                opened[0].slot,
+                _NO_POSITIONS if isinstance(joined, Span) else joined.long().contiguous(),
+                joined.start if isinstance(joined, Span) else 0,
+                causal_positions(positions)[0],
+                ranges,  # type: ignore[arg-type]
+                tables,
+            )
+        )
+        for cache, slot in zip(caches, opened, strict=True):
+            cache.fill_slot(slot, joined)
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def why_not_rows(self, B: int, opened: list[OpenSlot]) -> str | None:
+        """Return why the step does not suit a batch of B rows in these caches, or None."""
+        if not 0 < B <= MAX_VECTORS[self.dtype]:
+            return (
+                f"{plural(B, 'row')} of {self.dtype}: torch's products of matrices are faster for "
+                f"more than {MAX_VECTORS[self.dtype]}"
+            )
+        buffers = [x for slot in opened for x in slot.buffers]
+        if self._checked.are(buffers):
+            return None if buffers[0].shape[0] == B else "the caches have other rows"
+        for layer, slot in zip(self.layers, opened, strict=True):
+            if not _fits(layer, slot, B, self.dtype):
+                return f"a cache holds other parts than keys and values of {self.dtype}"
+        self._checked.remember(buffers)
+        return None
+
+
+def _fits(layer: StepLayer, slot: OpenSlot, B: int, dtype: torch.dtype) -> bool:
+    """Return whether the buffers of a cache are keys and values of a layer."""
+    sizes = (layer.D, layer.E)
+    return len(slot.buffers) == 2 and all(
+        x.shape[:2] == (B, layer.G)
+        and x.shape[2] > slot.slot
+        and x.shape[3] == size
+        and x.dtype == dtype
+        and x.is_cpu
+        and x.stride(3) == 1
+        for x, size in zip(slot.buffers, sizes, strict=True)
+    )
+
+
+_NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64)
+
+
+def _tables(rotary: Rotary, x: Tensor, positions: Positions) -> RotaryTables:
+    """Return the cos and sin of the new tokens."""
+    cos, sin = rotary.tables(x, positions)
+    pairs = cos.shape[-1]
+    return RotaryTables(
+        cos.reshape(-1, pairs).contiguous(),
+        sin.reshape(-1, pairs).contiguous(),
+        rotary.layout == "interleaved",
+    )
+
+
+class _Guards:
+    """What a plan relies on, recorded so that a change is found in a fraction of a millisecond."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        # not the decoder itself: its plan must not keep it alive
+        self._modules = list(decoder.modules())[1:]
+        self._types = list(map(type, self._modules))
+        everything = [decoder, *self._modules]
+        self._dicts: list[Any] = [
+            x
+            for m in everything
+            for x in (
+                m.__dict__,
+                m._modules,
+                m._parameters,
+                m._buffers,
+                m._forward_hooks,
+                m._forward_pre_hooks,
+            )
+        ]
+        self._size = sum(map(len, self._dicts))
+        named = list(chain.from_iterable(map(_attributes, everything)))
+        self._owners, self._names, self._values = (list(x) for x in zip(*named, strict=True))
+        self._tensors = [x for m in everything for x in m._parameters.values() if x is not None]
+        self._memory = list(map(_memory_of, self._tensors))
+
+    def hold(self) -> bool:
+        """Return whether nothing has changed."""
+        return (
+            sum(map(len, self._dicts)) == self._size
+            and list(map(type, self._modules)) == self._types
+            and all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
+            and list(map(_memory_of, self._tensors)) == self._memory
+        )
+
+
+_BOOKKEEPING = {*nn.Module().__dict__, "_last"} - {"training"}
+
+
+def _attributes(module: nn.Module) -> list[tuple[Any, str, object]]:
+    """Return the attributes of a module: the dictionary, the name and the value of each."""
+    own = [(module.__dict__, x, y) for x, y in module.__dict__.items() if x not in _BOOKKEEPING]
+    parts = [
+        (owner, x, y)
+        for owner in (module._modules, module._parameters, module._buffers)
+        for x, y in owner.items()
+    ]
+    return [*own, *parts]
+
+
+def _memory_of(x: Tensor) -> tuple[int, torch.dtype, torch.Size]:
+    """Return where the numbers of a tensor are, and what they are."""
+    return x.data_ptr(), x.dtype, x.shape

@@ -1,0 +1,368 @@
+"""`DecodeStep`: one decoded token through a whole model in one compiled call.
+
+Between the matrix products of a decoded token a model of small operations computes for a long time
+in Python: a third of a step of a small model. Here the weights of a model are described once, as
+data (`StepModel`), and packed as C structs; a step then sets the few fields that change, and calls
+the compiled loops of `regard.ops.jit.step_loops` once.
+
+`regard.models.compiled_step` decides for which models and calls this is used. Compiled code checks
+nothing: the caller has checked sizes, dtypes, devices and layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regard.ops.jit import openmp
+from regard.ops.jit.argument_structs import (
+    DECODE_STRUCT,
+    STEP_LAYER_STRUCT,
+    STEP_STRUCT,
+)
+from regard.ops.jit.decode import ELEMENTS_PER_THREAD, split_count
+
+ACTIVATIONS = ("silu", "gelu_tanh", "relu")
+"""The activations that the compiled step supports, in the order of their numbers."""
+
+COUNTER_WORDS = 16
+"""The distance between the counters of two phases in 8-byte integers; it must be equal to
+`step_loops.COUNTER_BYTES` / 8.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class StepMap:
+    """A linear map W x + b of the compiled step.
+
+    Args:
+        weight: `[N, M]`, contiguous.
+        bias: `[N]`, contiguous, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StepNorm:
+    """An RMS norm of the compiled step, x / sqrt(mean(x^2) + eps) * (weight + offset).
+
+    Args:
+        weight: `[M]`, contiguous.
+        eps: the number added to the mean square.
+        offset: the number added to the weight.
+    """
+
+    weight: Tensor
+    eps: float
+    offset: float
+
+
+@dataclass(frozen=True, eq=False)
+class StepLayer:
+    """One layer of the compiled step: attention, then a gated feed-forward layer.
+
+    Args:
+        H, G, D, E: query heads, key/value heads, query/key head dim, value head dim.
+        q, k, v, out: the linear maps of the attention.
+        gate, up, down: the linear maps of the feed-forward layer.
+        before, after: the norm before the attention and the one on its result; None: no norm.
+        ff_before, ff_after: the same of the feed-forward layer.
+        q_norm, k_norm: the norm on each head of queries and of keys, before the rotation.
+        activation: one of `ACTIVATIONS`.
+        scale: the factor on q . k.
+        softcap: the bound on the scores; 0: none.
+        rotary: the number of the layer's rotary tables in `StepInputs.tables`; None: no rotation.
+        mask: the number of the layer's ranges in `StepInputs.ranges`.
+    """
+
+    H: int
+    G: int
+    D: int
+    E: int
+    q: StepMap
+    k: StepMap
+    v: StepMap
+    out: StepMap
+    gate: StepMap
+    up: StepMap
+    down: StepMap
+    before: StepNorm | None
+    after: StepNorm | None
+    ff_before: StepNorm | None
+    ff_after: StepNorm | None
+    q_norm: StepNorm | None
+    k_norm: StepNorm | None
+    activation: str
+    scale: float
+    softcap: float
+    rotary: int | None
+    mask: int
+
+
+@dataclass(frozen=True, eq=False)
+class StepModel:
+    """A model of the compiled step: its layers, the norm after them, and the head.
+
+    Args:
+        layers: the layers.
+        norm: the norm before the head; None: no norm.
+        head: the map to the logits.
+    """
+
+    layers: tuple[StepLayer, ...]
+    norm: StepNorm | None
+    head: StepMap
+
+
+class RotaryTables(NamedTuple):
+    """Cos and sin of the angles of the new tokens, each `[B or 1, n]` in the dtype of the weights.
+
+    Args:
+        cos, sin: the tables.
+        interleaved: whether pair i are the dims 2i and 2i + 1, instead of i and i + n.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+
+class StepInputs(NamedTuple):
+    """What changes from one step to the next.
+
+    Args:
+        x: the embedded tokens `[B, 1, M]`, contiguous.
+        buffers: for each layer the buffers of keys `[B, G, c, D]` and values `[B, G, c, E]`, whose
+            last dimension is contiguous.
+        slot: the slot of the buffers that the new tokens take; the keys are slots 0 to `slot`.
+        k_positions: the positions of these slots `[B or 1, slot + 1]`, or `[1, 0]` where they are
+            contiguous from `origin` on.
+        origin: the position of slot 0 where they are contiguous.
+        q_positions: the positions of the new tokens `[B or 1, 1]`.
+        ranges: for each different mask the starts and stops of the ranges of positions that the
+            queries see, each int64 `[b, h, 1, n]`.
+        tables: for each different rotary its tables.
+    """
+
+    x: Tensor
+    buffers: Sequence[tuple[Tensor, Tensor]]
+    slot: int
+    k_positions: Tensor
+    origin: int
+    q_positions: Tensor
+    ranges: Sequence[tuple[Tensor, Tensor]]
+    tables: Sequence[RotaryTables]
+
+
+class SameTensors:
+    """Remembers tensors without keeping them alive, to find out later whether others are the same.
+
+    >>> known, x = SameTensors(), torch.ones(2)
+    >>> known.remember([x])
+    >>> known.are([x]), known.are([x.clone()])
+    (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._known: list[ReferenceType[Tensor]] = []
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        """Remember these tensors instead of the last ones."""
+        self._known = list(map(ref, tensors))
+
+    def are(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether these are the remembered tensors, in the same order."""
+        return len(tensors) == len(self._known) and all(
+            known() is x for known, x in zip(self._known, tensors, strict=True)
+        )
+
+
+class DecodeStep:
+    """The packed structs and the scratch memory of a model. One thread at a time may use it.
+
+    The structs hold addresses of the weights: an object is valid as long as these stay where they
+    are, and sees changes of their values.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: StepModel) -> None:
+        self.model = model
+        self.dtype = model.head.weight.dtype
+        self._layers = np.zeros(len(model.layers), STEP_LAYER_STRUCT.dtype)
+        self._attention = np.zeros(len(model.layers), DECODE_STRUCT.dtype)
+        for i, layer in enumerate(model.layers):
+            _pack_layer(self._layers[i], layer)
+            self._attention[i]["T"], self._attention[i]["scale"] = 1, layer.scale
+            self._attention[i]["softcap"] = layer.softcap
+        self._counters = np.zeros((4 * len(model.layers) + 1, COUNTER_WORDS), np.int64)
+        self._by_mask = _numbers_by_value([layer.mask for layer in model.layers])
+        self._by_rotary = _numbers_by_value([layer.rotary for layer in model.layers])
+        self._scratch: tuple[Tensor, ...] = ()
+        self._rows = self._splits = 0
+        self._buffers = SameTensors()
+
+    def run(self, inputs: StepInputs) -> Tensor:
+        """Compute the logits of the new tokens, and write their keys and values to the buffers.
+
+        Args:
+            inputs: the tokens and their places.
+
+        Returns:
+            The logits `[B, 1, V]`, in the dtype of the weights.
+        """
+        B, model = inputs.x.shape[0], self.model
+        workers = openmp.thread_count()
+        self._prepare_memory(B, workers)
+        self._set_buffers(inputs)
+        self._set_splits(B, inputs.slot + 1, workers)
+        self._set_positions(inputs)
+        logits = torch.empty(B, 1, model.head.weight.shape[0], dtype=self.dtype)
+        self._counters.fill(0)
+        self._attention["taken"] = self._attention["done"] = 0
+        x, x_mid, y, hidden = self._scratch[:4]
+        norm, (step_entry, attend_entry) = _norm_numbers(model.norm), _compiled_entries()
+        record = STEP_STRUCT.pack_numbers(
+            B,
+            len(model.layers),
+            inputs.x.shape[2],
+            logits.shape[2],
+            self._layers.ctypes.data,
+            attend_entry(self.dtype),
+            self._attention.ctypes.data,
+            self._counters.ctypes.data,
+            inputs.x.data_ptr(),
+            x.data_ptr(),
+            x_mid.data_ptr(),
+            y.data_ptr(),
+            hidden.data_ptr(),
+            logits.data_ptr(),
+            *norm,
+            *_map_numbers(model.head),
+        )
+        openmp.run_entry(step_entry(self.dtype), record, workers)
+        return logits
+
+    def _prepare_memory(self, B: int, workers: int) -> None:
+        """Allocate the scratch memory for a number of rows and threads, if that has changed."""
+        layers = self.model.layers
+        splits = max(-(-8 * workers // (B * layer.G)) for layer in layers) if workers > 1 else 1
+        if self._rows == B and splits <= self._splits:
+            return
+        M = self.model.head.weight.shape[1]
+        states = [torch.empty(B, M, dtype=self.dtype) for _ in range(3)]
+        hidden = torch.empty(
+            B, max(layer.down.weight.shape[1] for layer in layers), dtype=self.dtype
+        )
+        q = torch.empty(B, max(layer.H * layer.D for layer in layers))
+        out = torch.empty(B, splits, max(layer.H * layer.E for layer in layers))
+        lse = torch.empty(B, splits, max(layer.H for layer in layers))
+        self._scratch = *states, hidden, q, out, lse
+        self._rows, self._splits = B, splits
+        for i, layer in enumerate(layers):
+            record = self._attention[i]
+            record["q"], record["out"], record["lse"] = (x.data_ptr() for x in (q, out, lse))
+            record["q_shape"] = B, layer.G, layer.H // layer.G, layer.D
+            for name, x in (("visible", _NO_VISIBLE), ("slopes", _NO_SLOPES), ("bias", _NO_BIAS)):
+                record[name], record[f"{name}_shape"] = x.data_ptr(), _shape_4d(x)
+
+    def _set_buffers(self, inputs: StepInputs) -> None:
+        """Set the addresses of the buffers, if they are others than in the last step."""
+        tensors = [x for pair in inputs.buffers for x in pair]
+        if self._buffers.are(tensors):
+            return
+        for record, (k, v) in zip(self._attention, inputs.buffers, strict=True):
+            record["k"], record["k_steps"] = k.data_ptr(), k.stride()[:3]
+            record["v"], record["v_steps"] = v.data_ptr(), v.stride()[:3]
+        self._buffers.remember(tensors)
+
+    def _set_splits(self, B: int, S: int, workers: int) -> None:
+        """Divide the keys into splits, exactly as `regard.ops.jit.decode` does."""
+        self._attention["S"], self._layers["slot"] = S, S - 1
+        for record, layer in zip(self._attention, self.model.layers, strict=True):
+            heads = B * layer.G
+            work = heads * S * (layer.D + layer.E)
+            used = min(workers, max(1, work // ELEMENTS_PER_THREAD))
+            splits = split_count(heads, S, used) if used > 1 else 1
+            if record["out_shape"][1] != splits or record["out_shape"][0] != heads:
+                R = layer.H // layer.G
+                record["out_shape"] = heads, splits, R, layer.E
+                record["lse_shape"] = B, layer.G, splits, R
+
+    def _set_positions(self, inputs: StepInputs) -> None:
+        """Set the positions, the ranges that each mask lets the queries see, and the rotations."""
+        records = self._attention
+        records["origin"] = inputs.origin
+        for name, x in (("k_positions", inputs.k_positions), ("q_positions", inputs.q_positions)):
+            records[name], records[f"{name}_shape"] = x.data_ptr(), _shape_4d(x)
+        for i, layers in self._by_mask:
+            for name, x in zip(("starts", "stops"), inputs.ranges[i], strict=True):
+                records[name][layers], records[f"{name}_shape"][layers] = x.data_ptr(), _shape_4d(x)
+        for i, layers in self._by_rotary:
+            cos, sin, interleaved = inputs.tables[i]
+            for name, number in (
+                ("cos", cos.data_ptr()),
+                ("sin", sin.data_ptr()),
+                ("tables", cos.shape[0]),
+                ("pairs", cos.shape[1]),
+                ("interleaved", interleaved),
+            ):
+                self._layers[name][layers] = number
+
+
+_NO_VISIBLE = torch.empty(1, 1, 1, 0, dtype=torch.bool)
+_NO_BIAS, _NO_SLOPES = torch.empty(1, 1, 1, 0), torch.empty(0)
+
+
+def _numbers_by_value(values: Sequence[int | None]) -> list[tuple[int, np.ndarray]]:
+    """Return for each value except None the indices at which it stands."""
+    known = sorted({x for x in values if x is not None})
+    return [(x, np.array([i for i, y in enumerate(values) if y == x])) for x in known]
+
+
+def _shape_4d(x: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor, padded to four dimensions with leading ones."""
+    return (*(1,) * (4 - x.ndim), *x.shape)
+
+
+def _norm_numbers(norm: StepNorm | None) -> tuple[int, float, float]:
+    """Return the fields of a norm: the address of its weight, eps and offset."""
+    return (0, 0.0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps, norm.offset)
+
+
+def _map_numbers(linear_map: StepMap) -> tuple[int, int]:
+    """Return the fields of a linear map: the addresses of its weight and its bias."""
+    bias = linear_map.bias
+    return linear_map.weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+
+
+def _pack_layer(record: np.void, layer: StepLayer) -> None:
+    """Write a layer to its struct."""
+    record["H"], record["G"], record["D"], record["E"] = layer.H, layer.G, layer.D, layer.E
+    record["F"] = layer.down.weight.shape[1]
+    record["activation"] = ACTIVATIONS.index(layer.activation)
+    for name in ("q", "k", "v", "out", "gate", "up", "down"):
+        record[f"{name}_w"], record[f"{name}_b"] = _map_numbers(getattr(layer, name))
+    for name in ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after"):
+        numbers = _norm_numbers(getattr(layer, name))
+        record[f"{name}_w"], record[f"{name}_eps"], record[f"{name}_offset"] = numbers
+
+
+@cache
+def _compiled_entries() -> tuple[Callable[[torch.dtype], int], ...]:
+    """Import the compiled loops at the first call, and return the functions that map a dtype to the
+    address of compiled code: of a step, and of attention.
+    """
+    from regard.ops.jit import decode_loops, step_loops
+
+    return step_loops.entry_address, decode_loops.entry_address

@@ -1,0 +1,487 @@
+"""The compiled step of a decoder against its modules, and what makes a decoder leave it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard import masks
+from regard.caches import Cache, Fixed, Growing
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.models import compiled_step
+from regard.models.compiled_step import why_not
+from regard.models.decoder import Decoder
+from regard.models.generation import DecodeSession
+from regard.models.generation.decode_session import pad_left
+from regard.nn import (
+    Attention,
+    Block,
+    GatedFeedForward,
+    HeadProjection,
+    InputEmbedding,
+    OffsetRMSNorm,
+    OutputNorm,
+    PreNorm,
+    RMSNorm,
+    SandwichNorm,
+    SeparateQKV,
+    SwiGLU,
+)
+from regard.nn.embedding import CappedLogits
+from regard.nn.linear import Linear
+from regard.ops.jit import openmp
+from regard.positions import LinearScaling, Rotary
+from regard.span import Span
+from tests.models import small
+from tests.rules import assert_close_rule
+
+M, V, F = 128, 300, 136
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def llama(H: int = 4, G: int = 2, D: int = 32, *, seed: int = 0, **parts: object) -> Decoder:
+    """Two Llama-like blocks; `parts` change the ingredients."""
+    rotary = parts.get("rotary", Rotary(D))
+    bias = bool(parts.get("bias"))
+    norm: Callable[[int], nn.Module] = parts.get("norm", RMSNorm)  # type: ignore[assignment]
+    residual = parts.get("residual", PreNorm)
+    sandwich = residual is SandwichNorm
+
+    def block(mask: masks.Mask) -> Block:
+        steps = [[norm(D)] if parts.get("head_norms") else [] for _ in range(2)]
+        last = [] if rotary is None else [rotary]
+        q = HeadProjection(M, H, D, *steps[0], *last, bias=bias)
+        k = HeadProjection(M, G, D, *steps[1], *last, bias=bias)
+        v = HeadProjection(M, G, D, bias=bias)
+        attention = Attention(
+            SeparateQKV(q, k, v),
+            Linear(H * D, M, bias=bias),
+            mask=mask,
+            softcap=parts.get("softcap"),  # type: ignore[arg-type]
+        )
+        activation = parts.get("activation")
+        network = (
+            SwiGLU(M, F, bias=bias)
+            if activation is None
+            else GatedFeedForward(M, F, activation, bias=bias)  # type: ignore[arg-type]
+        )
+        paths = (residual(*(norm(M) for _ in range(1 + sandwich))) for _ in range(2))  # type: ignore[operator]
+        return Block(attention, network, *paths)
+
+    first: masks.Mask = parts.get("mask", masks.Causal())  # type: ignore[assignment]
+    rest = int(parts.get("layers", 2)) - 1  # type: ignore[call-overload]
+    layers = [block(first), *(block(masks.Causal()) for _ in range(rest))]
+    head = CappedLogits(M, V, cap=5.0) if parts.get("cap") else Linear(M, V, bias=bias)
+    decoder = Decoder(InputEmbedding(nn.Embedding(V, M)), layers, norm(M), head)
+    small.randomise(decoder, seed)
+    return decoder.eval().requires_grad_(False)
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {"bias": True},
+    "qwen3": {"head_norms": True, "G": 1},
+    "gemma2": {
+        "norm": OffsetRMSNorm,
+        "residual": SandwichNorm,
+        "activation": nn.GELU("tanh"),
+        "softcap": 3.0,
+        "cap": True,
+    },
+    "output-norm": {"residual": OutputNorm, "activation": nn.ReLU()},
+    "window": {"mask": masks.Causal() & masks.Window(9), "D": 24},
+    "interleaved": {"rotary": Rotary(32, layout="interleaved", rotary_dim=16)},
+    "scaled": {"rotary": Rotary(32, scaling=LinearScaling(4.0)), "H": 3, "G": 3},
+    "no-rotary": {"rotary": None},
+}
+
+
+def full_caches(decoder: Decoder, kind: str, slots: int = 64) -> list[Cache]:
+    return [Growing() if kind == "growing" else Fixed(slots) for _ in decoder.layers]
+
+
+def decode(
+    decoder: Decoder,
+    ids: Tensor,
+    prompt: int,
+    *,
+    kind: str = "growing",
+    backend: str = "auto",
+    positions: Tensor | None = None,
+) -> tuple[Tensor, list[Cache]]:
+    """Logits of each token after the prompt, decoded one by one, and the caches."""
+    caches, T = full_caches(decoder, kind), ids.shape[1]
+    out = []
+    with torch.inference_mode():
+        first = None if positions is None else positions[:, :prompt]
+        decoder(ids[:, :prompt], first, caches)
+        for t in range(prompt, T):
+            out.append(decoder(ids[:, t : t + 1], caches=caches, backend=backend))
+    return torch.cat(out, 1), caches
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The number of threads of every compiled step that runs."""
+    counted: list[int] = []
+    run = compiled_step.DecodeStep.run
+
+    def counting(self: object, inputs: object) -> Tensor:
+        counted.append(openmp.thread_count())
+        return run(self, inputs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(compiled_step.DecodeStep, "run", counting)
+    return counted
+
+
+@pytest.mark.full(keep="each")
+@pytest.mark.parametrize("cache", ["growing", "fixed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_step_equals_the_modules(
+    kind: str, dtype: torch.dtype, cache: str, steps: list[int]
+) -> None:
+    decoder = llama(**KINDS[kind]).to(dtype)  # type: ignore[arg-type]
+    ids = torch.randint(V, (2, 21), generator=torch.Generator().manual_seed(1))
+    found, caches = decode(decoder, ids, 15, kind=cache)
+    assert len(steps) == 6
+    plain, plain_caches = decode(decoder, ids, 15, kind=cache, backend="reference")
+    assert len(steps) == 6
+    exact, _ = decode(copy.deepcopy(decoder).double(), ids, 15, kind=cache, backend="reference")
+    assert_close_rule(found, plain, exact)
+    for one, other in zip(caches, plain_caches, strict=True):
+        assert len(one) == 21
+        assert one.next(1) == Span(21, 1)
+        assert one.contents()["positions"] == other.contents()["positions"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_where_the_sums_are_the_same_all_bits_are(dtype: torch.dtype) -> None:
+    """All matrices are large enough for `gemv`, and the kernel "cpu" is the one of the step. In
+    fp32 the activation differs in the last bit, so that a ReLU takes its place.
+    """
+    decoder = llama(H=8, G=4, activation=nn.ReLU(), bias=True).to(dtype)
+    ids = torch.randint(V, (3, 14), generator=torch.Generator().manual_seed(2))
+    found, caches = decode(decoder, ids, 9)
+    plain, plain_caches = decode(decoder, ids, 9, backend="cpu")
+    assert torch.equal(found, plain)
+    for one, other in zip(caches, plain_caches, strict=True):
+        for name in ("memory.0", "memory.1"):
+            assert torch.equal(one.contents()[name], other.contents()[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cache", ["growing", "fixed"])
+def test_padded_rows_equal_single_rows(cache: str, steps: list[int]) -> None:
+    decoder = llama(seed=3)
+    rows = [[5, 6, 7, 8, 9, 10], [11, 12], [13, 14, 15]]
+    ids, positions = pad_left(rows)
+    ids = torch.cat([ids, torch.tensor([[1, 2, 3]] * 3)], 1)
+    assert isinstance(positions, Tensor)
+    found, _ = decode(decoder, ids, 6, kind=cache, positions=positions)
+    assert len(steps) == 3
+    for row, tokens in enumerate(rows):
+        alone, _ = decode(decoder, torch.tensor([[*tokens, 1, 2, 3]]), len(tokens), kind=cache)
+        torch.testing.assert_close(found[row], alone[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
+    """More threads than cores, and fewer: a phase ends when its tasks do."""
+    decoder = llama(seed=4)
+    before, logits = torch.get_num_threads(), []
+    caches = [prompted(decoder) for _ in range(2)]
+    try:
+        for n, own in zip((before, threads), caches, strict=True):
+            torch.set_num_threads(n)
+            with torch.inference_mode():
+                logits.append([decoder(torch.tensor([[i]]), caches=own) for i in range(8)])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for x, y in zip(*logits, strict=True))
+
+
+def test_two_threads_decode_with_one_model() -> None:
+    decoder = llama(seed=5)
+    ids = torch.randint(V, (4, 30), generator=torch.Generator().manual_seed(4))
+    expected = [decode(decoder, row[None], 10)[0] for row in ids]
+    found: list[Tensor | None] = [None] * 4
+
+    def work(i: int) -> None:
+        found[i] = decode(decoder, ids[i : i + 1], 10)[0]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))  # type: ignore[arg-type]
+
+
+def prompted(decoder: Decoder, kind: str = "growing") -> list[Cache]:
+    """Caches that have read three tokens."""
+    caches = full_caches(decoder, kind)
+    with torch.inference_mode():
+        decoder(torch.tensor([[1, 2, 3]]), caches=caches)
+    return caches
+
+
+def _scaled(module: nn.Module) -> None:
+    module.scale = 0.25
+
+
+CHANGES: dict[str, tuple[Callable[[Decoder], object], str]] = {
+    "hook": (lambda d: d.layers[1].feed_forward.down.register_forward_hook(print), "has a hook"),
+    "forward": (lambda d: setattr(d.norm, "forward", abs), "was replaced"),
+    "mechanism": (lambda d: setattr(d.layers[1].attention, "bias", object()), "has a bias"),
+    "subclass": (
+        lambda d: setattr(d.layers[0], "feed_forward", type("Other", (SwiGLU,), {})(M, F)),
+        "layer 0: the feed-forward layer is Other",
+    ),
+    "parametrization": (
+        lambda d: nn.utils.parametrizations.weight_norm(d.layers[0].feed_forward.up),
+        "linear map",
+    ),
+    "activation": (
+        lambda d: setattr(d.layers[0].feed_forward, "activation", nn.Tanh()),
+        "the activation is Tanh()",
+    ),
+    "dtype": (lambda d: d.layers[1].feed_forward.half(), "torch.float16 on cpu"),
+    "strides": (
+        lambda d: setattr(d.head.weight, "data", torch.randn(M, V).T),
+        "contiguous",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_decoder_leaves_the_step_and_says_why(change: str) -> None:
+    decoder = llama()
+    caches, (make, reason) = prompted(decoder), CHANGES[change]
+    with torch.no_grad():
+        assert why_not(decoder, caches) == []
+        make(decoder)
+        (said,) = why_not(decoder, caches)
+    assert reason in said
+
+
+STATES: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
+    "gradient": (torch.enable_grad, "gradients are recorded"),
+    "trace": (lambda: regard.Trace("z", missing="ignore"), "a trace is open"),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "autocast is on"),
+    "checks": (lambda: regard.checks(finite=True), "looks at every input"),
+    "flops": (
+        lambda: torch.utils.flop_counter.FlopCounterMode(display=False),
+        "a dispatch mode",
+    ),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_who_listens_gets_the_modules(state: str, steps: list[int]) -> None:
+    decoder = llama()
+    open_state, reason = STATES[state]
+    with torch.no_grad(), open_state():
+        caches = full_caches(decoder, "growing")
+        decoder(torch.tensor([[1, 2, 3]]), caches=caches)
+        said = why_not(decoder, caches)
+        decoder(torch.tensor([[4]]), caches=caches)
+    assert any(reason in x for x in said)
+    assert steps == []
+    caches = prompted(decoder)
+    with torch.no_grad():
+        decoder(torch.tensor([[5]]), caches=caches)
+    assert len(steps) == 1
+
+
+def test_a_trace_between_compiled_steps_sees_all_keys() -> None:
+    decoder = llama(seed=6)
+    ids = torch.randint(V, (1, 8), generator=torch.Generator().manual_seed(5))
+    _, caches = decode(decoder, ids, 4)
+    with torch.inference_mode(), regard.Trace("layers.1.pattern") as trace:
+        decoder(torch.tensor([[7]]), caches=caches)
+    whole = torch.cat([ids, torch.tensor([[7]])], 1)
+    with torch.inference_mode(), regard.Trace("layers.1.pattern") as one_pass:
+        decoder(whole)
+    torch.testing.assert_close(trace["pattern"], one_pass["pattern"][:, :, -1:])
+
+
+REFUSED: dict[str, tuple[Callable[[Decoder, list[Cache]], list[str]], str]] = {
+    "empty": (lambda d, _: why_not(d, full_caches(d, "growing")), "opens no slot"),
+    "full": (lambda d, _: why_not(d, prompted_in(d, 3)), "opens no slot"),
+    "other kind": (lambda d, c: why_not(d, [c[0], regard.caches.Paged(4, 8)]), "Paged cache"),
+    "number": (lambda d, c: why_not(d, c[:1]), "not one cache for each layer"),
+    "rows": (lambda d, c: why_not(d, c, 2), "other parts"),
+    "many rows": (lambda d, c: why_not(d, c, 40), "40 rows of torch.float32"),
+}
+
+
+def prompted_in(decoder: Decoder, slots: int) -> list[Cache]:
+    caches = full_caches(decoder, "fixed", slots)
+    with torch.inference_mode():
+        decoder(torch.tensor([[1, 2, 3]]), caches=caches)
+    return caches
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_caches_that_the_step_cannot_write(case: str) -> None:
+    decoder = llama()
+    ask, reason = REFUSED[case]
+    with torch.inference_mode():
+        (said,) = ask(decoder, prompted(decoder))
+    assert reason in said
+
+
+def test_hooks_outside_the_blocks_are_called(steps: list[int]) -> None:
+    decoder, calls = llama(), []
+    caches = prompted(decoder)
+    for module in (decoder, decoder.embed, decoder.embed.embedding):
+        module.register_forward_hook(lambda *_: calls.append(1))
+    with torch.inference_mode():
+        decoder(torch.tensor([[4]]), caches=caches)
+    assert len(calls) == 3
+    assert len(steps) == 1
+
+
+@pytest.mark.parametrize("positions", [torch.tensor([3]), torch.tensor([[3], [3]])], ids=str)
+def test_wrong_positions_are_refused_by_name(positions: Tensor) -> None:
+    decoder = llama()
+    caches = prompted(decoder)
+    with torch.inference_mode(), pytest.raises((ArgumentError, ArgumentTypeError)):
+        decoder(torch.tensor([[4]]), positions, caches)
+    assert [len(cache) for cache in caches] == [3, 3]
+
+
+def test_caches_of_different_lengths_are_left_to_the_modules() -> None:
+    decoder = llama()
+    caches = prompted(decoder)
+    caches[1].crop(2)
+    with torch.inference_mode():
+        assert why_not(decoder, caches) == ["the caches of layers 0 and 1 hold different positions"]
+
+
+def test_small_matrices_are_left_to_the_modules() -> None:
+    made = small.model().decoder
+    with torch.inference_mode():
+        (said,) = why_not(made, prompted(made))
+    assert "at most 960 elements" in said
+
+
+def test_changed_weights_are_used(steps: list[int]) -> None:
+    """Values in place, memory, parameters and modules: whatever changes, the next step sees it."""
+    decoder = llama(seed=7)
+    linear, norm = decoder.layers[0].feed_forward.up, decoder.layers[1].attention_residual.norm
+
+    def assert_equal() -> None:
+        ids = torch.tensor([[1, 2, 3, 4]])
+        found, _ = decode(decoder, ids, 3)
+        plain, _ = decode(decoder, ids, 3, backend="reference")
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+        logits.append(found)
+
+    logits: list[Tensor] = []
+    assert_equal()
+    linear.weight.mul_(1.5)
+    assert_equal()
+    linear.weight.data = linear.weight.data * 0.5
+    assert_equal()
+    linear.weight = nn.Parameter(linear.weight.flip(0), requires_grad=False)
+    assert_equal()
+    norm.eps = 0.5
+    assert_equal()
+    decoder.layers[1].attention.softcap = 0.5
+    assert_equal()
+    decoder.layers[0].feed_forward = SwiGLU(M, 2 * F).requires_grad_(False)
+    assert_equal()
+    decoder.layers.append(copy.deepcopy(decoder.layers[1]))
+    assert_equal()
+    assert len(steps) == 8
+    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(logits))
+
+
+def test_tensors_that_a_growing_cache_gave_never_change() -> None:
+    """Also after a crop, which lets later tokens take the same slots."""
+    decoder = llama(seed=8)
+    caches = prompted(decoder)
+    given: list[tuple[Tensor, Tensor]] = []
+    with torch.inference_mode():
+        for token in (4, 5, 6, 7):
+            decoder(torch.tensor([[token]]), caches=caches)
+            keys = caches[0].contents()["memory.0"]
+            assert isinstance(keys, Tensor)
+            given.append((keys, keys.clone()))
+            if token == 5:
+                caches[0].crop(3), caches[1].crop(3)
+    assert [x.shape[2] for x, _ in given] == [4, 5, 4, 5]
+    assert all(torch.equal(x, y) for x, y in given)
+
+
+def test_forks_and_reordered_rows_stay_apart() -> None:
+    decoder = llama(seed=9)
+    session = DecodeSession(decoder)
+    session.append(torch.tensor([[1, 2, 3]]))
+    session.append(torch.tensor([[4]]))
+    twins = session.fork(2)
+    twins.append(torch.tensor([[5], [6]]))
+    twins.select(torch.tensor([1, 0]))
+    found = twins.append(torch.tensor([[7], [7]]))
+    for row, tokens in enumerate([[1, 2, 3, 4, 6, 7], [1, 2, 3, 4, 5, 7]]):
+        with torch.inference_mode():
+            alone = decoder(torch.tensor([tokens]), last=1)[0, -1]
+        torch.testing.assert_close(found[row], alone, rtol=1e-4, atol=1e-4)
+    assert len(session.caches[0]) == 4
+
+
+def test_an_embedding_that_raises_changes_no_cache() -> None:
+    decoder = llama()
+    caches = prompted(decoder)
+    with torch.inference_mode():
+        with pytest.raises(IndexError):
+            decoder(torch.tensor([[V]]), caches=caches)
+        decoder(torch.tensor([[4]]), caches=caches)
+    assert [len(cache) for cache in caches] == [4, 4]
+
+
+def test_a_plan_keeps_neither_a_decoder_nor_a_cache_alive() -> None:
+    decoder = llama()
+    caches = prompted(decoder)
+    with torch.inference_mode():
+        decoder(torch.tensor([[4]]), caches=caches)
+    slot = caches[0].open_slot(Span(4, 1))
+    assert slot is not None
+    memory = weakref.ref(slot.buffers[0])
+    weight = weakref.ref(decoder.layers[0].attention.output.weight)
+    assert memory() is not None
+    assert weight() is not None
+    del caches, slot
+    gc.collect()
+    assert memory() is None
+    del decoder
+    gc.collect()
+    assert weight() is None
+
+
+def test_a_step_is_few_calls_of_kernels(steps: list[int]) -> None:
+    """Torch's operations in a step, of which every one launches a kernel: they do not grow with
+    the layers.
+    """
+    counts = []
+    for layers in (2, 6):
+        decoder = llama(layers=layers)
+        caches = prompted(decoder, "fixed")
+        with torch.inference_mode():
+            decoder(torch.tensor([[4]]), caches=caches)
+            with torch.profiler.profile() as profile:
+                decoder(torch.tensor([[5]]), caches=caches)
+        counts.append(len([e for e in profile.events() if e.name.startswith("aten::")]))
+    assert len(steps) == 4
+    assert counts[0] == counts[1] < 60
