@@ -169,6 +169,14 @@ BesideModel = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print all numbers as JSON.", rich_help_panel=OUT)
 ]
+Full = Annotated[
+    bool,
+    typer.Option(
+        "--full",
+        help="Print every step with all numbers, instead of one screen.",
+        rich_help_panel=OUT,
+    ),
+]
 List = Annotated[
     bool,
     typer.Option(
@@ -207,6 +215,7 @@ def explain(
     beside_model: BesideModel = None,
     figure: Figure = None,
     json: Json = False,
+    full: Full = False,
     list_heads: List = False,
     color: Color = None,
     dtype: Dtype = None,
@@ -217,6 +226,8 @@ def explain(
 ) -> None:
     """Follow one query and one key through one attention head, number by number: inputs, scores,
     softmax, values and output.
+
+    One screen is printed: the strongest keys, and five steps. --full prints all steps.
 
     If --layer or --head is not given, the head is chosen in which the query has the largest weight
     on the key. If --key is not given either, the largest weight on any key counts, except on the
@@ -249,7 +260,7 @@ def explain(
             )
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
-    _write_output(explanation, (run, beside_run), html, figure, lang, json, color)
+    _write_output(explanation, (run, beside_run), html, figure, lang, json, color, full=full)
 
 
 def _check_lang(lang: str | None) -> None:
@@ -270,6 +281,8 @@ def _write_output(
     lang: str | None,
     json: bool,
     color: bool | None,
+    *,
+    full: bool,
 ) -> None:
     """Write the page and the figure if they were requested; print JSON or the text."""
     data = explanation.as_dict()
@@ -289,9 +302,10 @@ def _write_output(
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:
+        from regard.view.explanation_summary import show_summary
         from regard.view.explanation_text import show
 
-        show(data, _console(color))
+        (show if full else show_summary)(data, _console(color))
 
 
 def _console(color: bool | None) -> Console:

@@ -16,6 +16,7 @@ from regard.inspect.interventions.attribution import attribute
 from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.logit_lens import logit_lens
 from regard.inspect.interventions.model_run import taps
+from regard.inspect.interventions.name_movers import name_mover_scores
 from regard.inspect.interventions.patching import Receiver, patch
 from regard.inspect.interventions.rollout import rollout
 from regard.inspect.metrics import (
@@ -33,6 +34,7 @@ from regard.inspect.metrics import (
     retrieval_score,
     sink_share,
 )
+from regard.inspect.metrics.corpus import CorpusMeasures
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recorder import Recorder, RecordingOptions
@@ -51,6 +53,7 @@ __all__ = [
     "Audit",
     "Choice",
     "ComputationStep",
+    "CorpusMeasures",
     "EffectTable",
     "Explanation",
     "Finding",
@@ -80,6 +83,7 @@ __all__ = [
     "load",
     "logit_lens",
     "measure",
+    "name_mover_scores",
     "patch",
     "pooled",
     "previous_token_score",
