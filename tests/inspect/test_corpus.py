@@ -53,8 +53,8 @@ def test_metrics_over_a_corpus_equal_a_loop() -> None:
     small = model()
     small.decoder.double()  # else the lse of the kernel has the precision of fp32
     found = measure(small, iter(CORPUS))
-    # an error e of the lse changes each weight by e, and no metric here by more than 6 e, the length
-    # of the longest text
+    # an error e of the lse changes each weight by e, and no metric here by more than 6 e, where 6
+    # is the length of the longest text
     allowed = 6 * float(found["missing"].max()) + 1e-12
     assert (found.texts, found.tokens) == (3, 16)
     for name in ("previous_token", "duplicate", "induction", "distance", "entropy"):

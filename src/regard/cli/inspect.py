@@ -204,12 +204,12 @@ def inspect(
     """Change what a model computes and measure the effect, or measure its heads: ablation,
     activation patching, attribution, the logit lens, rollout, metrics.
     """
-    given = {
+    values = {
         "answer": answer, "versus": versus, "corrupt": corrupt, "other": other, "method": method,
         "reference": reference, "seed": seed, "what": what, "receiver": receiver,
         "by_key": by_key or None, "steps": steps, "query": query, "metric": metric,
     }  # fmt: skip
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in values.items() if value is not None}
     _check(task, texts or [], options, out)
     loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision))
     try:

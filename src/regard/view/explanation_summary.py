@@ -104,7 +104,7 @@ def _keys(data: Data) -> Lines:
     order = ordered(data)
     linear = data["kind"] == "linear"
     columns = "factor a" if linear else "score s  weight p"
-    yield Text(f"The {KEYS} keys that this query reads most:   {columns}", "dim")
+    yield Text(f"What this query reads most (first {KEYS}):      {columns}", "dim")
     for j in order[:KEYS]:
         p, s = data["weights"][j], data["scores"][-1]["values"][j]
         shown = number(p, 8) if linear else f"{number(s, 8)}    {terminal.weight(p)}"

@@ -229,8 +229,8 @@ class EffectMap:
         """Draw the cells, and their texts."""
         colours = plotting.signed_colours()
         axes.pcolormesh(
-            np.nan_to_num(self.values), cmap=colours, vmin=-largest, vmax=largest,
-            edgecolors=palette.LIGHT["card"], linewidth=1, gid="cells",
+            np.where(np.isnan(self.values), 0, self.values),
+            cmap=colours, vmin=-largest, vmax=largest, edgecolors=palette.LIGHT["card"], linewidth=1, gid="cells",
         )  # fmt: skip
         axes.invert_yaxis()
         if self.cells:

@@ -124,8 +124,8 @@ def replacement(method: Ablation, source: Tensor, generator: torch.Generator) ->
 
     def drawn(z: Tensor) -> Tensor:
         count = z.shape[0] * z.shape[1]
-        at = torch.randint(len(rows), (count,), generator=generator)
-        return rows[at.to(rows.device)].view_as(z).to(z)
+        drawn_rows = torch.randint(len(rows), (count,), generator=generator)
+        return rows[drawn_rows.to(rows.device)].view_as(z).to(z)
 
     return drawn
 

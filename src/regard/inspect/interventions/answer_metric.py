@@ -12,6 +12,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.interventions.model_run import ModelRun
 from regard.models.text_encoder import TextEncoder
 from regard.models.text_model import TextModel
+from regard.units import plural
 
 Answer: TypeAlias = str | int
 """A token: its text, or its id."""
@@ -54,8 +55,8 @@ def token_id(run: ModelRun, answer: Answer) -> int:
     if len(ids) != 1:
         pieces = run.model.tokenizer.pieces(ids)
         raise ArgumentError(
-            f"the answer {answer!r} is {len(ids)} tokens ({', '.join(map(repr, pieces))}); it must "
-            "be one: give the first of them, mind a leading space, or write a metric function"
+            f"the answer {answer!r} is {plural(len(ids), 'token')} "
+            f"({', '.join(map(repr, pieces))}); it must be one: give the first of them, mind a leading space, or write a metric function"
         )
     return ids[0]
 

@@ -158,14 +158,14 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
         )
     if metric is None:
         metric = int(last_logits(run.run().output)[0].argmax())
-    found = decompose(run, -1, by_key=by_key)
-    direction = answer_direction(run, found.output, answer_ids(run, metric))
-    x = found.terms.state(found.last)
+    decomposition = decompose(run, -1, by_key=by_key)
+    direction = answer_direction(run, decomposition.output, answer_ids(run, metric))
+    x = decomposition.terms.state(decomposition.last)
     with torch.no_grad():
-        norm = FrozenNorm(found.output.norm, x, found.output.norm(x))
-    width = len(run.labels(found.terms.taps["embed"].shape[1])) if by_key else 1
+        norm = FrozenNorm(decomposition.output.norm, x, decomposition.output.norm(x))
+    width = len(run.labels(decomposition.terms.taps["embed"].shape[1])) if by_key else 1
     names, rows = [], []
-    for term in found.terms.terms:
+    for term in decomposition.terms.terms:
         effect = norm(term.vector.reshape(-1, norm.gain.numel())) @ direction.vector
         row = np.zeros(width)
         if effect.numel() > 1:
@@ -247,7 +247,7 @@ def _with_gradients(
             "tensor that was computed from the model's output, and do not detach it"
         )
     trace = result.trace
-    wanted = [trace[at] for at in trace]
+    wanted = [trace[name] for name in trace]
     gradients = torch.autograd.grad(value, wanted, allow_unused=True)
     for x, gradient in zip(wanted, gradients, strict=True):
         x.grad = torch.zeros_like(x) if gradient is None else gradient

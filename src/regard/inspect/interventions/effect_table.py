@@ -88,15 +88,15 @@ class EffectTable:
         >>> table.records()
         [{'layer': '0', 'head': '3', 'effect': 0.5}]
         """
-        found = []
+        records = []
         for i, j in np.ndindex(*self.values.shape):
             if math.isnan(self.values[i, j]):
                 continue
             record = {self.row_axis: self.rows[i], self.column_axis: self.columns[j]}
             if self.cells:
                 record["text"] = self.cells[i][j]
-            found.append({**record, self.quantity: float(self.values[i, j])})
-        return found
+            records.append({**record, self.quantity: float(self.values[i, j])})
+        return records
 
     def top(self, n: int = 10) -> list[dict[str, Any]]:
         """Return the cells with the largest numbers, by their absolute value.

@@ -45,19 +45,19 @@ def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> Ef
     """
     run = prepare(model, text)
     chosen = None if answer is None else token_id(run, answer)
-    found = decompose(run, -1)
+    decomposition = decompose(run, -1)
     blocks = getattr(getattr(run.model, "decoder", None), "layers", ())
     if any(isinstance(getattr(block, "feed_forward_residual", None), PostNorm) for block in blocks):
         raise ArgumentError(
             "the blocks normalise their own results (post-norm), and there is no last norm that "
             "reads a hidden state; the logit lens needs a pre-norm model"
         )
-    taps = found.terms.taps
+    taps = decomposition.terms.taps
     names = ["embed", *(name for name in taps if name.endswith(".residual"))]
     probabilities, cells = [], []
     with torch.no_grad():
         for name in names:
-            logits = found.output.head(found.output.norm(taps[name][:1]))
+            logits = decomposition.output.head(decomposition.output.norm(taps[name][:1]))
             p = logits[0].double().softmax(-1)
             best = p.argmax(-1) if chosen is None else torch.full_like(p[:, 0], chosen).long()
             probabilities.append(p.gather(-1, best[:, None])[:, 0].cpu().numpy())

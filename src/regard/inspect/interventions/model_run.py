@@ -202,8 +202,8 @@ def main_tensor(output: Any) -> Tensor:
         return output
     for name in ("logits", "last_hidden_state"):
         if isinstance(getattr(output, name, None), Tensor):
-            found: Tensor = getattr(output, name)
-            return found
+            tensor: Tensor = getattr(output, name)
+            return tensor
     if isinstance(output, (tuple, list)) and output and isinstance(output[0], Tensor):
         return output[0]
     raise ArgumentError(

@@ -47,12 +47,12 @@ def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTab
         )
     keys = (run.ids[0] == answer_id).cpu().numpy()
     parts = attribute(model, text, answer_id, by_key=True)
-    found: dict[str, dict[int, float]] = {}
+    scores: dict[str, dict[int, float]] = {}
     for name, row in zip(parts.rows, parts.values, strict=True):
         if match := _HEAD.match(name):
-            found.setdefault(match[1], {})[int(match[2])] = float(row[keys].sum())
-    values = np.full((len(found), 1 + max(h for heads in found.values() for h in heads)), np.nan)
-    for i, heads in enumerate(found.values()):
+            scores.setdefault(match[1], {})[int(match[2])] = float(row[keys].sum())
+    values = np.full((len(scores), 1 + max(h for heads in scores.values() for h in heads)), np.nan)
+    for i, heads in enumerate(scores.values()):
         for h, value in heads.items():
             values[i, h] = value
     return EffectTable(
@@ -61,7 +61,7 @@ def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTab
         values,
         "layer",
         "head",
-        tuple(found),
+        tuple(scores),
         tuple(map(str, range(values.shape[1]))),
         baseline=parts.baseline,
     )

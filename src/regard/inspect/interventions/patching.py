@@ -142,12 +142,12 @@ def _two_runs(
     runs = {"clean": prepare(model, clean), "corrupt": prepare(model, corrupt)}
     measured = metric_of(runs["clean"], metric)
     results = {name: run.run(capture=names) for name, run in runs.items()}
-    traces = {name: {at: r.trace[at] for at in r.trace} for name, r in results.items()}
-    for at, x in traces["clean"].items():
-        other = traces["corrupt"].get(at)
+    traces = {name: {tap: r.trace[tap] for tap in r.trace} for name, r in results.items()}
+    for tap, x in traces["clean"].items():
+        other = traces["corrupt"].get(tap)
         if other is None or other.shape != x.shape:
             raise ArgumentError(
-                f"{at} is {tuple(x.shape)} in the clean run and "
+                f"{tap} is {tuple(x.shape)} in the clean run and "
                 f"{None if other is None else tuple(other.shape)} in the corrupt one; both inputs "
                 "must have the same number of tokens, so that positions correspond"
             )
@@ -225,7 +225,7 @@ def _receiving_tap(both: _TwoRuns, receiver: Receiver) -> _ReceivingTap | None:
     if receiver.layer == "logits":
         return None
     name = f"{receiver.layer}.{receiver.tap}"
-    places = [at.removesuffix(".z") for at in both.source if at.endswith(".z")]
+    places = [tap.removesuffix(".z") for tap in both.source if tap.endswith(".z")]
     if receiver.tap not in ("q", "k", "v") or name not in both.source:
         raise ArgumentError(
             f"there is no receiver {name!r}; it must be q, k or v of one of {', '.join(places)}, "
@@ -261,8 +261,8 @@ def _keep(values: Tensor) -> Edit:
 
 def _sender(both: _TwoRuns, name: str, head: int) -> Edit:
     """Return the edit of a layer in which one head sends and the others are kept."""
-    kept, sent = both.start[name], both.source[name]
-    return lambda _: replace_head(head, lambda _: sent[:, head])(kept)
+    start, sent = both.start[name], both.source[name]
+    return lambda _: replace_head(head, lambda _: sent[:, head])(start)
 
 
 def _table(

@@ -73,7 +73,7 @@ class ResidualTerms:
     by_key: bool
     terms: list[Term] = field(default_factory=list)
 
-    def at(self, name: str) -> Tensor:
+    def vector_of(self, name: str) -> Tensor:
         """Return a captured tensor `[..., M]` at the token, in fp64."""
         return self.taps[name][0, self.position].double().cpu()
 
@@ -83,7 +83,7 @@ class ResidualTerms:
         return self.taps[name][:1, i : i + 1]
 
     def add(self, name: str, vector: Tensor) -> None:
-        """Add a term."""
+        """Add one term under a name."""
         self.terms.append(Term(name, vector))
 
     def add_heads(self, place: str, output: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
@@ -181,7 +181,7 @@ def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decompos
 def _decompose_decoder(model: Model, terms: ResidualTerms) -> Decomposition:
     decoder = model.decoder
     head = decoder.require_head()
-    terms.add("embed", terms.at("embed"))
+    terms.add("embed", terms.vector_of("embed"))
     for i, block in enumerate(decoder.layers):
         assert isinstance(block, Block)
         place = f"layers.{i}"
@@ -301,7 +301,7 @@ def _decompose_module(
         stack_prefix(stacks[0]),
         "embed",
     )
-    terms.add("embed", terms.at("embed"))
+    terms.add("embed", terms.vector_of("embed"))
     for i in range(len(stacks[0].blocks)):
         block = f"{prefix}.{i}"
         _add_block(terms, block, entering, calls)
@@ -342,7 +342,7 @@ def _add_block(terms: ResidualTerms, block: str, entering: str, calls: list[_Lin
     for place, output in outputs:
         terms.add_heads(place, output, _unchanged)
     if mlp is not None:
-        terms.add(f"{block}.mlp", terms.at(f"{block}.mlp"))
+        terms.add(f"{block}.mlp", terms.vector_of(f"{block}.mlp"))
 
 
 def _reading(

@@ -15,6 +15,7 @@ from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.model_run import AnyModel, Input
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Recording
+from regard.units import plural
 
 MAX_TOKENS = 2048
 """The largest number of tokens for rollout, whose matrices are dense."""
@@ -80,7 +81,7 @@ def rollout(
     T = layers[0].shape[0]
     if method == "flow" and T > MAX_FLOW_TOKENS:
         raise ArgumentError(
-            f"the text has {T} tokens; flow is computed for {MAX_FLOW_TOKENS} at most"
+            f"the text has {plural(T, 'token')}; flow is computed for {MAX_FLOW_TOKENS} at most"
         )
     if query is not None and (method != "flow" or not -T <= query < T):
         raise ArgumentError(
@@ -92,7 +93,7 @@ def rollout(
     rows = names if query is None else (names[query],)
     return EffectTable(
         f"attention {method} (a heuristic)",
-        f"{method} over {len(layers)} layers",
+        f"{method} over {plural(len(layers), 'layer')}",
         values,
         "query",
         "token",
@@ -112,13 +113,13 @@ def layer_maps(recording: Recording, residual: float, batch: int = 0) -> list[Ar
     for name, place in recording.places.items():
         if place.T != place.N:
             raise ArgumentError(
-                f"{name} has {place.T} queries and {place.N} keys; rollout needs layers of "
-                "self-attention over the same tokens: record one pass, and select places"
+                f"{name} has {plural(place.T, 'query', 'queries')} and "
+                f"{plural(place.N, 'key')}; rollout needs layers of self-attention over the same tokens: record one pass, and select places"
             )
         if place.T > MAX_TOKENS:
             raise ArgumentError(
-                f"{name} has {place.T} tokens; rollout multiplies dense matrices and takes "
-                f"{MAX_TOKENS} at most"
+                f"{name} has {plural(place.T, 'token')}; rollout multiplies dense matrices and "
+                f"takes {MAX_TOKENS} at most"
             )
         patterns = [recording.weights(name, head, batch=batch).numpy() for head in place.heads]
         maps.append((1 - residual) * np.mean(patterns, 0) + residual * np.eye(place.T))

@@ -31,9 +31,9 @@ def compare_recordings(a: Recording, b: Recording, *, batch: int = 0) -> EffectT
         sizes = [(x[name].T, x[name].N) for x in (a, b)]
         if sizes[0] != sizes[1]:
             raise ArgumentError(
-                f"{name} has {sizes[0][0]} queries and {sizes[0][1]} keys in one recording and "
-                f"{sizes[1][0]} and {sizes[1][1]} in the other; compare runs with equally many "
-                "tokens, or look at both on the page: regard.inspect.report(a, b=b)"
+                f"{name} has the size {sizes[0]} (queries, keys) in one recording and {sizes[1]} "
+                "in the other; compare runs with equally many tokens, or look at both on the page: "
+                "regard.inspect.report(a, b=b)"
             )
         for j, head in enumerate(heads):
             if head in a[name].heads and head in b[name].heads:
@@ -55,10 +55,10 @@ def _distance(a: Recording, b: Recording, name: str, head: int, batch: int) -> f
     for start in range(0, a[name].T, 256):
         rows = slice(start, start + 256)
         p, r = (x.weights(name, head, rows, batch=batch) for x in (a, b))
-        seen = (p.sum(1) > 0) & (r.sum(1) > 0)
-        if bool(seen.any()):
-            found = _divergence(p[seen], r[seen])
-            total, count = total + float(found.sum()), count + len(found)
+        visible = (p.sum(1) > 0) & (r.sum(1) > 0)
+        if bool(visible.any()):
+            divergences = _divergence(p[visible], r[visible])
+            total, count = total + float(divergences.sum()), count + len(divergences)
     return total / count if count else float("nan")
 
 

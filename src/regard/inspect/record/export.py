@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_user_file
+from regard.units import plural
 
 if TYPE_CHECKING:
     from regard.inspect.record.recording import Recording
@@ -66,8 +67,8 @@ def dense_patterns(recording: Recording, batch: int = 0) -> dict[str, NDArray[np
     count = sum(len(place.heads) * place.T * place.N for place in recording.places.values())
     if count > MAX_WEIGHTS:
         raise ArgumentError(
-            f"the recording has {count:,} weights, and at most {MAX_WEIGHTS:,} are exported at "
-            "once; record fewer places, heads or rows, or use weights(layer, head, rows)"
+            f"the recording has {plural(count, 'weight')}, and at most {MAX_WEIGHTS:,} are exported "
+            "at once; record fewer places, heads or rows, or use weights(layer, head, rows)"
         )
     return {
         name: np.stack([recording.weights(name, h, batch=batch).numpy() for h in place.heads])
@@ -105,8 +106,8 @@ def _circuitsvis(recording: Recording, layer: int | str, batch: int) -> dict[str
     place = recording[layer]
     if place.T != place.N:
         raise ArgumentError(
-            f"CircuitsVis draws self-attention, and {place.name} has {place.T} queries and "
-            f"{place.N} keys"
+            f"CircuitsVis draws self-attention, and {place.name} has "
+            f"{plural(place.T, 'query', 'queries')} and {plural(place.N, 'key')}"
         )
     patterns = np.stack(
         [recording.weights(place.name, h, batch=batch).numpy() for h in place.heads]
@@ -142,7 +143,7 @@ def _draw(recording: Recording, path: Path, layer: int | str, head: int, batch: 
     weights = recording.weights(layer, head, batch=batch).numpy()
     if max(weights.shape) > 512:
         raise ArgumentError(
-            f"{place.name} has {place.T} x {place.N} weights; a picture shows 512 x 512 at most: "
+            f"{place.name} is {place.T} x {place.N}; a picture shows 512 x 512 at most: "
             "regard.inspect.report, or pooled(...), shows more"
         )
     title = f"{place.name}, head {head}: rows are queries, columns are keys"

@@ -50,15 +50,15 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     >>> [(s.path, len(s.blocks)) for s in find_stacks(nn.TransformerEncoder(layer, 3))]
     [('layers', 3)]
     """
-    found: list[Stack] = []
+    stacks: list[Stack] = []
     for path, module in model.named_modules():
         path = path.replace(COMPILED_PREFIX, "")
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
             continue
-        inside = any(path.startswith(f"{stack.path}.") or path == stack.path for stack in found)
+        inside = any(path.startswith(f"{stack.path}.") or path == stack.path for stack in stacks)
         if not inside and all(map(_contains_attention, module)):
-            found.append(Stack(path, tuple(module)))
-    return found
+            stacks.append(Stack(path, tuple(module)))
+    return stacks
 
 
 def _contains_attention(block: nn.Module) -> bool:
