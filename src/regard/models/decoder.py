@@ -161,7 +161,7 @@ class Decoder(nn.Module):
             with named_scope(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
         x = x if last is None or last >= x.shape[1] else x[:, -last:]
-        x = self.norm(x)
+        x = cast("Tensor", self.norm(x))
         if is_traced and not isinstance(self.norm, nn.Identity):
             x = tap("norm", x)
         if head is None:

@@ -209,7 +209,9 @@ class EffectMap:
         plotting.write_at(figure, 16, 24, self.title, role="ink", size=14)
         plotting.write_at(figure, 16, 44, scale, size=12)
         self._draw_cells(axes, largest or 1.0)
-        axes.set_xlabel(self.across, fontsize=13, color=palette.LIGHT["soft"], labelpad=4)
+        axes.set_xlabel(
+            escape_controls(self.across), fontsize=13, color=palette.LIGHT["soft"], labelpad=4
+        )
         axes.set_yticks(np.arange(count) + 0.5, names, fontsize=12)
         axes.set_xticks(
             np.arange(wide_count) + 0.5, columns, rotation=90 if long_columns else 0, fontsize=11
@@ -230,8 +232,13 @@ class EffectMap:
         colours = plotting.signed_colours()
         axes.pcolormesh(
             np.where(np.isnan(self.values), 0, self.values),
-            cmap=colours, vmin=-largest, vmax=largest, edgecolors=palette.LIGHT["card"], linewidth=1, gid="cells",
-        )  # fmt: skip
+            cmap=colours,
+            vmin=-largest,
+            vmax=largest,
+            edgecolors=palette.LIGHT["card"],
+            linewidth=1,
+            gid="cells",
+        )
         axes.invert_yaxis()
         if self.cells:
             for i, j in np.ndindex(*self.values.shape):

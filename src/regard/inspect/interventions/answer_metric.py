@@ -56,7 +56,8 @@ def token_id(run: ModelRun, answer: Answer) -> int:
         pieces = run.model.tokenizer.pieces(ids)
         raise ArgumentError(
             f"the answer {answer!r} is {plural(len(ids), 'token')} "
-            f"({', '.join(map(repr, pieces))}); it must be one: give the first of them, mind a leading space, or write a metric function"
+            f"({', '.join(map(repr, pieces))}); it must be one: give the first of "
+            "them, mind a leading space, or write a metric function"
         )
     return ids[0]
 

@@ -114,7 +114,8 @@ def layer_maps(recording: Recording, residual: float, batch: int = 0) -> list[Ar
         if place.T != place.N:
             raise ArgumentError(
                 f"{name} has {plural(place.T, 'query', 'queries')} and "
-                f"{plural(place.N, 'key')}; rollout needs layers of self-attention over the same tokens: record one pass, and select places"
+                f"{plural(place.N, 'key')}; rollout needs layers of self-attention "
+                "over the same tokens: record one pass, and select places"
             )
         if place.T > MAX_TOKENS:
             raise ArgumentError(

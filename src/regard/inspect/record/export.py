@@ -67,8 +67,8 @@ def dense_patterns(recording: Recording, batch: int = 0) -> dict[str, NDArray[np
     count = sum(len(place.heads) * place.T * place.N for place in recording.places.values())
     if count > MAX_WEIGHTS:
         raise ArgumentError(
-            f"the recording has {plural(count, 'weight')}, and at most {MAX_WEIGHTS:,} are exported "
-            "at once; record fewer places, heads or rows, or use weights(layer, head, rows)"
+            f"the recording has {plural(count, 'weight')}, and at most {MAX_WEIGHTS:,} are "
+            "exported at once; record fewer places, heads or rows, or use weights(...)"
         )
     return {
         name: np.stack([recording.weights(name, h, batch=batch).numpy() for h in place.heads])
