@@ -20,6 +20,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_every_task_prints_what_the_function_returns(capsys: pytest.CaptureFixture[str]) -> None:
     model = regard.load("tiny")
     wanted = {
@@ -81,6 +82,7 @@ def test_what_is_refused(
     assert says in message
 
 
+@pytest.mark.full
 def test_a_text_encoder(capsys: pytest.CaptureFixture[str]) -> None:
     try:
         regard.load("minilm")

@@ -49,6 +49,7 @@ def by_loop(name: str, pattern: list[list[float]], ids: list[int]) -> float | No
     return sum(rows) / len(rows) if rows else None
 
 
+@pytest.mark.full
 def test_metrics_over_a_corpus_equal_a_loop() -> None:
     small = model()
     small.decoder.double()  # else the lse of the kernel has the precision of fp32

@@ -43,6 +43,7 @@ def test_zero_ablation_measures_constant_parts() -> None:
     assert np.corrcoef(slopes.values.ravel(), zero.values.ravel())[0, 1] < -0.9
 
 
+@pytest.mark.full
 def test_one_head_of_minilm_reads_the_opinion() -> None:
     heads = patch(minilm(), GOOD, BAD, PRAISE, what="heads")
     assert divmod(int(heads.share.argmax()), 12) == (5, 9)

@@ -72,6 +72,7 @@ def head_outputs(small: Model, ids: Tensor) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.full
 def test_ablation_equals_a_loop_with_hooks() -> None:
     small = model()
     reference = torch.tensor([[1, 8, 30, 2]])
@@ -99,6 +100,7 @@ def test_ablation_equals_a_loop_with_hooks() -> None:
     assert (own.rows, own.columns, own.baseline) == (("layers.1",), ("2",), base)
 
 
+@pytest.mark.full
 def test_metrics_by_name_equal_functions() -> None:
     small = model()
     by_pair, by_function = ablate(small, CLEAN, PAIR), ablate(small, CLEAN, difference)
@@ -111,6 +113,7 @@ def test_metrics_by_name_equal_functions() -> None:
     assert word in ablate(small, CLEAN, layers=[0], heads=[0]).quantity
 
 
+@pytest.mark.full
 def test_patching_of_states_equals_a_loop_with_hooks() -> None:
     small = model()
     states: dict[str, list[Tensor]] = {"clean": [], "corrupt": []}
@@ -143,6 +146,7 @@ def test_patching_of_states_equals_a_loop_with_hooks() -> None:
         assert np.abs(table.share[:-1]).max() > 0.01, "the other cells are not all 0"
 
 
+@pytest.mark.full
 def test_patching_of_heads_equals_a_loop_with_hooks() -> None:
     small = model()
     clean = head_outputs(small, CLEAN)
@@ -268,6 +272,7 @@ def test_direct_attribution_by_key() -> None:
     assert np.abs(split.values[heads, :-1]).max() > 1e-3, "weights on earlier keys are told apart"
 
 
+@pytest.mark.full
 def test_attribution_patching_is_the_slope_of_patching() -> None:
     """For small changes of the activations, the estimate and patching agree; as numbers: fp64."""
     small = model(sharp=8.0)
@@ -300,6 +305,7 @@ def test_attribution_patching_is_the_slope_of_patching() -> None:
     assert np.corrcoef(zero.values.ravel(), ablated.values.ravel())[0, 1] > 0.8
 
 
+@pytest.mark.full
 def test_integrated_gradients_are_complete() -> None:
     """The heads of a layer sum to the metric minus that without the layer's attention."""
     small = model(sharp=8.0)
@@ -392,6 +398,7 @@ def test_frozen_norms() -> None:
         FrozenNorm(nn.Tanh(), (x := torch.randn(1, 2, 4)), x.tanh())
 
 
+@pytest.mark.full
 def test_foreign_models() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -428,6 +435,7 @@ def test_foreign_models() -> None:
     assert np.isfinite(slopes.values).all()
 
 
+@pytest.mark.full
 def test_a_watched_module() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
