@@ -81,7 +81,7 @@ def attribute(
 
     >>> import regard
     >>> table = attribute(regard.load("tiny"), "to be or not to")
-    >>> table.rows[0], table.rows[-1], abs(table.values.sum() - table.baseline) < 1e-9
+    >>> table.rows[0], table.rows[-1], bool(abs(table.values.sum() - table.baseline) < 1e-9)
     ('embed', 'rounding of the run', True)
 
     Source: direct: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; Wang et
