@@ -1,8 +1,17 @@
 """`Trace` captures or edits intermediate tensors of attention at named points, called taps.
 
-A tap is an identity call in the computation. The names are `q k v scores pattern z out`; a model
-adds a scope to each, so that a full name is `layers.3.pattern`. `scores` and `pattern` exist only
-in the reference kernel: a fused kernel refuses a call if a trace requests them.
+A tap is an identity call in the computation. A model adds a scope to the name of a tap, so that a
+full name is `layers.3.pattern`:
+
+    embed                  the hidden states that enter the first block
+    layers.3.attention.norm, layers.3.mlp.norm      the output of a norm
+    layers.3.q k v scores pattern z out             the steps of attention
+    layers.3.mlp           the output of the feed-forward layer
+    layers.3.residual      the hidden states that leave the block
+    norm, logits           the output of the last norm, and of the head
+
+`scores` and `pattern` exist only in the reference kernel: a fused kernel refuses a call if a trace
+requests them. `model.taps()` lists the names of a model.
 
 Each thread has a stack of open traces, and every tap passes through the whole stack: first all
 edits, those of the outermost trace first, then all captures. So a function that measures a model
@@ -16,6 +25,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
 from regard.deprecation import renamed_attribute, take_old_attributes
@@ -25,7 +35,20 @@ from regard.errors import ArgumentError, ArgumentTypeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-TAP_NAMES = ("q", "k", "v", "scores", "pattern", "z", "out")
+TAP_NAMES = (
+    "embed",
+    "norm",
+    "q",
+    "k",
+    "v",
+    "scores",
+    "pattern",
+    "z",
+    "out",
+    "mlp",
+    "residual",
+    "logits",
+)
 """The names of the taps, in the order of computation."""
 
 OnMissing = Literal["warn", "ignore"]
@@ -73,8 +96,7 @@ class ActiveTrace:
         """Return the names under which the trace edits a tap in the current scope, or in a scope
         within it.
         """
-        edit = self.trace.edit
-        return [key for key in dict.fromkeys((self.full(*names), names[-1])) if key in edit]
+        return self.trace._edited.keys_of(self.full(*names), names[-1])
 
 
 class Trace:
@@ -85,16 +107,20 @@ class Trace:
 
     `trace[name]` is the last captured tensor, by its full name, or by its bare name if it was
     captured in one scope only. `trace.every(name)` returns one tensor per call (for example, per
-    decoded token). Captured tensors are detached.
+    decoded token). Captured tensors are detached, unless `gradients` is True.
 
     Args:
-        *names: the taps to capture: a bare name (`"pattern"`, in every scope) or a full one
-            (`"layers.0.pattern"`).
-        edit: functions by tap name. Each takes a tensor and returns its replacement, of the same
-            shape, dtype and device. Keys and values are passed as copies, since a cache may own the
-            originals.
+        *names: the taps to capture: a bare name (`"pattern"`, in every scope), a full one
+            (`"layers.0.pattern"`), or a pattern of full names (`"layers.*.z"`), in which * and ?
+            stand for any characters.
+        edit: functions by tap name, with the same names. Each takes a tensor and returns its
+            replacement, of the same shape, dtype and device. Keys and values are passed as copies,
+            since a cache may own the originals.
         missing: what to do if a name was never captured when the block ends: "warn" or "ignore". An
             edit that was never executed is always an error.
+        gradients: whether captured tensors stay part of the graph of autograd, so that
+            `gradient(name)` returns their gradient after `backward()`. A floating-point tensor
+            that no parameter has produced becomes a leaf. Run the model without `torch.no_grad()`.
 
     Raises:
         ArgumentError: a name is not a tap; `trace[name]` was not captured, or is ambiguous; an edit
@@ -125,18 +151,31 @@ class Trace:
         *names: str,
         edit: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
         missing: OnMissing = "warn",
+        gradients: bool = False,
     ) -> None:
         self.edit = dict(edit or {})
-        self.wants = frozenset(names)
+        self.wants = names
+        self.gradients = gradients
         for name in (*names, *self.edit):
-            if name.rpartition(".")[2] not in TAP_NAMES:
+            if not _bare_names(name):
                 raise ArgumentError(
                     f"no tap is named {name!r}; the taps are {', '.join(TAP_NAMES)}"
                 )
+        self._edited = _NameSet(self.edit)
         if missing not in get_args(OnMissing):
             raise ArgumentError(f"missing is {missing!r}; it must be 'warn' or 'ignore'")
         self.missing = missing
         self._captured: dict[str, list[Tensor]] = {}
+
+    @property
+    def wants(self) -> frozenset[str]:
+        """The names of the taps to capture."""
+        return self._wants
+
+    @wants.setter
+    def wants(self, names: Iterable[str]) -> None:
+        self._wants = frozenset(names)
+        self._wanted = _NameSet(self._wants)
 
     def __enter__(self) -> Self:
         opening = self._opening()
@@ -204,7 +243,8 @@ class Trace:
         Returns:
             The names.
         """
-        return frozenset(name.rpartition(".")[2] for name in (*self.wants, *self.edit))
+        names = (*self.wants, *self.edit)
+        return frozenset(bare for name in names for bare in _bare_names(name))
 
     def _opening(self) -> ActiveTrace | None:
         """Return the entry of this trace in the stack of this thread, or None."""
@@ -213,17 +253,55 @@ class Trace:
                 return opening
         return None
 
-    def _capture(self, opening: ActiveTrace, name: str, x: Tensor) -> None:
-        """Store the tensor at a tap if the trace requests it."""
+    def gradient(self, name: str) -> Tensor:
+        """Return the gradient of a captured tensor, after `backward()` of a number that depends on
+        it; for several calls, that of the last one.
+
+        Args:
+            name: the full name of a tap, or its bare name if it was captured in one scope only.
+
+        Returns:
+            The gradient, of the shape of the tensor.
+
+        Raises:
+            ArgumentError: the trace was made without `gradients=True`, the tensor was not captured,
+                or no gradient has reached it.
+
+        >>> import torch
+        >>> with Trace("z", gradients=True) as trace:
+        ...     y = tap("z", torch.ones(2)) * 3
+        >>> y.sum().backward()
+        >>> trace.gradient("z")
+        tensor([3., 3.])
+        """
+        x = self[name]
+        if not self.gradients:
+            raise ArgumentError(
+                f"the gradient of {name!r} was not kept; open the trace with gradients=True"
+            )
+        if x.grad is None:
+            raise ArgumentError(
+                f"no gradient has reached {name!r}; run the model with autograd (not under "
+                "torch.no_grad), and call backward() on a number that depends on this tensor"
+            )
+        return x.grad
+
+    def _capture(self, opening: ActiveTrace, name: str, x: Tensor) -> Tensor:
+        """Store the tensor at a tap if the trace requests it; return the tensor to compute with."""
         full = opening.full(name)
         opening.passed[full] = None
-        keys = [key for key in (full, name) if key in self.wants]
-        if keys:
+        keys = self._wanted.keys_of(full, name)
+        if not keys:
+            return x
+        if self.gradients:
+            captured = x = _with_gradient(x)
+        else:
             # keys and values may be a cache's own buffers, which later tokens overwrite
             captured = x.detach().clone() if name in ("k", "v") else x.detach()
-            self._captured.setdefault(full, []).append(captured)
-            for key in keys:
-                opening.done[key] = None
+        self._captured.setdefault(full, []).append(captured)
+        for key in keys:
+            opening.done[key] = None
+        return x
 
     def _finish(self, opening: ActiveTrace) -> None:
         """Raise for edits that were never executed, and warn about captures that are missing."""
@@ -294,7 +372,7 @@ def tap(name: str, x: Tensor) -> Tensor:
         for key in opening.edits(name):
             x = _apply_edit(opening, key, name, x)
     for opening in stack:
-        opening.trace._capture(opening, name, x)
+        x = opening.trace._capture(opening, name, x)
     return x
 
 
@@ -347,6 +425,34 @@ def named_scope(name: str) -> AbstractContextManager[None]:
     return _NamedScope(name) if _state.stack else _NO_SCOPE
 
 
+def list_taps(run: Callable[[], object], *, patterns: bool = True) -> tuple[str, ...]:
+    """Run a function, and return the full names of the taps that it passes.
+
+    Args:
+        run: runs a model once.
+        patterns: whether `scores` and `pattern` are requested, so that the reference kernel runs. A
+            mechanism that has no pattern is run again without this request.
+
+    Returns:
+        The names, in the order of the computation.
+
+    >>> import torch
+    >>> list_taps(lambda: tap("z", torch.ones(2)))
+    ('z',)
+    """
+    import torch
+
+    names = [name for name in TAP_NAMES if patterns or name not in ("scores", "pattern")]
+    try:
+        with torch.no_grad(), Trace(*names, missing="ignore") as trace:
+            run()
+    except ArgumentError:
+        if not patterns:
+            raise
+        return list_taps(run, patterns=False)
+    return tuple(trace)
+
+
 def requested_taps() -> frozenset[str]:
     """Return the bare names of taps that open traces of this thread capture or edit."""
     requested: frozenset[str] = frozenset()
@@ -373,6 +479,66 @@ def call_observers() -> list[Trace]:
     if is_compiling():
         return []
     return [opening.trace for opening in _state.stack if opening.trace.observes_calls]
+
+
+class _ParentScope:
+    """Context manager that leaves the innermost scope of this thread for a while."""
+
+    def __enter__(self) -> None:
+        self._scopes = _state.scopes
+        _state.scopes = self._scopes[:-1]
+
+    def __exit__(self, *problem: object) -> None:
+        _state.scopes = self._scopes
+
+
+def parent_scope() -> AbstractContextManager[None]:
+    """Return a context manager in which taps are named as outside of the innermost scope.
+
+    >>> import torch
+    >>> with Trace("z") as trace, named_scope("layers.3"), named_scope("mlp"), parent_scope():
+    ...     _ = tap("z", torch.ones(2))
+    >>> list(trace)
+    ['layers.3.z']
+    """
+    return _ParentScope() if _state.stack else _NO_SCOPE
+
+
+class _NameSet:
+    """Names of taps: bare ones, full ones, and patterns of full ones."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._exact = frozenset(name for name in names if not _is_pattern(name))
+        self._patterns = tuple(name for name in names if _is_pattern(name))
+
+    def keys_of(self, full: str, bare: str) -> list[str]:
+        """Return the names of this set that mean a tap."""
+        keys = [key for key in dict.fromkeys((full, bare)) if key in self._exact]
+        return keys + [each for each in self._patterns if fnmatchcase(full, each)]
+
+
+def _is_pattern(name: str) -> bool:
+    return "*" in name or "?" in name
+
+
+def _bare_names(name: str) -> list[str]:
+    """Return the taps that a name or a pattern may mean."""
+    last = name.rpartition(".")[2]
+    if not _is_pattern(last):
+        return [last] if last in TAP_NAMES else []
+    return [bare for bare in TAP_NAMES if fnmatchcase(bare, last)]
+
+
+def _with_gradient(x: Tensor) -> Tensor:
+    """Return x so that autograd keeps its gradient: x itself if it has a history, else a leaf."""
+    import torch
+
+    if not torch.is_grad_enabled() or not x.is_floating_point():
+        return x
+    if not x.requires_grad:
+        return x.detach().requires_grad_()
+    x.retain_grad()
+    return x
 
 
 def _apply_edit(opening: ActiveTrace, key: str, name: str, x: Tensor) -> Tensor:

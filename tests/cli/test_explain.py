@@ -23,7 +23,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_text_gives_a_page_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", TEXT]) == 0
+    assert run(["explain", TEXT, "--full"]) == 0
     out = capsys.readouterr().out
     assert "━━ 9 next token" in out
     assert "\x1b" not in out
@@ -203,13 +203,17 @@ def test_a_mechanism_with_random_weights(capsys: pytest.CaptureFixture[str]) -> 
     assert sum(not why for why in found["masked"]) == 3
     assert set(found["masked"]) == {"", "outside window 3"}
     assert any("from seed 4" in note for note in found["notes"])
-    assert (
-        run(["explain", TEXT, "--attention", "nsa", "--call", "window", "--place", "layers.1"]) == 0
-    )
+    asked = ["--attention", "nsa", "--call", "window", "--place", "layers.1"]
+    assert run(["explain", TEXT, *asked]) == 0
+    assert "call 'window' of compressed" in capsys.readouterr().out
+    assert run(["explain", TEXT, *asked, "--full"]) == 0
     out = capsys.readouterr().out
     assert "call 'window' of compressed, selected, window" in " ".join(out.split())
     assert "layers.1: NSA" in out
-    assert run(["explain", TEXT, "--attention", "retention", "--head", "2", "--layer", "1"]) == 0
+    asked = ["--attention", "retention", "--head", "2", "--layer", "1"]
+    assert run(["explain", TEXT, *asked]) == 0
+    assert "no score: this mechanism weights each value by a recurrence" in capsys.readouterr().out
+    assert run(["explain", TEXT, *asked, "--full"]) == 0
     assert "no softmax: the weights of the row are not normalised" in capsys.readouterr().out
 
 
@@ -310,3 +314,35 @@ def test_another_text_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     capsys.readouterr()
     assert run(["explain", TEXT, "--beside", "to be"]) == 2
     assert "add --html FILE" in capsys.readouterr().err
+
+
+def test_one_screen_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--query", "creature", "--layer", "1", "--head", "2"]
+    assert run(["explain", TEXT, *asked]) == 0
+    out = capsys.readouterr().out
+    assert run(["explain", TEXT, *asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    lines = out.splitlines()
+    assert len(lines) <= 26
+    assert max(map(len, lines)) <= 80
+    assert "Layer 1, head 2 of tiny" in out
+    key = found["key"]
+    assert f"◆ {found['pieces'][key]} (token {key}): {found['weights'][key]:.1%}" in out
+    order = sorted(range(len(found["weights"])), key=lambda j: -found["weights"][j])
+    listed = [line.split()[-5:] for line in lines if line[:6].strip("◆ ").isdigit()]
+    assert len(listed) == min(5, sum(not why for why in found["masked"]))
+    for step in ("1 inputs", "2 score", "3 mask", "4 softmax", "5 output"):
+        assert any(line.startswith(step) for line in lines)
+    assert f"{found['weights'][order[0]]:.4f}" in out
+    for symbol in ("x is the state", "W_Q and W_K are learned", "v = W_V x", "query q", "key k"):
+        assert symbol in " ".join(out.split()), symbol
+    assert "docs/walkthrough.md" in out
+
+
+def test_the_sections_of_the_walkthrough_exist() -> None:
+    from regard.view.explanation_summary import SECTIONS
+
+    page = (Path(__file__).parents[2] / "docs" / "walkthrough.md").read_text("utf-8")
+    for named in SECTIONS.values():
+        for number in named.split(" and "):
+            assert f"\n## {number}. " in page

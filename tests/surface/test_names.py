@@ -109,6 +109,7 @@ def test_all_of_a_package_is_there(package: str) -> None:
 def test_the_glossary() -> None:
     assert set("BHGTSDEM") <= set(LETTERS)
     taps = set("qkvz") | {"scores", "pattern", "out"}
+    taps |= {"embed", "norm", "mlp", "residual", "logits"}
     assert set(regard.tracing.TAP_NAMES) == taps
     assert {"pattern", "z", "out", "score", "query", "key", "value"} <= set(WORDS)
     for name, entry in GLOSSARY.items():

@@ -46,6 +46,9 @@ def every(words: str) -> list[Chart]:
         AlignmentMap(np.eye(2), [words, words], [words, words], words),
         RatioBars([RatioBar(words, 2.0, words)], words),
         heatmaps.HeadWeights([[1.0]], words),
+        heatmaps.EffectMap(
+            np.array([[0.5, -2.0]]), [words], [words, "x"], words, words, words, [[words, "y"]]
+        ),
     ]
 
 

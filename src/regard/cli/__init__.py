@@ -21,6 +21,7 @@ COMMANDS = {
     "explain": "Explain one attention weight of a text, number by number.",
     "extend": "Test context extensions beyond the trained length.",
     "generate": "Continue a prompt with a model, and report speed and memory.",
+    "inspect": "Ablate, patch and attribute heads, and measure them.",
     "layer": "Run one attention layer on random tokens, and print its tensors.",
     "show": "Draw any attention mask, with its counts.",
     "train": "Train a small model and its tokenizer on any text.",

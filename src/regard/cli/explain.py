@@ -177,6 +177,14 @@ BesideModel = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print all numbers as JSON.", rich_help_panel=OUT)
 ]
+Full = Annotated[
+    bool,
+    typer.Option(
+        "--full",
+        help="Print every step with all numbers, instead of one screen.",
+        rich_help_panel=OUT,
+    ),
+]
 List = Annotated[
     bool,
     typer.Option(
@@ -217,6 +225,7 @@ def explain(
     beside_model: BesideModel = None,
     figure: Figure = None,
     json: Json = False,
+    full: Full = False,
     list_heads: List = False,
     color: Color = None,
     dtype: Dtype = None,
@@ -227,6 +236,8 @@ def explain(
 ) -> None:
     """Follow one query and one key through one attention head, number by number: inputs, scores,
     softmax, values and output.
+
+    One screen is printed: the strongest keys, and five steps. --full prints all steps.
 
     If --layer or --head is not given, the head is chosen in which the query has the largest weight
     on the key. If --key is not given either, the largest weight on any key counts, except on the
@@ -255,7 +266,7 @@ def explain(
             )
         place_or_layer = place if place is not None else layer
         choice = _RowChoice(query, key, place_or_layer, head, batch)
-        _explain_module(module, choice, html, figure, lang, json, list_heads, color)
+        _explain_module(module, choice, html, figure, lang, json, list_heads, color, full=full)
         return
     if text is None:
         raise typer.BadParameter("Missing argument; give a text, or --module", param_hint="TEXT")
@@ -285,7 +296,7 @@ def explain(
     def page_of(data: dict[str, Any]) -> str:
         return page(explanation, run, data, lang, beside_run)
 
-    _write_output(explanation, page_of, html, figure, json, color)
+    _write_output(explanation, page_of, html, figure, json, color, full=full)
 
 
 class _RowChoice(NamedTuple):
@@ -317,6 +328,8 @@ def _explain_module(
     json: bool,
     list_places: bool,
     color: bool | None,
+    *,
+    full: bool,
 ) -> None:
     """Explain a row of a module of the user's own, or list its places."""
     from regard.cli import _module
@@ -341,7 +354,7 @@ def _explain_module(
     def page_of(data: dict[str, Any]) -> str:
         return _module.module_page(run, explanation, data, lang, choice.batch)
 
-    _write_output(explanation, page_of, html, figure, json, color)
+    _write_output(explanation, page_of, html, figure, json, color, full=full)
 
 
 def _check_lang(lang: str | None) -> None:
@@ -361,6 +374,8 @@ def _write_output(
     figure: Path | None,
     json: bool,
     color: bool | None,
+    *,
+    full: bool,
 ) -> None:
     """Write the page and the figure if they were requested; print JSON or the text."""
     data = explanation.as_dict()
@@ -380,9 +395,10 @@ def _write_output(
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:
+        from regard.view.explanation_summary import show_summary
         from regard.view.explanation_text import show
 
-        show(data, _console(color))
+        (show if full else show_summary)(data, _console(color))
 
 
 def _console(color: bool | None) -> Console:

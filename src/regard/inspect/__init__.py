@@ -1,4 +1,6 @@
-"""Look inside a model: record attention, explain one query token, choose a head, measure heads."""
+"""Look inside a model, and change what it computes: record attention, explain one query token,
+measure heads, ablate and patch activations, attribute results.
+"""
 
 import sys
 
@@ -9,6 +11,14 @@ from regard.inspect.explain.explanation import ComputationStep, Explanation
 from regard.inspect.explain.head_choice import Choice, find_query, strongest_head, strongest_keys
 from regard.inspect.explain.prepared_run import PretokenizedInput, check_index
 from regard.inspect.explain.random_model import random_model
+from regard.inspect.interventions.ablation import ablate
+from regard.inspect.interventions.attribution import attribute
+from regard.inspect.interventions.effect_table import EffectTable
+from regard.inspect.interventions.logit_lens import logit_lens
+from regard.inspect.interventions.model_run import taps
+from regard.inspect.interventions.name_movers import name_mover_scores
+from regard.inspect.interventions.patching import Receiver, patch
+from regard.inspect.interventions.rollout import rollout
 from regard.inspect.metrics import (
     Measures,
     Sampled,
@@ -24,6 +34,7 @@ from regard.inspect.metrics import (
     retrieval_score,
     sink_share,
 )
+from regard.inspect.metrics.corpus import CorpusMeasures
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recorder import Recorder, RecordingOptions
@@ -42,12 +53,15 @@ __all__ = [
     "Audit",
     "Choice",
     "ComputationStep",
+    "CorpusMeasures",
+    "EffectTable",
     "Explanation",
     "Finding",
     "Measures",
     "Place",
     "Pooled",
     "PretokenizedInput",
+    "Receiver",
     "Recorder",
     "Recording",
     "RecordingOptions",
@@ -55,6 +69,8 @@ __all__ = [
     "Sampled",
     "Tile",
     "TopKeys",
+    "ablate",
+    "attribute",
     "audit",
     "check_index",
     "duplicate_score",
@@ -65,7 +81,10 @@ __all__ = [
     "induction_score",
     "keys_for",
     "load",
+    "logit_lens",
     "measure",
+    "name_mover_scores",
+    "patch",
     "pooled",
     "previous_token_score",
     "random_model",
@@ -74,11 +93,13 @@ __all__ = [
     "repeated_ids",
     "report",
     "retrieval_score",
+    "rollout",
     "row_sums",
     "save",
     "sink_share",
     "strongest_head",
     "strongest_keys",
+    "taps",
     "walk",
     "watch",
 ]

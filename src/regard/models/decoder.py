@@ -15,7 +15,7 @@ from regard.nn import Block, InputEmbedding
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
-from regard.tracing import is_tracing, named_scope
+from regard.tracing import is_tracing, named_scope, tap
 from regard.units import plural
 
 
@@ -157,6 +157,7 @@ class Decoder(nn.Module):
         head: nn.Module | None,
     ) -> Tensor:
         x, is_traced = self.embed(ids, positions), is_tracing()
+        x = tap("embed", x) if is_traced else x
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches is not None else None
             if not is_traced:
@@ -165,9 +166,13 @@ class Decoder(nn.Module):
             with named_scope(f"layers.{i}"):
                 x = layer(x, positions, cache, backend=backend)
         x = x if last is None or last >= x.shape[1] else x[:, -last:]
-        x = self.norm(x)
-        out: Tensor = x if head is None else head(x)
-        return out
+        x = cast("Tensor", self.norm(x))
+        if is_traced and not isinstance(self.norm, nn.Identity):
+            x = tap("norm", x)
+        if head is None:
+            return x
+        logits: Tensor = head(x)
+        return tap("logits", logits) if is_traced else logits
 
     def new_caches(self) -> list[Cache]:
         """Create an empty cache for each layer, of the kind that suits its attention."""

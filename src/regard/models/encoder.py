@@ -14,7 +14,7 @@ from regard.errors import ArgumentError
 from regard.nn.blocks import Block
 from regard.nn.embedding import InputEmbedding
 from regard.span import Positions, Span
-from regard.tracing import named_scope
+from regard.tracing import named_scope, tap
 
 
 class Encoder(nn.Module):
@@ -65,12 +65,12 @@ class Encoder(nn.Module):
             Hidden states [B, S, M].
         """
         positions = Span(0, ids.shape[-1]) if positions is None else positions
-        x = self.embed(ids, positions, segments)
+        x = tap("embed", self.embed(ids, positions, segments))
         for i, layer in enumerate(self.layers):
             with named_scope(f"layers.{i}"):
                 x = layer(x, positions, backend=backend)
         states: Tensor = self.norm(x)
-        return states
+        return states if isinstance(self.norm, nn.Identity) else tap("norm", states)
 
 
 class HeadedEncoder(nn.Module):
@@ -160,8 +160,7 @@ class HeadedEncoder(nn.Module):
                 "this model has no head, because the checkpoint has none; load a checkpoint of a "
                 "masked language model"
             )
-        logits: Tensor = self.head(states)
-        return logits
+        return tap("logits", self.head(states))
 
 
 def first_token_state(

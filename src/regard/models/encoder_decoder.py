@@ -24,7 +24,7 @@ from regard.nn.variants.cross import cross_attention
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
-from regard.tracing import named_scope
+from regard.tracing import named_scope, tap
 from regard.units import plural
 
 
@@ -168,7 +168,8 @@ class EncoderDecoder(nn.Module):
         memory_positions: Positions | None,
         backend: str,
     ) -> Tensor:
-        x = self.embed(ids, positions)
+        with named_scope("decoder"):
+            x = tap("embed", self.embed(ids, positions))
         for i, layer in enumerate(self.layers):
             pair = caches[i] if caches is not None else None
             with named_scope(f"decoder.layers.{i}"):
@@ -180,8 +181,11 @@ class EncoderDecoder(nn.Module):
                     memory_positions=memory_positions,
                     backend=backend,
                 )
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        x = self.norm(x)
+        if not isinstance(self.norm, nn.Identity):
+            with named_scope("decoder"):
+                x = tap("norm", x)
+        return tap("logits", self.head(x))
 
     def new_caches(self) -> list[BlockCaches]:
         """Create empty caches for the target and for the source.

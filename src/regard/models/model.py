@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Unpack, overload
 
 import torch
@@ -322,6 +322,10 @@ class Model(TextModel):
         )
         result = beam_search_text(self, prompt, options, beams=beams, length_penalty=length_penalty)
         return result.completions
+
+    def _example_run(self) -> Callable[[], object]:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        return lambda: self.forward(ids) if self.has_head else self.hidden(ids)
 
     def _json_files(self) -> Mapping[str, object]:
         return {"generation_config.json": {"eos_token_id": sorted(self.eos_ids)}}

@@ -26,7 +26,7 @@ from regard.nn.rnn import (
 )
 from regard.nn.variants.cross import bahdanau, luong
 from regard.span import Positions, Span
-from regard.tracing import named_scope
+from regard.tracing import named_scope, tap
 
 CELLS: dict[str, Callable[..., nn.RNNBase]] = {"rnn": nn.RNN, "gru": nn.GRU, "lstm": nn.LSTM}
 """Name -> PyTorch class of the recurrent network."""
@@ -161,7 +161,7 @@ class RecurrentEncoderDecoder(nn.Module):
         y, positions = self._embed(ids, positions)
         with named_scope("decoder"):
             features, carried = self.decoder(y, carried, positions)
-        return self.head(features), carried
+        return tap("logits", self.head(features)), carried
 
     def greedy(
         self,

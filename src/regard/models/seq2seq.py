@@ -237,6 +237,10 @@ class Seq2Seq(TextModel):
         real = ids if not isinstance(positions, Tensor) else ids.masked_fill(positions < 0, 0)
         check_ids(real, self.config.vocab_size)
 
+    def _example_run(self) -> Callable[[], object]:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        return lambda: self.forward(ids, ids)
+
     def _json_files(self) -> Mapping[str, object]:
         return {
             "generation_config.json": {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
@@ -415,6 +415,10 @@ class TextEncoder(TextModel):
             some = TokenBatch(*(x[rows, : int(sizes[rows].max())] for x in tokens))
             parts.append(self.pool(self.hidden(*some), some.positions))
         return torch.cat(parts)[order.argsort()]
+
+    def _example_run(self) -> Callable[[], object]:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        return lambda: self.hidden(ids)
 
     def _json_files(self) -> Mapping[str, object]:
         mode_keys = {key: mode == self.pooling.mode for key, mode in POOLING_MODE_OF_KEY.items()}

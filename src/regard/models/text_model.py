@@ -4,7 +4,7 @@ saving.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -17,6 +17,7 @@ from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models.save import save_model
 from regard.models.tokenizer import Tokenizer
 from regard.span import Positions, as_tensor
+from regard.tracing import list_taps
 
 
 class TextModel:
@@ -177,6 +178,31 @@ class TextModel:
             dtype=self.dtype,
             tokenizer=self._tokenizer,
             json_files=self._json_files(),
+        )
+
+    def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
+        """List the taps of the model: the names that `regard.Trace` captures and edits.
+
+        The model runs once, on two tokens.
+
+        Args:
+            patterns: whether `scores` and `pattern` are listed, which only the reference kernel
+                passes.
+
+        Returns:
+            The full names, in the order of the computation.
+
+        >>> import regard
+        >>> names = regard.load("tiny").taps()
+        >>> names[:3], names[-2:], "layers.3.mlp" in names
+        (('embed', 'layers.0.attention.norm', 'layers.0.q'), ('norm', 'logits'), True)
+        """
+        return list_taps(self._example_run(), patterns=patterns)
+
+    def _example_run(self) -> Callable[[], object]:
+        """Return a function that runs the network on two tokens."""
+        raise ArgumentTypeError(
+            f"a {type(self).__name__} has no run; use Model, TextEncoder, Seq2Seq"
         )
 
     def _json_files(self) -> Mapping[str, object]:

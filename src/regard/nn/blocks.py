@@ -21,7 +21,7 @@ from regard.nn.mixer import Mixer
 from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.process_state import is_compiling
 from regard.span import Positions
-from regard.tracing import named_scope
+from regard.tracing import is_tracing, named_scope, parent_scope, tap
 
 
 class Residual(nn.Module, ABC):
@@ -89,7 +89,7 @@ class PreNorm(Residual):
     ) -> Float[Tensor, "B T M"]:
         """Compute x + sublayer(norm(x)) for hidden states [B,T,M]."""
         norm: Any = self._modules["norm"]
-        y = sublayer(norm(x))
+        y = sublayer(tap("norm", norm(x)))
         return x + (self.dropout(y) if self.training else y)
 
 
@@ -112,7 +112,7 @@ class PostNorm(Residual):
     ) -> Float[Tensor, "B T M"]:
         """Compute norm(x + sublayer(x)) for hidden states [B,T,M]."""
         result: Float[Tensor, "B T M"] = self.norm(x + self.apply_dropout(sublayer(x)))
-        return result
+        return tap("norm", result)
 
 
 class NormedResidual(Residual):
@@ -134,7 +134,7 @@ class NormedResidual(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """Compute norm(x) + sublayer(norm(x)) for hidden states [B,T,M]."""
-        normed = self.norm(x)
+        normed = tap("norm", self.norm(x))
         result: Float[Tensor, "B T M"] = normed + self.apply_dropout(sublayer(normed))
         return result
 
@@ -157,7 +157,7 @@ class OutputNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """Compute x + norm(sublayer(x)) for hidden states [B,T,M]."""
-        return x + self.apply_dropout(self.norm(sublayer(x)))
+        return x + self.apply_dropout(tap("norm", self.norm(sublayer(x))))
 
 
 class SandwichNorm(Residual):
@@ -186,7 +186,10 @@ class SandwichNorm(Residual):
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
         """Compute x + after(sublayer(norm(x))) for hidden states [B,T,M]."""
-        return x + self.apply_dropout(self.after(sublayer(self.norm(x))))
+        y = self.after(sublayer(tap("norm", self.norm(x))))
+        with named_scope("after"):
+            y = tap("norm", y)
+        return x + self.apply_dropout(y)
 
 
 class Block(LoadsRenamedWeights):
@@ -254,6 +257,8 @@ class Block(LoadsRenamedWeights):
         Returns:
             The new hidden states [B,T,M].
         """
+        if is_tracing():
+            return self._traced_forward(x, positions, cache, backend)
         parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
         attention = parts["attention"]
         x = parts["attention_residual"](
@@ -261,6 +266,35 @@ class Block(LoadsRenamedWeights):
         )
         result: Float[Tensor, "B T M"] = parts["feed_forward_residual"](x, parts["feed_forward"])
         return result
+
+    def _traced_forward(
+        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Tensor:
+        """Compute `forward`, with the taps of the norms, the feed-forward layer and the block."""
+        with named_scope("attention"):
+            x = self.attention_residual(x, self._tapped_attention(positions, cache, backend))
+        with named_scope("mlp"):
+            x = self.feed_forward_residual(x, self._tapped_feed_forward)
+        return tap("residual", x)
+
+    def _tapped_attention(
+        self, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the attention as a function of the normed states, with its taps in the scope of
+        the block.
+        """
+
+        def attend(normed: Tensor) -> Tensor:
+            with parent_scope():
+                mixed: Tensor = self.attention(normed, positions, cache, backend=backend)
+                return mixed
+
+        return attend
+
+    def _tapped_feed_forward(self, normed: Tensor) -> Tensor:
+        """Apply the feed-forward layer, with its tap in the scope of the block."""
+        with parent_scope():
+            return tap("mlp", self.feed_forward(normed))
 
     def new_cache(self) -> Cache:
         """Return an empty cache that suits the attention.
@@ -297,12 +331,24 @@ class ParallelBlock(Block):
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """Apply both sublayers to hidden states [B,T,M] and add their outputs."""
+        if is_tracing():
+            return self._traced_forward(x, positions, cache, backend)
         mixed = self.attention_residual(
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
         path = self.feed_forward_residual
         out: Tensor = mixed + path.dropout(self.feed_forward(path.norm(x)))
         return out
+
+    def _traced_forward(
+        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Tensor:
+        path = self.feed_forward_residual
+        with named_scope("attention"):
+            mixed = self.attention_residual(x, self._tapped_attention(positions, cache, backend))
+        with named_scope("mlp"):
+            y = self._tapped_feed_forward(tap("norm", path.norm(x)))
+        return tap("residual", mixed + path.dropout(y))
 
 
 class BlockCaches(NamedTuple):
@@ -439,8 +485,14 @@ class DecoderBlock(LoadsRenamedWeights):
                     backend=backend,
                 ),
             )
-        out: Tensor = self.feed_forward_residual(x, self.feed_forward)
-        return out
+        with named_scope("mlp"):
+            out: Tensor = self.feed_forward_residual(x, self._tapped_feed_forward)
+        return tap("residual", out)
+
+    def _tapped_feed_forward(self, normed: Tensor) -> Tensor:
+        """Apply the feed-forward layer, with its tap in the scope of the block."""
+        with parent_scope():
+            return tap("mlp", self.feed_forward(normed))
 
     def new_caches(self) -> BlockCaches:
         """Return empty caches for a target and its source.

@@ -16,6 +16,7 @@ from regard.view import palette, plotting, terminal
 from regard.view.plotting import Drawing
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -156,3 +157,93 @@ class HeadWeights:
             for i, j in np.ndindex(rows, columns)
         ]
         return Drawing(figure, {"cells": hints})
+
+
+@dataclass(frozen=True)
+class EffectMap:
+    """A heatmap of numbers of both signs, such as the effect of each head of each layer.
+
+    Args:
+        values: the numbers `[R, C]`; NaN leaves a cell empty.
+        rows: name of each row.
+        columns: name of each column.
+        title: text above the chart.
+        across: what the columns are.
+        quantity: what the numbers are.
+        cells: a text for each cell, which is drawn in it; () draws none.
+
+    >>> chart = EffectMap(np.array([[0.5, -2.0]]), ["layer 0"], ["0", "1"], "ablation", "head")
+    >>> chart.draw().hints["cells"]
+    ['layer 0, head 0: 0.5', 'layer 0, head 1: -2']
+    """
+
+    values: Float[np.ndarray, "R C"]
+    rows: Sequence[str]
+    columns: Sequence[str]
+    title: str
+    across: str = "column"
+    quantity: str = "effect"
+    cells: Sequence[Sequence[str]] = ()
+
+    def draw(self) -> Drawing:
+        """Return the figure: orange cells are negative, blue ones positive, pale ones near 0."""
+        count, wide_count = self.values.shape
+        names, columns = (
+            [escape_controls(word) for word in words] for words in (self.rows, self.columns)
+        )
+        text_wide = max((cell_len(word) for row in self.cells for word in row), default=0)
+        wide_cell = max(26, min(90, int(plotting.LETTER_WIDTH * text_wide) + 8))
+        long_columns = max(map(cell_len, columns), default=0) > wide_cell / plotting.LETTER_WIDTH
+        side = 26
+        left = 20 + max(map(cell_len, names), default=0) * plotting.LETTER_WIDTH
+        below = 46 + (max(map(cell_len, columns)) * 6.6 if long_columns else 0)
+        finite = self.values[np.isfinite(self.values)]
+        largest = float(np.abs(finite).max()) if finite.size else 0.0
+        low = "0" if (finite >= 0).all() else f"{-largest:.3g} (orange)"
+        scale = f"{self.quantity}, from {low} to {largest:.3g} (blue)"
+        heading = max(cell_len(escape_controls(x)) for x in (self.title, scale))
+        wide = max(left + wide_count * wide_cell + 20, 40 + plotting.LETTER_WIDTH * heading)
+        figure = plotting.new_figure(wide, 62 + count * side + below)
+        axes = plotting.new_axes(figure, left, wide - left - wide_count * wide_cell, 62, below)
+        axes.grid(visible=False)
+        plotting.write_at(figure, 16, 24, self.title, role="ink", size=14)
+        plotting.write_at(figure, 16, 44, scale, size=12)
+        self._draw_cells(axes, largest or 1.0)
+        axes.set_xlabel(
+            escape_controls(self.across), fontsize=13, color=palette.LIGHT["soft"], labelpad=4
+        )
+        axes.set_yticks(np.arange(count) + 0.5, names, fontsize=12)
+        axes.set_xticks(
+            np.arange(wide_count) + 0.5, columns, rotation=90 if long_columns else 0, fontsize=11
+        )
+        shown = [(i, j) for i, j in np.ndindex(*self.values.shape)]
+        hints = [
+            f"{names[i]}, {self.across} {columns[j]}: {self._described(i, j)}" for i, j in shown
+        ]
+        return Drawing(figure, {"cells": hints})
+
+    def _described(self, i: int, j: int) -> str:
+        value = self.values[i, j]
+        number = "nothing" if math.isnan(value) else f"{value:.4g}"
+        return f"{self.cells[i][j]} {number}" if self.cells else number
+
+    def _draw_cells(self, axes: Axes, largest: float) -> None:
+        """Draw the cells, and their texts."""
+        colours = plotting.signed_colours()
+        axes.pcolormesh(
+            np.where(np.isnan(self.values), 0, self.values),
+            cmap=colours,
+            vmin=-largest,
+            vmax=largest,
+            edgecolors=palette.LIGHT["card"],
+            linewidth=1,
+            gid="cells",
+        )
+        axes.invert_yaxis()
+        if self.cells:
+            for i, j in np.ndindex(*self.values.shape):
+                dark = abs(self.values[i, j]) > 0.7 * largest
+                axes.text(
+                    j + 0.5, i + 0.5, escape_controls(self.cells[i][j]), ha="center", va="center",
+                    fontsize=10, color=palette.LIGHT["card" if dark else "ink"],
+                )  # fmt: skip

@@ -132,6 +132,15 @@ def weight_colours() -> ListedColormap:
     return ListedColormap(_shades("light"), name="weights")
 
 
+def signed_colours() -> ListedColormap:
+    """Return the colour map of numbers from the most negative (orange) through 0 to the largest
+    (blue).
+    """
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(_signed_shades("light"), name="signed")
+
+
 def css() -> str:
     """Return the style that adapts the charts of a page to dark pages.
 
@@ -140,6 +149,7 @@ def css() -> str:
     """
     pairs = {palette.LIGHT[name]: palette.DARK[name] for name in palette.LIGHT}
     pairs |= dict(zip(_shades("light"), _shades("dark"), strict=True))
+    pairs |= dict(zip(_signed_shades("light"), _signed_shades("dark"), strict=True))
     rules = "".join(
         f'.chart [{what}="{light}"]{{{what}:{dark}}}'
         for light, dark in pairs.items()
@@ -282,8 +292,16 @@ def _chinese_fonts() -> tuple[str, ...]:
 
 
 def _shades(theme: str) -> list[str]:
-    stops = palette.WEIGHTS[theme]
-    colours = (palette.ramp(stops, i / (NUM_SHADES - 1)) for i in range(NUM_SHADES))
+    return _colours(palette.WEIGHTS[theme], NUM_SHADES)
+
+
+def _signed_shades(theme: str) -> list[str]:
+    # an odd number, so that 0 has the colour in the middle
+    return _colours(palette.SIGNED[theme], NUM_SHADES + 1)
+
+
+def _colours(stops: Sequence[palette.Rgb], count: int) -> list[str]:
+    colours = (palette.ramp(stops, i / (count - 1)) for i in range(count))
     return ["#{:02x}{:02x}{:02x}".format(*rgb) for rgb in colours]
 
 

@@ -140,7 +140,7 @@ class EntropyAccumulator:
         h = self._entropy + torch.where(share > 0, share * (self._denominator - sink), 0)
         n, h = self._visible + (~sink.isneginf()), h.clamp(min=0)
         return {
-            "entropy": measured.mean(h / n.clamp(min=2).log(), n > 1),
+            "entropy": measured.mean(h / n.clamp(min=2).double().log(), n > 1),
             "effective_keys": measured.mean(h.exp(), self._visible > 0),
             "max_logit": self._max_score,
         }

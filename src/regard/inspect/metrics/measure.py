@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,10 @@ from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.tiles import TILE_SIZE, walk
 from regard.models.model import Model
 from regard.units import plural
+
+if TYPE_CHECKING:
+    from regard.inspect.interventions.model_run import AnyModel
+    from regard.inspect.metrics.corpus import CorpusMeasures
 
 SAMPLED_ROWS = 64
 """Number of rows that are sampled for a metric that needs whole rows; `Sampled.rows` is the actual
@@ -58,18 +62,33 @@ class Measures:
         )
 
 
-@renamed_parameters(near="local_distance")
+@overload
 def measure(
     place: Place,
-    ids: Int[Tensor, " N"] | None = None,
+    ids: Int[Tensor, " N"] | None = ...,
+    *,
+    batch: int = ...,
+    sinks: int = ...,
+    local_distance: int = ...,
+    padding: Tensor | None = ...,
+    size: int = ...,
+) -> Measures: ...
+@overload
+def measure(
+    place: AnyModel, ids: Iterable[Any], *, sinks: int = ..., local_distance: int = ...
+) -> CorpusMeasures: ...
+@renamed_parameters(near="local_distance")
+def measure(
+    place: Place | AnyModel,
+    ids: Int[Tensor, " N"] | Iterable[Any] | None = None,
     *,
     batch: int = 0,
     sinks: int = 4,
     local_distance: int = 32,
     padding: Tensor | None = None,
     size: int = TILE_SIZE,
-) -> Measures:
-    """Measure all recorded heads of a place.
+) -> Measures | CorpusMeasures:
+    """Measure all recorded heads of a place, or all heads of a model over a corpus.
 
     n_i is the number of keys that row i sees. Means are over rows; rows to which a definition does
     not apply are left out.
@@ -91,10 +110,14 @@ def measure(
     A metric that is not defined for these tokens is left out of the values: for example, induction
     if no token occurs twice.
 
+    With a model and a corpus, `measure(model, texts)`, each text is recorded and measured alone,
+    and the result has the mean over texts of every head.
+
     Args:
-        place: a place of a recording.
+        place: a place of a recording; or a model, as for `record`.
         ids: token ids of the columns, `[N]`, for the metrics of copies; the rows are the same
-            tokens. None leaves these metrics out.
+            tokens. None leaves these metrics out. With a model, the texts: any iterable of what
+            `record` takes, which is read once.
         batch: row of the batch.
         sinks: number of first positions that count as sinks.
         local_distance: keys at a smaller distance are local.
@@ -102,11 +125,11 @@ def measure(
         size: rows and columns of the tiles.
 
     Returns:
-        The metrics and curves of each head.
+        The metrics and curves of each head; of a model, a `CorpusMeasures`.
 
     Raises:
-        ArgumentError: `ids` or `padding` does not have one entry per column, or there is no such
-            row of the batch.
+        ArgumentError: the corpus is empty; an option does not apply to a model; `ids` or `padding`
+            does not have one entry per column, or there is no such row of the batch.
 
     >>> import regard
     >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
@@ -114,6 +137,42 @@ def measure(
     >>> measures.values["future"].tolist(), bool((measures.values["missing"] < 1e-5).all())
     ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], True)
     """
+    if not isinstance(place, Place):
+        if batch or padding is not None or ids is None or isinstance(ids, (str, Tensor)):
+            raise ArgumentError(
+                "measure(model, texts) takes a list of texts, and neither batch nor padding; for "
+                "one run, record it and measure its places"
+            )
+        model: Any = place
+        from regard.inspect.metrics.corpus import measure_corpus
+
+        return measure_corpus(
+            lambda text: record(model, text, keep=()),
+            lambda each, own: (
+                measure_place(
+                    each, own, sinks=sinks, local_distance=local_distance, size=size
+                ).values
+            ),
+            ids,
+        )
+    assert ids is None or isinstance(ids, Tensor), "an iterable is for a model"
+    return measure_place(
+        place, ids, batch=batch, sinks=sinks, local_distance=local_distance, padding=padding,
+        size=size,
+    )  # fmt: skip
+
+
+def measure_place(
+    place: Place,
+    ids: Tensor | None = None,
+    *,
+    batch: int = 0,
+    sinks: int = 4,
+    local_distance: int = 32,
+    padding: Tensor | None = None,
+    size: int = TILE_SIZE,
+) -> Measures:
+    """Measure all recorded heads of a place; see `measure`."""
     for name, values in (("ids", ids), ("padding", padding)):
         if values is not None and values.shape != (place.N,):
             raise ArgumentError(

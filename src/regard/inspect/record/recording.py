@@ -9,10 +9,12 @@ one around 1000 about 1e-4. The audit (`row_sums`) reports the actual error.
 from __future__ import annotations
 
 import html
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -24,10 +26,13 @@ from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import PatternBlock, Place
 
 if TYPE_CHECKING:
+    from regard.inspect.interventions.effect_table import EffectTable
     from regard.inspect.record.row_sums import RowSums
     from regard.inspect.record.tiles import Pooled
 
 
+MAX_CELLS = 1 << 22
+"""The largest number of weights of a recording that a notebook shows as a page."""
 _ROWS = 256
 """Number of rows whose weights `Recording.sums` computes together."""
 
@@ -340,6 +345,89 @@ class Recording:
     def sound(self) -> bool:
         """Return whether the audits of all places found no fault."""
         return all(audit.sound for audit in self.row_sums.values())
+
+    def compare(self, other: Recording, *, batch: int = 0) -> EffectTable:
+        """Compare the patterns with those of another run: another text with as many tokens, another
+        model, checkpoint, dtype or kernel.
+
+            distance(head) = mean over rows of JS(p_i, p'_i), in bits: 0 if equal, 1 if disjoint
+
+        Each row is divided by its sum, which leaves out a sink. `regard.inspect.report(a, b=b)`
+        shows both on the page.
+
+        Args:
+            other: the other recording.
+            batch: row of the batch, in both.
+
+        Returns:
+            A table of the places and heads that both recordings have.
+
+        Raises:
+            ArgumentError: no place is in both, or a place has other numbers of queries or keys.
+
+        >>> import regard
+        >>> model = regard.load("tiny")
+        >>> a, b = (regard.inspect.record(model, text) for text in ("to be or", "to do or"))
+        >>> float(a.compare(a).values.max()), bool(a.compare(b).values.max() > 0.01)
+        (0.0, True)
+        """
+        from regard.inspect.record.comparison import compare_recordings
+
+        return compare_recordings(self, other, batch=batch)
+
+    def to(self, what: str | Path, *, layer: int | str = 0, head: int = 0, batch: int = 0) -> Any:
+        """Export the patterns.
+
+        - "numpy": the weights `[h, T, N]` of every place, by name; a file that ends in .npz has
+          the same arrays;
+        - "bertviz": the arguments of `bertviz.head_view` and `bertviz.model_view`;
+        - "circuitsvis": the arguments of `circuitsvis.attention.attention_heads`, for one layer;
+        - a file that ends in .csv: one line per weight that is not masked;
+        - a file that ends in .png, .svg or .pdf: the pattern of one head.
+
+        Args:
+            what: "numpy", "bertviz", "circuitsvis", or the name of a file.
+            layer: name or index of the place, for "circuitsvis" and pictures.
+            head: query head, for pictures.
+            batch: row of the batch.
+
+        Returns:
+            The data, or the path of the file.
+
+        Raises:
+            ArgumentError: there are too many weights to write them all, or the tool cannot show
+                this kind of attention.
+            FileError: the format is unknown, or the file cannot be written.
+
+        >>> import regard
+        >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+        >>> recording.to("numpy")["layers.0"].shape
+        (8, 6, 6)
+        """
+        from regard.inspect.record.export import export
+
+        return export(self, what, layer=layer, head=head, batch=batch)
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> Mapping[str, str]:
+        """Return what a notebook shows: the interactive page in a frame without network access, if
+        the recording is small enough, else the table of places.
+        """
+        text = f"Recording of {', '.join(self.places)}"
+        if sum(place.T * place.N * len(place.heads) for place in self.places.values()) > MAX_CELLS:
+            return {"text/plain": text, "text/html": self._repr_html_()}
+        from regard.view.report import language_of_locale, page
+
+        # by name: `report` reads recordings, and is above this module
+        report = importlib.import_module("regard.inspect.report.page_data").report
+        shown = html.escape(page(report(self), language_of_locale()), quote=True)
+        # sandboxed: the page has its own script, and no access to the notebook
+        frame = (
+            '<iframe sandbox="allow-scripts" style="width:100%;height:640px;border:0" '
+            f'srcdoc="{shown}"></iframe>'
+        )
+        return {"text/plain": text, "text/html": frame}
 
     def _repr_html_(self) -> str:
         """Return a table of the places, their sizes and their audits, as static HTML for a

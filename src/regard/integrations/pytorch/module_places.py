@@ -34,6 +34,7 @@ class ModulePlaces:
         model: the model, whose modules name the places.
 
     Attributes:
+        model: the model.
         observed: the number of calls that were passed to the open traces.
         unrecorded: the number of calls that could not be, by place and reason.
         written_out: for each place, the shape of a softmax that was computed there outside of any
@@ -44,7 +45,7 @@ class ModulePlaces:
         self.observed = 0
         self.unrecorded: Counter[tuple[str, str]] = Counter()
         self.written_out: dict[str, tuple[int, ...]] = {}
-        self._model = model
+        self.model = model
         self._thread = threading.get_ident()
         self._running: list[tuple[str, list[int]]] = []
         self._last_keys: dict[str, _ReadKeys] = {}
@@ -54,7 +55,7 @@ class ModulePlaces:
     def hooks(self) -> Iterator[None]:
         """Follow in this thread which module runs, by hooks that are removed at the end."""
         with ExitStack() as stack:
-            for name, module in self._model.named_modules():
+            for name, module in self.model.named_modules():
                 path = name.replace(COMPILED_PREFIX, "")
                 before, after = _entering(self, path), _leaving(self)
                 stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)

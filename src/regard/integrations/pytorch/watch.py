@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch import override
 from regard.integrations.pytorch.module_places import ModulePlaces, opened
+from regard.integrations.pytorch.module_taps import module_taps
 from regard.integrations.pytorch.observed_call import leave_to_torch, observe_attention
 from regard.tracing import is_running_kernel, is_tracing
 
@@ -110,8 +111,9 @@ def watch(model: nn.Module) -> Iterator[ModulePlaces]:
     `nn.TransformerEncoderLayer` or `flex_attention` in the model passes the taps `q`, `k`, `v`,
     `scores`, `pattern` and `z`, and runs on the kernels of this package. The names of the taps
     begin with the path of the module that makes the call, as in `model.named_modules()`; the
-    second call within one forward pass of a module has the name `<path>.call2`. Without an open
-    trace nothing changes. Compiled modules and functions run uncompiled.
+    second call within one forward pass of a module has the name `<path>.call2`. The modules pass
+    the taps `embed`, `norm`, `mlp`, `residual` and `logits` too (see `module_taps`). Without an
+    open trace nothing changes. Compiled modules and functions run uncompiled.
 
     Args:
         model: any module.
@@ -141,6 +143,7 @@ def watch(model: nn.Module) -> Iterator[ModulePlaces]:
         if "torch._dynamo.eval_frame" in sys.modules:  # else nothing can be compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(places.hooks())
+        stack.enter_context(module_taps(places.model))
         stack.enter_context(opened(places))
         stack.enter_context(_PastTheFunctions(places))
         yield places

@@ -1,0 +1,3 @@
+"""Change what a model computes, and measure the effect: ablation, activation patching, attribution,
+the logit lens and rollout.
+"""

@@ -1,0 +1,286 @@
+"""Attribution: how much of a logit, or of another metric, comes from each head and each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from regard.did_you_mean import suggest
+from regard.errors import ArgumentError
+from regard.inspect.interventions.answer_metric import (
+    Metric,
+    answer_ids,
+    answer_names,
+    last_logits,
+    metric_of,
+)
+from regard.inspect.interventions.effect_table import EffectTable
+from regard.inspect.interventions.frozen_norm import FrozenNorm
+from regard.inspect.interventions.model_run import AnyModel, Edit, Input, ModelRun, prepare
+from regard.inspect.interventions.residual_terms import OutputMap, decompose
+from regard.nn.embedding import CappedLogits
+from regard.tracing import Trace
+
+Edits: TypeAlias = Mapping[str, Edit]
+"""Edits by the name of a tap."""
+
+Method = Literal["direct", "gradient", "integrated_gradients"]
+"""How an effect is attributed."""
+
+
+def attribute(
+    model: AnyModel,
+    text: Input,
+    metric: Metric = None,
+    *,
+    method: Method = "direct",
+    corrupt: Input | None = None,
+    by_key: bool = False,
+    steps: int = 8,
+) -> EffectTable:
+    """Attribute the result of a run to heads and layers.
+
+    "direct" (direct logit attribution) takes the hidden state of the last token apart into what the
+    embedding, each head, each feed-forward layer and each bias has added to it. The last norm keeps
+    the scale that it had, so that it is linear, and the logit is the sum of the terms:
+
+        logit = sum over terms t of w . A t + constants,  norm(x) = A x + b
+
+    "gradient" (attribution patching) estimates the effect of patching each head, from one backward
+    pass on the corrupt run: sum (z_clean - z_corrupt) * d metric / d z. Without `corrupt` it
+    estimates zero ablation, sum (0 - z) * d metric / d z.
+
+    "integrated_gradients" attributes the metric to the weights of each head, from no attention to
+    the pattern P of its layer: sum P * mean over a in (0, 1) of d metric / d P at a P. The heads of
+    a layer sum to the metric minus that with the layer's pattern set to 0.
+
+    Args:
+        model: a `Model`, or a module with logits; the two gradient methods take every model of
+            `ablate`.
+        text: the input, as for `ablate`; for "gradient" with `corrupt` the clean one.
+        metric: a token or a pair of tokens; for the gradient methods also what `ablate` takes. For
+            "direct" it means logits, not log probabilities.
+        method: "direct", "gradient" or "integrated_gradients".
+        corrupt: another input with the same number of tokens, for "gradient".
+        by_key: for "direct": whether the terms of heads are split by the key whose value they are;
+            columns are then positions.
+        steps: for "integrated_gradients": the number of points (Gauss-Legendre).
+
+    Returns:
+        For "direct" one row per term, with the logit as `baseline`: all numbers sum to it. Else a
+        table of layers and heads.
+
+    Raises:
+        ArgumentError: an option does not apply to the method, the metric is no token, or the model
+            adds in a way that is not known.
+        ArgumentTypeError: the model, the text or the metric has an unsupported type.
+
+    >>> import regard
+    >>> table = attribute(regard.load("tiny"), "to be or not to")
+    >>> table.rows[0], table.rows[-1], bool(abs(table.values.sum() - table.baseline) < 1e-9)
+    ('embed', 'rounding of the run', True)
+
+    Source: direct: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits"; Wang et
+    al. 2022 (arXiv 2211.00593), section 3.1; gradient: Nanda 2023, "Attribution patching"; Syed et
+    al. 2023 (arXiv 2310.10348); integrated gradients: Hao et al. 2021 (arXiv 2004.11207), section
+    3.
+    """
+    if method not in get_args(Method):
+        known = get_args(Method)
+        raise ArgumentError(
+            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}"
+        )
+    if corrupt is not None and method != "gradient":
+        raise ArgumentError(f"corrupt does not apply to method {method!r}; use method='gradient'")
+    if by_key and method != "direct":
+        raise ArgumentError(f"by_key does not apply to method {method!r}; use method='direct'")
+    run = prepare(model, text)
+    if method == "direct":
+        return _direct(run, metric, by_key=by_key)
+    if method == "gradient":
+        return _gradient(run, None if corrupt is None else prepare(model, corrupt), metric)
+    return _integrated(run, metric, steps)
+
+
+class Direction(NamedTuple):
+    """The logit of an answer as a linear function of the normed state.
+
+    Args:
+        vector: w, `[M]`, in fp64.
+        constant: the bias of the head for the answer.
+        logit: the logit of the run (or the difference of two), before a cap.
+        name: the answer in words.
+    """
+
+    vector: Tensor
+    constant: float
+    logit: float
+    name: str
+
+
+def answer_direction(run: ModelRun, output: OutputMap, ids: tuple[int, ...]) -> Direction:
+    """Return the direction of a logit, or of the difference of two, in the normed state."""
+    head = output.head
+    signs = (1.0, -1.0)[: len(ids)]
+    parameter = next(head.parameters())
+    zero = torch.zeros(1, 1, parameter.shape[-1] if parameter.ndim > 1 else 1).to(parameter)
+    if type(head).__name__ == "Conv1D":
+        zero = zero.new_zeros(1, 1, parameter.shape[0])
+
+    def chosen(x: Tensor) -> Tensor:
+        logits = nn.Linear.forward(head, x) if isinstance(head, CappedLogits) else head(x)
+        return torch.stack([s * logits[0, -1, i] for s, i in zip(signs, ids, strict=True)]).sum()
+
+    with torch.enable_grad():
+        x = zero.detach().requires_grad_()
+        constant = chosen(x)
+        (vector,) = torch.autograd.grad(constant, x)
+    logits = last_logits(output.logits)[0].double().cpu()
+    values = [float(logits[i]) for i in ids]
+    name = f"logit of {answer_names(run, ids)}"
+    if isinstance(head, CappedLogits):
+        values = [head.cap * float(np.arctanh(each / head.cap)) for each in values]
+        name += " before the cap"
+    logit = sum(s * each for s, each in zip(signs, values, strict=True))
+    return Direction(vector[0, 0].double().cpu(), float(constant.detach()), logit, name)
+
+
+def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
+    """Attribute a logit of the last token to the terms of its hidden state."""
+    if callable(metric):
+        raise ArgumentError(
+            "direct attribution needs a token or a pair of tokens as metric, because only a logit "
+            "is linear in the hidden state; for a function use method='gradient', or ablate"
+        )
+    if metric is None:
+        metric = int(last_logits(run.run().output)[0].argmax())
+    decomposition = decompose(run, -1, by_key=by_key)
+    direction = answer_direction(run, decomposition.output, answer_ids(run, metric))
+    x = decomposition.terms.state(decomposition.last)
+    with torch.no_grad():
+        norm = FrozenNorm(decomposition.output.norm, x, decomposition.output.norm(x))
+    width = len(run.labels(decomposition.terms.taps["embed"].shape[1])) if by_key else 1
+    names, rows = [], []
+    for term in decomposition.terms.terms:
+        effect = norm(term.vector.reshape(-1, norm.gain.numel())) @ direction.vector
+        row = np.zeros(width)
+        if effect.numel() > 1:
+            row[:] = effect.detach().flatten().numpy()
+        else:
+            row[-1] = float(effect.detach())
+        names.append(term.name)
+        rows.append(row)
+    for name, constant in (
+        ("bias of the last norm", float(norm.bias @ direction.vector)),
+        ("bias of the head", direction.constant),
+    ):
+        if constant:
+            names.append(name)
+            rows.append(np.eye(width)[-1] * constant)
+    names.append("rounding of the run")
+    rows.append(np.eye(width)[-1] * (direction.logit - float(np.sum(rows))))
+    return EffectTable(
+        "direct logit attribution" + (" by key" if by_key else ""),
+        f"part of the {direction.name}",
+        np.stack(rows),
+        "term",
+        "key" if by_key else "token",
+        tuple(names),
+        run.labels(width) if by_key else ("last",),
+        baseline=direction.logit,
+        notes=(
+            "only direct effects: what a head does through later layers is not counted",
+            "the scale of each norm is that of the run",
+        ),
+    )
+
+
+def _gradient(run: ModelRun, corrupt: ModelRun | None, metric: Metric) -> EffectTable:
+    """Estimate the effect of patching, or of zero ablation, of each head by its gradient."""
+    measured = metric_of(run, metric)
+    start = run if corrupt is None else corrupt
+    trace, before = _with_gradients(start, measured.measure, "z")
+    other = None
+    if corrupt is not None:
+        clean = run.run(capture=["z"])
+        other, target = clean.trace, float(measured.measure(clean.output))
+    names = list(trace)
+    values = np.full((len(names), max(trace[name].shape[1] for name in names)), np.nan)
+    for i, name in enumerate(names):
+        z = trace[name].detach().double()
+        there = torch.zeros_like(z) if other is None else other[name].double()
+        if there.shape != z.shape:
+            raise ArgumentError(
+                f"{name} is {tuple(there.shape)} in the clean run and {tuple(z.shape)} in the "
+                "corrupt one; both inputs must have the same number of tokens"
+            )
+        effect = ((there - z) * trace.gradient(name).double()).sum((0, 2, 3))
+        values[i, : len(effect)] = effect.cpu().numpy()
+    aim = "zero ablation" if corrupt is None else "patching"
+    return EffectTable(
+        f"attribution patching: {aim} of heads, estimated by one gradient",
+        f"estimated change of {measured.name}",
+        values,
+        "layer",
+        "head",
+        tuple(name.removesuffix(".z") for name in names),
+        tuple(map(str, range(values.shape[1]))),
+        baseline=before,
+        target=None if other is None else target,
+        notes=("a linear estimate, which fails where the metric is far from linear",),
+    )
+
+
+def _with_gradients(
+    run: ModelRun, measure: Callable[[Tensor], Tensor], name: str, edit: Edits | None = None
+) -> tuple[Trace, float]:
+    """Run with autograd, and return the trace of a tap with gradients, and the metric."""
+    result = run.run(edit, capture=[name], gradients=True)
+    value = measure(result.output)
+    if not value.requires_grad:
+        raise ArgumentError(
+            "the metric does not depend on the captured activations through autograd; return a "
+            "tensor that was computed from the model's output, and do not detach it"
+        )
+    trace = result.trace
+    wanted = [trace[name] for name in trace]
+    gradients = torch.autograd.grad(value, wanted, allow_unused=True)
+    for x, gradient in zip(wanted, gradients, strict=True):
+        x.grad = torch.zeros_like(x) if gradient is None else gradient
+    return trace, float(value.detach())
+
+
+def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
+    """Attribute the metric to the patterns of each layer, by integrated gradients."""
+    if steps < 1:
+        raise ArgumentError(f"steps is {steps}; it must be at least 1")
+    measured = metric_of(run, metric)
+    plain = run.run(capture=["pattern"])
+    names = list(plain.trace)
+    points, weights = np.polynomial.legendre.leggauss(steps)  # on (-1, 1)
+    values = np.full((len(names), max(plain.trace[name].shape[1] for name in names)), np.nan)
+    for i, name in enumerate(names):
+        pattern = plain.trace[name]
+        mean = torch.zeros_like(pattern, dtype=torch.float64)
+        for point, weight in zip(points, weights, strict=True):
+            share = (point + 1) / 2
+            edit = {name: lambda p, share=share: p * share}
+            trace, _ = _with_gradients(run, measured.measure, name, edit)
+            mean += weight / 2 * trace.gradient(name).double()
+        effect = (pattern.double() * mean).sum((0, 2, 3))
+        values[i, : len(effect)] = effect.cpu().numpy()
+    return EffectTable(
+        "integrated gradients of the patterns",
+        f"part of {measured.name}",
+        values,
+        "layer",
+        "head",
+        tuple(name.removesuffix(".pattern") for name in names),
+        tuple(map(str, range(values.shape[1]))),
+        baseline=float(measured.measure(plain.output)),
+        notes=("the heads of a layer sum to the metric minus that without the layer's attention",),
+    )

@@ -1,0 +1,355 @@
+"""The hidden state of one token as the sum of what each head and each layer has added to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError
+from regard.inspect.interventions.frozen_norm import FrozenNorm
+from regard.inspect.interventions.model_run import ModelRun
+from regard.integrations.pytorch.module_taps import find_stacks, stack_prefix
+from regard.models.model import Model
+from regard.nn.blocks import (
+    Block,
+    NormedResidual,
+    OutputNorm,
+    ParallelBlock,
+    PostNorm,
+    PreNorm,
+    Residual,
+    SandwichNorm,
+)
+from regard.tolerance import allowed_error
+
+CAPTURED = ("embed", "z", "v", "out", "mlp", "norm", "residual", "logits")
+"""The taps that are needed to take a hidden state apart."""
+
+
+class Term(NamedTuple):
+    """One term of the hidden state.
+
+    Args:
+        name: the head, layer or parameter that added it.
+        vector: what it added, `[M]`, or `[S, M]` for the terms of a head by key, in fp64.
+    """
+
+    name: str
+    vector: Tensor
+
+
+class OutputMap(NamedTuple):
+    """How logits are computed from a hidden state.
+
+    Args:
+        norm: the last norm.
+        head: the map to logits.
+        logits: the logits of the run, `[B, T, V]`.
+    """
+
+    norm: nn.Module
+    head: nn.Module
+    logits: Tensor
+
+
+@dataclass(eq=False)
+class ResidualTerms:
+    """The terms of the hidden state of one token before the last norm.
+
+    Args:
+        position: index of the token.
+        taps: the captured tensors of the run.
+        by_key: whether the terms of heads are kept apart by the key that they come from.
+    """
+
+    position: int
+    taps: Mapping[str, Tensor]
+    by_key: bool
+    terms: list[Term] = field(default_factory=list)
+
+    def vector_of(self, name: str) -> Tensor:
+        """Return a captured tensor `[..., M]` at the token, in fp64."""
+        return self.taps[name][0, self.position].double().cpu()
+
+    def state(self, name: str) -> Tensor:
+        """Return captured states `[1, 1, M]` of the token, in their own dtype."""
+        i = self.position % self.taps[name].shape[1]
+        return self.taps[name][:1, i : i + 1]
+
+    def add(self, name: str, vector: Tensor) -> None:
+        """Add one term under a name."""
+        self.terms.append(Term(name, vector))
+
+    def add_heads(self, place: str, output: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        """Add the term of each head of a place, and that of the bias of its output map.
+
+        Args:
+            place: name of the place.
+            output: the linear map from the joined heads to the hidden state.
+            change: what happens to the output of attention before it is added.
+        """
+        z = self.taps[f"{place}.z"][:1, :, self.position].double().cpu()
+        wide = copy.deepcopy(output).double().cpu()
+        bias = wide(torch.zeros(1, 1, z.shape[1] * z.shape[2], dtype=torch.float64))[0, 0]
+        parts = self._by_key(place, z) if self.by_key else z[0][:, None]
+        for h, part in enumerate(parts):
+            joined = torch.zeros(len(part), z.shape[1], z.shape[2], dtype=torch.float64)
+            joined[:, h] = part
+            vectors = wide(joined.flatten(1)[None])[0] - bias
+            self.add(f"{place}.head.{h}", change(vectors if self.by_key else vectors[0]))
+        if bool(bias.any()):
+            self.add(f"{place}.bias", change(bias))
+
+    def _by_key(self, place: str, z: Tensor) -> Tensor:
+        """Return the terms p_ij v_j of the output of each head, `[H, S, E]`.
+
+        Raises:
+            ArgumentError: they do not sum to z.
+        """
+        if f"{place}.pattern" not in self.taps:
+            raise ArgumentError(f"{place} has no pattern, so that it has no terms by key")
+        p = self.taps[f"{place}.pattern"][0, :, self.position].double().cpu()
+        v = self.taps[f"{place}.v"][0].double().cpu()
+        if v.shape[0] != p.shape[0]:
+            v = v.repeat_interleave(p.shape[0] // v.shape[0], 0)
+        terms = p[..., None] * v
+        total, dtype = terms.sum(1), self.taps[f"{place}.z"].dtype
+        plain = (p.to(dtype)[:, None] @ v.to(dtype))[:, 0]
+        if total.shape != z[0].shape or not _agrees(z[0], total, plain):
+            raise ArgumentError(
+                f"the output of the heads of {place} is not the sum of weights times values, "
+                "because a later step changes it (a gate, a map or a norm); leave by_key out"
+            )
+        # the rounding of the kernel, spread over the keys by their weights
+        return terms + p[..., None] * (z[0] - total)[:, None] / p.sum(-1)[:, None, None]
+
+
+def _agrees(x: Tensor, reference: Tensor, *plains: Tensor) -> bool:
+    """Return whether x equals the reference under the error rule."""
+    error = float((x.double().cpu() - reference).abs().max())
+    return error <= allowed_error([plain.cpu() for plain in plains], reference)
+
+
+class Decomposition(NamedTuple):
+    """A hidden state in terms, and the way from it to the logits.
+
+    Args:
+        terms: the terms before the last norm.
+        output: the last norm, the head and the logits.
+        last: name of the tap with the state before the last norm.
+    """
+
+    terms: ResidualTerms
+    output: OutputMap
+    last: str
+
+
+def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decomposition:
+    """Run a model once, and take the hidden state of one token before the last norm apart.
+
+    Args:
+        run: the prepared run; the first row of its batch is used.
+        position: index of the token.
+        by_key: whether the terms of heads are kept apart by key; the reference kernel runs then.
+
+    Returns:
+        The terms.
+
+    Raises:
+        ArgumentError: the model is no decoder with logits, or its blocks add in a way that is not
+            known.
+    """
+    captured = (*CAPTURED, "pattern") if by_key else CAPTURED
+    if isinstance(run.model, Model):
+        trace = run.run(capture=captured).trace
+        taps = {name: trace[name] for name in trace}
+        return _decompose_decoder(run.model, ResidualTerms(position, taps, by_key))
+    if isinstance(run.model, nn.Module):
+        return _decompose_module(run, run.model, position, captured, by_key=by_key)
+    raise ArgumentError(
+        f"a {type(run.model).__name__} has no logits of a next token; direct attribution and the "
+        "logit lens need a decoder"
+    )
+
+
+def _decompose_decoder(model: Model, terms: ResidualTerms) -> Decomposition:
+    decoder = model.decoder
+    head = decoder.require_head()
+    terms.add("embed", terms.vector_of("embed"))
+    for i, block in enumerate(decoder.layers):
+        assert isinstance(block, Block)
+        place = f"layers.{i}"
+        output = getattr(block.attention, "output", None)
+        if not isinstance(output, nn.Module):
+            raise ArgumentError(f"{type(block.attention).__name__} has no output map")
+        _add_attention(terms, place, output, block)
+        _add_feed_forward(terms, place, block)
+    last = f"layers.{len(decoder.layers) - 1}.residual" if len(decoder.layers) else "embed"
+    return Decomposition(terms, OutputMap(decoder.norm, head, terms.taps["logits"]), last)
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
+
+
+def _frozen(norm: nn.Module, x: Tensor) -> FrozenNorm:
+    with torch.no_grad():
+        return FrozenNorm(norm, x, norm(x))
+
+
+def _term_norm(residual: Residual, raw: Tensor) -> FrozenNorm | None:
+    """Return the norm that a residual connection applies to what it adds; None if none."""
+    if isinstance(residual, OutputNorm):
+        return _frozen(residual.norm, raw)
+    if isinstance(residual, SandwichNorm):
+        return _frozen(residual.after, raw)
+    return None
+
+
+def _through(norm: FrozenNorm | None) -> Callable[[Tensor], Tensor]:
+    """Return the linear part of a norm of one state as a function of vectors `[..., M]`."""
+    if norm is None:
+        return _unchanged
+    return lambda x: norm(x if x.ndim > 1 else x[None]).reshape(x.shape)
+
+
+def _add_attention(terms: ResidualTerms, place: str, output: nn.Module, block: Block) -> None:
+    """Add the terms of the heads of one of our blocks."""
+    residual, raw = block.attention_residual, terms.state(f"{place}.out")
+    norm = _term_norm(residual, raw)
+    if isinstance(residual, NormedResidual):
+        _norm_stream(terms, residual.norm, f"{place}.attention.norm.bias")
+    elif not isinstance(residual, (PreNorm, PostNorm, OutputNorm, SandwichNorm)):
+        raise ArgumentError(f"{place} adds by {type(residual).__name__}, which is not known here")
+    terms.add_heads(place, output, _through(norm))
+    if norm is not None and bool(norm.bias.any()):
+        terms.add(f"{place}.attention.norm.bias", norm.bias)
+    if isinstance(residual, PostNorm):
+        _norm_stream(terms, residual.norm, f"{place}.attention.norm.bias")
+
+
+def _add_feed_forward(terms: ResidualTerms, place: str, block: Block) -> None:
+    """Add the term of the feed-forward layer of one of our blocks."""
+    residual, raw = block.feed_forward_residual, terms.state(f"{place}.mlp")
+    if isinstance(block, ParallelBlock):
+        terms.add(f"{place}.mlp", raw[0, 0].double().cpu())
+        return
+    norm = _term_norm(residual, raw)
+    if isinstance(residual, NormedResidual):
+        _norm_stream(terms, residual.norm, f"{place}.mlp.norm.bias")
+    terms.add(f"{place}.mlp", _through(norm)(raw[0, 0].double().cpu()))
+    if norm is not None and bool(norm.bias.any()):
+        terms.add(f"{place}.mlp.norm.bias", norm.bias)
+    if isinstance(residual, PostNorm):
+        _norm_stream(terms, residual.norm, f"{place}.mlp.norm.bias")
+
+
+def _norm_stream(terms: ResidualTerms, norm: nn.Module, name: str) -> None:
+    """Pass the whole sum of the terms through a norm with the scale that it has for this sum."""
+    total = torch.stack([each.vector if each.vector.ndim == 1 else each.vector.sum(0)
+                         for each in terms.terms]).sum(0)  # fmt: skip
+    parameter = next(norm.parameters(), None)
+    x = total[None, None] if parameter is None else total[None, None].to(parameter)
+    frozen = _frozen(norm, x)
+    change = _through(frozen)
+    terms.terms = [Term(each.name, change(each.vector)) for each in terms.terms]
+    if bool(frozen.bias.any()):
+        terms.add(name, frozen.bias)
+
+
+class _LinearCall(NamedTuple):
+    """A linear map that ran, with its input and its result."""
+
+    module: nn.Module
+    x: Tensor
+    y: Tensor
+
+
+def _decompose_module(
+    run: ModelRun, model: nn.Module, position: int, captured: tuple[str, ...], *, by_key: bool
+) -> Decomposition:
+    """Take the state of a module apart whose blocks add the outputs of attention and feed-forward
+    layer to their input; what was added is compared with the captured states.
+    """
+    calls: list[_LinearCall] = []
+
+    def note(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
+        if inputs and isinstance(inputs[0], Tensor) and isinstance(y, Tensor):
+            calls.append(_LinearCall(module, inputs[0].detach(), y.detach()))
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+                stack.callback(module.register_forward_hook(note).remove)
+        trace = run.run(capture=captured).trace
+    taps = {name: trace[name] for name in trace}
+    stacks = find_stacks(model)
+    if len(stacks) != 1 or "logits" not in taps or "embed" not in taps:
+        raise ArgumentError(
+            f"{type(model).__name__} has {len(stacks)} stacks of blocks and "
+            f"{'' if 'logits' in taps else 'no '}logits; direct attribution and the logit lens "
+            "need one stack of blocks, and logits"
+        )
+    terms, prefix, entering = (
+        ResidualTerms(position, taps, by_key),
+        stack_prefix(stacks[0]),
+        "embed",
+    )
+    terms.add("embed", terms.vector_of("embed"))
+    for i in range(len(stacks[0].blocks)):
+        block = f"{prefix}.{i}"
+        _add_block(terms, block, entering, calls)
+        entering = f"{block}.residual"
+    head = _reading(calls, lambda call: call.y, taps["logits"])
+    if head is None:
+        raise ArgumentError(f"the logits of {type(model).__name__} are not those of a linear map")
+    norms = {name: x for name, x in taps.items() if name.endswith(".norm")}
+    last = [name for name, x in norms.items() if x.shape == head.x.shape and torch.equal(x, head.x)]
+    norm = model.get_submodule(last[-1].removesuffix(".norm")) if last else nn.Identity()
+    return Decomposition(terms, OutputMap(norm, head.module, taps["logits"]), entering)
+
+
+def _add_block(terms: ResidualTerms, block: str, entering: str, calls: list[_LinearCall]) -> None:
+    """Add the terms of one block of a foreign module, after a check of their sum."""
+    taps = terms.taps
+    places = [n.removesuffix(".z") for n in taps if n.startswith(f"{block}.") and n.endswith(".z")]
+    x, y, mlp = taps[entering], taps[f"{block}.residual"], taps.get(f"{block}.mlp")
+    added = [] if mlp is None else [mlp]
+    outputs = []
+    for place in places:
+        joined = taps[f"{place}.z"].transpose(1, 2).flatten(2)
+        call = _reading(calls, lambda call: call.x, joined)
+        if call is None:
+            raise ArgumentError(f"no linear map reads the joined heads of {place}")
+        outputs.append((place, call.module))
+        added.append(call.y)
+    total = x.double().cpu() + sum(each.double().cpu() for each in added)
+    plain = x
+    for each in added:
+        plain = plain + each
+    if not _agrees(y, total, plain):
+        raise ArgumentError(
+            f"{block} does not add the outputs of its attention and its feed-forward layer to its "
+            "input (it has a norm after them, or another part); load the checkpoint with "
+            "regard.load, which knows the residual connections of its families"
+        )
+    for place, output in outputs:
+        terms.add_heads(place, output, _unchanged)
+    if mlp is not None:
+        terms.add(f"{block}.mlp", terms.vector_of(f"{block}.mlp"))
+
+
+def _reading(
+    calls: list[_LinearCall], side: Callable[[_LinearCall], Tensor], x: Tensor
+) -> _LinearCall | None:
+    """Return the linear map whose input, or result, is x."""
+    for call in calls:
+        if side(call).shape == x.shape and torch.equal(side(call), x):
+            return call
+    return None

@@ -1,0 +1,216 @@
+"""The taps `embed`, `norm`, `mlp`, `residual` and `logits` of a model that knows nothing of this
+package: forward hooks on its modules, found by its structure.
+
+A block is an entry of the outermost `nn.ModuleList` or `nn.Sequential` whose entries contain
+attention.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from regard.tracing import is_tracing, named_scope, tap
+
+COMPILED_PREFIX = "_orig_mod."
+FEED_FORWARD_NAMES = (
+    "mlp", "feed_forward", "ffn", "ff", "moe", "block_sparse_moe", "feedforward", "ff_layer"
+)  # fmt: skip
+"""Names that models give to the feed-forward layer of a block."""
+
+
+class Stack(NamedTuple):
+    """The blocks of a model, or of one side of it.
+
+    Args:
+        path: path of the list of blocks.
+        blocks: the blocks, in the order of the computation.
+    """
+
+    path: str
+    blocks: tuple[nn.Module, ...]
+
+
+def find_stacks(model: nn.Module) -> list[Stack]:
+    """Find the blocks of a model.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The outermost lists of modules with attention; [] if there is none.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> [(s.path, len(s.blocks)) for s in find_stacks(nn.TransformerEncoder(layer, 3))]
+    [('layers', 3)]
+    """
+    stacks: list[Stack] = []
+    for path, module in model.named_modules():
+        path = path.replace(COMPILED_PREFIX, "")
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
+            continue
+        inside = any(path.startswith(f"{stack.path}.") or path == stack.path for stack in stacks)
+        if not inside and all(map(_contains_attention, module)):
+            stacks.append(Stack(path, tuple(module)))
+    return stacks
+
+
+def _contains_attention(block: nn.Module) -> bool:
+    """Return whether a module has a submodule that is attention by its name or class."""
+    return any(
+        path and ("attn" in text or "attention" in text)
+        for path, module in block.named_modules()
+        for text in (f"{path} {type(module).__name__}".lower(),)
+    )
+
+
+def find_feed_forward(block: nn.Module) -> nn.Module | None:
+    """Return the module whose output is that of the feed-forward layer of a block: a child with one
+    of the usual names, else the last linear map outside of attention; None if there is none.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> find_feed_forward(layer) is layer.linear2
+    True
+    """
+    for name, child in block.named_children():
+        if name.lower() in FEED_FORWARD_NAMES:
+            return child
+    maps = [
+        module
+        for path, module in block.named_modules()
+        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        and not any("attn" in part or "attention" in part for part in path.lower().split("."))
+    ]
+    return maps[-1] if maps else None
+
+
+def stack_prefix(stack: Stack) -> str:
+    """Return the path under which the taps of a stack of blocks are named: that of the modules, or
+    `layers` if the attention of transformers names its taps by the index of the layer.
+    """
+    names = sys.modules.get("regard.integrations.transformers.attention")
+    for module in stack.blocks[0].modules():
+        index = getattr(module, "layer_idx", None)
+        config = getattr(module, "config", None)
+        used = getattr(config, "_attn_implementation", None)
+        if names is not None and index == 0 and used == "regard":
+            return stack.path if module in names._tap_prefixes else "layers"
+    return stack.path
+
+
+@contextmanager
+def module_taps(model: nn.Module) -> Iterator[None]:
+    """Let the modules of a model pass their results through the open traces of this thread.
+
+    The names are those of the models of this package, with the paths of the model's own modules:
+    `embed` is what enters the first block, `<block>.residual` leaves a block, `<block>.mlp` is the
+    output of its feed-forward layer, `<path>.norm` the output of a norm, and `logits` the tensor
+    `logits` of the model's output. With several stacks of blocks, `embed` has the path of its
+    stack.
+
+    Args:
+        model: the model.
+
+    Yields:
+        Nothing; the hooks are removed at the end.
+
+    >>> import torch
+    >>> from regard import Trace
+    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, norm_first=True).eval()
+    >>> model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    >>> with module_taps(model), Trace("residual", "mlp", "embed") as trace:
+    ...     _ = model(torch.zeros(1, 3, 8))
+    >>> list(trace)
+    ['embed', 'layers.0.mlp', 'layers.0.residual', 'layers.1.mlp', 'layers.1.residual']
+    """
+    hooks = _TapHooks(threading.get_ident())
+    stacks = find_stacks(model)
+    renamed = {stack.path: stack_prefix(stack) for stack in stacks}
+
+    def here(path: str) -> str:
+        path = path.replace(COMPILED_PREFIX, "")
+        for old, new in renamed.items():
+            if path.startswith(f"{old}."):
+                return new + path[len(old) :]
+        return path
+
+    with ExitStack() as exits:
+        for path, module in model.named_modules():
+            if "norm" in type(module).__name__.lower() and not list(module.children()):
+                exits.callback(hooks.after(module, here(path), "norm").remove)
+        for stack in stacks:
+            prefix = renamed[stack.path] if len(stacks) > 1 else ""
+            exits.callback(hooks.entering(stack.blocks[0], prefix).remove)
+            for i, block in enumerate(stack.blocks):
+                place = f"{renamed[stack.path]}.{i}"
+                inner = find_feed_forward(block)
+                if inner is not None:
+                    exits.callback(hooks.after(inner, place, "mlp").remove)
+                exits.callback(hooks.after(block, place, "residual").remove)
+        exits.callback(hooks.logits(model).remove)
+        yield
+
+
+class _TapHooks:
+    """Forward hooks that pass tensors through taps, in one thread and only while a trace is open.
+
+    Args:
+        thread: the identifier of the thread.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+
+    def _is_open(self) -> bool:
+        return threading.get_ident() == self._thread and is_tracing()
+
+    def after(self, module: nn.Module, prefix: str, name: str) -> RemovableHandle:
+        """Tap the result of a module."""
+
+        def hook(_module: nn.Module, _inputs: Any, result: Any) -> Any:
+            return _tapped(prefix, name, result) if self._is_open() else None
+
+        return module.register_forward_hook(hook)
+
+    def entering(self, block: nn.Module, prefix: str) -> RemovableHandle:
+        """Tap the hidden states that enter the first block, under the name `embed`."""
+
+        def hook(_module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if not self._is_open():
+                return None
+            if inputs and isinstance(inputs[0], Tensor):
+                return (_tapped(prefix, "embed", inputs[0]), *inputs[1:]), named
+            if isinstance(named.get("hidden_states"), Tensor):
+                x = _tapped(prefix, "embed", named["hidden_states"])
+                return inputs, {**named, "hidden_states": x}
+            return None
+
+        return block.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def logits(self, model: nn.Module) -> RemovableHandle:
+        """Tap the `logits` of a model's output."""
+
+        def hook(_model: nn.Module, _inputs: Any, result: Any) -> Any:
+            logits = getattr(result, "logits", None)
+            if not self._is_open() or not isinstance(logits, Tensor):
+                return None
+            result.logits = tap("logits", logits)
+            return result
+
+        return model.register_forward_hook(hook)
+
+
+def _tapped(prefix: str, name: str, result: Any) -> Any:
+    """Pass the first tensor of a module's result through a tap."""
+    if isinstance(result, Tensor):
+        with named_scope(prefix) if prefix else nullcontext():
+            return tap(name, result)
+    if isinstance(result, tuple) and result and isinstance(result[0], Tensor):
+        return (_tapped(prefix, name, result[0]), *result[1:])
+    return result

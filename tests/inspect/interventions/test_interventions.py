@@ -1,0 +1,530 @@
+"""Ablation, patching, attribution, the logit lens and rollout: each against a loop by hand, and on
+a model whose circuit was made by hand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard import Trace
+from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.inspect import EffectTable, ablate, attribute, logit_lens, patch, record, rollout
+from regard.inspect.interventions.frozen_norm import FrozenNorm
+from regard.inspect.interventions.rollout import flows
+from regard.models import Model
+from regard.tolerance import allowed_error
+from tests.inspect.planted import INDUCTION_HEAD, PREVIOUS_HEAD, planted_model
+from tests.inspect.small_model import model
+
+CLEAN, CORRUPT = torch.tensor([[5, 9, 2, 31, 9]]), torch.tensor([[5, 7, 2, 31, 9]])
+PAIR = (11, 40)
+
+
+def difference(logits: Tensor) -> Tensor:
+    """The metric of most tests, written as a function."""
+    return logits[0, -1, PAIR[0]] - logits[0, -1, PAIR[1]]
+
+
+def measured(small: Model, ids: Tensor) -> float:
+    with torch.no_grad():
+        return float(difference(small.forward(ids)))
+
+
+def with_head_input(
+    small: Model, layer: int, head: int, change: Callable[[Tensor], Tensor], ids: Tensor
+) -> float:
+    """The metric if a plain hook changes the slice of one head in the input of the output map."""
+    attention: Any = small.decoder.layers[layer].get_submodule("attention")
+    D = attention.output.in_features // 4
+
+    def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = inputs[0].clone()
+        part = slice(head * D, (head + 1) * D)
+        x[..., part] = change(x[..., part])
+        return (x,)
+
+    handle = attention.output.register_forward_pre_hook(before)
+    value = measured(small, ids)
+    handle.remove()
+    return value
+
+
+def head_outputs(small: Model, ids: Tensor) -> list[Tensor]:
+    """The input of every output map, `[B, T, H * D]`, from plain hooks."""
+    seen: list[Tensor] = []
+    handles = [
+        layer.get_submodule("attention.output").register_forward_pre_hook(
+            lambda _m, inputs: seen.append(inputs[0].clone())
+        )
+        for layer in small.decoder.layers
+    ]
+    measured(small, ids)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.full
+def test_ablation_equals_a_loop_with_hooks() -> None:
+    small = model()
+    reference = torch.tensor([[1, 8, 30, 2]])
+    base, seen, others = (
+        measured(small, CLEAN),
+        head_outputs(small, CLEAN),
+        head_outputs(small, reference),
+    )
+    D = 8
+    for method in ("zero", "mean", "resample"):
+        table = ablate(small, CLEAN, difference, method=method, reference=reference, seed=3)  # type: ignore[arg-type]
+        for layer, head in itertools.product(range(3), range(4)):
+            part = others[layer][..., head * D : (head + 1) * D].flatten(0, 1)
+            at = torch.randint(4, (5,), generator=torch.Generator().manual_seed(3))
+            new = {
+                "zero": torch.zeros(1, 5, D),
+                "mean": part.double().mean(0).float().expand(1, 5, D),
+                "resample": part[at][None],
+            }[method]
+            wanted = with_head_input(small, layer, head, lambda _, new=new: new, CLEAN) - base
+            assert table.values[layer, head] == wanted, (method, layer, head)
+    own = ablate(small, CLEAN, difference, method="mean", layers=["layers.1"], heads=[2])
+    part = seen[1][..., 16:24].flatten(0, 1).double().mean(0).float().expand(1, 5, D)
+    assert own.values[0, 0] == with_head_input(small, 1, 2, lambda _: part, CLEAN) - base
+    assert (own.rows, own.columns, own.baseline) == (("layers.1",), ("2",), base)
+
+
+@pytest.mark.full
+def test_metrics_by_name_equal_functions() -> None:
+    small = model()
+    by_pair, by_function = ablate(small, CLEAN, PAIR), ablate(small, CLEAN, difference)
+    assert np.array_equal(by_pair.values, by_function.values)
+    own = int(small.forward(CLEAN)[0, -1].argmax())
+    named = ablate(small, CLEAN, own, layers=[0])
+    assert np.array_equal(named.values, ablate(small, CLEAN, layers=[0]).values)
+    assert named.baseline == float(small.forward(CLEAN)[0, -1].float().log_softmax(-1)[own])
+    word = small.tokenizer.pieces([own])[0]
+    assert word in ablate(small, CLEAN, layers=[0], heads=[0]).quantity
+
+
+@pytest.mark.full
+def test_patching_of_states_equals_a_loop_with_hooks() -> None:
+    small = model()
+    states: dict[str, list[Tensor]] = {"clean": [], "corrupt": []}
+    for name, ids in (("clean", CLEAN), ("corrupt", CORRUPT)):
+        handles = [
+            layer.register_forward_hook(lambda _m, _i, y, name=name: states[name].append(y.clone()))
+            for layer in small.decoder.layers
+        ]
+        measured(small, ids)
+        for handle in handles:
+            handle.remove()
+    for restore, start, source in ((True, CORRUPT, "clean"), (False, CLEAN, "corrupt")):
+        table = patch(small, CLEAN, CORRUPT, difference, restore=restore)
+        assert table.rows == ("embed", "layers.0", "layers.1", "layers.2")
+        base = measured(small, start)
+        for i, position in itertools.product(range(3), range(5)):
+
+            def written(
+                _m: nn.Module, _i: Any, y: Tensor, x: Tensor = states[source][i], p: int = position
+            ) -> Tensor:
+                y = y.clone()
+                y[:, p] = x[:, p]
+                return y
+
+            handle = small.decoder.layers[i].register_forward_hook(written)
+            wanted = measured(small, start) - base
+            handle.remove()
+            assert table.values[i + 1, position] == wanted
+        assert table.share[-1, -1] == 1.0, "the last state of the last token is all that counts"
+        assert np.abs(table.share[:-1]).max() > 0.01, "the other cells are not all 0"
+
+
+@pytest.mark.full
+def test_patching_of_heads_equals_a_loop_with_hooks() -> None:
+    small = model()
+    clean = head_outputs(small, CLEAN)
+    table, base = patch(small, CLEAN, CORRUPT, difference, what="heads"), measured(small, CORRUPT)
+    for layer, head in itertools.product(range(3), range(4)):
+        new = clean[layer][..., head * 8 : (head + 1) * 8]
+        wanted = with_head_input(small, layer, head, lambda _, new=new: new, CORRUPT) - base
+        assert table.values[layer, head] == wanted
+    assert np.isfinite(table.values).all()
+
+
+def test_the_planted_circuit_is_found() -> None:
+    planted = planted_model()
+    clean, corrupt = torch.tensor([[0, 4, 5, 6, 7, 4]]), torch.tensor([[0, 9, 5, 6, 7, 4]])
+    assert int(planted.forward(clean)[0, -1].argmax()) == 5, "it continues 4 by 5, as before"
+    heads = patch(planted, clean, corrupt, (5, 6), what="heads").share
+    wanted = np.zeros((2, 4))
+    wanted[PREVIOUS_HEAD], wanted[INDUCTION_HEAD] = 1, 1
+    assert np.abs(heads - wanted).max() < 1e-3
+    into_keys = patch(planted, clean, corrupt, (5, 6), what="paths", receiver=("layers.1", 0, "k"))
+    assert np.abs(into_keys.share - wanted[:1]).max() < 1e-3, "its keys come from there"
+    for tap in ("q", "v"):
+        other = patch(planted, clean, corrupt, (5, 6), what="paths", receiver=("layers.1", 0, tap))
+        assert np.abs(other.values).max() < 1e-3, "and neither its queries nor its values"
+    direct = patch(planted, clean, corrupt, (5, 6), what="paths").share
+    assert abs(direct[INDUCTION_HEAD] - 1) < 1e-3, "only the induction head reaches the logits"
+    assert abs(direct[PREVIOUS_HEAD]) < 1e-3
+    ablated = ablate(planted, clean, (5, 6)).values
+    assert sorted(zip(*np.nonzero(ablated < -1), strict=True)) == [PREVIOUS_HEAD, INDUCTION_HEAD]
+    terms = attribute(planted, clean, (5, 6))
+    assert terms.top(1)[0]["term"] == "layers.1.head.0"
+
+
+DECODERS = ("llama", "gemma2", "olmo2", "gpt_neox", "gpt2", "bloom", "mpt", "qwen3")
+
+
+@cache
+def kinds() -> dict[str, Model]:
+    from regard.configs.reader import parse
+    from regard.models.families import family
+    from tests.cost.tiny import TINY
+
+    found = {}
+    for name in DECODERS:
+        own = family(TINY[name]["model_type"])
+        assert own is not None
+        torch.manual_seed(1)
+        config = parse(own.config, TINY[name])
+        network = own.build(config).eval()
+        with torch.no_grad():
+            for each in network.parameters():
+                each.add_(0.1 * torch.randn_like(each))
+        found[name] = Model(network, None, config)
+    return found
+
+
+@pytest.mark.full(keep=["llama", "gemma2", "neox"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "olmo2", "gpt_neox", "gpt2", "bloom", "mpt", "qwen3"]
+)
+def test_direct_attribution_sums_to_the_logit(name: str) -> None:
+    small = kinds()[name]
+    table = attribute(small, CLEAN, PAIR)
+    assert table.baseline is not None
+    assert table.rows[-1] == "rounding of the run"
+    assert abs(float(table.values.sum()) - table.baseline) < 1e-12
+    # without that row the sum is the logit up to the error rule
+    plain = small.forward(CLEAN)[0, -1].detach()
+    small.decoder.double()
+    exact = small.forward(CLEAN)[0, -1].detach()
+    pair = list(PAIR)
+    allowed = 2 * allowed_error([plain[pair]], exact[pair])
+    if name == "gemma2":  # the terms sum to the logit before the cap
+        exact = 30 * torch.atanh(exact / 30)
+        allowed *= 2
+    total = float(table.values[:-1].sum())
+    assert abs(total - float(exact[PAIR[0]] - exact[PAIR[1]])) <= allowed
+    without = float(table.values[1:-1].sum())
+    assert abs(without - table.baseline) > allowed, "negative control: a missing term is seen"
+
+
+def test_the_term_of_a_head_is_what_its_removal_takes_away() -> None:
+    """Without later layers and with the norm held fixed, a head's term is its whole effect."""
+    small = model(num_hidden_layers=1)
+    small.decoder.double()
+    block: Any = small.decoder.layers[0]
+    nn.init.zeros_(block.feed_forward.down.weight)
+    table = attribute(small, CLEAN, PAIR)
+    norm: Any = small.decoder.norm
+    with Trace("residual") as trace, torch.no_grad():
+        small.forward(CLEAN)
+    x = trace["residual"]
+    scale = (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    head: Any = small.decoder.head
+    small.decoder.norm = _Scaled(norm.weight.detach(), scale)
+    frozen = ablate(small, CLEAN, difference)
+    terms = dict(zip(table.rows, table.values[:, 0], strict=True))
+    for h in range(4):
+        assert abs(terms[f"layers.0.head.{h}"] + frozen.values[0, h]) < 1e-10
+    assert head.weight.dtype == torch.float64
+
+
+class _Scaled(nn.Module):
+    """A norm with the scale of one run."""
+
+    def __init__(self, weight: Tensor, scale: Tensor) -> None:
+        super().__init__()
+        self.weight, self.scale = weight, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * self.weight
+
+
+def test_direct_attribution_by_key() -> None:
+    small = model()
+    whole, split = attribute(small, CLEAN, PAIR), attribute(small, CLEAN, PAIR, by_key=True)
+    assert whole.rows == split.rows
+    assert split.values.shape[1] == 5
+    assert np.abs(split.values.sum(1) - whole.values[:, 0])[:-1].max() < 1e-5
+    assert split.baseline is not None
+    assert abs(split.values.sum() - split.baseline) < 1e-12
+    heads = [i for i, name in enumerate(split.rows) if ".head." in name]
+    assert np.abs(split.values[heads, :-1]).max() > 1e-3, "weights on earlier keys are told apart"
+
+
+@pytest.mark.full
+def test_attribution_patching_is_the_slope_of_patching() -> None:
+    """For small changes of the activations, the estimate and patching agree; as numbers: fp64."""
+    small = model(sharp=8.0)
+    small.decoder.double()
+    estimate = attribute(small, CLEAN, difference, method="gradient", corrupt=CORRUPT)
+    with Trace("z", gradients=True) as trace:
+        difference(small.forward(CORRUPT)).backward()
+    with Trace("z") as clean, torch.no_grad():
+        small.forward(CLEAN)
+    step = 1e-4
+    base = measured(small, CORRUPT)
+    for layer, head in itertools.product(range(3), range(4)):
+        name = f"layers.{layer}.z"
+        toward = clean[name][:, head] - trace[name].detach()[:, head]
+
+        def edit(z: Tensor, head: int = head, toward: Tensor = toward) -> Tensor:
+            z = z.clone()
+            z[:, head] += step * toward
+            return z
+
+        with Trace(edit={name: edit}):
+            slope = (measured(small, CORRUPT) - base) / step
+        assert abs(slope - estimate.values[layer, head]) < 1e-3 * np.abs(estimate.values).max()
+    real = patch(small, CLEAN, CORRUPT, difference, what="heads")
+    correlation = np.corrcoef(real.values.ravel(), estimate.values.ravel())[0, 1]
+    assert correlation > 0.8
+    assert estimate.target == real.target
+    zero = attribute(small, CLEAN, difference, method="gradient")
+    ablated = ablate(small, CLEAN, difference)
+    assert np.corrcoef(zero.values.ravel(), ablated.values.ravel())[0, 1] > 0.8
+
+
+@pytest.mark.full
+def test_integrated_gradients_are_complete() -> None:
+    """The heads of a layer sum to the metric minus that without the layer's attention."""
+    small = model(sharp=8.0)
+    small.decoder.double()
+    table = attribute(small, CLEAN, difference, method="integrated_gradients", steps=24)
+    for layer in range(3):
+        with Trace(edit={f"layers.{layer}.pattern": torch.zeros_like}):
+            without = measured(small, CLEAN)
+        assert table.baseline is not None
+        assert abs(table.values[layer].sum() - (table.baseline - without)) < 1e-6
+    few = attribute(small, CLEAN, difference, method="integrated_gradients", steps=1)
+    assert np.abs(few.values - table.values).max() > 1e-6, "negative control: one step is coarse"
+
+
+def test_the_logit_lens_by_hand() -> None:
+    small = model()
+    table = logit_lens(small, CLEAN)
+    x = small.decoder.embed(CLEAN)
+    head: Any = small.decoder.head
+    for i in range(4):
+        p = head(small.decoder.norm(x))[0].double().softmax(-1)
+        assert np.array_equal(table.values[i], p.max(-1).values.detach().numpy())
+        assert list(table.cells[i]) == small.tokenizer.pieces(p.argmax(-1).tolist())
+        x = small.decoder.layers[i](x) if i < 3 else x
+    assert torch.equal(head(small.decoder.norm(x)), small.forward(CLEAN)), "the model"
+    chosen = logit_lens(small, CLEAN, 11)
+    assert chosen.values[-1, -1] == float(small.forward(CLEAN)[0, -1].double().softmax(-1)[11])
+
+
+def test_rollout_equals_a_loop() -> None:
+    small = model()
+    recording = record(small, CLEAN)
+    table = rollout(small, CLEAN)
+    reached = [[float(i == j) for j in range(5)] for i in range(5)]
+    for layer in range(3):
+        patterns = [recording.weights(layer, h).tolist() for h in range(4)]
+        mixed = [
+            [0.5 * sum(p[i][j] for p in patterns) / 4 + 0.5 * (i == j) for j in range(5)]
+            for i in range(5)
+        ]
+        reached = [
+            [sum(mixed[i][k] * reached[k][j] for k in range(5)) for j in range(5)] for i in range(5)
+        ]
+    wanted = np.array(reached)
+    wanted /= wanted.sum(1, keepdims=True)
+    assert np.abs(table.values - wanted).max() < 1e-12
+    assert np.array_equal(table.values, rollout(recording).values)
+    assert "heuristic" in table.title
+    assert table.notes
+    assert np.abs(rollout(small, CLEAN, residual=0.0).values - wanted).max() > 0.01
+
+
+def test_flow_equals_the_smallest_cut() -> None:
+    """Maximum flow is minimum cut: all 2^n ways to cut a small graph are tried."""
+    rng = np.random.default_rng(0)
+    T, L = 3, 2
+    layers = [np.tril(rng.random((T, T))) for _ in range(L)]
+    edges = [
+        ((depth + 1, i), (depth, j), layer[i, j])
+        for depth, layer in enumerate(layers)
+        for i, j in itertools.product(range(T), range(T))
+    ]
+    nodes = [(depth, i) for depth in range(L + 1) for i in range(T)]
+    found = flows(layers)
+    for i, j in itertools.product(range(T), range(T)):
+        source, sink = (L, i), (0, j)
+        free = [node for node in nodes if node not in (source, sink)]
+        cuts = []
+        for sides in itertools.product((False, True), repeat=len(free)):
+            inside = {source, *(node for node, side in zip(free, sides, strict=True) if side)}
+            cuts.append(sum(c for a, b, c in edges if a in inside and b not in inside))
+        assert abs(found[i, j] - min(cuts)) < 1e-12
+    small = model()
+    row = rollout(small, CLEAN, method="flow", query=-1)
+    assert np.allclose(row.values[0], rollout(small, CLEAN, method="flow").values[-1])
+
+
+def test_frozen_norms() -> None:
+    torch.manual_seed(0)
+    for size in (7, 8):
+        norm, x = nn.LayerNorm(size), 3 * torch.randn(2, 4, size) + 1
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        frozen = FrozenNorm(norm, x, norm(x))
+        half = torch.randn_like(x)
+        assert frozen.is_centred
+        exact = norm.double()(x.double())
+        assert (frozen(half) + frozen(x - half) + frozen.bias - exact).abs().max() < 1e-5
+    with pytest.raises(ArgumentError, match="Tanh is not a linear map with a fixed scale"):
+        FrozenNorm(nn.Tanh(), (x := torch.randn(1, 2, 4)), x.tanh())
+
+
+@pytest.mark.full
+def test_foreign_models() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    network = transformers.LlamaForCausalLM(config).eval()
+    table = ablate(network, CLEAN, PAIR)
+    with torch.no_grad():
+        base = float(difference(network(CLEAN).logits))
+
+        def before(_module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            x = inputs[0].clone()
+            x[..., 4:8] = 0
+            return (x,)
+
+        handle = network.model.layers[1].self_attn.o_proj.register_forward_pre_hook(before)
+        wanted = float(difference(network(CLEAN).logits)) - base
+        handle.remove()
+    assert table.rows[1] == "model.layers.1.self_attn"
+    assert abs(table.values[1, 1] - wanted) < 1e-5 < abs(wanted)
+    terms = attribute(network, CLEAN, PAIR)
+    assert terms.baseline is not None
+    assert abs(terms.values[:-1].sum() - terms.baseline) < 1e-4
+    assert sum(".head." in name for name in terms.rows) == 8
+    lens = logit_lens(network, CLEAN)
+    last = network(CLEAN).logits[0].double().softmax(-1).max(-1).values
+    assert np.abs(lens.values[-1] - last.detach().numpy()).max() < 1e-6
+    shares = patch(network, CLEAN, CORRUPT, PAIR).share
+    assert abs(shares[-1, -1] - 1) < 1e-5
+    slopes = attribute(network, CLEAN, PAIR, method="gradient", corrupt=CORRUPT)
+    assert np.isfinite(slopes.values).all()
+
+
+@pytest.mark.full
+def test_a_watched_module() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
+    network = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(1, 5, 16)
+    table = ablate(network, x, lambda y: y[0, 0, 0])
+    assert table.rows == ("layers.0.self_attn", "layers.1.self_attn")
+    assert np.abs(table.values).min() > 0
+    moved = patch(network, x, x + 1, lambda y: y[0, 0, 0])
+    assert abs(moved.share[-1, 0] - 1) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: ablate(m, CLEAN, method="zeros"), "did you mean 'zero'"),
+        (lambda m: ablate(m, CLEAN, layers=[7]), "there is no layer 7; the layers are layers.0"),
+        (lambda m: ablate(m, CLEAN, heads=[9]), "head 9 does not exist; the heads are 0 to 3"),
+        (lambda m: ablate(m, CLEAN, "of the forest"), "it must be one"),
+        (lambda m: ablate(nn.Linear(2, 2), torch.zeros(1, 2), lambda y: y.sum()), "no tap 'z'"),
+        (lambda m: ablate(nn.Linear(2, 2), torch.zeros(1, 2), "x"), "has no tokenizer"),
+        (lambda m: patch(m, CLEAN, CORRUPT[:, 1:]), "the same number of tokens"),
+        (lambda m: patch(m, CLEAN, CORRUPT, what="head"), "did you mean 'heads'"),
+        (lambda m: patch(m, CLEAN, CORRUPT, receiver=("layers.1", 0, "k")), "receiver ends paths"),
+        (
+            lambda m: patch(m, CLEAN, CORRUPT, what="paths", receiver=("layers.9", 0, "k")),
+            "there is no receiver",
+        ),
+        (
+            lambda m: patch(m, CLEAN, CORRUPT, what="paths", receiver=("layers.1", 9, "k")),
+            "head 9 of layers.1 does not exist",
+        ),
+        (lambda m: patch(m, CLEAN, CLEAN).share, "no two runs with different metrics"),
+        (lambda m: attribute(m, CLEAN, difference), "needs a token or a pair"),
+        (lambda m: attribute(m, CLEAN, method="gradients"), "did you mean 'gradient'"),
+        (lambda m: attribute(m, CLEAN, corrupt=CORRUPT), "corrupt does not apply"),
+        (lambda m: attribute(m, CLEAN, by_key=True, method="gradient"), "by_key does not apply"),
+        (lambda m: attribute(m, CLEAN, method="integrated_gradients", steps=0), "steps is 0"),
+        (
+            lambda m: attribute(m, CLEAN, lambda y: y.detach().sum(), method="gradient"),
+            "does not depend on the captured activations",
+        ),
+        (
+            lambda m: attribute(m, CLEAN, method="gradient", corrupt=CORRUPT[:, 1:]),
+            "the same number of tokens",
+        ),
+        (lambda m: rollout(m, CLEAN, method="roll"), "method is 'roll'"),
+        (lambda m: rollout(m, CLEAN, residual=2.0), "residual is 2.0"),
+        (lambda m: rollout(m, CLEAN, query=1), "it applies to method='flow'"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(call: Callable[[Model], object], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        call(model())
+
+
+def test_wrong_types_are_refused() -> None:
+    small = model()
+    with pytest.raises(ArgumentTypeError, match="model is str; it must be a Model"):
+        ablate("tiny", CLEAN)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="the answer is"):
+        ablate(small, CLEAN, (1, 2, 3))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="has no tokenizer of this package"):
+        ablate(nn.Linear(2, 2), "a text")
+
+
+def table_of(values: list[list[float]]) -> EffectTable:
+    return EffectTable("a", "effect", np.array(values), "layer", "head", ("0",), ("0", "1"))
+
+
+def test_tables_in_files(tmp_path: Any) -> None:
+    table = table_of([[0.5, float("nan")]])
+    assert table.to(tmp_path / "t.csv").read_text() == "layer,head,effect\n0,0,0.5\n"
+    assert np.array_equal(np.load(table.to(tmp_path / "t.npy")), table.values, equal_nan=True)
+    assert '"values": [[0.5, null]]' in table.to(tmp_path / "t.json").read_text()
+    pytest.importorskip("matplotlib")
+    assert table.to(tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+    assert "layer 0, head 0: 0.5" in table.to(tmp_path / "t.svg").read_text()
+    with pytest.raises(FileError, match=r"the name must end in \.csv"):
+        table.to(tmp_path / "t.xls")
+
+
+def test_tables_in_notebooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    table = EffectTable("<b>", "effect", np.array([[0.5]]), "layer", "head", ("<i>",), ("0",))
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    shown = table._repr_mimebundle_()
+    assert "<i>" not in shown["text/html"]
+    assert "&lt;i&gt;" in shown["text/html"]
+    with pytest.raises(ArgumentError, match="a data frame needs pandas"):
+        table.frame()

@@ -1,0 +1,126 @@
+"""Metrics of every head over a corpus against loops over dense patterns, and planted heads that
+must be found by what they do.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from regard.errors import ArgumentError
+from regard.inspect import measure, name_mover_scores, record
+from tests.inspect.planted import (
+    DUPLICATE_HEAD,
+    END,
+    INDUCTION_HEAD,
+    NAME_MOVER_HEAD,
+    PREVIOUS_HEAD,
+    planted_model,
+)
+from tests.inspect.small_model import model
+
+CORPUS = [torch.tensor([row]) for row in ([5, 9, 2, 9, 31], [7, 7, 1, 3, 7, 7], [4, 8, 4, 8, 1])]
+RUNS = [
+    torch.tensor([[0, *row]])
+    for row in ([4, 5, 6, 7, 4, 5, 6], [8, 9, 4, 6, 8, 9, 4], [5, 7, 9, 10, 5, 7, 9])
+]
+
+
+def by_loop(name: str, pattern: list[list[float]], ids: list[int]) -> float | None:
+    """One metric of one head of one text, from its definition."""
+    rows = []
+    for i, row in enumerate(pattern):
+        if name == "previous_token" and i:
+            rows.append(row[i - 1])
+        if name == "duplicate" and any(ids[j] == ids[i] for j in range(i)):
+            rows.append(sum(row[j] for j in range(i) if ids[j] == ids[i]))
+        if name == "induction":
+            after = [j + 1 for j in range(i - 1) if ids[j] == ids[i]]
+            if after:
+                rows.append(sum(row[j] for j in after))
+        if name == "distance":
+            rows.append(sum(p * (i - j) for j, p in enumerate(row)))
+        if name == "entropy" and i:
+            rows.append(-sum(p * math.log(p) for p in row if p) / math.log(i + 1))
+    return sum(rows) / len(rows) if rows else None
+
+
+@pytest.mark.full
+def test_metrics_over_a_corpus_equal_a_loop() -> None:
+    small = model()
+    small.decoder.double()  # else the lse of the kernel has the precision of fp32
+    found = measure(small, iter(CORPUS))
+    # an error e of the lse changes each weight by e, and no metric here by more than 6 e, where 6
+    # is the length of the longest text
+    allowed = 6 * float(found["missing"].max()) + 1e-12
+    assert (found.texts, found.tokens) == (3, 16)
+    for name in ("previous_token", "duplicate", "induction", "distance", "entropy"):
+        for layer in range(3):
+            for head in range(4):
+                numbers = []
+                for ids in CORPUS:
+                    pattern = record(small, ids).weights(layer, head).tolist()
+                    number = by_loop(name, pattern, ids[0].tolist())
+                    if number is not None:
+                        numbers.append(number)
+                mean = sum(numbers) / len(numbers)
+                assert abs(float(found[name][layer, head]) - mean) <= allowed, (name, layer, head)
+                spread = math.sqrt(sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1))
+                assert abs(float(found.deviations[name][layer, head]) - spread) <= 2 * allowed
+                assert found.counts[name] == len(numbers)
+    largest = max(float(record(small, ids).scores(1, 2).max()) for ids in CORPUS)
+    assert float(found["max_logit"][1, 2]) == largest
+    assert 0 < allowed < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("name", "planted"),
+    [
+        ("previous_token", PREVIOUS_HEAD),
+        ("duplicate", DUPLICATE_HEAD),
+        ("induction", INDUCTION_HEAD),
+    ],
+)
+def test_planted_heads_are_found_by_their_behaviour(name: str, planted: tuple[int, int]) -> None:
+    scores = measure(planted_model(), RUNS)[name]
+    assert divmod(int(scores.argmax()), 4) == planted
+    rest = scores.flatten().sort(descending=True).values
+    assert float(rest[0]) > 0.9 > 0.6 > float(rest[1]), "and clearly"
+
+
+def test_the_planted_name_mover_is_found() -> None:
+    ids = torch.tensor([[0, 4, 5, 2, 7, 8, 6, END]])
+    scores = name_mover_scores(planted_model(), ids, 2)
+    best = scores.top(2)
+    assert (best[0]["layer"], best[0]["head"]) == (f"layers.{NAME_MOVER_HEAD[0]}", "1")
+    assert best[0][scores.quantity] > 3 * abs(best[1][scores.quantity])
+    with pytest.raises(ArgumentError, match="does not stand in the text"):
+        name_mover_scores(planted_model(), ids, 9)
+
+
+def test_a_corpus_as_a_table(tmp_path: Path) -> None:
+    found = measure(model(), CORPUS)
+    table = found.table("induction")
+    assert table.values.shape == (3, 4)
+    with found.to(tmp_path / "heads.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 12
+    assert float(rows[5]["entropy"]) == float(found["entropy"][1, 1])
+    with pytest.raises(ArgumentError, match=r"'inductio' was not measured.*did you mean"):
+        found.table("inductio")
+    with pytest.raises(ArgumentError, match=r"must end in \.csv"):
+        found.to(tmp_path / "heads.png")
+
+
+def test_what_is_refused() -> None:
+    small = model()
+    with pytest.raises(ArgumentError, match="the corpus is empty"):
+        measure(small, [])
+    with pytest.raises(ArgumentError, match="takes a list of texts"):
+        measure(small, "one text")
+    with pytest.raises(ArgumentError, match="neither batch nor padding"):
+        measure(small, CORPUS, batch=1)  # type: ignore[call-overload]

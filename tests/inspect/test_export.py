@@ -1,0 +1,118 @@
+"""Recordings in the formats of other tools, in notebooks, and beside each other."""
+
+from __future__ import annotations
+
+import csv
+import html
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regard.errors import ArgumentError, FileError
+from regard.inspect import Recording, record
+from tests.inspect.small_model import TEXT, model
+
+
+def recorded() -> Recording:
+    return record(model(), TEXT)
+
+
+def test_numpy_and_npz(tmp_path: Path) -> None:
+    recording = recorded()
+    arrays = recording.to("numpy")
+    with np.load(recording.to(tmp_path / "r.npz"), allow_pickle=False) as stored:
+        assert set(stored) == set(arrays) == set(recording.places)
+        for name, weights in arrays.items():
+            assert np.array_equal(stored[name], weights)
+            for head in range(4):
+                assert np.array_equal(weights[head], recording.weights(name, head).numpy())
+
+
+def test_csv(tmp_path: Path) -> None:
+    recording = recorded()
+    with recording.to(tmp_path / "r.csv").open(encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    T = recording[0].T
+    assert len(rows) == 3 * 4 * T * (T + 1) // 2, "masked weights are left out"
+    for row in rows[:: len(rows) // 17]:
+        i, j = int(row["query"]), int(row["key"])
+        exact = recording.weights(row["place"], int(row["head"]))[i, j].item()
+        assert abs(float(row["weight"]) - exact) < 1e-8
+        assert (row["query_token"], row["key_token"]) == (recording.pieces[i], recording.pieces[j])
+
+
+def test_the_arguments_of_other_viewers() -> None:
+    recording = recorded()
+    theirs = recording.to("bertviz")
+    assert len(theirs["attention"]) == 3
+    T = len(theirs["tokens"])
+    assert all(x.shape == (1, 4, T, T) and x.dtype == torch.float32 for x in theirs["attention"])
+    assert torch.equal(theirs["attention"][1][0, 2], recording.weights(1, 2).float())
+    theirs = recording.to("circuitsvis", layer=1)
+    assert theirs["attention"].shape == (4, T, T)
+    assert theirs["attention_head_names"][3] == "layers.1 head 3"
+    assert theirs["tokens"] == list(recording.pieces)
+    generated = record(model(), TEXT, tokens=2, rows=1)
+    with pytest.raises(ArgumentError, match="bertviz draws layers of self-attention"):
+        generated.to("bertviz")
+    with pytest.raises(ArgumentError, match="CircuitsVis draws self-attention"):
+        generated.to("circuitsvis")
+
+
+def test_their_own_loaders() -> None:
+    recording = recorded()
+    viewer: Any = pytest.importorskip("bertviz")
+    assert viewer.head_view(**recording.to("bertviz"), html_action="return").data
+    other: Any = pytest.importorskip("circuitsvis")
+    assert str(other.attention.attention_heads(**recording.to("circuitsvis")))
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    recording = recorded()
+    assert recording.to(tmp_path / "r.png", layer=1, head=2).read_bytes()[1:4] == b"PNG"
+    drawn = recording.to(tmp_path / "r.svg", layer=1, head=2).read_text()
+    weight = recording.weights(1, 2)[3, 1].item()
+    assert f"{recording.pieces[3]} ← {recording.pieces[1]}: {weight:.4f}" in html.unescape(drawn)
+
+
+def test_refused_formats(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="did you mean 'bertviz'"):
+        recorded().to("bertvis")
+    long = record(model(max_position_embeddings=600), torch.ones(1, 520, dtype=torch.int64))
+    with pytest.raises(ArgumentError, match="a picture shows 512 x 512 at most"):
+        long.to(tmp_path / "r.png")
+
+
+def test_a_notebook_shows_the_page() -> None:
+    recording = recorded()
+    shown = recording._repr_mimebundle_()
+    assert shown["text/html"].startswith('<iframe sandbox="allow-scripts"')
+    page = html.unescape(shown["text/html"].split('srcdoc="')[1])
+    assert page.startswith("<!doctype html>") or "<html" in page[:200].lower()
+    assert "Content-Security-Policy" in page
+    assert shown["text/plain"].startswith("Recording of layers.0")
+
+
+def test_two_recordings_beside_each_other() -> None:
+    a, b = recorded(), record(model(seed=1), TEXT)
+    table = a.compare(b)
+    for layer, head in ((0, 0), (2, 3)):
+        total = 0.0
+        for p, r in zip(
+            a.weights(layer, head).tolist(), b.weights(layer, head).tolist(), strict=True
+        ):
+            for x, y in zip(p, r, strict=True):
+                middle = (x + y) / 2
+                total += sum(w / 2 * math.log2(w / middle) for w in (x, y) if w)
+        assert abs(table.values[layer, head] - total / a[0].T) < 1e-6
+    assert float(a.compare(a).values.max()) == 0
+    other = record(model(), "the blue forest")
+    with pytest.raises(ArgumentError, match="runs with equally many tokens"):
+        a.compare(other)
+    with pytest.raises(ArgumentError, match="no place in common"):
+        a.compare(Recording({"x": a[0]}))
