@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.inspect.metrics.accumulators import ACCUMULATORS, Accumulator, MeasuredPlace
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place
-from regard.inspect.record.tiles import TILE_SIZE, walk
+from regard.inspect.record.tiles import TILE_SIZE, Tile, walk
 from regard.models.model import Model
 from regard.units import plural
 
@@ -27,6 +27,13 @@ number.
 
 SCORES = ("previous_token", "induction", "duplicate", "entropy", "sink")
 """Metrics that `head_scores` returns."""
+
+
+class TileObserver(Protocol):
+    """Whatever receives the tiles of a pattern, one after another."""
+
+    def add(self, tile: Tile) -> object:
+        """Receive a tile."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +74,9 @@ def measure(
     sinks: int = 4,
     local_distance: int = 32,
     padding: Tensor | None = None,
-    size: int = TILE_SIZE,
+    size: int | tuple[int, int] = TILE_SIZE,
+    dtype: torch.dtype = torch.float64,
+    also: Sequence[TileObserver] = (),
 ) -> Measures:
     """Measure all recorded heads of a place.
 
@@ -100,6 +109,9 @@ def measure(
         local_distance: keys at a smaller distance are local.
         padding: which columns are padding, bool `[N]`.
         size: rows and columns of the tiles.
+        dtype: dtype in which scores and weights are computed; sums are kept in fp64. In fp32 a
+            weight has a relative error of about 2^-22 times the size of its score.
+        also: what else is to receive each tile, so that the pattern is computed once.
 
     Returns:
         The metrics and curves of each head.
@@ -125,7 +137,9 @@ def measure(
         raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
     measured = MeasuredPlace(place, ids, batch, sinks, local_distance, padding)
     accumulators: list[Accumulator] = [make(measured) for make in ACCUMULATORS]
-    for tile in walk(place, size, batch=batch):
+    for tile in walk(place, size, batch=batch, dtype=dtype):
+        for observer in also:
+            observer.add(tile)
         tile = tile.keep_rows(measured.rows >= 0)  # rows of padding are not measured
         for accumulator in accumulators:
             accumulator.add(tile)
