@@ -21,8 +21,11 @@ from regard.cli.options import (
     LoadOptions,
     Revision,
     Source,
+    TextFile,
     check_files,
+    given_text,
     load,
+    working,
 )
 from regard.errors import ArgumentError
 from regard.untrusted_text import escape_controls
@@ -41,7 +44,10 @@ WHERE, OUT, MECHANISM = "What to explain", "Output", "A mechanism with random we
 MAX_TOKENS = 1 << 14
 """The maximum number of tokens of a text; a small model takes half a minute for that many."""
 
-Text = Annotated[str, typer.Argument(help="The text, with at least one token.")]
+Text = Annotated[
+    str | None,
+    typer.Argument(help="The text, with at least one token.", show_default="that of --file"),
+]
 Layer = Annotated[
     int | None,
     typer.Option(
@@ -189,7 +195,8 @@ Color = Annotated[
 
 
 def explain(
-    text: Text,
+    text: Text = None,
+    file: TextFile = None,
     layer: Layer = None,
     head: Head = None,
     query: Query = "-1",
@@ -222,6 +229,7 @@ def explain(
     on the key. If --key is not given either, the largest weight on any key counts, except on the
     first token, the query and its neighbours.
     """
+    text = given_text(text, file)
     check_files({"--html": html}, pictures={"--figure": figure})
     _check_lang(lang)
     if html is None and (beside or beside_model):
@@ -231,10 +239,11 @@ def explain(
     load_options = LoadOptions(dtype, allow_missing, ignore, finite, revision)
     check_options(attention, model, {"--set": settings, "--seed": seed}, load_options)
     try:
-        if attention is not None:
-            run = mechanism(attention, text, settings, seed, target)
-        else:
-            run = read_text(text, model, load_options, target=target)
+        with working("running the model", len(text)):
+            if attention is not None:
+                run = mechanism(attention, text, settings, seed, target)
+            else:
+                run = read_text(text, model, load_options, target=target)
         target_head = ExplainTarget(run, query, key, layer, head, place)
         if list_heads:
             print_heads(target_head, json, _console(color))

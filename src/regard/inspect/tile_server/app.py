@@ -231,7 +231,7 @@ class Endpoints:
         )
 
     async def heads(self, request: Request) -> Response:
-        """Answer with the overviews of some heads: u16 side, u16 count, metrics f32, pictures u8."""
+        """Answer with the overviews of some heads: their number, and each as `encode_overview`."""
         first = request.path_params["first"]
         keys = list(all_heads(self._session))[first : first + HEADS_AT_ONCE]
         if not keys:
@@ -369,12 +369,12 @@ def _json(value: Any) -> bytes:
     return json.dumps(to_page_value(value), allow_nan=False).encode()
 
 
-async def _error(request: Request, error: Exception) -> Response:
+async def _error(_request: Request, error: Exception) -> Response:
     """Answer a refused request."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": str(error.detail)}, error.status_code)
 
 
-async def _failure(request: Request, error: Exception) -> Response:
+async def _failure(_request: Request, _error: Exception) -> Response:
     """Answer a failed request without its details, which stay in the terminal."""
     return JSONResponse({"error": "the server failed; its terminal says why"}, 500)

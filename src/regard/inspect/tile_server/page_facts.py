@@ -37,8 +37,7 @@ def page_facts(session: Session) -> dict[str, Any]:
 def _place(session: Session, number: int, texts: list[list[str]]) -> dict[str, Any]:
     """Return the facts about a place; equal texts are stored once."""
     place = session.places[number]
-    same = {place.name: replace(place, name=place.name)}
-    recording = replace(session.recording, places=same)
+    recording = replace(session.recording, places={place.name: place})
     rows, columns = recording.labels(place.name)
 
     def text(pieces: tuple[str, ...]) -> int:
@@ -90,13 +89,15 @@ def search_text(session: Session, query: str) -> dict[str, Any]:
     place = session.places[0]
     recording = replace(session.recording, places={place.name: place})
     pieces = recording.labels(place.name)[1]
-    starts, text = [], []
+    starts: list[int] = []
+    text: list[str] = []
     length = 0
     for piece in pieces:
         starts.append(length)
         text.append(piece.lower())
         length += len(text[-1])
-    whole, found, at = "".join(text), [], -1
+    whole, at = "".join(text), -1
+    found: list[int] = []
     wanted = query.lower()
     token = 0
     while len(found) < MAX_HITS and (at := whole.find(wanted, at + 1)) >= 0:

@@ -145,8 +145,8 @@ def view(
 
     Raises:
         ArgumentError: the address is not the loopback and `allow_remote` is not set; the port is
-            taken; nothing was recorded; there is no such row of the batch; or starlette or uvicorn is
-            not installed.
+            taken; nothing was recorded; there is no such row of the batch; or starlette or
+            uvicorn is not installed.
 
     >>> import regard
     >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")

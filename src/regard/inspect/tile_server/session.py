@@ -69,7 +69,7 @@ class Session:
         self._cache: OrderedDict[tuple[Any, ...], TileData | _Mosaic] = OrderedDict()
         self._cache_bytes, self._used = cache_bytes, 0
         self._lock = threading.RLock()
-        self._parts: deque[tuple[int, int, int, int]] = deque()
+        self._parts: deque[tuple[int, int, int, int, int]] = deque()
         self._wake, self._idle, self._closed = threading.Event(), threading.Event(), False
         self._idle.set()
         self._waiting = 0
@@ -152,7 +152,7 @@ class Session:
             return
         with self._lock:
             asked = set(missing)
-            self._parts = deque([*missing, *(x for x in self._parts if x not in asked)])  # type: ignore[list-item]
+            self._parts = deque([*missing, *(x for x in self._parts if x not in asked)])
             if self._worker is None and not self._closed:
                 self._worker = threading.Thread(target=self._work, daemon=True)
                 self._worker.start()
@@ -192,9 +192,9 @@ class Session:
                 self._wake.clear()
                 self._wake.wait()
                 continue
-            place, head, level, i, j = part  # type: ignore[misc]
+            place, head, level, i, j = part
             with self._lock:
-                if part in self._cache:
+                if isinstance(self._cache.get(part), TileData):
                     continue
             tiles = self.head(place, head)
             found = tiles.tile(level, i, j, pause=self._idle.wait)

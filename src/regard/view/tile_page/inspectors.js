@@ -52,7 +52,7 @@
     const step = (name, formula, value) => [el("dt", {}, el("span", { class: "soft" }, name), " ", el("span", { class: "num" }, formula)), el("dd", { class: "num" }, value)];
     return [
       el("p", { class: "says" }, el("bdi", { class: "q token" }, R.rowName(p, found.i)), " → ", el("bdi", { class: "k token" }, R.keyName(p, found.j))),
-      el("p", { class: "big" }, el("b", { class: "num s", id: "cell-weight" }, masked ? t("map.masked") : R.exact(found.weight)), " ", masked ? null : el("span", { class: "soft" }, t("map.rank_of", { rank: thousands(found.rank), n: thousands(found.seen) }))),
+      el("p", { class: "big" }, el("b", { class: "num s", id: "cell-weight" }, masked ? t("map.masked") : num(found.weight, 10)), " ", masked ? null : el("span", { class: "soft" }, t("map.rank_of", { rank: thousands(found.rank), n: thousands(found.seen) }))),
       masked ? el("p", {}, found.reasons.map(x => t(`why.${x.why}`, { mask: x.mask })).join(t("and"))) : null,
       el("dl", { class: "chain" }, ...step(t("live.dot"), "q·k", num(found.dot, 7)), ...step(t("live.scaled"), `× ${num(found.scale, 5)}`, num(found.scaled, 7)),
         ...(found.softcap ? step("softcap", `${num(found.softcap, 4)} tanh(s / ${num(found.softcap, 4)})`, num(found.capped, 7)) : []), ...(found.bias ? step("bias", "+", num(found.bias, 7)) : []),

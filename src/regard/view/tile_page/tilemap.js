@@ -19,8 +19,9 @@
   const layout = () => {
     const box = canvas.parentElement.getBoundingClientRect(), narrow = innerWidth < 700, dpr = devicePixelRatio || 1;
     const left = narrow ? 46 : 84, top = narrow ? 40 : 62, width = Math.max(120, Math.floor(box.width) - left - 2), height = Math.max(160, Math.floor(box.height) - top - 2);
-    const changed = shape.width !== width || shape.height !== height || shape.dpr !== dpr;
+    const changed = shape.width !== width || shape.height !== height || shape.dpr !== dpr, wasWhole = view.s >= fit() * 0.999;
     shape = { left, top, width, height, dpr };
+    if (changed && wasWhole) view.s = fit();
     if (changed || canvas.width !== Math.round((left + width + 2) * dpr)) {
       canvas.width = Math.round((left + width + 2) * dpr);
       canvas.height = Math.round((top + height + 2) * dpr);

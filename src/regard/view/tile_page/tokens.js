@@ -105,7 +105,7 @@
     const box0 = box ? box.value : "";
     box = el("input", { type: "search", id: "search", placeholder: t("live.search"), ariaLabel: t("live.search"), value: box0, spellcheck: false, oninput: run, onkeydown: e => { if (e.key === "Enter") { R.nextHit(e.shiftKey ? -1 : 1); e.preventDefault(); } if (e.key === "Escape") box.blur(); } });
     note = el("span", { class: "soft num", id: "hits", role: "status" });
-    const choose = (value, label) => el("button", { type: "button", class: `small side-${value}`, "data-side": value, onclick: () => R.set({ side: value }) }, t(label));
+    const choose = (value, label) => el("button", { type: "button", class: `small side-${value}`, "data-side": value, title: t(`${label}_title`), onclick: () => R.set({ side: value }) }, t(label));
     return el("section", { class: "card text", ariaLabel: t("live.text") }, el("div", { class: "controls" }, choose("k", "live.side_keys"), choose("q", "live.side_queries")),
       el("div", { class: "controls searchline" }, box, el("button", { type: "button", class: "small", ariaLabel: t("live.before"), onclick: () => R.nextHit(-1) }, "↑"), el("button", { type: "button", class: "small", ariaLabel: t("live.after"), onclick: () => R.nextHit(1) }, "↓"), note), room);
   };
