@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from regard.inspect.tile_server import single_cells
 from regard.inspect.tile_server.head_overviews import METRICS, HeadOverview
-from regard.inspect.tile_server.page_facts import page_facts, search_text
+from regard.inspect.tile_server.page_facts import audit_facts, page_facts, search_text
 from regard.inspect.tile_server.session import Session
 from regard.inspect.tile_server.wire_format import encode_tile, encode_weights
 from regard.view.report import to_page_value
@@ -43,6 +43,7 @@ HEADS_AT_ONCE = 64
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Policy(NamedTuple):
@@ -86,41 +87,45 @@ class Policy(NamedTuple):
         return None
 
 
-class Guard:
-    """Refuses requests by the policy, and adds the headers that keep answers where they belong."""
+def guarded(app: Application, policy: Policy) -> Application:
+    """Return an application that refuses requests by the policy, and adds the headers that keep
+    answers where they belong.
 
-    def __init__(self, app: Any, policy: Policy) -> None:
-        self._app, self._policy = app, policy
-        self._headers = [
-            (b"content-security-policy", policy.content.encode()),
-            (b"x-content-type-options", b"nosniff"),
-            (b"x-frame-options", b"DENY"),
-            (b"referrer-policy", b"no-referrer"),
-            (b"cross-origin-resource-policy", b"same-origin"),
-            (b"cross-origin-opener-policy", b"same-origin"),
-            (b"cache-control", b"no-store"),
-        ]
+    Args:
+        app: the application that answers.
+        policy: which requests it gets.
+    """
+    headers = [
+        (b"content-security-policy", policy.content.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"x-frame-options", b"DENY"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"cross-origin-resource-policy", b"same-origin"),
+        (b"cross-origin-opener-policy", b"same-origin"),
+        (b"cache-control", b"no-store"),
+    ]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         if scope["type"] != "http":  # there are no sockets here
             return
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *self._headers]
+                message["headers"] = [*message.get("headers", []), *headers]
             await send(message)
 
-        refused = self._policy.refusal(scope)
+        refused = policy.refusal(scope)
         if refused is not None:
             status, why = refused
             response = JSONResponse({"error": why}, status)
             await response(scope, receive, send_with_headers)
             return
-        await self._app(scope, receive, send_with_headers)
+        await app(scope, receive, send_with_headers)
+
+    return answer
 
 
 class Endpoints:
@@ -151,29 +156,30 @@ class Endpoints:
         one = "{place:int}/{head:int}/{at:int}"
         tile = "{place:int}/{head:int}/{level:int}/{i:int}/{j:int}"
         return [
-            Route("/", self.page),
-            Route("/meta", self.meta),
-            Route(f"/tile/{tile}", self.tile),
-            Route(f"/preview/{tile}", self.preview),
-            Route(f"/row/{one}", self.row),
-            Route(f"/column/{one}", self.column),
-            Route(f"/row-weights/{one}", self.row_weights),
-            Route(f"/column-weights/{one}", self.column_weights),
-            Route(f"/cell/{cell}", self.cell),
-            Route("/heads/{first:int}", self.heads),
-            Route("/search", self.search),
+            Route("/", self._answer_page),
+            Route("/meta", self._meta),
+            Route(f"/tile/{tile}", self._answer_tile),
+            Route(f"/preview/{tile}", self._preview),
+            Route(f"/row/{one}", self._row),
+            Route(f"/column/{one}", self._column),
+            Route(f"/row-weights/{one}", self._row_weights),
+            Route(f"/column-weights/{one}", self._column_weights),
+            Route(f"/cell/{cell}", self._cell),
+            Route("/heads/{first:int}", self._heads),
+            Route("/search", self._search),
+            Route("/audit/{place:int}", self._audit),
         ]
 
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def page(self, request: Request) -> Response:
+    async def _answer_page(self, request: Request) -> Response:
         """Answer with the page, which contains no data."""
         return HTMLResponse(self._page)
 
-    async def meta(self, request: Request) -> Response:
-        """Answer with the places, heads, texts and audits of the recording."""
+    async def _meta(self, request: Request) -> Response:
+        """Answer with the places, heads and texts of the recording."""
 
         def make() -> bytes:
             with self._making_facts:
@@ -184,7 +190,7 @@ class Endpoints:
 
         return await self._answer(request, make, "application/json")
 
-    async def tile(self, request: Request) -> Response:
+    async def _answer_tile(self, request: Request) -> Response:
         """Answer with a tile: exact, or the best that is known so far."""
         place, head = self._head(request)
         level, i, j = self._tile(request, place, head)
@@ -192,7 +198,7 @@ class Endpoints:
             request, lambda: encode_tile(self._session.tile(place, head, level, i, j), level)
         )
 
-    async def preview(self, request: Request) -> Response:
+    async def _preview(self, request: Request) -> Response:
         """Answer with a preview of exact rows, whatever else is known."""
         place, head = self._head(request)
         level, i, j = self._tile(request, place, head)
@@ -204,23 +210,23 @@ class Endpoints:
 
         return await self._answer(request, make)
 
-    async def row(self, request: Request) -> Response:
+    async def _row(self, request: Request) -> Response:
         """Answer with the largest keys of a query, and the rest."""
         return await self._one(request, "T", single_cells.describe_row)
 
-    async def column(self, request: Request) -> Response:
+    async def _column(self, request: Request) -> Response:
         """Answer with the queries that read a key most."""
         return await self._one(request, "N", single_cells.describe_column)
 
-    async def row_weights(self, request: Request) -> Response:
+    async def _row_weights(self, request: Request) -> Response:
         """Answer with the weights of a query over all keys."""
         return await self._one(request, "T", single_cells.row_weights)
 
-    async def column_weights(self, request: Request) -> Response:
+    async def _column_weights(self, request: Request) -> Response:
         """Answer with the weights that all queries give to a key."""
         return await self._one(request, "N", single_cells.column_weights)
 
-    async def cell(self, request: Request) -> Response:
+    async def _cell(self, request: Request) -> Response:
         """Answer with the chain of numbers of a cell."""
         place, head = self._head(request)
         tiles = self._session.head(place, head)
@@ -230,7 +236,7 @@ class Endpoints:
             request, lambda: _json(single_cells.describe_cell(tiles, i, j)), "application/json"
         )
 
-    async def heads(self, request: Request) -> Response:
+    async def _heads(self, request: Request) -> Response:
         """Answer with the overviews of some heads: their number, and each as `encode_overview`."""
         first = request.path_params["first"]
         keys = list(all_heads(self._session))[first : first + HEADS_AT_ONCE]
@@ -245,13 +251,20 @@ class Endpoints:
 
         return await self._answer(request, make)
 
-    async def search(self, request: Request) -> Response:
+    async def _search(self, request: Request) -> Response:
         """Answer with the tokens in which a plain text begins."""
         query = request.query_params.get("q", "")
         if not 0 < len(query) <= MAX_QUERY:
             raise HTTPException(400, f"q has {len(query)} characters; 1 to {MAX_QUERY} are allowed")
         return await self._answer(
             request, lambda: _json(search_text(self._session, query)), "application/json"
+        )
+
+    async def _audit(self, request: Request) -> Response:
+        """Answer with the audit of a place."""
+        place = _index("place", request.path_params["place"], len(self._session.places))
+        return await self._answer(
+            request, lambda: _json(audit_facts(self._session, place)), "application/json"
         )
 
     async def _one(self, request: Request, side: str, make: Callable[..., Any]) -> Response:
@@ -314,7 +327,7 @@ class Endpoints:
 
 def application(
     session: Session, page: str, policy: Policy, *, max_queue: int = MAX_QUEUE
-) -> tuple[Guard, Endpoints]:
+) -> tuple[Application, Endpoints]:
     """Return the application and its endpoints.
 
     Args:
@@ -328,7 +341,7 @@ def application(
         routes=endpoints.routes(),
         exception_handlers={HTTPException: _error, Exception: _failure},
     )
-    return Guard(app, policy), endpoints
+    return guarded(app, policy), endpoints
 
 
 def all_heads(session: Session) -> list[tuple[int, int]]:

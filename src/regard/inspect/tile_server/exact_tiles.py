@@ -39,6 +39,20 @@ MASKED = -1.0
 """The value of a block in which no query may attend to a key."""
 
 
+class Peak(NamedTuple):
+    """A large weight: its row, its column, its value, and how many keys its row sees."""
+
+    row: int
+    column: int
+    weight: float
+    keys: float
+
+    @property
+    def rank(self) -> float:
+        """Return p ln(1 + n), by which peaks are ordered: how far the weight is from uniform."""
+        return self.weight * math.log1p(self.keys)
+
+
 @dataclass(frozen=True, eq=False)
 class TileData:
     """The blocks of a tile.
@@ -49,7 +63,7 @@ class TileData:
         max: largest weight of a block, `[R, C]`; -1 where the mask allows no pair.
         visible: share of the pairs of a block that the mask allows, `[R, C]`; None if all of them.
         keys: mean number of keys that the rows of a block row see in the whole pattern, `[R]`.
-        peaks: (row, column, weight) of the largest weights.
+        peaks: the most concentrated weights, by p ln n: near 1 in a row of few keys is nothing.
         computed: share of the tile whose rows are all computed; the rest is sampled.
         sampled: the number of rows of each block row that were sampled for the rest.
     """
@@ -58,7 +72,7 @@ class TileData:
     max: Tensor
     visible: Tensor | None
     keys: Tensor
-    peaks: tuple[tuple[int, int, float], ...]
+    peaks: tuple[Peak, ...]
     computed: float = 1.0
     sampled: int = 0
 
@@ -307,7 +321,7 @@ class HeadTiles:
         R, C = -(-(where.r1 - where.r0) // size), -(-(where.c1 - where.c0) // size)
         mass, pairs = torch.zeros(R, C, dtype=torch.float64), torch.zeros(R, C, dtype=torch.float64)
         most = torch.full((R, C), MASKED, dtype=self.dtype)
-        peaks: list[tuple[int, int, float]] = []
+        peaks: list[Peak] = []
         tall = max(size, ROWS_AT_ONCE // size * size)
         wide = max(size, COLUMNS_AT_ONCE // size * size)
         for rows in _chunks(slice(where.r0, where.r1), tall):
@@ -324,7 +338,8 @@ class HeadTiles:
                     ),
                 )
                 largest = _block_max_of(p, size)
-                peaks = _add_peaks(peaks, p, largest, size, rows.start, columns.start)
+                origin = rows.start, columns.start
+                peaks = _add_peaks(peaks, p, largest, size, origin, self.keys_seen[rows])
                 hidden = p < 0
                 any_hidden = bool(hidden.any())
                 area = torch.ones((), dtype=p.dtype).expand(p.shape)
@@ -354,7 +369,7 @@ class HeadTiles:
         mass: Tensor,
         most: Tensor,
         pairs: Tensor,
-        peaks: tuple[tuple[int, int, float], ...],
+        peaks: tuple[Peak, ...],
     ) -> TileData:
         """Divide the sums of a tile, and mark blocks without a visible pair."""
         seeing = self.seeing(where, size)
@@ -535,27 +550,37 @@ def _run_max(p: Tensor, size: int) -> Tensor:
     return block_max(p, 1, size)
 
 
+def merge_peaks(peaks: list[Peak]) -> list[Peak]:
+    """Return the first `PEAKS` of them, the most concentrated first."""
+    return sorted(peaks, key=lambda peak: -peak.rank)[:PEAKS]
+
+
 def _add_peaks(
-    peaks: list[tuple[int, int, float]],
-    p: Tensor,
-    largest: Tensor,
-    size: int,
-    row: int,
-    column: int,
-) -> list[tuple[int, int, float]]:
-    """Return the largest weights among those known and those of one more chunk, each of another
-    block.
+    peaks: list[Peak], p: Tensor, largest: Tensor, size: int, origin: tuple[int, int], keys: Tensor
+) -> list[Peak]:
+    """Return the peaks among those known and those of one more chunk, each of another block.
+
+    Args:
+        peaks: those known.
+        p: weights of the chunk.
+        largest: its largest weight in each block.
+        size: rows and columns of a block.
+        origin: first row and column of the chunk.
+        keys: number of keys that each row of the chunk sees.
     """
-    values, which = largest.flatten().topk(min(PEAKS, largest.numel()))
-    least = peaks[-1][2] if len(peaks) == PEAKS else 0.0
-    for value, index in zip(values.tolist(), which.tolist(), strict=True):
-        if not value > least:
+    first = keys[::size][: largest.shape[0], None]
+    ranks, which = (largest * first.log1p().to(largest)).flatten().topk(min(PEAKS, largest.numel()))
+    least = peaks[-1].rank if len(peaks) == PEAKS else 0.0
+    for rank, index in zip(ranks.tolist(), which.tolist(), strict=True):
+        if not rank > 0.99 * least:
             break
         a, b = divmod(index, largest.shape[1])
         block = p[a * size : (a + 1) * size, b * size : (b + 1) * size]
         r, c = divmod(int(block.flatten().argmax()), block.shape[1])
-        peaks = [*peaks, (row + a * size + r, column + b * size + c, value)]
-    return sorted(peaks, key=lambda peak: -peak[2])[:PEAKS]
+        row = a * size + r
+        peak = Peak(origin[0] + row, origin[1] + b * size + c, float(block[r, c]), float(keys[row]))
+        peaks = [*peaks, peak]
+    return merge_peaks(peaks)
 
 
 def _blocks_of(which: slice, start: int, size: int) -> slice:

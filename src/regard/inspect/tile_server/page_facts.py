@@ -1,4 +1,6 @@
-"""What the served page knows before it asks for tiles: places, heads, texts, positions, audits."""
+"""What the served page knows before it asks for tiles: places, heads, texts, positions; and, on
+request, the audit of a place and the hits of a search.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,6 @@ def _place(session: Session, number: int, texts: list[list[str]]) -> dict[str, A
             texts.append(list(pieces))
         return texts.index(list(pieces))
 
-    audit = row_sums(place, cells=AUDITED_SCORES)
     return {
         "name": place.name,
         "label": label(place.name),
@@ -64,8 +65,18 @@ def _place(session: Session, number: int, texts: list[list[str]]) -> dict[str, A
         "top": session.head(number, place.heads[0]).top_level,
         "rule": _rule(place),
         "kernel": ", ".join(dict.fromkeys(step.kernel for step in place.steps)),
-        "audit": {**asdict(audit), "sound": audit.sound},
     }
+
+
+def audit_facts(session: Session, number: int) -> dict[str, Any]:
+    """Return the audit of a place: how far its row sums differ from 1.
+
+    Args:
+        session: what is served.
+        number: index of the place.
+    """
+    audit = row_sums(session.places[number], cells=AUDITED_SCORES)
+    return {**asdict(audit), "sound": audit.sound}
 
 
 def _positions(positions: list[int]) -> list[int] | None:

@@ -19,7 +19,14 @@ from regard.errors import ArgumentError
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recording import Recording
 from regard.inspect.report.page_rules import split_by_pool
-from regard.inspect.tile_server.exact_tiles import BLOCKS, HeadTiles, TileData, coarser_blocks
+from regard.inspect.tile_server.exact_tiles import (
+    BLOCKS,
+    HeadTiles,
+    Peak,
+    TileData,
+    coarser_blocks,
+    merge_peaks,
+)
 from regard.inspect.tile_server.head_overviews import HeadOverview, Overviews, head_overview
 
 EXACT_LEVEL = 3
@@ -240,7 +247,7 @@ class _Mosaic:
         self._visible = (
             torch.ones(shape) if self._data.visible is None else self._data.visible.clone()
         )
-        self._peaks: list[tuple[int, int, float]] = []
+        self._peaks: list[Peak] = []
         n = 1 << (level - self.part_level)
         rows = range(i * n, min((i + 1) * n, -(-tiles.T // (BLOCKS << self.part_level))))
         columns = range(j * n, min((j + 1) * n, -(-tiles.N // (BLOCKS << self.part_level))))
@@ -267,7 +274,7 @@ class _Mosaic:
         a, b = part[0] * side - self.i * BLOCKS, part[1] * side - self.j * BLOCKS
         to = slice(a, a + mass.shape[0]), slice(b, b + mass.shape[1])
         self._mass[to], self._max[to], self._visible[to] = mass, most, visible
-        self._peaks = sorted([*self._peaks, *found.peaks], key=lambda peak: -peak[2])[:3]
+        self._peaks = merge_peaks([*self._peaks, *found.peaks])
         self._missing.pop(part, None)
 
     def tile(self) -> TileData:

@@ -4,7 +4,7 @@ of fp16 numbers, all little-endian.
     header   "RGT1", u8 kind (0 empty, 1 tile), u8 level, u16 rows, u16 columns, u8 number of peaks,
              u8 planes (2, or 3 with the visible share), u32 sampled rows of a block row,
              f32 computed share, f32 factor of mass, f32 factor of max, u32 bytes that follow
-    peaks    u32 row, u32 column, f32 weight of each
+    peaks    u32 row, u32 column, f32 weight, f32 keys that the row sees, of each
     keys     f32 for each block row
     planes   fp16: mass x factor, max x factor, visible share; a number below 0 is a masked block
 
@@ -43,7 +43,7 @@ def encode_tile(tile: TileData | None, level: int) -> bytes:
         return HEADER.pack(MAGIC, 0, level, 0, 0, 0, 0, 0, 1.0, 1.0, 1.0, 0)
     mass, mass_factor = _plane(tile.mass)
     most, max_factor = _plane(tile.max)
-    peaks = b"".join(struct.pack("<IIf", *peak) for peak in tile.peaks)
+    peaks = b"".join(struct.pack("<IIff", *peak) for peak in tile.peaks)
     body = peaks + tile.keys.numpy().astype("<f4").tobytes() + mass + most
     planes = 2
     if tile.visible is not None:

@@ -13,7 +13,7 @@ R.views.reverse(); // the map stands before the heads
 const el3 = () => R.el("div", { class: "workspace" }, R.tokenPanel(), R.mapPanel(), R.inspectorPanel());
 
 R.frame = () => {
-  const page = document.getElementById("page"), { el, t } = R, audit = R.place().audit;
+  const page = document.getElementById("page"), { el, t } = R;
   page.replaceChildren();
   document.title = `regard: ${R.meta.title}`;
   const tab = view => el("button", { class: "tab", type: "button", role: "tab", "data-view": view.name, onclick: () => R.set({ view: view.name }) }, t(view.title));
@@ -24,9 +24,18 @@ R.frame = () => {
     el("nav", { role: "tablist", ariaLabel: t("core.views") }, ...R.views.map(tab)),
     el("main", { id: "views" }, ...R.views.map(view => { view.node = el("section", { id: `view-${view.name}`, class: "view", hidden: true, role: "tabpanel" }); view.fresh = true; return view.node; })),
     el("footer", { class: "soft" }, el("span", {}, `${R.place().T.toLocaleString("en")} × ${R.place().N.toLocaleString("en")} · ${R.place().rule} · ${R.place().kernel}`), " ",
-      el("span", { class: audit.sound ? "good" : "bad", id: "audit" }, audit.sound ? t("live.sound", { rows: audit.rows, of: audit.of.toLocaleString("en"), residual: R.num(audit.residual, 2) }) : audit.findings.join("; "))),
+      el("span", { id: "audit" })),
     el("dialog", { id: "help", ariaLabel: t("live.help"), onclick: e => { if (e.target.id === "help") help(false); } }, el("h2", {}, t("live.help")), el("pre", {}, t("live.help_keys")), el("p", {}, t("live.help_reading")), el("p", { class: "soft" }, t("live.help_error")),
       el("button", { type: "button", id: "help-close", onclick: () => help(false) }, t("live.close"))));
+};
+const audits = new Map();
+const audited = async () => { // the audit takes seconds at 131,072 tokens: it is asked for after the first pictures
+  const p = R.state.place;
+  if (!audits.has(p)) audits.set(p, source.json(`/audit/${p}`));
+  const audit = await audits.get(p).catch(error => ({ findings: [error.message] })), node = document.getElementById("audit");
+  if (p !== R.state.place || !node) return;
+  node.className = audit.sound ? "good" : "bad";
+  node.textContent = audit.sound ? R.t("live.sound", { rows: audit.rows, of: audit.of.toLocaleString("en"), residual: R.num(audit.residual, 2) }) : audit.findings.join("; ");
 };
 const help = open => { const node = document.getElementById("help"); if (open && !node.open) node.showModal(); else if (!open) node.close(); };
 
@@ -40,6 +49,7 @@ R.show = changed => {
   for (const name of ["lang", "theme"]) document.getElementById(name).value = R.state[name];
   if (open.fresh) { open.fresh = false; open.mount(open.node); changed.add("size"); }
   open.update(changed);
+  if (["start", "lang", "place"].some(x => changed.has(x))) setTimeout(audited, changed.has("start") ? 2500 : 0);
 };
 
 const keys = e => {

@@ -31,8 +31,9 @@ const source = (() => {
     if (kind === 0) return { empty: true, level, computed: 1, peaks: [] };
     const rows = view.getUint16(6, true), cols = view.getUint16(8, true), peaks = [], planes = view.getUint8(11), n = rows * cols;
     let at = 32;
-    for (let k = 0; k < view.getUint8(10); k++, at += 12) peaks.push({ i: view.getUint32(at, true), j: view.getUint32(at + 4, true), w: view.getFloat32(at + 8, true) });
-    const keys = new Float32Array(buffer, at, rows), plane = k => new Uint16Array(buffer, at + 4 * rows + 2 * n * k, n);
+    for (let k = 0; k < view.getUint8(10); k++, at += 16) peaks.push({ i: view.getUint32(at, true), j: view.getUint32(at + 4, true), w: view.getFloat32(at + 8, true), n: view.getFloat32(at + 12, true) });
+    const keys = new Float32Array(buffer, at, rows);
+    const plane = k => new Uint16Array(buffer, at + 4 * rows + 2 * n * k, n);
     return { empty: false, level, rows, cols, peaks, sampled: view.getUint32(12, true), computed: view.getFloat32(16, true), factor: { mass: view.getFloat32(20, true), max: view.getFloat32(24, true) },
       keys, mass: plane(0), max: plane(1), visible: planes > 2 ? plane(2) : null };
   };

@@ -221,7 +221,7 @@
     const size = 2 ** level, words = [computed < 1 ? t("live.preview", { rows: sampled, of: size, share: R.percent(computed, 2) }) : t("live.exact")];
     if (size > 1) words.push(t("live.pooled", { size, stat: t(`stat.${R.state.stat}`) }));
     if (!known) words.push(t("live.loading"));
-    const best = peaks.sort((a, b) => b.w - a.w).slice(0, 4), now = `${words.join()} ${best.map(x => [x.i, x.j]).join(" ")} ${R.state.lang}`;
+    const best = peaks.sort((a, b) => b.w * Math.log(1 + b.n) - a.w * Math.log(1 + a.n)).slice(0, 4), now = `${words.join()} ${best.map(x => [x.i, x.j]).join(" ")} ${R.state.lang}`;
     if (now === said) return;
     said = now;
     badge.textContent = words.join(" · ");
@@ -373,7 +373,7 @@
     live = el("p", { class: "hidden", role: "status", ariaLive: "polite", id: "live" });
     legend = el("div", { class: "legendbox" });
     peaksList = el("div", { class: "peaks", id: "peaks", role: "group", ariaLabel: t("live.largest") });
-    const select = (name, options) => el("label", {}, t(`map.${name}`), " ", el("select", { id: `${name}`, onchange: e => R.set({ [name]: e.target.value }) }, ...options.map(([value, text]) => el("option", { value, selected: R.state[name] === value }, text))));
+    const select = (name, options) => el("label", { title: t(`map.${name}`) }, el("span", { class: "hidden" }, t(`map.${name}`)), el("select", { id: `${name}`, onchange: e => R.set({ [name]: e.target.value }) }, ...options.map(([value, text]) => el("option", { value, selected: R.state[name] === value }, text))));
     const heads = el("select", { id: "head", ariaLabel: t("map.head"), onchange: e => { const [p, h] = e.target.value.split(" ").map(Number); R.set({ place: p, head: h }); } },
       ...R.meta.places.map((x, p) => el("optgroup", { label: x.name }, ...x.heads.map(h => el("option", { value: `${p} ${h}` }, R.headName(p, h))))));
     const press = (id, label, act) => el("button", { type: "button", id, class: "tool", ariaLabel: t(`map.${id}`), title: t(`map.${id}`), onclick: act }, label);
