@@ -21,7 +21,7 @@ from regard.inspect.report.page_rules import split_by_pool
 from regard.inspect.tile_server import exact_tiles
 from regard.inspect.tile_server.exact_tiles import HeadTiles, TileData
 from regard.inspect.tile_server.head_overviews import METRICS, OverviewRecorder, head_overview
-from regard.inspect.tile_server.session import Session
+from regard.inspect.tile_server.session import ViewSession
 from regard.inspect.tile_server.single_cells import (
     column_weights,
     describe_cell,
@@ -115,7 +115,7 @@ def test_every_tile_equals_the_pooled_pattern(name: str) -> None:
 @pytest.mark.parametrize("name", ["causal", "softcap and sink", "dense"])
 def test_coarse_tiles_become_exact_and_rows_sum_to_one(name: str) -> None:
     recording = recorded(name)
-    session = Session(recording)
+    session = ViewSession(recording)
     tiles = session.head(0, 2)
     fine = tiles.tile(0, 1, 0)
     for depth in (1, 2):
@@ -149,7 +149,7 @@ def test_a_coarse_tile_is_a_labelled_preview_until_its_parts_are_exact() -> None
     q[0, 0, 7_345, 0] = k[0, 0, 2_321, 0] = 12.0  # the needle; no sampled row sees it
     with torch.inference_mode(), Recorder(keep=()) as recorder:
         regard.attend(q, k, k, mask=masks.Causal())
-    session = Session(recorder.recording())
+    session = ViewSession(recorder.recording())
     tiles = session.head(0, 0)
     level = tiles.top_level
     with session:  # while a request is answered, the thread behind waits

@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import re
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -19,14 +21,13 @@ from regard.inspect import Recording
 from regard.view.tile_page import catalogue, content_policy, tile_page
 
 starlette = pytest.importorskip("starlette")
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 pytest.importorskip("uvicorn")
 
-import httpx  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
 from regard.inspect.tile_server.app import Policy, application  # noqa: E402
-from regard.inspect.tile_server.session import Session  # noqa: E402
+from regard.inspect.tile_server.session import ViewSession  # noqa: E402
 from regard.inspect.tile_server.wire_format import HEADER  # noqa: E402
 
 TOKEN = "t" * 43
@@ -44,7 +45,7 @@ def recording() -> Recording:
 def client(recording: Recording) -> Iterator[TestClient]:
     page = tile_page()
     policy = Policy(TOKEN, frozenset({HOST, "localhost:8123"}), content_policy(page))
-    session = Session(recording)
+    session = ViewSession(recording)
     app, endpoints = application(session, page, policy)
     with TestClient(app, base_url=f"http://{HOST}", raise_server_exceptions=False) as running:
         yield running
@@ -188,7 +189,7 @@ def test_a_flood_is_refused(recording: Recording) -> None:
     """Of 40 requests at once, while both threads are busy, 8 wait and the others get 429."""
     page = tile_page()
     policy = Policy(TOKEN, frozenset({HOST}), content_policy(page))
-    session = Session(recording)
+    session = ViewSession(recording)
     app, endpoints = application(session, page, policy, max_queue=8)
     hold = threading.Event()
     original = session.tile
@@ -225,7 +226,7 @@ def test_a_flood_is_refused(recording: Recording) -> None:
 def test_a_failure_does_not_tell_its_details(recording: Recording) -> None:
     page = tile_page()
     policy = Policy(TOKEN, frozenset({HOST}), content_policy(page))
-    session = Session(recording)
+    session = ViewSession(recording)
     app, endpoints = application(session, page, policy)
 
     def fail(*where: Any) -> Any:
@@ -240,20 +241,31 @@ def test_a_failure_does_not_tell_its_details(recording: Recording) -> None:
     session.close()
 
 
+def status(url: str, token: str | None = None) -> int:
+    """The status of the answer of a running server."""
+    request = urllib.request.Request(url)
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def test_the_link_of_a_running_server(recording: Recording) -> None:
     with regard.inspect.view(recording) as server:
         found = re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=([\w-]{43})", server.url)
         assert found is not None, "256 bits, in the fragment"
-        assert httpx.get(f"{server.origin}/meta").status_code == 403
-        reader = {"Authorization": f"Bearer {found[1]}"}
-        assert httpx.get(f"{server.origin}/meta", headers=reader).status_code == 200
+        assert status(f"{server.origin}/meta") == 403
+        assert status(f"{server.origin}/meta", found[1]) == 200
         second = regard.inspect.view(recording)
         assert second.token != server.token
         second.close()
         with pytest.raises(ArgumentError, match=r"cannot listen on 127\.0\.0\.1 port"):
             regard.inspect.view(recording, port=int(server.origin.rpartition(":")[2]))
-    with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{server.origin}/meta")
+    with pytest.raises(urllib.error.URLError):
+        status(f"{server.origin}/meta")
 
 
 def test_other_machines_are_not_let_in_unasked(recording: Recording) -> None:
@@ -272,7 +284,7 @@ def test_what_cannot_be_served(recording: Recording) -> None:
 
 def test_hostile_tokens_travel_as_escaped_json(recording: Recording) -> None:
     hostile = ("</script><script>x", "\u202etfel", "nul\x00", "\u200b", "<img onerror=x>", "a\nb")
-    session = Session(replace(recording, pieces=hostile))
+    session = ViewSession(replace(recording, pieces=hostile))
     page = tile_page()
     app, endpoints = application(
         session, page, Policy(TOKEN, frozenset({HOST}), content_policy(page))

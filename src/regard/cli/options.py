@@ -93,7 +93,7 @@ TextFile = Annotated[
 MAX_TEXT_BYTES = 1 << 28
 """The largest text that a command reads from a file: 256 MiB."""
 LONG_TEXT = 20_000
-"""Characters from which a command says that it works, even where there is no terminal."""
+"""Characters from which a command says that it works, even without a terminal."""
 
 
 def given_text(text: str | None, file: str | None) -> str:
@@ -132,14 +132,14 @@ def given_text(text: str | None, file: str | None) -> str:
     if len(data) > MAX_TEXT_BYTES:
         raise FileError(f"{file} is longer than {MAX_TEXT_BYTES} bytes; give a part of it")
     try:
-        found = data.decode("utf-8")
+        text_of_file = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(
             f"{short_repr(file)} is not UTF-8 text (byte {error.start})", param_hint="--file"
         ) from error
-    if not found.strip():
+    if not text_of_file.strip():
         raise typer.BadParameter(f"{short_repr(file)} contains no text", param_hint="--file")
-    return found
+    return text_of_file
 
 
 def _is_file(text: str) -> bool:
@@ -153,7 +153,7 @@ def _is_file(text: str) -> bool:
 @contextmanager
 def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     """Show on standard error that work goes on, and for how long: a moving bar on a terminal, and
-    one line elsewhere if the text is long.
+    otherwise one line if the text is long.
 
     Args:
         what: what is being done.

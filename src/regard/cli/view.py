@@ -186,15 +186,15 @@ def _serve_recording(
     serving: dict[str, object],
 ) -> Server:
     """Serve a recording that was saved; options of a model do not apply to it."""
-    given: dict[str, object] = {
+    options_given: dict[str, object] = {
         "TEXT": text,
         "--file": file,
         "--save": save,
         "--layer": layer,
         "--head": head,
     }
-    given |= dict.fromkeys(options.flags_given(), True)
-    for flag, value in given.items():
+    options_given |= dict.fromkeys(options.flags_given(), True)
+    for flag, value in options_given.items():
         if value:
             raise typer.BadParameter(
                 "applies to a model, but a recording was given; leave it out", param_hint=flag
@@ -205,7 +205,7 @@ def _serve_recording(
 
 
 def _serve(recording: Recording, overviews: Overviews | None, serving: dict[str, object]) -> Server:
-    """Start the server."""
+    """Start the server of a recording."""
     from regard.inspect import view as view_recording
 
     return view_recording(recording, overviews=overviews, **serving)  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ def record_text(
     _check_memory(model, text, layers, heads, memory)
     with (
         working("running the model", len(text)) as say,
-        OverviewRecorder(lambda n: say(f"running the model: {n} heads")) as reducer,
+        OverviewRecorder(lambda n: say(f"running the model: {units.plural(n, 'head')}")) as reducer,
     ):
         recording = record(model, text, places=layers, heads=heads, keep=())
     return recording, reducer.overviews

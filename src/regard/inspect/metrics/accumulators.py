@@ -204,11 +204,11 @@ class DistanceAccumulator:
         rows = torch.arange(first_query - first_key, first_query - first_key + t)
         keys = torch.arange(n, dtype=tile.weights.dtype)
         self._distance[:, tile.rows] += rows * total.double() - (tile.weights @ keys).double()
-        near = self._measured.local_distance
-        if lowest >= near or lowest + n + t - 2 <= -near:
+        local_distance = self._measured.local_distance
+        if lowest >= local_distance or lowest + n + t - 2 <= -local_distance:
             return
         offsets = rows[:, None] - torch.arange(n)
-        self._local[:, tile.rows] += (tile.weights * (offsets.abs() < near)).sum(2)
+        self._local[:, tile.rows] += (tile.weights * (offsets.abs() < local_distance)).sum(2)
 
     def result(self) -> Mapping[str, Tensor]:
         """Return distance, local, and the curve offsets, `[h, largest distance + 1]`."""

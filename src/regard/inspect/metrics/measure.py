@@ -33,7 +33,7 @@ class TileObserver(Protocol):
     """Whatever receives the tiles of a pattern, one after another."""
 
     def add(self, tile: Tile) -> object:
-        """Receive a tile."""
+        """Receive one tile of the pattern."""
 
 
 @dataclass(frozen=True, eq=False)

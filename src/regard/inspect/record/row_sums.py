@@ -149,13 +149,13 @@ def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
         return
     length = max(1, wanted // MAX_ROW_RANGES)
     counts = [-(-step.T // length) for step in place.steps]  # ranges of each step
-    ends = list(itertools.accumulate(counts))
-    total = ends[-1]
+    cumulative_counts = list(itertools.accumulate(counts))
+    total = cumulative_counts[-1]
     n = max(1, min(MAX_ROW_RANGES, wanted // length, total))
     chosen = {round(i * (total - 1) / max(1, n - 1)) for i in range(n)} | {total - 1}
     for index in sorted(chosen):
-        number = bisect.bisect_right(ends, index)
-        start = (index - ends[number] + counts[number]) * length
+        number = bisect.bisect_right(cumulative_counts, index)
+        start = (index - cumulative_counts[number] + counts[number]) * length
         yield number, slice(start, min(start + length, place.steps[number].T))
 
 

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from regard.inspect.tile_server import single_cells
 from regard.inspect.tile_server.head_overviews import METRICS, HeadOverview
 from regard.inspect.tile_server.page_facts import audit_facts, page_facts, search_text
-from regard.inspect.tile_server.session import Session
+from regard.inspect.tile_server.session import ViewSession
 from regard.inspect.tile_server.wire_format import encode_tile, encode_weights
 from regard.view.report import to_page_value
 
@@ -80,8 +80,8 @@ class Policy(NamedTuple):
             return 414, "the address is too long"
         if scope["path"] == "/":
             return None  # the page without data; the token stands in the fragment of its address
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        same = secrets.compare_digest(given.encode(), self.token.encode())
+        scheme, _, given_token = headers.get("authorization", "").partition(" ")
+        same = secrets.compare_digest(given_token.encode(), self.token.encode())
         if scheme != "Bearer" or not same:
             return 403, "the token is missing or wrong; open the printed link"
         return None
@@ -137,7 +137,7 @@ class Endpoints:
         max_queue: number of requests that may wait or be computed at once.
     """
 
-    def __init__(self, session: Session, page: str, *, max_queue: int = MAX_QUEUE) -> None:
+    def __init__(self, session: ViewSession, page: str, *, max_queue: int = MAX_QUEUE) -> None:
         self._session, self._page, self._max_queue = session, page, max_queue
         self._pool = ThreadPoolExecutor(THREADS, "regard-view", self._begin_thread)
         self._queued = 0
@@ -171,7 +171,7 @@ class Endpoints:
         ]
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that compute answers."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _answer_page(self, request: Request) -> Response:
@@ -272,11 +272,11 @@ class Endpoints:
         place, head = self._head(request)
         tiles = self._session.head(place, head)
         name, count = ("row", tiles.T) if side == "T" else ("column", tiles.N)
-        at = _index(name, request.path_params["at"], count)
+        index = _index(name, request.path_params["at"], count)
 
         def answer() -> bytes:
-            found = make(tiles, at)
-            return encode_weights(found) if isinstance(found, torch.Tensor) else _json(found)
+            result = make(tiles, index)
+            return encode_weights(result) if isinstance(result, torch.Tensor) else _json(result)
 
         is_json = make in (single_cells.describe_row, single_cells.describe_column)
         kind = "application/json" if is_json else "application/octet-stream"
@@ -326,7 +326,7 @@ class Endpoints:
 
 
 def application(
-    session: Session, page: str, policy: Policy, *, max_queue: int = MAX_QUEUE
+    session: ViewSession, page: str, policy: Policy, *, max_queue: int = MAX_QUEUE
 ) -> tuple[Application, Endpoints]:
     """Return the application and its endpoints.
 
@@ -344,7 +344,7 @@ def application(
     return guarded(app, policy), endpoints
 
 
-def all_heads(session: Session) -> list[tuple[int, int]]:
+def all_heads(session: ViewSession) -> list[tuple[int, int]]:
     """Return (index of the place, query head) of every recorded head, in the order of the page."""
     return [(p, h) for p, place in enumerate(session.places) for h in place.heads]
 
@@ -383,7 +383,7 @@ def _json(value: Any) -> bytes:
 
 
 async def _error(_request: Request, error: Exception) -> Response:
-    """Answer a refused request."""
+    """Answer a request that was refused, with the reason."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": str(error.detail)}, error.status_code)
 

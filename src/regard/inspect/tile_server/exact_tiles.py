@@ -176,14 +176,14 @@ class HeadTiles:
             ordered = first >= 0 and torch.equal(row, torch.arange(first, first + len(row)))
         if not ordered:
             return None
-        found = step.mask.intervals(step.row_positions(self.batch)[None])
-        if found is None or found.starts.shape[0] > 1:
+        intervals = step.mask.intervals(step.row_positions(self.batch)[None])
+        if intervals is None or intervals.starts.shape[0] > 1:
             return None
-        head = self.head if found.starts.shape[1] > 1 else 0
+        head = self.head if intervals.starts.shape[1] > 1 else 0
         n = len(step.columns)
         both = [
             ((x[0, head].cpu() - first).clamp(0, n) + step.first_column).expand(step.T, -1)
-            for x in (found.starts, found.stops)
+            for x in (intervals.starts, intervals.stops)
         ]
         return both[0], both[1]
 
@@ -199,10 +199,10 @@ class HeadTiles:
             if not bool(((starts < c1) & (stops > c0) & (starts < stops)).any()):
                 return False
             columns = torch.arange(c0, c1)
-            seen = torch.zeros(len(starts), c1 - c0, dtype=torch.bool)
+            visible = torch.zeros(len(starts), c1 - c0, dtype=torch.bool)
             for n in range(starts.shape[1]):
-                seen |= (columns >= starts[:, n, None]) & (columns < stops[:, n, None])
-            return seen
+                visible |= (columns >= starts[:, n, None]) & (columns < stops[:, n, None])
+            return visible
         slots = step.slots(slice(c0, c1))
         rows = slice(own.start + step.first, own.stop + step.first)
         low, high = _slot_range(slots)
@@ -213,9 +213,9 @@ class HeadTiles:
         block = block[self.head if block.shape[0] > 1 else 0].cpu()
         if isinstance(slots, Tensor):
             block = block[:, slots - low]
-        seen = torch.zeros(block.shape[0], c1 - c0, dtype=torch.bool)
-        seen[:, step.columns[slots] - c0] = block
-        return seen
+        visible = torch.zeros(block.shape[0], c1 - c0, dtype=torch.bool)
+        visible[:, step.columns[slots] - c0] = block
+        return visible
 
     @cached_property
     def keys_seen(self) -> Tensor:
@@ -228,9 +228,11 @@ class HeadTiles:
                 continue
             counts = torch.zeros(step.T, dtype=torch.float64)
             for own in _chunks(slice(0, step.T), max(1, (1 << 22) // max(1, self.N))):
-                seen = self.visible(number, own, 0, self.N)
+                visible = self.visible(number, own, 0, self.N)
                 counts[own] = (
-                    float(self.N * seen) if isinstance(seen, bool) else seen.double().sum(1)
+                    float(self.N * visible)
+                    if isinstance(visible, bool)
+                    else visible.double().sum(1)
                 )
             parts.append(counts)
         return torch.cat(parts)
@@ -271,20 +273,20 @@ class HeadTiles:
         step = self.place.steps[number]
         own = rows if isinstance(rows, slice) else slice(int(rows[0]), int(rows[-1]) + 1)
         if isinstance(rows, slice) or own.stop - own.start == len(rows):
-            seen = self.visible(number, own, c0, c1)
+            visible = self.visible(number, own, c0, c1)
             rows = own
         else:
             each = [self.visible(number, slice(i, i + 1), c0, c1) for i in rows.tolist()]
-            seen = torch.cat(
+            visible = torch.cat(
                 [torch.full((1, c1 - c0), x) if isinstance(x, bool) else x for x in each]
             )
-        if seen is False:
+        if visible is False:
             return None
         if step.edited or step.bias is not None or not self._is_plain(step):
             return self._general(rows, number, c0, c1)
         p = self._plain_weights(rows, number, slice(c0, c1))
-        if not isinstance(seen, bool):
-            p = torch.where(seen, p, MASKED)
+        if not isinstance(visible, bool):
+            p = torch.where(visible, p, MASKED)
         return p
 
     def _is_plain(self, step: RecordedStep) -> bool:
@@ -412,10 +414,10 @@ class HeadTiles:
         flat = chosen.flatten()
         sums, largest, pairs = self.row_blocks(flat, where.c0, where.c1, size)
         sums, largest, pairs = (x.view(R, rows, C) for x in (sums, largest, pairs))
-        seen = (self.keys_seen[chosen] > 0).double().sum(1).clamp(min=1)
+        num_seeing = (self.keys_seen[chosen] > 0).double().sum(1).clamp(min=1)
         columns_each = (where.c1 - where.c0 - size * torch.arange(C)).clamp(max=size).double()
         total = pairs.double().sum(1)
-        mass = (sums.double().sum(1) / seen[:, None]).masked_fill(total == 0, MASKED)
+        mass = (sums.double().sum(1) / num_seeing[:, None]).masked_fill(total == 0, MASKED)
         share = (total / (rows * columns_each)).float()
         keys = self.keys_seen[chosen].mean(1).float()
         return TileData(mass.float(), largest.amax(1).float(), share, keys, (), 0.0, rows)
@@ -441,15 +443,17 @@ class HeadTiles:
         start = int(rows[0]) if len(rows) else 0
         whole = slice(start, int(rows[-1]) + 1 if len(rows) else 0)
         for number, own, target in self._parts(whole):
-            at = ((rows >= start + target.start) & (rows < start + target.stop)).nonzero()[:, 0]
-            local = rows[at] - start - target.start + own.start
+            indices = ((rows >= start + target.start) & (rows < start + target.stop)).nonzero()[
+                :, 0
+            ]
+            local = rows[indices] - start - target.start + own.start
             for columns in _chunks(slice(c0, c1), wide) if len(local) else ():
                 seeing, p = self._sampled(local, number, columns)
                 if not len(seeing):
                     continue
                 if observe is not None:
-                    observe(at[seeing], columns.start, p)
-                to = at[seeing], _blocks_of(columns, c0, size)
+                    observe(indices[seeing], columns.start, p)
+                to = indices[seeing], _blocks_of(columns, c0, size)
                 hidden = p < 0
                 largest[to] = _run_max(p, size)
                 if bool(hidden.any()):
@@ -479,10 +483,10 @@ class HeadTiles:
         partial = ~((starts <= columns.start) & (stops >= columns.stop)).any(1)
         if bool(partial.any()):
             each = torch.arange(columns.start, columns.stop)
-            seen = torch.zeros(int(partial.sum()), len(each), dtype=torch.bool)
+            visible = torch.zeros(int(partial.sum()), len(each), dtype=torch.bool)
             for n in range(starts.shape[1]):
-                seen |= (each >= starts[partial, n, None]) & (each < stops[partial, n, None])
-            p[partial] = torch.where(seen, p[partial], MASKED)
+                visible |= (each >= starts[partial, n, None]) & (each < stops[partial, n, None])
+            p[partial] = torch.where(visible, p[partial], MASKED)
         return seeing, p
 
     def _plain_weights(self, rows: Tensor | slice, number: int, columns: slice) -> Tensor:
@@ -492,12 +496,12 @@ class HeadTiles:
         scores *= step.scale
         if step.softcap is not None:
             scores.div_(step.softcap).tanh_().mul_(step.softcap)
-        at = (
+        indices = (
             slice(first + rows.start, first + rows.stop)
             if isinstance(rows, slice)
             else first + rows
         )
-        return scores.sub_(self.denominators[at].to(self.dtype)[:, None]).exp_()
+        return scores.sub_(self.denominators[indices].to(self.dtype)[:, None]).exp_()
 
 
 def coarser_blocks(
@@ -527,8 +531,8 @@ def coarser_blocks(
     pairs = area if part.visible is None else part.visible.double() * area
     mass = block_sums(part.mass.double().clamp(min=0) * seeing[:, None], times, times)
     counted = block_sums(pairs, times, times)
-    seen = block_sums(seeing[:, None], times, 1)[:, 0]
-    mass = (mass / seen.clamp(min=1)[:, None]).masked_fill(counted == 0, MASKED)
+    num_seeing = block_sums(seeing[:, None], times, 1)[:, 0]
+    mass = (mass / num_seeing.clamp(min=1)[:, None]).masked_fill(counted == 0, MASKED)
     share = counted / block_sums(area, times, times)
     return mass.float(), _block_max_of(part.max, times).float(), share.float()
 

@@ -54,7 +54,7 @@ def head_overview(tiles: HeadTiles) -> HeadOverview:
     rows = ((torch.arange(r) + 1) * tiles.T // r - 1).clamp(min=0)
     size = max(1, -(-tiles.N // SIDE))
     place, batch = tiles.place, tiles.batch
-    at, columns = place.row_positions[batch][rows], place.column_positions[batch]
+    row_positions, columns = place.row_positions[batch][rows], place.column_positions[batch]
     sums = torch.zeros(len(METRICS), r, dtype=torch.float64)
 
     def observe(which: Tensor, start: int, p: Tensor) -> None:
@@ -69,21 +69,21 @@ def head_overview(tiles: HeadTiles) -> HeadOverview:
         # the distances within a chunk of consecutive positions need no array of their own
         low = positions[0] if len(positions) else 0
         offsets = (positions - low).to(p.dtype)
-        away = at[which].double() - float(low)
+        away = row_positions[which].double() - float(low)
         sums[4, which] += (away * total.double() - (w @ offsets).double()).abs()
         for n, row in enumerate(which.tolist()):
-            here = int(at[row])
-            near = (positions > here - LOCAL) & (positions < here + LOCAL) & (positions >= 0)
-            if bool(near.any()):
-                sums[3, row] += float(w[n, near].sum())
+            here = int(row_positions[row])
+            is_local = (positions > here - LOCAL) & (positions < here + LOCAL) & (positions >= 0)
+            if bool(is_local.any()):
+                sums[3, row] += float(w[n, is_local].sum())
                 sums[2, row] += float(w[n, positions == here - 1].sum())
         sums[5, which] = torch.maximum(sums[5, which], w.amax(1).double())
 
     mass, largest, pairs = tiles.row_blocks(rows, 0, tiles.N, size, observe)
     mass = mass.masked_fill(pairs == 0, MASKED)
-    seen = tiles.keys_seen[rows]
-    sums[0] = sums[0] / seen.clamp(min=2).log()
-    applies = seen > 0
+    keys_seen = tiles.keys_seen[rows]
+    sums[0] = sums[0] / keys_seen.clamp(min=2).log()
+    applies = keys_seen > 0
     means = [float(x[applies].mean()) if bool(applies.any()) else math.nan for x in sums]
     return HeadOverview(mass, largest, tuple(means))
 

@@ -11,12 +11,12 @@ from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.row_sums import row_sums
 from regard.inspect.report.page_data import AUDITED_SCORES, label, source_facts
 from regard.inspect.tile_server.head_overviews import METRICS
-from regard.inspect.tile_server.session import Session
+from regard.inspect.tile_server.session import ViewSession
 
 MAX_HITS = 10_000
 
 
-def page_facts(session: Session) -> dict[str, Any]:
+def page_facts(session: ViewSession) -> dict[str, Any]:
     """Return the places and texts of a session as plain data.
 
     Args:
@@ -36,7 +36,7 @@ def page_facts(session: Session) -> dict[str, Any]:
     }
 
 
-def _place(session: Session, number: int, texts: list[list[str]]) -> dict[str, Any]:
+def _place(session: ViewSession, number: int, texts: list[list[str]]) -> dict[str, Any]:
     """Return the facts about a place; equal texts are stored once."""
     place = session.places[number]
     recording = replace(session.recording, places={place.name: place})
@@ -68,7 +68,7 @@ def _place(session: Session, number: int, texts: list[list[str]]) -> dict[str, A
     }
 
 
-def audit_facts(session: Session, number: int) -> dict[str, Any]:
+def audit_facts(session: ViewSession, number: int) -> dict[str, Any]:
     """Return the audit of a place: how far its row sums differ from 1.
 
     Args:
@@ -89,7 +89,7 @@ def _rule(place: Place) -> str:
     return "; ".join(dict.fromkeys(str(step.mask) for step in place.steps))
 
 
-def search_text(session: Session, query: str) -> dict[str, Any]:
+def search_text(session: ViewSession, query: str) -> dict[str, Any]:
     """Return the indices of the tokens in which a plain text begins, in the text of the first
     place's keys; matches may span tokens, and upper and lower case are equal.
 
@@ -107,13 +107,13 @@ def search_text(session: Session, query: str) -> dict[str, Any]:
         starts.append(length)
         text.append(piece.lower())
         length += len(text[-1])
-    whole, at = "".join(text), -1
-    found: list[int] = []
+    whole, offset = "".join(text), -1
+    hits: list[int] = []
     wanted = query.lower()
     token = 0
-    while len(found) < MAX_HITS and (at := whole.find(wanted, at + 1)) >= 0:
-        while token + 1 < len(starts) and starts[token + 1] <= at:
+    while len(hits) < MAX_HITS and (offset := whole.find(wanted, offset + 1)) >= 0:
+        while token + 1 < len(starts) and starts[token + 1] <= offset:
             token += 1
-        if not found or found[-1] != token:
-            found.append(token)
-    return {"hits": found, "complete": len(found) < MAX_HITS}
+        if not hits or hits[-1] != token:
+            hits.append(token)
+    return {"hits": hits, "complete": len(hits) < MAX_HITS}

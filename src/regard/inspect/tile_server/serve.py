@@ -17,7 +17,7 @@ from regard.inspect.tile_server.head_overviews import Overviews
 from regard.view.tile_page import content_policy, tile_page
 
 if TYPE_CHECKING:
-    from regard.inspect.tile_server.session import Session
+    from regard.inspect.tile_server.session import ViewSession
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -37,7 +37,7 @@ class Server:
         url: the link, with its token.
     """
 
-    def __init__(self, session: Session, host: str, port: int, lang: str) -> None:
+    def __init__(self, session: ViewSession, host: str, port: int, lang: str) -> None:
         import uvicorn
 
         from regard.inspect.tile_server.app import Policy, application
@@ -167,11 +167,11 @@ def view(
             "regard view needs starlette and uvicorn; install them with "
             "`pip install 'regard[view]'`"
         ) from error
-    from regard.inspect.tile_server.session import Session
+    from regard.inspect.tile_server.session import ViewSession
 
     if not isinstance(recording, Recording):
         recording = load(recording)
-    server = Server(Session(recording, overviews, batch=batch), host, port, lang).start()
+    server = Server(ViewSession(recording, overviews, batch=batch), host, port, lang).start()
     if open_browser:
         webbrowser.open(server.url)
     return server

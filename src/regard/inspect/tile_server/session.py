@@ -1,5 +1,5 @@
 """The state of a served recording: its heads, a cache of tiles bounded in bytes, and one thread
-that computes coarse levels exactly while nobody waits.
+that computes coarse levels exactly while no request waits.
 
 Levels 0 to 3 are computed when they are asked for. A coarser tile is answered at once with a
 preview of exact rows, and its parts, tiles of level 5, are computed behind it; a part replaces its
@@ -38,7 +38,7 @@ OPEN_HEADS = 4
 """Number of heads whose keys are kept in the dtype of the products."""
 
 
-class Session:
+class ViewSession:
     """What is served: the places and heads of a recording.
 
     Args:
@@ -71,7 +71,7 @@ class Session:
                 self.places.append(place)
                 self.names.append(name)
         self.overviews = overviews or Overviews()
-        self._made: dict[tuple[int, int], HeadOverview] = {}
+        self._overviews: dict[tuple[int, int], HeadOverview] = {}
         self._heads: OrderedDict[tuple[int, int], HeadTiles] = OrderedDict()
         self._cache: OrderedDict[tuple[Any, ...], TileData | _Mosaic] = OrderedDict()
         self._cache_bytes, self._used = cache_bytes, 0
@@ -107,12 +107,12 @@ class Session:
             place: index of the place.
             head: query head of the model.
         """
-        made = self.overviews.heads.get((self.names[place], head))
-        if made is not None:
-            return made
-        if (place, head) not in self._made:
-            self._made[place, head] = head_overview(self.head(place, head))
-        return self._made[place, head]
+        overview = self.overviews.heads.get((self.names[place], head))
+        if overview is not None:
+            return overview
+        if (place, head) not in self._overviews:
+            self._overviews[place, head] = head_overview(self.head(place, head))
+        return self._overviews[place, head]
 
     # ---- tiles
     def tile(self, place: int, head: int, level: int, i: int, j: int) -> TileData | None:
@@ -136,9 +136,9 @@ class Session:
         if isinstance(known, TileData):
             return known
         if level <= EXACT_LEVEL:
-            found = tiles.tile(level, i, j)
-            self._keep(key, found)
-            return found
+            tile = tiles.tile(level, i, j)
+            self._keep(key, tile)
+            return tile
         if known is None:
             known = _Mosaic(tiles, level, i, j)
             self._keep(key, known)
@@ -165,13 +165,13 @@ class Session:
                 self._worker.start()
         self._wake.set()
 
-    def _keep(self, key: tuple[Any, ...], found: TileData | _Mosaic) -> None:
+    def _keep(self, key: tuple[Any, ...], tile: TileData | _Mosaic) -> None:
         """Store a tile, and drop the oldest ones beyond the bound."""
         with self._lock:
             if key in self._cache:
                 self._used -= _bytes(self._cache.pop(key))
-            self._cache[key] = found
-            self._used += _bytes(found)
+            self._cache[key] = tile
+            self._used += _bytes(tile)
             while self._used > self._cache_bytes and len(self._cache) > 1:
                 self._used -= _bytes(self._cache.popitem(last=False)[1])
 
@@ -204,11 +204,11 @@ class Session:
                 if isinstance(self._cache.get(part), TileData):
                     continue
             tiles = self.head(place, head)
-            found = tiles.tile(level, i, j, pause=self._idle.wait)
-            self._keep(part, found)
+            tile = tiles.tile(level, i, j, pause=self._idle.wait)
+            self._keep(part, tile)
             for key, mosaic in self._mosaics(place, head):
                 if mosaic.part_level == level and (i, j) in mosaic.missing():
-                    mosaic.add((i, j), found)
+                    mosaic.add((i, j), tile)
                     if mosaic.complete:
                         self._keep(key, mosaic.tile())
 
@@ -226,7 +226,7 @@ class Session:
         return len(self._parts)
 
     def close(self) -> None:
-        """End the thread behind."""
+        """End the thread that computes coarse levels."""
         self._closed = True
         self._parts.clear()
         self._idle.set()
@@ -266,15 +266,15 @@ class _Mosaic:
         """Return whether every part is exact."""
         return not self._missing
 
-    def add(self, part: tuple[int, int], found: TileData) -> None:
+    def add(self, part: tuple[int, int], tile: TileData) -> None:
         """Replace the blocks of a part."""
         depth = self.level - self.part_level
-        mass, most, visible = coarser_blocks(self._tiles, found, self.part_level, part, depth)
+        mass, most, visible = coarser_blocks(self._tiles, tile, self.part_level, part, depth)
         side = BLOCKS >> depth
         a, b = part[0] * side - self.i * BLOCKS, part[1] * side - self.j * BLOCKS
         to = slice(a, a + mass.shape[0]), slice(b, b + mass.shape[1])
         self._mass[to], self._max[to], self._visible[to] = mass, most, visible
-        self._peaks = merge_peaks([*self._peaks, *found.peaks])
+        self._peaks = merge_peaks([*self._peaks, *tile.peaks])
         self._missing.pop(part, None)
 
     def tile(self) -> TileData:

@@ -51,8 +51,8 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
         i: row.
     """
     p = row_weights(tiles, i)
-    seen = p >= 0
-    weights, n = p.clamp(min=0).double(), int(seen.sum())
+    is_visible = p >= 0
+    weights, n = p.clamp(min=0).double(), int(is_visible.sum())
     best = p.topk(min(TOP, n)).indices
     exact = [_exact(tiles, i, int(j)) for j in best]
     ordered = weights.sort(descending=True).values.cumsum(0)
@@ -60,15 +60,17 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
     place, batch = tiles.place, tiles.batch
     away = (place.row_positions[batch][i] - place.column_positions[batch]).abs()
     distance = (away + 1).double().log2().floor().long().clamp(min=0)
-    by_distance = torch.bincount(distance[seen], weights[seen]) if n else weights[:0]
+    by_distance = torch.bincount(distance[is_visible], weights[is_visible]) if n else weights[:0]
     number, own = _step_of(tiles, i)
     step = place.steps[number]
     sink = 0.0
     if step.sink is not None:
         denominator = float(tiles.denominators[i])
         sink = math.exp(float(step.sink[tiles._index]) - denominator)
-    kept = weights[weights > 0]
-    entropy = float(-(kept * kept.log()).sum()) - (sink * math.log(sink) if sink > 0 else 0.0)
+    positive = weights[weights > 0]
+    entropy = float(-(positive * positive.log()).sum()) - (
+        sink * math.log(sink) if sink > 0 else 0.0
+    )
     total = float(weights.sum())
     return {
         "i": i,
@@ -94,8 +96,8 @@ def describe_column(tiles: HeadTiles, j: int) -> dict[str, Any]:
         j: column.
     """
     p = column_weights(tiles, j)
-    seen = p >= 0
-    n, total = int(seen.sum()), float(p.clamp(min=0).double().sum())
+    is_visible = p >= 0
+    n, total = int(is_visible.sum()), float(p.clamp(min=0).double().sum())
     best = p.topk(min(TOP, n)).indices
     exact = [_exact(tiles, int(i), j) for i in best]
     return {

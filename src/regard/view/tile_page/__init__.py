@@ -36,7 +36,7 @@ def catalogue(lang: str) -> dict[str, str]:
     >>> catalogue("en")["live.exact"]
     'exact'
     """
-    path = resources.files("regard.view.tile_page") / "strings" / f"{check_language(lang)}.json"
+    path = resources.files("regard.view.tile_page") / f"sentences_{check_language(lang)}.json"
     own: dict[str, str] = json.loads(path.read_text("utf-8"))
     shared = {k: x for k, x in report_catalogue(lang).items() if k.partition(".")[0] in GROUPS}
     return {**shared, **own}
@@ -78,9 +78,9 @@ def content_policy(page: str) -> str:
     Args:
         page: the result of `tile_page`.
     """
-    found = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
-    assert found is not None, "the page states its policy"
-    return f"{found[1]}; frame-ancestors 'none'"
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
+    assert policy is not None, "the page states its policy"
+    return f"{policy[1]}; frame-ancestors 'none'"
 
 
 def _policy(script: str, style: str) -> str:
