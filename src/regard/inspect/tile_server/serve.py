@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import socket
 import threading
+import time
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from regard.inspect.tile_server.session import ViewSession
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+START_SECONDS = 60.0
+"""How long `Server.start` waits for the server to answer."""
 
 
 class Server:
@@ -84,6 +87,10 @@ class Server:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
+        # so that the link answers when it is printed, and `close` finds a server that has begun
+        until = time.monotonic() + START_SECONDS
+        while not self._server.started and self._thread.is_alive() and time.monotonic() < until:
+            time.sleep(0.005)
         return self
 
     def wait(self) -> None:
