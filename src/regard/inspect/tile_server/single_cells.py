@@ -54,7 +54,7 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
     is_visible = p >= 0
     weights, n = p.clamp(min=0).double(), int(is_visible.sum())
     best = p.topk(min(TOP, n)).indices
-    exact = [_exact(tiles, i, int(j)) for j in best]
+    exact = _exact(tiles, torch.tensor([i]), best)
     ordered = weights.sort(descending=True).values.cumsum(0)
     counts = [1 << x for x in range(max(1, n.bit_length()))] if n else []
     place, batch = tiles.place, tiles.batch
@@ -99,7 +99,7 @@ def describe_column(tiles: HeadTiles, j: int) -> dict[str, Any]:
     is_visible = p >= 0
     n, total = int(is_visible.sum()), float(p.clamp(min=0).double().sum())
     best = p.topk(min(TOP, n)).indices
-    exact = [_exact(tiles, int(i), j) for i in best]
+    exact = _exact(tiles, best, torch.tensor([j]))
     return {
         "j": j,
         "seen": n,
@@ -176,11 +176,23 @@ def _reasons(tiles: HeadTiles, step: RecordedStep, own: slice, j: int) -> list[d
     return against(step.mask)
 
 
-def _exact(tiles: HeadTiles, i: int, j: int) -> float:
-    """Compute one weight in fp64."""
-    heads, rows = slice(tiles.head, tiles.head + 1), slice(tiles.batch, tiles.batch + 1)
-    block = tiles.place.block(slice(i, i + 1), slice(j, j + 1), heads, batch=rows)
-    return float(block.weights)
+def _exact(tiles: HeadTiles, rows: Tensor, columns: Tensor) -> list[float]:
+    """Compute visible weights in fp64: of one row at some columns, or of some rows at one."""
+    place, step = tiles.place, tiles.place.steps[0]
+    if len(place.steps) == 1 and step.bias is None and not step.edited and step.first_column == 0:
+        # the products of all of them at once; the mask is known to allow them
+        q = step.q[tiles.batch, tiles._index, rows].double()
+        scores = (q * place.pools[0].k[tiles.batch, tiles._group, columns].double()).sum(1)
+        scores = scores * step.scale
+        if step.softcap is not None:
+            scores = step.softcap * torch.tanh(scores / step.softcap)
+        return [float(x) for x in torch.exp(scores - tiles.denominators[rows])]
+    heads, batch = slice(tiles.head, tiles.head + 1), slice(tiles.batch, tiles.batch + 1)
+    cells = [(int(i), int(j)) for i in rows for j in columns]
+    return [
+        float(place.block(slice(i, i + 1), slice(j, j + 1), heads, batch=batch).weights)
+        for i, j in cells
+    ]
 
 
 def _step_of(tiles: HeadTiles, i: int) -> tuple[int, slice]:
