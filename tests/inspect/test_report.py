@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import regard
 from regard import biases, masks
 from regard.errors import ArgumentError
 from regard.inspect import Choice, Recorder, Recording, record
+from regard.inspect.record.tiles import PoolAccumulator
 from regard.inspect.report import report
 from regard.inspect.report.page_data import METRICS, as_bytes, place_overview
 from regard.inspect.report.page_rules import split_by_pool
@@ -82,9 +84,16 @@ def test_metrics_are_those_of_measure_by_head() -> None:
     assert "learned_sink" not in metrics, "nobody has one"
     assert recording.ids is not None
     for p, each in enumerate(recording.places.values()):
-        measured = regard.inspect.measure(each, recording.ids[0])
-        for name in metrics:
-            assert metrics[name]["of"][p] == measured.values[name].tolist()
+        size = PoolAccumulator(each, 1).tile_size  # 6 tokens: one tile, and one pass in fp32
+        single = {"size": size, "dtype": torch.float32}
+        measured = regard.inspect.measure(each, recording.ids[0], **single).values
+        exact = regard.inspect.measure(each, recording.ids[0]).values
+        for name in set(metrics) - {"missing"}:
+            assert metrics[name]["of"][p] == measured[name].tolist()
+            # each weight has the relative error of its score, which the largest one bounds
+            allowed = 8 * 2**-23 * float(1 + exact["max_logit"].abs().max())
+            scale = 1 + exact[name].abs().max()
+            assert float((measured[name] - exact[name]).abs().max() / scale) <= allowed
 
 
 def test_a_metric_that_is_not_finite_or_not_defined_is_null() -> None:
@@ -169,11 +178,41 @@ def test_two_recordings_stand_side_by_side() -> None:
     assert places[0]["q_text"] == places[3]["q_text"], "equal texts travel once"
 
 
+def test_a_long_fact_is_shortened() -> None:
+    """The text of a run stands among the facts: a book must not push the tabs off the screen."""
+    recording = replace(run(layers=1, T=4), metadata={"text": "word " * 5000})
+    fact = report(recording)["meta"]["sources"][0]["metadata"]["text"]
+    assert len(fact) < 200
+    assert fact.endswith(("(24,840 more characters)", "(24840 more characters)"))
+
+
 def test_equal_masks_travel_once() -> None:
     data = report(run(layers=3))
-    bits = {place["rules"][0]["mask"]["bits"] for place in data["meta"]["places"]}
-    assert len(bits) == 1
-    assert sum(name.startswith("bits") for name in data["arrays"]) == 1
+    ranges = {place["rules"][0]["mask"]["ranges"] for place in data["meta"]["places"]}
+    assert len(ranges) == 1
+    assert sum(name.startswith("ranges") for name in data["arrays"]) == 1
+
+
+def test_a_mask_travels_as_the_ranges_of_its_rows() -> None:
+    """8 bytes a row, whatever the length; only a mask of many ranges travels as bits."""
+    T = 40
+    scattered = (torch.arange(T)[:, None] * 7 + torch.arange(T) * 5) % 2 == 0
+    scattered[:, 0] = True
+    for mask, kind in ((masks.Causal(), "ranges"), (masks.Dense(scattered), "bits")):
+        q = torch.randn(1, 1, T, 4, generator=torch.Generator().manual_seed(0))
+        with torch.inference_mode(), Recorder() as recorder:
+            regard.attend(q, q, q, mask=mask)
+        data = report(recorder.recording())
+        leaf = data["meta"]["places"][0]["rules"][0]["mask"]
+        expected = mask.block(regard.span.Span(0, T), regard.span.Span(0, T))[0, 0]
+        array = data["arrays"][leaf[kind]]
+        if kind == "bits":
+            found = np.unpackbits(array, bitorder="little")[: T * T].reshape(T, T)
+        else:
+            assert array.nbytes == 8 * T
+            columns = np.arange(T)
+            found = (columns >= array[0, :, :1]) & (columns < array[0, :, 1:])
+        assert np.array_equal(found.astype(bool), expected.numpy())
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ COMMANDS = {
     "layer": "Run one attention layer on random tokens, and print its tensors.",
     "show": "Draw any attention mask, with its counts.",
     "train": "Train a small model and its tokenizer on any text.",
+    "view": "Look at the attention of a model or a recording, at any length.",
 }
 """Name -> one line of help. The module `regard.cli.<name>` has the function `<name>`, annotated for
 typer.

@@ -22,8 +22,11 @@ from regard.cli.options import (
     LoadOptions,
     Revision,
     Source,
+    TextFile,
     check_files,
+    given_text,
     load,
+    working,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.untrusted_text import escape_controls
@@ -47,7 +50,7 @@ Text = Annotated[
     typer.Argument(
         metavar="TEXT",
         help="The text, with at least one token; none with --module.",
-        show_default=False,
+        show_default="that of --file",
     ),
 ]
 Layer = Annotated[
@@ -206,6 +209,7 @@ Color = Annotated[
 
 def explain(
     text: Text = None,
+    file: TextFile = None,
     layer: Layer = None,
     head: Head = None,
     query: Query = "-1",
@@ -253,6 +257,7 @@ def explain(
     if module is not None:
         others: dict[str, Any] = {
             "TEXT": text,
+            "--file": file,
             "--target": target,
             "--call": call,
             "--attention": attention,
@@ -268,16 +273,16 @@ def explain(
         choice = _RowChoice(query, key, place_or_layer, head, batch)
         _explain_module(module, choice, html, figure, lang, json, list_heads, color, full=full)
         return
-    if text is None:
-        raise typer.BadParameter("Missing argument; give a text, or --module", param_hint="TEXT")
+    text = given_text(text, file)
     if batch:
         raise typer.BadParameter("applies to --module only; leave it out", param_hint="--batch")
     check_options(attention, model, {"--set": settings, "--seed": seed}, load_options)
     try:
-        if attention is not None:
-            run = mechanism(attention, text, settings, seed, target)
-        else:
-            run = read_text(text, model, load_options, target=target)
+        with working("running the model", len(text)):
+            if attention is not None:
+                run = mechanism(attention, text, settings, seed, target)
+            else:
+                run = read_text(text, model, load_options, target=target)
         target_head = ExplainTarget(run, query, key, layer, head, place)
         if list_heads:
             print_heads(target_head, json, _console(color))

@@ -4,7 +4,9 @@ to write.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar, overload
@@ -13,6 +15,7 @@ import typer
 
 from regard.errors import FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
+from regard.files.regular_files import open_regular
 from regard.units import plural
 from regard.untrusted_text import short_repr
 
@@ -76,6 +79,102 @@ Revision = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+
+
+TextFile = Annotated[
+    str | None,
+    typer.Option(
+        "--file",
+        metavar="PATH",
+        help="Read the text from this file (UTF-8) instead; - is standard input.",
+        show_default="none",
+    ),
+]
+MAX_TEXT_BYTES = 1 << 28
+"""The largest text that a command reads from a file: 256 MiB."""
+LONG_TEXT = 20_000
+"""Characters from which a command says that it works, even without a terminal."""
+
+
+def given_text(text: str | None, file: str | None) -> str:
+    """Return the text of a command: the argument, the contents of `--file`, or standard input.
+
+    Prints a hint on standard error if the argument is the path of a file.
+
+    Args:
+        text: the argument, or None.
+        file: the value of `--file`, or None.
+
+    Raises:
+        typer.BadParameter: neither or both were given, or the file is not UTF-8 or is empty.
+        FileError: the file is missing, not regular, too large, or cannot be read.
+
+    >>> given_text("a text", None)
+    'a text'
+    """
+    if (text is None) == (file is None):
+        state = "both were given" if text is not None else "neither was given"
+        raise typer.BadParameter(f"give a TEXT or --file PATH; {state}", param_hint="TEXT")
+    if file is None:
+        assert text is not None
+        if _is_file(text):
+            typer.echo(
+                f"the text is the name of a file: to read the file, write --file "
+                f"{short_repr(text)}",
+                err=True,
+            )
+        return text
+    if file == "-":
+        data = sys.stdin.buffer.read(MAX_TEXT_BYTES + 1)
+    else:
+        with open_regular(Path(file)) as (opened, _):
+            data = opened.read(MAX_TEXT_BYTES + 1)
+    if len(data) > MAX_TEXT_BYTES:
+        raise FileError(f"{file} is longer than {MAX_TEXT_BYTES} bytes; give a part of it")
+    try:
+        text_of_file = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(
+            f"{short_repr(file)} is not UTF-8 text (byte {error.start})", param_hint="--file"
+        ) from error
+    if not text_of_file.strip():
+        raise typer.BadParameter(f"{short_repr(file)} contains no text", param_hint="--file")
+    return text_of_file
+
+
+def _is_file(text: str) -> bool:
+    """Return whether a text is the path of an existing file."""
+    try:
+        return len(text) < 4096 and "\n" not in text and Path(text).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+@contextmanager
+def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
+    """Show on standard error that work goes on, and for how long: a moving bar on a terminal, and
+    otherwise one line if the text is long.
+
+    Args:
+        what: what is being done.
+        characters: length of the text.
+
+    Yields:
+        A function that replaces the description, for example by a count.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        if characters >= LONG_TEXT:
+            typer.echo(f"{what}: {plural(characters, 'character')}", err=True)
+        yield lambda _: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda text: bar.update(task, description=text)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,8 @@ from regard.inspect.record.recording_file import load, save
 from regard.inspect.record.row_sums import RowSums, row_sums
 from regard.inspect.record.tiles import Pooled, Tile, pooled, walk
 from regard.inspect.report.page_data import report
+from regard.inspect.tile_server.head_overviews import OverviewRecorder
+from regard.inspect.tile_server.serve import view
 from regard.integrations.pytorch.watch import watch
 
 # the package regard.inspect.audit moved to regard.audit; imports by the former name still work
@@ -58,6 +60,7 @@ __all__ = [
     "Explanation",
     "Finding",
     "Measures",
+    "OverviewRecorder",
     "Place",
     "Pooled",
     "PretokenizedInput",
@@ -100,6 +103,7 @@ __all__ = [
     "strongest_head",
     "strongest_keys",
     "taps",
+    "view",
     "walk",
     "watch",
 ]

@@ -126,7 +126,9 @@ class EntropyAccumulator:
     def add(self, tile: Tile) -> None:
         """Add the entropy terms, the visible keys and the largest score of a tile."""
         hidden = tile.scores.isneginf()
-        log_ratio = (self._denominator[:, tile.rows, None] - tile.scores).masked_fill(hidden, 0)
+        log_ratio = self._denominator[:, tile.rows, None].to(tile.scores.dtype) - tile.scores
+        if bool(hidden.any()):
+            log_ratio = log_ratio.masked_fill_(hidden, 0)
         self._entropy[:, tile.rows] += (tile.weights * log_ratio).sum(2)
         self._visible[:, tile.rows] += (~hidden).sum(2)
         self._max_score = torch.maximum(self._max_score, tile.scores.amax((1, 2)))
@@ -171,13 +173,42 @@ class DistanceAccumulator:
         """Add the weights of a tile by their distance."""
         q, k = self._measured.rows[tile.rows], self._measured.columns[tile.columns]
         distance = q[:, None] - k
+        if _is_run(q) and _is_run(k):
+            self._add_run(tile, int(q[0]), int(k[0]))
+            return
         is_pair = (q >= 0)[:, None] & (k >= 0)
         last = self._sums.shape[1] - 1
         bins = torch.where(is_pair & (distance >= 0), distance, last).clamp(max=last)
-        self._sums.index_add_(1, bins.flatten(), tile.weights.flatten(1))
+        self._sums.index_add_(1, bins.flatten(), tile.weights.double().flatten(1))
         self._distance[:, tile.rows] += (tile.weights * distance).masked_fill(~is_pair, 0).sum(2)
         local = is_pair & (distance.abs() < self._measured.local_distance)
         self._local[:, tile.rows] += (tile.weights * local).sum(2)
+
+    def _add_run(self, tile: Tile, first_query: int, first_key: int) -> None:
+        """Add a tile whose queries and keys stand at consecutive positions.
+
+        With n zeros after each row of n + t numbers, the rows of a matrix that is one shorter are
+        shifted by one each, so that its columns are the diagonals of the tile.
+        """
+        h, t, n = tile.weights.shape
+        padded = torch.nn.functional.pad(tile.weights.flip(2), (0, t))
+        diagonals = padded.flatten(1)[:, : t * (n + t - 1)].view(h, t, n + t - 1)
+        sums = diagonals.sum(1)  # [h,n+t-1]: the distance of the last key first
+        lowest = first_query - first_key - (n - 1)
+        distance = torch.arange(lowest, lowest + n + t - 1)
+        last = self._sums.shape[1] - 1
+        bins = torch.where(distance >= 0, distance, last).clamp(max=last)
+        self._sums.index_add_(1, bins, sums.double())
+        # sum_j p_ij (i - j), with j counted from the first key of the tile: small integers
+        total = tile.weights.sum(2)
+        rows = torch.arange(first_query - first_key, first_query - first_key + t)
+        keys = torch.arange(n, dtype=tile.weights.dtype)
+        self._distance[:, tile.rows] += rows * total.double() - (tile.weights @ keys).double()
+        local_distance = self._measured.local_distance
+        if lowest >= local_distance or lowest + n + t - 2 <= -local_distance:
+            return
+        offsets = rows[:, None] - torch.arange(n)
+        self._local[:, tile.rows] += (tile.weights * (offsets.abs() < local_distance)).sum(2)
 
     def result(self) -> Mapping[str, Tensor]:
         """Return distance, local, and the curve offsets, `[h, largest distance + 1]`."""
@@ -188,17 +219,21 @@ class DistanceAccumulator:
             int(max(measured.columns.max(), measured.rows.max())) + 1, dtype=torch.int64
         )
         has_key[measured.columns[measured.columns >= 0]] = 1
-        pairs = torch.stack(
-            [
-                (row_counts[d:] * has_key[: len(row_counts) - d]).sum()
-                for d in range(self._sums.shape[1] - 1)
-            ]
-        )
+        # pairs(d) = sum_i rows(i) keys(i - d), for all d at once: exact integers after rounding
+        n = 2 * max(len(row_counts), len(has_key))
+        both = torch.fft.rfft(row_counts.double(), n), torch.fft.rfft(has_key.double(), n)
+        pairs = torch.fft.irfft(both[0] * both[1].conj(), n)[: self._sums.shape[1] - 1].round()
         return {
             "distance": measured.mean(self._distance, is_token),
             "local": measured.mean(self._local, is_token),
             "offsets": self._sums[:, :-1] / pairs.clamp(min=1),
         }
+
+
+def _is_run(positions: Tensor) -> bool:
+    """Return whether positions are consecutive and at least 0."""
+    first, n = int(positions[0]), len(positions)
+    return first >= 0 and torch.equal(positions, torch.arange(first, first + n))
 
 
 class PairAccumulator:
@@ -275,12 +310,17 @@ class MassAccumulator:
         q, k = measured.rows[tile.rows], measured.columns[tile.columns]
         self._row_sum[:, tile.rows] += w.sum(2)
         self._columns[:, tile.columns] += w.sum(1)
-        self._on_sinks[:, tile.rows] += (w * ((k >= 0) & (k < measured.sinks))).sum(2)
-        wrong = {"future": k > q[:, None], "empty": (k < 0).expand(len(q), -1)}
+        on_sinks = (k >= 0) & (k < measured.sinks)
+        if bool(on_sinks.any()):
+            self._on_sinks[:, tile.rows] += w[:, :, on_sinks].sum(2)
+        wrong = {"empty": (k < 0).expand(len(q), -1)}
+        if int(k.max()) > int(q.min()):
+            wrong["future"] = k > q[:, None]
         if measured.padding is not None:
             wrong["padding"] = measured.padding[tile.columns].expand(len(q), -1)
         for name, cells in wrong.items():
-            self._leaks[name] += (w * cells).sum((1, 2))
+            if bool(cells.any()):
+                self._leaks[name] += (w * cells).sum((1, 2))
 
     def result(self) -> Mapping[str, Tensor]:
         """Return sink, learned_sink, missing, future, empty, padding, and the curve received,

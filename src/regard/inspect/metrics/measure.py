@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.inspect.metrics.accumulators import ACCUMULATORS, Accumulator, MeasuredPlace
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place
-from regard.inspect.record.tiles import TILE_SIZE, walk
+from regard.inspect.record.tiles import TILE_SIZE, Tile, walk
 from regard.models.model import Model
 from regard.units import plural
 
@@ -31,6 +31,13 @@ number.
 
 SCORES = ("previous_token", "induction", "duplicate", "entropy", "sink")
 """Metrics that `head_scores` returns."""
+
+
+class TileObserver(Protocol):
+    """Whatever receives the tiles of a pattern, one after another."""
+
+    def add(self, tile: Tile) -> object:
+        """Receive one tile of the pattern."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +78,9 @@ def measure(
     sinks: int = ...,
     local_distance: int = ...,
     padding: Tensor | None = ...,
-    size: int = ...,
+    size: int | tuple[int, int] = ...,
+    dtype: torch.dtype = ...,
+    also: Sequence[TileObserver] = ...,
 ) -> Measures: ...
 @overload
 def measure(
@@ -86,7 +95,9 @@ def measure(
     sinks: int = 4,
     local_distance: int = 32,
     padding: Tensor | None = None,
-    size: int = TILE_SIZE,
+    size: int | tuple[int, int] = TILE_SIZE,
+    dtype: torch.dtype = torch.float64,
+    also: Sequence[TileObserver] = (),
 ) -> Measures | CorpusMeasures:
     """Measure all recorded heads of a place, or all heads of a model over a corpus.
 
@@ -123,6 +134,9 @@ def measure(
         local_distance: keys at a smaller distance are local.
         padding: which columns are padding, bool `[N]`.
         size: rows and columns of the tiles.
+        dtype: dtype in which scores and weights are computed; sums are kept in fp64. In fp32 a
+            weight has a relative error of about 2^-22 times the size of its score.
+        also: what else is to receive each tile, so that the pattern is computed once.
 
     Returns:
         The metrics and curves of each head; of a model, a `CorpusMeasures`.
@@ -138,9 +152,9 @@ def measure(
     ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], True)
     """
     if not isinstance(place, Place):
-        if batch or padding is not None or ids is None or isinstance(ids, (str, Tensor)):
+        if batch or padding is not None or also or ids is None or isinstance(ids, (str, Tensor)):
             raise ArgumentError(
-                "measure(model, texts) takes a list of texts, and neither batch nor padding; for "
+                "measure(model, texts) takes a list of texts, and neither batch, padding nor also; for "
                 "one run, record it and measure its places"
             )
         model: Any = place
@@ -150,16 +164,23 @@ def measure(
             lambda text: record(model, text, keep=()),
             lambda each, own: (
                 measure_place(
-                    each, own, sinks=sinks, local_distance=local_distance, size=size
+                    each, own, sinks=sinks, local_distance=local_distance, size=size, dtype=dtype
                 ).values
             ),
             ids,
         )
     assert ids is None or isinstance(ids, Tensor), "an iterable is for a model"
     return measure_place(
-        place, ids, batch=batch, sinks=sinks, local_distance=local_distance, padding=padding,
+        place,
+        ids,
+        batch=batch,
+        sinks=sinks,
+        local_distance=local_distance,
+        padding=padding,
         size=size,
-    )  # fmt: skip
+        dtype=dtype,
+        also=also,
+    )
 
 
 def measure_place(
@@ -170,7 +191,9 @@ def measure_place(
     sinks: int = 4,
     local_distance: int = 32,
     padding: Tensor | None = None,
-    size: int = TILE_SIZE,
+    size: int | tuple[int, int] = TILE_SIZE,
+    dtype: torch.dtype = torch.float64,
+    also: Sequence[TileObserver] = (),
 ) -> Measures:
     """Measure all recorded heads of a place; see `measure`."""
     for name, values in (("ids", ids), ("padding", padding)):
@@ -184,7 +207,9 @@ def measure_place(
         raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
     measured = MeasuredPlace(place, ids, batch, sinks, local_distance, padding)
     accumulators: list[Accumulator] = [make(measured) for make in ACCUMULATORS]
-    for tile in walk(place, size, batch=batch):
+    for tile in walk(place, size, batch=batch, dtype=dtype):
+        for observer in also:
+            observer.add(tile)
         tile = tile.keep_rows(measured.rows >= 0)  # rows of padding are not measured
         for accumulator in accumulators:
             accumulator.add(tile)

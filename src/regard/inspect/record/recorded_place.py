@@ -200,7 +200,7 @@ class ScoreInputs(NamedTuple):
         if softcap is not None:
             s = softcap * torch.tanh(s / softcap)
         s = s if self.bias is None else s + self.bias
-        return s.masked_fill(~self.visible, -math.inf)
+        return s if bool(self.visible.all()) else s.masked_fill(~self.visible, -math.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -386,8 +386,14 @@ class Place:
         head_indices = [self.head_index(head) for head in chosen]
         b = len(range(self.B)[batch])
         shape = (b, len(head_indices), rows.stop - rows.start, columns.stop - columns.start)
+        parts = list(self.split_rows(rows))
+        if len(parts) == 1 and parts[0][1].stop - parts[0][1].start == shape[2]:
+            step, own, _ = parts[0]  # one call with all these keys in order: nothing to arrange
+            slots = step.slots(columns)
+            if isinstance(slots, slice) and slots.stop - slots.start == shape[3]:
+                return self.step_block(step, own, slots, chosen, batch=batch, dtype=dtype)
         result = PatternBlock(*(torch.full(shape, fill, dtype=dtype) for fill in (-math.inf, 0.0)))
-        for step, own, target_rows in self.split_rows(rows):
+        for step, own, target_rows in parts:
             slots = step.slots(columns)
             if (slots.stop - slots.start if isinstance(slots, slice) else len(slots)) < 1:
                 continue
@@ -440,7 +446,8 @@ class Place:
             return PatternBlock(s, edited(step.pattern).masked_fill(~inputs.visible, 0))
         lse = step.denominator[batch, :, own][:, local, :, None]
         p = torch.exp(s - lse.masked_fill(lse.isneginf(), math.inf).to(dtype))
-        return PatternBlock(s, p.masked_fill(s.isneginf(), 0))  # also where the lse is NaN
+        # exp(-inf - lse) is 0 already, except for a lse of NaN
+        return PatternBlock(s, p.masked_fill(s.isneginf(), 0) if bool(lse.isnan().any()) else p)
 
     def score_inputs(
         self,

@@ -13,6 +13,8 @@ fault of kernels explains all wrong rows, the finding names it.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -146,14 +148,15 @@ def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
         yield from ((n, slice(0, step.T)) for n, step in enumerate(place.steps) if step.T)
         return
     length = max(1, wanted // MAX_ROW_RANGES)
-    runs = [
-        (n, slice(i, min(i + length, step.T)))
-        for n, step in enumerate(place.steps)
-        for i in range(0, step.T, length)
-    ]
-    n = max(1, min(MAX_ROW_RANGES, wanted // length, len(runs)))
-    chosen = {round(i * (len(runs) - 1) / max(1, n - 1)) for i in range(n)} | {len(runs) - 1}
-    yield from (runs[i] for i in sorted(chosen))
+    counts = [-(-step.T // length) for step in place.steps]  # ranges of each step
+    cumulative_counts = list(itertools.accumulate(counts))
+    total = cumulative_counts[-1]
+    n = max(1, min(MAX_ROW_RANGES, wanted // length, total))
+    chosen = {round(i * (total - 1) / max(1, n - 1)) for i in range(n)} | {total - 1}
+    for index in sorted(chosen):
+        number = bisect.bisect_right(cumulative_counts, index)
+        start = (index - cumulative_counts[number] + counts[number]) * length
+        yield number, slice(start, min(start + length, place.steps[number].T))
 
 
 def _error_bound(

@@ -192,15 +192,15 @@ class Pooled:
         down, across = times if isinstance(times, tuple) else (times, times)
         if min(down, across) < 1:
             raise ArgumentError(f"times is {times}; it must be at least 1")
-        total = _block_sums(self.mass * self.seeing[..., None], down, across)
-        seeing = _block_sums(self.seeing[..., None], down, 1)[..., 0]
+        total = block_sums(self.mass * self.seeing[..., None], down, across)
+        seeing = block_sums(self.seeing[..., None], down, 1)[..., 0]
         return Pooled(
             (self.size[0] * down, self.size[1] * across),
             self.shape,
             total / seeing.clamp(min=1)[..., None],
-            _block_max(self.max, down, across),
+            block_max(self.max, down, across),
             seeing,
-            _block_sums(self.visible, down, across),
+            block_sums(self.visible, down, across),
         )
 
 
@@ -230,53 +230,97 @@ def pooled(
     >>> pooled(recording[0], 3).mass.sum(2).round(decimals=5).unique().tolist()
     [1.0]
     """
-    tall, wide = size if isinstance(size, tuple) else (size, size)
-    if min(tall, wide) < 1:
-        raise ArgumentError(f"size is {size}; a block has at least 1 row and 1 column")
-    h = len(place.heads if heads == ALL else range(place.H)[heads])
-    R, C = -(-place.T // tall), -(-place.N // wide)
-    mass, largest = (torch.zeros(h, R, C, dtype=torch.float64) for _ in range(2))
-    visible = torch.zeros(h, R, C, dtype=torch.int64)
-    sees_any_key = torch.zeros(h, place.T, dtype=torch.bool)
-    step = tall * max(1, TILE_SIZE // tall), wide * max(1, TILE_SIZE // wide)
-    tokens = place.row_positions[batch] >= 0
-    for tile in walk(place, step, heads=heads, batch=batch):
-        tile = tile.keep_rows(tokens)
+    accumulator = PoolAccumulator(place, size, heads=heads, batch=batch)
+    for tile in walk(place, accumulator.tile_size, heads=heads, batch=batch):
+        accumulator.add(tile)
+    return accumulator.blocks()
+
+
+class PoolAccumulator:
+    """Adds the tiles of a pattern to its blocks, for code that already iterates over the tiles.
+
+    Args:
+        place: a place of a recording.
+        size: rows and columns of a block, at least 1.
+        heads: a range of query heads of the model; by default all recorded heads.
+        batch: row of the batch.
+
+    Raises:
+        ArgumentError: a size is less than 1, or there is no such row of the batch.
+    """
+
+    def __init__(
+        self, place: Place, size: int | tuple[int, int], *, heads: slice = ALL, batch: int = 0
+    ) -> None:
+        tall, wide = size if isinstance(size, tuple) else (size, size)
+        if min(tall, wide) < 1:
+            raise ArgumentError(f"size is {size}; a block has at least 1 row and 1 column")
+        if not 0 <= batch < place.B:
+            raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
+        self._place, self._size = place, (tall, wide)
+        h = len(place.heads if heads == ALL else range(place.H)[heads])
+        R, C = -(-place.T // tall), -(-place.N // wide)
+        self._mass, self._max = (torch.zeros(h, R, C, dtype=torch.float64) for _ in range(2))
+        self._visible = torch.zeros(h, R, C, dtype=torch.int64)
+        self._sees_any_key = torch.zeros(h, place.T, dtype=torch.bool)
+        self._tokens = place.row_positions[batch] >= 0
+
+    @property
+    def tile_size(self) -> tuple[int, int]:
+        """Return rows and columns of the tiles that `add` takes: whole blocks, so that no block
+        lies in two tiles.
+        """
+        tall, wide = self._size
+        return tall * max(1, TILE_SIZE // tall), wide * max(1, TILE_SIZE // wide)
+
+    def add(self, tile: Tile) -> None:
+        """Add a tile of `tile_size` at a multiple of it; smaller at the end of the pattern."""
+        tall, wide = self._size
+        tile = tile.keep_rows(self._tokens)
         cells = (
             slice(None),
             slice(tile.rows.start // tall, -(-tile.rows.stop // tall)),
             slice(tile.columns.start // wide, -(-tile.columns.stop // wide)),
         )
         visible_cells = ~tile.scores.isneginf()
-        mass[cells] += _block_sums(tile.weights, tall, wide)
-        largest[cells] = torch.maximum(largest[cells], _block_max(tile.weights, tall, wide))
-        visible[cells] += _block_sums(visible_cells.long(), tall, wide)
-        sees_any_key[:, tile.rows] |= visible_cells.any(2)
-    seeing = _block_sums(sees_any_key.long()[..., None], tall, 1)[..., 0]
-    return Pooled(
-        (tall, wide),
-        (place.T, place.N),
-        mass / seeing.clamp(min=1)[..., None],
-        largest,
-        seeing,
-        visible,
-    )
+        self._mass[cells] += block_sums(tile.weights, tall, wide)
+        largest = block_max(tile.weights, tall, wide).double()
+        self._max[cells] = torch.maximum(self._max[cells], largest)
+        self._visible[cells] += block_sums(visible_cells.to(tile.weights.dtype), tall, wide).long()
+        self._sees_any_key[:, tile.rows] |= visible_cells.any(2)
+
+    def blocks(self) -> Pooled:
+        """Return the blocks of the tiles that were added."""
+        tall, wide = self._size
+        seeing = block_sums(self._sees_any_key.long()[..., None], tall, 1)[..., 0]
+        return Pooled(
+            (tall, wide),
+            (self._place.T, self._place.N),
+            self._mass / seeing.clamp(min=1)[..., None],
+            self._max,
+            seeing,
+            self._visible,
+        )
 
 
 def _blocks(x: Tensor, tall: int, wide: int) -> Tensor:
     """Split `[..., t, n]` into blocks `[..., R, tall, C, wide]`, padded with zeros."""
-    x = F.pad(x, (0, -x.shape[-1] % wide, 0, -x.shape[-2] % tall))
+    if x.shape[-1] % wide or x.shape[-2] % tall:
+        x = F.pad(x, (0, -x.shape[-1] % wide, 0, -x.shape[-2] % tall))
     return torch.unflatten(torch.unflatten(x, -1, (-1, wide)), -3, (-1, tall))
 
 
-def _block_sums(x: Tensor, tall: int, wide: int) -> Tensor:
-    """Return the sum of each block."""
-    return _blocks(x, tall, wide).sum((-3, -1))
+def block_sums(x: Tensor, tall: int, wide: int) -> Tensor:
+    """Return the sum of each block of `[..., t, n]`, `[..., R, C]`.
+
+    Rows are added first: a reduction over two separate dims at once takes many times as long.
+    """
+    return _blocks(x, tall, wide).sum(-3).sum(-1)
 
 
-def _block_max(x: Tensor, tall: int, wide: int) -> Tensor:
-    """Return the largest entry of each block."""
-    return _blocks(x, tall, wide).amax((-3, -1))
+def block_max(x: Tensor, tall: int, wide: int) -> Tensor:
+    """Return the largest entry of each block of `[..., t, n]`, `[..., R, C]`."""
+    return _blocks(x, tall, wide).amax(-3).amax(-1)
 
 
 def _block_lengths(n: int, size: int) -> Tensor:

@@ -23,7 +23,7 @@ from regard.inspect.metrics import measure
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recording import Recording
 from regard.inspect.record.row_sums import row_sums
-from regard.inspect.record.tiles import Pooled, pooled
+from regard.inspect.record.tiles import PoolAccumulator, Pooled
 from regard.inspect.report.page_rules import (
     Arrays,
     PageRules,
@@ -31,6 +31,7 @@ from regard.inspect.report.page_rules import (
     split_by_pool,
 )
 from regard.positions import Rotary
+from regard.units import plural
 
 THUMBNAIL_SIDE = 64
 """The largest number of blocks along a side of a thumbnail."""
@@ -72,6 +73,8 @@ A minus sign means that the heads with the smallest values lead.
 """
 
 
+MAX_FACT = 160
+"""The largest number of characters of a fact at the top of the page."""
 PAGE_OVERHEAD = 450_000
 """Approximate bytes of the page without its arrays."""
 ENCODED_RATIO = 1.25
@@ -103,6 +106,10 @@ class PlaceOverview(NamedTuple):
 def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> PlaceOverview:
     """Compute thumbnails of at most 64 x 64 blocks, and the metrics, for one row of the batch.
 
+    Each tile is computed once, in fp32 unless the queries are fp64: a weight then has a relative
+    error of about 2^-22 times the size of its score, which no byte of a thumbnail shows. The exact
+    heads of the page are computed in fp64.
+
     Args:
         place: a place of a recording.
         ids: token ids of the columns, `[N]`, if the rows are the same tokens.
@@ -113,14 +120,17 @@ def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> Pla
     >>> place_overview(recording[0]).metrics["future"][:2]
     [0.0, 0.0]
     """
-    size = tuple(max(1, -(-length // THUMBNAIL_SIDE)) for length in (place.T, place.N))
-    measured = measure(place, ids, batch=row).values
+    tall, wide = (max(1, -(-length // THUMBNAIL_SIDE)) for length in (place.T, place.N))
+    pool = PoolAccumulator(place, (tall, wide), batch=row)
+    dtype = torch.float64 if place.steps[0].q.dtype == torch.float64 else torch.float32
+    measures = measure(place, ids, batch=row, size=pool.tile_size, dtype=dtype, also=(pool,))
+    measured = measures.values
     metrics = {
         name: [x if math.isfinite(x) else None for x in measured[name].tolist()]
         for name in METRICS
         if name in measured
     }
-    return PlaceOverview(pooled(place, (size[0], size[1]), batch=row), metrics)
+    return PlaceOverview(pool.blocks(), metrics)
 
 
 def as_bytes(x: Float[Tensor, "*n"]) -> NDArray[np.uint8]:
@@ -143,7 +153,7 @@ def source_facts(recording: Recording) -> dict[str, object]:
     """
     places = list(recording.places.values())
     kernels = sorted({step.kernel for place in places for step in place.steps})
-    metadata = {name: str(value) for name, value in recording.metadata.items()}
+    metadata = {name: _shortened(str(value)) for name, value in recording.metadata.items()}
     metadata |= {"kernel": ", ".join(kernels), "dtype": str(places[0].pools[0].k.dtype)[6:]}
     metadata |= {"places": str(len(places)), "tokens": str(max(place.N for place in places))}
     if recording.unrecorded:
@@ -151,6 +161,15 @@ def source_facts(recording: Recording) -> dict[str, object]:
         metadata["not recorded"] = ", ".join(names)
     text = "".join(recording.pieces).replace("·", " ").strip()
     return {"title": text[:80], "model": metadata.get("model", ""), "metadata": metadata}
+
+
+def _shortened(value: str) -> str:
+    """Return a fact with at most `MAX_FACT` characters, and the number of those that are left
+    out: the text of a run is a fact too, and may be a book.
+    """
+    if len(value) <= MAX_FACT:
+        return value
+    return f"{value[:MAX_FACT]} … ({plural(len(value) - MAX_FACT, 'more character')})"
 
 
 def label(name: str) -> str:

@@ -1,8 +1,9 @@
-"""The masks and biases of a recording as page data: masks as trees of bit arrays, biases as tables.
+"""The masks and biases of a recording as page data: masks as trees of column ranges, biases as
+tables.
 
-The page has no code for particular masks or biases. Each term of a mask's `&` and `|` is evaluated
-here for every row and column and stored as bits, so that the page can say which term excludes a
-key. Equal arrays are stored once.
+The page has no code for particular masks or biases. For each term of a mask's `&` and `|`, the
+ranges of columns that each row sees are stored, so that the page can say which term excludes a
+key. A term with more ranges than `MAX_RANGES` is stored as bits. Equal arrays are stored once.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from regard.span import Positions, as_tensor
 Arrays = dict[str, NDArray[np.generic]]
 BIAS_CELLS_PER_CHUNK = 1 << 22
 """Number of cells of a bias that are evaluated together."""
+MASK_CELLS_PER_CHUNK = 1 << 24
+"""Number of cells of a mask that are evaluated together where it has no closed form."""
+MAX_RANGES = 8
+"""The largest number of ranges of columns per row; a mask with more is stored as bits."""
 
 
 @dataclass
@@ -106,43 +111,108 @@ class PageRules:
         known = dict(zip(self.place.heads, step.sink.double().flatten().tolist(), strict=True))
         return [known.get(h) for h in range(self.place.H)]
 
-    def keys_present(self) -> str | None:
-        """Store, as bits `[T, N]`, which keys existed in the call of each row, and return the name
-        of the array; None if every call had all keys.
+    def keys_present(self) -> dict[str, Any] | None:
+        """Store which keys existed in the call of each row, and return the array's name and form;
+        None if every call had all keys.
         """
-        present = torch.zeros(self.place.T, self.place.N, dtype=torch.bool)
+        parts = []
         for rows in self.groups:
             for step, first in rows.steps:
-                present[first : first + step.T, step.columns] = (
-                    row_and_column_positions(step, self.row)[1] >= 0
-                )
-        return (
-            None
-            if bool(present.all())
-            else self.keep("bits", np.packbits(present.numpy(), bitorder="little"))
-        )
+                present = torch.zeros(1, 1, self.place.N, dtype=torch.bool)
+                present[:, :, step.columns] = row_and_column_positions(step, self.row)[1] >= 0
+                if not bool(present.all()):
+                    parts.append((slice(first, first + step.T), present.expand(1, step.T, -1)))
+                else:
+                    whole = torch.tensor([[[0, self.place.N]]], dtype=torch.int32)
+                    parts.append((slice(first, first + step.T), whole.expand(1, step.T, -1)))
+        if all(part.dtype == torch.int32 for _, part in parts):  # every call had all keys
+            return None
+        return self._stored(parts, 1)
 
     def _tree(self, rows: RuleGroup, each: list[masks.Mask]) -> dict[str, object]:
         """Return the masks of several steps as one tree; all masks must have the same structure.
 
-        Inner nodes are {"all": [...]} or {"any": [...]}; a leaf names the array of its bits.
+        Inner nodes are {"all": [...]} or {"any": [...]}; a leaf names the array of its ranges or
+        bits.
         """
         members = list(zip(*(mask.operands() for mask in each), strict=True))
         if members:
             return {each[0].kind: [self._tree(rows, list(member)) for member in members]}
-        place = self.place
-        blocks = [
-            mask.block(step.q_positions, step.k_positions, recorded_queries(step))
-            for mask, (step, _) in zip(each, rows.steps, strict=True)
-        ]
-        count = max(block.shape[1] for block in blocks)
-        bits = torch.zeros(count, place.T, place.N, dtype=torch.bool)
-        for block, (step, first) in zip(blocks, rows.steps, strict=True):
-            one = block[self.row if block.shape[0] > 1 else 0]
-            bits[:, first : first + step.T, step.columns] = one.to(bits.device)
-        packed = self.keep("bits", np.packbits(bits.numpy(), bitorder="little"))
+        parts: list[tuple[slice, Tensor]] = []
+        for mask, (step, first) in zip(each, rows.steps, strict=True):
+            closed = self._column_ranges(mask, step)
+            if closed is not None:
+                parts.append((slice(first, first + step.T), closed))
+                continue
+            parts.extend(self._evaluated(mask, step, first))
         refusal = each[0].refusal()
-        return {"text": refusal.mask, "why": refusal.key, "bits": packed, "heads": count}
+        count = max(part.shape[0] for _, part in parts)
+        return {"text": refusal.mask, "why": refusal.key, **self._stored(parts, count)}
+
+    def _column_ranges(self, mask: masks.Mask, step: RecordedStep) -> Tensor | None:
+        """Return the ranges of columns that a mask shows to each recorded query, int32
+        `[h or 1, t, 2 n]`, if it has a closed form and the keys stand in order; else None.
+        """
+        if step.first_column is None:
+            return None
+        keys = positions_of_row(step.k_positions, self.row)
+        first = int(keys[0]) if len(keys) else 0
+        if first < 0 or not torch.equal(keys, torch.arange(first, first + len(keys))):
+            return None
+        queries = row_and_column_positions(step, self.row)[0]
+        ranges = mask.intervals(queries[None])
+        if ranges is None or ranges.starts.shape[-1] > MAX_RANGES or ranges.starts.shape[0] > 1:
+            return None
+        both = torch.stack([ranges.starts, ranges.stops], -1)[0]  # [h,t,n,2]
+        both = (both - first).clamp(0, len(keys)) + step.first_column
+        return both.flatten(2).int().cpu().expand(-1, step.T, -1)
+
+    def _evaluated(
+        self, mask: masks.Mask, step: RecordedStep, first: int
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Generate a mask some rows at a time: (rows of the place, ranges or bool
+        `[h or 1, t, N]`).
+        """
+        N, heads = self.place.N, self.place.H
+        size = max(1, MASK_CELLS_PER_CHUNK // max(1, N * heads))
+        for start in range(0, step.T, size):
+            stop = min(start + size, step.T)
+            asked = slice(start + step.first, stop + step.first)
+            block = mask.block(step.q_positions, step.k_positions, asked)
+            one = block[self.row if block.shape[0] > 1 else 0].cpu()
+            cells = torch.zeros(one.shape[0], stop - start, N, dtype=torch.bool)
+            cells[:, :, step.columns] = one
+            ranges = _ranges_of_rows(cells)
+            yield slice(first + start, first + stop), cells if ranges is None else ranges
+
+    def _stored(self, parts: list[tuple[slice, Tensor]], count: int) -> dict[str, Any]:
+        """Store rows of a mask as ranges, or as bits if some of them have too many ranges.
+
+        Args:
+            parts: (rows, int32 ranges `[heads or 1, t, 2 n]` or bool `[heads or 1, t, N]`).
+            count: number of heads; 1 if they are all equal.
+        """
+        T, N = self.place.T, self.place.N
+        if all(part.dtype == torch.int32 for _, part in parts):
+            width = max(part.shape[2] for _, part in parts)
+            ranges = torch.zeros(count, T, width, dtype=torch.int32)
+            for rows, part in parts:
+                ranges[:, rows, : part.shape[2]] = part
+            name = self.keep("ranges", ranges.numpy())
+            return {"ranges": name, "width": width, "heads": count}
+        bits = torch.zeros(count, T, N, dtype=torch.bool)
+        columns = torch.arange(N)
+        for rows, part in parts:
+            if part.dtype == torch.bool:
+                bits[:, rows] = part
+                continue
+            for n in range(0, part.shape[2], 2):
+                start, stop = part[:, :, n, None], part[:, :, n + 1, None]
+                bits[:, rows] |= (columns >= start) & (columns < stop)
+        return {
+            "bits": self.keep("bits", np.packbits(bits.numpy(), bitorder="little")),
+            "heads": count,
+        }
 
     def keep(self, kind: str, x: NDArray[np.generic]) -> str:
         """Store an array and return its name; equal arrays of a kind are stored once."""
@@ -226,6 +296,25 @@ def _same_rule(a: RecordedStep, b: RecordedStep) -> bool:
     )
     same = (a.scale, a.softcap, a.kernel) == (b.scale, b.softcap, b.kernel) and sink
     return same and _mask_structure(a.mask) == _mask_structure(b.mask) and a.bias == b.bias
+
+
+def _ranges_of_rows(cells: Tensor) -> Tensor | None:
+    """Return the ranges of True in each row of `[h, t, N]`, int32 `[h, t, 2 n]`; None if a row has
+    more than `MAX_RANGES`.
+
+    >>> _ranges_of_rows(torch.tensor([[[True, False, True, True]]])).tolist()
+    [[[0, 1, 2, 4]]]
+    """
+    edge = torch.zeros(*cells.shape[:2], 1, dtype=torch.bool)
+    changes = torch.cat([edge, cells], 2) != torch.cat([cells, edge], 2)  # starts and stops
+    width = int(changes.sum(2).max()) if changes.numel() else 0
+    if width > 2 * MAX_RANGES:
+        return None
+    h, t, n = changes.nonzero().T
+    rank = (changes.cumsum(2) - 1)[changes]
+    ranges = torch.zeros(*cells.shape[:2], max(width, 2), dtype=torch.int32)
+    ranges[h, t, rank] = n.int()
+    return ranges
 
 
 def _mask_structure(mask: masks.Mask) -> Any:

@@ -37,34 +37,42 @@ const makeMath = (meta, arrays) => {
     return top === -Infinity ? top : top + Math.log(Math.exp(a - top) + Math.exp(b - top));
   };
 
-  // ---- masks: bits that Python evaluated, one plane for all heads or one per head, combined by a tree of all/any
-  const bit = (name, planes, p, h, i, j) => {
-    const x = arrays[name], { T, N } = places[p], at = ((planes > 1 ? h : 0) * T + i) * N + j;
-    return (x[Math.floor(at / 8)] >> (at % 8) & 1) === 1;
+  // ---- masks: ranges of columns for each row, or bits where there would be too many ranges; one plane for all heads or one per head.
+  // Terms are combined by a tree of all/any
+  const bit = ({ ranges, width, bits, heads }, p, h, i, j) => {
+    const { T, N } = places[p], row = (heads > 1 ? h : 0) * T + i;
+    if (bits) {
+      const x = arrays[bits], at = row * N + j;
+      return (x[Math.floor(at / 8)] >> (at % 8) & 1) === 1;
+    }
+    const x = arrays[ranges];
+    for (let at = row * width; at < (row + 1) * width; at += 2) if (j >= x[at] && j < x[at + 1]) return true;
+    return false;
   };
-  const present = (p, i, j) => !places[p].present || bit(places[p].present, 1, p, 0, i, j);
+  const present = (p, i, j) => !places[p].present || bit(places[p].present, p, 0, i, j);
   const allows = (tree, p, h, i, j) => {
     if (tree.all) return tree.all.every(x => allows(x, p, h, i, j));
     if (tree.any) return tree.any.some(x => allows(x, p, h, i, j));
-    return bit(tree.bits, tree.heads, p, h, i, j);
+    return bit(tree, p, h, i, j);
   };
   const visible = (p, h, i, j) => present(p, i, j) && allows(rule(p, i).mask, p, h, i, j);
   // the same for a whole row: 1 where the query may attend to the key
-  const bitRow = (name, planes, p, h, i) => {
-    const x = arrays[name], { T, N } = places[p], found = new Uint8Array(N), first = ((planes > 1 ? h : 0) * T + i) * N;
-    for (let j = 0, at = first; j < N; j++, at++) found[j] = x[Math.floor(at / 8)] >> (at % 8) & 1;
+  const bitRow = ({ ranges, width, bits, heads }, p, h, i) => {
+    const { T, N } = places[p], found = new Uint8Array(N), row = (heads > 1 ? h : 0) * T + i, x = arrays[bits || ranges];
+    if (bits) for (let j = 0, at = row * N; j < N; j++, at++) found[j] = x[Math.floor(at / 8)] >> (at % 8) & 1;
+    else for (let at = row * width; at < (row + 1) * width; at += 2) found.fill(1, x[at], Math.max(x[at], x[at + 1]));
     return found;
   };
   const treeRow = (tree, p, h, i) => {
     const parts = tree.all || tree.any;
-    if (!parts) return bitRow(tree.bits, tree.heads, p, h, i);
+    if (!parts) return bitRow(tree, p, h, i);
     const [first, ...rest] = parts.map(x => treeRow(x, p, h, i));
     for (const x of rest) for (let j = 0; j < first.length; j++) first[j] = tree.all ? first[j] & x[j] : first[j] | x[j];
     return first;
   };
   const seen = (p, h, i) => {
     const found = treeRow(rule(p, i).mask, p, h, i);
-    if (places[p].present) bitRow(places[p].present, 1, p, 0, i).forEach((x, j) => { found[j] &= x; });
+    if (places[p].present) bitRow(places[p].present, p, 0, i).forEach((x, j) => { found[j] &= x; });
     return found;
   };
   const against = (tree, p, h, i, j) => {

@@ -1,0 +1,261 @@
+"""The command `regard view`, which serves the attention of a model or of a recording to a browser
+on this machine.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regard import units
+from regard.cli.options import (
+    AllowMissing,
+    Dtype,
+    Finite,
+    Ignore,
+    LoadOptions,
+    Revision,
+    TextFile,
+    check_files,
+    given_text,
+    load,
+    working,
+)
+from regard.errors import ArgumentError
+from regard.untrusted_text import escape_controls
+
+if TYPE_CHECKING:
+    from regard.inspect import Recording
+    from regard.inspect.tile_server.head_overviews import Overviews
+    from regard.inspect.tile_server.serve import Server
+
+EPILOG = "For example: regard view tiny --file long.txt, or regard view run.safetensors"
+RECORD, SERVE = "What to record", "The server"
+
+Of = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECORDING|MODEL",
+        help='A file that regard.inspect.save wrote, or a model: "tiny", a folder, or org/name.',
+    ),
+]
+Text = Annotated[
+    str | None, typer.Argument(help="The text, for a model.", show_default="that of --file")
+]
+Layers = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--layer",
+        help="Record this layer. Repeatable.",
+        show_default="all",
+        rich_help_panel=RECORD,
+    ),
+]
+Heads = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--head",
+        help="Record this query head of each layer. Repeatable.",
+        show_default="all",
+        rich_help_panel=RECORD,
+    ),
+]
+Save = Annotated[
+    Path | None,
+    typer.Option(
+        help="Also write the recording to this .safetensors file.",
+        show_default="none",
+        rich_help_panel=RECORD,
+    ),
+]
+Memory = Annotated[
+    float,
+    typer.Option(help="GiB that recorded queries and keys may take.", rich_help_panel=RECORD),
+]
+Port = Annotated[
+    int,
+    typer.Option(
+        help="Port of the server; 0 is a free one.", min=0, max=65535, rich_help_panel=SERVE
+    ),
+]
+Host = Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVE)]
+AllowRemote = Annotated[
+    bool,
+    typer.Option(
+        "--allow-remote",
+        help="Allow an address that other machines can reach; nothing is encrypted.",
+        rich_help_panel=SERVE,
+    ),
+]
+Open = Annotated[
+    bool, typer.Option("--open", help="Open the link in the browser.", rich_help_panel=SERVE)
+]
+Lang = Annotated[
+    str | None,
+    typer.Option(
+        help="Language of the page: en or zh.",
+        show_default="that of the locale",
+        rich_help_panel=SERVE,
+    ),
+]
+
+
+def view(
+    of: Of,
+    text: Text = None,
+    file: TextFile = None,
+    layer: Layers = None,
+    head: Heads = None,
+    save: Save = None,
+    memory: Memory = 4.0,
+    port: Port = 0,
+    host: Host = "127.0.0.1",
+    allow_remote: AllowRemote = False,
+    open_browser: Open = False,
+    lang: Lang = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
+    allow_missing: AllowMissing = None,
+    ignore: Ignore = None,
+    finite: Finite = False,
+) -> None:
+    """Look at exact attention of up to 131,072 tokens and more, in a browser on this machine.
+
+    Every tile of a pattern is computed from the recorded queries, keys and row sums when you look
+    at it. The server answers only requests with the token of the printed link. Ctrl-C ends it.
+    """
+    check_files({"--save": save})
+    options = LoadOptions(dtype, allow_missing, ignore, finite, revision)
+    try:
+        if Path(of).is_file():
+            server = _serve_recording(
+                of,
+                text,
+                file,
+                options,
+                save,
+                layer,
+                head,
+                _serving(port, host, allow_remote, open_browser, lang),
+            )
+        else:
+            words = given_text(text, file)
+            recording, overviews = record_text(of, words, options, layer, head, memory)
+            if save is not None:
+                from regard.inspect import save as save_recording
+
+                save_recording(recording, save)
+                typer.echo(
+                    f"{escape_controls(str(save))}: {units.size(save.stat().st_size)}", err=True
+                )
+            server = _serve(
+                recording, overviews, _serving(port, host, allow_remote, open_browser, lang)
+            )
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(server.url)
+    typer.echo("Ctrl-C ends the server.", err=True)
+    server.wait()
+
+
+def _serving(
+    port: int, host: str, allow_remote: bool, open_browser: bool, lang: str | None
+) -> dict[str, object]:
+    """Return the options of the server by name, after checking the language."""
+    from regard.view.report import check_language, language_of_locale
+
+    return {
+        "port": port,
+        "host": host,
+        "allow_remote": allow_remote,
+        "open_browser": open_browser,
+        "lang": check_language(lang or language_of_locale()),
+    }
+
+
+def _serve_recording(
+    of: str,
+    text: str | None,
+    file: str | None,
+    options: LoadOptions,
+    save: Path | None,
+    layer: list[int] | None,
+    head: list[int] | None,
+    serving: dict[str, object],
+) -> Server:
+    """Serve a recording that was saved; options of a model do not apply to it."""
+    options_given: dict[str, object] = {
+        "TEXT": text,
+        "--file": file,
+        "--save": save,
+        "--layer": layer,
+        "--head": head,
+    }
+    options_given |= dict.fromkeys(options.flags_given(), True)
+    for flag, value in options_given.items():
+        if value:
+            raise typer.BadParameter(
+                "applies to a model, but a recording was given; leave it out", param_hint=flag
+            )
+    from regard.inspect import load as load_recording
+
+    return _serve(load_recording(of), None, serving)
+
+
+def _serve(recording: Recording, overviews: Overviews | None, serving: dict[str, object]) -> Server:
+    """Start the server of a recording."""
+    from regard.inspect import view as view_recording
+
+    return view_recording(recording, overviews=overviews, **serving)  # type: ignore[arg-type]
+
+
+def record_text(
+    source: str,
+    text: str,
+    options: LoadOptions,
+    layers: list[int] | None,
+    heads: list[int] | None,
+    memory: float,
+) -> tuple[Recording, Overviews]:
+    """Run a model on a text, keep queries and keys of the chosen heads, and reduce every head to
+    its overview while the model runs.
+
+    Raises:
+        ArgumentError: the chosen heads would take more memory than is allowed.
+    """
+    from regard.inspect import OverviewRecorder, record
+
+    model = load(source, options)
+    _check_memory(model, text, layers, heads, memory)
+    with (
+        working("running the model", len(text)) as say,
+        OverviewRecorder(lambda n: say(f"running the model: {units.plural(n, 'head')}")) as reducer,
+    ):
+        recording = record(model, text, places=layers, heads=heads, keep=())
+    return recording, reducer.overviews
+
+
+def _check_memory(
+    model: object, text: str, layers: list[int] | None, heads: list[int] | None, memory: float
+) -> None:
+    """Raise an error if q and k of the chosen heads surely take more memory than is allowed."""
+    config, encode = getattr(model, "config", None), getattr(model, "encode", None)
+    width = getattr(config, "hidden_size", 0) or getattr(config, "n_embd", 0)
+    depth = getattr(config, "num_hidden_layers", 0) or getattr(config, "n_layer", 0)
+    every = getattr(config, "num_attention_heads", 0) or getattr(config, "n_head", 0)
+    if not (width and depth and every and encode):
+        return
+    if len(text) * width * depth * 8 <= memory * 2**30:
+        return  # there are at most as many tokens as characters, or nearly so
+    encoded = encode(text)
+    tokens = (encoded if hasattr(encoded, "shape") else encoded.ids).shape[-1]
+    share = (len(heads) / every if heads else 1) * (len(layers) / depth if layers else 1)
+    needed = tokens * width * depth * 8 * share
+    if needed > memory * 2**30:
+        raise ArgumentError(
+            f"queries and keys of {units.plural(tokens, 'token')} take about "
+            f"{units.size(int(needed))}, and --memory allows {memory:g} GiB; choose heads with "
+            "--layer and --head (every head is in the overview in any case), or raise --memory"
+        )

@@ -1,0 +1,393 @@
+"""The web application behind `regard view`: who may ask, what may be asked, and how much at once.
+
+The server binds the loopback, but every page in the reader's browser can reach the loopback too.
+So each request is checked before anything else: its method, its Host (DNS rebinding), its Origin
+and Sec-Fetch-Site (other pages), and, except for the empty page itself, a token of 256 bits that
+only the printed link contains, in its fragment, which browsers send to no server. No path of a
+request reaches the file system, indices are checked against the recording, and requests that a
+browser has given up are dropped before they are computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from regard.inspect.tile_server import single_cells
+from regard.inspect.tile_server.head_overviews import METRICS, HeadOverview
+from regard.inspect.tile_server.page_facts import audit_facts, page_facts, search_text
+from regard.inspect.tile_server.session import ViewSession
+from regard.inspect.tile_server.wire_format import encode_tile, encode_weights
+from regard.view.report import to_page_value
+
+MAX_QUEUE = 64
+"""Requests that may wait or be computed at once; more are answered with 429."""
+MAX_QUERY = 200
+MAX_PATH = 200
+THREADS = 2
+HEADS_AT_ONCE = 64
+"""Number of overviews in one answer."""
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Policy(NamedTuple):
+    """Which requests are answered.
+
+    Args:
+        token: the secret of the link.
+        hosts: allowed values of Host, with the port.
+        content: the content security policy of the page.
+    """
+
+    token: str
+    hosts: frozenset[str]
+    content: str
+
+    def refusal(self, scope: Scope) -> tuple[int, str] | None:
+        """Return the status and the reason for which a request is refused, or None."""
+        headers: dict[str, str] = {}
+        for raw, value in scope["headers"]:
+            name = raw.decode("latin-1").lower()
+            if name in headers and name in ("host", "origin", "authorization"):
+                return 403, f"the header {name} stands there twice"
+            headers[name] = value.decode("latin-1")
+        if scope["method"] != "GET":
+            return 405, "only GET is answered"
+        if headers.get("host", "") not in self.hosts:
+            return 403, "the Host is not that of the printed link"
+        origin = headers.get("origin")
+        if origin is not None and origin.removeprefix("http://") not in self.hosts:
+            return 403, "another origin asks"
+        if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+            return 403, "another site asks"
+        if len(scope["path"]) > MAX_PATH or len(scope.get("query_string", b"")) > 4 * MAX_QUERY:
+            return 414, "the address is too long"
+        if scope["path"] == "/":
+            return None  # the page without data; the token stands in the fragment of its address
+        scheme, _, given_token = headers.get("authorization", "").partition(" ")
+        same = secrets.compare_digest(given_token.encode(), self.token.encode())
+        if scheme != "Bearer" or not same:
+            return 403, "the token is missing or wrong; open the printed link"
+        return None
+
+
+def guarded(app: Application, policy: Policy) -> Application:
+    """Return an application that refuses requests by the policy, and adds the headers that keep
+    answers where they belong.
+
+    Args:
+        app: the application that answers.
+        policy: which requests it gets.
+    """
+    headers = [
+        (b"content-security-policy", policy.content.encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"x-frame-options", b"DENY"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"cross-origin-resource-policy", b"same-origin"),
+        (b"cross-origin-opener-policy", b"same-origin"),
+        (b"cache-control", b"no-store"),
+    ]
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # there are no sockets here
+            return
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *headers]
+            await send(message)
+
+        refused = policy.refusal(scope)
+        if refused is not None:
+            status, why = refused
+            response = JSONResponse({"error": why}, status)
+            await response(scope, receive, send_with_headers)
+            return
+        await app(scope, receive, send_with_headers)
+
+    return answer
+
+
+class Endpoints:
+    """Answers questions about a session in a pool of threads.
+
+    Args:
+        session: what is served.
+        page: the HTML of the page without data.
+        max_queue: number of requests that may wait or be computed at once.
+    """
+
+    def __init__(self, session: ViewSession, page: str, *, max_queue: int = MAX_QUEUE) -> None:
+        self._session, self._page, self._max_queue = session, page, max_queue
+        self._pool = ThreadPoolExecutor(THREADS, "regard-view", self._begin_thread)
+        self._queued = 0
+        self._facts: bytes | None = None
+        self._making_facts = threading.Lock()
+        self.dropped = 0
+
+    @staticmethod
+    def _begin_thread() -> None:
+        """Give each thread of the pool one core, because both compute at once."""
+        torch.set_num_threads(1)
+
+    def routes(self) -> list[Route]:
+        """Return the routes of the application."""
+        cell = "{place:int}/{head:int}/{i:int}/{j:int}"
+        one = "{place:int}/{head:int}/{at:int}"
+        tile = "{place:int}/{head:int}/{level:int}/{i:int}/{j:int}"
+        return [
+            Route("/", self._answer_page),
+            Route("/meta", self._meta),
+            Route(f"/tile/{tile}", self._answer_tile),
+            Route(f"/preview/{tile}", self._preview),
+            Route(f"/row/{one}", self._row),
+            Route(f"/column/{one}", self._column),
+            Route(f"/row-weights/{one}", self._row_weights),
+            Route(f"/column-weights/{one}", self._column_weights),
+            Route(f"/cell/{cell}", self._cell),
+            Route("/heads/{first:int}", self._heads),
+            Route("/search", self._search),
+            Route("/audit/{place:int}", self._audit),
+        ]
+
+    def close(self) -> None:
+        """End the threads that compute answers."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _answer_page(self, request: Request) -> Response:
+        """Answer with the page, which contains no data."""
+        return HTMLResponse(self._page)
+
+    async def _meta(self, request: Request) -> Response:
+        """Answer with the places, heads and texts of the recording."""
+
+        def make() -> bytes:
+            with self._making_facts:
+                if self._facts is None:
+                    facts = to_page_value(page_facts(self._session))
+                    self._facts = json.dumps(facts, allow_nan=False).encode()
+                return self._facts
+
+        return await self._answer(request, make, "application/json")
+
+    async def _answer_tile(self, request: Request) -> Response:
+        """Answer with a tile: exact, or the best that is known so far."""
+        place, head = self._head(request)
+        level, i, j = self._tile(request, place, head)
+        return await self._answer(
+            request, lambda: encode_tile(self._session.tile(place, head, level, i, j), level)
+        )
+
+    async def _preview(self, request: Request) -> Response:
+        """Answer with a preview of exact rows, whatever else is known."""
+        place, head = self._head(request)
+        level, i, j = self._tile(request, place, head)
+
+        def make() -> bytes:
+            tiles = self._session.head(place, head)
+            empty = tiles.is_empty(tiles.range(level, i, j))
+            return encode_tile(None if empty else tiles.preview(level, i, j), level)
+
+        return await self._answer(request, make)
+
+    async def _row(self, request: Request) -> Response:
+        """Answer with the largest keys of a query, and the rest."""
+        return await self._one(request, "T", single_cells.describe_row)
+
+    async def _column(self, request: Request) -> Response:
+        """Answer with the queries that read a key most."""
+        return await self._one(request, "N", single_cells.describe_column)
+
+    async def _row_weights(self, request: Request) -> Response:
+        """Answer with the weights of a query over all keys."""
+        return await self._one(request, "T", single_cells.row_weights)
+
+    async def _column_weights(self, request: Request) -> Response:
+        """Answer with the weights that all queries give to a key."""
+        return await self._one(request, "N", single_cells.column_weights)
+
+    async def _cell(self, request: Request) -> Response:
+        """Answer with the chain of numbers of a cell."""
+        place, head = self._head(request)
+        tiles = self._session.head(place, head)
+        i = _index("row", request.path_params["i"], tiles.T)
+        j = _index("column", request.path_params["j"], tiles.N)
+        return await self._answer(
+            request, lambda: _json(single_cells.describe_cell(tiles, i, j)), "application/json"
+        )
+
+    async def _heads(self, request: Request) -> Response:
+        """Answer with the overviews of some heads: their number, and each as `encode_overview`."""
+        first = request.path_params["first"]
+        keys = list(all_heads(self._session))[first : first + HEADS_AT_ONCE]
+        if not keys:
+            raise HTTPException(404, f"there is no head number {first}")
+
+        def make() -> bytes:
+            parts = [len(keys).to_bytes(4, "little"), len(METRICS).to_bytes(4, "little")]
+            for place, head in keys:
+                parts.append(encode_overview(self._session.overview(place, head)))
+            return b"".join(parts)
+
+        return await self._answer(request, make)
+
+    async def _search(self, request: Request) -> Response:
+        """Answer with the tokens in which a plain text begins."""
+        query = request.query_params.get("q", "")
+        if not 0 < len(query) <= MAX_QUERY:
+            raise HTTPException(400, f"q has {len(query)} characters; 1 to {MAX_QUERY} are allowed")
+        return await self._answer(
+            request, lambda: _json(search_text(self._session, query)), "application/json"
+        )
+
+    async def _audit(self, request: Request) -> Response:
+        """Answer with the audit of a place."""
+        place = _index("place", request.path_params["place"], len(self._session.places))
+        return await self._answer(
+            request, lambda: _json(audit_facts(self._session, place)), "application/json"
+        )
+
+    async def _one(self, request: Request, side: str, make: Callable[..., Any]) -> Response:
+        """Answer a question about one row or one column."""
+        place, head = self._head(request)
+        tiles = self._session.head(place, head)
+        name, count = ("row", tiles.T) if side == "T" else ("column", tiles.N)
+        index = _index(name, request.path_params["at"], count)
+
+        def answer() -> bytes:
+            result = make(tiles, index)
+            return encode_weights(result) if isinstance(result, torch.Tensor) else _json(result)
+
+        is_json = make in (single_cells.describe_row, single_cells.describe_column)
+        kind = "application/json" if is_json else "application/octet-stream"
+        return await self._answer(request, answer, kind)
+
+    async def _answer(
+        self, request: Request, make: Callable[[], bytes], kind: str = "application/octet-stream"
+    ) -> Response:
+        """Compute an answer in the pool; drop it if the browser gives up before it begins."""
+        if self._queued >= self._max_queue:
+            raise HTTPException(429, f"{self._queued} requests wait already; ask again later")
+        given_up = threading.Event()
+
+        def run() -> bytes:
+            if given_up.is_set():
+                self.dropped += 1
+                return b""
+            with self._session:
+                return make()
+
+        self._queued += 1
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._pool, run)
+            while not (await asyncio.wait({future}, timeout=0.05))[0]:
+                if await request.is_disconnected():
+                    given_up.set()
+            return Response(await future, media_type=kind)
+        finally:
+            self._queued -= 1
+
+    def _head(self, request: Request) -> tuple[int, int]:
+        """Return the place and the head of a request, or refuse it."""
+        place = _index("place", request.path_params["place"], len(self._session.places))
+        head = request.path_params["head"]
+        if head not in self._session.places[place].heads:
+            raise HTTPException(404, f"head {head} was not recorded at this place")
+        return place, head
+
+    def _tile(self, request: Request, place: int, head: int) -> tuple[int, int, int]:
+        """Return level and indices of a tile, or refuse it."""
+        tiles = self._session.head(place, head)
+        level = _index("level", request.path_params["level"], tiles.top_level + 1)
+        size = 256 << level
+        i = _index("tile row", request.path_params["i"], max(1, -(-tiles.T // size)))
+        j = _index("tile column", request.path_params["j"], max(1, -(-tiles.N // size)))
+        return level, i, j
+
+
+def application(
+    session: ViewSession, page: str, policy: Policy, *, max_queue: int = MAX_QUEUE
+) -> tuple[Application, Endpoints]:
+    """Return the application and its endpoints.
+
+    Args:
+        session: what is served.
+        page: the HTML of the page without data.
+        policy: which requests are answered.
+        max_queue: number of requests that may wait or be computed at once.
+    """
+    endpoints = Endpoints(session, page, max_queue=max_queue)
+    app = Starlette(
+        routes=endpoints.routes(),
+        exception_handlers={HTTPException: _error, Exception: _failure},
+    )
+    return guarded(app, policy), endpoints
+
+
+def all_heads(session: ViewSession) -> list[tuple[int, int]]:
+    """Return (index of the place, query head) of every recorded head, in the order of the page."""
+    return [(p, h) for p, place in enumerate(session.places) for h in place.heads]
+
+
+def encode_overview(overview: HeadOverview) -> bytes:
+    """Return an overview as bytes: rows and columns u16, metrics f32, then mass and max, one byte a
+    cell: 0 masked, 1 to 255 in equal logarithmic steps from 2^-24 to 1.
+
+    Args:
+        overview: the overview.
+    """
+    rows, columns = overview.mass.shape
+    head = rows.to_bytes(2, "little") + columns.to_bytes(2, "little")
+    metrics = torch.tensor(overview.metrics, dtype=torch.float32).numpy().tobytes()
+    planes = b"".join(_log_bytes(x) for x in (overview.mass, overview.max))
+    return head + metrics + planes
+
+
+def _log_bytes(x: torch.Tensor) -> bytes:
+    """Return weights as bytes: 0 where masked, else 1 + 254 (1 + log2(x) / 24)."""
+    level = 1 + 254 * (1 + x.double().clamp(min=2.0**-24).log2() / 24)
+    level = torch.where(x < 0, 0.0, level.round().clamp(1, 255))
+    return level.to(torch.uint8).numpy().tobytes()
+
+
+def _index(name: str, index: int, count: int) -> int:
+    """Return an index from 0 to count - 1, or refuse the request."""
+    if not 0 <= index < count:
+        raise HTTPException(404, f"{name} is {index}; it must be from 0 to {count - 1}")
+    return index
+
+
+def _json(value: Any) -> bytes:
+    """Return JSON; numbers that are not finite become null."""
+    return json.dumps(to_page_value(value), allow_nan=False).encode()
+
+
+async def _error(_request: Request, error: Exception) -> Response:
+    """Answer a request that was refused, with the reason."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": str(error.detail)}, error.status_code)
+
+
+async def _failure(_request: Request, _error: Exception) -> Response:
+    """Answer a failed request without its details, which stay in the terminal."""
+    return JSONResponse({"error": "the server failed; its terminal says why"}, 500)

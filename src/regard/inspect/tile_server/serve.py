@@ -1,0 +1,184 @@
+"""`view`: serve a recording to a browser on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+import time
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from regard.errors import ArgumentError
+from regard.inspect.record.recording import Recording
+from regard.inspect.record.recording_file import load
+from regard.inspect.tile_server.head_overviews import Overviews
+from regard.view.tile_page import content_policy, tile_page
+
+if TYPE_CHECKING:
+    from regard.inspect.tile_server.session import ViewSession
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+START_SECONDS = 60.0
+"""How long `Server.start` waits for the server to answer."""
+
+
+class Server:
+    """A running server of one recording.
+
+    Use it as a context manager, or call `close` when it is no longer needed.
+
+    Args:
+        session: what is served.
+        host: the address to listen on.
+        port: the port; 0 lets the system choose one.
+        lang: language in which the page opens.
+
+    Attributes:
+        url: the link, with its token.
+    """
+
+    def __init__(self, session: ViewSession, host: str, port: int, lang: str) -> None:
+        import uvicorn
+
+        from regard.inspect.tile_server.app import Policy, application
+
+        self.session = session
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise ArgumentError(
+                f"the server cannot listen on {host} port {port}: {error.strerror}; leave the port "
+                "out, and a free one is chosen"
+            ) from error
+        port = self._socket.getsockname()[1]
+        self.token = secrets.token_urlsafe(32)
+        shown = f"[{host}]" if ":" in host else host
+        self.origin = f"http://{shown}:{port}"
+        self.url = f"{self.origin}/#token={self.token}"
+        page = tile_page(lang)
+        names = {f"{shown}:{port}", f"127.0.0.1:{port}", f"localhost:{port}"}
+        policy = Policy(self.token, frozenset(names), content_policy(page))
+        app, self.endpoints = application(session, page, policy)
+        config = uvicorn.Config(
+            app,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            ws="none",
+            lifespan="off",
+            timeout_keep_alive=75,
+            h11_max_incomplete_event_size=16384,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> Self:
+        """Serve in a thread, until `close`."""
+
+        def run() -> None:
+            asyncio.run(self._server.serve(sockets=[self._socket]))
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        # so that the link answers when it is printed, and `close` finds a server that has begun
+        until = time.monotonic() + START_SECONDS
+        while not self._server.started and self._thread.is_alive() and time.monotonic() < until:
+            time.sleep(0.005)
+        return self
+
+    def wait(self) -> None:
+        """Wait until the server ends, or Ctrl-C is pressed."""
+        try:
+            while self._thread is not None and self._thread.is_alive():
+                self._thread.join(0.5)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the server and its threads."""
+        self._server.should_exit = True
+        if self._thread is not None:
+            self._thread.join(10)
+        self.endpoints.close()
+        self.session.close()
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
+
+def view(
+    recording: Recording | str | Path,
+    *,
+    overviews: Overviews | None = None,
+    batch: int = 0,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    allow_remote: bool = False,
+    lang: str = "en",
+    open_browser: bool = False,
+) -> Server:
+    """Serve a recording to a browser on this machine, with exact tiles at any length.
+
+    Every tile is computed from q, k and the lse when it is looked at, so that a recording of
+    131,072 tokens opens at once. The server answers only requests that carry the token of its
+    link. It runs in threads of this process until `close`.
+
+    Args:
+        recording: a recording, or the path of one that was saved.
+        overviews: overviews of more heads than the recording keeps (`OverviewRecorder`).
+        batch: row of the batch.
+        host: the address to listen on.
+        port: the port; 0 lets the system choose a free one.
+        allow_remote: whether an address other than the loopback is allowed. The connection is not
+            encrypted: whoever can read it reads the token.
+        lang: language in which the page opens.
+        open_browser: whether to open the link in the default browser.
+
+    Returns:
+        The running server; `server.url` is the link.
+
+    Raises:
+        ArgumentError: the address is not the loopback and `allow_remote` is not set; the port is
+            taken; nothing was recorded; there is no such row of the batch; or starlette or
+            uvicorn is not installed.
+
+    >>> import regard
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> with regard.inspect.view(recording) as server:
+    ...     server.url.startswith("http://127.0.0.1:")
+    True
+    """
+    if host not in LOOPBACK and not allow_remote:
+        raise ArgumentError(
+            f"host is {host!r}, which other machines can reach; the connection is not encrypted. "
+            "Use 127.0.0.1, or allow it with allow_remote=True (--allow-remote)"
+        )
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ArgumentError(
+            "regard view needs starlette and uvicorn; install them with "
+            "`pip install 'regard[view]'`"
+        ) from error
+    from regard.inspect.tile_server.session import ViewSession
+
+    if not isinstance(recording, Recording):
+        recording = load(recording)
+    server = Server(ViewSession(recording, overviews, batch=batch), host, port, lang).start()
+    if open_browser:
+        webbrowser.open(server.url)
+    return server

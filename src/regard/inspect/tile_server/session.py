@@ -1,0 +1,301 @@
+"""The state of a served recording: its heads, a cache of tiles bounded in bytes, and one thread
+that computes coarse levels exactly while no request waits.
+
+Levels 0 to 3 are computed when they are asked for. A coarser tile is answered at once with a
+preview of exact rows, and its parts, tiles of level 5, are computed behind it; a part replaces its
+blocks of the preview as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from regard.errors import ArgumentError
+from regard.inspect.record.recorded_place import Place
+from regard.inspect.record.recording import Recording
+from regard.inspect.report.page_rules import split_by_pool
+from regard.inspect.tile_server.exact_tiles import (
+    BLOCKS,
+    HeadTiles,
+    Peak,
+    TileData,
+    coarser_blocks,
+    merge_peaks,
+)
+from regard.inspect.tile_server.head_overviews import HeadOverview, Overviews, head_overview
+
+EXACT_LEVEL = 3
+"""The coarsest level that is computed exactly before it is answered."""
+PART_LEVEL = 5
+"""The level of the parts of coarser tiles: 8,192 x 8,192 cells take about 0.3 s."""
+CACHE_BYTES = 256 << 20
+OPEN_HEADS = 4
+"""Number of heads whose keys are kept in the dtype of the products."""
+
+
+class ViewSession:
+    """What is served: the places and heads of a recording.
+
+    Args:
+        recording: the recording.
+        overviews: overviews of heads that were made while the model ran.
+        batch: row of the batch.
+        cache_bytes: the largest number of bytes of cached tiles.
+
+    Raises:
+        ArgumentError: nothing was recorded, or there is no such row of the batch.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        overviews: Overviews | None = None,
+        *,
+        batch: int = 0,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        if not recording.places:
+            raise ArgumentError("the recording contains no attention call; record one first")
+        self.recording, self.batch = recording, batch
+        self.places: list[Place] = []
+        self.names: list[str] = []
+        for name, whole in recording.places.items():
+            if not 0 <= batch < whole.B:
+                raise ArgumentError(f"batch is {batch}; {name} has batch rows 0 to {whole.B - 1}")
+            for place in split_by_pool(whole):
+                self.places.append(place)
+                self.names.append(name)
+        self.overviews = overviews or Overviews()
+        self._overviews: dict[tuple[int, int], HeadOverview] = {}
+        self._heads: OrderedDict[tuple[int, int], HeadTiles] = OrderedDict()
+        self._cache: OrderedDict[tuple[Any, ...], TileData | _Mosaic] = OrderedDict()
+        self._cache_bytes, self._used = cache_bytes, 0
+        self._lock = threading.RLock()
+        self._parts: deque[tuple[int, int, int, int, int]] = deque()
+        self._wake, self._idle, self._closed = threading.Event(), threading.Event(), False
+        self._idle.set()
+        self._waiting = 0
+        self._worker: threading.Thread | None = None
+
+    # ---- heads
+    def head(self, place: int, head: int) -> HeadTiles:
+        """Return what computes the tiles of a recorded head.
+
+        Args:
+            place: index of the place.
+            head: query head of the model.
+        """
+        with self._lock:
+            key = (place, head)
+            if key not in self._heads:
+                like = next((x for (p, _), x in self._heads.items() if p == place), None)
+                self._heads[key] = HeadTiles(self.places[place], head, self.batch, like=like)
+            self._heads.move_to_end(key)
+            while len(self._heads) > OPEN_HEADS:
+                self._heads.popitem(last=False)
+            return self._heads[key]
+
+    def overview(self, place: int, head: int) -> HeadOverview:
+        """Return the overview of a head: the one made while the model ran, or one computed now.
+
+        Args:
+            place: index of the place.
+            head: query head of the model.
+        """
+        overview = self.overviews.heads.get((self.names[place], head))
+        if overview is not None:
+            return overview
+        if (place, head) not in self._overviews:
+            self._overviews[place, head] = head_overview(self.head(place, head))
+        return self._overviews[place, head]
+
+    # ---- tiles
+    def tile(self, place: int, head: int, level: int, i: int, j: int) -> TileData | None:
+        """Return a tile: exact up to `EXACT_LEVEL`, and the best that is known above it; None if
+        the mask allows no pair in it.
+
+        Args:
+            place: index of the place.
+            head: query head of the model.
+            level: level of the tile.
+            i: which tile, counted from the first rows.
+            j: which tile, counted from the first columns.
+        """
+        tiles, key = self.head(place, head), (place, head, level, i, j)
+        if tiles.is_empty(tiles.range(level, i, j)):
+            return None
+        with self._lock:
+            known = self._cache.get(key)
+            if known is not None:
+                self._cache.move_to_end(key)
+        if isinstance(known, TileData):
+            return known
+        if level <= EXACT_LEVEL:
+            tile = tiles.tile(level, i, j)
+            self._keep(key, tile)
+            return tile
+        if known is None:
+            known = _Mosaic(tiles, level, i, j)
+            self._keep(key, known)
+        self._fill(known, place, head)
+        return known.tile()
+
+    def _fill(self, mosaic: _Mosaic, place: int, head: int) -> None:
+        """Put known parts into a coarse tile, and ask for the others before anything else."""
+        missing = []
+        for part in mosaic.missing():
+            with self._lock:
+                known = self._cache.get((place, head, mosaic.part_level, *part))
+            if isinstance(known, TileData):
+                mosaic.add(part, known)
+            else:
+                missing.append((place, head, mosaic.part_level, *part))
+        if not missing:
+            return
+        with self._lock:
+            asked = set(missing)
+            self._parts = deque([*missing, *(x for x in self._parts if x not in asked)])
+            if self._worker is None and not self._closed:
+                self._worker = threading.Thread(target=self._work, daemon=True)
+                self._worker.start()
+        self._wake.set()
+
+    def _keep(self, key: tuple[Any, ...], tile: TileData | _Mosaic) -> None:
+        """Store a tile, and drop the oldest ones beyond the bound."""
+        with self._lock:
+            if key in self._cache:
+                self._used -= _bytes(self._cache.pop(key))
+            self._cache[key] = tile
+            self._used += _bytes(tile)
+            while self._used > self._cache_bytes and len(self._cache) > 1:
+                self._used -= _bytes(self._cache.popitem(last=False)[1])
+
+    # ---- work behind the answers
+    def __enter__(self) -> Self:
+        """Mark the begin of a request: the thread behind waits until it is answered."""
+        with self._lock:
+            self._waiting += 1
+            self._idle.clear()
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        with self._lock:
+            self._waiting -= 1
+            if self._waiting == 0:
+                self._idle.set()
+
+    def _work(self) -> None:
+        """Compute parts, one after another, while no request waits."""
+        torch.set_num_threads(1)
+        while not self._closed:
+            with self._lock:
+                part = self._parts.popleft() if self._parts else None
+            if part is None:
+                self._wake.clear()
+                self._wake.wait()
+                continue
+            place, head, level, i, j = part
+            with self._lock:
+                if isinstance(self._cache.get(part), TileData):
+                    continue
+            tiles = self.head(place, head)
+            tile = tiles.tile(level, i, j, pause=self._idle.wait)
+            self._keep(part, tile)
+            for key, mosaic in self._mosaics(place, head):
+                if mosaic.part_level == level and (i, j) in mosaic.missing():
+                    mosaic.add((i, j), tile)
+                    if mosaic.complete:
+                        self._keep(key, mosaic.tile())
+
+    def _mosaics(self, place: int, head: int) -> list[tuple[tuple[Any, ...], _Mosaic]]:
+        with self._lock:
+            return [
+                (key, x)
+                for key, x in self._cache.items()
+                if isinstance(x, _Mosaic) and key[:2] == (place, head)
+            ]
+
+    @property
+    def pending(self) -> int:
+        """Return the number of parts that are still to be computed."""
+        return len(self._parts)
+
+    def close(self) -> None:
+        """End the thread that computes coarse levels."""
+        self._closed = True
+        self._parts.clear()
+        self._idle.set()
+        self._wake.set()
+        if self._worker is not None:
+            self._worker.join(10)
+
+
+class _Mosaic:
+    """A coarse tile: a preview of sampled rows, in which exact parts replace their blocks."""
+
+    def __init__(self, tiles: HeadTiles, level: int, i: int, j: int) -> None:
+        self._tiles, self.level, self.i, self.j = tiles, level, i, j
+        self.part_level = min(PART_LEVEL, level)
+        self._data = tiles.preview(level, i, j)
+        self._mass, self._max = self._data.mass.clone(), self._data.max.clone()
+        shape = self._mass.shape
+        self._visible = (
+            torch.ones(shape) if self._data.visible is None else self._data.visible.clone()
+        )
+        self._peaks: list[Peak] = []
+        n = 1 << (level - self.part_level)
+        rows = range(i * n, min((i + 1) * n, -(-tiles.T // (BLOCKS << self.part_level))))
+        columns = range(j * n, min((j + 1) * n, -(-tiles.N // (BLOCKS << self.part_level))))
+        parts = [(a, b) for a in rows for b in columns]
+        self._missing = {
+            part: None for part in parts if not tiles.is_empty(tiles.range(self.part_level, *part))
+        }
+        self._of = max(1, len(self._missing))
+
+    def missing(self) -> list[tuple[int, int]]:
+        """Return the parts that are not exact yet, in order."""
+        return list(self._missing)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether every part is exact."""
+        return not self._missing
+
+    def add(self, part: tuple[int, int], tile: TileData) -> None:
+        """Replace the blocks of a part."""
+        depth = self.level - self.part_level
+        mass, most, visible = coarser_blocks(self._tiles, tile, self.part_level, part, depth)
+        side = BLOCKS >> depth
+        a, b = part[0] * side - self.i * BLOCKS, part[1] * side - self.j * BLOCKS
+        to = slice(a, a + mass.shape[0]), slice(b, b + mass.shape[1])
+        self._mass[to], self._max[to], self._visible[to] = mass, most, visible
+        self._peaks = merge_peaks([*self._peaks, *tile.peaks])
+        self._missing.pop(part, None)
+
+    def tile(self) -> TileData:
+        """Return the tile as far as it is known."""
+        share = 1 - len(self._missing) / self._of
+        whole = bool((self._visible == 1).all())
+        where, size = self._tiles.range(self.level, self.i, self.j), 1 << self.level
+        return TileData(
+            self._mass.clone(),
+            self._max.clone(),
+            None if whole else self._visible.clone(),
+            self._tiles.keys_of(where, size),
+            tuple(self._peaks),
+            share,
+            0 if self.complete else 1,
+        )
+
+
+def _bytes(x: TileData | _Mosaic) -> int:
+    """Return about how many bytes a cached tile takes."""
+    if isinstance(x, _Mosaic):
+        return 6 * 4 * BLOCKS * BLOCKS
+    tensors: list[Tensor | None] = [x.mass, x.max, x.visible, x.keys]
+    return sum(t.nbytes for t in tensors if t is not None)

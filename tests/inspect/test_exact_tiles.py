@@ -1,0 +1,298 @@
+"""Tiles of a pattern against the pattern itself, pooled in loops in fp64: every level, ragged
+edges, twelve masks, shared keys, sinks, softcap, biases, decoded tokens.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import biases, masks
+from regard.inspect import Recorder, Recording
+from regard.inspect.record.tiles import pooled
+from regard.inspect.report.page_rules import split_by_pool
+from regard.inspect.tile_server import exact_tiles
+from regard.inspect.tile_server.exact_tiles import HeadTiles, TileData
+from regard.inspect.tile_server.head_overviews import METRICS, OverviewRecorder, head_overview
+from regard.inspect.tile_server.session import ViewSession
+from regard.inspect.tile_server.single_cells import (
+    column_weights,
+    describe_cell,
+    describe_column,
+    describe_row,
+    row_weights,
+)
+from regard.inspect.tile_server.wire_format import HEADER, encode_tile, encode_weights
+
+LENGTH = 700  # three tiles of level 0, the last one ragged
+SPARSE = (torch.arange(LENGTH)[:, None] * 7 + torch.arange(LENGTH) * 3) % 5 < 2
+SPARSE[:, 0] = True
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"mask": masks.Causal()},
+    "everything": {},
+    "window": {"mask": masks.Causal() & masks.Window(100)},
+    "two-sided window": {"mask": masks.Window(33)},
+    "prefix": {"mask": masks.Causal() | masks.Prefix(200)},
+    "sinks and window": {"mask": masks.Causal() & (masks.Window(64) | masks.Sinks(4))},
+    "chunks": {"mask": masks.Causal() & masks.Chunk(150)},
+    "documents": {"mask": masks.Causal() & masks.Document((300, 400))},
+    "dilated": {"mask": masks.Causal() & masks.Dilated(2, 90)},
+    "dense": {"mask": masks.Causal() & masks.Dense(SPARSE)},
+    "heads": {"mask": masks.Heads((masks.Causal(), masks.Causal() & masks.Window(50)) * 2)},
+    "rows without keys": {"mask": ~masks.Window(20) & masks.Causal()},
+    "softcap and sink": {"mask": masks.Causal(), "softcap": 3.0, "sink": torch.randn(4)},
+    "alibi": {"mask": masks.Causal(), "bias": biases.ALiBi(4)},
+}
+
+
+def recorded(name: str, length: int = LENGTH, scale: float = 1.5) -> Recording:
+    draw = torch.Generator().manual_seed(len(name))
+    q, k, v = (torch.randn(1, heads, length, 16, generator=draw) for heads in (4, 2, 2))
+    with torch.inference_mode(), Recorder() as recorder:
+        regard.attend(scale * q, k, v, **CASES[name])
+    return recorder.recording()
+
+
+def defined(weights: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Mass and maximum of blocks in fp64, by numpy; -1 where nothing is visible."""
+    rows, columns = (np.arange(0, n, size) for n in weights.shape)
+
+    def reduced(operation: np.ufunc, x: Tensor) -> np.ndarray:
+        return operation.reduceat(operation.reduceat(x.numpy(), rows, 0), columns, 1)
+
+    seeing = np.add.reduceat(visible.any(1).numpy().astype(np.float64), rows)
+    mass = reduced(np.add, weights) / np.maximum(seeing, 1)[:, None]
+    some = reduced(np.logical_or, visible)
+    most = reduced(np.maximum, weights)
+    return tuple(torch.from_numpy(np.where(some, x, -1.0)) for x in (mass, most))
+
+
+def assert_close(found: Tensor, expected: Tensor, scores: float) -> None:
+    """Equal up to fp32 products: relative to each weight, times the size of the scores."""
+    allowed = 2**-21 * (1 + scores) * expected.abs() + 1e-9
+    assert found.shape == expected.shape
+    assert bool(((found.double() - expected).abs() <= allowed).all())
+
+
+@pytest.mark.full(keep=5)
+@pytest.mark.parametrize("name", CASES)
+def test_every_tile_equals_the_pooled_pattern(name: str) -> None:
+    recording = recorded(name)
+    for head in (0, 3):
+        weights = recording.weights(0, head)
+        scores = recording.scores(0, head)
+        visible = ~scores.isneginf()
+        largest = float(scores.masked_fill(~visible, 0).abs().max())
+        tiles = HeadTiles(recording[0], head)
+        assert tiles.top_level == 2
+        assert torch.equal(tiles.keys_seen, visible.sum(1).double())
+        for level in range(3):
+            size = 1 << level
+            mass, most = defined(weights, visible, size)
+            n = -(-LENGTH // (256 << level))
+            for i in range(n):
+                for j in range(n):
+                    cells = slice(256 * i, 256 * (i + 1)), slice(256 * j, 256 * (j + 1))
+                    tile, where = tiles.tile(level, i, j), tiles.range(level, i, j)
+                    assert_close(tile.mass, mass[cells], largest)
+                    assert_close(tile.max, most[cells], largest)
+                    part = visible[where.r0 : where.r1, where.c0 : where.c1]
+                    assert (tile.visible is None) == bool(part.all())
+                    if tiles.is_empty(where):
+                        assert not bool(part.any())
+                    for peak in tile.peaks:
+                        weight = float(weights[peak.row, peak.column])
+                        assert peak.weight == pytest.approx(weight, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["causal", "softcap and sink", "dense"])
+def test_coarse_tiles_become_exact_and_rows_sum_to_one(name: str) -> None:
+    recording = recorded(name)
+    session = ViewSession(recording)
+    tiles = session.head(0, 2)
+    fine = tiles.tile(0, 1, 0)
+    for depth in (1, 2):
+        mass, most, _ = exact_tiles.coarser_blocks(tiles, fine, 0, (1, 0), depth)
+        expected = defined(
+            recording.weights(0, 2, slice(256, 512), slice(0, 256)),
+            ~recording.scores(0, 2, slice(256, 512), slice(0, 256)).isneginf(),
+            1 << depth,
+        )
+        assert_close(mass, expected[0], 30.0)
+        assert_close(most, expected[1], 30.0)
+    whole = session.tile(0, 2, 2, 0, 0)
+    assert whole is not None
+    assert whole.computed == 1
+    sums = whole.mass.clamp(min=0).sum(1)
+    step = recording[0].steps[0]
+    sink = 0 if step.sink is None else torch.exp(step.sink[2] - step.denominator[0, 2])
+    expected_sums = recording.weights(0, 2).sum(1)
+    blocks = torch.stack([expected_sums[a : a + 4].mean() for a in range(0, LENGTH, 4)])
+    assert float((sums.double() - blocks).abs().max()) < 1e-5
+    assert float((expected_sums + sink - 1).abs().max()) < 1e-5
+    session.close()
+
+
+def test_a_coarse_tile_is_a_labelled_preview_until_its_parts_are_exact() -> None:
+    """At 9,000 tokens the top level is 6: parts of level 5 arrive one after another."""
+    length = 9_000
+    draw = torch.Generator().manual_seed(0)
+    q, k = (0.5 * torch.randn(1, 1, length, 4, generator=draw) for _ in range(2))
+    q[..., 0] = k[..., 0] = 0
+    q[0, 0, 7_345, 0] = k[0, 0, 2_321, 0] = 12.0  # the needle; no sampled row sees it
+    with torch.inference_mode(), Recorder(keep=()) as recorder:
+        regard.attend(q, k, k, mask=masks.Causal())
+    session = ViewSession(recorder.recording())
+    tiles = session.head(0, 0)
+    level = tiles.top_level
+    with session:  # while a request is answered, the thread behind waits
+        first = session.tile(0, 0, level, 0, 0)
+        assert first is not None
+        assert first.computed == 0
+        assert first.sampled == 1
+        assert float(first.max[7_345 >> level, 2_321 >> level]) < 0.5
+    shares = [0.0]
+    for _ in range(3000):
+        found = session.tile(0, 0, level, 0, 0)
+        assert found is not None
+        assert found.computed >= shares[-1]
+        shares.append(found.computed)
+        if found.computed == 1:
+            break
+        time.sleep(0.02)
+    assert shares[-1] == 1
+    assert float(found.max[7_345 >> level, 2_321 >> level]) > 0.9
+    assert (found.peaks[0].row, found.peaks[0].column) == (7_345, 2_321)
+    direct = tiles.tile(level, 0, 0)
+    assert float((found.max - direct.max).abs().max()) < 1e-6
+    assert float((found.mass - direct.mass).abs().max()) < 1e-6
+    assert session.pending == 0
+    session.close()
+
+
+def test_a_preview_has_exact_rows() -> None:
+    recording = recorded("causal")
+    tiles = HeadTiles(recording[0], 1)
+    preview = tiles.preview(2, 0, 0, rows=1)
+    weights = recording.weights(0, 1)
+    for block in (0, 50, 174):
+        row = min(4 * block + 2, LENGTH - 1)
+        sums = [float(weights[row, c : c + 4].sum()) for c in range(0, LENGTH, 4)]
+        found = preview.mass[block].clamp(min=0).tolist()
+        assert found == pytest.approx(sums, rel=1e-4, abs=1e-9)
+    assert preview.sampled == 1
+    assert preview.computed == 0
+
+
+def test_tiles_of_decoded_tokens_and_of_caches() -> None:
+    """A place of several steps: the prompt, and one row for each generated token."""
+    model = regard.load("tiny")
+    recording = regard.inspect.record(model, "to be or not to be that is", tokens=4)
+    place = split_by_pool(recording[1])[0]
+    tile = HeadTiles(place, 5).tile(0, 0, 0)
+    expected = recording.weights(1, 5)
+    visible = ~recording.scores(1, 5).isneginf()
+    assert torch.equal(tile.max >= 0, visible)
+    assert float((tile.max.clamp(min=0).double() - expected).abs().max()) < 1e-6
+
+
+def test_rows_columns_and_cells_are_those_of_the_recording() -> None:
+    recording = recorded("softcap and sink")
+    tiles = HeadTiles(recording[0], 3)
+    weights = recording.weights(0, 3)
+    row = describe_row(tiles, 400)
+    best = weights[400].topk(20)
+    assert [x["j"] for x in row["top"]] == best.indices.tolist()
+    assert [x["weight"] for x in row["top"]] == pytest.approx(best.values.tolist(), rel=1e-9)
+    assert row["seen"] == 401
+    assert row["others"] == 381
+    assert row["sum"] + row["sink"] == pytest.approx(1, abs=1e-5)
+    assert row["rest"] == pytest.approx(float(weights[400].sum() - best.values.sum()), abs=1e-6)
+    assert row["cumulative"][0][1] == pytest.approx(float(best.values[0]), rel=1e-5)
+    assert sum(row["distance"]) == pytest.approx(row["sum"], rel=1e-6)
+    column = describe_column(tiles, 100)
+    readers = weights[:, 100].topk(20)
+    assert [x["i"] for x in column["top"]] == readers.indices.tolist()
+    assert column["seen"] == LENGTH - 100
+    assert column["sum"] == pytest.approx(float(weights[:, 100].sum()), rel=1e-5)
+    cell = describe_cell(tiles, 400, 100)
+    assert cell["weight"] == float(weights[400, 100])
+    assert cell["score"] == float(recording.scores(0, 3)[400, 100])
+    assert sum(cell["products"]) == pytest.approx(cell["dot"])
+    assert cell["reasons"] == []
+    assert describe_cell(tiles, 100, 400)["reasons"] == [{"why": "future", "mask": "causal"}]
+    assert torch.equal(row_weights(tiles, 100) >= 0, torch.arange(LENGTH) <= 100)
+    assert torch.equal(column_weights(tiles, 100) >= 0, torch.arange(LENGTH) >= 100)
+
+
+def decode(data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """The planes of a tile, read back as the page reads them."""
+    magic, kind, _, rows, columns, peaks, _, _, _, mass_factor, max_factor, _ = HEADER.unpack(
+        data[:32]
+    )
+    assert (magic, kind) == (b"RGT1", 1)
+    at = 32 + 16 * peaks + 4 * rows
+    n = rows * columns
+    planes = [
+        np.frombuffer(data, "<f2", n, at + 2 * n * x).astype(np.float64).reshape(rows, columns)
+        for x in range(2)
+    ]
+    return planes[0] / mass_factor, planes[1] / max_factor
+
+
+def test_bytes_keep_small_weights() -> None:
+    """At 131,072 keys a uniform weight is 7.6e-6: fp16 alone would keep 7 bits of it."""
+    small = torch.full((2, 3), 7.6e-6)
+    small[0, 0] = -1
+    tile = TileData(small, 2 * small.clamp(min=-0.5), None, torch.ones(2), ())
+    mass, most = decode(encode_tile(tile, 0))
+    assert mass[0, 0] < 0
+    assert most[0, 0] < 0
+    assert np.abs(mass[1] / 7.6e-6 - 1).max() < 2**-11
+    data = encode_weights(torch.tensor([-1.0, 0.25, 1e-5]))
+    factor = struct.unpack_from("<f", data, 20)[0]
+    halves = np.frombuffer(data, "<f2", 3, 32).astype(np.float64)
+    assert halves[0] < 0
+    assert halves[1] / factor == 0.25
+
+
+def test_overviews_of_all_heads_are_made_while_the_model_runs() -> None:
+    model = regard.load("tiny")
+    counts: list[int] = []
+    with OverviewRecorder(counts.append) as reducer:
+        recording = regard.inspect.record(model, "to be or not to be", heads=[2], keep=())
+    overviews = reducer.overviews
+    assert counts == list(range(1, 33))
+    assert len(overviews) == 32
+    assert len(recording[0].heads) == 1, "the heads that are not opened are not kept"
+    made = overviews.heads["layers.1", 2]
+    later = head_overview(HeadTiles(recording[1], 2))
+    assert torch.equal(made.max, later.max)
+    assert made.metrics == later.metrics
+    weights = recording.weights(1, 2)
+    assert float((made.max.clamp(min=0).double() - weights).abs().max()) < 1e-6
+    values = dict(zip(METRICS, made.metrics, strict=True))
+    measured = regard.inspect.measure(recording[1]).values
+    assert values["largest"] == pytest.approx(float(weights.amax(1).mean()), rel=1e-5)
+    assert values["local"] == pytest.approx(float(weights.sum(1).mean()), rel=1e-5)
+    assert values["distance"] == pytest.approx(float(measured["distance"][0]), rel=1e-5)
+    previous = weights.diagonal(-1).sum() / len(weights)  # the first row has none
+    assert values["previous_token"] == pytest.approx(float(previous), rel=1e-5)
+
+
+def test_the_comparison_would_find_a_wrong_tile() -> None:
+    recording = recorded("causal")
+    weights, visible = recording.weights(0, 0), ~recording.scores(0, 0).isneginf()
+    mass, _ = defined(weights, visible, 2)
+    shifted = HeadTiles(recording[0], 1).tile(1, 0, 0)  # another head
+    with pytest.raises(AssertionError):
+        assert_close(shifted.mass, mass[:256, :256], 30.0)
+    blocks = pooled(recording[0], 2, heads=slice(0, 1)).mass[0]
+    assert torch.allclose(blocks, mass.clamp(min=0), atol=1e-9)

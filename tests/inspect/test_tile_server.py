@@ -1,0 +1,319 @@
+"""The server of `regard view` against strangers: hosts, origins, tokens, methods, paths, floods;
+and what it answers to the reader.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import regard
+from regard.errors import ArgumentError
+from regard.inspect import Recording
+from regard.view.tile_page import catalogue, content_policy, tile_page
+
+starlette = pytest.importorskip("starlette")
+pytest.importorskip("httpx2")
+pytest.importorskip("uvicorn")
+
+from starlette.testclient import TestClient  # noqa: E402
+
+from regard.inspect.tile_server.app import Policy, application  # noqa: E402
+from regard.inspect.tile_server.session import ViewSession  # noqa: E402
+from regard.inspect.tile_server.wire_format import HEADER  # noqa: E402
+
+TOKEN = "t" * 43
+HOST = "127.0.0.1:8123"
+READER = {"Authorization": f"Bearer {TOKEN}", "Host": HOST}
+TEXT = "to be or not to be"
+
+
+@pytest.fixture(scope="module")
+def recording() -> Recording:
+    return regard.inspect.record(regard.load("tiny"), TEXT)
+
+
+@pytest.fixture(scope="module")
+def client(recording: Recording) -> Iterator[TestClient]:
+    page = tile_page()
+    policy = Policy(TOKEN, frozenset({HOST, "localhost:8123"}), content_policy(page))
+    session = ViewSession(recording)
+    app, endpoints = application(session, page, policy)
+    with TestClient(app, base_url=f"http://{HOST}", raise_server_exceptions=False) as running:
+        yield running
+    endpoints.close()
+    session.close()
+
+
+STRANGERS: dict[str, dict[str, str]] = {
+    "another host (DNS rebinding)": READER | {"Host": "evil.example:8123"},
+    "another port": READER | {"Host": "127.0.0.1:80"},
+    "no port": READER | {"Host": "127.0.0.1"},
+    "empty host": READER | {"Host": ""},
+    "another origin": READER | {"Origin": "http://evil.example"},
+    "an encrypted origin": READER | {"Origin": f"https://{HOST}"},
+    "null origin": READER | {"Origin": "null"},
+    "another site": READER | {"Sec-Fetch-Site": "cross-site"},
+    "a site beside": READER | {"Sec-Fetch-Site": "same-site"},
+    "no token": {"Host": HOST},
+    "a wrong token": {"Host": HOST, "Authorization": "Bearer wrong"},
+    "half a token": {"Host": HOST, "Authorization": f"Bearer {TOKEN[:-1]}"},
+    "an empty token": {"Host": HOST, "Authorization": "Bearer "},
+    "another scheme": {"Host": HOST, "Authorization": f"Basic {TOKEN}"},
+    "the token in a cookie": {"Host": HOST, "Cookie": f"token={TOKEN}"},
+}
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+def test_a_stranger_is_refused(client: TestClient, who: str) -> None:
+    answer = client.get("/meta", headers=STRANGERS[who])
+    assert answer.status_code == 403
+    assert set(answer.json()) == {"error"}
+    assert "access-control-allow-origin" not in answer.headers
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_the_reader_is_answered(client: TestClient) -> None:
+    allowed = (
+        {},
+        {"Origin": f"http://{HOST}"},
+        {"Sec-Fetch-Site": "same-origin"},
+        {"Host": "localhost:8123"},
+    )
+    for more in allowed:
+        assert client.get("/meta", headers=READER | more).status_code == 200
+    token_in_query = client.get(f"/meta?token={TOKEN}", headers={"Host": HOST})
+    assert token_in_query.status_code == 403, "an address is written to logs; a header is not"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
+def test_only_get_is_answered(client: TestClient, method: str) -> None:
+    assert client.request(method, "/meta", headers=READER).status_code == 405
+
+
+def test_every_answer_has_the_headers(client: TestClient) -> None:
+    for path in ("/", "/meta", "/nowhere", "/tile/0/0/0/0/0"):
+        headers = client.get(path, headers=READER).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert headers["cache-control"] == "no-store"
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+
+
+def test_the_page_itself_contains_no_data(client: TestClient) -> None:
+    page = client.get("/", headers={"Host": HOST})
+    assert page.status_code == 200
+    assert TOKEN not in page.text
+    assert "·be" not in page.text
+    policy = page.headers["content-security-policy"]
+    assert "unsafe" not in policy
+    assert re.findall(r"script-src [^;]+", policy)[0].count("'sha256-") == 1
+    assert set(re.findall(r"https?://[^\s\"'`]*", page.text)) == {"http://www.w3.org/2000/svg"}
+    assert client.get("/", headers={"Host": "evil.example"}).status_code == 403
+
+
+PATHS = (
+    "/../etc/passwd",
+    "/%2e%2e/%2e%2e/etc/passwd",
+    "/static/..%2f..%2fetc%2fpasswd",
+    "//etc/passwd",
+    "/tile/0/0/0/0/..%2f..%2fx",
+    "/tile/0/0/0/0/%00",
+    "/tile/-1/0/0/0/0",
+    "/tile/0/0/0/0",
+    "/tile/99/0/0/0/0",
+    "/tile/0/99/0/0/0",
+    "/tile/0/0/9/0/0",
+    "/tile/0/0/0/1/0",
+    "/tile/0/0/0/0/99999999999999999999",
+    "/row/0/0/6",
+    "/column/0/0/6",
+    "/cell/0/0/6/0",
+    "/cell/0/0/0/1e9",
+    "/heads/32",
+    "/audit/4",
+    "/favicon.ico",
+    "/docs",
+    "/openapi.json",
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_that_is_none_finds_nothing(client: TestClient, path: str) -> None:
+    answer = client.get(path, headers=READER)
+    assert answer.status_code == 404
+    assert "root:" not in answer.text
+
+
+def test_an_address_has_a_limit(client: TestClient) -> None:
+    assert client.get("/" + "x" * 300, headers=READER).status_code == 414
+    assert client.get("/search?q=" + "x" * 201, headers=READER).status_code == 400
+    assert client.get("/search?q=" + "x" * 900, headers=READER).status_code == 414
+    assert client.get("/search?q=", headers=READER).status_code == 400
+
+
+def test_answers_are_the_recordings(client: TestClient, recording: Recording) -> None:
+    meta = client.get("/meta", headers=READER).json()
+    assert [place["name"] for place in meta["places"]] == list(recording.places)
+    assert meta["texts"][0] == list(recording.pieces)
+    tile = client.get("/tile/1/2/0/0/0", headers=READER).content
+    assert HEADER.unpack(tile[:32])[:5] == (b"RGT1", 1, 0, 6, 6)
+    cell = client.get("/cell/1/2/5/3", headers=READER).json()
+    assert cell["weight"] == recording.weights(1, 2)[5, 3]
+    row = client.get("/row/1/2/5", headers=READER).json()
+    assert row["seen"] == 6
+    assert client.get("/column/1/2/0", headers=READER).json()["seen"] == 6
+    assert len(client.get("/row-weights/1/2/5", headers=READER).content) == 32 + 12
+    assert len(client.get("/column-weights/1/2/5", headers=READER).content) == 32 + 12
+    assert HEADER.unpack(client.get("/preview/1/2/0/0/0", headers=READER).content[:32])[7] == 1
+    heads = client.get("/heads/0", headers=READER).content
+    assert int.from_bytes(heads[:4], "little") == 32
+    hits = client.get("/search?q=to%20be", headers=READER).json()
+    whole = "".join(recording.pieces).lower()
+    assert hits["complete"]
+    assert len(client.get("/search?q=t", headers=READER).json()["hits"]) >= whole.count("t") // 2
+    audit = client.get("/audit/1", headers=READER).json()
+    assert audit["sound"]
+
+
+def test_a_flood_is_refused(recording: Recording) -> None:
+    """Of 40 requests at once, while both threads are busy, 8 wait and the others get 429."""
+    page = tile_page()
+    policy = Policy(TOKEN, frozenset({HOST}), content_policy(page))
+    session = ViewSession(recording)
+    app, endpoints = application(session, page, policy, max_queue=8)
+    hold = threading.Event()
+    original = session.tile
+
+    def slow(*where: Any) -> Any:
+        hold.wait(20)
+        return original(*where)
+
+    session.tile = slow  # type: ignore[method-assign]
+    codes: list[int] = []
+    with TestClient(app, base_url=f"http://{HOST}") as flooded:
+
+        def ask() -> None:
+            codes.append(flooded.get("/tile/0/0/0/0/0", headers=READER).status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(40)]
+        for thread in threads:
+            thread.start()
+        for _ in range(2000):
+            if len(codes) >= 32:
+                break
+            threading.Event().wait(0.01)
+        refused = list(codes)
+        hold.set()
+        for thread in threads:
+            thread.join(30)
+        assert refused == [429] * 32
+        assert sorted(codes) == [200] * 8 + [429] * 32
+        assert flooded.get("/tile/0/0/0/0/0", headers=READER).status_code == 200
+    endpoints.close()
+    session.close()
+
+
+def test_a_failure_does_not_tell_its_details(recording: Recording) -> None:
+    page = tile_page()
+    policy = Policy(TOKEN, frozenset({HOST}), content_policy(page))
+    session = ViewSession(recording)
+    app, endpoints = application(session, page, policy)
+
+    def fail(*where: Any) -> Any:
+        raise ValueError("a secret")
+
+    session.tile = fail  # type: ignore[method-assign]
+    with TestClient(app, base_url=f"http://{HOST}", raise_server_exceptions=False) as client:
+        answer = client.get("/tile/0/0/0/0/0", headers=READER)
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    endpoints.close()
+    session.close()
+
+
+def status(url: str, token: str | None = None) -> int:
+    """The status of the answer of a running server."""
+    request = urllib.request.Request(url)
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_the_link_of_a_running_server(recording: Recording) -> None:
+    with regard.inspect.view(recording) as server:
+        found = re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=([\w-]{43})", server.url)
+        assert found is not None, "256 bits, in the fragment"
+        assert status(f"{server.origin}/meta") == 403
+        assert status(f"{server.origin}/meta", found[1]) == 200
+        second = regard.inspect.view(recording)
+        assert second.token != server.token
+        second.close()
+        with pytest.raises(ArgumentError, match=r"cannot listen on 127\.0\.0\.1 port"):
+            regard.inspect.view(recording, port=int(server.origin.rpartition(":")[2]))
+    with pytest.raises(urllib.error.URLError):
+        status(f"{server.origin}/meta")
+
+
+def test_other_machines_are_not_let_in_unasked(recording: Recording) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"host is '0\.0\.0\.0', which other machines can reach"
+    ):
+        regard.inspect.view(recording, host="0.0.0.0")
+
+
+def test_what_cannot_be_served(recording: Recording) -> None:
+    with pytest.raises(ArgumentError, match="contains no attention call"):
+        regard.inspect.view(replace(recording, places={}))
+    with pytest.raises(ArgumentError, match=r"batch is 1; layers\.0 has batch rows 0 to 0"):
+        regard.inspect.view(recording, batch=1)
+
+
+def test_hostile_tokens_travel_as_escaped_json(recording: Recording) -> None:
+    hostile = ("</script><script>x", "\u202etfel", "nul\x00", "\u200b", "<img onerror=x>", "a\nb")
+    session = ViewSession(replace(recording, pieces=hostile))
+    page = tile_page()
+    app, endpoints = application(
+        session, page, Policy(TOKEN, frozenset({HOST}), content_policy(page))
+    )
+    with TestClient(app, base_url=f"http://{HOST}") as client:
+        answer = client.get("/meta", headers=READER)
+    assert answer.headers["content-type"] == "application/json"
+    texts = json.loads(answer.content)["texts"][0]
+    assert texts[0] == hostile[0], "markup is data here; the page inserts it as text"
+    assert texts[1] == "‹202E›tfel"
+    assert "\x00" not in texts[2]
+    endpoints.close()
+    session.close()
+
+
+def test_the_pages_sentences_exist_in_both_languages() -> None:
+    en, zh = catalogue("en"), catalogue("zh")
+    assert sorted(en) == sorted(zh)
+    placeholders = re.compile(r"\{(\w+)\}")
+    for key, sentence in en.items():
+        assert sorted(placeholders.findall(sentence)) == sorted(placeholders.findall(zh[key]))
+    page = tile_page()
+    script = page[page.index("<script>") :]
+    named = set(re.findall(r'"(live\.[a-z_]+)"', script))
+    assert named <= set(en)
+    beginnings = tuple(re.findall(r"`(live\.[a-z_]*)\$\{", script))
+    unused = [
+        key
+        for key in en
+        if key.startswith("live.") and key not in named and not key.startswith(beginnings)
+    ]
+    assert [key for key in unused if not key.endswith("_title")] == []

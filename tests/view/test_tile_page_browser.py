@@ -1,0 +1,174 @@
+"""The page of `regard view` in a browser: what is drawn is what the server computed; hostile tokens
+are text; no request leaves the host; keys, search, languages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+import regard
+from regard import masks
+from regard.inspect import Recorder, Recording
+from tests.view.browser import CHROMIUM, WHY_NOT, Tab, chromium
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT), pytest.mark.full]
+
+LENGTH = 1500
+NEEDLE = (1201, 333)
+SEEDS = (
+    "</script><script>window.hit=1</script>",
+    "<img src=x onerror='window.hit=2'>",
+    "\"'`${window.hit=3}`",
+    "\u202etfel ot thgir",
+    "zero\u200bwidth",
+    "nul\x00byte",
+    "--><svg onload=window.hit=4>",
+    "</style>",
+    "{n}",
+    "javascript:window.hit=5",
+    "שלום",
+    "\u2028line",
+    "&lt;b&amp;",
+    "%3Cscript%3E",
+    "__proto__",
+)
+HOSTILE = tuple(f"{seed}{end}" for seed in SEEDS for end in ("", " ", "\n", "\ufeff"))
+"""60 tokens."""
+
+
+def made() -> Recording:
+    draw = torch.Generator().manual_seed(0)
+    q, k = (0.5 * torch.randn(1, 1, LENGTH, 8, generator=draw) for _ in range(2))
+    q[..., 0] = k[..., 0] = 0
+    q[0, 0, NEEDLE[0], 0] = k[0, 0, NEEDLE[1], 0] = 6.0
+    with torch.inference_mode(), Recorder(keep=()) as recorder:
+        regard.attend(q, k, k, mask=masks.Causal())
+    pieces = tuple(f" w{n}" for n in range(LENGTH))
+    return replace(recorder.recording(), pieces=pieces, ids=torch.arange(LENGTH)[None])
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with chromium() as browser:
+        yield browser.tab(1280, 860)
+
+
+def open_page(tab: Tab, recording: Recording) -> regard.inspect.tile_server.serve.Server:
+    server = regard.inspect.view(recording)
+    tab.errors.clear()
+    tab.requests.clear()
+    tab.open(server.url)
+    tab.wait('document.documentElement.dataset.ready === "yes"')
+    tab.wait('document.documentElement.dataset.known === "true"')
+    return server
+
+
+def test_a_needle_is_found_from_the_whole_map(tab: Tab) -> None:
+    recording = made()
+    server = open_page(tab, recording)
+    with server:
+        assert "token" not in tab.js("location.href"), "the token leaves the address"
+        tab.wait('document.querySelector("#peaks button") !== null')
+        tab.click("#peaks button")  # the most concentrated weight is the needle: one click
+        tab.wait("document.documentElement.dataset.level === '0'")
+        assert (tab.js("R.state.i"), tab.js("R.state.j")) == NEEDLE
+        path = f"/cell/0/0/{NEEDLE[0]}/{NEEDLE[1]}"
+        tab.wait(f'document.getElementById("inspector").dataset.shows === "{path}"')
+        weight = recording.weights(0, 0)[NEEDLE].item()
+        shown = float(tab.js('document.getElementById("cell-weight").textContent'))
+        assert shown == pytest.approx(weight, rel=1e-9)
+        # the numbers from which a tile is drawn are the recording's
+        found = tab.js(f"R.map.value({NEEDLE[0]}, {NEEDLE[1] - 3}).max")
+        assert found == pytest.approx(recording.weights(0, 0)[1201, 330].item(), rel=2**-9)
+        # and so is the colour of a cell on the canvas
+        drawn = tab.js(f"""(() => {{
+            const tile = source.get("0/0/0/{NEEDLE[0] // 256}/{NEEDLE[1] // 256}");
+            const data = tile.picture.getContext("2d")
+                .getImageData({NEEDLE[1] % 256}, {NEEDLE[0] % 256}, 1, 1).data;
+            const u = R.SCALES.log.at({weight});
+            const wanted = new Uint8Array(new Uint32Array(
+                [R.lut("weights")[Math.round(255 * Math.min(1, u))]]).buffer);
+            return [[...data], [...wanted]];
+        }})()""")
+        assert drawn[0] == drawn[1]
+        assert tab.errors == []
+        assert all(address.startswith((server.origin, "data:")) for address in tab.requests)
+
+
+def test_keys_search_and_languages(tab: Tab) -> None:
+    server = open_page(tab, made())
+    with server:
+        tab.js('document.getElementById("map").focus()')
+        before = tab.js("R.state.i")
+        tab.key("ArrowUp")
+        assert tab.js("R.state.i") == before - 1
+        assert "w1498" in tab.js('document.getElementById("live").textContent')
+        tab.key("m")
+        assert tab.js("R.state.stat") == "mass"
+        tab.key("/")
+        assert tab.js("document.activeElement.id") == "search"
+        tab.type("w77")
+        tab.wait("R.hits.length > 0")
+        assert tab.js("R.hits") == [77, *range(770, 780)]
+        tab.key("Enter")
+        assert tab.js("R.state.j") == 77
+        tab.js(
+            '(() => { const x = document.getElementById("search"); x.value = "/w7{2}$|w123/";'
+            ' x.dispatchEvent(new Event("input")); })()'
+        )
+        assert tab.js("R.hits")[:2] == [123, 1230]
+        tab.js('document.getElementById("search").blur()')
+        tab.key("?")
+        assert tab.js('document.getElementById("help").open')
+        tab.key("Escape")
+        tab.js('R.set({ lang: "zh", theme: "dark" })')
+        tab.wait('document.documentElement.lang === "zh-Hans"')
+        assert tab.js('document.querySelector("#tab-row").textContent') == "行"
+        assert tab.js("document.documentElement.dataset.theme") == "dark"
+        tab.resize(390, 844)
+        tab.wait("document.getElementById('map').clientWidth < 390")
+        assert tab.js("document.documentElement.scrollWidth") <= 390
+        tab.resize(1280, 860)
+        tab.js('R.set({ view: "heads", lang: "en" })')
+        tab.wait('document.querySelector("#atlas")?.dataset.drawn === "1"')
+        assert tab.js("R.missing.size") == 0
+        assert tab.errors == []
+
+
+def test_sixty_hostile_tokens_are_text(tab: Tab) -> None:
+    assert len(set(HOSTILE)) == 60
+    pieces = tuple(HOSTILE[n % 60] for n in range(LENGTH))
+    hostile = replace(made(), pieces=pieces, metadata={"model": HOSTILE[0], HOSTILE[4]: HOSTILE[8]})
+    server = open_page(tab, hostile)
+    with server:
+        for kind in ("cell", "row", "column"):
+            tab.js(f'R.set({{ tab: "{kind}", i: 700, j: 60 }})')
+            tab.wait(f'document.getElementById("inspector").dataset.shows.startsWith("/{kind}")')
+        tab.js("R.map.open(60, 60)")
+        tab.js('R.set({ side: "q" })')
+        tab.js('R.set({ view: "heads" })')
+        tab.js('R.set({ view: "map" })')
+        tab.wait('document.querySelectorAll(".tokenrow").length > 10')
+        shown = tab.js('[...document.querySelectorAll(".tokenrow .token")].map(x => x.textContent)')
+        assert any("</script>" in text for text in shown)
+        assert tab.js("window.hit === undefined")
+        scripts = tab.js("document.scripts.length")
+        assert scripts == 2, "the data and the page's own"
+        assert (
+            tab.js('document.querySelectorAll("#page img, #page script, #page style").length') == 0
+        )
+        assert tab.errors == []
+        assert all(address.startswith((server.origin, "data:")) for address in tab.requests)
+
+
+def test_without_a_token_the_page_says_so(tab: Tab) -> None:
+    with regard.inspect.view(made()) as server:
+        tab.open(f"{server.origin}/")
+        tab.wait("document.documentElement.dataset.ready !== undefined")
+        assert "regard view" in tab.js('document.getElementById("page").textContent')
