@@ -132,11 +132,11 @@ def test_what_runs_the_network_as_it_is_written() -> None:
     with torch.autocast("cpu"):
         assert model.why_not_packed() == "autocast is on"
     attention = encoder.layers[0].attention
-    attention.mask = regard.masks.Causal()  # type: ignore[union-attr, assignment]
+    attention.mask = regard.masks.Causal()  # type: ignore[union-attr]
     assert model.why_not_packed() == "block 0 has attention with mask"
     with torch.no_grad(), pytest.raises(regard.ArgumentError, match="cannot be packed: block 0"):
         PackedEncoder(encoder)(row(), LENGTHS)
-    attention.mask = None  # type: ignore[union-attr, assignment]
+    attention.mask = None  # type: ignore[union-attr]
     with torch.no_grad(), pytest.raises(regard.ArgumentError, match="the lengths add up to 3"):
         PackedEncoder(encoder)(row(), [3])
     assert model.why_not_packed() is None

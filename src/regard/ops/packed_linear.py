@@ -137,7 +137,7 @@ def why_not_packed(weight: Tensor, bias: Tensor | None = None) -> str | None:
     'the weight is torch.float64; oneDNN packs float32 and bfloat16'
     """
     backend = torch.backends.mkldnn
-    if not (backend.is_available() and backend.enabled):  # type: ignore[attr-defined]
+    if not (backend.is_available() and backend.enabled):
         return "torch has no oneDNN here, or it is turned off (torch.backends.mkldnn)"
     absent = [name for name in _OPERATORS if not hasattr(torch.ops.mkldnn, name)]
     if absent:
