@@ -358,9 +358,9 @@ def _why_not_attention(attention: nn.Module) -> str | None:
     if attention.training and attention.dropout:
         return "is in training, with dropout"
     names = ("mask", "bias", "score", "softcap", "sink")
-    given = [name for name in names if getattr(attention, name) is not None]
-    if given:
-        return f"has attention with {given[0]}"
+    set_names = [name for name in names if getattr(attention, name) is not None]
+    if set_names:
+        return f"has attention with {set_names[0]}"
     heads = _head_projections(attention)
     if any(type(part) is not HeadProjection or len(part.steps) for part in heads):
         return "has steps on its heads"

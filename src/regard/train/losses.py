@@ -188,18 +188,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     d_weight.addmm_(d_z.T, some)
                 elif d_weight is not None:
                     d_weight += d_z.T @ some
-        kept = (d_x, d_weight, d_bias)
+        gradients = (d_x, d_weight, d_bias)
         likes = (x, weight, bias)
         ctx.save_for_backward(
             *(
                 g if g is None or y is None else g.to(y.dtype)
-                for g, y in zip(kept, likes, strict=True)
+                for g, y in zip(gradients, likes, strict=True)
             )
         )
         return losses.mean()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Return the saved gradients, times that of the loss."""
         grads = (None if g is None else g * d_loss.to(g.dtype) for g in ctx.saved_tensors)

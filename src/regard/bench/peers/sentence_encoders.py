@@ -169,8 +169,8 @@ def _ctranslate2(problem: SentenceProblem) -> PreparedCall:
 
     def states(ids: Tensor, mask: Tensor) -> Tensor:
         lengths = library.StorageView.from_array(mask.sum(1).numpy().astype(np.int32))
-        given = library.StorageView.from_array(ids.numpy().astype(np.int32))
-        out = encoder.forward_batch(given, lengths).last_hidden_state
+        view = library.StorageView.from_array(ids.numpy().astype(np.int32))
+        out = encoder.forward_batch(view, lengths).last_hidden_state
         return torch.from_numpy(np.array(out.to(library.DataType.float32)))
 
     call = _padded(states, problem)

@@ -132,9 +132,9 @@ def _tokenizer(vocabulary: int) -> Tokenizer:
     names = {name: i for i, name in enumerate(SPECIAL)}
     names |= {f"w{i}": i for i in range(len(SPECIAL), vocabulary)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, "[UNK]"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    backend.decoder = tokenizers.decoders.WordPiece()  # type: ignore[assignment]
-    backend.post_processor = tokenizers.processors.TemplateProcessing(  # type: ignore[assignment]
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.decoder = tokenizers.decoders.WordPiece()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     backend.add_special_tokens(list(SPECIAL))
