@@ -10,6 +10,7 @@ from regard.bench import ProblemSizes
 from regard.bench.model_cases import MODELS
 from regard.bench.parallel_cases import PARALLEL
 from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
+from regard.bench.problems.sentences import SentenceSizes
 from regard.bench.program_cases import CheckpointSizes, PageSizes, StartSizes
 
 CPU = torch.device("cpu")
@@ -32,6 +33,7 @@ SMALL: dict[str, ProblemSizes] = {
     "read-checkpoint": CheckpointSizes(layers=1, dim=16, inner=24, keys=8, vocabulary=31),
     "draw-page": PageSizes(layers=1, heads=2, tokens=12),
     "model-decode": ModelSizes(20, layers=2, dim=32, inner=48, H=4, G=2, vocabulary=97),
+    "sentences": SentenceSizes(5, layers=1, dim=16, inner=24, H=4, vocabulary=32),
     **{case.name: case.sizes["small"] for case in MODELS},
     **{case.name: case.sizes["small"].resized(length=64) for case in PARALLEL},
 }

@@ -20,6 +20,7 @@ from regard.bench.peers import (
     llama_cpp,
     onnx_runtime,
     regard_kernels,
+    sentence_encoders,
     torch_flex,
     torch_sdpa,
     x_transformers,
@@ -66,6 +67,7 @@ def test_ours_are_first_and_names_are_unique() -> None:
     for name, case in CASES.items():
         assert case.name == name
         firsts = (
+            sentence_encoders.SENTENCES[0],
             regard_kernels.ATTENTION,
             regard_kernels.LATENT,
             regard_kernels.MODEL,

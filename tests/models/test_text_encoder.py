@@ -93,7 +93,7 @@ def test_vectors(model: TextEncoder) -> None:
     """One for each text, in order; alone or beside others, however many at once; of length 1."""
     alone = torch.cat([model.embed(text) for text in TEXTS])
     for batch in (1, 2, 3, 32):
-        assert_near(model.embed(TEXTS, batch=batch), alone)
+        assert_near(model.embed(TEXTS, batch_size=batch), alone)
     assert_near(alone.norm(dim=1), torch.ones(5))
     assert model.embed("a").shape == (1, 12)
     shuffled = [TEXTS[i] for i in (3, 0, 4, 2, 1)]
@@ -171,9 +171,9 @@ def test_errors(model: TextEncoder) -> None:
             "2 texts and 1 second text were given; give one second text for each text",
         ),
         (
-            lambda: model.embed("a", batch=0),
+            lambda: model.embed("a", batch_size=0),
             regard.ArgumentError,
-            "batch is 0; it must be at least 1",
+            "batch_size is 0; it must be at least 1",
         ),
         (
             lambda: model.hidden(torch.tensor([[12]])),

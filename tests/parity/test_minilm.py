@@ -165,7 +165,7 @@ def test_a_batch_is_its_texts_alone(mine: TextEncoder) -> None:
     """In the order given, whatever is beside a text, and however many are read at once."""
     alone = torch.cat([mine.embed(text) for text in TEXTS])
     for batch in (1, 2, 32):
-        assert_near(mine.embed(TEXTS, batch=batch), alone)
+        assert_near(mine.embed(TEXTS, batch_size=batch), alone)
     assert_near(alone.norm(dim=1), torch.ones(len(TEXTS)))
     tokens = mine.encode(TEXTS)
     assert (tokens.positions == -1).any(), "some are padded"

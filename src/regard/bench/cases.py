@@ -14,18 +14,18 @@ from regard.bench.peers import (
     llama_cpp,
     onnx_runtime,
     regard_kernels,
+    sentence_encoders,
     torch_flex,
     torch_sdpa,
     x_transformers,
 )
-from regard.bench.problems import (
-    AttentionProblem,
-    AttentionSizes,
-    LatentProblem,
-    LatentSizes,
-    ModelProblem,
-    ModelSizes,
-)
+from regard.bench.problems import AttentionProblem
+from regard.bench.problems import AttentionSizes
+from regard.bench.problems import LatentProblem
+from regard.bench.problems import LatentSizes
+from regard.bench.problems import ModelProblem
+from regard.bench.problems import ModelSizes
+from regard.bench.problems.sentences import SentenceSizes
 from regard.bench.program_cases import DRAW_PAGE, READ_CHECKPOINT, STARTUP
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -147,6 +147,17 @@ _CASES = (
         },
         (FP32, BF16, FP16),
         MODEL,
+    ),
+    Case(
+        "sentences",
+        "Vectors of texts of unequal length, tokenising included, with MiniLM's sizes.",
+        {
+            "small": SentenceSizes(8, layers=1, dim=32, inner=64, H=4, vocabulary=64),
+            "default": SentenceSizes(1000),
+            "paper": SentenceSizes(1000, layers=12, dim=768, inner=3072),
+        },
+        (FP32, BF16),
+        sentence_encoders.SENTENCES,
     ),
     Case(
         "overhead",

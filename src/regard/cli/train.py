@@ -251,6 +251,16 @@ WeightDecay = Annotated[
     float, _option(_STEPS, "Weight decay of matrices; norms and biases have none.")
 ]
 Bf16 = Annotated[bool, _option(_STEPS, "Compute in bfloat16 where that is safe (autocast).")]
+Compile = Annotated[
+    bool,
+    _option(
+        _STEPS,
+        (
+            "Compile the model and its loss with torch.compile, which takes a minute or more at "
+            "the first step."
+        ),
+    ),
+]
 Seed = Annotated[int, _option(_STEPS, "Random seed for the weights and the order of the data.")]
 Context = Annotated[int, _count(_DATA, "Number of tokens that a row predicts.")]
 Repeat = Annotated[
@@ -365,6 +375,7 @@ def train(
     resume: Resume = False,
     threads: Threads = None,
     bf16: Bf16 = False,
+    compile: Compile = False,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     parallel: Parallel = None,
@@ -442,6 +453,12 @@ def _check(options: dict[str, Any]) -> None:
         raise typer.BadParameter(
             f"{dtype!r} is not one of float32, float16 and bfloat16", param_hint="--dtype"
         )
+    if options["compile"] and options["parallel"] is not None:
+        raise typer.BadParameter(
+            "is not possible with --parallel, whose ranks exchange keys and values between the "
+            "layers; leave one of them out",
+            param_hint="--compile",
+        )
     if options["task"] is not None or options["attention"] is not None:
         return  # tasks and mechanisms check the sizes themselves
     if options["dim"] % options["heads"] or options["dim"] // options["heads"] % 2:
@@ -478,6 +495,7 @@ SECTIONS = {
         "seed",
         "save_every",
         "bf16",
+        "compile",
         "threads",
         "device",
         "dtype",

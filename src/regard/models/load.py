@@ -106,8 +106,8 @@ def load(
             `Path` is a folder and is never downloaded.
         kind: `Model`, `TextEncoder` or `Seq2Seq`, to raise for any other; None accepts all three.
         dtype: the dtype of the weights, and so of the computation; None is the dtype that
-            config.json names, or else that of the stored weights. On a CPU, float16 decodes fastest
-            and bfloat16 reads prompts fastest (LOG.md).
+            config.json names, or else that of the stored weights. On a CPU, float16 and bfloat16
+            decode equally fast, and bfloat16 reads prompts faster (LOG.md).
         revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
         allow_missing: patterns (`*`, `?`) of stored names that may be missing; these weights get
             random values and are not trained.

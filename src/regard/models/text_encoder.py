@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
@@ -10,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, FileError
@@ -18,7 +22,8 @@ from regard.files.regular_files import checked_path_or_none
 from regard.files.strict_json import read_json as read_list
 from regard.models.checkpoint.config import read_json
 from regard.models.decoder import check_ids
-from regard.models.encoder import HeadedEncoder, first_token_state
+from regard.models.encoder import Encoder, HeadedEncoder, first_token_state
+from regard.models.packed_encoder import PackedEncoder, why_not_packed_encoder
 from regard.models.text_model import TextModel, as_text_list, pad_right
 from regard.models.tokenizer import Tokenizer
 from regard.span import Positions, as_tensor
@@ -182,6 +187,33 @@ def _modules(folder: Path) -> list[tuple[str, str]] | None:
         raise FileError(f"{path} is not a list of modules, each with type and path") from None
 
 
+PACKED_TOKENS = 2048
+"""About how many tokens of texts `TextEncoder.embed` reads in one packed row: enough for products
+at full speed, and few enough that their results stay in the cache of the processor.
+"""
+PADDED_TEXTS = 32
+"""How many texts `TextEncoder.embed` reads at once with padding."""
+
+
+def _batches_of(
+    order: Sequence[int], sizes: Sequence[int], batch_size: int | None, *, packed: bool
+) -> Iterator[Sequence[int]]:
+    """Yield the texts of each forward pass: parts of `order`, with at most `batch_size` texts; by
+    default `PADDED_TEXTS`, or in packed rows as many as have `PACKED_TOKENS` tokens.
+    """
+    most = batch_size or (len(order) if packed else PADDED_TEXTS)
+    part: list[int] = []
+    tokens = 0
+    for i in order:
+        full = packed and tokens + sizes[i] > PACKED_TOKENS
+        if part and (full or len(part) == most):
+            yield part
+            part, tokens = [], 0
+        part.append(i)
+        tokens += sizes[i]
+    yield part
+
+
 class TokenBatch(NamedTuple):
     """The tokens of a batch of texts, padded to one length.
 
@@ -243,6 +275,7 @@ class TextEncoder(TextModel):
         self.network = network
         self.pooling = Pooling() if pooling is None else pooling
         self.max_seq_length = max_seq_length
+        self._packed_encoder: PackedEncoder | None = None
 
     def encode(
         self,
@@ -277,21 +310,28 @@ class TextEncoder(TextModel):
                     f"{plural(len(firsts), 'text')} and {plural(len(others), 'second text')} were "
                     "given; give one second text for each text"
                 )
-        rows = []
-        for i, pair in enumerate(zip(firsts, others, strict=True)):
-            row = self.tokenizer.encode_pair(*pair)
+        rows = self._token_rows(firsts, others, truncate=truncate)
+        ids, positions = pad_right([row[0] for row in rows], self.device)
+        return TokenBatch(ids, positions, pad_right([row[1] for row in rows], self.device)[0])
+
+    def _token_rows(
+        self, firsts: Sequence[str], others: Sequence[str | None], *, truncate: bool
+    ) -> list[tuple[list[int], list[int]]]:
+        """Return the ids and the segments of each text or pair, checked against
+        `max_seq_length`.
+        """
+        rows = self.tokenizer.encode_pairs(firsts, others)
+        for i, (pair, row) in enumerate(zip(zip(firsts, others, strict=True), rows, strict=True)):
             over = 0 if self.max_seq_length is None else len(row[0]) - self.max_seq_length
             if over > 0 and truncate and pair[1] is None:
-                row = self._shorter(pair[0], row, over)
+                rows[i] = self._shorter(pair[0], row, over)
             elif over > 0:
                 advice = "split it, or cut off its end with truncate=True"
                 raise ArgumentError(
                     f"text {i} has {plural(len(row[0]), 'token')}, and this model reads at most "
                     f"{self.max_seq_length}; {advice if pair[1] is None else 'shorten it'}"
                 )
-            rows.append(row)
-        ids, positions = pad_right([row[0] for row in rows], self.device)
-        return TokenBatch(ids, positions, pad_right([row[1] for row in rows], self.device)[0])
+        return rows
 
     def _shorter(
         self, text: str, row: tuple[list[int], list[int]], over: int
@@ -387,34 +427,115 @@ class TextEncoder(TextModel):
         )
         return pool(states, positions, chosen)
 
+    @renamed_parameters(batch="batch_size")
     @torch.no_grad()
     def embed(
-        self, texts: str | Sequence[str], *, batch: int = 32, truncate: bool = False
+        self,
+        texts: str | Sequence[str],
+        *,
+        batch_size: int | None = None,
+        truncate: bool = False,
+        normalise: bool | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Float[Tensor, "N M"]:
         """Compute one vector for each text, pooled as the checkpoint says.
 
+        Texts of similar length are read together. On a CPU, in fp32 and bf16, they stand one after
+        another in rows without padding, and run through packed weights
+        (`regard.models.packed_encoder`), which take as much memory again as the linear maps of the
+        encoder. Where that is not possible, for example while a trace is open, they are padded, and
+        run through the network as it is written. `why_not_packed` says which it is.
+
         Args:
             texts: one text, or N texts.
-            batch: how many texts one forward pass reads; it changes only time and memory. Texts of
-                similar length are read together.
+            batch_size: the largest number of texts that one forward pass reads; it changes only
+                time and memory. None chooses: rows of about `PACKED_TOKENS` tokens, or 32 padded
+                texts.
             truncate: as in `encode`.
+            normalise: whether to divide each vector by its length; None does as the checkpoint
+                says.
+            progress: called after each forward pass as progress(texts that are done, N).
 
         Returns:
-            Vectors [N, M].
+            Vectors [N, M], in the order of the texts.
 
         Raises:
-            ArgumentError, ArgumentTypeError: as in `encode`; or batch is less than 1.
+            ArgumentError, ArgumentTypeError: as in `encode`; or batch_size is less than 1.
+
+        >>> import regard
+        >>> from regard.models.families import bert
+        >>> config = bert.Config(1024, 8, 1, 2, 16, 32)
+        >>> network, tokenizer = bert.build(config).eval(), regard.load("tiny").tokenizer
+        >>> model = TextEncoder(network, tokenizer, config)
+        >>> model.embed(["to be", "or not to be"], progress=print).shape
+        2 2
+        torch.Size([2, 8])
+
+        Source: Reimers and Gurevych 2019 (arXiv 1908.10084), section 3.
         """
-        if batch < 1:
-            raise ArgumentError(f"batch is {batch}; it must be at least 1")
-        tokens = self.encode(texts, truncate=truncate)
-        sizes = (tokens.positions >= 0).sum(1)
-        order = sizes.argsort(stable=True)
-        parts = []
-        for rows in torch.split(order, batch):
-            some = TokenBatch(*(x[rows, : int(sizes[rows].max())] for x in tokens))
-            parts.append(self.pool(self.hidden(*some), some.positions))
-        return torch.cat(parts)[order.argsort()]
+        if batch_size is not None and batch_size < 1:
+            raise ArgumentError(f"batch_size is {batch_size}; it must be at least 1")
+        firsts = as_text_list(texts)
+        rows = self._token_rows(firsts, [None] * len(firsts), truncate=truncate)
+        sizes = [len(ids) for ids, _ in rows]
+        packed = min(sizes) > 0 and self.why_not_packed() is None
+        order = sorted(range(len(rows)), key=sizes.__getitem__)
+        vectors: list[Tensor] = []
+        done = 0
+        for part in _batches_of(order, sizes, batch_size, packed=packed):
+            some = [rows[i] for i in part]
+            states, positions = (self._packed_states if packed else self._padded_states)(some)
+            vectors.append(self.pool(states, positions, normalise=normalise))
+            done += len(part)
+            if progress is not None:
+                progress(done, len(rows))
+        return torch.cat(vectors)[torch.tensor(order).argsort().to(self.device)]
+
+    def why_not_packed(self) -> str | None:
+        """Return why `embed` would run the network as it is written, with padded texts, or None if
+        it would run packed rows.
+
+        Returns:
+            The reason in words, or None.
+
+        >>> import regard
+        >>> from regard.models.families import bert
+        >>> network = bert.build(bert.Config(9, 8, 1, 2, 16, 32)).to("meta")
+        >>> TextEncoder(network, None, None).why_not_packed()[:57]
+        'block 0 has a linear map that cannot be packed: the weigh'
+        """
+        encoder = self.network.encoder
+        if type(self.network) is not HeadedEncoder or type(encoder) is not Encoder:
+            return f"the network is a {type(self.network).__name__}, not a HeadedEncoder"
+        hooked = self.network._forward_hooks or self.network._forward_pre_hooks
+        if hooked or "forward" in vars(self.network):
+            return "the network has a forward hook, or its forward was replaced"
+        with torch.no_grad():
+            return why_not_packed_encoder(encoder)
+
+    def _padded_states(
+        self, rows: Sequence[tuple[list[int], list[int]]]
+    ) -> tuple[Tensor, Positions]:
+        """Return the states of texts and their positions [B, S], by the network as it is
+        written.
+        """
+        ids, positions = pad_right([row[0] for row in rows], self.device)
+        segments = pad_right([row[1] for row in rows], self.device)[0]
+        return self.hidden(ids, positions, segments), positions
+
+    def _packed_states(
+        self, rows: Sequence[tuple[list[int], list[int]]]
+    ) -> tuple[Tensor, Positions]:
+        """Return the states of texts and their positions [B, S], by the packed encoder."""
+        ids, segments = (torch.tensor([[x for row in rows for x in row[i]]]) for i in (0, 1))
+        check_ids(ids, self.config.vocab_size)
+        lengths = [len(row[0]) for row in rows]
+        if self._packed_encoder is None:
+            self._packed_encoder = PackedEncoder(self.network.encoder)
+        states = self._packed_encoder(ids, lengths, segments)
+        by_text = states[0].split(lengths)
+        positions = pad_right([[0] * length for length in lengths])[1]
+        return nn.utils.rnn.pad_sequence(by_text, batch_first=True), positions
 
     def _example_run(self) -> Callable[[], object]:
         ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)

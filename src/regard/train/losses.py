@@ -6,14 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules import module as torch_module
 
 from regard.errors import ArgumentError
+from regard.models.decoder import Decoder
+from regard.nn.linear import Linear
+from regard.ops.gemv import check_linear_map
+from regard.process_state import is_compiling, is_transformed
+from regard.sequence_scope import current_scope
 from regard.span import Positions
 from regard.train.batches import ExampleBatch
 from regard.train.tasks.task import IGNORE_INDEX, PAD, PaddedBatch
@@ -39,8 +46,164 @@ def next_token_loss(model: nn.Module, rows: Int[Tensor, "B row"]) -> Float[Tenso
     >>> round(next_token_loss(flat, torch.tensor([[0, 1, 2]])).item() / math.log(4), 5)
     1.0
     """
+    targets = rows[:, 1:].flatten()
+    head = _plain_head(model)
+    if head is not None:
+        states = cast("Decoder", model).hidden(rows[:, :-1]).flatten(0, 1)
+        return linear_cross_entropy(states, head.weight, targets, bias=head.bias)
     logits = at_least_float32(model(rows[:, :-1]))
-    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets)
+
+
+def _plain_head(model: nn.Module) -> nn.Linear | None:
+    """Return the head of a decoder if it is a linear map that may be left out of the call of the
+    model, because nothing observes that call; otherwise None.
+    """
+    if type(model) is not Decoder or is_compiling() or is_transformed() or model.head is None:
+        return None
+    head = model.head
+    if type(head) not in (Linear, nn.Linear) or "weight" not in head._parameters:
+        return None
+    if getattr(head, "stored_weight", None) is not None or current_scope() is not None:
+        return None
+    hooks = (
+        torch_module._global_forward_hooks,
+        torch_module._global_forward_pre_hooks,
+        torch_module._global_backward_hooks,
+        *(
+            hooks
+            for module in (model, head)
+            for hooks in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
+            )
+        ),
+    )
+    replaced = any("forward" in vars(module) for module in (model, head))
+    return None if replaced or any(hooks) else cast("nn.Linear", head)
+
+
+CHUNK_LOGITS = 1 << 22
+"""How many logits `linear_cross_entropy` holds at a time, 16 MiB in fp32; at least
+`LEAST_CHUNK_ROWS` rows.
+"""
+LEAST_CHUNK_ROWS = 64
+
+
+def linear_cross_entropy(
+    x: Float[Tensor, "N M"],
+    weight: Float[Tensor, "V M"],
+    targets: Int[Tensor, " N"],
+    *,
+    bias: Float[Tensor, " V"] | None = None,
+    chunk_rows: int | None = None,
+) -> Float[Tensor, ""]:
+    """Return the mean cross entropy of x W^T + b, chunk by chunk, so that the N V logits are never
+    in memory together.
+
+    z = W x + b;  loss = mean_i (log sum_v exp z_iv - z_i,target);
+    dz = (softmax(z) - onehot(target)) / N;  dx = dz W;  dW = dz^T x;  db = sum_i dz_i
+
+    The gradients are computed in the forward pass, while the logits of a chunk are there; they take
+    as much memory as x and W. Under autocast the products are in its dtype, as in a linear map, and
+    the rest is in fp32 or better.
+
+    Args:
+        x: hidden states [N, M].
+        weight: the matrix W of the head [V, M].
+        targets: the target of each row [N], from 0 to V - 1.
+        bias: the vector b of the head [V], or None.
+        chunk_rows: how many rows are in a chunk; None is as many as have `CHUNK_LOGITS` logits.
+
+    Returns:
+        The loss, a scalar in fp32 or better. It has no second derivative.
+
+    Raises:
+        ArgumentError: sizes do not agree, there is no row, or a target is outside [0, V).
+
+    >>> x, w = torch.tensor([[1.0, 0.0]], requires_grad=True), torch.eye(2)
+    >>> loss = linear_cross_entropy(x, w, torch.tensor([0]))
+    >>> loss.backward()
+    >>> round(loss.item(), 4), [round(g, 4) for g in x.grad[0].tolist()]
+    (0.3133, [-0.2689, 0.2689])
+
+    Source: Hsu et al. 2024 (arXiv 2410.10989), section 3.2.
+    """
+    check_linear_map(x, weight, bias)
+    N, V = x.shape[0], weight.shape[0]
+    if x.ndim != 2 or targets.shape != (N,) or N == 0:
+        raise ArgumentError(
+            f"x is {tuple(x.shape)} and targets are {tuple(targets.shape)}; they must be [N, M] "
+            "and [N], with at least one row"
+        )
+    least, most = (int(y) for y in targets.aminmax())
+    if least < 0 or most >= V:
+        raise ArgumentError(f"targets are from {least} to {most}; they must be in [0, {V})")
+    rows = chunk_rows or max(LEAST_CHUNK_ROWS, CHUNK_LOGITS // V)
+    loss: Tensor = _LinearCrossEntropy.apply(x, weight, bias, targets, rows)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Autograd function of `linear_cross_entropy`; it saves the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, rows: int
+    ) -> Tensor:
+        """Compute the loss and, where they are needed, the gradients."""
+        needs = ctx.needs_input_grad[:3]
+        device, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        losses = x.new_empty(len(x), dtype=wide)
+        d_x = torch.empty_like(x) if needs[0] else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        d_bias = None if bias is None or not needs[2] else torch.zeros_like(bias, dtype=wide)
+        with torch.autocast(device, enabled=False):
+            for start in range(0, len(x), rows):
+                part = slice(start, start + rows)
+                some, label = x[part].to(dtype), targets[part, None]
+                z = F.linear(some, w, b).to(wide)  # [n, V]
+                # exp(z - lse) of a rounded lse would be inaccurate for large logits
+                z.sub_(z.amax(-1, keepdim=True))
+                label_z = z.gather(-1, label)
+                total = z.exp_().sum(-1, keepdim=True)
+                losses[part] = (total.log() - label_z)[:, 0]
+                if not any(needs):
+                    continue
+                z.div_(total)
+                z.scatter_add_(-1, label, z.new_full((), -1.0).expand(label.shape))
+                z.div_(len(x))
+                if d_bias is not None:
+                    d_bias += z.sum(0)
+                d_z = z.to(dtype)
+                if d_x is not None:
+                    d_x[part] = d_z @ w
+                if d_weight is not None and dtype == wide:
+                    d_weight.addmm_(d_z.T, some)
+                elif d_weight is not None:
+                    d_weight += d_z.T @ some
+        gradients = (d_x, d_weight, d_bias)
+        likes = (x, weight, bias)
+        ctx.save_for_backward(
+            *(
+                g if g is None or y is None else g.to(y.dtype)
+                for g, y in zip(gradients, likes, strict=True)
+            )
+        )
+        return losses.mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the saved gradients, times that of the loss."""
+        grads = (None if g is None else g * d_loss.to(g.dtype) for g in ctx.saved_tensors)
+        return *grads, None, None
 
 
 def at_least_float32(x: Tensor) -> Tensor:

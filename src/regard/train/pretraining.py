@@ -215,6 +215,7 @@ class PretrainingRun:
             self.batches(tokens),
             settings,
             validation=validation,
+            loss=torch.compile(next_token_loss) if self.options.get("compile") else None,
             folder=self.out / "checkpoints",
             log=self.out / "train.csv",
             progress=make_progress(settings.steps) if self.writes else None,

@@ -82,7 +82,7 @@ torch's kernel skip as many pairs as this one: the softmax is slower here, but t
 faster.
 """
 
-MIN_TRAINING_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 64, torch.float16: 0}
+MIN_TRAINING_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 128, torch.float16: 0}
 """The same for calls with a gradient."""
 
 

@@ -1,0 +1,192 @@
+"""Linear maps whose weight oneDNN has reordered once, with an activation or an addition in the same
+pass: y = f(W x + b) or y = W x + b + z.
+
+Torch's fp32 `F.linear` reorders the weight in every call. On a CPU with AVX-512, products of 1,024
+rows ran two to three times faster with a weight that was reordered beforehand (LOG.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.argument_checks import check_device, check_tensor
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.ops.gemv import check_linear_map
+from regard.process_state import is_compiling, is_transformed
+
+PackedActivation: TypeAlias = Literal["gelu", "gelu_tanh", "relu", "silu"]
+"""The activations that are applied in the same pass as the product."""
+
+_POINTWISE: dict[str | None, tuple[str, str]] = {
+    None: ("none", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "relu": ("relu", ""),
+    "silu": ("swish", ""),
+}
+"""Activation -> the attribute and the algorithm of torch's operator."""
+_OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
+"""The operators of torch that are used here. They are the ones that torch.compile emits; their
+names begin with an underscore, so every one of them is looked for before it is used.
+"""
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """A linear map with a reordered copy of its weight, as `pack_linear` returns it.
+
+    Attributes:
+        weight: the reordered weight, a tensor that only oneDNN can read.
+        bias: the vector b [N], or None.
+        in_features, out_features: the sizes M and N.
+        dtype: the dtype of the weight, of the inputs and of the outputs.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+
+    def __call__(
+        self,
+        x: Float[Tensor, "*L M"],
+        *,
+        activation: PackedActivation | None = None,
+        add: Float[Tensor, "*L N"] | None = None,
+    ) -> Float[Tensor, "*L N"]:
+        """Compute f(W x + b), or W x + b + add.
+
+        Args:
+            x: inputs [..., M].
+            activation: the function f; None is the identity.
+            add: a tensor [..., N] that is added to the result, such as a residual connection; not
+                together with an activation.
+
+        Returns:
+            The outputs [..., N], without a gradient. Sums are in fp32 and rounded once.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree, the activation
+                is unknown, or a gradient is wanted.
+        """
+        self._check(x, activation, add)
+        rows = x.reshape(-1, self.in_features)
+        operators = torch.ops.mkldnn
+        if add is None:
+            name, algorithm = _POINTWISE[activation]
+            y = operators._linear_pointwise(rows, self.weight, self.bias, name, [], algorithm)
+        else:
+            z = add.reshape(-1, self.out_features)
+            y = operators._linear_pointwise.binary(rows, z, self.weight, self.bias, "add")
+        result: Float[Tensor, "*L N"] = y.view(*x.shape[:-1], self.out_features)
+        return result
+
+    def _check(self, x: Tensor, activation: str | None, add: Tensor | None) -> None:
+        """Raise unless the arguments of a call fit the weight and one another."""
+        if activation not in _POINTWISE:
+            raise ArgumentError(
+                f"activation is {activation!r}; it is one of "
+                f"{', '.join(str(name) for name in _POINTWISE)}"
+            )
+        if add is not None and activation is not None:
+            raise ArgumentError(
+                f"both activation {activation!r} and add are given; give one of them, and compute "
+                "the other one separately"
+            )
+        sizes = (("x", x, self.in_features), ("add", add, self.out_features))
+        for name, tensor, size in sizes:
+            if tensor is None:
+                continue
+            check_tensor(name, tensor)
+            check_device(name, tensor, torch.empty(0), "the packed weight")
+            if tensor.dtype != self.dtype:
+                raise ArgumentTypeError(
+                    f"{name} is {tensor.dtype} and the packed weight is {self.dtype}; convert one "
+                    "with .to()"
+                )
+            if tensor.shape[-1:] != (size,) or tensor.shape[:-1] != x.shape[:-1]:
+                raise ArgumentError(
+                    f"{name} is {tuple(tensor.shape)}; with a packed weight "
+                    f"({self.out_features}, {self.in_features}), x is [..., {self.in_features}] "
+                    f"and add is [..., {self.out_features}], with the same first dimensions"
+                )
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise ArgumentError(
+                    f"{name} requires a gradient, and a packed weight has none: use "
+                    "regard.nn.linear.linear, or torch.no_grad()"
+                )
+
+
+def why_not_packed(weight: Tensor, bias: Tensor | None = None) -> str | None:
+    """Return why `pack_linear` cannot reorder a weight, or None if it can.
+
+    Args:
+        weight: the matrix W [N, M].
+        bias: the vector b [N], or None.
+
+    Returns:
+        The reason in words, or None.
+
+    >>> why_not_packed(torch.eye(2, dtype=torch.float64))
+    'the weight is torch.float64; oneDNN packs float32 and bfloat16'
+    """
+    backend = torch.backends.mkldnn
+    if not (backend.is_available() and backend.enabled):
+        return "torch has no oneDNN here, or it is turned off (torch.backends.mkldnn)"
+    absent = [name for name in _OPERATORS if not hasattr(torch.ops.mkldnn, name)]
+    if absent:
+        return f"torch {torch.__version__} has no mkldnn::{absent[0]}"
+    if any(type(x) not in (Tensor, torch.nn.Parameter) for x in (weight, bias) if x is not None):
+        return f"the weight is a {type(weight).__name__}, whose memory may hold something else"
+    if not weight.is_cpu or weight.layout != torch.strided:
+        return f"the weight is on {weight.device} ({weight.layout}); it must be strided on a CPU"
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"the weight is {weight.dtype}; oneDNN packs float32 and bfloat16"
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "this CPU has no instructions for bfloat16 that oneDNN uses"
+    if weight.numel() == 0:
+        return "the weight is empty"
+    if is_compiling() or is_transformed():
+        return "a graph or a transform of torch.func is open"
+    return None
+
+
+def pack_linear(
+    weight: Float[Tensor, "N M"], bias: Float[Tensor, " N"] | None = None
+) -> PackedLinear:
+    """Reorder a weight for products of many rows, y = W x + b.
+
+    The packed copy does not follow later changes of the weight: pack again after each.
+
+    Args:
+        weight: the matrix W [N, M], fp32 or bf16, on a CPU.
+        bias: the vector b [N], or None.
+
+    Returns:
+        A callable with the reordered copy.
+
+    Raises:
+        ArgumentError: the weight cannot be packed; the message has the reason of `why_not_packed`.
+        ArgumentError, ArgumentTypeError: weight and bias do not agree.
+
+    >>> layer = pack_linear(torch.eye(2), torch.tensor([1.0, -9.0]))
+    >>> layer(torch.tensor([[3.0, 4.0]])), layer(torch.tensor([[3.0, 4.0]]), activation="relu")
+    (tensor([[ 4., -5.]]), tensor([[4., 0.]]))
+
+    Source: oneDNN developer guide, "Memory format propagation".
+    """
+    check_linear_map(weight.new_empty(1, *weight.shape[1:]), weight, bias)
+    reason = why_not_packed(weight, bias)
+    if reason is not None:
+        raise ArgumentError(f"pack_linear: {reason}; use regard.nn.linear.linear")
+    N, M = weight.shape
+    with torch.no_grad():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())
+        own = None if bias is None else bias.detach().clone()
+    return PackedLinear(packed, own, M, N, weight.dtype)
