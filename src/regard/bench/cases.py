@@ -19,12 +19,14 @@ from regard.bench.peers import (
     torch_sdpa,
     x_transformers,
 )
-from regard.bench.problems import AttentionProblem
-from regard.bench.problems import AttentionSizes
-from regard.bench.problems import LatentProblem
-from regard.bench.problems import LatentSizes
-from regard.bench.problems import ModelProblem
-from regard.bench.problems import ModelSizes
+from regard.bench.problems import (
+    AttentionProblem,
+    AttentionSizes,
+    LatentProblem,
+    LatentSizes,
+    ModelProblem,
+    ModelSizes,
+)
 from regard.bench.problems.sentences import SentenceSizes
 from regard.bench.program_cases import DRAW_PAGE, READ_CHECKPOINT, STARTUP
 

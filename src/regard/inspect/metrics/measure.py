@@ -154,8 +154,8 @@ def measure(
     if not isinstance(place, Place):
         if batch or padding is not None or also or ids is None or isinstance(ids, (str, Tensor)):
             raise ArgumentError(
-                "measure(model, texts) takes a list of texts, and neither batch, padding nor also; for "
-                "one run, record it and measure its places"
+                "measure(model, texts) takes a list of texts, and neither batch, padding nor also; "
+                "for one run, record it and measure its places"
             )
         model: Any = place
         from regard.inspect.metrics.corpus import measure_corpus
