@@ -28,8 +28,8 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
     """Write config.json and model.safetensors of a network into a folder that exists.
 
     Weights of 8 or 4 bits are written as they are, and half-precision weights of a float32 network
-    as half-precision tensors. A shared parameter is written under its first name. A decoder without a head is written as a
-    base model, which `load` recognises by names without the family's prefix.
+    as half-precision tensors. A shared parameter is written under its first name. A decoder without
+    a head is written as a base model, which `load` recognises by names without the family's prefix.
 
     Args:
         network: built by the family's builder.

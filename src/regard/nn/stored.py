@@ -34,7 +34,7 @@ class StoredWeightMixin(nn.Module):
         """The weight [N, M], dequantized each time it is read, in the dtype of the computation."""
         return self.stored_weight.dequantize()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
         """Move the record to the device that `fn` moves to; its dtypes stay as they are."""
         probe = fn(torch.empty(0))
         stored = self.stored_weight
@@ -44,7 +44,10 @@ class StoredWeightMixin(nn.Module):
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+        self,
+        destination: dict[str, Any],
+        prefix: str,
+        keep_vars: bool,  # noqa: FBT001
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in self.stored_weight.tensors().items():
@@ -55,7 +58,7 @@ class StoredWeightMixin(nn.Module):
         state_dict: Mapping[str, Any],
         prefix: str,
         local_metadata: Mapping[str, Any],
-        strict: bool,
+        strict: bool,  # noqa: FBT001
         missing_keys: list[str],
         unexpected_keys: list[str],
         error_msgs: list[str],
@@ -117,8 +120,10 @@ def store_weight(module: nn.Module, record: StoredWeight) -> None:
     >>> from regard.ops.stored_weights import Int8Weight
     >>> layer = Linear(32, 2, bias=False).requires_grad_(False)
     >>> store_weight(layer, Int8Weight.quantize(layer.weight))
-    >>> layer, list(layer.state_dict())
-    (Linear(in_features=32, out_features=2, bias=False, weight=int8), ['weight.codes', 'weight.scales'])
+    >>> layer
+    Linear(in_features=32, out_features=2, bias=False, weight=int8)
+    >>> list(layer.state_dict())
+    ['weight.codes', 'weight.scales']
     """
     if not can_store_weight(module):
         raise ArgumentTypeError(

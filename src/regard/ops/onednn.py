@@ -109,6 +109,5 @@ def direct_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def converted_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute W x + b of tensors in oneDNN's layout, by the documented `Tensor.to_mkldnn`."""
-    converted = [None if y is None else y.detach().to_mkldnn() for y in (x, weight, bias)]
-    assert converted[0] is not None and converted[1] is not None
-    return F.linear(converted[0], converted[1], converted[2]).to_dense()
+    b = None if bias is None else bias.detach().to_mkldnn()
+    return F.linear(x.detach().to_mkldnn(), weight.detach().to_mkldnn(), b).to_dense()

@@ -18,7 +18,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, openmp
 from regard.ops.jit.argument_structs import DTYPES, STORED_WEIGHT_STRUCT
 from regard.ops.onednn import onednn_linear
-from regard.ops.stored_weights import HalfWeight, Int4Weight, Int8Weight, StoredWeight
+from regard.ops.stored_weights import StoredWeight
 from regard.process_state import is_compiling, is_transformed
 
 MAX_VECTORS = 12
@@ -30,6 +30,8 @@ BYTES_PER_THREAD = 1 << 17
 """The number of stored bytes per additional thread. For fewer, starting a thread takes longer than
 it saves.
 """
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 PANEL_ELEMENTS = 1 << 20
 """The number of elements of the weight that are dequantized at a time."""
@@ -51,18 +53,68 @@ def stored_linear(
     Raises:
         ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
 
+    >>> from regard.ops.stored_weights import Int8Weight
     >>> stored_linear(torch.ones(1, 32), Int8Weight.quantize(torch.ones(2, 32))).tolist()
     [[31.995..., 31.995...]]
     """
-    _check(x, weight, bias)
-    if why_not_compiled(x, weight, bias):
+    y = _try_compiled(x, weight, bias)
+    if y is None:
+        _check(x, weight, bias)
         return _by_panels(x, weight, bias)
-    return _compiled(x.contiguous(), weight, bias)
+    return y
+
+
+def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tensor | None:
+    """Compute W x + b by the compiled loops, or return None where they do not run or the arguments
+    do not fit together. Every layer calls this for every token, so each condition is asked once.
+    """
+    if is_compiling() or type(x) not in _PLAIN or (layout := weight.layout) is None:
+        return None
+    assert isinstance(x, Tensor)
+    N, M, width, group, row_bytes, row_scales, codes, scales = layout
+    dtype, elements = x.dtype, x.numel()
+    if dtype != weight.dtype or not 0 < elements <= MAX_VECTORS * M or x.shape[-1] != M:
+        return None
+    if bias is not None and not (
+        type(bias) in _PLAIN
+        and bias.shape == (N,)
+        and bias.dtype == dtype
+        and bias.is_cpu
+        and bias.is_contiguous()
+    ):
+        return None
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return None
+    if not x.is_cpu or dtype not in DTYPES or torch._C._len_torch_dispatch_stack():
+        return None
+    if torch.is_autocast_enabled("cpu") or is_transformed() or not has_numba():
+        return None
+    x = x.contiguous()
+    y = torch.empty(*x.shape[:-1], N, dtype=dtype)
+    record = STORED_WEIGHT_STRUCT.pack_numbers(
+        elements // M,
+        M,
+        N,
+        width,
+        group,
+        row_bytes,
+        row_scales,
+        x.data_ptr(),
+        codes,
+        scales,
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+    )
+    workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
+    entry = _entry_address()(weight.form, dtype, weight.scale_dtype)
+    openmp.run_entry(entry, record, workers)
+    return y
 
 
 def plan_linear(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> str:
     """Return what `stored_linear` runs for these arguments, and why.
 
+    >>> from regard.ops.stored_weights import Int8Weight
     >>> plan_linear(torch.ones(99, 32), Int8Weight.quantize(torch.ones(2, 32)))
     'dequantized panels: x has 99 vectors; the compiled loops are faster for at most 12'
     """
@@ -73,25 +125,24 @@ def plan_linear(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> 
 
 def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> list[str]:
     """Return the reasons why the compiled loops do not multiply these arguments; [] if they do."""
-    tensors = [x, *weight.tensors().values(), *([] if bias is None else [bias])]
-    plain = (Tensor, torch.nn.Parameter)
-    if is_compiling():  # a graph would be specialised on the sizes below
-        return ["torch.compile is active"]
-    vectors = x.numel() // max(1, x.shape[-1])
+    vectors, M = x.numel() // max(1, x.shape[-1]), weight.shape[1]
+    tensors = [x] if bias is None else [x, bias]
     checks: tuple[tuple[str, Callable[[], bool]], ...] = (
+        ("torch.compile is active", is_compiling),
         (
             f"x has {vectors} vectors; the compiled loops are faster for at most {MAX_VECTORS}",
             lambda: vectors > MAX_VECTORS,
         ),
-        ("x or the weight is empty", lambda: any(y.numel() == 0 for y in tensors)),
+        ("x or the weight is empty", lambda: x.numel() == 0 or M == 0),
         (
-            "a tensor is not a plain tensor on a CPU",
-            lambda: not all(type(y) in plain and y.is_cpu for y in tensors),
+            "a stored tensor is not a contiguous plain tensor on a CPU",
+            lambda: weight.layout is None,
         ),
         (
-            "a stored tensor is not contiguous",
-            lambda: not all(y.is_contiguous() for y in tensors[1:]),
+            "x or bias is not a plain tensor on a CPU",
+            lambda: not all(type(y) in _PLAIN and y.is_cpu for y in tensors),
         ),
+        ("bias is not contiguous", lambda: bias is not None and not bias.is_contiguous()),
         (f"x is {x.dtype}", lambda: x.dtype not in DTYPES),
         (
             "a gradient is needed",
@@ -103,39 +154,6 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
         ("Numba is not installed", lambda: not has_numba()),
     )
     return next(([reason] for reason, applies in checks if applies()), [])
-
-
-def _compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
-    """Compute W x + b by the compiled loops, whose conditions are checked."""
-    N, M = weight.shape
-    width, group, row_scales = M, 0, 0
-    if isinstance(weight, HalfWeight):
-        codes = scales = weight.values
-        form = "plain"
-    else:
-        assert isinstance(weight, (Int8Weight, Int4Weight))
-        codes, scales, group, form = weight.codes, weight.scales, weight.group, weight.form
-        row_scales = scales[0].numel()
-        width = codes.shape[1] * (2 if form == "int4" else 1)
-    row_bytes = codes.shape[1] * codes.element_size()
-    y = torch.empty(*x.shape[:-1], N, dtype=x.dtype)
-    record = STORED_WEIGHT_STRUCT.pack_numbers(
-        x.numel() // M,
-        M,
-        N,
-        width,
-        group,
-        row_bytes,
-        row_scales,
-        x.data_ptr(),
-        codes.data_ptr(),
-        scales.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-    )
-    workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
-    openmp.run_entry(_entry_address()(form, x.dtype, scales.dtype), record, workers)
-    return y
 
 
 def _by_panels(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, TypeVar
 
 import torch
@@ -63,6 +64,32 @@ class StoredWeight(ABC):
         return torch.unflatten(
             self.map(lambda x: x.index_select(0, ids.flatten())).dequantize(), 0, ids.shape
         )
+
+    @cached_property
+    def layout(self) -> tuple[int, ...] | None:
+        """What compiled code reads, computed once: N, M, the number of columns in memory, the group
+        (0 without scales), the bytes and the scales of a row, and the addresses of codes and
+        scales; None where compiled code cannot read the tensors.
+        """
+        tensors = list(self.tensors().values())
+        codes, scales = tensors[0], tensors[-1]
+        plain = all(
+            type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and x.numel()
+            for x in tensors
+        )
+        if not plain or scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        (N, M), columns = self.shape, codes.shape[1] * (2 if self.form == "int4" else 1)
+        row_scales = 0 if scales is codes else scales[0].numel()
+        group = 0 if scales is codes else columns // scales.shape[-1]
+        row_bytes = codes.shape[1] * codes.element_size()
+        addresses = codes.data_ptr(), scales.data_ptr()
+        return (N, M, columns, group, row_bytes, row_scales, *addresses)
+
+    @cached_property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of the scales; of the matrix where it has none."""
+        return list(self.tensors().values())[-1].dtype
 
     def __deepcopy__(self, memo: object) -> StoredWeight:
         """Return the record itself: it cannot change, so copies of a model share it."""

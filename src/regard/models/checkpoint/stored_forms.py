@@ -1,8 +1,9 @@
-"""Weights that are stored in fewer bits: their names, how a network gets them when it is loaded, and
-how a folder holds them.
+"""Weights that are stored in fewer bits: the names of their forms, how a network gets them when it
+is loaded, and how a folder holds them.
 
 A folder holds a record as the tensors `regard.<name of the parameter>.<name of the tensor>`, and
-config.json says `{"quant_method": "regard", "weights": <form>}`, so that no weight is rounded twice.
+config.json says `{"quant_method": "regard", "weights": <form>}`, so that no weight is rounded
+twice.
 """
 
 from __future__ import annotations

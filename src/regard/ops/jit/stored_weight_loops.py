@@ -30,7 +30,7 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from regard.ops.jit.argument_structs import STORED_WEIGHT_STRUCT
 from regard.ops.jit.compile import has_cpu_feature, njit_strict
@@ -301,29 +301,6 @@ def int4_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
                 sums[r + j, i] = out[j]
 
 
-def stored_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
-    """Compute rows of W x in compiled code: the function above that the dtype of `codes` selects,
-    int8 or uint8, or else `plain_rows`.
-    """
-    raise NotImplementedError  # the overload below replaces it
-
-
-@overload(stored_rows)
-def _select_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
-    """Return the implementation of `stored_rows` for the type of the codes."""
-    if codes.dtype == types.int8:
-        return lambda first, last, R, vectors, codes, scales, width, group, tag, sums: int8_rows(
-            first, last, R, vectors, codes, scales, width, group, tag, sums
-        )
-    if codes.dtype == types.uint8:
-        return lambda first, last, R, vectors, codes, scales, width, group, tag, sums: int4_rows(
-            first, last, R, vectors, codes, scales, width, group, tag, sums
-        )
-    return lambda first, last, R, vectors, codes, scales, width, group, tag, sums: plain_rows(
-        first, last, R, vectors, codes, scales, width, group, tag, sums
-    )
-
-
 @njit_strict
 def widen_vectors(x, R, M, width, tag):
     """Return R vectors `[R, M]` of flat memory as fp32 `[P, width]`; see the module."""
@@ -336,49 +313,97 @@ def widen_vectors(x, R, M, width, tag):
 
 
 @njit_strict
-def run_tasks(address, arguments, x, x_tag, codes, scales, tag, b, y):
-    """Take tasks, blocks of rows of the matrix, until none is left; add the bias, and round the
-    results to the dtype of x.
+def _task_rows(arguments):
+    """Return the number of rows of the matrix in one task."""
+    return max(1, TASK_BYTES // max(1, arguments.row_bytes))
+
+
+@njit_strict
+def _write_rows(arguments, first, n, sums, x, tag):
+    """Add the bias to `sums[:, :n]`, the rows first to first + n of the result, and write them to y
+    in the dtype of x.
     """
-    R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
-    vectors = widen_vectors(x, R, arguments.M, width, x_tag)
-    row_codes = arguments.row_bytes // codes.itemsize
-    step = max(1, TASK_BYTES // max(1, arguments.row_bytes))
-    sums = np.empty((R, step), np.float32)
-    while True:
-        first = take_task(address) * step
-        if first >= N:
-            break
-        # the rows of a task are rows 0 to n of the matrix that begins there
-        n, begin = min(N - first, step), first * arguments.row_scales
-        own = codes[first * row_codes :]
-        stored_rows(0, n, R, vectors, own, scales[begin:], width, group, tag, sums)
-        for r in range(R):
-            for i in range(n):
-                bias = to_float32(b[first + i], x_tag) if arguments.b else np.float32(0)
-                y[r * N + first + i] = from_float32(sums[r, i] + bias, x_tag, y)
+    b, y = memory_at(arguments.b, x.dtype), memory_at(arguments.y, x.dtype)
+    for r in range(arguments.R):
+        for i in range(n):
+            bias = to_float32(b[first + i], tag) if arguments.b else np.float32(0)
+            y[r * arguments.N + first + i] = from_float32(sums[r, i] + bias, tag, y)
 
 
-_CODES = {"int8": np.int8, "int4": np.uint8}
+# Each entry calls its loop by name, in code of its own: Numba stores no code on disk that gets a
+# function as an argument.
 
 
-def _make_entry(
-    x_type: Any, x_tag: Any, codes: Any, stored: Any, tag: Any
-) -> Callable[[int], None]:
-    """Return the Python function of an entry, to be compiled.
-
-    x_type, x_tag: the encoding of the vectors; codes: the numpy dtype of the matrix; stored, tag:
-    the encoding of the scales, and of the matrix if it has none.
-    """
+def _make_plain_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for a matrix of numbers, to be compiled."""
 
     def entry(address: int) -> None:
         arguments = struct_at(address, ARGUMENTS)
-        x, y = memory_at(arguments.x, x_type), memory_at(arguments.y, x_type)
-        b, w = memory_at(arguments.b, x_type), memory_at(arguments.codes, codes)
-        s = memory_at(arguments.scales, stored)
-        run_tasks(address, arguments, x, x_tag, w, s, tag, b, y)
+        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
+        w, s = memory_at(arguments.codes, stored), memory_at(arguments.scales, stored)
+        x = memory_at(arguments.x, x_type)
+        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
+        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
+        sums = np.empty((R, step), np.float32)
+        while True:
+            first = take_task(address) * step
+            if first >= N:
+                break
+            n, begin = min(N - first, step), first * arguments.row_scales
+            own = w[first * row_codes :]
+            plain_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
+            _write_rows(arguments, first, n, sums, x, x_tag)
 
     return entry
+
+
+def _make_int8_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for 8-bit codes, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ARGUMENTS)
+        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
+        w, s = memory_at(arguments.codes, np.int8), memory_at(arguments.scales, stored)
+        x = memory_at(arguments.x, x_type)
+        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
+        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
+        sums = np.empty((R, step), np.float32)
+        while True:
+            first = take_task(address) * step
+            if first >= N:
+                break
+            n, begin = min(N - first, step), first * arguments.row_scales
+            own = w[first * row_codes :]
+            int8_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
+            _write_rows(arguments, first, n, sums, x, x_tag)
+
+    return entry
+
+
+def _make_int4_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for 4-bit codes, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ARGUMENTS)
+        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
+        w, s = memory_at(arguments.codes, np.uint8), memory_at(arguments.scales, stored)
+        x = memory_at(arguments.x, x_type)
+        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
+        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
+        sums = np.empty((R, step), np.float32)
+        while True:
+            first = take_task(address) * step
+            if first >= N:
+                break
+            n, begin = min(N - first, step), first * arguments.row_scales
+            own = w[first * row_codes :]
+            int4_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
+            _write_rows(arguments, first, n, sums, x, x_tag)
+
+    return entry
+
+
+_MAKE_ENTRY = {"half": _make_plain_entry, "int8": _make_int8_entry, "int4": _make_int4_entry}
 
 
 @cache
@@ -386,9 +411,8 @@ def entry_address(form: str, x: torch.dtype, stored: torch.dtype) -> int:
     """Return the address of the compiled entry of a storage form.
 
     Args:
-        form: "plain", "int8" or "int4".
+        form: "half" (a matrix of 16-bit or fp32 numbers), "int8" or "int4".
         x: the dtype of the vectors.
-        stored: the dtype of the scales; for "plain", of the matrix.
+        stored: the dtype of the scales; for "half", of the matrix.
     """
-    other, tag = STORAGE[stored]
-    return compile_entry(_make_entry(*STORAGE[x], _CODES.get(form, other), other, tag))
+    return compile_entry(_MAKE_ENTRY[form](*STORAGE[x], *STORAGE[stored]))
