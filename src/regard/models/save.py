@@ -64,9 +64,7 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
             quantized = next(iter(records.values())).form
             continue
         parts = [
-            value.values
-            if isinstance(value := parameters[name], HalfWeight)
-            else value.detach().to(its_family.dtype_of(name, dtype))
+            _plain_tensor(parameters[name], its_family.dtype_of(name, dtype))
             for name in binding.parameters
         ]
         stored = table_name.removeprefix(its_family.prefixes[0]) if is_base_model else table_name
@@ -77,6 +75,14 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
         raw["quantization_config"] = {"quant_method": METHOD, "weights": quantized}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
+
+
+def _plain_tensor(value: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor:
+    """Return the tensor of a plain weight in a dtype, or half-precision numbers as they are."""
+    if isinstance(value, HalfWeight):
+        return value.values
+    assert isinstance(value, Tensor)
+    return value.detach().to(dtype)
 
 
 def _record_tensors(

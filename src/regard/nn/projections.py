@@ -634,9 +634,8 @@ class FusedQKV(ProjectionModule):
         record = self.linear.stored_weight
         if record is not None and self.order == "parts":
             first, n = rows[0] * D, len(rows) * D
-            bias = self.linear.bias
-            bias = None if bias is None else bias[first : first + n]
-            y = stored_linear(x, record.rows(first, first + n), bias)
+            own = None if self.linear.bias is None else self.linear.bias[first : first + n]
+            y = stored_linear(x, record.rows(first, first + n), own)
             return torch.unflatten(y, -1, (-1, D)).transpose(1, 2)
         stored: object = self.linear.weight
         if not isinstance(stored, Tensor):

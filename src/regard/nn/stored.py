@@ -41,7 +41,7 @@ class StoredWeightMixin(nn.Module):
         device = next(iter(stored.tensors().values())).device
         if probe.device != device:
             self.stored_weight = stored.map(lambda x: x.to(probe.device))
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _save_to_state_dict(
         self,
@@ -86,7 +86,7 @@ class StoredWeightMixin(nn.Module):
         return f"{super().extra_repr()}, weight={self.stored_weight.form}"
 
 
-class StoredEmbedding(StoredWeightMixin, nn.Embedding):
+class StoredEmbedding(StoredWeightMixin, nn.Embedding):  # type: ignore[override]
     """An `nn.Embedding` whose weight is a `StoredWeight`; the rows of the ids are dequantized."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def store_weight(module: nn.Module, record: StoredWeight) -> None:
     if record.shape != shape:
         raise ArgumentError(f"the record is {tuple(record.shape)} and the weight {tuple(shape)}")
     del module._parameters["weight"]
-    module.__class__ = _stored_class(type(module))
+    module.__class__ = _stored_class(type(module))  # type: ignore[arg-type]
     module.stored_weight = record  # type: ignore[assignment]
 
 

@@ -243,7 +243,7 @@ class Int8Weight(StoredWeight):
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
         """Return the matrix in `dtype`; see `StoredWeight.dequantize`."""
-        grouped = self.codes.unflatten(1, (-1, self.group))
+        grouped = torch.unflatten(self.codes, 1, (-1, self.group))
         values = grouped.float().mul_(self.scales.float()[..., None]).flatten(1)
         return values[:, : self.columns].to(dtype or self.dtype)
 
@@ -353,14 +353,15 @@ class Int4Weight(StoredWeight):
 
     def unpacked(self) -> UInt8[Tensor, "N width"]:
         """Return the codes [N, width], one in each byte, in the order of the inputs."""
-        words = self.codes.contiguous().view(torch.int32).unflatten(1, (-1, 1, 16))
+        words = torch.unflatten(self.codes.contiguous().view(torch.int32), 1, (-1, 1, 16))
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)[:, None]
-        return ((words >> shifts) & 15).to(torch.uint8).flatten(1)
+        codes: Tensor = (words >> shifts) & 15
+        return codes.to(torch.uint8).flatten(1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
         """Return the matrix in `dtype`; see `StoredWeight.dequantize`."""
         scales, zeros = self.scales.float()[..., None].unbind(1)
-        codes = self.unpacked().unflatten(1, (-1, self.group)).float()
+        codes = torch.unflatten(self.unpacked(), 1, (-1, self.group)).float()
         values = codes.sub_(zeros).mul_(scales).flatten(1)
         return values[:, : self.columns].to(dtype or self.dtype)
 
@@ -402,7 +403,7 @@ def _grouped(weight: Tensor, group: int | None) -> Tensor:
     if group not in GROUPS:
         raise ArgumentError(f"group is {group}; it must be one of {GROUPS}")
     values = F.pad(weight.float(), (0, -weight.shape[1] % group))
-    return values.unflatten(1, (-1, group))
+    return torch.unflatten(values, 1, (-1, group))
 
 
 def _half_scales(scales: Tensor) -> Tensor:

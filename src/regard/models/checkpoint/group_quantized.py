@@ -47,7 +47,8 @@ def unpack_words(words: Int32[Tensor, "a b"], bits: int) -> Int32[Tensor, "a c"]
             f"words are {words.dtype} {tuple(words.shape)}; must be int32 [a, b]"
         )
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
-    return ((words[..., None] >> shifts) & (2**bits - 1)).flatten(1)
+    numbers: Tensor = (words[..., None] >> shifts) & (2**bits - 1)
+    return numbers.flatten(1)
 
 
 def dequantize_gptq(
@@ -97,7 +98,8 @@ def dequantize_gptq(
     # zero point 0 is stored as -1, that is 2^bits - 1
     shifted = (zeros + zero_offset) & (2**bits - 1)
     index = g_idx.long()
-    return (codes - shifted[:, index]).float() * scales.T.float()[:, index]
+    differences: Tensor = (codes - shifted[:, index]).float()
+    return differences * scales.T.float()[:, index]
 
 
 def dequantize_awq(
@@ -166,12 +168,12 @@ def dequantize_compressed(
 
 def _in_order(numbers: Tensor) -> Tensor:
     """Return numbers that were packed in the order of AWQ in their own order."""
-    return numbers.unflatten(1, (-1, 8))[..., list(AWQ_ORDER)].flatten(1)
+    return torch.unflatten(numbers, 1, (-1, 8))[..., list(AWQ_ORDER)].flatten(1)
 
 
 def _dequantize(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """Return scales (codes - zeros), with equal groups of neighbouring inputs."""
-    grouped = codes.unflatten(1, (scales.shape[1], -1)) - zeros[..., None]
+    grouped = torch.unflatten(codes, 1, (scales.shape[1], -1)) - zeros[..., None]
     return (grouped.float() * scales.float()[..., None]).flatten(1)
 
 

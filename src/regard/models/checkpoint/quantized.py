@@ -350,15 +350,17 @@ def group_quantized_matrices(
         if base == name:
             continue
         zeros, scales = (_scales(store, x, f"{base}.{part}") for part in ("qzeros", "scales"))
+        names: tuple[str, ...] = (zeros.name, scales.name)
+        unpack: Callable[..., Tensor]
         per_word, outputs = 32 // bits, scales.shape[-1] if scales.shape else 0
         if x.dtype != torch.int32 or zeros.dtype != torch.int32 or len(x.shape) != 2:
             raise _mismatch_error(x, zeros, "matrices of int32")
         if method == "awq":
-            inputs, names, unpack = x.shape[0], (zeros.name, scales.name), dequantize_awq
+            inputs, unpack = x.shape[0], dequantize_awq
             fits = x.shape[1] * per_word == outputs
         else:
             groups = _scales(store, x, f"{base}.g_idx")
-            inputs, names = x.shape[0] * per_word, (zeros.name, scales.name, groups.name)
+            inputs, names = x.shape[0] * per_word, (*names, groups.name)
             unpack = partial(dequantize_gptq, bits=bits, zero_offset=int(layout == "gptq"))
             fits = x.shape[1] == outputs and groups.shape == (inputs,)
         if not fits or zeros.shape != (scales.shape[0], outputs // per_word):
@@ -385,7 +387,7 @@ def _compressed_settings(folder: Path, settings: Mapping[str, Any]) -> tuple[str
         raise _config_error(folder, f"config_groups {short_repr(groups)}; int of 4 or 8 bits are")
     if any(x.get("input_activations") or x.get("output_activations") for x in values):
         raise _config_error(folder, "quantized activations; supported are quantized weights only")
-    return layout, int(bits.pop())
+    return layout, 4 if bits == {4} else 8
 
 
 def _compressed(store: CheckpointTensors, layout: str, bits: int) -> list[QuantizedMatrix]:
