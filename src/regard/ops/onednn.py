@@ -45,7 +45,8 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | No
     >>> onednn_linear(torch.ones(2, 3), torch.eye(3), None) is None
     True
     """
-    if why_not_onednn(x, weight, bias):
+    # first, because a graph cannot hold the questions below
+    if is_compiling() or why_not_onednn(x, weight, bias):
         return None
     flat = x.reshape(-1, x.shape[-1])
     y = _product()(flat, weight.contiguous(), bias)
