@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.process_state import is_compiling, is_transformed
+from regard.units import plural
 
 MIN_ROWS = 5
 """The least number of rows of x for which the direct product is faster than torch's."""
@@ -61,7 +62,10 @@ def why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[str]:
         ("torch.compile is active", is_compiling),
         ("a tensor is not a plain tensor on a CPU", lambda: not all(map(_is_plain, tensors))),
         ("a tensor is not float32", lambda: any(y.dtype != torch.float32 for y in tensors)),
-        (f"x has {rows} rows; at least {_least_rows()} are needed", lambda: rows < _least_rows()),
+        (
+            f"x has {plural(rows, 'row')}; at least {_least_rows()} are needed",
+            lambda: rows < _least_rows(),
+        ),
         ("the weight is empty", lambda: weight.numel() == 0),
         (
             "a gradient is needed",

@@ -20,6 +20,7 @@ from regard.ops.jit.argument_structs import DTYPES, STORED_WEIGHT_STRUCT
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_weights import StoredWeight
 from regard.process_state import is_compiling, is_transformed
+from regard.units import plural
 
 MAX_VECTORS = 12
 """The largest number of vectors for which the compiled loops are faster than torch's products of a
@@ -130,7 +131,7 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
     checks: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("torch.compile is active", is_compiling),
         (
-            f"x has {vectors} vectors; the compiled loops are faster for at most {MAX_VECTORS}",
+            f"x has {plural(vectors, 'vector')}; the compiled loops are faster for at most {MAX_VECTORS}",
             lambda: vectors > MAX_VECTORS,
         ),
         ("x or the weight is empty", lambda: x.numel() == 0 or M == 0),

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.units import plural
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of AWQ, counted in units of 4 bits from the lowest, of each of 8 numbers."""
@@ -184,5 +185,5 @@ def _check_groups(shape: torch.Size, scales: Tensor, zeros: Tensor) -> None:
         raise ArgumentError(
             f"codes are {tuple(shape)}, scales {tuple(scales.shape)} and zero points "
             f"{tuple(zeros.shape)}; scales and zero points must be ({N}, groups), with groups of "
-            f"equal size of {M} inputs"
+            f"equal size of {plural(M, 'input')}"
         )

@@ -29,6 +29,7 @@ from regard.ops.stored_weights import (
     Int8Weight,
     StoredWeight,
 )
+from regard.units import plural
 from regard.untrusted_text import escape_controls, short_repr
 
 PREFIX, METHOD = "regard.", "regard"
@@ -149,7 +150,7 @@ def _layout_problem(
     per_byte, wanted = (1, torch.int8) if form == "int8" else (2, torch.uint8)
     for name, x in entries.items():
         if len(x.shape) < 2 or x.shape[0] != N or 0 in x.shape:
-            return f"has {name} {x.shape}; it must have {N} rows"
+            return f"has {name} {x.shape}; it must have {plural(N, 'row')}"
     if codes.dtype != wanted or scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"has codes {codes.dtype} and scales {scales.dtype}"
     width, groups = codes.shape[1] * per_byte, scales.shape[-1]
@@ -161,7 +162,11 @@ def _layout_problem(
         and width // groups in GROUPS
         and M <= width < M + INT4_BLOCK
     )
-    return None if fits else f"has codes {codes.shape} and scales {scales.shape} for {M} inputs"
+    return (
+        None
+        if fits
+        else f"has codes {codes.shape} and scales {scales.shape} for {plural(M, 'input')}"
+    )
 
 
 def take_records(
