@@ -197,7 +197,7 @@ def _load_folder(
         store = dequantized(store, raw.get("quantization_config"))
     elif form is not None:
         raise ArgumentError(
-            f"weights is {form.name!r}, and {folder} holds {records.form} weights already; leave "
+            f"weights is {form.name!r}, and the weights in {folder} are {records.form} already; leave "
             "weights out, or load the folder that they were made from"
         )
     adapter_files = _check_adapter_files(folder, ignore)

@@ -131,7 +131,8 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
     checks: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("torch.compile is active", is_compiling),
         (
-            f"x has {plural(vectors, 'vector')}; the compiled loops are faster for at most {MAX_VECTORS}",
+            f"x has {plural(vectors, 'vector')}; the compiled loops are faster for at most "
+            f"{MAX_VECTORS}",
             lambda: vectors > MAX_VECTORS,
         ),
         ("x or the weight is empty", lambda: x.numel() == 0 or M == 0),

@@ -154,7 +154,7 @@ class HalfWeight(StoredWeight):
         return _by_panels(weight, panel)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return the values."""
+        """Return the values, the only tensor of this form."""
         return {"values": self.values}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> HalfWeight:
