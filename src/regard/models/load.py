@@ -197,8 +197,8 @@ def _load_folder(
         store = dequantized(store, raw.get("quantization_config"))
     elif form is not None:
         raise ArgumentError(
-            f"weights is {form.name!r}, and the weights in {folder} are {records.form} already; leave "
-            "weights out, or load the folder that they were made from"
+            f"weights is {form.name!r}, and the weights in {folder} are {records.form} already; "
+            "leave weights out, or load the folder that they were made from"
         )
     adapter_files = _check_adapter_files(folder, ignore)
     config, ignored_keys = read_config(
