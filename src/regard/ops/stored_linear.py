@@ -117,7 +117,7 @@ def plan_linear(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> 
 
     >>> from regard.ops.stored_weights import Int8Weight
     >>> plan_linear(torch.ones(99, 32), Int8Weight.quantize(torch.ones(2, 32)))
-    'dequantized panels: x has 99 vectors; compiled loops are faster for at most 12'
+    'dequantized panels: x has 99 vectors; compiled loops win for at most 12'
     """
     _check(x, weight, bias)
     reasons = why_not_compiled(x, weight, bias)
@@ -131,7 +131,7 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
     checks: tuple[tuple[str, Callable[[], bool]], ...] = (
         ("torch.compile is active", is_compiling),
         (
-            f"x has {plural(vectors, 'vector')}; compiled loops are faster for at most {MAX_VECTORS}",
+            f"x has {plural(vectors, 'vector')}; compiled loops win for at most {MAX_VECTORS}",
             lambda: vectors > MAX_VECTORS,
         ),
         ("x or the weight is empty", lambda: x.numel() == 0 or M == 0),
