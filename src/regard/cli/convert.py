@@ -53,6 +53,10 @@ def report_lines(report: ConversionReport) -> Iterator[str]:
     )
     for step in report.steps:
         yield from _weight_error_lines(step)
+    if report.hidden_errors:
+        yield ""
+        yield "relative change of the hidden states after each layer (norms):"
+        yield from (f"  layer {i:<4} {error:.3g}" for i, error in enumerate(report.hidden_errors))
     if report.finetuning is not None:
         yield from _finetuning_lines(report.finetuning)
 
@@ -241,6 +245,13 @@ Dtype = Annotated[
         show_default="unchanged",
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help="Store the weights of linear maps, head and embedding as int8 or int4.",
+        show_default="unchanged",
+    ),
+]
 Text = Annotated[
     Path | None,
     typer.Option(
@@ -294,6 +305,7 @@ def convert(
     context: Context = None,
     scaling: Scaling = "yarn",
     dtype: Dtype = None,
+    weights: Weights = None,
     revision: Revision = None,
     ignore: Ignore = None,
     text: Text = None,
@@ -305,8 +317,8 @@ def convert(
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
-    """Write a checkpoint with other heads, latents, positions or dtype, and report what the
-    conversion loses.
+    """Write a checkpoint with other heads, latents, positions, dtype or weights of fewer bits,
+    and report what the conversion loses.
 
     The input is never changed, and no file is overwritten. OUT is written completely or not at
     all.
@@ -319,6 +331,7 @@ def convert(
         "rotary_layout": rotary_layout,
         "stored_layout": stored_layout,
         "scaling": scaling,
+        "weights": weights,
     }
     try:
         wanted = ConversionOptions(to, kv_heads, rank=rank, context=context, dtype=dtype, **options)

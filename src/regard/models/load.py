@@ -21,6 +21,7 @@ from regard.models import hub
 from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
 from regard.models.checkpoint.quantized import dequantized
+from regard.models.checkpoint.stored_forms import WeightForm, take_records, weight_form
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.checkpoint.weights import fill_parameters, map_names, name_matcher
 from regard.models.decoder import Decoder
@@ -44,6 +45,7 @@ def load(
     source: Literal["tiny"] = "tiny",
     *,
     dtype: torch.dtype | None = ...,
+    weights: str | None = ...,
     revision: str | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
@@ -57,6 +59,7 @@ def load(
     *,
     kind: type[LoadedKind],
     dtype: torch.dtype | None = ...,
+    weights: str | None = ...,
     revision: str | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
@@ -69,6 +72,7 @@ def load(
     source: str | Path,
     *,
     dtype: torch.dtype | None = ...,
+    weights: str | None = ...,
     revision: str | None = ...,
     allow_missing: Sequence[str] = ...,
     ignore: Sequence[str] = ...,
@@ -81,6 +85,7 @@ def load(
     *,
     kind: type[object] | None = None,
     dtype: torch.dtype | None = None,
+    weights: str | None = None,
     revision: str | None = None,
     allow_missing: Sequence[str] = (),
     ignore: Sequence[str] = (),
@@ -106,8 +111,14 @@ def load(
             `Path` is a folder and is never downloaded.
         kind: `Model`, `TextEncoder` or `Seq2Seq`, to raise for any other; None accepts all three.
         dtype: the dtype of the weights, and so of the computation; None is the dtype that
-            config.json names, or else that of the stored weights. On a CPU, float16 and bfloat16
-            decode equally fast, and bfloat16 reads prompts faster (LOG.md).
+            config.json names, or else that of the stored weights. On a CPU, bfloat16 and float16
+            decode equally fast, and bfloat16 reads prompts fastest (LOG.md).
+        weights: the form in which the weights of linear maps, of the head and of the embedding are
+            stored: "int8" or "int4", codes with a scale (and for int4 a zero point) for each group
+            of up to 128 inputs; "float16" or "bfloat16", half-precision numbers that are multiplied
+            in float32, so that `dtype` is float32. Other weights, such as those of norms and
+            experts, keep `dtype`. None stores all weights in `dtype`, or as a folder holds them
+            that was saved with such weights. `regard convert --weights` shows what is lost.
         revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
         allow_missing: patterns (`*`, `?`) of stored names that may be missing; these weights get
             random values and are not trained.
@@ -124,8 +135,9 @@ def load(
         FileError: the folder or a file in it is missing, damaged, not supported, or contradicts
             another; or it holds another kind of model; or the hub does not serve the repository.
         ArgumentTypeError: allow_missing or ignore is a str; give a sequence of patterns.
-        ArgumentError: dtype is not a floating-point dtype; ignore names a key or tensor that the
-            family needs; or revision is given for a source that is not on the hub.
+        ArgumentError: dtype is not a floating-point dtype, or weights of this form do not compute
+            in it; ignore names a key or tensor that the family needs; or revision is given for a
+            source that is not on the hub.
 
     >>> load("tiny").config.vocab_size
     1024
@@ -149,6 +161,7 @@ def load(
         folder,
         kind,
         dtype=dtype,
+        form=None if weights is None else weight_form(weights),
         allow_missing=allow_missing,
         ignore=ignore,
         finite=finite,
@@ -169,6 +182,7 @@ def _load_folder(
     kind: type[object] | None,
     *,
     dtype: torch.dtype | None,
+    form: WeightForm | None,
     allow_missing: Sequence[str],
     ignore: Sequence[str],
     finite: bool,
@@ -177,25 +191,38 @@ def _load_folder(
     tensors into it.
     """
     its_family, raw = _family(folder, kind)
-    store = dequantized(CheckpointTensors.open(folder), raw.get("quantization_config"))
+    stored = CheckpointTensors.open(folder)
+    store, records = take_records(stored, raw.get("quantization_config"))
+    if records is None:
+        store = dequantized(store, raw.get("quantization_config"))
+    elif form is not None:
+        raise ArgumentError(
+            f"weights is {form.name!r}, and the weights in {folder} are {records.form} already; "
+            "leave weights out, or load the folder that they were made from"
+        )
     adapter_files = _check_adapter_files(folder, ignore)
     config, ignored_keys = read_config(
-        folder, its_family, raw, tensors=len(store.tensors), ignore=ignore
+        folder, its_family, raw, tensors=len(stored.tensors), ignore=ignore
     )
     config, has_no_head = _complete_config(its_family, config, raw, store)
     network = its_family.build_empty(config)
     if has_no_head:
         assert isinstance(network, Decoder)  # only decoders are saved without their head
         network.head = None
+    compute = dtype or (form and form.compute) or _dtype(folder, raw, store)
+    if form is not None:
+        form.check_dtype(compute)
     filled = fill_parameters(
         network,
         its_family,
         store,
-        dtype=dtype or _dtype(folder, raw, store),
+        dtype=compute,
         allow_missing=allow_missing,
         ignore=ignore,
         finite=finite,
         initialize=partial(its_family.build, config),
+        form=form,
+        records=records,
     )
     ignored = (*adapter_files, *ignored_keys, *filled.ignored)
     _check_ignored(ignore, ignored, raw, store)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,20 @@ from torch import Tensor, nn
 from regard.errors import FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder
 from regard.models.checkpoint.family import bind_names
+from regard.models.checkpoint.stored_forms import METHOD, record_tensors
 from regard.models.families import family, model_type_of
 from regard.models.tokenizer import Tokenizer
+from regard.nn.stored import stored_modules
+from regard.ops.stored_weights import HalfWeight, Int4Weight, Int8Weight, StoredWeight
 from regard.untrusted_text import error_text
 
 
 def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write config.json and model.safetensors of a network into a folder that exists.
 
-    A shared parameter is written under its first name. A decoder without a head is written as a
-    base model, which `load` recognises by names without the family's prefix.
+    Weights of 8 or 4 bits are written as they are, and half-precision weights of a float32 network
+    as half-precision tensors. A shared parameter is written under its first name. A decoder without
+    a head is written as a base model, which `load` recognises by names without the family's prefix.
 
     Args:
         network: built by the family's builder.
@@ -36,9 +40,13 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
     model_type = model_type_of(config)
     its_family = family(model_type)
     assert its_family is not None
-    parameters = dict(network.named_parameters(remove_duplicate=False))
+    parameters: dict[str, Tensor | StoredWeight] = {
+        **dict(network.named_parameters(remove_duplicate=False)),
+        **dict(stored_modules(network)),
+    }
     tensors: dict[str, Tensor] = {}
     written_ids: set[int] = set()
+    quantized: str | None = None
     bindings = bind_names(network, its_family.names)
     is_base_model = its_family.head is not None and its_family.head not in bindings
     for table_name, binding in bindings.items():
@@ -46,16 +54,52 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
         if ids & written_ids:
             continue
         written_ids |= ids
+        records = {
+            name: record
+            for name in binding.parameters
+            if isinstance(record := parameters[name], (Int8Weight, Int4Weight))
+        }
+        if records:
+            tensors |= _record_tensors(binding.parameters, records)
+            quantized = next(iter(records.values())).form
+            continue
         parts = [
-            parameters[name].detach().to(its_family.dtype_of(name, dtype))
+            _plain_tensor(parameters[name], its_family.dtype_of(name, dtype))
             for name in binding.parameters
         ]
         stored = table_name.removeprefix(its_family.prefixes[0]) if is_base_model else table_name
         tensors[stored] = binding.rule.pack(parts).contiguous()
     dtype_name = str(dtype).removeprefix("torch.")
     raw = {"model_type": model_type, **asdict(config), "torch_dtype": dtype_name}
+    if quantized is not None:
+        raw["quantization_config"] = {"quant_method": METHOD, "weights": quantized}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
+
+
+def _plain_tensor(value: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor:
+    """Return the tensor of a plain weight in a dtype, or half-precision numbers as they are."""
+    if isinstance(value, HalfWeight):
+        return value.values
+    assert isinstance(value, Tensor)
+    return value.detach().to(dtype)
+
+
+def _record_tensors(
+    parameters: Sequence[str], records: Mapping[str, StoredWeight]
+) -> dict[str, Tensor]:
+    """Return the tensors of the records of one stored tensor.
+
+    Raises:
+        FileError: another parameter of that tensor is not stored in fewer bits.
+    """
+    if plain := [name for name in parameters if name not in records]:
+        raise FileError(
+            f"{plain[0]} has a plain weight and {next(iter(records))} does not, and a checkpoint "
+            "stores both as one tensor; store the weights of both in the same form"
+        )
+    named = [record_tensors(name, record) for name, record in records.items()]
+    return {name: x for tensors in named for name, x in tensors.items()}
 
 
 def save_model(

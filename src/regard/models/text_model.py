@@ -16,6 +16,7 @@ from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models.save import save_model
 from regard.models.tokenizer import Tokenizer
+from regard.nn.stored import stored_modules
 from regard.span import Positions, as_tensor
 from regard.tracing import list_taps
 
@@ -68,7 +69,11 @@ class TextModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the network's weights, which is that of its first floating-point weight."""
+        """The dtype of the network's weights, which is that of its first floating-point weight; for
+        weights that are stored in fewer bits, the dtype in which they are multiplied.
+        """
+        for _, record in stored_modules(self._network):
+            return record.dtype
         floats = (p.dtype for p in self._network.parameters() if p.is_floating_point())
         return next(floats, torch.get_default_dtype())
 

@@ -142,7 +142,10 @@ class InputEmbedding(nn.Module):
             raise ArgumentTypeError(
                 f"{name} are {got}; they must be integers [batch, length]: use .long()"
             )
-        check_device(name, ids, self.embedding.weight, "the embedding")
+        stored = getattr(self.embedding, "stored_weight", None)
+        # reading the weight of an embedding that is stored in fewer bits would dequantize all rows
+        like = self.embedding.weight if stored is None else next(iter(stored.tensors().values()))
+        check_device(name, ids, like, "the embedding")
 
     def extra_repr(self) -> str:
         """Return the factor on the token embedding."""

@@ -138,6 +138,7 @@ class LatentProjection(ProjectionModule):
         self.kv_down = Linear(dim, kv_rank + rotary.dim, bias=bias)
         self.kv_norm = RMSNorm(kv_rank, eps=eps)
         self.kv_up = HeadProjection(kv_rank, heads, nope_dim + value_dim)
+        self.kv_up.linear.reads_whole_weight = True  # `up` reads it for every absorbed query
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Compute the two parts of the queries.

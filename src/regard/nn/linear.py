@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.ops.gemv import check_linear_map, try_gemv
+from regard.ops.onednn import onednn_linear
+from regard.ops.stored_linear import stored_linear
+from regard.ops.stored_weights import StoredWeight
 
 FP16_MATMUL_ROWS = 16
 """The least number of rows of x for which an fp16 product is computed in fp32 on a CPU."""
@@ -28,9 +31,10 @@ def linear(
     """Compute y = W x + b.
 
     On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
-    bandwidth in every dtype. Torch multiplies fp16 matrices with many rows three times slower than
-    fp32 ones (LOG.md). Therefore, if x has at least `FP16_MATMUL_ROWS` rows, the weight is
-    converted to fp32 block by block, and the result is rounded to fp16 once.
+    bandwidth in every dtype. More rows in fp32 are computed by `regard.ops.onednn`. Torch
+    multiplies fp16 matrices with many rows three times slower than fp32 ones (LOG.md). Therefore,
+    if x has at least `FP16_MATMUL_ROWS` rows, the weight is converted to fp32 block by block, and
+    the result is rounded to fp16 once.
 
     Args:
         x: inputs [..., M].
@@ -52,18 +56,20 @@ def linear(
 
 
 def _linear_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
-    """Compute W x + b by torch's matrix products."""
+    """Compute W x + b by matrix products: fp32 by oneDNN where it is faster than torch."""
     check_linear_map(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
-        return F.linear(x, weight, bias)
+        y = onednn_linear(x, weight, bias) if x.dtype == torch.float32 else None
+        return F.linear(x, weight, bias) if y is None else y
     x32 = x.float()
     step = max(1, block // max(1, weight.shape[1]))
     biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)
-    parts = [
-        F.linear(x32, w.float(), b if b is None else b.float()).to(x.dtype)
-        for w, b in zip(torch.split(weight, step), biases, strict=True)
-    ]
+    parts = []
+    for w, b in zip(torch.split(weight, step), biases, strict=True):
+        w32, b32 = w.float(), b if b is None else b.float()
+        y = onednn_linear(x32, w32, b32)
+        parts.append((F.linear(x32, w32, b32) if y is None else y).to(x.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -85,6 +91,13 @@ class Linear(nn.Linear):
     torch.Size([1, 2])
     """
 
+    stored_weight: StoredWeight | None = None
+    """The weight in a form with fewer bits (`regard.nn.stored.store_weight`), or None."""
+    reads_whole_weight = False
+    """Whether another module reads the whole matrix for every token, so that it must be stored as
+    it is.
+    """
+
     def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         # torch.ao.quantization sets this attribute on every module that it visits
         if name == "qconfig":
@@ -97,6 +110,9 @@ class Linear(nn.Linear):
         parameters = self._parameters
         weight: Tensor | None = parameters.get("weight")
         bias: Tensor | None = parameters.get("bias")
+        stored = self.stored_weight
+        if weight is None and stored is not None and not is_proxy(x):
+            return stored_linear(x, stored, bias)
         # A parametrization (torch.nn.utils.parametrize) computes them when they are read.
         if weight is None or "bias" not in parameters:
             weight, bias = self.weight, self.bias

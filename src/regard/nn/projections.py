@@ -27,6 +27,7 @@ from regard.nn.explainable import (
     run_steps,
 )
 from regard.nn.linear import Linear, linear
+from regard.ops.stored_linear import stored_linear
 from regard.positions import Rotary
 from regard.span import Positions
 from regard.units import plural
@@ -630,6 +631,12 @@ class FusedQKV(ProjectionModule):
     def _heads(self, x: Tensor, part: int) -> Tensor:
         """Compute the queries (`part` 0), the keys (1) or the values (2): [B,n,L,D]."""
         D, rows = self.head_dim, self._head_rows[part]
+        record = self.linear.stored_weight
+        if record is not None and self.order == "parts":
+            first, n = rows[0] * D, len(rows) * D
+            own = None if self.linear.bias is None else self.linear.bias[first : first + n]
+            y = stored_linear(x, record.rows(first, first + n), own)
+            return torch.unflatten(y, -1, (-1, D)).transpose(1, 2)
         stored: object = self.linear.weight
         if not isinstance(stored, Tensor):
             # another layer in its place, such as torch's quantised one, has no rows to choose

@@ -123,8 +123,8 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
     [
         (
             {},
-            {"quant_method": "gptq"},
-            r"config.json: quantization_config has the quant_method 'gptq'; supported",
+            {"quant_method": "hqq"},
+            r"config.json: quantization_config has the quant_method 'hqq'; supported",
         ),
         ({}, ["mxfp4"], "the quant_method None"),
         (

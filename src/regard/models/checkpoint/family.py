@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.configs.base import ModelConfig, Raw
+from regard.nn.stored import stored_modules
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     ['h.0.w', 'h.1.w', 'h.0.b', 'h.1.b']
     """
     every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    every += [name for name, _ in stored_modules(model)]
     if names is SAME_NAMES:
         return {name: TensorBinding(as_stored(name), (name,)) for name in every}
     by_pattern: dict[str, list[tuple[str, ...]]] = {}

@@ -1,5 +1,5 @@
-"""Block-quantized checkpoints (MXFP4 and block FP8), whose matrices are dequantized when they are
-read.
+"""Quantized checkpoints (MXFP4, block FP8, GPTQ, AWQ and compressed-tensors), whose matrices are
+dequantized when they are read.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
+from regard.models.checkpoint.group_quantized import (
+    dequantize_awq,
+    dequantize_compressed,
+    dequantize_gptq,
+    unpack_words,
+)
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.untrusted_text import short_repr
 
@@ -155,18 +161,21 @@ def _check_bytes(name: str, x: Tensor) -> None:
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A matrix that is stored as small numbers and their scales.
+    """A matrix that is stored as small numbers, their scales, and possibly zero points and groups.
 
     Attributes:
-        values, scales: the names of the two tensors.
+        values: the name of the tensor of small numbers.
+        others: the names of the other tensors.
         plain: the header entry of the dequantized matrix: name, dtype and shape.
-        unpack: (values, scales) -> the dequantized matrix.
+        unpack: (values, *others) -> the dequantized matrix.
+        unread: tensors that say nothing more, such as the matrix's shape.
     """
 
     values: str
-    scales: str
+    others: tuple[str, ...]
     plain: StoredTensor
-    unpack: Callable[[Tensor, Tensor], Tensor]
+    unpack: Callable[..., Tensor]
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,12 +201,13 @@ class DequantizedTensors(CheckpointTensors):
         """
         chosen = list(self.tensors if names is None else names)
         pairs = {self.pairs[n].values: self.pairs[n] for n in chosen if n in self.pairs}
-        scales = dict(self.packed.read([pair.scales for pair in pairs.values()], buffering))
+        small = {name for pair in pairs.values() for name in pair.others}
+        others = dict(self.packed.read(small, buffering))
         whole = [n for n in chosen if n not in self.pairs]
         for name, tensor in self.packed.read([*whole, *pairs], buffering):
             if name in pairs:
                 pair = pairs[name]
-                yield pair.plain.name, pair.unpack(tensor, scales.pop(pair.scales))
+                yield pair.plain.name, pair.unpack(tensor, *(others.pop(n) for n in pair.others))
             else:
                 yield name, tensor
 
@@ -207,7 +217,8 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     dequantized.
 
     "mxfp4" (gpt-oss) stores X as `X_blocks` and `X_scales`: [..., in, out], with blocks along `in`.
-    "fp8" (DeepSeek-V3) stores `X.weight` and `X.weight_scale_inv`.
+    "fp8" (DeepSeek-V3) stores `X.weight` and `X.weight_scale_inv`. "gptq", "awq" and
+    "compressed-tensors" store groups of 4-bit or 8-bit integers; see `group_quantized`.
 
     Args:
         store: the tensors of the folder.
@@ -224,11 +235,11 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     >>> store = CheckpointTensors(Path("folder"), {}, 0, {})
     >>> dequantized(store, None) is store
     True
-    >>> dequantized(store, {"quant_method": "gptq"})
+    >>> dequantized(store, {"quant_method": "hqq"})
     Traceback (most recent call last):
-    regard.errors.FileError: folder/config.json: quantization_config has the quant_method 'gptq';
-    supported are 'mxfp4' and 'fp8': use a checkpoint that is not
-    quantized
+    regard.errors.FileError: folder/config.json: quantization_config has the quant_method 'hqq';
+    supported are 'mxfp4', 'fp8', 'gptq', 'awq' and 'compressed-tensors': use a checkpoint that is
+    not quantized
     """
     if quantization_config is None:
         return store
@@ -241,13 +252,15 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
         pairs = _mxfp4(store)
     elif method == "fp8":
         pairs = _fp8(store, _block(store.folder, quantization_config))
+    elif method in ("gptq", "awq", "compressed-tensors"):
+        pairs = group_quantized_matrices(store, quantization_config)
     else:
         raise _config_error(
             store.folder,
-            f"the quant_method {short_repr(method)}; supported are 'mxfp4' and 'fp8': use a "
-            "checkpoint that is not quantized",
+            f"the quant_method {short_repr(method)}; supported are 'mxfp4', 'fp8', 'gptq', 'awq' "
+            "and 'compressed-tensors': use a checkpoint that is not quantized",
         )
-    hidden = {name for pair in pairs for name in (pair.values, pair.scales)}
+    hidden = {name for pair in pairs for name in (pair.values, *pair.others, *pair.unread)}
     entries = {name: x for name, x in store.tensors.items() if name not in hidden}
     for pair in pairs:
         if pair.plain.name in entries:
@@ -276,7 +289,10 @@ def _mxfp4(store: CheckpointTensors) -> list[QuantizedMatrix]:
         shape = (*x.shape[:-3], 32 * x.shape[-2], x.shape[-3])
         pairs.append(
             QuantizedMatrix(
-                name, scales.name, _dequantized_entry(x, plain, shape, torch.bfloat16), _transposed
+                name,
+                (scales.name,),
+                _dequantized_entry(x, plain, shape, torch.bfloat16),
+                _transposed,
             )
         )
     return pairs
@@ -297,8 +313,120 @@ def _fp8(store: CheckpointTensors, block: int) -> list[QuantizedMatrix]:
         if len(x.shape) != 2 or scales.shape != wanted or scales.dtype != torch.float32:
             raise _mismatch_error(x, scales, f"a matrix and float32 {wanted}")
         plain = _dequantized_entry(x, name, x.shape, torch.float32)
-        pairs.append(QuantizedMatrix(name, scales.name, plain, partial(unpack_fp8, block=block)))
+        pairs.append(QuantizedMatrix(name, (scales.name,), plain, partial(unpack_fp8, block=block)))
     return pairs
+
+
+def group_quantized_matrices(
+    store: CheckpointTensors, quantization_config: Mapping[str, Any]
+) -> list[QuantizedMatrix]:
+    """Return the matrices of a checkpoint of GPTQ, AWQ or compressed-tensors.
+
+    Raises:
+        FileError: a setting is not supported, or the tensors of a matrix do not fit together.
+    """
+    method = quantization_config["quant_method"]
+    if method == "compressed-tensors":
+        return _compressed(store, *_compressed_settings(store.folder, quantization_config))
+    bits = quantization_config.get("bits", quantization_config.get("w_bit"))
+    allowed = (4, 8) if method == "gptq" else (4,)
+    if bits not in allowed or type(bits) is not int:
+        raise _config_error(
+            store.folder, f"bits {short_repr(bits)}; of {method} supported are {allowed}"
+        )
+    layout = quantization_config.get(
+        "checkpoint_format" if method == "gptq" else "version",
+        "gptq" if method == "gptq" else "gemm",
+    )
+    layouts = ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
+    if str(layout).lower() not in layouts:
+        raise _config_error(
+            store.folder,
+            f"the layout {short_repr(layout)}; of {method} supported are {', '.join(layouts)}",
+        )
+    matrices = []
+    for name, x in store.tensors.items():
+        base = name.removesuffix(".qweight")
+        if base == name:
+            continue
+        zeros, scales = (_scales(store, x, f"{base}.{part}") for part in ("qzeros", "scales"))
+        names: tuple[str, ...] = (zeros.name, scales.name)
+        unpack: Callable[..., Tensor]
+        per_word, outputs = 32 // bits, scales.shape[-1] if scales.shape else 0
+        if x.dtype != torch.int32 or zeros.dtype != torch.int32 or len(x.shape) != 2:
+            raise _mismatch_error(x, zeros, "matrices of int32")
+        if method == "awq":
+            inputs, unpack = x.shape[0], dequantize_awq
+            fits = x.shape[1] * per_word == outputs
+        else:
+            groups = _scales(store, x, f"{base}.g_idx")
+            inputs, names = x.shape[0] * per_word, (*names, groups.name)
+            unpack = partial(dequantize_gptq, bits=bits, zero_offset=int(layout == "gptq"))
+            fits = x.shape[1] == outputs and groups.shape == (inputs,)
+        if not fits or zeros.shape != (scales.shape[0], outputs // per_word):
+            raise _mismatch_error(x, scales, "a packed matrix and the scales of its outputs")
+        plain = _dequantized_entry(x, f"{base}.weight", (outputs, inputs), torch.float32)
+        matrices.append(QuantizedMatrix(name, names, plain, unpack))
+    return matrices
+
+
+def _compressed_settings(folder: Path, settings: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the format and the bits of compressed-tensors."""
+    layout, groups = settings.get("format"), settings.get("config_groups")
+    if layout not in ("pack-quantized", "int-quantized"):
+        raise _config_error(
+            folder,
+            f"the format {short_repr(layout)}; of compressed-tensors supported are "
+            "'pack-quantized' and 'int-quantized'",
+        )
+    values = list(groups.values()) if isinstance(groups, Mapping) else []
+    weights = [x.get("weights") if isinstance(x, Mapping) else None for x in values]
+    bits = {x.get("num_bits") if isinstance(x, Mapping) else None for x in weights}
+    kinds = {x.get("type") if isinstance(x, Mapping) else None for x in weights}
+    if len(bits) != 1 or not bits <= {4, 8} or kinds != {"int"}:
+        raise _config_error(folder, f"config_groups {short_repr(groups)}; int of 4 or 8 bits are")
+    if any(x.get("input_activations") or x.get("output_activations") for x in values):
+        raise _config_error(folder, "quantized activations; supported are quantized weights only")
+    return layout, 4 if bits == {4} else 8
+
+
+def _compressed(store: CheckpointTensors, layout: str, bits: int) -> list[QuantizedMatrix]:
+    """Return the matrices of a checkpoint of compressed-tensors."""
+    packed = layout == "pack-quantized"
+    end, matrices = (".weight_packed" if packed else ".weight"), []
+    for name, x in store.tensors.items():
+        base = name.removesuffix(end)
+        if base == name or x.dtype != (torch.int32 if packed else torch.int8):
+            continue
+        scales = _scales(store, x, f"{base}.weight_scale")
+        if len(x.shape) != 2 or len(scales.shape) != 2 or scales.shape[0] != x.shape[0]:
+            raise _mismatch_error(x, scales, "a matrix and scales [outputs, groups]")
+        if f"{base}.weight_g_idx" in store.tensors:
+            raise FileError(
+                f"{x.file}: {short_repr(base)} has groups of inputs that are not neighbours "
+                "(weight_g_idx), which is not supported: use a checkpoint without it"
+            )
+        inputs = x.shape[1] * (32 // bits if packed else 1)
+        zeros = f"{base}.weight_zero_point"
+        others = (scales.name, *([zeros] if zeros in store.tensors else []))
+        unread = tuple(n for n in (f"{base}.weight_shape",) if n in store.tensors)
+        unpack = partial(_unpack_compressed, bits=bits if packed else None)
+        plain = _dequantized_entry(x, f"{base}.weight", (x.shape[0], inputs), torch.float32)
+        matrices.append(QuantizedMatrix(name, others, plain, unpack, unread))
+    return matrices
+
+
+def _unpack_compressed(
+    values: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int | None
+) -> Tensor:
+    """Dequantize a matrix of compressed-tensors; bits is None where no numbers are packed."""
+    if bits is None:
+        return dequantize_compressed(values.int(), scales, zeros if zeros is None else zeros.int())
+    middle = 2 ** (bits - 1)
+    codes = unpack_words(values, bits) - middle
+    if zeros is not None:  # packed along the outputs
+        zeros = unpack_words(zeros.T.contiguous(), bits).T[: len(codes)] - middle
+    return dequantize_compressed(codes, scales, zeros)
 
 
 def _block(folder: Path, quantization_config: Mapping[str, object]) -> int:

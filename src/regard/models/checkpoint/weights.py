@@ -18,9 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from regard.did_you_mean import close_matches
-from regard.errors import FileError
+from regard.errors import ArgumentError, FileError
 from regard.models.checkpoint.family import Family, TensorBinding, bind_names, name_pattern
+from regard.models.checkpoint.stored_forms import RecordTensors, WeightForm, may_store
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
+from regard.nn.stored import StoredWeightMixin, store_weight
+from regard.ops.stored_weights import StoredWeight
 from regard.untrusted_text import error_text, escape_controls, short_repr
 
 # the largest number of wrapper prefixes, such as "module."; each needs a pass over all names
@@ -50,6 +53,8 @@ def fill_parameters(
     ignore: Sequence[str] = (),
     finite: bool = False,
     initialize: Callable[[], nn.Module] | None = None,
+    form: WeightForm | None = None,
+    records: RecordTensors | None = None,
 ) -> FillResult:
     """Give every parameter of a network its stored values, converted to one dtype.
 
@@ -66,6 +71,8 @@ def fill_parameters(
         ignore: patterns (`*`, `?`) of stored names that may stay unused.
         finite: whether to raise for NaN and infinity.
         initialize: builds the network with initial weights, for missing ones.
+        form: the form in which weights of linear maps and embeddings are stored; None is `dtype`.
+        records: weights that the folder holds in such a form.
 
     Returns:
         The newly initialized and the ignored names.
@@ -79,6 +86,9 @@ def fill_parameters(
     name_of = mapping.names
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted, twins = _first_names(bindings, parameters)
+    owners = _owners(model)
+    recorded = _fill_records(records, parameters, owners, dtype)
+    wanted = [n for n in wanted if not recorded.issuperset(bindings[n].parameters)]
     stored_names = {twins.get(name, name) for name in name_of.values()}
     missing = [name for name in wanted if name not in stored_names]
     allowed = [n for n in missing if any(fnmatchcase(n, p) for p in allow_missing)]
@@ -89,16 +99,19 @@ def fill_parameters(
         wrong = _mismatch_message(store, [n for n in missing if n not in allowed], unexpected)
         raise FileError(error_text(wrong, 4000))
     _check_shapes(store, name_of, bindings, parameters)
-    owners = _owners(model)
     filled: dict[int, str] = {}
+    storable = {key for key, p in _by_id(parameters).items() if form and may_store(p, owners[key])}
     for stored_name, tensor in store.read(name_of):
         if finite:
             check_finite(stored_name, tensor)
-        values = _parameter_values(
-            tensor, bindings[name_of[stored_name]], parameters, family, dtype
-        )
-        for parameter_name, value in values.items():
+        binding = bindings[name_of[stored_name]]
+        parts, shares = _parts(tensor, binding, parameters)
+        for parameter_name, part in zip(binding.parameters, parts, strict=True):
             key = id(parameters[parameter_name])
+            if form is not None and key in storable:  # rounded once, from the stored number
+                value: Tensor | StoredWeight = _stored(form, part, dtype, parameter_name)
+            else:
+                value = _own(part, family.dtype_of(parameter_name, dtype), shares=shares)
             if key in filled:
                 _check_same(store, (filled[key], stored_name), value, owners[key])
             else:
@@ -158,25 +171,62 @@ def _check_shapes(
             )
 
 
-def _parameter_values(
-    tensor: Tensor,
-    binding: TensorBinding,
+def _parts(
+    tensor: Tensor, binding: TensorBinding, parameters: Mapping[str, Tensor]
+) -> tuple[Sequence[Tensor], bool]:
+    """Return the parameters that a stored tensor holds, and whether they may be views of a part of
+    it.
+    """
+    values = binding.rule.unpack(tensor, [parameters[name].shape for name in binding.parameters])
+    return values, not (len(values) == 1 and values[0].is_contiguous())
+
+
+def _own(part: Tensor, dtype: torch.dtype, *, shares: bool) -> Tensor:
+    """Convert a part of a stored tensor; a view is copied, so that the tensor can be freed."""
+    return part.to(dtype, copy=True).contiguous() if shares else part.to(dtype)
+
+
+def _stored(form: WeightForm, part: Tensor, dtype: torch.dtype, name: str) -> StoredWeight:
+    """Store a parameter in a form of fewer bits."""
+    try:
+        return form.store(part, dtype)
+    except ArgumentError as error:
+        raise ArgumentError(f"{name} cannot be stored as {form.name}: {error}") from error
+
+
+def _by_id(parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    return {id(p): p for p in parameters.values()}
+
+
+def _fill_records(
+    records: RecordTensors | None,
     parameters: Mapping[str, Tensor],
-    family: Family,
+    owners: ParameterOwners,
     dtype: torch.dtype,
-) -> dict[str, Tensor]:
-    """Return the parameters that a stored tensor holds; views are copied to free the tensor."""
-    values = binding.rule.unpack(
-        tensor, [parameters[parameter_name].shape for parameter_name in binding.parameters]
-    )
-    whole = len(values) == 1 and values[0].is_contiguous()
-    by_name = {}
-    for parameter_name, value in zip(binding.parameters, values, strict=True):
-        wanted = family.dtype_of(parameter_name, dtype)
-        by_name[parameter_name] = (
-            value.to(wanted) if whole else value.to(wanted, copy=True).contiguous()
-        )
-    return by_name
+) -> set[str]:
+    """Give parameters the records that the folder holds, and return all names of these parameters.
+
+    Raises:
+        FileError: a record belongs to no parameter, or to one that cannot be stored in this form.
+    """
+    if records is None:
+        return set()
+    done = set[int]()
+    for name in records.names:
+        parameter = parameters.get(name)
+        if (
+            parameter is None
+            or id(parameter) in done
+            or not may_store(parameter, owners[id(parameter)])
+        ):
+            raise FileError(
+                f"{records.store.folder}: the {records.form} weight {short_repr(name)} belongs to "
+                "no linear map or embedding of this model that has none yet; is config.json that "
+                "of another model?"
+            )
+        _assign(owners[id(parameter)], records.read(name, parameter.shape, dtype))
+        done.add(id(parameter))
+    return {name for name, p in parameters.items() if id(p) in done}
 
 
 ParameterOwners = dict[int, list[tuple[nn.Module, str]]]
@@ -192,7 +242,11 @@ def _owners(model: nn.Module) -> ParameterOwners:
     return owners
 
 
-def _assign(owners: Sequence[tuple[nn.Module, str]], value: Tensor) -> None:
+def _assign(owners: Sequence[tuple[nn.Module, str]], value: Tensor | StoredWeight) -> None:
+    if isinstance(value, StoredWeight):
+        for module, _ in owners:
+            store_weight(module, value)
+        return
     module, name = owners[0]
     old = module._parameters[name]
     parameter = nn.Parameter(value, requires_grad=old is not None and old.requires_grad)
@@ -203,13 +257,19 @@ def _assign(owners: Sequence[tuple[nn.Module, str]], value: Tensor) -> None:
 def _check_same(
     store: CheckpointTensors,
     names: tuple[str, str],
-    value: Tensor,
+    value: Tensor | StoredWeight,
     owners: Sequence[tuple[nn.Module, str]],
 ) -> None:
     """Check that two stored tensors that are tied have the same values."""
     module, attribute = owners[0]
-    assigned = module._parameters[attribute]
-    if assigned is None or not torch.equal(assigned, value):
+    if isinstance(value, StoredWeight):
+        assert isinstance(module, StoredWeightMixin)
+        assigned = module.stored_weight
+        same = all(map(torch.equal, assigned.tensors().values(), value.tensors().values()))
+    else:
+        parameter = module._parameters[attribute]
+        same = parameter is not None and torch.equal(parameter, value)
+    if not same:
         raise FileError(
             f"{store.tensors[names[1]].file}: {escape_controls(names[0])} and "
             f"{escape_controls(names[1])} are tied by the config, and their values differ; set "

@@ -46,11 +46,14 @@ from regard.models.convert.report import (
     evaluation_windows,
 )
 from regard.models.convert.rotary_positions import Extension, extend_context, to_layout
+from regard.models.convert.weight_forms import hidden_errors, is_stored, to_stored_weights
 from regard.models.families import family
 from regard.models.load import load, resolve_source
 from regard.models.model import Model
 from regard.models.save import save
 from regard.nn.projections import Projection
+from regard.nn.stored import stored_modules
+from regard.ops.stored_weights import StoredWeight
 from regard.positions.rotary import Layout
 from regard.units import plural
 from regard.untrusted_text import error_text
@@ -155,6 +158,7 @@ ALLOWED_VALUES: dict[str, tuple[str, ...]] = {
     "stored_layout": get_args(Layout),
     "scaling": get_args(Extension),
     "dtype": tuple(DTYPES),
+    "weights": ("int8", "int4"),
 }
 """Option -> the values that it may have."""
 Finetune: TypeAlias = Callable[[torch.nn.Module, Int[Tensor, "N T"]], FinetuneResult]
@@ -174,6 +178,8 @@ class ConversionOptions:
         stored_layout: the true layout of the weights, if it is not the one that config.json says.
         context, scaling: the new context in tokens, and the rotary scaling that reaches it.
         dtype: the dtype of the weights.
+        weights: "int8" or "int4", the form in which the weights of linear maps, of the head and of
+            the embedding are stored; it is the last conversion.
 
     Raises:
         ArgumentError: there is nothing to change, a name is unknown, or options contradict each
@@ -192,12 +198,21 @@ class ConversionOptions:
     context: int | None = None
     scaling: Extension = "yarn"
     dtype: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
-        asked = (self.to, self.kv_heads, self.rotary_layout, self.context, self.dtype)
+        asked = (
+            self.to,
+            self.kv_heads,
+            self.rotary_layout,
+            self.context,
+            self.dtype,
+            self.weights,
+        )
         if all(value is None for value in asked):
             raise ArgumentError(
-                "there is nothing to change; give to, kv_heads, rotary_layout, context or dtype"
+                "there is nothing to change; give to, kv_heads, rotary_layout, context, dtype or "
+                "weights"
             )
         for name, known in ALLOWED_VALUES.items():
             value = getattr(self, name)
@@ -339,6 +354,11 @@ def _convert(
             f"{source} is a base model without a head, and a conversion is measured by logits; "
             "convert the checkpoint of the language model"
         )
+    if is_stored(before.decoder):
+        raise ArgumentError(
+            f"{source} has weights that are stored in fewer bits, and a conversion would round "
+            "them a second time; convert the checkpoint that it was made from"
+        )
     first = Checkpoint(before.decoder, before.config)
     limit = min(512, before.config.max_position_embeddings) if length is None else length
     ids, source_text = evaluation_windows(before, text, limit, tokens)
@@ -352,6 +372,10 @@ def _convert(
             )
         report_progress(f"finetuning on {plural(ids.numel(), 'token')}")
         after, finetuning = _finetuned(after, finetune, ids)
+    if wanted.weights is not None:
+        report_progress(f"storing weights as {wanted.weights}")
+        after = rebuild(after.config, after.weights())
+        steps = (*steps, to_stored_weights(after, wanted.weights))
     report_progress(f"writing {target}")
     write_checkpoint(after, folder, read_json(folder / "config.json"), staging)
     again = load(staging, kind=Model)
@@ -367,6 +391,7 @@ def _convert(
         measured,
         finetuning,
         before.ignored,
+        hidden_errors(before.decoder, again.decoder, ids) if wanted.weights is not None else (),
     )
 
 
@@ -406,13 +431,15 @@ def apply_conversions(
 def summarize(checkpoint: Checkpoint) -> ModelSummary:
     """Return the family, the dtype and the sizes of a checkpoint."""
     unique = {id(p): p for p in checkpoint.network.parameters()}.values()
+    records = {id(r): r for _, r in stored_modules(checkpoint.network)}.values()
     dtypes = [str(p.dtype).removeprefix("torch.") for p in unique]
+    dtypes += [record.form for record in records]
     projections = [m for m in checkpoint.network.modules() if isinstance(m, Projection)]
     cached_values = sum(sum(project.shape.memory) for project in projections)
     return ModelSummary(
         checkpoint.model_type,
         max(set(dtypes), key=dtypes.count),
-        sum(p.numel() for p in unique),
+        sum(p.numel() for p in unique) + sum(record.shape.numel() for record in records),
         cached_values,
     )
 
@@ -505,8 +532,10 @@ def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Pat
         OSError, SafetensorError: the disk raises an error; `staging_folder` reports it.
     """
     assert checkpoint.network.head is not None  # `convert` raises for a model without one
-    weight = checkpoint.network.head.weight
-    assert isinstance(weight, Tensor)
+    head = checkpoint.network.head
+    record = getattr(head, "stored_weight", None)  # its weight would be dequantized to be read
+    weight = head.weight if record is None else record
+    assert isinstance(weight, (Tensor, StoredWeight))
     save(checkpoint.network, checkpoint.config, folder, weight.dtype)
     config_path = folder / "config.json"
     config = read_json(config_path)

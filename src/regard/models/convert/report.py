@@ -310,6 +310,8 @@ class ConversionReport:
         measured: both models compared on a text; the second one as loaded from the folder written.
         finetuning: the training steps after the conversion, or None.
         ignored: parts of the source's folder that were ignored; the result does not have them.
+        hidden_errors: the relative change of the hidden states after each layer, where weights are
+            stored in fewer bits; otherwise empty.
     """
 
     source: str
@@ -320,6 +322,7 @@ class ConversionReport:
     measured: ModelComparison
     finetuning: FinetuneResult | None
     ignored: tuple[str, ...] = ()
+    hidden_errors: tuple[float, ...] = ()
 
     healing = renamed_attribute("finetuning")
 
@@ -355,6 +358,7 @@ class ConversionReport:
             "finetuning": finetuning,
             "healing": finetuning,
             "ignored": list(self.ignored),
+            "hidden_errors": list(self.hidden_errors),
         }
         return {name: _plain(value) for name, value in figures.items()}
 

@@ -186,6 +186,24 @@ GEMV_STRUCT = StructLayout(
 )
 """The arguments of y = W x + b for a few vectors x, packed by `regard.ops.gemv`."""
 
+STORED_WEIGHT_STRUCT = StructLayout(
+    IntField("R"),  # the number of vectors
+    IntField("M"),  # the size of a vector of x
+    IntField("N"),  # the size of a vector of y
+    IntField("width"),  # the number of columns of the matrix in memory
+    IntField("group"),  # the number of columns for each scale
+    IntField("row_bytes"),  # the size in bytes of a row of codes
+    IntField("row_scales"),  # the number of scales, and zeros, of a row
+    IntField("x"),  # the address of the vectors [R,M]
+    IntField("codes"),  # the address of the matrix
+    IntField("scales"),  # the address of the scales
+    IntField("b"),  # the address of the bias [N], or 0 without one
+    IntField("y"),  # the address of the output [R,N]
+)
+"""The arguments of y = W x + b for a matrix that is stored in fewer bits, packed by
+`regard.ops.stored_weights`.
+"""
+
 RMS_NORM_STRUCT = StructLayout(
     IntField("R"),  # the number of rows
     IntField("M"),  # the size of a row

@@ -49,7 +49,7 @@ TASK_BYTES = 1 << 17
 ARGUMENTS = GEMV_STRUCT.dtype
 
 
-def _make_row_dot(rows: int) -> Any:
+def make_row_dot(rows: int) -> Any:
     """Return a compiled function that computes the dot products of one row of W with `rows`
     vectors, and writes them to out[:rows].
     """
@@ -143,7 +143,7 @@ def _sum_over_dims(
     return results
 
 
-_dot_4, _dot_1 = _make_row_dot(VECTORS_PER_STEP), _make_row_dot(1)
+_dot_4, _dot_1 = make_row_dot(VECTORS_PER_STEP), make_row_dot(1)
 
 
 @njit_strict

@@ -1,0 +1,189 @@
+"""Weights that other programs quantized in groups: GPTQ, AWQ and compressed-tensors, dequantized by
+the formulas of those formats.
+
+All three store integers of 4 or 8 bits, several in a 32-bit word, with a scale and a zero point for
+each group of inputs:
+
+    w[n, m] = scale[n, g(m)] (q[n, m] - zero[n, g(m)])
+
+They differ in the direction in which numbers are packed, their order in a word, and the encoding of
+zero points.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int, Int32
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.units import plural
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of AWQ, counted in units of 4 bits from the lowest, of each of 8 numbers."""
+
+
+def unpack_words(words: Int32[Tensor, "a b"], bits: int) -> Int32[Tensor, "a c"]:
+    """Return the unsigned numbers that are packed in 32-bit words along the last dimension, the
+    lowest bits first.
+
+    Args:
+        words: int32 [a, b].
+        bits: 4 or 8.
+
+    Returns:
+        int32 [a, b * 32 / bits].
+
+    Raises:
+        ArgumentError: bits is another number.
+        ArgumentTypeError: the words are not int32.
+
+    >>> unpack_words(torch.tensor([[0x21]], dtype=torch.int32), 4)[0, :3].tolist()
+    [1, 2, 0]
+    """
+    if bits not in (4, 8):
+        raise ArgumentError(f"bits is {bits}; supported are 4 and 8")
+    if words.dtype != torch.int32 or words.ndim != 2:
+        raise ArgumentTypeError(
+            f"words are {words.dtype} {tuple(words.shape)}; must be int32 [a, b]"
+        )
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    numbers: Tensor = (words[..., None] >> shifts) & (2**bits - 1)
+    return numbers.flatten(1)
+
+
+def dequantize_gptq(
+    qweight: Int32[Tensor, "words N"],
+    qzeros: Int32[Tensor, "groups n"],
+    scales: Float[Tensor, "groups N"],
+    g_idx: Int[Tensor, " M"],
+    *,
+    bits: int,
+    zero_offset: int = 1,
+) -> Float[Tensor, "N M"]:
+    """Dequantize a matrix of GPTQ (AutoGPTQ, GPTQModel).
+
+    w[n, m] = scales[g_idx[m], n] (q[m, n] - (qzeros[g_idx[m], n] + zero_offset) % 2^bits)
+
+    Args:
+        qweight: int32 [M * bits / 32, N], inputs packed along the first dimension.
+        qzeros: int32 [groups, N * bits / 32], outputs packed along the last dimension.
+        scales: [groups, N].
+        g_idx: the group of each input [M]; groups need not be contiguous ("desc_act").
+        bits: 4 or 8.
+        zero_offset: 1 for the format "gptq", which stores zero points minus one; 0 for "gptq_v2".
+
+    Returns:
+        The matrix [N, M] in fp32.
+
+    Raises:
+        ArgumentError: the sizes do not fit together, or a group does not exist.
+
+    >>> words = torch.full((1, 8), 0x76543210, dtype=torch.int32)
+    >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
+    >>> groups = torch.zeros(8, dtype=torch.int32)
+    >>> dequantize_gptq(words, zeros, torch.ones(1, 8), groups, bits=4)[0].tolist()
+    [-1.0, 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+
+    Source: Frantar et al. 2022 (arXiv 2210.17323); the layout is that of AutoGPTQ's files.
+    """
+    codes = unpack_words(qweight.T.contiguous(), bits)
+    zeros = unpack_words(qzeros, bits).T
+    M = codes.shape[1]
+    _check_groups(codes.shape, scales.T, zeros)
+    if g_idx.shape != (M,) or int(g_idx.min()) < 0 or int(g_idx.max()) >= scales.shape[0]:
+        raise ArgumentError(
+            f"g_idx is {tuple(g_idx.shape)} with groups {int(g_idx.min())} to {int(g_idx.max())}; "
+            f"it must have {M} groups below {scales.shape[0]}"
+        )
+    # zero point 0 is stored as -1, that is 2^bits - 1
+    shifted = (zeros + zero_offset) & (2**bits - 1)
+    index = g_idx.long()
+    differences: Tensor = (codes - shifted[:, index]).float()
+    return differences * scales.T.float()[:, index]
+
+
+def dequantize_awq(
+    qweight: Int32[Tensor, "M n"],
+    qzeros: Int32[Tensor, "groups n"],
+    scales: Float[Tensor, "groups N"],
+) -> Float[Tensor, "N M"]:
+    """Dequantize a matrix of AWQ in the layout "gemm" (AutoAWQ), of 4 bits.
+
+    w[n, m] = scales[g, n] (q[m, n] - qzeros[g, n]),  g = m // (M / groups)
+
+    Args:
+        qweight: int32 [M, N / 8], outputs packed in the order of `AWQ_ORDER`.
+        qzeros: int32 [groups, N / 8], packed alike.
+        scales: [groups, N].
+
+    Returns:
+        The matrix [N, M] in fp32.
+
+    Raises:
+        ArgumentError: the sizes do not fit together.
+
+    >>> words = torch.tensor([[0x75316420]], dtype=torch.int32)
+    >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
+    >>> dequantize_awq(words, zeros, torch.ones(1, 8))[:, 0].tolist()
+    [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+
+    Source: Lin et al. 2023 (arXiv 2306.00978); the layout is that of AutoAWQ's files.
+    """
+    codes, zeros = (_in_order(unpack_words(words, 4)).T for words in (qweight, qzeros))
+    _check_groups(codes.shape, scales.T, zeros)
+    return _dequantize(codes, scales.T, zeros)
+
+
+def dequantize_compressed(
+    codes: Int[Tensor, "N M"],
+    scales: Float[Tensor, "N groups"],
+    zeros: Int[Tensor, "N groups"] | None = None,
+) -> Float[Tensor, "N M"]:
+    """Dequantize a matrix of compressed-tensors, of signed codes.
+
+    w[n, m] = scales[n, g] (codes[n, m] - zeros[n, g]),  g = m // (M / groups)
+
+    Args:
+        codes: signed codes [N, M]; of the format "pack-quantized" they are
+            `unpack_words(weight_packed, bits) - 2^(bits - 1)`.
+        scales: [N, groups], one group for a scale per output.
+        zeros: signed zero points [N, groups]; None is 0.
+
+    Returns:
+        The matrix [N, M] in fp32.
+
+    Raises:
+        ArgumentError: the sizes do not fit together.
+
+    >>> dequantize_compressed(torch.tensor([[3, -2]]), torch.tensor([[0.5]])).tolist()
+    [[1.5, -1.0]]
+
+    Source: the compressed-tensors library, formats "pack-quantized" and "int-quantized".
+    """
+    if zeros is None:
+        zeros = torch.zeros_like(scales, dtype=codes.dtype)
+    _check_groups(codes.shape, scales, zeros)
+    return _dequantize(codes, scales, zeros)
+
+
+def _in_order(numbers: Tensor) -> Tensor:
+    """Return numbers that were packed in the order of AWQ in their own order."""
+    return torch.unflatten(numbers, 1, (-1, 8))[..., list(AWQ_ORDER)].flatten(1)
+
+
+def _dequantize(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Return scales (codes - zeros), with equal groups of neighbouring inputs."""
+    grouped = torch.unflatten(codes, 1, (scales.shape[1], -1)) - zeros[..., None]
+    return (grouped.float() * scales.float()[..., None]).flatten(1)
+
+
+def _check_groups(shape: torch.Size, scales: Tensor, zeros: Tensor) -> None:
+    """Check that scales and zero points [N, groups] fit codes [N, M]."""
+    (N, M), groups = shape, scales.shape[1]
+    if scales.shape[0] != N or zeros.shape != scales.shape or not groups or M % groups:
+        raise ArgumentError(
+            f"codes are {tuple(shape)}, scales {tuple(scales.shape)} and zero points "
+            f"{tuple(zeros.shape)}; scales and zero points must be ({N}, groups), with groups of "
+            f"equal size of {plural(M, 'input')}"
+        )

@@ -1,0 +1,220 @@
+"""Weights that are stored in fewer bits: the names of their forms, how a network gets them when it
+is loaded, and how a folder holds them.
+
+A folder holds a record as the tensors `regard.<name of the parameter>.<name of the tensor>`, and
+config.json says `{"quant_method": "regard", "weights": <form>}`, so that no weight is rounded
+twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError, FileError
+from regard.files.safetensors_files import StoredTensor
+from regard.models.checkpoint.tensors import CheckpointTensors
+from regard.nn.stored import can_store_weight
+from regard.ops.stored_weights import (
+    GROUPS,
+    INT4_BLOCK,
+    HalfWeight,
+    Int4Weight,
+    Int8Weight,
+    StoredWeight,
+)
+from regard.units import plural
+from regard.untrusted_text import escape_controls, short_repr
+
+PREFIX, METHOD = "regard.", "regard"
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """A form in which `regard.load(weights=...)` stores weights.
+
+    Attributes:
+        name: the name of the form.
+        store: (weight, dtype of the computation) -> its record.
+        compute: the only dtype of the computation; None allows float32, bfloat16 and float16.
+    """
+
+    name: str
+    store: Callable[[Tensor, torch.dtype], StoredWeight]
+    compute: torch.dtype | None = None
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Check that the form supports a dtype of the computation.
+
+        Raises:
+            ArgumentError: it does not.
+        """
+        allowed = (
+            (torch.float32, torch.bfloat16, torch.float16)
+            if self.compute is None
+            else (self.compute,)
+        )
+        if dtype not in allowed:
+            names = " or ".join(str(x).removeprefix("torch.") for x in allowed)
+            raise ArgumentError(
+                f"weights are {self.name!r} and dtype is {dtype}; this form computes in {names}"
+            )
+
+
+def _half(weight: Tensor, _dtype: torch.dtype, *, half: torch.dtype) -> StoredWeight:
+    return HalfWeight.round(weight, half)
+
+
+FORMS = {
+    "int8": WeightForm("int8", lambda w, dtype: Int8Weight.quantize(w, dtype=dtype)),
+    "int4": WeightForm("int4", lambda w, dtype: Int4Weight.quantize(w, dtype=dtype)),
+    "float16": WeightForm("float16", partial(_half, half=torch.float16), torch.float32),
+    "bfloat16": WeightForm("bfloat16", partial(_half, half=torch.bfloat16), torch.float32),
+}
+"""Name -> form, as in `regard.load(weights=...)`."""
+
+
+def weight_form(name: str) -> WeightForm:
+    """Return the form of a name.
+
+    Raises:
+        ArgumentError: there is no such form.
+
+    >>> weight_form("int2")
+    Traceback (most recent call last):
+    regard.errors.ArgumentError: weights is 'int2'; it must be one of int8, int4, float16, bfloat16
+    """
+    if name not in FORMS:
+        raise ArgumentError(f"weights is {name!r}; it must be one of {', '.join(FORMS)}")
+    return FORMS[name]
+
+
+def may_store(parameter: Tensor, owners: list[tuple[nn.Module, str]]) -> bool:
+    """Return whether a parameter can be stored in fewer bits: a matrix, and every module that holds
+    it computes with a stored weight.
+    """
+    return parameter.ndim == 2 and all(
+        name == "weight" and can_store_weight(module) for module, name in owners
+    )
+
+
+@dataclass(frozen=True)
+class RecordTensors:
+    """The records of a folder that this package wrote.
+
+    Attributes:
+        store: the folder's tensors.
+        form: the form that config.json names.
+        names: name of a parameter -> name of the record's tensor -> stored name.
+    """
+
+    store: CheckpointTensors
+    form: str
+    names: Mapping[str, Mapping[str, str]]
+
+    def read(self, parameter_name: str, shape: torch.Size, dtype: torch.dtype) -> StoredWeight:
+        """Read the record of a parameter of this shape, for computations in a dtype.
+
+        Raises:
+            FileError: a tensor is missing, or of another shape or dtype.
+        """
+        names = self.names[parameter_name]
+        entries = {key: self.store.tensors[name] for key, name in names.items()}
+        any_entry = next(iter(entries.values()))
+        if problem := _layout_problem(self.form, entries, shape):
+            raise FileError(
+                f"{any_entry.file}: the {self.form} weight of {escape_controls(parameter_name)} "
+                f"{problem}; is the file from another model?"
+            )
+        read = dict(self.store.read(names.values()))
+        tensors = {key: read[name] for key, name in names.items()}
+        if self.form == "int8":
+            return Int8Weight(tensors["codes"], tensors["scales"], shape[1], dtype)
+        return Int4Weight(tensors["codes"], tensors["scales"], shape[1], dtype)
+
+
+def _layout_problem(
+    form: str, entries: Mapping[str, StoredTensor], shape: torch.Size
+) -> str | None:
+    """Return what is wrong with the stored tensors of a record, or None."""
+    if entries.keys() != {"codes", "scales"}:
+        return f"has the tensors {sorted(entries)}; it must have codes and scales"
+    codes, scales = entries["codes"], entries["scales"]
+    N, M = shape
+    per_byte, wanted = (1, torch.int8) if form == "int8" else (2, torch.uint8)
+    for name, x in entries.items():
+        if len(x.shape) < 2 or x.shape[0] != N or 0 in x.shape:
+            return f"has {name} {x.shape}; it must have {plural(N, 'row')}"
+    if codes.dtype != wanted or scales.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"has codes {codes.dtype} and scales {scales.dtype}"
+    width, groups = codes.shape[1] * per_byte, scales.shape[-1]
+    fits = (
+        len(codes.shape) == 2
+        and len(scales.shape) == (2 if form == "int8" else 3)
+        and (form == "int8" or (scales.shape[1] == 2 and width % INT4_BLOCK == 0))
+        and width % groups == 0
+        and width // groups in GROUPS
+        and M <= width < M + INT4_BLOCK
+    )
+    return (
+        None
+        if fits
+        else f"has codes {codes.shape} and scales {scales.shape} for {plural(M, 'input')}"
+    )
+
+
+def take_records(
+    store: CheckpointTensors, quantization_config: Any
+) -> tuple[CheckpointTensors, RecordTensors | None]:
+    """Split the tensors of a folder into plain ones and the records that this package wrote.
+
+    Args:
+        store: the tensors of the folder.
+        quantization_config: the value of that key in config.json.
+
+    Returns:
+        The plain tensors, and the records; None if config.json does not describe any.
+
+    Raises:
+        FileError: the form is not known.
+
+    >>> from pathlib import Path
+    >>> take_records(CheckpointTensors(Path("folder"), {}, 0, {}), None)[1] is None
+    True
+    """
+    mine = isinstance(quantization_config, Mapping) and quantization_config.get("quant_method")
+    if mine != METHOD:
+        return store, None
+    form = quantization_config.get("weights")
+    if form not in ("int8", "int4") or quantization_config.keys() - {"quant_method", "weights"}:
+        raise FileError(
+            f"{store.folder / 'config.json'}: quantization_config is "
+            f"{short_repr(dict(quantization_config))}; of quant_method 'regard' it must have "
+            "weights, 'int8' or 'int4', and nothing else"
+        )
+    names: dict[str, dict[str, str]] = {}
+    plain: dict[str, StoredTensor] = {}
+    for name, entry in store.tensors.items():
+        if name.startswith(PREFIX):
+            parameter_name, _, key = name.removeprefix(PREFIX).rpartition(".")
+            names.setdefault(parameter_name, {})[key] = name
+        else:
+            plain[name] = entry
+    rest = replace(store, tensors=MappingProxyType(plain))
+    return rest, RecordTensors(store, form, names)
+
+
+def record_tensors(parameter_name: str, record: StoredWeight) -> dict[str, Tensor]:
+    """Return the tensors of a record by the names under which a folder holds them.
+
+    >>> record = Int8Weight.quantize(torch.ones(1, 32))
+    >>> list(record_tensors("head.weight", record))
+    ['regard.head.weight.codes', 'regard.head.weight.scales']
+    """
+    return {f"{PREFIX}{parameter_name}.{name}": x for name, x in record.tensors().items()}

@@ -1,0 +1,160 @@
+"""Modules whose weight is stored in fewer bits: linear maps, heads and embeddings.
+
+`store_weight(module, record)` replaces the parameter `weight`. The module stays what it was, with
+the same name, inputs and outputs; reading `module.weight` dequantizes the matrix, and `state_dict`
+names what is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn.linear import Linear
+from regard.ops.stored_weights import StoredWeight
+
+
+class StoredWeightMixin(nn.Module):
+    """The part of a module that replaces its parameter `weight` by a `StoredWeight`.
+
+    Attributes:
+        stored_weight: the record.
+    """
+
+    stored_weight: StoredWeight
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [N, M], dequantized each time it is read, in the dtype of the computation."""
+        return self.stored_weight.dequantize()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
+        """Move the record to the device that `fn` moves to; its dtypes stay as they are."""
+        probe = fn(torch.empty(0))
+        stored = self.stored_weight
+        device = next(iter(stored.tensors().values())).device
+        if probe.device != device:
+            self.stored_weight = stored.map(lambda x: x.to(probe.device))
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def _save_to_state_dict(
+        self,
+        destination: dict[str, Any],
+        prefix: str,
+        keep_vars: bool,  # noqa: FBT001
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in self.stored_weight.tensors().items():
+            destination[f"{prefix}weight.{name}"] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,  # noqa: FBT001
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        mine = {name: f"{prefix}weight.{name}" for name in self.stored_weight.tensors()}
+        loaded = {name: state_dict[key] for name, key in mine.items() if key in state_dict}
+        missing_keys += [key for name, key in mine.items() if name not in loaded]
+        for name, own in self.stored_weight.tensors().items():
+            new = loaded.get(name)
+            if new is not None and (new.shape != own.shape or new.dtype != own.dtype):
+                error_msgs.append(
+                    f"{mine[name]} is {new.dtype} {tuple(new.shape)}; it must be {own.dtype} "
+                    f"{tuple(own.shape)}"
+                )
+            elif new is not None:  # copies of the model share the old record
+                changed: Any = {name: new.detach().to(own.device, copy=True)}
+                self.stored_weight = replace(self.stored_weight, **changed)  # type: ignore[type-var]
+        others = {key: x for key, x in state_dict.items() if key not in mine.values()}
+        super()._load_from_state_dict(
+            others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the module and the form of its weight."""
+        return f"{super().extra_repr()}, weight={self.stored_weight.form}"
+
+
+class StoredEmbedding(StoredWeightMixin, nn.Embedding):  # type: ignore[override]
+    """An `nn.Embedding` whose weight is a `StoredWeight`; the rows of the ids are dequantized."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows [..., M] of ids [...]."""
+        return self.stored_weight.gather(input)
+
+
+def can_store_weight(module: nn.Module) -> bool:
+    """Return whether a module computes with a stored weight as it is: a `regard.nn.Linear` (or a
+    head that derives from it) whose matrix is not read as a whole, or a plain `nn.Embedding`.
+
+    >>> can_store_weight(Linear(2, 3)), can_store_weight(nn.Linear(2, 3))
+    (True, False)
+    """
+    if isinstance(module, Linear):
+        return not module.reads_whole_weight
+    return type(module) is nn.Embedding and module.max_norm is None
+
+
+def store_weight(module: nn.Module, record: StoredWeight) -> None:
+    """Replace the parameter `weight` of a module by a record, in place.
+
+    Args:
+        module: a module for which `can_store_weight` is true.
+        record: the weight, of the same shape.
+
+    Raises:
+        ArgumentError: the shapes differ.
+        ArgumentTypeError: the module cannot have a stored weight.
+
+    >>> from regard.ops.stored_weights import Int8Weight
+    >>> layer = Linear(32, 2, bias=False).requires_grad_(False)
+    >>> store_weight(layer, Int8Weight.quantize(layer.weight))
+    >>> layer
+    Linear(in_features=32, out_features=2, bias=False, weight=int8)
+    >>> list(layer.state_dict())
+    ['weight.codes', 'weight.scales']
+    """
+    if not can_store_weight(module):
+        raise ArgumentTypeError(
+            f"module is {type(module).__name__}; only a regard.nn.Linear or an nn.Embedding whose "
+            "matrix is not read as a whole can have a stored weight"
+        )
+    shape = torch.Size(module._parameters["weight"].shape)  # type: ignore[union-attr]
+    if record.shape != shape:
+        raise ArgumentError(f"the record is {tuple(record.shape)} and the weight {tuple(shape)}")
+    del module._parameters["weight"]
+    module.__class__ = _stored_class(type(module))  # type: ignore[arg-type]
+    module.stored_weight = record  # type: ignore[assignment]
+
+
+@cache
+def _stored_class(plain: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of a module with a stored weight; it has the name of the plain class, as a
+    module is printed with it.
+    """
+    if plain is nn.Embedding:
+        return StoredEmbedding
+    return type(plain.__name__, (StoredWeightMixin, plain), {"__module__": plain.__module__})
+
+
+def stored_modules(network: nn.Module) -> Iterator[tuple[str, StoredWeight]]:
+    """Yield the name of each parameter that is stored in fewer bits, and its record; a shared
+    record has several names.
+
+    >>> list(stored_modules(nn.Linear(2, 2)))
+    []
+    """
+    for name, module in network.named_modules(remove_duplicate=False):
+        if isinstance(module, StoredWeightMixin):
+            yield f"{name}.weight" if name else "weight", module.stored_weight

@@ -1,0 +1,418 @@
+"""The compiled products of a few vectors with a matrix that is stored in fewer bits than the
+vectors: fp16 or bf16 numbers, 8-bit codes, or 4-bit codes, with a scale for each group of codes.
+
+Codes become fp32 numbers in registers, so that arithmetic is in fp32 and memory is read once, in
+order. The functions `plain_rows`, `int8_rows` and `int4_rows` compute some rows of the result; they
+have the same arguments, so that other compiled code can call them:
+
+    first, last: the rows of the matrix, first <= i < last
+    R: the number of vectors
+    vectors: fp32 `[P, width]`, contiguous; P is 1 for one vector, otherwise R rounded up to a
+        multiple of 4; numbers beyond the input size are 0
+    codes: the matrix as flat memory; row i begins at number `i * width` (4-bit codes: half of that)
+    scales: the scales as flat memory; `plain_rows` does not read them
+    width: the number of columns in memory, a multiple of `group` (4-bit codes: of 128)
+    group: the number of columns for each scale, one of `GROUPS`; `plain_rows` does not read it
+    tag: the encoding of 16-bit scales (`plain_rows`: of the matrix)
+    sums: fp32 `[R, >= last]`; `sums[r, i]` is written
+
+The layouts are those of `regard.ops.stored_weights`, which packs the arguments of the entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from regard.ops.jit.argument_structs import STORED_WEIGHT_STRUCT
+from regard.ops.jit.compile import has_cpu_feature, njit_strict
+from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at, take_task
+from regard.ops.jit.gemv_loops import make_row_dot
+from regard.ops.jit.half_precision import from_float32, to_float32
+from regard.ops.jit.llvm_vectors import (
+    LANES,
+    VECTOR,
+    ZEROS,
+    LLVMLoop,
+    array_data,
+    broadcast,
+    fma,
+    i64_constant,
+    lane_sums,
+    load_floats,
+    prefetch_bytes,
+    row_pointer,
+    store,
+)
+
+ROWS_PER_STEP = 4
+"""The number of vectors that are multiplied with a code while it is in a register."""
+
+GROUPS = (32, 64, 128)
+"""The numbers of columns that may share a scale."""
+
+INT4_BLOCK = 128
+"""The number of columns whose 4-bit codes are in one block of 64 bytes."""
+
+PREFETCH_DISTANCE = 2048
+"""The distance in bytes from the codes that are read to those that are prefetched."""
+
+TASK_BYTES = 1 << 16
+"""The size in bytes of the codes of one task."""
+
+SCALED_ROWS = 16
+"""The number of rows whose scales are converted to fp32 at a time."""
+
+HAS_FLOAT_TABLE = has_cpu_feature("avx512f")
+"""Whether one instruction looks up 16 numbers in a table of 16 float32 numbers."""
+
+ARGUMENTS = STORED_WEIGHT_STRUCT.dtype
+
+_I32 = ir.IntType(32)
+_I32_VECTOR = ir.VectorType(_I32, LANES)
+
+
+def _int8_numbers(builder: Any, place: Any, group: int) -> list[list[Any]]:
+    """Emit the codes of a group of 8-bit codes as vectors of fp32, without their scale; returned
+    as the one group of its block.
+    """
+    kind, results = ir.VectorType(ir.IntType(8), LANES), []
+    for first in range(0, group, LANES):
+        codes = builder.gep(place, [i64_constant(first)])
+        narrow = builder.load(builder.bitcast(codes, kind.as_pointer()), align=1)
+        results.append(builder.sitofp(builder.sext(narrow, _I32_VECTOR), VECTOR))
+    return [results]
+
+
+def _int4_numbers(
+    builder: Any, place: Any, group: int, factors: list[tuple[Any, Any]]
+) -> list[list[Any]]:
+    """Emit the numbers scale (code - zero) of a block of 4-bit codes, as vectors of fp32 for each
+    of its groups; factors: the scale and the zero of each group.
+
+    Code c of a block of 128 is in bits 4 (c // 16) to 4 (c // 16) + 3 of word c % 16, so that 16
+    neighbouring codes are one shift away from a vector of words.
+    """
+    words = builder.load(builder.bitcast(place, _I32_VECTOR.as_pointer()), align=4)
+    every = ir.Constant(VECTOR, [float(i) for i in range(LANES)])
+    table_type = ir.FunctionType(VECTOR, [VECTOR, _I32_VECTOR])
+    results = []
+    for n, (scale, zero) in enumerate(factors):
+        table = builder.fmul(builder.fsub(every, zero), scale)
+        numbers = []
+        for j in range(n * group // LANES, (n + 1) * group // LANES):
+            codes = builder.lshr(words, ir.Constant(_I32_VECTOR, [4 * j] * LANES))
+            if HAS_FLOAT_TABLE:  # the instruction reads the low 4 bits only
+                name = "llvm.x86.avx512.permvar.sf.512"
+                look_up = cgutils.get_or_insert_function(builder.module, table_type, name)
+                numbers.append(builder.call(look_up, [table, codes]))
+            else:
+                low = builder.and_(codes, ir.Constant(_I32_VECTOR, [15] * LANES))
+                difference = builder.fsub(builder.sitofp(low, VECTOR), zero)
+                numbers.append(builder.fmul(difference, scale))
+        results.append(numbers)
+    return results
+
+
+def _make_group_dot(bits: int, group: int, rows: int) -> Any:
+    """Return a compiled function that computes the dot products of one row of codes with `rows`
+    vectors, and writes them to out[:rows].
+
+    Its arguments are the codes and the index of the first byte of the row; the scales as flat fp32
+    memory, the index of the first of the row, and the distance from a scale to its zero; the
+    vectors, the first of them, and out.
+    """
+    block = group if bits == 8 else INT4_BLOCK
+    chains = ROWS_PER_STEP // rows  # independent sums, as an addition takes several cycles
+
+    def product(
+        context: Any,
+        codes_type: Any,
+        start_type: Any,
+        scales_type: Any,
+        scale_type: Any,
+        distance_type: Any,
+        vectors_type: Any,
+        first_type: Any,
+        out_type: Any,
+    ) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            flat, start, scales, scale_start, distance, vectors, r, results = args
+            row = builder.gep(array_data(context, builder, codes_type, flat), [start])
+            scales = builder.gep(array_data(context, builder, scales_type, scales), [scale_start])
+            lines = [
+                row_pointer(
+                    context, builder, vectors_type, vectors, builder.add(r, i64_constant(i))
+                )
+                for i in range(rows)
+            ]
+            array = context.make_array(vectors_type)(context, builder, value=vectors)
+            width = cgutils.unpack_tuple(builder, array.shape)[1]
+            loop = LLVMLoop(builder, i64_constant(0), width, block, [ZEROS] * (rows * chains))
+            place = builder.gep(
+                row, [loop.index if bits == 8 else builder.lshr(loop.index, i64_constant(1))]
+            )
+            prefetch_bytes(builder, place, PREFETCH_DISTANCE, block * bits // 8)
+            factors, number = [], builder.udiv(loop.index, i64_constant(group))
+            for n in range(block // group):
+                scale = builder.gep(scales, [builder.add(number, i64_constant(n))])
+                zero = builder.gep(scale, [distance])
+                factors.append(
+                    tuple(
+                        broadcast(builder, builder.load(x))
+                        for x in (scale, zero)[: 2 if bits == 4 else 1]
+                    )
+                )
+            if bits == 8:
+                weights = _int8_numbers(builder, place, group)
+            else:
+                weights = _int4_numbers(builder, place, group, factors)
+            sums = list(loop.now)
+            for n, numbers in enumerate(weights):
+                begin = builder.add(loop.index, i64_constant(n * group))
+                inner = list(sums) if bits == 4 else [ZEROS] * len(sums)
+                for j, weight in enumerate(numbers):
+                    column = [builder.add(begin, i64_constant(j * LANES))]
+                    for i, line in enumerate(lines):
+                        x = load_floats(builder, builder.gep(line, column), types.int8, LANES)
+                        k = j % chains * rows + i
+                        inner[k] = fma(builder, weight, x, inner[k])
+                if bits == 8:  # the scale is applied once to the sum of its group
+                    (scale,) = factors[n]
+                    inner = [fma(builder, x, scale, y) for x, y in zip(inner, sums, strict=True)]
+                sums = inner
+            totals = loop.close(sums)
+            while len(totals) > rows:
+                half = len(totals) // 2
+                totals = [builder.fadd(totals[i], totals[half + i]) for i in range(half)]
+            store(
+                builder,
+                lane_sums(builder, totals),
+                array_data(context, builder, out_type, results),
+                rows,
+            )
+            return context.get_dummy_value()
+
+        return types.void(
+            codes_type,
+            start_type,
+            scales_type,
+            scale_type,
+            distance_type,
+            vectors_type,
+            first_type,
+            out_type,
+        ), code
+
+    return intrinsic(product)
+
+
+_int8_32_1, _int8_64_1, _int8_128_1 = (_make_group_dot(8, group, 1) for group in GROUPS)
+_int8_32_4, _int8_64_4, _int8_128_4 = (_make_group_dot(8, group, 4) for group in GROUPS)
+_int4_32_1, _int4_64_1, _int4_128_1 = (_make_group_dot(4, group, 1) for group in GROUPS)
+_int4_32_4, _int4_64_4, _int4_128_4 = (_make_group_dot(4, group, 4) for group in GROUPS)
+_plain_1, _plain_4 = make_row_dot(1), make_row_dot(ROWS_PER_STEP)
+
+
+@njit_strict
+def plain_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
+    """Compute rows of W x for a matrix of fp32, fp16 or bf16 numbers; see the module."""
+    out = np.empty(ROWS_PER_STEP, np.float32)
+    for i in range(first, last):
+        for r in range(0, R, ROWS_PER_STEP):
+            if R == 1:
+                _plain_1(codes, i * width, vectors, r, tag, out)
+            else:
+                _plain_4(codes, i * width, vectors, r, tag, out)
+            for j in range(min(ROWS_PER_STEP, R - r)):
+                sums[r + j, i] = out[j]
+
+
+@njit_strict
+def _widen_scales(scales, begin, count, tag, wide):
+    """Convert `count` stored scales from `begin` on to fp32, in a loop that LLVM vectorises."""
+    for k in range(count):
+        wide[k] = to_float32(scales[begin + k], tag)
+
+
+@njit_strict
+def int8_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
+    """Compute rows of W x for a matrix of 8-bit codes, w = scale code; see the module."""
+    out, groups = np.empty(ROWS_PER_STEP, np.float32), width // group
+    wide = np.empty(SCALED_ROWS * groups, np.float32)
+    for i in range(first, last):
+        n = (i - first) % SCALED_ROWS * groups
+        if n == 0:
+            _widen_scales(scales, i * groups, min(SCALED_ROWS, last - i) * groups, tag, wide)
+        for r in range(0, R, ROWS_PER_STEP):
+            if R == 1:
+                if group == 32:
+                    _int8_32_1(codes, i * width, wide, n, 0, vectors, r, out)
+                elif group == 64:
+                    _int8_64_1(codes, i * width, wide, n, 0, vectors, r, out)
+                else:
+                    _int8_128_1(codes, i * width, wide, n, 0, vectors, r, out)
+            elif group == 32:
+                _int8_32_4(codes, i * width, wide, n, 0, vectors, r, out)
+            elif group == 64:
+                _int8_64_4(codes, i * width, wide, n, 0, vectors, r, out)
+            else:
+                _int8_128_4(codes, i * width, wide, n, 0, vectors, r, out)
+            for j in range(min(ROWS_PER_STEP, R - r)):
+                sums[r + j, i] = out[j]
+
+
+@njit_strict
+def int4_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
+    """Compute rows of W x for a matrix of 4-bit codes, w = scale (code - zero); see the module.
+
+    The scales of a row are followed by its zeros.
+    """
+    out, groups = np.empty(ROWS_PER_STEP, np.float32), width // group
+    wide = np.empty(SCALED_ROWS * 2 * groups, np.float32)
+    for i in range(first, last):
+        n, start = (i - first) % SCALED_ROWS * 2 * groups, i * (width // 2)
+        if n == 0:
+            count = min(SCALED_ROWS, last - i) * 2 * groups
+            _widen_scales(scales, i * 2 * groups, count, tag, wide)
+        for r in range(0, R, ROWS_PER_STEP):
+            if R == 1:
+                if group == 32:
+                    _int4_32_1(codes, start, wide, n, groups, vectors, r, out)
+                elif group == 64:
+                    _int4_64_1(codes, start, wide, n, groups, vectors, r, out)
+                else:
+                    _int4_128_1(codes, start, wide, n, groups, vectors, r, out)
+            elif group == 32:
+                _int4_32_4(codes, start, wide, n, groups, vectors, r, out)
+            elif group == 64:
+                _int4_64_4(codes, start, wide, n, groups, vectors, r, out)
+            else:
+                _int4_128_4(codes, start, wide, n, groups, vectors, r, out)
+            for j in range(min(ROWS_PER_STEP, R - r)):
+                sums[r + j, i] = out[j]
+
+
+@njit_strict
+def widen_vectors(x, R, M, width, tag):
+    """Return R vectors `[R, M]` of flat memory as fp32 `[P, width]`; see the module."""
+    padded = 1 if R == 1 else (R + ROWS_PER_STEP - 1) // ROWS_PER_STEP * ROWS_PER_STEP
+    vectors = np.zeros((padded, width), np.float32)
+    for r in range(R):
+        for i in range(M):
+            vectors[r, i] = to_float32(x[r * M + i], tag)
+    return vectors
+
+
+@njit_strict
+def _task_rows(arguments):
+    """Return the number of rows of the matrix in one task."""
+    return max(1, TASK_BYTES // max(1, arguments.row_bytes))
+
+
+@njit_strict
+def _write_rows(arguments, first, n, sums, x, tag):
+    """Add the bias to `sums[:, :n]`, the rows first to first + n of the result, and write them to y
+    in the dtype of x.
+    """
+    b, y = memory_at(arguments.b, x.dtype), memory_at(arguments.y, x.dtype)
+    for r in range(arguments.R):
+        for i in range(n):
+            bias = to_float32(b[first + i], tag) if arguments.b else np.float32(0)
+            y[r * arguments.N + first + i] = from_float32(sums[r, i] + bias, tag, y)
+
+
+# Each entry calls its loop by name, in code of its own: Numba stores no code on disk that gets a
+# function as an argument.
+
+
+def _make_plain_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for a matrix of numbers, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ARGUMENTS)
+        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
+        w, s = memory_at(arguments.codes, stored), memory_at(arguments.scales, stored)
+        x = memory_at(arguments.x, x_type)
+        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
+        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
+        sums = np.empty((R, step), np.float32)
+        while True:
+            first = take_task(address) * step
+            if first >= N:
+                break
+            n, begin = min(N - first, step), first * arguments.row_scales
+            own = w[first * row_codes :]
+            plain_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
+            _write_rows(arguments, first, n, sums, x, x_tag)
+
+    return entry
+
+
+def _make_int8_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for 8-bit codes, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ARGUMENTS)
+        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
+        w, s = memory_at(arguments.codes, np.int8), memory_at(arguments.scales, stored)
+        x = memory_at(arguments.x, x_type)
+        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
+        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
+        sums = np.empty((R, step), np.float32)
+        while True:
+            first = take_task(address) * step
+            if first >= N:
+                break
+            n, begin = min(N - first, step), first * arguments.row_scales
+            own = w[first * row_codes :]
+            int8_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
+            _write_rows(arguments, first, n, sums, x, x_tag)
+
+    return entry
+
+
+def _make_int4_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for 4-bit codes, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ARGUMENTS)
+        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
+        w, s = memory_at(arguments.codes, np.uint8), memory_at(arguments.scales, stored)
+        x = memory_at(arguments.x, x_type)
+        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
+        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
+        sums = np.empty((R, step), np.float32)
+        while True:
+            first = take_task(address) * step
+            if first >= N:
+                break
+            n, begin = min(N - first, step), first * arguments.row_scales
+            own = w[first * row_codes :]
+            int4_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
+            _write_rows(arguments, first, n, sums, x, x_tag)
+
+    return entry
+
+
+_MAKE_ENTRY = {"half": _make_plain_entry, "int8": _make_int8_entry, "int4": _make_int4_entry}
+
+
+@cache
+def entry_address(form: str, x: torch.dtype, stored: torch.dtype) -> int:
+    """Return the address of the compiled entry of a storage form.
+
+    Args:
+        form: "half" (a matrix of 16-bit or fp32 numbers), "int8" or "int4".
+        x: the dtype of the vectors.
+        stored: the dtype of the scales; for "half", of the matrix.
+    """
+    return compile_entry(_MAKE_ENTRY[form](*STORAGE[x], *STORAGE[stored]))

@@ -1,0 +1,209 @@
+"""`stored_linear`: y = W x + b for a weight that is stored in fewer bits (`StoredWeight`).
+
+Few vectors are multiplied by compiled loops, which read the stored numbers once, as fast as memory
+allows. For many vectors W is dequantized in panels of rows, and torch multiplies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.ops.jit import has_numba, openmp
+from regard.ops.jit.argument_structs import DTYPES, STORED_WEIGHT_STRUCT
+from regard.ops.onednn import onednn_linear
+from regard.ops.stored_weights import StoredWeight
+from regard.process_state import is_compiling, is_transformed
+from regard.units import plural
+
+MAX_VECTORS = 12
+"""The largest number of vectors for which the compiled loops are faster than torch's products of a
+dequantized weight.
+"""
+
+BYTES_PER_THREAD = 1 << 17
+"""The number of stored bytes per additional thread. For fewer, starting a thread takes longer than
+it saves.
+"""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+PANEL_ELEMENTS = 1 << 20
+"""The number of elements of the weight that are dequantized at a time."""
+
+
+def stored_linear(
+    x: Float[Tensor, "*L M"], weight: StoredWeight, bias: Float[Tensor, " N"] | None = None
+) -> Float[Tensor, "*L N"]:
+    """Compute y = W x + b, where W is stored in fewer bits; sums are in fp32 (bf16: as torch's).
+
+    Args:
+        x: vectors [..., M] in the dtype of the record.
+        weight: W [N, M].
+        bias: b [N] in the dtype of x, or None.
+
+    Returns:
+        y [..., N] in the dtype of x.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
+
+    >>> from regard.ops.stored_weights import Int8Weight
+    >>> stored_linear(torch.ones(1, 32), Int8Weight.quantize(torch.ones(2, 32))).tolist()
+    [[31.995..., 31.995...]]
+    """
+    y = _try_compiled(x, weight, bias)
+    if y is None:
+        _check(x, weight, bias)
+        return _by_panels(x, weight, bias)
+    return y
+
+
+def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tensor | None:
+    """Compute W x + b by the compiled loops, or return None where they do not run or the arguments
+    do not fit together. Every layer calls this for every token, so each condition is asked once.
+    """
+    if is_compiling() or type(x) not in _PLAIN or (layout := weight.layout) is None:
+        return None
+    assert isinstance(x, Tensor)
+    N, M, width, group, row_bytes, row_scales, codes, scales = layout
+    dtype, elements = x.dtype, x.numel()
+    if dtype != weight.dtype or not 0 < elements <= MAX_VECTORS * M or x.shape[-1] != M:
+        return None
+    if bias is not None and not (
+        type(bias) in _PLAIN
+        and bias.shape == (N,)
+        and bias.dtype == dtype
+        and bias.is_cpu
+        and bias.is_contiguous()
+    ):
+        return None
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return None
+    if not x.is_cpu or dtype not in DTYPES or torch._C._len_torch_dispatch_stack():
+        return None
+    if torch.is_autocast_enabled("cpu") or is_transformed() or not has_numba():
+        return None
+    x = x.contiguous()
+    y = torch.empty(*x.shape[:-1], N, dtype=dtype)
+    record = STORED_WEIGHT_STRUCT.pack_numbers(
+        elements // M,
+        M,
+        N,
+        width,
+        group,
+        row_bytes,
+        row_scales,
+        x.data_ptr(),
+        codes,
+        scales,
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+    )
+    workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
+    entry = _entry_address()(weight.form, dtype, weight.scale_dtype)
+    openmp.run_entry(entry, record, workers)
+    return y
+
+
+def plan_linear(x: Tensor, weight: StoredWeight, bias: Tensor | None = None) -> str:
+    """Return what `stored_linear` runs for these arguments, and why.
+
+    >>> from regard.ops.stored_weights import Int8Weight
+    >>> plan_linear(torch.ones(99, 32), Int8Weight.quantize(torch.ones(2, 32)))
+    'dequantized panels: x has 99 vectors; compiled loops win for at most 12'
+    """
+    _check(x, weight, bias)
+    reasons = why_not_compiled(x, weight, bias)
+    return f"dequantized panels: {'; '.join(reasons)}" if reasons else f"compiled {weight.form}"
+
+
+def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> list[str]:
+    """Return the reasons why the compiled loops do not multiply these arguments; [] if they do."""
+    vectors, M = x.numel() // max(1, x.shape[-1]), weight.shape[1]
+    tensors = [x] if bias is None else [x, bias]
+    checks: tuple[tuple[str, Callable[[], bool]], ...] = (
+        ("torch.compile is active", is_compiling),
+        (
+            f"x has {plural(vectors, 'vector')}; compiled loops win for at most {MAX_VECTORS}",
+            lambda: vectors > MAX_VECTORS,
+        ),
+        ("x or the weight is empty", lambda: x.numel() == 0 or M == 0),
+        (
+            "a stored tensor is not a contiguous plain tensor on a CPU",
+            lambda: weight.layout is None,
+        ),
+        (
+            "x or bias is not a plain tensor on a CPU",
+            lambda: not all(type(y) in _PLAIN and y.is_cpu for y in tensors),
+        ),
+        ("bias is not contiguous", lambda: bias is not None and not bias.is_contiguous()),
+        (f"x is {x.dtype}", lambda: x.dtype not in DTYPES),
+        (
+            "a gradient is needed",
+            lambda: torch.is_grad_enabled() and any(y.requires_grad for y in tensors),
+        ),
+        ("autocast is active", lambda: torch.is_autocast_enabled("cpu")),
+        ("a transform of torch.func is active", is_transformed),
+        ("a dispatch mode is active", lambda: torch._C._len_torch_dispatch_stack() > 0),
+        ("Numba is not installed", lambda: not has_numba()),
+    )
+    return next(([reason] for reason, applies in checks if applies()), [])
+
+
+def _by_panels(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
+    """Compute W x + b panel by panel: some rows of W are dequantized and multiplied by torch; fp16
+    is multiplied in fp32 on a CPU, where that is faster, and rounded once.
+    """
+    N, M = weight.shape
+    step = max(1, PANEL_ELEMENTS // max(1, M))
+    wide = torch.float32 if x.dtype == torch.float16 and x.is_cpu else x.dtype
+    factors = x.to(wide)
+    parts = []
+    for first in range(0, N, step):
+        panel = weight.rows(first, min(N, first + step)).dequantize(wide)
+        b = None if bias is None else bias[first : first + step].to(wide)
+        y = onednn_linear(factors, panel, b)
+        parts.append((F.linear(factors, panel, b) if y is None else y).to(x.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _check(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> None:
+    """Check that x [..., M], the weight [N, M] and bias [N] agree."""
+    if not isinstance(x, Tensor):
+        raise ArgumentTypeError(
+            f"x is {type(x).__name__}; it must be a torch tensor [..., features]"
+        )
+    N, M = weight.shape
+    if x.ndim == 0 or x.shape[-1] != M:
+        raise ArgumentError(
+            f"x is {tuple(x.shape)}; its last dimension must be {M}, as the {weight.form} weight "
+            f"({N}, {M}) requires: pass vectors of that size"
+        )
+    if x.dtype != weight.dtype:
+        raise ArgumentTypeError(
+            f"x is {x.dtype}, and the {weight.form} weight computes in {weight.dtype}: convert x, "
+            "or load the model with that dtype"
+        )
+    device = next(iter(weight.tensors().values())).device
+    if x.device != device:
+        raise ArgumentError(f"x is on {x.device} and the weight on {device}; move one with .to()")
+    if bias is not None and (bias.shape != (N,) or bias.dtype != x.dtype or bias.device != device):
+        raise ArgumentError(
+            f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}; it must be {x.dtype} "
+            f"({N},) on {device}"
+        )
+
+
+@cache
+def _entry_address() -> Callable[[str, torch.dtype, torch.dtype], int]:
+    """Import the compiled loops at the first call, and return their function `entry_address`."""
+    from regard.ops.jit import stored_weight_loops
+
+    return stored_weight_loops.entry_address

@@ -1,0 +1,422 @@
+"""The forms in which the weight of a linear map may be stored with fewer bits than the numbers that
+it is multiplied with.
+
+Each form is a frozen record of tensors, and `dequantize` is its definition: the matrix that it
+stands for. `regard.ops.stored_linear.stored_linear` multiplies with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int, Int8, UInt8
+from torch import Tensor
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.huge_pages import empty_like
+
+GROUPS = (32, 64, 128)
+"""The numbers of inputs that may share a scale."""
+
+INT4_BLOCK = 128
+"""The number of inputs whose 4-bit codes are stored together, in 64 bytes."""
+
+
+class StoredWeight(ABC):
+    """A matrix W [N, M] in a form with fewer bits. The attribute `dtype` is the dtype of x and y,
+    which is also the dtype of W when it is read as a whole.
+    """
+
+    form: ClassVar[str]
+    dtype: torch.dtype
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """The numbers of outputs N and inputs M."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the stored tensors by name; the first dimension of each is that of the outputs."""
+
+    @abstractmethod
+    def map(self, function: Callable[[Tensor], Tensor]) -> StoredWeight:
+        """Return the same form with a function applied to each stored tensor."""
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
+        """Return the matrix W [N, M], computed in fp32 and rounded once to `dtype` (None: the
+        record's dtype).
+        """
+
+    def rows(self, first: int, last: int) -> StoredWeight:
+        """Return the rows first <= i < last as a record that shares memory with this one."""
+        return self.map(lambda x: x[first:last])
+
+    def gather(self, ids: Int[Tensor, "*L"]) -> Float[Tensor, "*L M"]:
+        """Return the rows with these indices, dequantized: an embedding."""
+        return torch.unflatten(
+            self.map(lambda x: x.index_select(0, ids.flatten())).dequantize(), 0, ids.shape
+        )
+
+    @cached_property
+    def layout(self) -> tuple[int, ...] | None:
+        """What compiled code reads, computed once: N, M, the number of columns in memory, the group
+        (0 without scales), the bytes and the scales of a row, and the addresses of codes and
+        scales; None where compiled code cannot read the tensors.
+        """
+        tensors = list(self.tensors().values())
+        codes, scales = tensors[0], tensors[-1]
+        plain = all(
+            type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and x.numel()
+            for x in tensors
+        )
+        if not plain or scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        (N, M), columns = self.shape, codes.shape[1] * (2 if self.form == "int4" else 1)
+        row_scales = 0 if scales is codes else scales[0].numel()
+        group = 0 if scales is codes else columns // scales.shape[-1]
+        row_bytes = codes.shape[1] * codes.element_size()
+        addresses = codes.data_ptr(), scales.data_ptr()
+        return (N, M, columns, group, row_bytes, row_scales, *addresses)
+
+    @cached_property
+    def scale_dtype(self) -> torch.dtype:
+        """The dtype of the scales; of the matrix where it has none."""
+        return list(self.tensors().values())[-1].dtype
+
+    def __deepcopy__(self, memo: object) -> StoredWeight:
+        """Return the record itself: it cannot change, so copies of a model share it."""
+        return self
+
+    @property
+    def bytes(self) -> int:
+        """The size in bytes of the stored tensors."""
+        return sum(x.numel() * x.element_size() for x in self.tensors().values())
+
+
+@dataclass(frozen=True)
+class HalfWeight(StoredWeight):
+    """A matrix of 16-bit numbers that is multiplied in fp32.
+
+    W[n, m] = values[n, m]
+
+    Args:
+        values: fp16 or bf16 [N, M].
+        dtype: the dtype of x and y, float32.
+
+    >>> weight = HalfWeight(torch.ones(2, 3, dtype=torch.float16))
+    >>> weight.shape, weight.dequantize().dtype, weight.bytes
+    (torch.Size([2, 3]), torch.float32, 12)
+    """
+
+    form: ClassVar[str] = "half"
+    values: Float[Tensor, "N M"]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> torch.Size:
+        """The numbers of outputs N and inputs M."""
+        return self.values.shape
+
+    @classmethod
+    def round(cls, weight: Float[Tensor, "N M"], half: torch.dtype) -> HalfWeight:
+        """Round a matrix to fp16 or bf16.
+
+        Args:
+            weight: the matrix [N, M].
+            half: float16 or bfloat16.
+
+        Returns:
+            The record, which computes in float32.
+
+        Raises:
+            ArgumentError: the dtype is another one, or a finite number is too large for it.
+        """
+        if half not in (torch.float16, torch.bfloat16):
+            raise ArgumentError(f"half is {half}; it must be float16 or bfloat16")
+
+        def panel(rows: Tensor) -> HalfWeight:
+            values = rows.to(half, copy=True, memory_format=torch.contiguous_format)
+            if bool(values.isinf().any()) and not bool(rows.isinf().any()):
+                raise ArgumentError(
+                    f"the weight has the value {float(rows.abs().max()):.3g}, which is too large "
+                    f"for {half}; use bfloat16"
+                )
+            return cls(values)
+
+        return _by_panels(weight, panel)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the values, the only tensor of this form."""
+        return {"values": self.values}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> HalfWeight:
+        """Return the same form with a function applied to the values."""
+        return replace(self, values=function(self.values))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
+        """Return the matrix in `dtype`; see `StoredWeight.dequantize`."""
+        return self.values.to(dtype or self.dtype)
+
+
+@dataclass(frozen=True)
+class Int8Weight(StoredWeight):
+    """A matrix of 8-bit codes with a scale for each group of inputs.
+
+    W[n, m] = scales[n, m // group] codes[n, m]
+
+    Args:
+        codes: int8 [N, width], width a multiple of the group; codes beyond M are 0.
+        scales: fp16, bf16 or fp32 [N, width / group].
+        columns: the number of inputs M.
+        dtype: the dtype of x and y.
+
+    >>> weight = Int8Weight.quantize(torch.eye(2, 32), group=32)
+    >>> weight.codes[0, :2].tolist(), weight.dequantize()[0, :2].tolist()
+    ([127, 0], [0.9998626708984375, 0.0])
+    """
+
+    form: ClassVar[str] = "int8"
+    codes: Int8[Tensor, "N width"]
+    scales: Float[Tensor, "N groups"]
+    columns: int
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def quantize(
+        cls,
+        weight: Float[Tensor, "N M"],
+        *,
+        group: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Int8Weight:
+        """Quantize a matrix: each number is rounded to the nearest code.
+
+        scale = max |w| / 127 over a group, rounded to fp16;  code = round(w / scale)
+
+        Args:
+            weight: the matrix [N, M].
+            group: the number of inputs that share a scale, one of `GROUPS`; None is the largest
+                that divides M.
+            dtype: the dtype of x and y; None is that of the weight.
+
+        Returns:
+            The record.
+
+        Raises:
+            ArgumentError: the weight is not finite or too large for fp16 scales; or the group is
+                not supported.
+        """
+
+        def panel(rows: Tensor) -> Int8Weight:
+            values = _grouped(rows, group)
+            scales = _half_scales(values.abs().amax(-1) / 127)
+            codes = (values / _safe(scales)[..., None]).round_().clamp_(-127, 127)
+            return cls(codes.flatten(1).to(torch.int8), scales, rows.shape[1], dtype or rows.dtype)
+
+        return _by_panels(weight, panel)
+
+    @property
+    def group(self) -> int:
+        """The number of inputs that share a scale."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The numbers of outputs N and inputs M."""
+        return torch.Size((self.codes.shape[0], self.columns))
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the codes and the scales."""
+        return {"codes": self.codes, "scales": self.scales}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Int8Weight:
+        """Return the same form with a function applied to codes and scales."""
+        return replace(self, codes=function(self.codes), scales=function(self.scales))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
+        """Return the matrix in `dtype`; see `StoredWeight.dequantize`."""
+        grouped = torch.unflatten(self.codes, 1, (-1, self.group))
+        values = grouped.float().mul_(self.scales.float()[..., None]).flatten(1)
+        return values[:, : self.columns].to(dtype or self.dtype)
+
+
+@dataclass(frozen=True)
+class Int4Weight(StoredWeight):
+    """A matrix of 4-bit codes with a scale and a zero point for each group of inputs.
+
+    W[n, m] = scales[n, 0, g] (code[n, m] - scales[n, 1, g]),  g = m // group, code in 0 ... 15
+
+    The codes of 128 neighbouring inputs are in 16 words of 32 bits: code c is in bits 4 (c // 16)
+    to 4 (c // 16) + 3 of word c % 16, so that a vector of 16 words is shifted into 16 neighbouring
+    codes.
+
+    Args:
+        codes: uint8 [N, width / 2], width a multiple of 128; `unpacked` returns the codes in order.
+        scales: fp16, bf16 or fp32 [N, 2, width / group], the scales and then the zero points.
+        columns: the number of inputs M.
+        dtype: the dtype of x and y.
+
+    >>> weight = Int4Weight.quantize(torch.arange(32.0)[None] - 16, group=32)
+    >>> weight.unpacked()[0, :4].tolist(), weight.dequantize()[0, :4].tolist()
+    ([0, 0, 1, 1], [-16.53125, -16.53125, -14.46484375, -14.46484375])
+    """
+
+    form: ClassVar[str] = "int4"
+    codes: UInt8[Tensor, "N half"]
+    scales: Float[Tensor, "N 2 groups"]
+    columns: int
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def quantize(
+        cls,
+        weight: Float[Tensor, "N M"],
+        *,
+        group: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Int4Weight:
+        """Quantize a matrix: each number is rounded to the nearest code.
+
+        scale = (max(w, 0) - min(w, 0)) / 15 over a group, rounded to fp16
+        zero = round(-min(w, 0) / scale);  code = round(w / scale) + zero
+
+        Args:
+            weight: the matrix [N, M].
+            group: the number of inputs that share a scale, one of `GROUPS`; None is the largest
+                that divides M.
+            dtype: the dtype of x and y; None is that of the weight.
+
+        Returns:
+            The record.
+
+        Raises:
+            ArgumentError: the weight is not finite or too large for fp16 scales; or the group is
+                not supported.
+        """
+
+        def panel(rows: Tensor) -> Int4Weight:
+            values = _grouped(rows, group)
+            least, greatest = values.amin(-1).clamp_(max=0), values.amax(-1).clamp_(min=0)
+            scales = _half_scales((greatest - least) / 15)
+            zeros = (-least / _safe(scales)).round_().clamp_(0, 15)
+            codes = (values / _safe(scales)[..., None]).round_() + zeros[..., None]
+            codes = codes.clamp_(0, 15).flatten(1).to(torch.uint8)
+            return cls.pack(codes, scales, zeros, rows.shape[1], dtype or rows.dtype)
+
+        return _by_panels(weight, panel)
+
+    @classmethod
+    def pack(
+        cls,
+        codes: UInt8[Tensor, "N width"],
+        scales: Float[Tensor, "N groups"],
+        zeros: Float[Tensor, "N groups"],
+        columns: int,
+        dtype: torch.dtype,
+    ) -> Int4Weight:
+        """Pack codes in 0 ... 15, in the order of the inputs, with their scales and zero points."""
+        group = codes.shape[1] // scales.shape[1]
+        padding = -codes.shape[1] % INT4_BLOCK
+        blocks = F.pad(codes, (0, padding)).unflatten(1, (-1, 8, 16)).to(torch.int32)
+        words = blocks[:, :, 0]
+        for j in range(1, 8):
+            words = words | blocks[:, :, j] << (4 * j)
+        factors = torch.stack((scales, zeros.to(scales.dtype)), 1)
+        factors = F.pad(factors, (0, padding // group)).contiguous()
+        return cls(words.contiguous().view(torch.uint8).flatten(1), factors, columns, dtype)
+
+    @property
+    def group(self) -> int:
+        """The number of inputs that share a scale."""
+        return 2 * self.codes.shape[1] // self.scales.shape[2]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The numbers of outputs N and inputs M."""
+        return torch.Size((self.codes.shape[0], self.columns))
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the codes and the scales."""
+        return {"codes": self.codes, "scales": self.scales}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Int4Weight:
+        """Return the same form with a function applied to codes and scales."""
+        return replace(self, codes=function(self.codes), scales=function(self.scales))
+
+    def unpacked(self) -> UInt8[Tensor, "N width"]:
+        """Return the codes [N, width], one in each byte, in the order of the inputs."""
+        words = torch.unflatten(self.codes.contiguous().view(torch.int32), 1, (-1, 1, 16))
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)[:, None]
+        codes: Tensor = (words >> shifts) & 15
+        return codes.to(torch.uint8).flatten(1)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
+        """Return the matrix in `dtype`; see `StoredWeight.dequantize`."""
+        scales, zeros = self.scales.float()[..., None].unbind(1)
+        codes = torch.unflatten(self.unpacked(), 1, (-1, self.group)).float()
+        values = codes.sub_(zeros).mul_(scales).flatten(1)
+        return values[:, : self.columns].to(dtype or self.dtype)
+
+
+PANEL_ELEMENTS = 1 << 20
+"""The number of elements that are quantized at a time, which bounds the temporary memory."""
+
+AnyRecord = TypeVar("AnyRecord", bound=StoredWeight)
+
+
+def _by_panels(weight: Tensor, quantize: Callable[[Tensor], AnyRecord]) -> AnyRecord:
+    """Quantize a matrix in panels of rows, and return the record of the whole matrix."""
+    if weight.ndim != 2 or not weight.is_floating_point():
+        raise ArgumentTypeError(
+            f"weight is {weight.dtype} {tuple(weight.shape)}; it must be a matrix [N, M] of "
+            "floating-point numbers"
+        )
+    step = max(1, PANEL_ELEMENTS // max(1, weight.shape[1]))
+    if len(weight) <= step:
+        return quantize(weight.detach())
+    whole: list[Tensor] = []
+    record = quantize(weight[:1].detach())
+    for first in range(0, len(weight), step):
+        parts = quantize(weight[first : first + step].detach()).tensors().values()
+        if not whole:
+            whole = [empty_like(x, (len(weight), *x.shape[1:])) for x in parts]
+        for x, part in zip(whole, parts, strict=True):
+            x[first : first + step] = part
+    remaining = iter(whole)
+    mapped = record.map(lambda _: next(remaining))
+    assert isinstance(mapped, type(record))
+    return mapped
+
+
+def _grouped(weight: Tensor, group: int | None) -> Tensor:
+    """Return the matrix in fp32 as [N, groups, group], padded with zeros."""
+    if group is None:
+        group = next((g for g in reversed(GROUPS) if weight.shape[1] % g == 0), GROUPS[0])
+    if group not in GROUPS:
+        raise ArgumentError(f"group is {group}; it must be one of {GROUPS}")
+    values = F.pad(weight.float(), (0, -weight.shape[1] % group))
+    return torch.unflatten(values, 1, (-1, group))
+
+
+def _half_scales(scales: Tensor) -> Tensor:
+    """Round scales to fp16; a scale that is too large, or NaN, raises."""
+    rounded = scales.half()
+    if not bool(rounded.isfinite().all()):
+        raise ArgumentError(
+            f"the weight has values up to {float(scales.max()) * 15:.3g}, or NaN, which fp16 "
+            "scales cannot represent; keep this weight in full precision"
+        )
+    return rounded
+
+
+def _safe(scales: Tensor) -> Tensor:
+    """Return scales in fp32 with 1 in place of 0, whose codes are 0 then."""
+    return scales.float().masked_fill(scales == 0, 1.0)

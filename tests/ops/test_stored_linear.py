@@ -1,0 +1,223 @@
+"""Linear maps whose weight is stored in fewer bits, against decoders written from the formulas and
+fp64 products, and products by oneDNN.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.ops import onednn
+from regard.ops.stored_linear import MAX_VECTORS, plan_linear, stored_linear
+from regard.ops.stored_weights import GROUPS, HalfWeight, Int4Weight, Int8Weight, StoredWeight
+from tests.rules import assert_close_rule
+
+pytest.importorskip("numba", reason="the loops are compiled by Numba")
+from regard.ops.jit import openmp
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FORMS = ["int8", "int4", "float16", "bfloat16"]
+GROUPED = [(form, x, group) for form in FORMS[:2] for x in DTYPES for group in (None, *GROUPS)]
+CASES = [*GROUPED, ("float16", torch.float32, None), ("bfloat16", torch.float32, None)]
+
+
+def store(form: str, w: Tensor, group: int | None, dtype: torch.dtype) -> StoredWeight:
+    if form == "int8":
+        return Int8Weight.quantize(w, group=group, dtype=dtype)
+    if form == "int4":
+        return Int4Weight.quantize(w, group=group, dtype=dtype)
+    return HalfWeight.round(w, getattr(torch, form))
+
+
+def decoded(record: StoredWeight) -> Tensor:
+    """The matrix in fp64, number by number from the bytes."""
+    N, M = record.shape
+    out = torch.empty(N, M, dtype=torch.float64)
+    for i in range(N):
+        for m in range(M):
+            if isinstance(record, HalfWeight):
+                out[i, m] = float(record.values[i, m])
+            elif isinstance(record, Int8Weight):
+                g = m // record.group
+                out[i, m] = int(record.codes[i, m]) * float(record.scales[i, g])
+            elif isinstance(record, Int4Weight):
+                block, c = divmod(m, 128)
+                bit = 4 * (c // 16)
+                byte = int(record.codes[i, 64 * block + 4 * (c % 16) + bit // 8])
+                code, g = (byte >> bit % 8) & 15, m // record.group
+                zero = float(record.scales[i, 1, g])
+                out[i, m] = (code - zero) * float(record.scales[i, 0, g])
+    return out
+
+
+@pytest.mark.full(keep=24)
+@pytest.mark.parametrize("rows", [1, 3, 4, 6, MAX_VECTORS + 1])
+@pytest.mark.parametrize(("form", "dtype", "group"), CASES)
+@pytest.mark.parametrize("workers", [1, 3])
+def test_products(
+    form: str,
+    dtype: torch.dtype,
+    group: int | None,
+    rows: int,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openmp, "thread_count", lambda: workers)
+    make = torch.Generator().manual_seed(rows)
+    N, M = 37, 290
+    w = torch.randn(N, M, generator=make) * torch.linspace(0.01, 3, M)
+    x, b = (torch.randn(s, generator=make).to(dtype) for s in ((rows, M), (N,)))
+    record = store(form, w, group, dtype)
+    exact = record.dequantize(torch.float64)
+    assert record.layout is not None
+    for bias in (None, b):
+        exact_y = F.linear(x.double(), exact, None if bias is None else bias.double())
+        plain = F.linear(x, exact.to(dtype), bias)
+        assert_close_rule(stored_linear(x, record, bias), plain, exact_y)
+    runs = plan_linear(x, record, b)
+    assert runs.startswith("compiled" if rows <= MAX_VECTORS else "dequantized panels: x has 13")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_definition_is_the_formula(form: str) -> None:
+    w = torch.randn(3, 140, generator=torch.Generator().manual_seed(1))
+    w[0, :64] = 0
+    record = store(form, w, None if "float" in form else 32, torch.float32)
+    exact = decoded(record)
+    assert torch.equal(record.dequantize(torch.float64), exact)
+    half = 0.5 if form == "int8" else 1.0  # a zero point is rounded, too
+    if isinstance(record, (Int8Weight, Int4Weight)):
+        scales = record.scales if form == "int8" else record.scales[:, 0]
+        steps = scales.double().repeat_interleave(32, 1)[:, :140]
+        # a code is half a step from its number; fp16 scales are rounded by 2^-11
+        assert ((exact - w).abs() <= half * steps + 16 * 2**-11 * steps * 8).all()
+        assert torch.equal(exact[0, :64], torch.zeros(64, dtype=torch.float64))
+    assert torch.equal(record.rows(1, 3).dequantize(torch.float64), exact[1:3])
+    ids = torch.tensor([[2, 0], [1, 1]])
+    assert torch.equal(record.gather(ids), exact[ids].float())
+
+
+def test_scales_of_other_dtypes_and_huge_values() -> None:
+    w = torch.randn(20, 128, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(3))
+    for dtype in (torch.float32, torch.bfloat16):
+        for record in (Int8Weight.quantize(w), Int4Weight.quantize(w)):
+            changed = type(record)(record.codes, record.scales.to(dtype), 128)
+            exact = F.linear(x.double(), decoded(changed))
+            plain = F.linear(x, changed.dequantize())
+            assert_close_rule(stored_linear(x, changed), plain, exact)
+    with pytest.raises(ArgumentError, match="fp16 scales cannot represent"):
+        Int8Weight.quantize(torch.full((1, 32), 1e9))
+    with pytest.raises(ArgumentError, match="fp16 scales cannot represent"):
+        Int4Weight.quantize(torch.full((1, 32), torch.nan))
+    with pytest.raises(ArgumentError, match=r"too large for torch\.float16"):
+        HalfWeight.round(torch.full((1, 32), 1e6), torch.float16)
+
+
+def test_a_wrong_layout_is_noticed() -> None:
+    """Negative controls: nibbles in another order, and scales of the next group, fail the rule."""
+    w = torch.randn(16, 256, generator=torch.Generator().manual_seed(4))
+    x = torch.randn(1, 256, generator=torch.Generator().manual_seed(5))
+    record = Int4Weight.quantize(w, group=64)
+    plain, exact = F.linear(x, record.dequantize()), F.linear(x.double(), decoded(record))
+    swapped = ((record.codes & 15) << 4) | (record.codes >> 4)
+    wrong = [
+        Int4Weight(swapped, record.scales, 256),
+        Int4Weight(record.codes, record.scales.roll(1, -1), 256),
+    ]
+    assert_close_rule(stored_linear(x, record), plain, exact)
+    for other in wrong:
+        with pytest.raises(AssertionError):
+            assert_close_rule(stored_linear(x, other), plain, exact)
+
+
+def test_where_compiled_code_does_not_run() -> None:
+    record = Int8Weight.quantize(torch.randn(8, 64))
+    x = torch.randn(1, 64)
+    assert plan_linear(x, record) == "compiled int8"
+    learned = x.clone().requires_grad_()
+    assert "gradient" in plan_linear(learned, record)
+    stored_linear(learned, record).sum().backward()
+    assert torch.allclose(learned.grad, record.dequantize().sum(0)[None])  # type: ignore[arg-type]
+    with FlopCounterMode(display=False) as counter:
+        assert "dispatch mode" in plan_linear(x, record)
+        stored_linear(x, record)
+    assert counter.get_total_flops() == 2 * 8 * 64
+    batch = torch.func.vmap(lambda row: stored_linear(row, record))(x)
+    torch.testing.assert_close(batch, stored_linear(x, record))
+    assert stored_linear(x[:0], record).shape == (0, 8)
+    strided = record.map(lambda y: y[::2])
+    assert "contiguous" in plan_linear(x, strided)
+    torch.testing.assert_close(stored_linear(x, strided), stored_linear(x, record)[:, ::2])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    record = Int4Weight.quantize(torch.randn(8, 64))
+    for x, bias, kind, words in (
+        (torch.ones(1, 63), None, ArgumentError, "must be 64"),
+        (torch.ones(1, 64).half(), None, ArgumentTypeError, "computes in torch.float32"),
+        (torch.ones(1, 64), torch.ones(7), ArgumentError, "bias is"),
+        ([1.0], None, ArgumentTypeError, "x is list"),
+        (torch.ones(1, 64, device="meta"), None, ArgumentError, "on meta"),
+    ):
+        with pytest.raises(kind, match=words):
+            stored_linear(x, record, bias)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="group is 48"):
+        Int8Weight.quantize(torch.ones(1, 96), group=48)
+    with pytest.raises(ArgumentTypeError, match="must be a matrix"):
+        Int4Weight.quantize(torch.ones(3))
+    with pytest.raises(ArgumentError, match="float16 or bfloat16"):
+        HalfWeight.round(torch.ones(1, 3), torch.float64)
+
+
+def test_large_matrices_are_quantized_in_panels_and_shared_by_copies() -> None:
+    w = torch.randn(1 << 14, 96, generator=torch.Generator().manual_seed(6))  # several panels
+    record = Int8Weight.quantize(w)
+    part = Int8Weight.quantize(w[-5:])
+    assert torch.equal(record.codes[-5:], part.codes)
+    assert torch.equal(record.scales[-5:], part.scales)
+    assert copy.deepcopy(record) is record
+    assert record.bytes == w.numel() + 2 * w.numel() // 32
+
+
+@pytest.mark.parametrize("shape", [(5, 33, 7), (70, 96, 300), (129, 600, 40)])
+def test_onednn(shape: tuple[int, int, int]) -> None:
+    R, M, N = shape
+    make = torch.Generator().manual_seed(R)
+    x, w, b = (torch.randn(s, generator=make) for s in ((R, M), (N, M), (N,)))
+    for bias in (None, b):
+        exact = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+        plain = [F.linear(x, w, bias), (w @ x.T).T + (0 if bias is None else bias)]
+        for run in (onednn.direct_product, onednn.converted_product):
+            if run is onednn.direct_product and not onednn.has_direct_product():
+                continue
+            assert_close_rule(run(x, w, bias), plain, exact)
+        y = onednn.onednn_linear(x[None], w, bias)
+        if R >= onednn.MIN_ROWS_CONVERTED and torch.backends.mkldnn.is_available():
+            assert y is not None
+            assert y.shape == (1, R, N)
+
+
+def test_when_onednn_does_not_run() -> None:
+    x, w = torch.randn(70, 8), torch.randn(4, 8)
+    assert onednn.why_not_onednn(x, w, None) == [] or not torch.backends.mkldnn.is_available()
+    for other, words in (
+        (x.half(), "not float32"),
+        (x[:1], "x has 1 row"),
+        (x.clone().requires_grad_(), "gradient"),
+        (x.to("meta"), "plain tensor"),
+    ):
+        assert words in onednn.why_not_onednn(other, w, None)[0]
+        assert onednn.onednn_linear(other, w, None) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the context sets TF32, whose name torch deprecates
+        with torch.backends.mkldnn.flags(enabled=False):
+            reasons = onednn.why_not_onednn(x, w, None)
+    assert reasons == ["oneDNN is disabled"]
