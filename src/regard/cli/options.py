@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar, overload
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 import typer
 
@@ -235,7 +235,7 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
             f"{options.dtype!r} is not one of {', '.join(dtype_names)}", param_hint="--dtype"
         )
     torch_dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    kind_option: dict[str, object] = {} if kind is None else {"kind": kind}
+    kind_option: dict[str, Any] = {} if kind is None else {"kind": kind}
     model = regard.load(
         source,
         dtype=torch_dtype,

@@ -177,7 +177,7 @@ def _ctranslate2(problem: SentenceProblem) -> PreparedCall:
     return PreparedCall(partial(_keep, folder, call.step), call.read)
 
 
-def _keep(_: object, step: Callable[[], Tensor]) -> Tensor:
+def _keep(_: object, step: Callable[[], object]) -> object:
     """Run a step whose model is in a folder that must not be deleted before."""
     return step()
 
