@@ -223,6 +223,7 @@ def test_the_json_of_a_run() -> None:
         "error",
         "allowed",
         "peak_bytes",
+        "figures",
     }
     assert (right["kernel"], right["ratio"]) == ("some kernel", 1.0)
     assert wrong["error"] is None  # NaN is not JSON

@@ -13,6 +13,12 @@ from regard.nn.variants import VARIANTS
 from regard.nn.variants.usage import USAGE
 
 
+@pytest.fixture(autouse=True)
+def unwrapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of a pipe are not wrapped, unless COLUMNS is set."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     with pytest.raises(SystemExit) as end:
         main(["describe", *arguments])

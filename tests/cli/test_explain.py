@@ -137,7 +137,7 @@ def test_every_head_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["xy", "--layer", "one"], "Invalid value for '--layer'"),
         (["xy", "--html", "."], "is a folder; give the name of a file"),
         (["xy", "--html", "no/page.html"], "there is no folder 'no'; make it first"),
-        ([], "Missing argument"),
+        ([], "give a TEXT or --file PATH; neither was given"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from regard.errors import ArgumentError
-from regard.inspect import measure, name_mover_scores, record
+from regard.inspect import CorpusMeasures, measure, name_mover_scores, record
 from tests.inspect.planted import (
     DUPLICATE_HEAD,
     END,
@@ -47,6 +47,15 @@ def by_loop(name: str, pattern: list[list[float]], ids: list[int]) -> float | No
         if name == "entropy" and i:
             rows.append(-sum(p * math.log(p) for p in row if p) / math.log(i + 1))
     return sum(rows) / len(rows) if rows else None
+
+
+def test_the_mean_of_one_text_is_its_metric() -> None:
+    small = model()
+    corpus = measure(small, CORPUS[:1])
+    assert isinstance(corpus, CorpusMeasures)
+    alone = measure(record(small, CORPUS[0])[1], CORPUS[0][0])
+    assert torch.equal(corpus["local"][1].double(), alone.values["local"].double())
+    assert corpus.texts == 1
 
 
 @pytest.mark.full
@@ -122,5 +131,5 @@ def test_what_is_refused() -> None:
         measure(small, [])
     with pytest.raises(ArgumentError, match="takes a list of texts"):
         measure(small, "one text")
-    with pytest.raises(ArgumentError, match="neither batch nor padding"):
+    with pytest.raises(ArgumentError, match="neither batch, padding nor also"):
         measure(small, CORPUS, batch=1)  # type: ignore[call-overload]

@@ -168,7 +168,7 @@ def test_answers_are_the_recordings(client: TestClient, recording: Recording) ->
     tile = client.get("/tile/1/2/0/0/0", headers=READER).content
     assert HEADER.unpack(tile[:32])[:5] == (b"RGT1", 1, 0, 6, 6)
     cell = client.get("/cell/1/2/5/3", headers=READER).json()
-    assert cell["weight"] == recording.weights(1, 2)[5, 3]
+    assert cell["weight"] == pytest.approx(float(recording.weights(1, 2)[5, 3]), rel=1e-12)
     row = client.get("/row/1/2/5", headers=READER).json()
     assert row["seen"] == 6
     assert client.get("/column/1/2/0", headers=READER).json()["seen"] == 6

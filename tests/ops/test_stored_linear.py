@@ -187,26 +187,30 @@ def test_large_matrices_are_quantized_in_panels_and_shared_by_copies() -> None:
     assert record.bytes == w.numel() + 2 * w.numel() // 32
 
 
-@pytest.mark.parametrize("shape", [(5, 33, 7), (70, 96, 300), (129, 600, 40)])
+@pytest.mark.parametrize("shape", [(5, 33, 7), (70, 96, 300), (129, 600, 120)])
 def test_onednn(shape: tuple[int, int, int]) -> None:
     R, M, N = shape
     make = torch.Generator().manual_seed(R)
     x, w, b = (torch.randn(s, generator=make) for s in ((R, M), (N, M), (N,)))
     for bias in (None, b):
         exact = F.linear(x.double(), w.double(), None if bias is None else bias.double())
-        plain = [F.linear(x, w, bias), (w @ x.T).T + (0 if bias is None else bias)]
+        ordered = torch.zeros(R, N) if bias is None else bias.expand(R, N).clone()
+        for i in range(M):  # oneDNN adds one product after the other
+            ordered += x[:, i, None] * w[:, i]
+        plain = [F.linear(x, w, bias), ordered]
         for run in (onednn.direct_product, onednn.converted_product):
             if run is onednn.direct_product and not onednn.has_direct_product():
                 continue
             assert_close_rule(run(x, w, bias), plain, exact)
         y = onednn.onednn_linear(x[None], w, bias)
-        if R >= onednn.MIN_ROWS_CONVERTED and torch.backends.mkldnn.is_available():
+        large = R >= onednn.MIN_ROWS and w.numel() >= onednn.MIN_WEIGHTS
+        if large and torch.backends.mkldnn.is_available():
             assert y is not None
             assert y.shape == (1, R, N)
 
 
 def test_when_onednn_does_not_run() -> None:
-    x, w = torch.randn(70, 8), torch.randn(4, 8)
+    x, w = torch.randn(70, 256), torch.randn(256, 256)
     assert onednn.why_not_onednn(x, w, None) == [] or not torch.backends.mkldnn.is_available()
     for other, words in (
         (x.half(), "not float32"),
@@ -216,6 +220,7 @@ def test_when_onednn_does_not_run() -> None:
     ):
         assert words in onednn.why_not_onednn(other, w, None)[0]
         assert onednn.onednn_linear(other, w, None) is None
+    assert "W has 65,280 weights" in onednn.why_not_onednn(x, w[:-1], None)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the context sets TF32, whose name torch deprecates
         with torch.backends.mkldnn.flags(enabled=False):

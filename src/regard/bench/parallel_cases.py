@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Thread
@@ -27,6 +28,7 @@ from regard.bench.interfaces import Case, Outputs, Peer, PreparedCall
 from regard.bench.measurement import peak_bytes
 from regard.bench.peers import ranks
 from regard.bench.problems import AttentionProblem, AttentionSizes
+from regard.cost.softmax import causal_pairs, window_pairs
 from regard.errors import ParallelError, RegardError
 from regard.masks import Causal, Document, Mask, Window
 from regard.parallel import Shards, spawn
@@ -90,6 +92,19 @@ class ParallelProblem(AttentionProblem):
         if sizes.documents:
             self.mask = self.mask & Document(((*self.starts, sizes.S),))
         self.shards = Shards.balanced(sizes.S, sizes.W, self.mask)
+
+    @property
+    def pairs(self) -> int:
+        """The number of visible query-key pairs, over all rows and heads."""
+        if not self.starts:
+            return super().pairs
+        lengths = [b - a for a, b in pairwise([*self.starts, self.sizes.S])]
+        window = self.sizes.window
+        if window is None:
+            seen = sum(causal_pairs(n, n) for n in lengths)
+        else:
+            seen = sum(window_pairs(n, n, window) for n in lengths)
+        return self.sizes.B * self.sizes.H * seen
 
     @property
     def checked_queries(self) -> Tensor:

@@ -31,10 +31,9 @@ def linear(
     """Compute y = W x + b.
 
     On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
-    bandwidth in every dtype. More rows in fp32 are computed by `regard.ops.onednn`. Torch
-    multiplies fp16 matrices with many rows three times slower than fp32 ones (LOG.md). Therefore,
-    if x has at least `FP16_MATMUL_ROWS` rows, the weight is converted to fp32 block by block, and
-    the result is rounded to fp16 once.
+    bandwidth in every dtype. Torch multiplies fp16 matrices with many rows three times slower than
+    fp32 ones (LOG.md). Therefore, if x has at least `FP16_MATMUL_ROWS` rows, the weight is
+    converted to fp32 block by block, and the result is rounded to fp16 once.
 
     Args:
         x: inputs [..., M].
@@ -56,12 +55,15 @@ def linear(
 
 
 def _linear_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
-    """Compute W x + b by matrix products: fp32 by oneDNN where it is faster than torch."""
+    """Compute W x + b by torch's matrix products; fp16 in fp32 products, by oneDNN where it runs.
+
+    fp32 maps are not multiplied by oneDNN, although it is faster: its sums have up to three times
+    the error of torch's, and depend on the number of outputs (LOG.md).
+    """
     check_linear_map(x, weight, bias)
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
-        y = onednn_linear(x, weight, bias) if x.dtype == torch.float32 else None
-        return F.linear(x, weight, bias) if y is None else y
+        return F.linear(x, weight, bias)
     x32 = x.float()
     step = max(1, block // max(1, weight.shape[1]))
     biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)

@@ -631,7 +631,7 @@ class FusedQKV(ProjectionModule):
     def _heads(self, x: Tensor, part: int) -> Tensor:
         """Compute the queries (`part` 0), the keys (1) or the values (2): [B,n,L,D]."""
         D, rows = self.head_dim, self._head_rows[part]
-        record = self.linear.stored_weight
+        record = getattr(self.linear, "stored_weight", None)  # torch's own class has none
         if record is not None and self.order == "parts":
             first, n = rows[0] * D, len(rows) * D
             own = None if self.linear.bias is None else self.linear.bias[first : first + n]

@@ -16,7 +16,6 @@ from torch.utils.flop_counter import register_flop_formula
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, has_numba_in_graph, openmp
 from regard.ops.jit.argument_structs import GEMV_STRUCT
-from regard.ops.onednn import onednn_linear
 from regard.process_state import is_compiling, is_exporting, is_in_transform, is_transformed
 
 MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
@@ -208,8 +207,6 @@ _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute W x + b when the operator is executed."""
     y = try_gemv(x, weight, bias)
-    if y is None and x.dtype == torch.float32:
-        y = onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias).contiguous() if y is None else y
 
 

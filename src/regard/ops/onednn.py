@@ -17,11 +17,12 @@ from torch import Tensor
 from regard.process_state import is_compiling, is_transformed
 from regard.units import plural
 
-MIN_ROWS = 5
-"""The least number of rows of x for which the direct product is faster than torch's."""
+MIN_ROWS = 64
+"""The least number of rows of x for which oneDNN is used. The product is faster from 5 rows on, but
+its rounding depends on the number of rows, so that short prompts stay with torch's product."""
 
-MIN_ROWS_CONVERTED = 64
-"""The least number of rows of x for which the product of converted tensors is faster."""
+MIN_WEIGHTS = 1 << 16
+"""The least number of weights for which oneDNN is used: smaller products take microseconds."""
 
 _SCHEMA = (
     "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "
@@ -62,11 +63,15 @@ def why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[str]:
         ("torch.compile is active", is_compiling),
         ("a tensor is not a plain tensor on a CPU", lambda: not all(map(_is_plain, tensors))),
         ("a tensor is not float32", lambda: any(y.dtype != torch.float32 for y in tensors)),
+        ("this torch has no oneDNN", lambda: not torch.backends.mkldnn.is_available()),
         (
-            f"x has {plural(rows, 'row')}; at least {_least_rows()} are needed",
-            lambda: rows < _least_rows(),
+            f"x has {plural(rows, 'row')}; at least {MIN_ROWS} are needed",
+            lambda: rows < MIN_ROWS,
         ),
-        ("the weight is empty", lambda: weight.numel() == 0),
+        (
+            f"W has {weight.numel():,} weights; at least {MIN_WEIGHTS:,} are needed",
+            lambda: weight.numel() < MIN_WEIGHTS,
+        ),
         (
             "a gradient is needed",
             lambda: torch.is_grad_enabled() and any(y.requires_grad for y in tensors),
@@ -81,14 +86,6 @@ def why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[str]:
 
 def _is_plain(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.layout == torch.strided
-
-
-@cache
-def _least_rows() -> int:
-    """Return the least number of rows for which this torch's oneDNN is faster; 2^62 without it."""
-    if not torch.backends.mkldnn.is_available():
-        return 1 << 62
-    return MIN_ROWS if has_direct_product() else MIN_ROWS_CONVERTED
 
 
 @cache

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 from regard import Trace
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
-from regard.inspect import EffectTable, ablate, attribute, logit_lens, patch, record, rollout
+from regard.inspect import (
+    EffectTable,
+    Receiver,
+    ablate,
+    attribute,
+    logit_lens,
+    patch,
+    record,
+    rollout,
+)
 from regard.inspect.interventions.frozen_norm import FrozenNorm
 from regard.inspect.interventions.rollout import flows
 from regard.models import Model
@@ -459,7 +468,7 @@ def test_a_watched_module() -> None:
         (lambda m: ablate(nn.Linear(2, 2), torch.zeros(1, 2), "x"), "has no tokenizer"),
         (lambda m: patch(m, CLEAN, CORRUPT[:, 1:]), "the same number of tokens"),
         (lambda m: patch(m, CLEAN, CORRUPT, what="head"), "did you mean 'heads'"),
-        (lambda m: patch(m, CLEAN, CORRUPT, receiver=("layers.1", 0, "k")), "receiver ends paths"),
+        (lambda m: patch(m, CLEAN, CORRUPT, receiver=Receiver("layers.1", 0)), "receiver ends"),
         (
             lambda m: patch(m, CLEAN, CORRUPT, what="paths", receiver=("layers.9", 0, "k")),
             "there is no receiver",

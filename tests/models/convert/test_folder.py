@@ -314,7 +314,7 @@ def test_somebody_elses_files_survive(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({}, "there is nothing to change; give to, kv_heads, rotary_layout, context or dtype"),
+        ({}, "there is nothing to change; give to, kv_heads, rotary_layout, context, dtype or"),
         ({"scaling": "linear"}, "there is nothing to change"),
         ({"to": "mlaa"}, "to is 'mlaa'; it must be one of mha, gqa, mqa, mla"),
         (

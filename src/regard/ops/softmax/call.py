@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, fields, replace
-from typing import NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -550,7 +550,7 @@ CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that autocast converts; it leaves float64 as it is."""
 
 
-def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cast_for_autocast(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Convert q, k and v to the dtype of `torch.autocast` if it is enabled, as torch's own
     attention does. Scores and softmax are computed in fp32 nevertheless. What is no tensor is
     returned as it is; the checks that follow refuse it.
@@ -560,7 +560,7 @@ def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
         return q, k, v
     wanted = torch.get_autocast_dtype(kind)
 
-    def cast(x: Tensor) -> Tensor:
+    def cast(x: Any) -> Any:
         return x.to(wanted) if isinstance(x, Tensor) and x.dtype in CASTABLE else x
 
     return cast(q), cast(k), cast(v)
