@@ -50,6 +50,24 @@ def test_the_prompt_and_its_continuation_are_printed(
     assert captured.err.endswith(f" tokens/s, growing cache {2 * 3 * 2 * 8 * 4 * held:,} bytes\n")
 
 
+def test_weights_are_stored_in_the_given_form(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def load(source: str, **options: object) -> regard.models.Model:
+        asked.append(options["weights"])
+        return model()
+
+    monkeypatch.setattr(regard, "load", load, raising=False)
+    assert run(["generate", PROMPT, "--max-tokens", "1", "--weights", "int8"]) == 0
+    assert run(["generate", PROMPT, "--max-tokens", "1"]) == 0
+    assert asked == ["int8", None]
+    monkeypatch.undo()
+    assert run(["generate", PROMPT, "--max-tokens", "1", "--weights", "int3"]) == 2
+    assert "it must be one of int8, int4, float16" in capsys.readouterr().err
+
+
 def test_json_has_text_ids_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
     options = {"max_tokens": 6, "temperature": 0.9, "top_k": 20, "seed": 3}
     assert run(["generate", PROMPT, "--json", *flags(options)]) == 0

@@ -22,6 +22,7 @@ from regard.cli.options import (
     LoadOptions,
     Revision,
     Source,
+    Weights,
     load,
 )
 from regard.errors import ArgumentError, FileError
@@ -346,6 +347,7 @@ def generate(
     cache: CacheKind = None,
     parallel: Parallel = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     revision: Revision = None,
     allow_missing: AllowMissing = None,
     ignore: Ignore = None,
@@ -376,7 +378,9 @@ def generate(
                 SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
                 CacheConfig(cache or "growing", max_context),
             )
-            loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision))
+            loaded = load(
+                model, LoadOptions(dtype, allow_missing, ignore, finite, revision, weights)
+            )
             if not isinstance(loaded, Model):
                 generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
                 return
@@ -448,7 +452,7 @@ def _option(message: str) -> str | None:
     """Return the flag of the first option that an error message names, or None."""
     names = (
         "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|"
-        "chunk|max_context|cache"
+        "chunk|max_context|cache|weights"
     )
     match = re.search(rf"\b({names})\b", message)
     return None if match is None else f"--{match[1].replace('_', '-')}"

@@ -43,6 +43,17 @@ Dtype = Annotated[
         rich_help_panel=PANEL,
     ),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        help=(
+            "Store the weights of linear maps in fewer bits: int8 or int4, or float16 or bfloat16 "
+            "under float32."
+        ),
+        show_default="as the checkpoint",
+        rich_help_panel=PANEL,
+    ),
+]
 AllowMissing = Annotated[
     list[str] | None,
     typer.Option(
@@ -186,6 +197,7 @@ class LoadOptions:
         allow_missing, ignore: patterns of names, or None.
         finite: whether NaN and infinity are refused.
         revision: the branch, tag or commit of a repository on the hub, or None.
+        weights: the form in which weights are stored, such as int8, or None.
     """
 
     dtype: str | None = None
@@ -193,6 +205,7 @@ class LoadOptions:
     ignore: Sequence[str] | None = None
     finite: bool = False
     revision: str | None = None
+    weights: str | None = None
 
     def flags_given(self) -> list[str]:
         """Return the flags of the options that were given, for errors of commands that load no
@@ -239,6 +252,7 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
     model = regard.load(
         source,
         dtype=torch_dtype,
+        weights=options.weights,
         revision=options.revision,
         allow_missing=options.allow_missing or (),
         ignore=options.ignore or (),
