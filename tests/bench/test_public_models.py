@@ -81,7 +81,8 @@ def test_both_peers_are_right_and_small_calls_are_left(case: Case) -> None:
             assert check_outputs(call.read(call.step()), reference, {}).correct
     kernel = accelerated(problem).kernel
     if case.name in NOT_TAKEN:
-        assert kernel == "no attention call was seen"
+        assert kernel is not None
+        assert "because its input is a nested tensor" in kernel
     else:
         count = CALLS.get(case.name, 1)
         assert kernel == f"{plural(count, 'call')} left to torch because it is small"

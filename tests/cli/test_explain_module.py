@@ -123,7 +123,7 @@ def test_the_page_has_labels_and_names(capsys: pytest.CaptureFixture[str], tmp_p
         (["hello", "--module", "own_speech:pair"], "does not apply to --module"),
         (["--module", "own_speech:pair", "--dtype", "float64"], "does not apply to --module"),
         (["hello", "--batch", "1"], "applies to --module only"),
-        ([], "give a text, or --module"),
+        ([], "give a TEXT or --file PATH"),
     ],
     ids=str,
 )

@@ -101,10 +101,10 @@ class ParallelProblem(AttentionProblem):
         lengths = [b - a for a, b in pairwise([*self.starts, self.sizes.S])]
         window = self.sizes.window
         if window is None:
-            seen = sum(causal_pairs(n, n) for n in lengths)
+            visible = sum(causal_pairs(n, n) for n in lengths)
         else:
-            seen = sum(window_pairs(n, n, window) for n in lengths)
-        return self.sizes.B * self.sizes.H * seen
+            visible = sum(window_pairs(n, n, window) for n in lengths)
+        return self.sizes.B * self.sizes.H * visible
 
     @property
     def checked_queries(self) -> Tensor:

@@ -69,7 +69,7 @@ def why_not_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> list[str]:
             lambda: rows < MIN_ROWS,
         ),
         (
-            f"W has {weight.numel():,} weights; at least {MIN_WEIGHTS:,} are needed",
+            f"W has {plural(weight.numel(), 'weight')}; at least {MIN_WEIGHTS:,} are needed",
             lambda: weight.numel() < MIN_WEIGHTS,
         ),
         (

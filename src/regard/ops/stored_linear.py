@@ -56,7 +56,7 @@ def stored_linear(
 
     >>> from regard.ops.stored_weights import Int8Weight
     >>> stored_linear(torch.ones(1, 32), Int8Weight.quantize(torch.ones(2, 32))).tolist()
-    [[31.995..., 31.995...]]
+    [[31.998046875, 31.998046875]]
     """
     y = _try_compiled(x, weight, bias)
     if y is None:

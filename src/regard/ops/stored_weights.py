@@ -180,7 +180,7 @@ class Int8Weight(StoredWeight):
 
     >>> weight = Int8Weight.quantize(torch.eye(2, 32), group=32)
     >>> weight.codes[0, :2].tolist(), weight.dequantize()[0, :2].tolist()
-    ([127, 0], [0.9998626708984375, 0.0])
+    ([127, 0], [0.99993896484375, 0.0])
     """
 
     form: ClassVar[str] = "int8"
@@ -266,7 +266,7 @@ class Int4Weight(StoredWeight):
 
     >>> weight = Int4Weight.quantize(torch.arange(32.0)[None] - 16, group=32)
     >>> weight.unpacked()[0, :4].tolist(), weight.dequantize()[0, :4].tolist()
-    ([0, 0, 1, 1], [-16.53125, -16.53125, -14.46484375, -14.46484375])
+    ([0, 1, 1, 2], [-16.53125, -14.46484375, -14.46484375, -12.3984375])
     """
 
     form: ClassVar[str] = "int4"

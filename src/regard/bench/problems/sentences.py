@@ -31,7 +31,7 @@ class SentenceSizes(ProblemSizes):
         layers, dim, inner, H, vocabulary: the sizes of the model.
 
     >>> print(SentenceSizes(texts=1000))
-    1000 texts, 6 layers M384 H12
+    1,000 texts, 6 layers M384 H12
     """
 
     texts: int
