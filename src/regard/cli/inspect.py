@@ -205,10 +205,20 @@ def inspect(
     activation patching, attribution, the logit lens, rollout, metrics.
     """
     values = {
-        "answer": answer, "versus": versus, "corrupt": corrupt, "other": other, "method": method,
-        "reference": reference, "seed": seed, "what": what, "receiver": receiver,
-        "by_key": by_key or None, "steps": steps, "query": query, "metric": metric,
-    }  # fmt: skip
+        "answer": answer,
+        "versus": versus,
+        "corrupt": corrupt,
+        "other": other,
+        "method": method,
+        "reference": reference,
+        "seed": seed,
+        "what": what,
+        "receiver": receiver,
+        "by_key": by_key or None,
+        "steps": steps,
+        "query": query,
+        "metric": metric,
+    }
     options = {name: value for name, value in values.items() if value is not None}
     _check(task, texts or [], options, out)
     loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision))

@@ -57,10 +57,18 @@ def _sentence(data: Data) -> Lines:
         query, key = same and j == data["query"], j == data["key"]
         token = Text.assemble(
             ("▶" if query else "◆" if key else "", style("q" if query else "k")),
-            (piece_of(data, j), style("q", bold=True) if query else style("k", bold=True) if key
-             else "dim" if data["masked"][j] else ""),
+            (
+                piece_of(data, j),
+                style("q", bold=True)
+                if query
+                else style("k", bold=True)
+                if key
+                else "dim"
+                if data["masked"][j]
+                else "",
+            ),
             " ",
-        )  # fmt: skip
+        )
         if line.cell_len + token.cell_len > WIDTH - 2:
             yield line
             line, used = Text(INDENT), used + 1
@@ -78,11 +86,13 @@ def _head(data: Data) -> Lines:
     share = f"{p:.1%} of its attention" if data["kind"] != "linear" else f"factor {number(p)}"
     query = terminal.cell(data["query_piece"], 16).rstrip()
     yield Text.assemble(
-        ("Layer ", "bold"), (f"{data['layer']}", "bold"), (", head ", "bold"),
+        ("Layer ", "bold"),
+        (f"{data['layer']}", "bold"),
+        (", head ", "bold"),
         (f"{data['head']}", "bold"),
         f" of {terminal.cell(data['model'], 20).rstrip()} "
         f"({plural(n['layers'], 'layer')} of {plural(n['H'], 'head')}): ",
-    )  # fmt: skip
+    )
     yield Text.assemble(
         INDENT,
         (f"▶ {query}", style("q", bold=True)),

@@ -244,6 +244,11 @@ class EffectMap:
             for i, j in np.ndindex(*self.values.shape):
                 dark = abs(self.values[i, j]) > 0.7 * largest
                 axes.text(
-                    j + 0.5, i + 0.5, escape_controls(self.cells[i][j]), ha="center", va="center",
-                    fontsize=10, color=palette.LIGHT["card" if dark else "ink"],
-                )  # fmt: skip
+                    j + 0.5,
+                    i + 0.5,
+                    escape_controls(self.cells[i][j]),
+                    ha="center",
+                    va="center",
+                    fontsize=10,
+                    color=palette.LIGHT["card" if dark else "ink"],
+                )

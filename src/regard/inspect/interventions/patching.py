@@ -233,8 +233,10 @@ def _receiving_tap(both: _TwoRuns, receiver: Receiver) -> _ReceivingTap | None:
         )
     heads, own = both.source[f"{receiver.layer}.z"].shape[1], both.source[name].shape[1]
     if not 0 <= receiver.head < heads:
-        raise ArgumentError(f"head {receiver.head} of {receiver.layer} does not exist; it has "
-                            f"{plural(heads, 'head')}")  # fmt: skip
+        raise ArgumentError(
+            f"head {receiver.head} of {receiver.layer} does not exist; it has "
+            f"{plural(heads, 'head')}"
+        )
     return _ReceivingTap(name, receiver.head * own // heads)
 
 

@@ -252,8 +252,9 @@ def _add_feed_forward(terms: ResidualTerms, place: str, block: Block) -> None:
 
 def _norm_stream(terms: ResidualTerms, norm: nn.Module, name: str) -> None:
     """Pass the whole sum of the terms through a norm with the scale that it has for this sum."""
-    total = torch.stack([each.vector if each.vector.ndim == 1 else each.vector.sum(0)
-                         for each in terms.terms]).sum(0)  # fmt: skip
+    total = torch.stack(
+        [each.vector if each.vector.ndim == 1 else each.vector.sum(0) for each in terms.terms]
+    ).sum(0)
     parameter = next(norm.parameters(), None)
     x = total[None, None] if parameter is None else total[None, None].to(parameter)
     frozen = _frozen(norm, x)

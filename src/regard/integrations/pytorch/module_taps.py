@@ -20,8 +20,15 @@ from regard.tracing import is_tracing, named_scope, tap
 
 COMPILED_PREFIX = "_orig_mod."
 FEED_FORWARD_NAMES = (
-    "mlp", "feed_forward", "ffn", "ff", "moe", "block_sparse_moe", "feedforward", "ff_layer"
-)  # fmt: skip
+    "mlp",
+    "feed_forward",
+    "ffn",
+    "ff",
+    "moe",
+    "block_sparse_moe",
+    "feedforward",
+    "ff_layer",
+)
 """Names that models give to the feed-forward layer of a block."""
 
 
