@@ -1,7 +1,7 @@
 # Tasks of the project. `make check` is what a change must pass; .ci/run does the same in a fresh environment.
 PYTHON ?= python
 
-.PHONY: check test full coverage docs lint types arrows bench format
+.PHONY: check test full coverage docs site lint types arrows bench format
 
 check: lint types arrows full
 
@@ -16,6 +16,9 @@ coverage:  ## the whole suite, and which lines of the package it runs: at least 
 
 docs:  ## the code blocks of README.md and docs/, and every doctest
 	$(PYTHON) -m pytest --full tests/docs
+
+site:  ## the documentation site in both languages, in build/site
+	$(PYTHON) docs/build_site.py build/site
 
 lint:
 	$(PYTHON) -m ruff check .

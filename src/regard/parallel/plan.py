@@ -69,11 +69,12 @@ class ParallelPlan:
         method: the method that `method="auto"` takes: of the methods that can run, the one whose
             busiest rank sends the fewest bytes; "exchange" if they are equal.
         costs: the cost of every method.
-        steps: for the method "exchange", the bytes that each rank sends at each step, [step][rank].
+        steps: for the method "exchange", the bytes that each rank sends at each step,
+            `[step][rank]`.
         efficiency: the mean number of query-key pairs of a rank, divided by that of the busiest
             rank.
-        step_flops: for the method "exchange", the FLOPs of each rank at each step, [step][rank]; in
-            step 0 a rank computes its own keys.
+        step_flops: for the method "exchange", the FLOPs of each rank at each step,
+            `[step][rank]`; in step 0 a rank computes its own keys.
         number_format: the name of the dtype in `regard.cost`, such as "bf16".
     """
 
@@ -159,7 +160,7 @@ class _CallSizes:
         return self.itemsize * self.heads[1] * sum(self.dims)
 
     def steps(self) -> tuple[tuple[int, ...], ...]:
-        """Return the bytes that each rank sends at each step of "exchange", [step][rank]."""
+        """Return the bytes that each rank sends at each step of "exchange", `[step][rank]`."""
         W, spans, q_spans = self.shards.world, self.shards.spans, self.q_shards.spans
         return tuple(
             tuple(
@@ -297,7 +298,7 @@ def plan(
 
 
 def _step_flops(sizes: _CallSizes, batch: int) -> tuple[tuple[int, ...], ...]:
-    """Return the FLOPs of each rank at each step of "exchange", [step][rank]: 2 (D + E) for each
+    """Return the FLOPs of each rank at each step of "exchange", `[step][rank]`: 2 (D + E) for each
     visible query-key pair.
     """
     W, H = sizes.shards.world, sizes.heads[0]

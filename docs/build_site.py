@@ -1,0 +1,396 @@
+"""Build the documentation site: README and docs/ in both languages, and the reference of the API.
+
+    python -m pip install -c constraints.txt '.[docs]'
+    python docs/build_site.py site
+    python -m http.server --directory site
+
+The English site is written to the folder, the Chinese one to its subfolder zh/. Zensical makes the
+pages (Material for MkDocs, whose successor it is, only gets security fixes, and MkDocs 1 is not
+maintained), and mkdocstrings the reference. Every page is copied to a folder first, where its links
+get the addresses of the site; docs/ itself can be read without a build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CHINESE = ".zh-CN.md"
+INLINE = re.compile(
+    r"(?P<start>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<link>[^)\s]+)(?P<end>\))"  # a link or a picture
+    r"|(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"  # code
+    r"|\]\[",  # would begin a link to a heading
+    re.DOTALL,
+)
+FENCE = re.compile(r"^(```|~~~).*?^\1[ ]*$", re.MULTILINE | re.DOTALL)
+SCHEME = re.compile(r"[a-z]+:")
+
+
+@dataclass(frozen=True)
+class Section:
+    """One group of pages in the navigation, with its title in both languages."""
+
+    english: str
+    chinese: str
+    pages: tuple[str, ...]
+    """Files of the repository; a pattern with * stands for the files that match it, in order."""
+
+
+SECTIONS = (
+    Section("Start", "开始", ("README.md",)),
+    Section(
+        "Learn",
+        "学习",
+        ("docs/learn/README.md", "docs/learn/[0-9]*.md", "docs/walkthrough.md", "docs/seeds.md"),
+    ),
+    Section(
+        "Choose",
+        "选择",
+        (
+            "docs/which-attention.md",
+            "docs/cost.md",
+            "docs/compare.md",
+            "docs/claims.md",
+            "docs/field.md",
+        ),
+    ),
+    Section(
+        "Guides",
+        "指南",
+        (
+            "docs/command-line.md",
+            "docs/models.md",
+            "docs/weights.md",
+            "docs/serve.md",
+            "docs/transformers.md",
+            "docs/pytorch.md",
+            "docs/scores.md",
+            "docs/convert.md",
+            "docs/extend.md",
+            "docs/audit.md",
+            "docs/parallel.md",
+        ),
+    ),
+    Section("See", "观察", ("docs/explain.md", "docs/view.md", "docs/research.md")),
+    Section("Benchmarks", "性能", ("docs/benchmarks.md",)),
+    Section(
+        "Project", "项目", ("DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md", "SECURITY.md")
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The pages of one language."""
+
+    language: str
+    """Its code, as browsers write it: "en" or "zh"."""
+    pages: dict[str, str]
+    """The address of each file of the repository in the staged folder: docs/cost.md is cost.md."""
+    titles: dict[str, str]
+    """The title of each page in the navigation, by file."""
+
+    @property
+    def other(self) -> str:
+        """The way from the root of this site to the root of the other language's."""
+        return "zh/" if self.language == "en" else "../"
+
+
+def expand(patterns: tuple[str, ...]) -> Iterator[str]:
+    """The English files that the patterns of a section name, in order; what lacks is left out."""
+    for pattern in patterns:
+        for path in sorted(ROOT.glob(pattern)):
+            if not path.name.endswith(CHINESE):
+                yield path.relative_to(ROOT).as_posix()
+
+
+def translation(source: str) -> str:
+    """The file that has the same page in Chinese."""
+    return source.removesuffix(".md") + CHINESE
+
+
+def address(source: str) -> str:
+    """Where a page stands in the site: README.md is index.md, docs/cost.md is cost.md."""
+    page = source.removesuffix(CHINESE).removesuffix(".md").removeprefix("docs/")
+    parts = page.split("/")
+    if parts[-1] == "README":
+        parts[-1] = "index"
+    elif "/" not in source:
+        parts = ["project", parts[-1].lower()]
+    return "/".join(parts) + ".md"
+
+
+def title(source: str) -> str:
+    """The first heading of a page, without marks of code and what follows its colon."""
+    text = (ROOT / source).read_text(encoding="utf-8")
+    heading = re.search(r"^# (.+)$", text, re.MULTILINE)
+    if heading is None:
+        raise SystemExit(f"{source} has no heading of the first level: the navigation needs one")
+    return re.split(r"[:：](?= |[^ ])", heading[1].replace("`", ""))[0].strip()
+
+
+def site(language: str) -> Site:
+    """The pages of a language; where a Chinese page lacks, the Chinese site has the English one."""
+    pages, titles = {}, {}
+    for section in SECTIONS:
+        for source in expand(section.pages):
+            if language == "zh" and (ROOT / translation(source)).is_file():
+                source = translation(source)
+            elif language == "zh" and section.english == "Project":
+                continue  # for contributors, in English: links lead to the English site
+            pages[source] = address(source)
+            titles[source] = title(source)
+    return Site(language, pages, titles)
+
+
+def relative(target: str, page: str) -> str:
+    """The way from a staged page to a staged file."""
+    return os.path.relpath(target, Path(page).parent)
+
+
+def as_url(page: str) -> str:
+    """The address of a page in the built site: cost.md is cost/, index.md is its folder."""
+    return re.sub(r"(^|/)index\.md$", r"\1", page).removesuffix(".md") + (
+        "" if page.endswith("index.md") else "/"
+    )
+
+
+class Stage:
+    """The folder from which one language is built: its pages with the addresses of the site."""
+
+    def __init__(self, folder: Path, mine: Site, theirs: Site) -> None:
+        self.folder = folder / "docs"
+        self.mine = mine
+        self.theirs = theirs
+        self._files: dict[str, str] = {}  # other files that pages link to, with their addresses
+
+    def write(self) -> None:
+        """Copy every page, and every file that one of them links to."""
+        for source, page in self.mine.pages.items():
+            text = (ROOT / source).read_text(encoding="utf-8")
+            self._put(page, self.rewrite(text, source))
+        for source, page in self._files.items():
+            path = ROOT / source
+            if page.endswith(".md"):
+                self._put(page, as_listing(path, source))
+            else:
+                (self.folder / page).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, self.folder / page)
+
+    def _put(self, page: str, text: str) -> None:
+        (self.folder / page).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / page).write_text(text, encoding="utf-8")
+
+    def rewrite(self, text: str, source: str) -> str:
+        """The page with every link to a file changed to where the site has that file."""
+        parts, end = [], 0
+        for fence in FENCE.finditer(text):
+            parts += [self._links(text[end : fence.start()], source), fence[0]]
+            end = fence.end()
+        return "".join([*parts, self._links(text[end:], source)])
+
+    def _links(self, text: str, source: str) -> str:
+        def changed(match: re.Match[str]) -> str:
+            if match["link"]:
+                return match["start"] + self._target(match["link"], source) + match["end"]
+            # `x[a][b]` outside code is text: no page of ours has links of that form
+            return match[0] if match["ticks"] else r"]\["
+
+        return INLINE.sub(changed, text)
+
+    def _target(self, link: str, source: str) -> str:
+        path, _, anchor = link.partition("#")
+        if not path or SCHEME.match(link):
+            return link
+        target = os.path.normpath(Path(source).parent / path)
+        if not (ROOT / target).exists():
+            raise SystemExit(f"{source} links to {link}, and there is no {target}")
+        suffix = f"#{anchor}" if anchor else ""
+        page = self.mine.pages[source]
+        if target in self.mine.pages:
+            return relative(self.mine.pages[target], page) + suffix
+        if target in self.theirs.pages:  # the other language's site
+            up = os.path.relpath(".", as_url(page) or ".")
+            return f"{up}/{self.mine.other}{as_url(self.theirs.pages[target])}{suffix}"
+        return relative(self._file(target), page) + suffix
+
+    def _file(self, target: str) -> str:
+        """Where a file that is no page stands: pictures as they are, texts as a page of code."""
+        path = ROOT / target
+        if path.is_dir():
+            raise SystemExit(f"a page links to the folder {target}: link to a file in it")
+        picture = path.suffix in (".png", ".svg", ".jsonl", ".ipynb", ".html")
+        plain = target.removeprefix("docs/") if picture else f"source/{target}.md"
+        return self._files.setdefault(target, plain)
+
+
+LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".json": "json"}
+
+
+def as_listing(path: Path, source: str) -> str:
+    """A text file of the repository as a page with its code."""
+    text = path.read_text(encoding="utf-8")
+    ticks = max((len(m) for m in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, ticks + 1)
+    return f"# {source}\n\n{fence}{LANGUAGES.get(path.suffix, 'text')}\n{text}\n{fence}\n"
+
+
+def reference(folder: Path) -> list[dict[str, str]]:
+    """Write one page for each public module; return their entries in the navigation."""
+    sys.path.insert(0, str(ROOT))
+    from tests.surface.api_reference import modules
+
+    entries = []
+    for module in modules():
+        page = f"api/{module.__name__}.md"
+        (folder / page).parent.mkdir(parents=True, exist_ok=True)
+        (folder / page).write_text(f"# {module.__name__}\n\n::: {module.__name__}\n", "utf-8")
+        entries.append({module.__name__: page})
+    return entries
+
+
+def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
+    """The configuration of Zensical for one language."""
+    english = stage.mine.language == "en"
+    nav: list[Any] = []
+    for section in SECTIONS:
+        entries = [
+            {stage.mine.titles[source]: stage.mine.pages[source]}
+            for english_source in expand(section.pages)
+            for source in (translation(english_source), english_source)
+            if source in stage.mine.pages
+        ]
+        if entries:
+            nav.append({section.english if english else section.chinese: entries})
+    if api:
+        nav.insert(-1, {"API": api})
+    toggle = ("dark", "light") if english else ("深色", "浅色")
+    words = "Switch to {} mode" if english else "切换到{}模式"
+    return {
+        "site_name": "regard",
+        "site_description": "Every attention mechanism, exact, fast and visible"
+        if english
+        else "让每一种注意力机制都精确、快速、可见",
+        "nav": nav,
+        "theme": {
+            "name": "material",
+            "language": stage.mine.language,
+            "font": False,
+            "features": [
+                "content.code.copy",
+                "navigation.footer",
+                "navigation.indexes",
+                "navigation.path",
+                "navigation.tabs",
+                "navigation.top",
+                "search.highlight",
+                "toc.follow",
+            ],
+            "palette": [
+                {
+                    "media": "(prefers-color-scheme: light)",
+                    "scheme": "default",
+                    "toggle": {"icon": "lucide/sun", "name": words.format(toggle[0])},
+                },
+                {
+                    "media": "(prefers-color-scheme: dark)",
+                    "scheme": "slate",
+                    "toggle": {"icon": "lucide/moon", "name": words.format(toggle[1])},
+                },
+            ],
+        },
+        "extra": {
+            "generator": False,
+            "alternate": [
+                {"name": "English", "link": "./" if english else "../", "lang": "en"},
+                {"name": "简体中文", "link": "./zh/" if english else "./", "lang": "zh"},
+            ],
+        },
+        "plugins": {
+            "search": {},
+            "mkdocstrings": {
+                "handlers": {
+                    "python": {
+                        "paths": [str(ROOT / "src")],
+                        "options": {
+                            "docstring_style": "google",
+                            "extensions": [str(ROOT / "docs" / "doctest_fences.py")],
+                            # tests/surface checks docstrings: `a, b: text` describes two arguments
+                            "docstring_options": {"warnings": False},
+                            "docstring_section_style": "list",
+                            "show_source": False,
+                            "show_root_heading": False,
+                            "show_root_toc_entry": False,
+                            "show_symbol_type_heading": True,
+                            "members_order": "__all__",
+                            "filters": ["!^_"],
+                            "separate_signature": True,
+                            "show_signature_annotations": True,
+                            "signature_crossrefs": True,
+                            "heading_level": 2,
+                        },
+                    }
+                }
+            },
+        },
+        "markdown_extensions": [
+            "attr_list",
+            "md_in_html",
+            "tables",
+            "admonition",
+            {
+                "toc": {
+                    "permalink": True,
+                    "slugify": {"object": "pymdownx.slugs.slugify", "kwds": {"case": "lower"}},
+                }
+            },
+            {"pymdownx.highlight": {"pygments_lang_class": True}},
+            "pymdownx.superfences",
+        ],
+    }
+
+
+def build(language: str, work: Path, *, api: bool) -> Path:
+    """Build the site of one language in a folder; return the folder with its pages."""
+    mine, theirs = site(language), site("zh" if language == "en" else "en")
+    folder = work / language
+    stage = Stage(folder, mine, theirs)
+    stage.write()
+    entries = reference(stage.folder) if api else []
+    config = folder / "mkdocs.yml"  # JSON is YAML
+    config.write_text(json.dumps(configuration(stage, entries), ensure_ascii=False), "utf-8")
+    command = [sys.executable, "-m", "zensical", "build", "--strict", "--config-file", str(config)]
+    subprocess.run(command, cwd=folder, check=True)  # noqa: S603
+    return folder / "site"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Build both languages into a folder, which must be new or empty."""
+    parser = argparse.ArgumentParser(description="Build the documentation site in both languages.")
+    parser.add_argument(
+        "folder", type=Path, help="folder that gets the site; it must be new or empty"
+    )
+    parser.add_argument("--no-api", action="store_true", help="leave the API reference out")
+    options = parser.parse_args(arguments)
+    if options.folder.exists() and any(options.folder.iterdir()):
+        parser.error(f"{options.folder} is not empty: name a new folder, or empty it")
+    with tempfile.TemporaryDirectory() as work:
+        english = build("en", Path(work), api=not options.no_api)
+        chinese = build("zh", Path(work), api=False)
+        shutil.copytree(english, options.folder, dirs_exist_ok=True)
+        shutil.copytree(chinese, options.folder / "zh")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The documentation site: every page of docs/ is in it, and a browser that walks it meets no dead
+link, no error and no other host.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import importlib.util
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import unquote, urljoin, urlparse
+
+import pytest
+
+from tests.view.browser import CHROMIUM, WHY_NOT, Browser, chromium
+
+ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def builder() -> ModuleType:
+    """docs/build_site.py as a module."""
+    spec = importlib.util.spec_from_file_location("build_site", ROOT / "docs" / "build_site.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["build_site"] = module  # dataclasses look their module up by its name
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_of_docs_is_in_the_navigation() -> None:
+    pages = {p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    english, chinese = (builder().site(language).pages for language in ("en", "zh"))
+    assert pages - set(english) - set(chinese) == set()
+    assert {page for page in english if page.endswith(".zh-CN.md")} == set()
+    assert len(english) > 20
+
+
+def test_links_get_the_addresses_of_the_site(tmp_path: Path) -> None:
+    make = builder()
+    stage = make.Stage(tmp_path, make.site("en"), make.site("zh"))
+    rewritten = stage.rewrite(
+        "[a](docs/cost.md#several-ranks) [b](README.zh-CN.md) [c](https://arxiv.org/abs/1706.03762)"
+        " [d](#set-up) [e](LICENSE) `x[a](docs/cost.md)` p['a']['b']\n\n"
+        "```\n[f](docs/cost.md)\n```\n",
+        "README.md",
+    )
+    assert "[a](cost.md#several-ranks) [b](./zh/)" in rewritten
+    assert "[c](https://arxiv.org/abs/1706.03762) [d](#set-up) [e](source/LICENSE.md)" in rewritten
+    assert r"`x[a](docs/cost.md)` p['a']\['b']" in rewritten
+    assert "```\n[f](docs/cost.md)\n```" in rewritten
+    chinese = make.Stage(tmp_path, make.site("zh"), make.site("en"))
+    text = chinese.rewrite("[a](view.md) [b](../DESIGN.md)", "docs/view.zh-CN.md")
+    assert text == "[a](../../view/) [b](../../project/design/)"
+
+
+def test_a_link_to_a_missing_file_stops_the_build(tmp_path: Path) -> None:
+    make = builder()
+    stage = make.Stage(tmp_path, make.site("en"), make.site("zh"))
+    with pytest.raises(SystemExit, match=r"links to docs/nowhere\.md"):
+        stage.rewrite("[a](docs/nowhere.md)", "README.md")
+
+
+class Links(HTMLParser):
+    """The addresses that a page of the site refers to, and the names of its own places."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.places: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("id", "name") and value:
+                self.places.add(value)
+            elif name in ("href", "src") and value:
+                self.links.append(value)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("zensical")
+    pytest.importorskip("mkdocstrings")
+    folder: Path = tmp_path_factory.mktemp("docs") / "site"
+    builder().main([str(folder)])
+    return folder
+
+
+def dead_links(folder: Path) -> list[str]:
+    """Links from one page of a built site to a file or a place that does not exist."""
+    pages = {
+        "/" + path.relative_to(folder).as_posix().removesuffix("index.html"): Links(
+            path.read_text(encoding="utf-8")
+        )
+        for path in folder.rglob("*.html")
+        if path.name != "404.html"  # its links begin at the root of a host that nobody knows yet
+    }
+    dead = []
+    for address, page in pages.items():
+        for link in page.links:
+            target = urlparse(urljoin(f"http://site{address}", link))
+            if target.netloc != "site" or target.scheme != "http":
+                continue
+            path, place = unquote(target.path), unquote(target.fragment)
+            if path in pages:
+                known = not place or place.startswith("__") or place in pages[path].places
+            else:
+                known = (folder / path.lstrip("/")).is_file()
+            if not known:
+                dead.append(f"{address} -> {link}")
+    return dead
+
+
+@pytest.mark.full
+def test_no_link_of_the_site_is_dead(built: Path) -> None:
+    assert dead_links(built) == []
+    assert len(list(built.rglob("index.html"))) > 60
+
+
+@pytest.mark.full
+def test_dead_links_would_be_found(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "index.html").write_text('<a href="a/#here">1</a><a href="a/#gone">2</a>')
+    (tmp_path / "a" / "index.html").write_text('<p id="here"></p><img src="../none.png">')
+    assert dead_links(tmp_path) == ["/ -> a/#gone", "/a/ -> ../none.png"]
+
+
+@pytest.fixture(scope="module")
+def host(built: Path) -> Iterator[str]:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    handler = functools.partial(Quiet, directory=str(built))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser(built: Path) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip(WHY_NOT)
+    with chromium() as running:
+        yield running
+
+
+@pytest.mark.full
+def test_a_walk_through_every_page_meets_no_error_and_no_other_host(
+    built: Path, host: str, browser: Browser
+) -> None:
+    tab = browser.tab()
+    walked = 0
+    for path in sorted(built.rglob("index.html")):
+        address = f"{host}/{path.relative_to(built).as_posix().removesuffix('index.html')}"
+        tab.open(address)
+        assert tab.js("document.querySelector('article h1').innerText.length") > 0, address
+        walked += 1
+    assert tab.errors == []
+    assert {f"{u.scheme}://{u.netloc}" for u in map(urlparse, tab.requests)} - {"data://"} == {host}
+    assert walked > 60
+    tab.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("site", "word"), [("", "neighborhood"), ("zh/", "掩码")])
+def test_the_search_finds_a_word(host: str, browser: Browser, site: str, word: str) -> None:
+    tab = browser.tab()
+    tab.open(f"{host}/{site}")
+    tab.click(".md-search__button")
+    dialog = """[...document.querySelectorAll("div")].find(x => x.shadowRoot)?.shadowRoot"""
+    tab.wait(f"{dialog}?.querySelector('dialog[open] input') === {dialog}?.activeElement")
+    tab.type(word)
+    tab.wait(f"""[...({dialog}.querySelectorAll("[role=listbox] a"))].some(
+        link => link.innerText.toLowerCase().includes({json.dumps(word)}))""")
+    assert tab.errors == []
+    tab.close()
+
+
+@pytest.mark.full
+def test_the_dark_mode_of_the_system_and_the_other_language(host: str, browser: Browser) -> None:
+    tab = browser.tab()
+    tab.open(f"{host}/")
+    tab.js("localStorage.clear()")  # what other pages remembered
+    tab.prefers(color_scheme="dark")
+    tab.open(f"{host}/")
+    tab.wait("document.body.dataset.mdColorScheme === 'slate'")
+    assert tab.js("document.documentElement.lang") == "en"
+    other = tab.js("document.querySelector('.md-select__link[hreflang=zh]').href")
+    assert other == f"{host}/zh/"
+    tab.open(other)
+    assert tab.js("document.documentElement.lang") == "zh"
+    tab.close()
