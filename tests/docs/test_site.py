@@ -18,7 +18,7 @@ from urllib.parse import unquote, urljoin, urlparse
 
 import pytest
 
-from tests.view.browser import CHROMIUM, WHY_NOT, Browser, chromium
+from tests.view.browser import CHROMIUM, WHY_NOT, Browser, BrowserError, chromium
 
 ROOT = Path(__file__).parents[2]
 
@@ -180,9 +180,17 @@ def test_the_search_finds_a_word(host: str, browser: Browser, site: str, word: s
     tab.click(".md-search__button")
     dialog = """[...document.querySelectorAll("div")].find(x => x.shadowRoot)?.shadowRoot"""
     tab.wait(f"{dialog}?.querySelector('dialog[open] input') === {dialog}?.activeElement")
-    tab.type(word)
-    tab.wait(f"""[...({dialog}.querySelectorAll("[role=listbox] a"))].some(
-        link => link.innerText.toLowerCase().includes({json.dumps(word)}))""")
+    found = f"""[...({dialog}.querySelectorAll("[role=listbox] a"))].some(
+        link => link.innerText.toLowerCase().includes({json.dumps(word)}))"""
+    for _ in range(20):  # what is typed before the index has loaded is forgotten
+        tab.js(f"{dialog}.querySelector('input').select()")
+        tab.type(word)
+        try:
+            tab.wait(found, seconds=2)
+            break
+        except BrowserError:
+            continue
+    tab.wait(found, seconds=1)
     assert tab.errors == []
     tab.close()
 
