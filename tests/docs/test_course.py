@@ -24,6 +24,7 @@ BOX, CHINESE_BOX = "> **Where the note is wrong.**", "> **笔记错在哪里。*
 BOXES = re.compile(r"^> \*\*(?:Where the notes? |笔记错在哪里|几篇笔记互相矛盾)", re.MULTILINE)
 INDEX_ROW = re.compile(r"^\| (\d+)\.(\d+) \|.*\| ([^|]+) \|$", re.MULTILINE)
 SEEDS = ROOT / "docs" / "seeds.md"
+WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
 CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
@@ -66,7 +67,7 @@ def differences(english: str, translated: str) -> list[str]:
     return out
 
 
-PAGES = [*CHAPTERS, INDEX, SEEDS]
+PAGES = [*CHAPTERS, INDEX, SEEDS, WALKTHROUGH]
 
 
 @pytest.mark.parametrize("page", [*CHAPTERS, INDEX], ids=lambda p: p.stem)
@@ -81,6 +82,15 @@ def test_every_paragraph_is_chinese(page: Path) -> None:
     assert [x for x in prose if not CHINESE.search(x)] == []
     plain = re.sub(r"`[^`]*`|\$[^$]*\$", "x", text)
     assert re.findall("[\u4e00-\u9fff][,;?!:]", plain) == [], "full-width marks"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_no_mark_of_emphasis_is_left_in_the_rendered_text(page: Path) -> None:
+    """CommonMark does not close `*x：*y`: between a full-width mark and a letter."""
+    renderer = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")
+    for one in (page, chinese(page)):
+        rendered = renderer.render(re.sub(r"\$[^$\n]*\$", "x", FENCE.sub("", read(one))))
+        assert "*" not in re.sub("<code>.*?</code>|<[^>]*>", "", rendered)
 
 
 def is_link(page: Path, link: str) -> bool:
@@ -106,7 +116,7 @@ def test_links_lead_somewhere_and_stay_in_their_language(page: Path) -> None:
 def test_a_chapter_has_its_parts(page: Path) -> None:
     for one, parts in (
         (page, ("*Grown from:*", "**The idea.**", "## Try it", "**Question.**", "**Answer.**")),
-        (chinese(page), ("*来源：*", "**本章要点。**", "## 动手试试", "**问题。**", "**答案。**")),
+        (chinese(page), ("*来源*：", "**本章要点。**", "## 动手试试", "**问题。**", "**答案。**")),
     ):
         text = read(one)
         assert [part for part in parts if text.count(part) != 1] == []
