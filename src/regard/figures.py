@@ -1,9 +1,9 @@
 """The figures of the documentation, computed by the library: `python -m regard.figures FOLDER`.
 
-A figure is a function without arguments in `FIGURES`; its name is the name of the file. The figures
-show the heads and caches of MHA, GQA, MQA and MLA, a causal pattern, self-attention and
-cross-attention, the growth of caches, rotary angles, ALiBi's penalty and the segments of
-Infini-attention.
+A figure is a function without arguments in `FIGURES`; its name is the name of the file. They are
+the pictures of the course in docs/learn, in the order of its chapters. The first ones show six
+words with three numbers each, from chapter 3 of Sebastian Raschka's "Build a Large Language Model
+(From Scratch)".
 """
 
 from __future__ import annotations
@@ -13,22 +13,32 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from regard import attend, masks
+from regard import attend, attention_weights, masks
 from regard.biases import alibi_slopes
 from regard.configs.suggested_sizes import BaseModel, mechanism_costs
 from regard.cost import CostReport, Setting, model_of
 from regard.errors import RegardError
-from regard.positions import rope_frequencies
+from regard.positions import NTK, LinearScaling, YaRN, rope_frequencies, sinusoidal
 from regard.span import Span
 from regard.units import plural
 from regard.view import attention_diagram, charts
 from regard.view.charts import Chart, Line, Picture
-from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure
-from regard.view.heatmaps import AlignmentMap, HeadWeights
+from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure, MaskPanels
+from regard.view.heatmaps import EffectMap, HeadWeights
 
-WORDS = ("your", "journey", "starts", "with", "one", "step")
+WORDS = ("Your", "journey", "starts", "with", "one", "step")
+EMBEDDINGS = (
+    (0.43, 0.15, 0.89),
+    (0.55, 0.87, 0.66),
+    (0.57, 0.85, 0.64),
+    (0.22, 0.58, 0.33),
+    (0.77, 0.25, 0.10),
+    (0.05, 0.80, 0.55),
+)
 TRANSLATED = ("你的", "旅程", "始于", "一步")
+ANIMALS, FOODS = ("cat", "rabbit", "dog"), ("fish", "carrot", "bone")
 
 
 def heads() -> Chart:
@@ -43,34 +53,91 @@ def heads() -> Chart:
     )
 
 
-def _weights(queries: int, keys: int, *, causal: bool, seed: int = 3) -> list[list[float]]:
-    """Return the weights of a head with random queries and keys: attention to one-hot values."""
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(1, 1, queries, 16, generator=generator)
-    k = torch.randn(1, 1, keys, 16, generator=generator)
-    mask = masks.Causal() if causal else None
-    weights = attend(q, k, torch.eye(keys)[None, None], mask=mask, backend="reference")
-    rows: list[list[float]] = weights[0, 0].tolist()
+def _rows(weights: Tensor) -> list[list[float]]:
+    rows: list[list[float]] = weights.tolist()
     return rows
 
 
-def causal_pattern() -> Chart:
-    """Return the weights of a causal head: the part above the diagonal is zero, rows sum to one."""
-    return HeadWeights(_weights(6, 6, causal=True), "a causal head: every row sums to 1")
-
-
 def self_attention() -> Chart:
-    """Return self-attention: the words of a sentence attend to the words of the same sentence."""
-    weights = torch.tensor(_weights(6, 6, causal=False)).numpy()
-    title = "self-attention: rows and columns are the same sentence"
-    return AlignmentMap(weights, WORDS, WORDS, title)
+    """Return the weights of six words for one another, without learned matrices."""
+    x = torch.tensor(EMBEDDINGS)[None, None]
+    weights = attention_weights(x, x, scale=1.0)[0, 0]
+    title = "self-attention: rows and columns are one sentence"
+    return HeadWeights(_rows(weights), title, WORDS, WORDS)
+
+
+def causal_pattern() -> Chart:
+    """Return the weights of the six words in a causal head with linear maps from a fixed seed."""
+    x = torch.tensor(EMBEDDINGS)
+    generator = torch.Generator().manual_seed(789)
+    bound = 3**-0.5  # that of nn.Linear with three inputs
+    w_q, w_k = (torch.empty(2, 3).uniform_(-bound, bound, generator=generator) for _ in range(2))
+    q, k = (x @ w.T for w in (w_q, w_k))
+    weights = attention_weights(q[None, None], k[None, None], mask=masks.Causal())[0, 0]
+    title = "a causal head: nothing above the diagonal, rows sum to 1"
+    return HeadWeights(_rows(weights), title, WORDS, WORDS)
 
 
 def cross_attention() -> Chart:
-    """Return cross-attention: the words of an answer attend to the words of another sentence."""
-    weights = torch.tensor(_weights(4, 6, causal=False)).numpy()
-    title = "cross-attention: rows are the answer, columns are the source"
-    return AlignmentMap(weights, TRANSLATED, WORDS, title)
+    """Return the weights of an answer for another sentence, with random queries and keys."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 1, len(TRANSLATED), 16, generator=generator)
+    k = torch.randn(1, 1, len(WORDS), 16, generator=generator)
+    weights = attention_weights(q, k)[0, 0]
+    title = "cross-attention: rows are the answer, columns the source"
+    return HeadWeights(_rows(weights), title, TRANSLATED, WORDS)
+
+
+def scale_effect() -> Chart:
+    """Return the largest of 512 weights over the size of a head, with and without the scale."""
+    sizes, lines = (4, 16, 64, 256, 1024), []
+    for name, scale in (("without the scale", 1.0), ("divided by sqrt(d)", None)):
+        points = []
+        for size in sizes:
+            generator = torch.Generator().manual_seed(0)
+            q, k = torch.randn(2, 1, 1, 512, size, generator=generator)
+            largest = attention_weights(q, k, scale=scale).amax(-1).mean()
+            points.append((float(size), float(largest)))
+        lines.append(Line(name, tuple(points)))
+    title = "the largest of 512 weights, mean over queries"
+    return Picture(title, "size of the head, d", "largest weight", tuple(lines), "x")
+
+
+def trained_relations() -> Chart:
+    """Return the weights of animals for words before and after a training that asks each animal
+    for the colour of its food.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = len(ANIMALS) + len(FOODS)
+    w_q, w_k = (
+        (0.1 * torch.randn(size, 4, generator=generator)).requires_grad_() for _ in range(2)
+    )
+    optimiser = torch.optim.Adam([w_q, w_k], lr=0.1)
+
+    def weights() -> Tensor:
+        return attention_weights(w_q[None, None], w_k[None, None])[0, 0, : len(ANIMALS)].detach()
+
+    before = weights()
+    for _ in range(150):
+        colours = torch.randn(32, 1, size, 3, generator=generator)
+        q, k = (w.expand(32, 1, size, 4) for w in (w_q, w_k))
+        answers = attend(q, k, colours, backend="reference")[:, 0, : len(ANIMALS)]
+        error = (answers - colours[:, 0, len(ANIMALS) :]).square().mean()
+        optimiser.zero_grad()
+        error.backward()
+        optimiser.step()
+    rows = [f"{name} {when}" for when in ("before", "after") for name in ANIMALS]
+    title = "before and after training: who reads whom"
+    return HeadWeights(_rows(torch.cat([before, weights()])), title, rows, (*ANIMALS, *FOODS))
+
+
+def sinusoids() -> Chart:
+    """Return the sinusoidal positions of 24 tokens with 32 numbers each."""
+    values = sinusoidal(24, 32)
+    title = "sinusoidal positions: fast dims left, slow dims right"
+    rows = [f"position {t}" if t % 4 == 0 else "" for t in range(24)]
+    columns = [str(d) if d % 4 == 0 else "" for d in range(32)]
+    return EffectMap(values.double().numpy(), rows, columns, title, "dim", "value")
 
 
 def cache_growth() -> Chart:
@@ -93,16 +160,13 @@ def cache_growth() -> Chart:
 
 def rotary_angles() -> Chart:
     """Return the cosine of the angle of some rotary pairs at each position."""
-    frequencies = rope_frequencies(64).inv_freq.tolist()
+    frequencies = rope_frequencies(64).inv_freq
     lines = tuple(
         Line(
             f"pair {pair}",
-            tuple(
-                (float(t), float(torch.cos(torch.tensor(t * frequencies[pair]))))
-                for t in range(129)
-            ),
+            tuple((float(t), float(torch.cos(t * frequencies[pair]))) for t in range(41)),
         )
-        for pair in (0, 4, 8, 16, 31)
+        for pair in (0, 6, 10, 16, 31)
     )
     return Picture("rotary positions: cos(t x frequency), D = 64", "position t", "cosine", lines)
 
@@ -117,6 +181,56 @@ def alibi_penalty() -> Chart:
     return Picture("ALiBi: what is added to a score, 8 heads", "distance", "penalty", lines)
 
 
+def sparse_patterns() -> Chart:
+    """Return four masks of 24 tokens, with the number of pairs that each leaves."""
+    span = Span(0, 24)
+    causal = masks.Causal()
+    shown = {
+        "causal": causal,
+        "window of 6": causal & masks.Window(6),
+        "window and 2 sinks": causal & (masks.Window(6) | masks.Sinks(2)),
+        "every 5th, and the last 5": causal & masks.Strided(5),
+    }
+    panels = [MaskFigure(m.block(span, span)[0, 0].numpy(), name) for name, m in shown.items()]
+    return MaskPanels(panels, "sparse patterns: rows are queries, columns are keys")
+
+
+def linear_work() -> Chart:
+    """Return the work of one more token over the context for an 8B model with five mechanisms."""
+    base = BaseModel.of(model_of("llama-3.1-8b"))
+    names = ("gqa:8", "mla", "window:4096", "linear_attention", "nsa")
+    lines = tuple(
+        Line(
+            row.label,
+            tuple(
+                (float(n), CostReport(row.report.model, Setting(n)).decode_flops / 1e9)
+                for n in (2**i for i in range(10, 18))
+            ),
+        )
+        for row in mechanism_costs(names, base, Setting())
+    )
+    title = "the work of one more token, 8B model"
+    return Picture(title, "context, tokens", "GFLOP", lines, "xy")
+
+
+def context_scaling() -> Chart:
+    """Return the factor by which each method multiplies the frequency of each rotary pair, to read
+    16 times the trained 4,096 tokens.
+    """
+    plain = rope_frequencies(128).inv_freq
+    ways = {
+        "interpolation": LinearScaling(16.0),
+        "NTK-aware": NTK(16.0),
+        "YaRN": YaRN(16.0, 4096),
+    }
+    lines = []
+    for name, scaling in ways.items():
+        ratio = rope_frequencies(128, scaling=scaling).inv_freq / plain
+        lines.append(Line(name, tuple((float(i), float(ratio[i])) for i in range(0, 64, 3))))
+    title = "16 times the trained length: factor on each frequency"
+    return Picture(title, "rotary pair, fast to slow", "factor", tuple(lines))
+
+
 def infini_segments() -> Chart:
     """Return the keys that softmax sees in Infini-attention; the memory has the rest."""
     positions = Span(0, 24)
@@ -125,13 +239,19 @@ def infini_segments() -> Chart:
 
 
 FIGURES: dict[str, Callable[[], Chart]] = {
-    "heads": heads,
-    "causal-pattern": causal_pattern,
     "self-attention": self_attention,
     "cross-attention": cross_attention,
-    "cache-growth": cache_growth,
+    "scale": scale_effect,
+    "trained-relations": trained_relations,
+    "causal-pattern": causal_pattern,
+    "sinusoids": sinusoids,
     "rotary-angles": rotary_angles,
     "alibi-penalty": alibi_penalty,
+    "cache-growth": cache_growth,
+    "heads": heads,
+    "sparse-patterns": sparse_patterns,
+    "linear-work": linear_work,
+    "context-scaling": context_scaling,
     "infini-segments": infini_segments,
 }
 """The name of each figure, which is the name of its file, and the function that draws it."""
@@ -140,11 +260,16 @@ FIGURES: dict[str, Callable[[], Chart]] = {
 def figure_texts() -> dict[str, str]:
     """Return every figure as SVG text, by the name of its file.
 
-    >>> sorted(figure_texts())[:3]
-    ['alibi-penalty.svg', 'blocks.svg', 'cache-growth.svg']
+    >>> sorted(FIGURES)[:3]
+    ['alibi-penalty', 'cache-growth', 'causal-pattern']
     """
     drawn = {f"{name}.svg": charts.svg(make()) for name, make in FIGURES.items()}
-    return {"blocks.svg": attention_diagram.svg(), **drawn}
+    diagrams = {
+        "blocks.svg": attention_diagram.svg(),
+        "transformer-block.svg": attention_diagram.block_svg(),
+        "two-forms.svg": attention_diagram.two_forms_svg(),
+    }
+    return {**diagrams, **drawn}
 
 
 def main(arguments: list[str]) -> int:

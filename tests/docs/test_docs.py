@@ -4,9 +4,11 @@ docstring.
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
 import inspect
+import io
 import re
 import types
 from pathlib import Path
@@ -17,7 +19,11 @@ import regard
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(regard.__file__).parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    # tests/docs/test_course.py: a Chinese chapter has the code and the output of the English one
+    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if not p.match("learn/*.zh-CN.md")),
+]
 MODULES = [
     "regard." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -26,31 +32,62 @@ MODULES = [
     ".".join(("regard", *path.parent.relative_to(PACKAGE).parts))
     for path in sorted(PACKAGE.rglob("__init__.py"))
 ]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
+"""A Python block; a block of text right after it is what it prints."""
+PRINTS = "learn"
+"""The folder of the course, whose blocks print; elsewhere a text after a block is a picture."""
+NUMBER = re.compile(r"[-+]?\d+(?:\.(\d*))?(?:e([-+]?\d+))?")
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
 
 
-def blocks(text: str) -> list[tuple[int, str]]:
-    """The Python blocks of a page, each with the line on which its code begins."""
-    return [(text[: m.start(1)].count("\n") + 1, m[1]) for m in BLOCK.finditer(text)]
+def blocks(text: str) -> list[tuple[int, str, str]]:
+    """The Python blocks of a page, each with the line on which its code begins, and the text
+    behind it.
+    """
+    return [(text[: m.start(1)].count("\n") + 1, m[1], m[2] or "") for m in BLOCK.finditer(text)]
+
+
+def same_output(printed: str, shown: str) -> bool:
+    """Equal words, and numbers that differ by at most one unit of the last digit shown: a sum in
+    another order may be rounded to the other side.
+    """
+    if NUMBER.sub("#", printed).split() != NUMBER.sub("#", shown).split():
+        return False
+    pairs = zip(NUMBER.finditer(printed), NUMBER.finditer(shown), strict=True)
+    return all(
+        x[0] == y[0]
+        if x[0].strip("+-").isdigit() and y[0].strip("+-").isdigit()
+        # 1.001: the difference of two decimals is not exact in floats
+        else abs(float(x[0]) - float(y[0])) <= 1.001 * min(last_digit(x), last_digit(y))
+        for x, y in pairs
+    )
+
+
+def last_digit(number: re.Match[str]) -> float:
+    """The value of one unit of the last digit."""
+    return float(10.0 ** (int(number[2] or 0) - len(number[1] or "")))
 
 
 def code(path: Path) -> list[str]:
     """The Python blocks of a page without the comments behind their lines."""
-    return [re.sub(r" *# .*", "", b) for _, b in blocks(path.read_text(encoding="utf-8"))]
+    return [re.sub(r" *# .*", "", b) for _, b, _ in blocks(path.read_text(encoding="utf-8"))]
 
 
-def run_page(path: Path) -> int:
+def run_page(path: Path, *, prints: bool = False) -> int:
     """Run the blocks of a page in order, in one namespace; return how many there were."""
     found = blocks(path.read_text(encoding="utf-8"))
     names: dict[str, object] = {"__name__": "__docs__"}
-    for line, code in found:
-        # empty lines in front, so that a traceback shows the line of the page
-        exec(compile("\n" * (line - 1) + code, str(path), "exec"), names)
+    for line, code, shown in found:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed) if prints else contextlib.nullcontext():
+            # empty lines in front, so that a traceback shows the line of the page
+            exec(compile("\n" * (line - 1) + code, str(path), "exec"), names)
+        if prints:
+            assert same_output(printed.getvalue(), shown), f"{path}:{line}\n{printed.getvalue()}"
     return len(found)
 
 
-@pytest.mark.full(keep=["README.md"])
+@pytest.mark.full(keep=["README.md", "learn/02"])
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_the_blocks_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +96,7 @@ def test_the_blocks_of_a_page_run(
     if english != page and code(page) == code(english):
         return  # the English page runs it
     monkeypatch.chdir(tmp_path)
-    count = run_page(page)
+    count = run_page(page, prints=page.parent.name == PRINTS)
     assert count or "```py" not in page.read_text(encoding="utf-8")
 
 
@@ -94,6 +131,20 @@ def test_a_wrong_page_and_a_wrong_example_would_be_found(tmp_path: Path) -> None
     runner = doctest.DocTestRunner(verbose=False)
     runner.run(example, out=lambda _: None)
     assert runner.failures == 1
+
+
+def test_a_wrong_output_would_be_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    for shown, good in (("x 0.33", True), ("x 0.34", True), ("x 0.35", False), ("y 0.33", False)):
+        page.write_text(f"```python\nprint('x', 0.33)\n```\n\n```text\n{shown}\n```\n")
+        with contextlib.nullcontext() if good else pytest.raises(AssertionError):
+            run_page(page, prints=True)
+    page.write_text("```python\nprint(1)\n```\n")
+    with pytest.raises(AssertionError):
+        run_page(page, prints=True)
+    assert same_output("tensor(1.) 7e-10", "tensor(1.0000) 7e-10")
+    assert not same_output("3 nan", "4 nan")
+    assert not same_output("3 nan", "3 inf")
 
 
 def test_functions_behind_wrappers_have_their_examples() -> None:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from regard.view.attention_diagram import svg
+from regard.view.attention_diagram import block_svg, svg, two_forms_svg
 
 IMAGE = Path(__file__).parents[2] / "docs" / "images" / "blocks.svg"
 
@@ -55,5 +55,25 @@ def test_several_heads_are_joined(heads: int) -> None:
     )
 
 
-def test_the_image_of_the_documentation_is_what_is_drawn() -> None:
+def test_a_block_has_two_sublayers_each_behind_a_norm() -> None:
+    ET.fromstring(block_svg())
+    found = sorted(words(block_svg()), key=lambda one: -one[2])
+    order = [name for name, *_ in found if name in ("norm", "attention", "feed-forward", "+ added")]
+    assert order == ["norm", "attention", "+ added", "norm", "feed-forward", "+ added"]
+
+
+def test_the_two_forms_say_what_differs() -> None:
+    ET.fromstring(two_forms_svg())
+    left, right = (
+        [name for name, x, _ in words(two_forms_svg()) if (x < 360) == side]
+        for side in (True, False)
+    )
+    assert "concat: 4 numbers" in left
+    assert "concat, output projection" in right
+    assert (left.count("2 numbers"), right.count("1 number")) == (2, 2)
+
+
+def test_the_images_of_the_documentation_are_what_is_drawn() -> None:
     assert IMAGE.read_text("utf-8") == svg()
+    assert (IMAGE.parent / "transformer-block.svg").read_text("utf-8") == block_svg()
+    assert (IMAGE.parent / "two-forms.svg").read_text("utf-8") == two_forms_svg()

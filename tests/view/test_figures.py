@@ -9,10 +9,25 @@ import numpy as np
 import pytest
 
 from regard.biases import alibi_slopes
-from regard.figures import FIGURES, alibi_penalty, cache_growth, figure_texts, main
+from regard.figures import (
+    ANIMALS,
+    FIGURES,
+    alibi_penalty,
+    cache_growth,
+    context_scaling,
+    figure_texts,
+    linear_work,
+    main,
+    scale_effect,
+    self_attention,
+    sparse_patterns,
+    trained_relations,
+)
 from regard.figures import causal_pattern as causal_figure
 from regard.view.charts import Picture
+from regard.view.heads_figure import MaskPanels
 from regard.view.heatmaps import HeadWeights
+from tests.golden import ENTRIES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
@@ -37,6 +52,51 @@ def test_a_causal_head_sees_no_later_word_and_sums_to_one() -> None:
     weights = np.array(figure.weights)
     assert np.array_equal(weights == 0, np.triu(np.ones((6, 6), bool), 1))
     assert np.allclose(weights.sum(1), 1, atol=1e-6)
+
+
+def test_the_six_words_have_the_printed_weights() -> None:
+    for figure, name in ((self_attention(), "simple.weights"), (causal_figure(), "causal.weights")):
+        assert isinstance(figure, HeadWeights)
+        printed = np.array(ENTRIES[name]["printed"])
+        assert np.abs(np.array(figure.weights) - printed).max() < 6e-5, name
+        hints = figure.draw().hints["cells"]
+        assert hints[7].startswith("journey, journey: ")
+
+
+def test_training_finds_who_eats_what() -> None:
+    figure = trained_relations()
+    assert isinstance(figure, HeadWeights)
+    before, after = np.array(figure.weights).reshape(2, len(ANIMALS), -1)
+    assert before.max() < 0.2
+    assert after.argmax(1).tolist() == [3, 4, 5]
+    assert after.max(1).min() > 0.9
+
+
+def test_masks_stand_side_by_side_with_their_pairs() -> None:
+    figure = sparse_patterns()
+    assert isinstance(figure, MaskPanels)
+    n = 24
+    window = sum(min(i + 1, 6) for i in range(n))
+    assert figure.captions[:2] == [f"{n * (n + 1) // 2} of 576 pairs", f"{window} of 576 pairs"]
+    assert len(figure.draw().figure.axes) == 4
+
+
+def test_lines_of_the_course() -> None:
+    lines = {
+        make.__name__: {line.name: [y for _, y in line.points] for line in figure.lines}
+        for make in (scale_effect, linear_work, context_scaling)
+        if isinstance(figure := make(), Picture)
+    }
+    scale = lines["scale_effect"]
+    assert scale["without the scale"][-1] > 0.8
+    assert max(scale["divided by sqrt(d)"]) < 0.06
+    work = lines["linear_work"]
+    assert work["linear_attention"][0] == work["linear_attention"][-1]
+    assert work["gqa:8"][-1] > 4 * work["gqa:8"][0]
+    ways = lines["context_scaling"]
+    assert set(ways["interpolation"]) == {1 / 16}
+    assert ways["YaRN"][0] == ways["NTK-aware"][0] == 1
+    assert min(ways["YaRN"]) == pytest.approx(1 / 16)
 
 
 def test_lines_have_the_numbers_of_the_library() -> None:

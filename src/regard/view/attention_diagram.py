@@ -1,5 +1,5 @@
-"""A block diagram of attention as SVG: one head with its steps, and several heads that are
-joined and projected.
+"""Block diagrams as SVG: one head with its steps beside several heads, a Transformer block, and
+the two forms of several heads.
 """
 
 from __future__ import annotations
@@ -30,14 +30,7 @@ def svg(heads: int = 3) -> str:
     """
     rows = HIGH - 96
     parts = [
-        (
-            f'<svg class="blocks" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDE} {HIGH}" '
-            f'width="{WIDE}" '
-            f'height="{HIGH}" role="img" aria-label="Scaled dot-product attention, and several '
-            'heads of it">'
-        ),
-        f"<style>{palette.css()}{_css()}</style>",
-        f'<rect class="paper" width="{WIDE}" height="{HIGH}" rx="8"/>',
+        *_paper(WIDE, HIGH, "Scaled dot-product attention, and several heads of it"),
         _text(116, 28, "one head", "ink"),
         _text(470, 28, f"{plural(heads, 'head')}, each with its own projections", "ink"),
         *_column(32, rows, HEAD, BOX),
@@ -56,6 +49,88 @@ def svg(heads: int = 3) -> str:
         _arrow(middle, top - 38, middle, top - 56),
     ]
     return "\n".join([*parts, "</svg>", ""])
+
+
+def block_svg() -> str:
+    """Draw a pre-norm Transformer block: two sublayers, each behind a norm, each added to the path
+    around it.
+
+    >>> block_svg().count("norm"), block_svg().count("added")
+    (2, 2)
+    """
+    high, path, side = 452, 130, 220
+    parts = [
+        *_paper(560, high, "A Transformer block"),
+        _text(path, high - 14, "x, one vector for each token", "ink"),
+        _arrow(path, high - 34, path, 34),
+        _text(path, 22, "to the next block", "ink"),
+    ]
+    sublayers = (
+        ("attention", "reads other tokens", "s"),
+        ("feed-forward", "each token alone", "z"),
+    )
+    for i, (name, what, role) in enumerate(sublayers):
+        bottom = high - 60 - i * 190
+        parts += [
+            _arrow(path, bottom, side, bottom),
+            *_box(side, bottom - 16, 120, "norm", "q"),
+            _arrow(side + 60, bottom - 16, side + 60, bottom - 46),
+            *_box(side, bottom - 80, 120, name, role),
+            _text(side + 220, bottom - 60, what, "soft"),
+            _arrow(side + 60, bottom - 80, side + 60, bottom - 120),
+            _arrow(side + 60, bottom - 120, path, bottom - 120),
+            _text(path - 56, bottom - 116, "+ added", "ink"),
+        ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def two_forms_svg() -> str:
+    """Draw the two ways to write several heads: a list of heads, and one projection that is split.
+
+    >>> two_forms_svg().count("2 numbers")
+    2
+    """
+    high = 330
+    parts = [
+        *_paper(WIDE, high, "A list of heads, and one projection that is split into heads"),
+        _text(170, 28, "a list of heads", "ink"),
+        _text(550, 28, "one projection, split into heads", "ink"),
+    ]
+    rows = (high - 72, high - 142, high - 212)
+    for i in range(2):  # the list: each head has matrices and a width of its own
+        left = 60 + i * 120
+        parts += [
+            *_box(left, rows[0], 100, f"W of head {i}", "q"),
+            _arrow(left + 50, rows[0], left + 50, rows[1] + 32),
+            *_box(left, rows[1], 100, "2 numbers", "s"),
+            _arrow(left + 50, rows[1], 170, rows[2] + 32),
+        ]
+    parts += [*_box(90, rows[2], 160, "concat: 4 numbers", "z"), _arrow(170, rows[2], 170, 52)]
+    parts += [*_box(450, rows[0], 200, "one W for all heads", "q")]
+    for i in range(2):
+        left = 450 + i * 110
+        parts += [
+            _arrow(left + 45, rows[0], left + 45, rows[1] + 32),
+            *_box(left, rows[1], 90, "1 number", "s"),
+            _arrow(left + 45, rows[1], left + 45, rows[2] + 32),
+        ]
+    parts += [
+        *_box(450, rows[2], 200, "concat, output projection", "z"),
+        _arrow(550, rows[2], 550, 52),
+        _text(170, high - 14, "scale 1/sqrt(2) in each head", "soft"),
+        _text(550, high - 14, "2 in total, scale 1 in each head", "soft"),
+    ]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _paper(wide: float, high: float, label: str) -> Iterator[str]:
+    """Generate the beginning of a diagram, with its style and its background."""
+    yield (
+        f'<svg class="blocks" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" '
+        f'width="{wide}" height="{high}" role="img" aria-label="{html.escape(label)}">'
+    )
+    yield f"<style>{palette.css()}{_css()}</style>"
+    yield f'<rect class="paper" width="{wide}" height="{high}" rx="8"/>'
 
 
 def _column(
@@ -78,7 +153,9 @@ def _inputs(left: float, y: float, width: float) -> Iterator[str]:
         yield from _box(left + i * third + 2, y, third - 4, name, name)
         if name != "v":
             yield _arrow(left + (i + 0.5) * third, y, left + (i + 0.5) * third, y - 48)
-    yield _text(left + width / 2, y + 48, "three projections of x", "soft")
+    # a narrow head has no room for the long name
+    name = "three projections of x" if width >= BOX else "projections of x"
+    yield _text(left + width / 2, y + 48, name, "soft")
 
 
 def _box(left: float, top: float, width: float, name: str, role: str) -> Iterator[str]:

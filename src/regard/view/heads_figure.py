@@ -149,23 +149,67 @@ class MaskFigure:
         figure = plotting.new_figure(wide, high)
         plotting.write_at(figure, 16, 28, self.title, role="ink", size=15)
         axes = plotting.new_axes(figure, 66, wide - 66 - columns * side, 62, 48)
+        self.fill(axes, lines=side > 6)
+        axes.set_ylabel("query", color=palette.LIGHT["soft"])
+        axes.set_xlabel("key", color=palette.LIGHT["soft"])
+        return Drawing(figure)
+
+    def fill(self, axes: Axes, *, lines: bool = True) -> None:
+        """Draw the pairs into axes, the first query at the top.
+
+        Args:
+            axes: where to draw.
+            lines: whether lines separate the pairs.
+        """
+        rows, columns = self.visible.shape
         axes.grid(visible=False)
-        edges = palette.LIGHT["line"] if side > 6 else "none"
-        extent = (
+        axes.pcolormesh(
             np.arange(columns + 1) + self.k_start - 0.5,
             np.arange(rows + 1) + self.q_start - 0.5,
-        )
-        axes.pcolormesh(
-            *extent,
             self.visible.astype(float) * 0.8,
             cmap=plotting.weight_colours(),
             vmin=0,
             vmax=1,
-            edgecolors=edges,
+            edgecolors=palette.LIGHT["line"] if lines else "none",
             linewidth=1,
         )
         axes.invert_yaxis()
         axes.xaxis.tick_top()
-        axes.set_ylabel("query", color=palette.LIGHT["soft"])
-        axes.set_xlabel("key", color=palette.LIGHT["soft"])
+
+
+@dataclass(frozen=True)
+class MaskPanels:
+    """Several masks side by side, each with its number of visible pairs.
+
+    Args:
+        masks: the panels, from left to right, each with its own title.
+        title: the text above.
+
+    >>> full = MaskFigure(np.tril(np.ones((4, 4), bool)), "causal")
+    >>> MaskPanels((full,), "masks").captions
+    ['10 of 16 pairs']
+    """
+
+    masks: Sequence[MaskFigure]
+    title: str
+
+    @property
+    def captions(self) -> list[str]:
+        """The line below each panel: how many pairs are visible."""
+        return [f"{int(x.visible.sum()):,} of {x.visible.size:,} pairs" for x in self.masks]
+
+    def draw(self) -> Drawing:
+        """Return the figure; rows are queries, columns are keys."""
+        side, gap = 190, 34
+        wide, high = len(self.masks) * (side + gap) + 20, side + 132
+        figure = plotting.new_figure(wide, high)
+        plotting.write_at(figure, 16, 28, self.title, role="ink", size=15)
+        for i, (one, caption) in enumerate(zip(self.masks, self.captions, strict=True)):
+            left = 20 + i * (side + gap)
+            plotting.write_at(figure, left, 66, one.title)
+            axes = plotting.new_axes(figure, left, wide - left - side, 82, 50)
+            one.fill(axes)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            plotting.write_at(figure, left, high - 22, caption, size=12)
         return Drawing(figure)

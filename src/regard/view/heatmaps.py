@@ -114,6 +114,8 @@ class HeadWeights:
     Args:
         weights: `[T][S]`, each between 0 and 1.
         title: text above the chart.
+        queries: name of each row; () shows their numbers.
+        keys: name of each column; () shows their numbers.
 
     >>> len(HeadWeights([[1.0, 0.0], [0.5, 0.5]], "head 0").draw().hints["cells"])
     4
@@ -121,17 +123,26 @@ class HeadWeights:
 
     weights: Sequence[Sequence[float]]
     title: str
+    queries: Sequence[str] = ()
+    keys: Sequence[str] = ()
 
     def draw(self) -> Drawing:
         """Return the figure; up to 16 rows, each cell has its number."""
         cells = np.array(self.weights, float)
         rows, columns = cells.shape
-        side = max(8, min(44, 640 // max(rows, columns)))
-        wide = max(
-            96 + columns * side, 40 + plotting.LETTER_WIDTH * cell_len(escape_controls(self.title))
+        names = [[escape_controls(word) for word in words] for words in (self.queries, self.keys)]
+        longest, widest = (
+            plotting.LETTER_WIDTH * max(map(cell_len, words), default=0) for words in names
         )
-        figure = plotting.new_figure(wide, 112 + rows * side)
-        axes = plotting.new_axes(figure, 60, wide - 60 - columns * side, 56, 56)
+        side = max(8, min(44, 640 // max(rows, columns)), widest + 8 if columns <= 16 else 0)
+        left = max(60, 24 + longest)
+        wide = max(
+            left + 36 + columns * side,
+            40 + plotting.LETTER_WIDTH * cell_len(escape_controls(self.title)),
+        )
+        high = min(side, 44)
+        figure = plotting.new_figure(wide, 112 + rows * high)
+        axes = plotting.new_axes(figure, left, wide - left - columns * side, 56, 56)
         axes.grid(visible=False)
         plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
         plotting.write_at(figure, 16, 46, "query")
@@ -139,9 +150,15 @@ class HeadWeights:
         axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=1, gid="cells")
         axes.invert_yaxis()
         axes.set_xlabel("key", fontsize=13, color=palette.LIGHT["soft"], labelpad=6)
-        for axis, count in ((axes.xaxis, columns), (axes.yaxis, rows)):
+        for axis, count, words in (
+            (axes.xaxis, columns, names[1]),
+            (axes.yaxis, rows, names[0]),
+        ):
             step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 1000, 10**9) if count <= 20 * s)
-            axis.set_ticks(np.arange(0, count, step) + 0.5, map(str, range(0, count, step)))
+            shown = range(0, count, step)
+            axis.set_ticks(
+                np.arange(0, count, step) + 0.5, [words[i] if words else str(i) for i in shown]
+            )
         for i, j in np.ndindex(rows, columns) if max(rows, columns) <= 16 else ():
             axes.text(
                 j + 0.5,
@@ -152,8 +169,10 @@ class HeadWeights:
                 fontsize=11,
                 color=palette.LIGHT["card" if cells[i, j] > 0.45 else "ink"],
             )
+        rows_named = names[0] or [f"query {i}" for i in range(rows)]
+        columns_named = names[1] or [f"key {j}" for j in range(columns)]
         hints = [
-            f"query {i}, key {j}: {terminal.weight(float(cells[i, j]))}"
+            f"{rows_named[i]}, {columns_named[j]}: {terminal.weight(float(cells[i, j]))}"
             for i, j in np.ndindex(rows, columns)
         ]
         return Drawing(figure, {"cells": hints})

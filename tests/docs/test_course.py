@@ -1,0 +1,177 @@
+"""The course in docs/learn: both languages have the same code, output, figures and boxes; every
+link leads somewhere; every command that a chapter names exists.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_docs import BLOCK
+from tests.docs.test_seeds import IDS, anchors, is_command
+
+ROOT = Path(__file__).parents[2]
+LEARN = ROOT / "docs" / "learn"
+CHAPTERS = sorted(LEARN.glob("[0-9][0-9]-*[a-z].md"))
+CHAPTERS = [p for p in CHAPTERS if ".zh-CN" not in p.name]
+INDEX = LEARN / "README.md"
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+BOX, CHINESE_BOX = "> **Where the note is wrong.**", "> **笔记错在哪里。**"
+BOXES = re.compile(r"^> \*\*(?:Where the notes? |笔记错在哪里|几篇笔记互相矛盾)", re.MULTILINE)
+INDEX_ROW = re.compile(r"^\| (\d+)\.(\d+) \|.*\| ([^|]+) \|$", re.MULTILINE)
+SEEDS = ROOT / "docs" / "seeds.md"
+WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
+CHINESE = re.compile("[\u4e00-\u9fff]")
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def chinese(page: Path) -> Path:
+    return page.with_name(page.name.replace(".md", ".zh-CN.md"))
+
+
+def code(text: str) -> list[tuple[str, str]]:
+    """The blocks of a page without what is written for people: comments and docstrings."""
+    return [
+        (kind, re.sub(r'  # .*|^# .*\n|"""[^"]*"""', "", block, flags=re.MULTILINE))
+        for kind, block in FENCE.findall(text)
+    ]
+
+
+def links(text: str) -> list[str]:
+    """The links of a page outside of its first paragraphs, whatever the language of their aim."""
+    return [x.replace(".zh-CN.md", ".md").partition("#")[0] for x in LINK.findall(text)]
+
+
+def differences(english: str, translated: str) -> list[str]:
+    """What a translation lacks or has too much."""
+    out = []
+    if code(english) != code(translated):
+        out.append("code")
+    if sorted(links(english)) != sorted(links(translated)):
+        out.append("links")
+    if len(BOXES.findall(english)) != len(BOXES.findall(translated)):
+        out.append("boxes")
+    heads = [
+        [len(x) for x in re.findall("^#+", FENCE.sub("", t), re.MULTILINE)]
+        for t in (english, translated)
+    ]
+    if heads[0] != heads[1]:
+        out.append("headings")
+    return out
+
+
+PAGES = [*CHAPTERS, INDEX, SEEDS, WALKTHROUGH]
+
+
+@pytest.mark.parametrize("page", [*CHAPTERS, INDEX], ids=lambda p: p.stem)
+def test_both_languages_have_the_same(page: Path) -> None:
+    assert differences(read(page), read(chinese(page))) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_every_paragraph_is_chinese(page: Path) -> None:
+    text = FENCE.sub("", read(chinese(page)))
+    prose = [x for x in text.split("\n\n") if re.search("[A-Za-z]{3,} [a-z]{3,} [a-z]{2,}", x)]
+    assert [x for x in prose if not CHINESE.search(x)] == []
+    plain = re.sub(r"`[^`]*`|\$[^$]*\$", "x", text)
+    assert re.findall("[\u4e00-\u9fff][,;?!:]", plain) == [], "full-width marks"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_no_mark_of_emphasis_is_left_in_the_rendered_text(page: Path) -> None:
+    """CommonMark does not close `*x：*y`: between a full-width mark and a letter."""
+    renderer = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable("table")
+    for one in (page, chinese(page)):
+        rendered = renderer.render(re.sub(r"\$[^$\n]*\$", "x", FENCE.sub("", read(one))))
+        assert "*" not in re.sub("<code>.*?</code>|<[^>]*>", "", rendered)
+
+
+def is_link(page: Path, link: str) -> bool:
+    if link.startswith("https://"):
+        return True
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    return target.is_file() and (not anchor or anchor in anchors(target))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_links_lead_somewhere_and_stay_in_their_language(page: Path) -> None:
+    for one in (page, chinese(page)):
+        assert [x for x in LINK.findall(read(one)) if not is_link(one, x)] == []
+    for link in LINK.findall(read(chinese(page))):
+        aim = (page.parent / link.partition("#")[0]).resolve()
+        english = link.endswith(".md") or ".md#" in link
+        if english and ".zh-CN" not in link and chinese(aim).is_file():
+            assert f"[English]({link})" in read(chinese(page)), f"{link} exists in Chinese"
+
+
+@pytest.mark.parametrize("page", CHAPTERS, ids=lambda p: p.stem)
+def test_a_chapter_has_its_parts(page: Path) -> None:
+    for one, parts in (
+        (page, ("*Grown from:*", "**The idea.**", "## Try it", "**Question.**", "**Answer.**")),
+        (chinese(page), ("*来源*：", "**本章要点。**", "## 动手试试", "**问题。**", "**答案。**")),
+    ):
+        text = read(one)
+        assert [part for part in parts if text.count(part) != 1] == []
+        assert "](../images/" in text, "a picture"
+        assert len(BLOCK.findall(text)) >= 3
+        assert not re.search(r"\b(" + "|".join(map(re.escape, IDS)) + r")\b", text), "an id"
+
+
+def test_commands_exist() -> None:
+    seen = 0
+    for page in CHAPTERS:
+        for kind, block in FENCE.findall(read(page)):
+            for line in block.splitlines() if kind == "sh" else ():
+                words = shlex.split(line, comments=True)
+                if words and words[0] == "regard":
+                    seen += 1
+                    assert is_command(shlex.join(words)), line
+        for line in re.findall(r"`(regard [a-z]+ [^`]*)`", FENCE.sub("", read(page))):
+            assert is_command(line.replace("\\|", "|")), line
+    assert seen > len(CHAPTERS) // 2
+
+
+@pytest.mark.parametrize("page", [SEEDS, chinese(SEEDS)], ids=lambda p: p.name)
+def test_every_box_is_in_the_index_and_every_error_in_a_box(page: Path) -> None:
+    rows = INDEX_ROW.findall(read(page))
+    listed = [(int(chapter), int(place)) for chapter, place, _ in rows]
+    boxes = [
+        (number, place)
+        for number, chapter in enumerate(CHAPTERS, 1)
+        for place in range(1, len(BOXES.findall(read(chapter))) + 1)
+    ]
+    assert listed == boxes
+    named = {i for _, _, ids in rows for i in ids.split(", ")}
+    assert {i for i in IDS if i[0] in "EX"} <= named <= set(IDS)
+
+
+def test_the_chinese_index_has_every_error_once() -> None:
+    found = re.findall(r"^\| ([EX]\d+(?:\.\d+)?) \|", read(chinese(SEEDS)), re.MULTILINE)
+    assert found == [i for i in IDS if i[0] in "EX"]
+
+
+def test_the_index_lists_the_chapters_in_order() -> None:
+    listed = [x for x in LINK.findall(read(INDEX)) if re.match(r"\d\d-", x)]
+    assert list(dict.fromkeys(listed)) == [p.name for p in CHAPTERS]
+    assert len(CHAPTERS) == 12
+
+
+def test_a_translation_that_lacks_something_is_found() -> None:
+    page = CHAPTERS[0]
+    text, translated = read(page), read(chinese(page))
+    changes = {
+        "code": ("torch.manual_seed(0)", "torch.manual_seed(1)"),
+        "links": ("../images/translate-accuracy.svg", "../images/heads.svg"),
+        "boxes": (CHINESE_BOX, ">"),
+        "headings": ("\n## ", "\n### "),
+    }
+    for what, (old, new) in changes.items():
+        assert differences(text, translated.replace(old, new, 1)) == [what]
