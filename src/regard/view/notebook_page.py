@@ -1,0 +1,127 @@
+"""The interactive page in a notebook: as a widget if anywidget is installed, else as a frame of
+HTML. Both show it in a sandbox, without access to the notebook or the network.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from regard.errors import ArgumentError
+
+HEIGHT = 640
+"""Height of the page in a notebook, in pixels."""
+INSTALL = "python -m pip install 'regard[notebook]'"
+
+
+def frame(page: str, height: int = HEIGHT) -> str:
+    """Return HTML that shows a page in a sandboxed frame.
+
+    Args:
+        page: the page as HTML.
+        height: height of the frame, in pixels.
+
+    >>> frame("<p>a & b</p>")[:40]
+    '<iframe sandbox="allow-scripts" style="w'
+    """
+    style = f"width:100%;height:{height}px;border:0"
+    shown = html.escape(page, quote=True)
+    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{shown}"></iframe>'
+
+
+def has_widgets() -> bool:
+    """Return whether anywidget is installed.
+
+    >>> isinstance(has_widgets(), bool)
+    True
+    """
+    try:
+        importlib.import_module("anywidget")
+    except ImportError:
+        return False
+    return True
+
+
+def widget(page: str, places: tuple[str, ...], height: int = HEIGHT) -> Any:
+    """Return a widget that shows a page.
+
+    Args:
+        page: the page as HTML.
+        places: the names of its places, in their order on the page.
+        height: height of the widget, in pixels.
+
+    Returns:
+        An `anywidget.AnyWidget` with the traits `page`, `address` and `height`, and the method
+        `show(layer, head, query, key, view)`, which moves the page to a cell.
+
+    Raises:
+        ArgumentError: anywidget is not installed.
+    """
+    if not has_widgets():
+        raise ArgumentError(
+            f"a widget needs anywidget, which is not installed: {INSTALL}; without it a notebook "
+            "shows the page in a frame"
+        )
+    shown = _widget_class()(page=page, height=height)
+    shown.places = places
+    return shown
+
+
+@cache
+def _widget_class() -> Any:
+    """Define the class of the widget, which needs the imported anywidget."""
+    anywidget: Any = importlib.import_module("anywidget")
+    traitlets: Any = importlib.import_module("traitlets")
+    script = resources.files("regard.view").joinpath("notebook_page.js").read_text("utf-8")
+
+    class PageWidget(anywidget.AnyWidget):  # type: ignore[misc]
+        """The interactive page of a recording."""
+
+        _esm = script
+        page = traitlets.Unicode("").tag(sync=True)
+        address = traitlets.Unicode("").tag(sync=True)
+        height = traitlets.Int(HEIGHT).tag(sync=True)
+        places: tuple[str, ...] = ()
+
+        def show(
+            self,
+            layer: int | str = 0,
+            head: int = 0,
+            query: int | None = None,
+            key: int | None = None,
+            view: str = "map",
+        ) -> None:
+            """Move the page to a head, and to a query and a key if they are given."""
+            self.address = address(self.places, layer, head, query, key, view)
+
+    return PageWidget
+
+
+def address(
+    places: tuple[str, ...],
+    layer: int | str,
+    head: int,
+    query: int | None,
+    key: int | None,
+    view: str,
+) -> str:
+    """Return the fragment of the page's URL that opens a view of a head.
+
+    Raises:
+        ArgumentError: there is no such layer, or an index is negative.
+
+    >>> address(("layers.0", "layers.1"), "layers.1", 3, 5, None, "row")
+    'L1H3&v=row&i=5'
+    """
+    if isinstance(layer, str) and layer in places:
+        layer = places.index(layer)
+    if isinstance(layer, str) or not -len(places) <= layer < len(places):
+        raise ArgumentError(f"there is no layer {layer!r}; the layers are {', '.join(places)}")
+    parts = [f"L{layer % len(places)}H{head}", f"v={view}"]
+    parts += [f"{name}={n}" for name, n in (("i", query), ("j", key)) if n is not None]
+    if any(n is not None and n < 0 for n in (head, query, key)):
+        raise ArgumentError("head, query and key must be 0 or more, as they stand on the page")
+    return "&".join(parts)
