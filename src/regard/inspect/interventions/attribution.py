@@ -20,7 +20,14 @@ from regard.inspect.interventions.answer_metric import (
 )
 from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.frozen_norm import FrozenNorm
-from regard.inspect.interventions.model_run import AnyModel, Edit, Input, ModelRun, prepare
+from regard.inspect.interventions.model_run import (
+    AnyModel,
+    Edit,
+    Input,
+    ModelRun,
+    check_passed,
+    prepare,
+)
 from regard.inspect.interventions.residual_terms import OutputMap, decompose
 from regard.nn.embedding import CappedLogits
 from regard.tracing import Trace
@@ -255,6 +262,7 @@ def _with_gradients(
         )
     trace = result.trace
     wanted = [trace[name] for name in trace]
+    check_passed(wanted, name)
     gradients = torch.autograd.grad(value, wanted, allow_unused=True)
     for x, gradient in zip(wanted, gradients, strict=True):
         x.grad = torch.zeros_like(x) if gradient is None else gradient
@@ -268,6 +276,7 @@ def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
     measured = metric_of(run, metric)
     plain = run.run(capture=["pattern"])
     names = list(plain.trace)
+    check_passed(names, "pattern")
     points, weights = np.polynomial.legendre.leggauss(steps)  # on (-1, 1)
     values = np.full((len(names), max(plain.trace[name].shape[1] for name in names)), np.nan)
     for i, name in enumerate(names):

@@ -6,7 +6,7 @@ that ablation, patching and attribution need not know which one they have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -227,6 +227,28 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
     if getattr(getattr(model, "config", None), "use_cache", None):
         named.setdefault("use_cache", False)
     return ModelRun(model, lambda: model(*inputs, **named), ids)
+
+
+def check_passed(names: Sized, tap: str) -> None:
+    """Refuse a run that passed no tap of a name.
+
+    Args:
+        names: what was captured.
+        tap: the tap, such as "z".
+
+    Raises:
+        ArgumentError: nothing was captured.
+
+    >>> check_passed(["layers.0.z"], "z")
+    """
+    if len(names):
+        return
+    written_out = (
+        "its attention is written out, or is no attention at all; see regard.inspect.record, which "
+        "says why"
+    )
+    reason = {"pattern": "its mechanism has no softmax weights, or " + written_out}
+    raise ArgumentError(f"the run passed no tap {tap!r}: {reason.get(tap, written_out)}")
 
 
 def _labels(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:

@@ -41,12 +41,12 @@ def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTab
     """
     run = prepare(model, text)
     answer_id = token_id(run, answer)
+    parts = attribute(model, text, answer_id, by_key=True)
     keys = (run.key_ids() == answer_id).cpu().numpy()
     if not keys.any():
         raise ArgumentError(
             f"the answer {answer!r} does not stand in the text, so that no head moves it"
         )
-    parts = attribute(model, text, answer_id, by_key=True)
     scores: dict[str, dict[int, float]] = {}
     for name, row in zip(parts.rows, parts.values, strict=True):
         if match := _HEAD.match(name):

@@ -364,6 +364,11 @@ def _add_block(terms: ResidualTerms, block: str, entering: str, calls: list[_Lin
     """Add the terms of one block of a foreign module, after a check of their sum."""
     taps = terms.taps
     places = [n.removesuffix(".z") for n in taps if n.startswith(f"{block}.") and n.endswith(".z")]
+    if not places:
+        raise ArgumentError(
+            f"{block} passed no tap 'z': its attention is written out, or is no attention at all; "
+            "see regard.inspect.record, which says why"
+        )
     x, y, mlp = taps[entering], taps[f"{block}.residual"], taps.get(f"{block}.mlp")
     added = [] if mlp is None else [mlp]
     outputs = []
