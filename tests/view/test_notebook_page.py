@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import sys
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from regard.errors import ArgumentError
 from regard.inspect import Recording, record
 from regard.inspect.record.recording import MAX_CELLS
-from regard.view.notebook_page import address
+from regard.view.notebook_page import VIEWS
 from tests.inspect.small_model import TEXT, model
 from tests.view.browser import CHROMIUM, WHY_NOT, chromium
 
@@ -62,8 +64,22 @@ def test_with_anywidget_it_is_a_widget() -> None:
     assert widget.address == "L2H1&v=map&i=3&j=0"
     with pytest.raises(ArgumentError, match=r"there is no layer 'layers\.7'"):
         widget.show("layers.7")
-    with pytest.raises(ArgumentError, match="must be 0 or more"):
-        address(("layers.0",), 0, -1, None, None, "map")
+    for wrong, message in (
+        ({"head": 9}, r"layers\.0 has no head 9; it has the heads 0, 1, 2, 3"),
+        ({"query": 99}, "query is 99; on the page it is from 0 to"),
+        ({"key": -1}, "key is -1; on the page it is from 0 to"),
+        ({"view": "maps"}, "did you mean 'map'"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            widget.show(0, **wrong)
+    assert widget.address == "L2H1&v=map&i=3&j=0", "a refused call moves nothing"
+
+
+def test_the_views_are_those_of_the_page() -> None:
+    scripts = resources.files("regard.view.report").iterdir()
+    texts = "".join(x.read_text("utf-8") for x in scripts if x.name.endswith(".js"))
+    found = re.findall(r"R\.view\(\{\s*name: \"(\w+)\"", texts)
+    assert {*found} == {*VIEWS}
 
 
 def test_a_large_recording_is_a_table() -> None:

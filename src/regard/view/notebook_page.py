@@ -6,15 +6,34 @@ from __future__ import annotations
 
 import html
 import importlib
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 
 HEIGHT = 640
 """Height of the page in a notebook, in pixels."""
+VIEWS = ("atlas", "map", "compare", "text", "row", "cell", "diagnostics")
+"""The views of the page."""
 INSTALL = "python -m pip install 'regard[notebook]'"
+
+
+class PagePlace(NamedTuple):
+    """A place, as it stands on the page.
+
+    Args:
+        name: its name.
+        heads: its heads.
+        T, N: the number of its queries and of its keys.
+    """
+
+    name: str
+    heads: tuple[int, ...]
+    T: int
+    N: int
 
 
 def frame(page: str, height: int = HEIGHT) -> str:
@@ -45,12 +64,12 @@ def has_widgets() -> bool:
     return True
 
 
-def widget(page: str, places: tuple[str, ...], height: int = HEIGHT) -> Any:
+def widget(page: str, places: Sequence[PagePlace], height: int = HEIGHT) -> Any:
     """Return a widget that shows a page.
 
     Args:
         page: the page as HTML.
-        places: the names of its places, in their order on the page.
+        places: its places, in their order on the page.
         height: height of the widget, in pixels.
 
     Returns:
@@ -84,7 +103,7 @@ def _widget_class() -> Any:
         page = traitlets.Unicode("").tag(sync=True)
         address = traitlets.Unicode("").tag(sync=True)
         height = traitlets.Int(HEIGHT).tag(sync=True)
-        places: tuple[str, ...] = ()
+        places: Sequence[PagePlace] = ()
 
         def show(
             self,
@@ -94,14 +113,16 @@ def _widget_class() -> Any:
             key: int | None = None,
             view: str = "map",
         ) -> None:
-            """Move the page to a head, and to a query and a key if they are given."""
+            """Move the page to a head, and to a query and a key if they are given, as `address`
+            checks them.
+            """
             self.address = address(self.places, layer, head, query, key, view)
 
     return PageWidget
 
 
 def address(
-    places: tuple[str, ...],
+    places: Sequence[PagePlace],
     layer: int | str,
     head: int,
     query: int | None,
@@ -111,17 +132,27 @@ def address(
     """Return the fragment of the page's URL that opens a view of a head.
 
     Raises:
-        ArgumentError: there is no such layer, or an index is negative.
+        ArgumentError: there is no such layer, head, query, key or view.
 
-    >>> address(("layers.0", "layers.1"), "layers.1", 3, 5, None, "row")
-    'L1H3&v=row&i=5'
+    >>> places = [PagePlace("layers.0", (0, 1), 6, 6)]
+    >>> address(places, "layers.0", 1, 5, None, "row")
+    'L0H1&v=row&i=5'
     """
-    if isinstance(layer, str) and layer in places:
-        layer = places.index(layer)
-    if isinstance(layer, str) or not -len(places) <= layer < len(places):
-        raise ArgumentError(f"there is no layer {layer!r}; the layers are {', '.join(places)}")
-    parts = [f"L{layer % len(places)}H{head}", f"v={view}"]
-    parts += [f"{name}={n}" for name, n in (("i", query), ("j", key)) if n is not None]
-    if any(n is not None and n < 0 for n in (head, query, key)):
-        raise ArgumentError("head, query and key must be 0 or more, as they stand on the page")
+    names = [place.name for place in places]
+    if isinstance(layer, str) and layer in names:
+        layer = names.index(layer)
+    if isinstance(layer, str) or not -len(names) <= layer < len(names):
+        raise ArgumentError(f"there is no layer {layer!r}; the layers are {', '.join(names)}")
+    place = places[layer]
+    if head not in place.heads:
+        known = ", ".join(map(str, place.heads))
+        raise ArgumentError(f"{place.name} has no head {head}; it has the heads {known}")
+    if view not in VIEWS:
+        known = ", ".join(VIEWS)
+        raise ArgumentError(f"view is {view!r}; it must be one of {known}{suggest(view, VIEWS)}")
+    parts = [f"L{layer % len(names)}H{head}", f"v={view}"]
+    for what, short, n, count in (("query", "i", query, place.T), ("key", "j", key, place.N)):
+        if n is not None and not 0 <= n < count:
+            raise ArgumentError(f"{what} is {n}; on the page it is from 0 to {count - 1}")
+        parts += [] if n is None else [f"{short}={n}"]
     return "&".join(parts)

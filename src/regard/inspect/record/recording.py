@@ -24,7 +24,8 @@ from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import PatternBlock, Place
-from regard.view.notebook_page import HEIGHT, frame, has_widgets, widget
+from regard.view.notebook_page import HEIGHT, PagePlace, frame, has_widgets, widget
+from regard.view.report import language_of_locale, page
 
 if TYPE_CHECKING:
     from regard.inspect.interventions.effect_table import EffectTable
@@ -422,15 +423,19 @@ class Recording:
         Raises:
             ArgumentError: the package anywidget is not installed (the extra `notebook`).
         """
-        return widget(self._page(), tuple(self.places), height)
+        data = self._page_data()
+        places = [
+            PagePlace(place["name"], tuple(place["heads"]), place["T"], place["N"])
+            for place in data["meta"]["places"]
+        ]
+        return widget(page(data, language_of_locale()), places, height)
 
-    def _page(self) -> str:
-        """Return the interactive page as HTML, in the language of the locale."""
-        from regard.view.report import language_of_locale, page
-
+    def _page_data(self) -> Mapping[str, Any]:
+        """Return the data of the interactive page."""
         # by name: `report` reads recordings, and is above this module
         report = importlib.import_module("regard.inspect.report.page_data").report
-        return page(report(self), language_of_locale())
+        data: Mapping[str, Any] = report(self)
+        return data
 
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
@@ -442,7 +447,7 @@ class Recording:
         if sum(place.T * place.N * len(place.heads) for place in self.places.values()) > MAX_CELLS:
             return {**text, "text/html": self._repr_html_()}
         if not has_widgets():
-            return {**text, "text/html": frame(self._page())}
+            return {**text, "text/html": frame(page(self._page_data(), language_of_locale()))}
         shown: Mapping[str, Any] = self.widget()._repr_mimebundle_()[0]
         return {**shown, **text}
 
