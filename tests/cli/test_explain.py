@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from rich.cells import cell_len
 
 import regard
 from regard.cli.app import run
@@ -344,5 +346,47 @@ def test_the_sections_of_the_walkthrough_exist() -> None:
 
     page = (Path(__file__).parents[2] / "docs" / "walkthrough.md").read_text("utf-8")
     for named in SECTIONS.values():
-        for number in named.split(" and "):
+        for number in named:
             assert f"\n## {number}. " in page
+
+
+def test_one_screen_in_chinese(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are those of the English screen, and nothing is left in English."""
+    asked = ["explain", TEXT, "--layer", "1", "--head", "2"]
+    assert run(asked) == 0
+    english = capsys.readouterr().out
+    assert run([*asked, "--lang", "zh"]) == 0
+    chinese = capsys.readouterr().out
+    lines = chinese.splitlines()
+    assert len(lines) <= 26
+    assert max(map(cell_len, lines)) <= 80
+    assert numbers_of(english) == numbers_of(chinese)
+    words = [x for x in re.findall(r"[a-z]{3,}", english) if x not in TEXT and x != "softmax"]
+    left = [x for x in words if re.search(rf"(?<![-/a-z.]){x}(?![/a-z])", chinese)]
+    assert {*left} <= {"tiny", "exp", "scale", "token"}, "only names and symbols are not translated"
+    for step in ("1 输入", "2 得分", "3 掩码", "4 softmax", "5 输出"):
+        assert any(line.startswith(step) for line in lines)
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    assert run(asked) == 0
+    assert capsys.readouterr().out == chinese, "the locale chooses it too"
+
+
+def numbers_of(text: str) -> list[str]:
+    return sorted(re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", text))
+
+
+def test_the_heads_are_listed_in_chinese(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", TEXT, "--list", "--lang", "zh"]) == 0
+    out = capsys.readouterr().out
+    assert "在每个头里的最大权重" in out
+    assert run(["explain", TEXT, "--list"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    assert out.splitlines()[2:] == rows
+    assert len(rows) == 12
+
+
+def test_the_full_walk_is_english(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explain", TEXT, "--full", "--lang", "zh"]) == 2
+    assert "--full, which is written in English" in capsys.readouterr().err

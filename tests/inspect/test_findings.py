@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 import regard
 from regard.inspect import ablate, attribute, logit_lens, measure, patch, record, rollout
@@ -52,6 +53,9 @@ def test_one_head_of_minilm_reads_the_opinion() -> None:
     assert divmod(int(differing.values.argmax()), 12) == (5, 9)
     estimate = attribute(minilm(), GOOD, PRAISE, method="gradient", corrupt=BAD)
     assert np.corrcoef(estimate.values.ravel(), heads.values.ravel())[0, 1] > 0.97
+    first, second = (cell[estimate.quantity] for cell in estimate.top(2))
+    assert divmod(int(estimate.values.argmax()), 12) == (5, 9)
+    assert (round(first, 3), round(second, 3)) == (0.066, 0.013)
 
 
 @pytest.mark.full
@@ -59,6 +63,21 @@ def test_where_the_opinion_is_kept() -> None:
     states = patch(minilm(), GOOD, BAD, PRAISE).share
     changed = 4
     assert [round(float(states[i, changed]), 2) for i in (0, 3, 5)] == [1.0, 0.94, 0.83]
+
+
+def test_states_of_a_sentence_become_alike() -> None:
+    ids = minilm().encode(SENTENCE)
+    with regard.Trace("embed", "layers.*.residual") as trace, torch.no_grad():
+        minilm().hidden(*ids)
+    cosines = []
+    for name in trace:
+        x = torch.nn.functional.normalize(trace[name][0].double(), dim=-1)
+        cosines.append((x @ x.T).numpy())
+    others = ~np.eye(len(cosines[0]), dtype=bool)
+    assert [round(float(c[4, 2]), 2) for c in cosines[:2]] == [0.19, 0.37]
+    means = [float(c[others].mean()) for c in cosines]
+    assert (round(means[0], 2), round(means[-1], 2)) == (0.03, 0.39)
+    assert means == sorted(means)
 
 
 def test_rollout_hides_what_a_head_reads() -> None:

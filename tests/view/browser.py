@@ -121,6 +121,21 @@ class Browser:
         tab.resize(width, height)
         return tab
 
+    def frame(self) -> Tab:
+        """The one frame with a process of its own, such as a sandboxed one."""
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            for found in self.call("Target.getTargets")["targetInfos"]:
+                if found["type"] == "iframe":
+                    target = found["targetId"]
+                    answer = self.call("Target.attachToTarget", targetId=target, flatten=True)
+                    frame = self._tabs[answer["sessionId"]] = Tab(self, target, answer["sessionId"])
+                    for domain in ("Runtime", "Log", "Network"):
+                        frame.call(f"{domain}.enable")
+                    return frame
+            self.listen(0.05)
+        raise BrowserError("there is no frame")
+
     def close(self) -> None:
         """End it, with the processes that it started."""
         with suppress(BrowserError, OSError):

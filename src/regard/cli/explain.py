@@ -156,7 +156,7 @@ Figure = Annotated[
 Lang = Annotated[
     str | None,
     typer.Option(
-        help="Language of the page: en or zh.",
+        help="Language of the printed screen and of the page: en or zh.",
         show_default="that of the locale",
         rich_help_panel=OUT,
     ),
@@ -249,6 +249,11 @@ def explain(
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     _check_lang(lang)
+    if full and html is None and lang not in (None, "en"):
+        raise typer.BadParameter(
+            "does not apply to --full, which is written in English; leave one of them out",
+            param_hint="--lang",
+        )
     if html is None and (beside or beside_model):
         raise typer.BadParameter(
             "compares two runs on the page; add --html FILE", param_hint="--beside"
@@ -285,7 +290,7 @@ def explain(
                 run = read_text(text, model, load_options, target=target)
         target_head = ExplainTarget(run, query, key, layer, head, place)
         if list_heads:
-            print_heads(target_head, json, _console(color))
+            print_heads(target_head, json, _console(color), lang)
             return
         explanation = target_head.explained(call)
         beside_run = None
@@ -301,7 +306,8 @@ def explain(
     def page_of(data: dict[str, Any]) -> str:
         return page(explanation, run, data, lang, beside_run)
 
-    _write_output(explanation, page_of, html, figure, json, color, full=full)
+    shown = _Shown(html, figure, json, color, full, lang)
+    _write_output(explanation, page_of, shown)
 
 
 class _RowChoice(NamedTuple):
@@ -359,7 +365,8 @@ def _explain_module(
     def page_of(data: dict[str, Any]) -> str:
         return _module.module_page(run, explanation, data, lang, choice.batch)
 
-    _write_output(explanation, page_of, html, figure, json, color, full=full)
+    shown = _Shown(html, figure, json, color, full, lang)
+    _write_output(explanation, page_of, shown)
 
 
 def _check_lang(lang: str | None) -> None:
@@ -372,17 +379,22 @@ def _check_lang(lang: str | None) -> None:
             raise typer.BadParameter(str(error), param_hint="--lang") from error
 
 
+class _Shown(NamedTuple):
+    """How an explanation is shown, as the options say it."""
+
+    html: Path | None
+    figure: Path | None
+    json: bool
+    color: bool | None
+    full: bool
+    lang: str | None
+
+
 def _write_output(
-    explanation: Explanation,
-    page_of: Callable[[dict[str, Any]], str],
-    html: Path | None,
-    figure: Path | None,
-    json: bool,
-    color: bool | None,
-    *,
-    full: bool,
+    explanation: Explanation, page_of: Callable[[dict[str, Any]], str], shown: _Shown
 ) -> None:
     """Write the page and the figure if they were requested; print JSON or the text."""
+    html, figure, json, color, full, lang = shown
     data = explanation.as_dict()
     if html is not None:
         from regard.view.html_page import write
@@ -402,8 +414,12 @@ def _write_output(
     elif html is None and figure is None:
         from regard.view.explanation_summary import show_summary
         from regard.view.explanation_text import show
+        from regard.view.report import language_of_locale
 
-        (show if full else show_summary)(data, _console(color))
+        if full:
+            show(data, _console(color))
+        else:
+            show_summary(data, _console(color), lang or language_of_locale())
 
 
 def _console(color: bool | None) -> Console:
@@ -637,10 +653,11 @@ def page(
     return page_of(report_data, lang or language_of_locale())
 
 
-def print_heads(target: ExplainTarget, json: bool, console: Console) -> None:
+def print_heads(target: ExplainTarget, json: bool, console: Console, lang: str | None) -> None:
     """Print the key with the largest weight in every head for the query."""
     from regard.inspect.explain.head_choice import strongest_keys_of_run
     from regard.view.explanation_text import show_heads
+    from regard.view.report import language_of_locale
 
     run = target.read
     site = run.site(place=target.place) if target.place else run.main_sites[0]
@@ -666,6 +683,7 @@ def print_heads(target: ExplainTarget, json: bool, console: Console) -> None:
             rows,
             (target.choice.layer, target.choice.head),
             console,
+            lang or language_of_locale(),
         )
 
 

@@ -4,30 +4,50 @@ the five steps that lead to one weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from rich.cells import cell_len
+from rich.cells import set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from regard.units import plural
 from regard.view import terminal
+from regard.view.explanation_sentences import Sentences
 from regard.view.explanation_text import ordered, piece_of
-from regard.view.terminal import INDENT, WIDTH, Data, Lines, norm, number, style, wrapped
+from regard.view.terminal import (
+    INDENT,
+    WIDTH,
+    Data,
+    Lines,
+    norm,
+    number,
+    style,
+    wrap_cells,
+    wrapped,
+)
 
 KEYS = 5
 """Number of keys that are listed; the weights of the others are summed."""
 WALKTHROUGH = "docs/walkthrough.md"
-SECTIONS = {"inputs": "5", "score": "2 and 6", "mask": "8", "softmax": "3", "output": "4 and 12"}
+SECTIONS = {
+    "inputs": ("5",),
+    "score": ("2", "6"),
+    "mask": ("8",),
+    "softmax": ("3",),
+    "output": ("4", "12"),
+}
 """For each step, the sections of the walkthrough that build it from a small example."""
+LABEL_WIDTH = 10
+"""Width in cells of the number and the name of a step."""
 
 
-def show_summary(data: Data, console: Console) -> None:
+def show_summary(data: Data, console: Console, lang: str = "en") -> None:
     """Print the short form of an explanation.
 
     Args:
         data: an explanation as plain data, from `as_dict()`.
         console: where to print.
+        lang: language of the text, "en" or "zh".
+
+    Raises:
+        ArgumentError: there is no such language.
 
     >>> import regard
     >>> found = regard.inspect.explain(regard.load("tiny"), "to be or not to be", layer=1, head=2)
@@ -36,20 +56,21 @@ def show_summary(data: Data, console: Console) -> None:
     >>> len(console.export_text().splitlines()) <= 26
     True
     """
-    for line in summary(data):
+    for line in summary(data, lang):
         console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
 
 
-def summary(data: Data) -> list[Text]:
+def summary(data: Data, lang: str = "en") -> list[Text]:
     """Return the lines of the short form; none is wider than 80 cells."""
-    lines = [*_sentence(data), *_head(data), Text(), *_keys(data), Text()]
-    lines += [*_steps(data), *_next(data)]
+    say = Sentences(lang)
+    lines = [*_sentence(data, say), *_head(data, say), Text(), *_keys(data, say), Text()]
+    lines += [*_steps(data, say), *_next(data, say)]
     for line in lines:
         line.rstrip()
     return lines
 
 
-def _sentence(data: Data) -> Lines:
+def _sentence(data: Data, say: Sentences) -> Lines:
     """Generate the tokens in one or two lines, with the query and the key marked."""
     same = data["row_pieces"] == data["pieces"]
     line, used = Text(INDENT), 0
@@ -73,48 +94,50 @@ def _sentence(data: Data) -> Lines:
             yield line
             line, used = Text(INDENT), used + 1
         if used == 2:
-            yield Text(f"{INDENT}... {plural(len(data['pieces']) - j, 'more token')}", "dim")
+            tokens = say.count("more_token", len(data["pieces"]) - j)
+            yield Text(INDENT + say("sentence.more", tokens=tokens), "dim")
             return
         line.append_text(token)
     yield line
 
 
-def _head(data: Data) -> Lines:
+def _head(data: Data, say: Sentences) -> Lines:
     """Generate the sentence that says which head was chosen, and what it does here."""
     n, j = data["sizes"], data["key"]
     p = data["weights"][j]
-    share = f"{p:.1%} of its attention" if data["kind"] != "linear" else f"factor {number(p)}"
+    linear = data["kind"] == "linear"
     query = terminal.cell(data["query_piece"], 16).rstrip()
-    yield Text.assemble(
-        ("Layer ", "bold"),
-        (f"{data['layer']}", "bold"),
-        (", head ", "bold"),
-        (f"{data['head']}", "bold"),
-        f" of {terminal.cell(data['model'], 20).rstrip()} "
-        f"({plural(n['layers'], 'layer')} of {plural(n['H'], 'head')}): ",
+    yield say.styled(
+        "head.place",
+        layer=Text(say("head.place_layer", n=str(data["layer"])), "bold"),
+        head=Text(say("head.place_head", n=str(data["head"])), "bold"),
+        model=terminal.cell(data["model"], 20).rstrip(),
+        layers=say.count("layer", n["layers"]),
+        heads=say.count("head", n["H"]),
     )
-    yield Text.assemble(
-        INDENT,
-        (f"▶ {query}", style("q", bold=True)),
-        f" (token {data['query']}) reads ",
-        (f"◆ {piece_of(data, j)}", style("k", bold=True)),
-        f" (token {j}): {share}",
+    yield Text(INDENT) + say.styled(
+        "head.reads",
+        query=Text(f"▶ {query}", style("q", bold=True)),
+        i=str(data["query"]),
+        key=Text(f"◆ {piece_of(data, j)}", style("k", bold=True)),
+        j=str(j),
+        share=say("head.factor", n=number(p)) if linear else say("head.share", p=f"{p:.1%}"),
     )
     if data["chosen_by"]:
-        yield from wrapped(f"This is {data['chosen_by']}.")
+        yield from wrapped(say("head.chosen", rule=say.translated("rule", data["chosen_by"])))
     if len(data["calls"]) > 1:
-        name = data["calls"][data["call"]]
-        yield from wrapped(f"call {name!r} of {', '.join(data['calls'])}")
+        name, calls = data["calls"][data["call"]], say("list.separator").join(data["calls"])
+        yield from wrapped(say("head.call", name=repr(name), calls=calls))
     for note in data["notes"]:
-        yield from wrapped(f"note: {note}")
+        yield from wrapped(say("head.note", note=say.translated("note", note)))
 
 
-def _keys(data: Data) -> Lines:
+def _keys(data: Data, say: Sentences) -> Lines:
     """Generate the keys with the largest weights, and the sum of the others."""
     order = ordered(data)
     linear = data["kind"] == "linear"
-    columns = "factor a" if linear else "score s  weight p"
-    yield Text(f"What this query reads most (first {KEYS}):      {columns}", "dim")
+    title = set_cell_size(say("keys.title", n=str(KEYS)), 45)
+    yield Text(title + say("keys.factor" if linear else "keys.score_weight"), "dim")
     for j in order[:KEYS]:
         p, s = data["weights"][j], data["scores"][-1]["values"][j]
         shown = number(p, 8) if linear else f"{number(s, 8)}    {terminal.weight(p)}"
@@ -132,106 +155,95 @@ def _keys(data: Data) -> Lines:
     parts = []
     if rest:
         shown = number(total) if linear else terminal.weight(total)
-        parts.append(f"{plural(len(rest), 'other key')}: {shown} together")
+        parts.append(say("keys.rest", keys=say.count("other_key", len(rest)), sum=shown))
     if hidden:
-        reasons = ", ".join(dict.fromkeys(reason for reason in data["masked"] if reason))
-        parts.append(f"{plural(hidden, 'key')} hidden ({reasons})")
+        reasons = dict.fromkeys(say.translated("why", why) for why in data["masked"] if why)
+        listed = say("list.separator").join(reasons)
+        parts.append(say("keys.hidden", keys=say.count("key", hidden), reasons=listed))
     if parts:
-        yield Text(f"{INDENT}{'; '.join(parts)}", "dim")
+        yield Text(INDENT + say("keys.separator").join(parts), "dim")
 
 
-def _steps(data: Data) -> Lines:
+def _steps(data: Data, say: Sentences) -> Lines:
     """Generate the five steps with their numbers."""
-    target = number(data["weights"][data["key"]])
     yield Text.assemble(
-        ("How the number is computed: ", "bold"),
-        f"{target}, from vectors of {plural(data['sizes']['D'], 'number')}",
+        (say("steps.title"), "bold"),
+        say(
+            "steps.vectors",
+            p=number(data["weights"][data["key"]]),
+            numbers=say.count("number", data["sizes"]["D"]),
+        ),
     )
-    steps: tuple[tuple[str, Callable[[Data], str]], ...] = (
-        ("inputs", _inputs),
-        ("score", _score),
-        ("mask", _mask),
-        ("softmax", _softmax),
-        ("output", _output),
-    )
-    for i, (name, text) in enumerate(steps, 1):
-        words = [*text(data).split(), f"[{SECTIONS[name].replace(' ', chr(160))}]"]
-        lines = [f"{i} {name:<8}"]
-        for word in words:
-            if cell_len(lines[-1]) + 1 + cell_len(word) > WIDTH:
-                lines.append(" " * 10)
-            lines[-1] += f"{'' if lines[-1].endswith(' ') else ' '}{word}"
-        yield Text.assemble((lines[0][:10], style("s", bold=True)), lines[0][10:])
-        yield from map(Text, lines[1:])
+    steps = {
+        "inputs": _inputs,
+        "score": _score,
+        "mask": _mask,
+        "softmax": _softmax,
+        "output": _output,
+    }
+    for i, (name, text) in enumerate(steps.items(), 1):
+        label = set_cell_size(f"{i} {say(f'step.{name}')}", LABEL_WIDTH)
+        sections = ",\N{NO-BREAK SPACE}".join(SECTIONS[name])
+        lines = wrap_cells(f"{text(data, say)} [{sections}]", WIDTH - LABEL_WIDTH)
+        yield Text.assemble((label, style("s", bold=True)), lines[0])
+        for line in lines[1:]:
+            yield Text(" " * LABEL_WIDTH + line)
 
 
-def _inputs(data: Data) -> str:
+def _inputs(data: Data, say: Sentences) -> str:
     q, k = data["q"][-1]["values"], data["k"][-1]["values"][data["key"]]
-    return (
-        "x is the state of a token, W_Q and W_K are learned: query q = W_Q x of ▶, key k = W_K x "
-        f"of ◆; their lengths are {number(norm(q))} and {number(norm(k))}"
-    )
+    return say("steps.inputs", q=number(norm(q)), k=number(norm(k)))
 
 
-def _score(data: Data) -> str:
-    j = data["key"]
+def _score(data: Data, say: Sentences) -> str:
     if data["kind"] == "linear":
-        return "no score: this mechanism weights each value by a recurrence"
-    links = [f"{link['name']} {number(link['value'])}" for link in data["chain"]]
+        return say("steps.linear_score")
+    links = " → ".join(
+        f"{say.named('link', link['name'])} {number(link['value'])}" for link in data["chain"]
+    )
     if data["kind"] == "additive":
-        return f"s = w · tanh(q + k): {' → '.join(links)}"
-    first, s = data["scores"][0]["values"][j], data["scores"][-1]["values"][j]
+        return say("steps.additive", links=links)
     if [link["name"] for link in data["chain"]] == ["dot", "scaled", "masked"]:
-        return f"s = q · k × scale = {number(first)} × {number(data['scale'])} = {number(s)}"
-    return f"q · k, then: {' → '.join(links)}"
+        first, last = (data["scores"][i]["values"][data["key"]] for i in (0, -1))
+        scale = number(data["scale"])
+        return say("steps.score", dot=number(first), scale=scale, s=number(last))
+    return say("steps.links", links=links)
 
 
-def _mask(data: Data) -> str:
+def _mask(data: Data, say: Sentences) -> str:
     reason = data["masked"][data["key"]]
     if reason:
-        return f"the query may not see this key ({reason}): s = -∞"
+        return say("steps.hidden", reason=say.translated("why", reason))
     hidden = sum(bool(each) for each in data["masked"])
-    n = len(data["masked"])
-    return f"this key is visible; {hidden} of {plural(n, 'key')} are hidden from the query"
+    keys = say.count("key", len(data["masked"]))
+    return say("steps.visible", hidden=f"{hidden:,}", keys=keys)
 
 
-def _softmax(data: Data) -> str:
+def _softmax(data: Data, say: Sentences) -> str:
     p, s = data["weights"][data["key"]], data["scores"][-1]["values"][data["key"]]
     if data["kind"] == "linear":
-        return f"none: the factor of this value is {number(p)}"
+        return say("steps.linear_factor", p=number(p))
     if s is None:
-        return "the weight of a hidden key is 0"
+        return say("steps.hidden_weight")
     if data["sink"] is not None:
-        return (
-            f"p = exp(s) / (sum of exp over all visible keys and the sink) = {terminal.weight(p)}"
-        )
-    return (
-        f"p = exp(s) / Σ exp(s) over visible keys = exp({number(s)} - {number(data['lse'])}) "
-        f"= {terminal.weight(p)}"
-    )
+        return say("steps.sink", p=terminal.weight(p))
+    return say("steps.softmax", s=number(s), lse=number(data["lse"]), p=terminal.weight(p))
 
 
-def _output(data: Data) -> str:
+def _output(data: Data, say: Sentences) -> str:
     row, z = data["contributions"][data["key"]], data["mixed"]
-    text = (
-        f"z = Σ p v over keys, value v = W_V x: of z, length {number(norm(z))}, this key gives "
-        f"{number(norm(row))}"
-    )
+    key = "steps.output_linear" if data["kind"] == "linear" else "steps.output"
+    text = say(key, z=number(norm(z)), row=number(norm(row)))
     shares = data["shares"]
     if len(shares) > data["head"]:
-        text += f"; the head gives {shares[data['head']]:.1%} of the layer's output"
+        text += say("steps.output_share", share=f"{shares[data['head']]:.1%}")
     return text
 
 
-def _next(data: Data) -> Lines:
+def _next(data: Data, say: Sentences) -> Lines:
     """Generate the check, and where to go on."""
-    yield Text(
-        f"Checked: {plural(len(data['checks']), 'number')} computed again differ from the model's "
-        f"by {data['check']:.1e} at most",
-        "dim",
-    )
-    yield Text.assemble(
-        ("Go on: ", "bold"),
-        "--full every step; --html FILE a page with all heads; --list all heads;",
-    )
-    yield Text(f"{INDENT}--query --key --layer --head choose; [n]: section n of {WALKTHROUGH}")
+    numbers = say.count("number", len(data["checks"]))
+    checked = say("next.checked", numbers=numbers, difference=f"{data['check']:.1e}")
+    yield Text(checked, "dim")
+    yield Text.assemble((say("next.go_on"), "bold"), say("next.options"))
+    yield Text(INDENT + say("next.choose", page=WALKTHROUGH))

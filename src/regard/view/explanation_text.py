@@ -10,6 +10,7 @@ from rich.text import Text
 
 from regard.units import plural
 from regard.view import terminal
+from regard.view.explanation_sentences import Sentences
 from regard.view.terminal import (
     INDENT,
     WIDTH,
@@ -552,7 +553,11 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
 
 
 def show_heads(
-    query: str, rows: Sequence[Mapping[str, Any]], chosen: tuple[int, int], console: Console
+    query: str,
+    rows: Sequence[Mapping[str, Any]],
+    chosen: tuple[int, int],
+    console: Console,
+    lang: str = "en",
 ) -> None:
     """Print one row per head: the key with the largest weight, and that weight; the chosen head is
     marked.
@@ -562,6 +567,7 @@ def show_heads(
         rows: {"layer", "head", "key", "piece", "weight"} of each head.
         chosen: (layer, head).
         console: where to print.
+        lang: language of the headings, "en" or "zh".
 
     >>> row = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
     >>> show_heads("1 b", [row], (0, 0), Console(width=80))
@@ -569,12 +575,10 @@ def show_heads(
       layer head  weight                           key token
     ▶     0    0  1.0000 ████████████████████████    1 b
     """
+    say = Sentences(lang)
     lines = [
-        Text(
-            f"Largest weight of query {terminal.cell(query, 20).rstrip()} in each head, "
-            "leaving out the first token"
-        ),
-        Text("  layer head  weight                           key token", "dim"),
+        Text(say("heads.title", query=terminal.cell(query, 20).rstrip())),
+        Text(say("heads.columns"), "dim"),
     ]
     for row in rows:
         here = (row["layer"], row["head"]) == chosen

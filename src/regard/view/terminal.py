@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -148,9 +147,34 @@ def equation(text: str) -> Text:
     return line
 
 
+_WIDE = "\u2e80-\u303f\u3400-\u9fff\uff00-\uffef"
+_CLOSING = "\u3001\u3002\uff01\uff09\uff0c\uff1a\uff1b\uff1f\u300b"
+_UNIT = re.compile(f" |[\uff08\u300a]*(?:[{_WIDE}]|[^ {_WIDE}]+)[{_CLOSING}]*")
+"""What a line is not broken within: a word or a Chinese character, with the marks around it."""
+
+
+def wrap_cells(text: str, width: int) -> list[str]:
+    """Break a text into lines by its width in terminal cells: at spaces, and between Chinese
+    characters, though never before a closing mark.
+
+    >>> wrap_cells("a query reads 一个键。", 8)
+    ['a query', 'reads 一', '个键。']
+    """
+    lines = [""]
+    for unit in _UNIT.findall(text):
+        while cell_len(lines[-1]) + cell_len(unit) > width:
+            if not lines[-1]:  # a word that is wider than a line
+                lines[-1] = set_cell_size(unit, width).rstrip(" ")
+                unit = unit[len(lines[-1]) :]
+            lines.append("")
+        if unit != " " or lines[-1]:
+            lines[-1] += unit
+    return [line for line in map(str.rstrip, lines) if line]
+
+
 def wrapped(text: str) -> Lines:
     """Generate lines of prose that fit the page."""
-    for line in textwrap.wrap(escape_controls(text), WIDTH - len(INDENT)):
+    for line in wrap_cells(escape_controls(text), WIDTH - len(INDENT)):
         yield Text(INDENT + line, "dim")
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,18 @@ from regard.inspect import (
     ablate,
     attribute,
     logit_lens,
+    name_mover_scores,
     patch,
     record,
     rollout,
 )
 from regard.inspect.interventions.frozen_norm import FrozenNorm
 from regard.inspect.interventions.rollout import flows
-from regard.models import Model
+from regard.models import Model, Seq2Seq
+from regard.models.encoder_decoder import transformer
+from regard.nn import PostNorm, PreNorm
 from regard.tolerance import allowed_error
+from tests.cost.tiny import TINY
 from tests.inspect.planted import INDUCTION_HEAD, PREVIOUS_HEAD, planted_model
 from tests.inspect.small_model import model
 
@@ -235,6 +240,79 @@ def test_direct_attribution_sums_to_the_logit(name: str) -> None:
     assert abs(total - float(exact[PAIR[0]] - exact[PAIR[1]])) <= allowed
     without = float(table.values[1:-1].sum())
     assert abs(without - table.baseline) > allowed, "negative control: a missing term is seen"
+
+
+def encoder_decoder(kind: str) -> Seq2Seq:
+    from regard.configs.reader import parse
+    from regard.models.families import t5
+
+    torch.manual_seed(2)
+    if kind.startswith("t5"):
+        network = t5.build(parse(t5.Config, TINY[kind]))
+    else:
+        residual = {"post-norm": PostNorm, "pre-norm": PreNorm}[kind]
+        network = transformer(97, 24, 3, 2, residual=residual)
+    with torch.no_grad():
+        for each in network.parameters():
+            each.add_(0.1 * torch.randn_like(each))
+    config = SimpleNamespace(vocab_size=97)
+    return Seq2Seq(network.eval(), None, config, start=0, eos_ids=[1])
+
+
+SOURCE, TARGET = torch.tensor([[5, 9, 2, 31]]), torch.tensor([[0, 9, 7]])
+
+
+@pytest.mark.full(keep=["gated", "post"])
+@pytest.mark.parametrize("kind", ["t5", "t5, gated", "post-norm", "pre-norm"])
+def test_direct_attribution_of_an_encoder_decoder(kind: str) -> None:
+    """Heads that read the source and heads that read the target: their parts sum to the logit."""
+    small = encoder_decoder(kind)
+    table = attribute(small, (SOURCE, TARGET), PAIR)
+    assert table.baseline is not None
+    assert abs(float(table.values.sum()) - table.baseline) < 1e-12
+    plain = small.forward(SOURCE, TARGET)[0, -1].detach()
+    small.network.double()
+    exact = small.forward(SOURCE, TARGET)[0, -1].detach()
+    pair = list(PAIR)
+    allowed = 2 * allowed_error([plain[pair]], exact[pair])
+    total = float(table.values[:-1].sum())
+    assert abs(total - float(exact[PAIR[0]] - exact[PAIR[1]])) <= allowed
+    heads = [name for name in table.rows if ".head." in name]
+    assert {name.split(".")[3] for name in heads} == {"attention", "cross"}
+    without = sum(x for name, x in zip(table.rows, table.values[:, 0], strict=True)
+                  if ".cross." not in name)  # fmt: skip
+    assert abs(without - table.baseline) > allowed, "negative control: the source counts"
+
+
+def test_attribution_by_key_of_an_encoder_decoder() -> None:
+    small = encoder_decoder("t5, gated")
+    whole = attribute(small, (SOURCE, TARGET), PAIR)
+    split = attribute(small, (SOURCE, TARGET), PAIR, by_key=True)
+    assert split.columns == (*(f"source {i}" for i in range(4)), *(f"target {i}" for i in range(3)))
+    assert whole.rows == split.rows
+    assert np.abs(split.values.sum(1) - whole.values[:, 0])[:-1].max() < 1e-5
+    for name, row in zip(split.rows, split.values, strict=True):
+        if ".head." in name:
+            assert not row[slice(4, None) if ".cross." in name else slice(0, 4)].any(), name
+    movers = name_mover_scores(small, (SOURCE, TARGET), 9)
+    assert movers.rows[:2] == ("decoder.layers.0.attention", "decoder.layers.0.cross")
+    nine = attribute(small, (SOURCE, TARGET), 9, by_key=True)
+    row = dict(zip(nine.rows, nine.values, strict=True))
+    for tap, column in (("cross", 1), ("attention", 4 + 1)):
+        name = f"decoder.layers.0.{tap}"
+        moved = movers.values[movers.rows.index(name), 2]
+        assert abs(moved - row[f"{name}.head.2"][column]) < 1e-12
+
+
+def test_the_logit_lens_of_an_encoder_decoder() -> None:
+    small = encoder_decoder("t5")
+    table = logit_lens(small, (SOURCE, TARGET))
+    assert table.rows == ("decoder.embed", *(f"decoder.layers.{i}" for i in range(3)))
+    with torch.no_grad():
+        p = small.forward(SOURCE, TARGET)[0].double().softmax(-1)
+    assert np.array_equal(table.values[-1], p.max(-1).values.numpy())
+    with pytest.raises(ArgumentError, match="needs a pre-norm model"):
+        logit_lens(encoder_decoder("post-norm"), (SOURCE, TARGET))
 
 
 def test_the_term_of_a_head_is_what_its_removal_takes_away() -> None:

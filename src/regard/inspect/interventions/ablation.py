@@ -13,7 +13,13 @@ from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.inspect.interventions.answer_metric import Metric, metric_of
 from regard.inspect.interventions.effect_table import EffectTable
-from regard.inspect.interventions.model_run import AnyModel, Edit, Input, prepare
+from regard.inspect.interventions.model_run import (
+    AnyModel,
+    Edit,
+    Input,
+    check_passed,
+    prepare,
+)
 
 Ablation = Literal["zero", "mean", "resample"]
 """What takes the place of a head's output."""
@@ -154,11 +160,7 @@ def chosen_places(names: Sequence[str], layers: Collection[str | int] | None) ->
     >>> chosen_places(["layers.0.z", "layers.1.z"], [-1])
     ['layers.1.z']
     """
-    if not names:
-        raise ArgumentError(
-            "the run passed no tap 'z': its attention is written out, or is no attention at all; "
-            "see regard.inspect.record, which says why"
-        )
+    check_passed(names, "z")
     if layers is None:
         return list(names)
     places = {name.rpartition(".")[0]: name for name in names}

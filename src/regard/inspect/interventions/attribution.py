@@ -20,7 +20,14 @@ from regard.inspect.interventions.answer_metric import (
 )
 from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.frozen_norm import FrozenNorm
-from regard.inspect.interventions.model_run import AnyModel, Edit, Input, ModelRun, prepare
+from regard.inspect.interventions.model_run import (
+    AnyModel,
+    Edit,
+    Input,
+    ModelRun,
+    check_passed,
+    prepare,
+)
 from regard.inspect.interventions.residual_terms import OutputMap, decompose
 from regard.nn.embedding import CappedLogits
 from regard.tracing import Trace
@@ -59,15 +66,15 @@ def attribute(
     a layer sum to the metric minus that with the layer's pattern set to 0.
 
     Args:
-        model: a `Model`, or a module with logits; the two gradient methods take every model of
-            `ablate`.
+        model: a `Model`, a `Seq2Seq`, or a module with logits; the two gradient methods take every
+            model of `ablate`.
         text: the input, as for `ablate`; for "gradient" with `corrupt` the clean one.
         metric: a token or a pair of tokens; for the gradient methods also what `ablate` takes. For
             "direct" it means logits, not log probabilities.
         method: "direct", "gradient" or "integrated_gradients".
         corrupt: another input with the same number of tokens, for "gradient".
         by_key: for "direct": whether the terms of heads are split by the key whose value they are;
-            columns are then positions.
+            columns are then positions, of an encoder-decoder those of source and target.
         steps: for "integrated_gradients": the number of points (Gauss-Legendre).
 
     Returns:
@@ -160,16 +167,23 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
         metric = int(last_logits(run.run().output)[0].argmax())
     decomposition = decompose(run, -1, by_key=by_key)
     direction = answer_direction(run, decomposition.output, answer_ids(run, metric))
-    x = decomposition.terms.state(decomposition.last)
+    x = decomposition.terms.state(decomposition.states[-1])
     with torch.no_grad():
         norm = FrozenNorm(decomposition.output.norm, x, decomposition.output.norm(x))
-    width = len(run.labels(decomposition.terms.taps["embed"].shape[1])) if by_key else 1
+    columns: tuple[str, ...] = ("last",)
+    if by_key:
+        T = decomposition.terms.taps[decomposition.states[0]].shape[1]
+        columns = run.labels(T) if run.ids is None else run.key_labels()
+    width = len(columns)
     names, rows = [], []
     for term in decomposition.terms.terms:
         effect = norm(term.vector.reshape(-1, norm.gain.numel())) @ direction.vector
         row = np.zeros(width)
-        if effect.numel() > 1:
-            row[:] = effect.detach().flatten().numpy()
+        if term.vector.ndim > 1:
+            keys = effect.detach().flatten().numpy()
+            # attention to a source reads the first columns, all other attention the last ones
+            reads_source = run.source_ids is not None and ".cross." in term.name
+            row[slice(0, len(keys)) if reads_source else slice(-len(keys), None)] = keys
         else:
             row[-1] = float(effect.detach())
         names.append(term.name)
@@ -190,7 +204,7 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
         "term",
         "key" if by_key else "token",
         tuple(names),
-        run.labels(width) if by_key else ("last",),
+        columns,
         baseline=direction.logit,
         notes=(
             "only direct effects: what a head does through later layers is not counted",
@@ -248,6 +262,7 @@ def _with_gradients(
         )
     trace = result.trace
     wanted = [trace[name] for name in trace]
+    check_passed(wanted, name)
     gradients = torch.autograd.grad(value, wanted, allow_unused=True)
     for x, gradient in zip(wanted, gradients, strict=True):
         x.grad = torch.zeros_like(x) if gradient is None else gradient
@@ -261,6 +276,7 @@ def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
     measured = metric_of(run, metric)
     plain = run.run(capture=["pattern"])
     names = list(plain.trace)
+    check_passed(names, "pattern")
     points, weights = np.polynomial.legendre.leggauss(steps)  # on (-1, 1)
     values = np.full((len(names), max(plain.trace[name].shape[1] for name in names)), np.nan)
     for i, name in enumerate(names):

@@ -11,7 +11,6 @@ from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.model_run import AnyModel, Input, prepare
 from regard.inspect.interventions.residual_terms import decompose
 from regard.models.text_model import TextModel
-from regard.nn.blocks import PostNorm
 
 
 def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> EffectTable:
@@ -23,9 +22,9 @@ def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> Ef
     is the prediction of the model.
 
     Args:
-        model: a `Model`, or a module with one stack of blocks and logits.
-        text: a text, token ids `[B, T]`, or a mapping of a module's arguments; the first row of a
-            batch is used.
+        model: a `Model`, a `Seq2Seq` (the states of its decoder), or a module with one stack of
+            blocks and logits.
+        text: the input, as for `ablate`; the first row of a batch is used.
         answer: the token (text or id) whose probability is shown; None shows the most likely token
             of each cell.
 
@@ -46,14 +45,12 @@ def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> Ef
     run = prepare(model, text)
     chosen = None if answer is None else token_id(run, answer)
     decomposition = decompose(run, -1)
-    blocks = getattr(getattr(run.model, "decoder", None), "layers", ())
-    if any(isinstance(getattr(block, "feed_forward_residual", None), PostNorm) for block in blocks):
+    if decomposition.is_post_norm:
         raise ArgumentError(
             "the blocks normalise their own results (post-norm), and there is no last norm that "
             "reads a hidden state; the logit lens needs a pre-norm model"
         )
-    taps = decomposition.terms.taps
-    names = ["embed", *(name for name in taps if name.endswith(".residual"))]
+    taps, names = decomposition.terms.taps, decomposition.states
     probabilities, cells = [], []
     with torch.no_grad():
         for name in names:

@@ -6,7 +6,7 @@ that ablation, patching and attribution need not know which one they have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -53,8 +53,10 @@ class ModelRun:
     Args:
         model: the model.
         call: runs the model without arguments and returns its output.
-        ids: the token ids `[B, T]`, or None if the input has none.
+        ids: the token ids `[B, T]`, or None if the input has none; of an encoder-decoder, those of
+            the target.
         pieces: the text of each token of the first row; () if unknown.
+        source_ids, source_pieces: the same of the source of an encoder-decoder.
 
     >>> import regard
     >>> run = prepare(regard.load("tiny"), "to be or")
@@ -67,6 +69,8 @@ class ModelRun:
     call: Callable[[], Any]
     ids: Tensor | None = None
     pieces: tuple[str, ...] = field(default=())
+    source_ids: Tensor | None = None
+    source_pieces: tuple[str, ...] = field(default=())
 
     def run(
         self,
@@ -97,9 +101,34 @@ class ModelRun:
 
     def labels(self, length: int) -> tuple[str, ...]:
         """Return a text for each of so many positions: its index and the token, if it is known."""
-        if len(self.pieces) == length:
-            return tuple(f"{i} {piece}" for i, piece in enumerate(self.pieces))
-        return tuple(map(str, range(length)))
+        return _labels(self.pieces, length)
+
+    def key_labels(self) -> tuple[str, ...]:
+        """Return a text for each key that the last token can read: the tokens of the input; for an
+        encoder-decoder first those of the source, then those of the target.
+
+        Raises:
+            ArgumentError: the input has no token ids.
+        """
+        if self.ids is None:
+            raise ArgumentError("the input has no token ids, so that keys cannot be named")
+        own = self.labels(self.ids.shape[1])
+        if self.source_ids is None:
+            return own
+        source = _labels(self.source_pieces, self.source_ids.shape[1])
+        return (*(f"source {x}" for x in source), *(f"target {x}" for x in own))
+
+    def key_ids(self) -> Tensor:
+        """Return the ids of these keys in the first row of the batch, `[S]`.
+
+        Raises:
+            ArgumentError: the input has no token ids.
+        """
+        if self.ids is None:
+            raise ArgumentError("the input has no token ids, so that keys cannot be named")
+        if self.source_ids is None:
+            return self.ids[0]
+        return torch.cat([self.source_ids[0], self.ids[0]])
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
         """Return the names of the taps that one run passes, in their order.
@@ -119,8 +148,9 @@ def prepare(model: AnyModel, text: Input) -> ModelRun:
     Args:
         model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or any module, such as one of transformers,
             timm or diffusers.
-        text: a text, several texts, or token ids `[B, T]`; a pair (source, target) for a `Seq2Seq`;
-            for a module ids, a tensor, or a mapping of its keyword arguments.
+        text: a text, several texts, or token ids `[B, T]`; for a `Seq2Seq` a pair (source, target)
+            of texts or ids, where ids of the target begin with `start`; for a module ids, a tensor,
+            or a mapping of its keyword arguments.
 
     Returns:
         The prepared run.
@@ -161,10 +191,21 @@ def _prepare_seq2seq(model: Seq2Seq, text: Input) -> ModelRun:
     if not isinstance(text, (tuple, list)) or len(text) != 2:
         raise ArgumentTypeError("text must be a pair (source, target) for a Seq2Seq")
     source, target = text
-    source_ids, positions = model.encode(source)
-    ids = torch.tensor([[model.start, *model.tokenizer.encode(target)]], device=model.device)
+    positions: Positions | None = None
+    if isinstance(source, Tensor):
+        source_ids = source
+    else:
+        source_ids, positions = model.encode(source)
+    ids = target
+    if not isinstance(target, Tensor):
+        ids = torch.tensor([[model.start, *model.tokenizer.encode(target)]], device=model.device)
     return ModelRun(
-        model, lambda: model.forward(source_ids, ids, positions), ids, _pieces(model, ids)
+        model,
+        lambda: model.forward(source_ids, ids, positions),
+        ids,
+        _pieces(model, ids),
+        source_ids,
+        _pieces(model, source_ids),
     )
 
 
@@ -186,6 +227,34 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
     if getattr(getattr(model, "config", None), "use_cache", None):
         named.setdefault("use_cache", False)
     return ModelRun(model, lambda: model(*inputs, **named), ids)
+
+
+def check_passed(names: Sized, tap: str) -> None:
+    """Refuse a run that passed no tap of a name.
+
+    Args:
+        names: what was captured.
+        tap: the tap, such as "z".
+
+    Raises:
+        ArgumentError: nothing was captured.
+
+    >>> check_passed(["layers.0.z"], "z")
+    """
+    if len(names):
+        return
+    written_out = (
+        "its attention is written out, or is no attention at all; see regard.inspect.record, which "
+        "says why"
+    )
+    reason = {"pattern": "its mechanism has no softmax weights, or " + written_out}
+    raise ArgumentError(f"the run passed no tap {tap!r}: {reason.get(tap, written_out)}")
+
+
+def _labels(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:
+    if len(pieces) == length:
+        return tuple(f"{i} {piece}" for i, piece in enumerate(pieces))
+    return tuple(map(str, range(length)))
 
 
 def main_tensor(output: Any) -> Tensor:

@@ -22,8 +22,8 @@ def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTab
                       that comes directly from p_ij v_j of the head, for the last query i
 
     Args:
-        model: a `Model`, or a module with logits.
-        text: the input, which contains the answer.
+        model: a `Model`, a `Seq2Seq`, or a module with logits.
+        text: the input, which contains the answer; of an encoder-decoder the source or the target.
         answer: the token (text or id).
 
     Returns:
@@ -41,12 +41,12 @@ def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTab
     """
     run = prepare(model, text)
     answer_id = token_id(run, answer)
-    if run.ids is None or not bool((run.ids[0] == answer_id).any()):
+    parts = attribute(model, text, answer_id, by_key=True)
+    keys = (run.key_ids() == answer_id).cpu().numpy()
+    if not keys.any():
         raise ArgumentError(
             f"the answer {answer!r} does not stand in the text, so that no head moves it"
         )
-    keys = (run.ids[0] == answer_id).cpu().numpy()
-    parts = attribute(model, text, answer_id, by_key=True)
     scores: dict[str, dict[int, float]] = {}
     for name, row in zip(parts.rows, parts.values, strict=True):
         if match := _HEAD.match(name):

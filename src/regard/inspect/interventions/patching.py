@@ -15,7 +15,14 @@ from regard.errors import ArgumentError
 from regard.inspect.interventions.ablation import replace_head
 from regard.inspect.interventions.answer_metric import Metric, NamedMetric, metric_of
 from regard.inspect.interventions.effect_table import EffectTable
-from regard.inspect.interventions.model_run import AnyModel, Edit, Input, ModelRun, prepare
+from regard.inspect.interventions.model_run import (
+    AnyModel,
+    Edit,
+    Input,
+    ModelRun,
+    check_passed,
+    prepare,
+)
 from regard.units import plural
 
 What = Literal["residual", "mlp", "out", "heads", "paths"]
@@ -177,6 +184,7 @@ def _patch_positions(both: _TwoRuns, what: str) -> EffectTable:
 def _patch_heads(both: _TwoRuns) -> EffectTable:
     """Patch the output of each head, at all positions."""
     names = list(both.source)
+    check_passed(names, "z")
     most = max((both.source[name].shape[1] for name in names), default=0)
     values = np.full((len(names), most), np.nan)
     for i, name in enumerate(names):
@@ -189,6 +197,7 @@ def _patch_heads(both: _TwoRuns) -> EffectTable:
 def _patch_paths(both: _TwoRuns, receiver: Receiver) -> EffectTable:
     """Patch the direct paths from each head to the receiver."""
     names = [name for name in both.source if name.endswith(".z") or name == "z"]
+    check_passed(names, "z")
     end = _receiving_tap(both, receiver)
     reached = names if end is None else names[: names.index(f"{receiver.layer}.z")]
     most = max((both.source[name].shape[1] for name in reached), default=0)

@@ -16,8 +16,10 @@ from regard.inspect.interventions.frozen_norm import FrozenNorm
 from regard.inspect.interventions.model_run import ModelRun
 from regard.integrations.pytorch.module_taps import find_stacks, stack_prefix
 from regard.models.model import Model
+from regard.models.seq2seq import Seq2Seq
 from regard.nn.blocks import (
     Block,
+    DecoderBlock,
     NormedResidual,
     OutputNorm,
     ParallelBlock,
@@ -142,12 +144,15 @@ class Decomposition(NamedTuple):
     Args:
         terms: the terms before the last norm.
         output: the last norm, the head and the logits.
-        last: name of the tap with the state before the last norm.
+        states: names of the taps with the states between the blocks, in order: the first enters the
+            first block, and the last is the state before the last norm.
+        is_post_norm: whether the blocks normalise their own results.
     """
 
     terms: ResidualTerms
     output: OutputMap
-    last: str
+    states: tuple[str, ...]
+    is_post_norm: bool = False
 
 
 def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decomposition:
@@ -162,36 +167,72 @@ def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decompos
         The terms.
 
     Raises:
-        ArgumentError: the model is no decoder with logits, or its blocks add in a way that is not
-            known.
+        ArgumentError: the model has no logits, or its blocks add in a way that is not known.
     """
     captured = (*CAPTURED, "pattern") if by_key else CAPTURED
-    if isinstance(run.model, Model):
-        trace = run.run(capture=captured).trace
-        taps = {name: trace[name] for name in trace}
-        return _decompose_decoder(run.model, ResidualTerms(position, taps, by_key))
     if isinstance(run.model, nn.Module):
         return _decompose_module(run, run.model, position, captured, by_key=by_key)
-    raise ArgumentError(
-        f"a {type(run.model).__name__} has no logits of a next token; direct attribution and the "
-        "logit lens need a decoder"
-    )
+    if not isinstance(run.model, (Model, Seq2Seq)):
+        raise ArgumentError(
+            f"a {type(run.model).__name__} has no logits of a next token; direct attribution and "
+            "the logit lens need a decoder, or an encoder-decoder"
+        )
+    trace = run.run(capture=captured).trace
+    terms = ResidualTerms(position, {name: trace[name] for name in trace}, by_key)
+    if isinstance(run.model, Seq2Seq):
+        network = run.model.network
+        output = OutputMap(network.norm, network.head, terms.taps["logits"])
+        return _decompose_blocks(network.layers, "decoder.", output, terms)
+    decoder = run.model.decoder
+    output = OutputMap(decoder.norm, decoder.require_head(), terms.taps["logits"])
+    return _decompose_blocks(decoder.layers, "", output, terms)
 
 
-def _decompose_decoder(model: Model, terms: ResidualTerms) -> Decomposition:
-    decoder = model.decoder
-    head = decoder.require_head()
-    terms.add("embed", terms.vector_of("embed"))
-    for i, block in enumerate(decoder.layers):
-        assert isinstance(block, Block)
-        place = f"layers.{i}"
-        output = getattr(block.attention, "output", None)
-        if not isinstance(output, nn.Module):
-            raise ArgumentError(f"{type(block.attention).__name__} has no output map")
-        _add_attention(terms, place, output, block)
+def _decompose_blocks(
+    blocks: nn.ModuleList, prefix: str, output: OutputMap, terms: ResidualTerms
+) -> Decomposition:
+    """Take the state of a decoder of this package apart; in an encoder-decoder, both the heads that
+    read the target and those that read the source add to it.
+    """
+    states = [f"{prefix}embed"]
+    terms.add(states[0], terms.vector_of(states[0]))
+    for i, block in enumerate(blocks):
+        place = f"{prefix}layers.{i}"
+        assert isinstance(block, (Block, DecoderBlock))
+        for sublayer in _attention_layers(block, place):
+            _add_attention(terms, sublayer)
         _add_feed_forward(terms, place, block)
-    last = f"layers.{len(decoder.layers) - 1}.residual" if len(decoder.layers) else "embed"
-    return Decomposition(terms, OutputMap(decoder.norm, head, terms.taps["logits"]), last)
+        states.append(f"{place}.residual")
+    is_post_norm = any(isinstance(block.feed_forward_residual, PostNorm) for block in blocks)
+    return Decomposition(terms, output, tuple(states), is_post_norm)
+
+
+class _AttentionLayer(NamedTuple):
+    """An attention layer of a block, with its residual connection.
+
+    Args:
+        place: its name in a trace.
+        attention: the layer.
+        residual: the residual connection.
+        norm: name of the tap of its norm.
+    """
+
+    place: str
+    attention: nn.Module
+    residual: Residual
+    norm: str
+
+
+def _attention_layers(block: Block | DecoderBlock, place: str) -> list[_AttentionLayer]:
+    """Return the attention layers of a block, in the order of the computation."""
+    norm = f"{place}.attention.norm"
+    if isinstance(block, Block):
+        return [_AttentionLayer(place, block.attention, block.attention_residual, norm)]
+    own, cross = f"{place}.attention", f"{place}.cross"
+    return [
+        _AttentionLayer(own, block.attention, block.attention_residual, norm),
+        _AttentionLayer(cross, block.cross, block.cross_residual, f"{cross}.norm"),
+    ]
 
 
 def _unchanged(x: Tensor) -> Tensor:
@@ -219,22 +260,28 @@ def _through(norm: FrozenNorm | None) -> Callable[[Tensor], Tensor]:
     return lambda x: norm(x if x.ndim > 1 else x[None]).reshape(x.shape)
 
 
-def _add_attention(terms: ResidualTerms, place: str, output: nn.Module, block: Block) -> None:
-    """Add the terms of the heads of one of our blocks."""
-    residual, raw = block.attention_residual, terms.state(f"{place}.out")
-    norm = _term_norm(residual, raw)
+def _add_attention(terms: ResidualTerms, layer: _AttentionLayer) -> None:
+    """Add the terms of the heads of one attention layer of one of our blocks."""
+    place, residual = layer.place, layer.residual
+    output = getattr(layer.attention, "output", None)
+    if not isinstance(output, nn.Module) or f"{place}.z" not in terms.taps:
+        raise ArgumentError(
+            f"{type(layer.attention).__name__} at {place} has no heads with an output map, so that "
+            "its output cannot be split; ablate and patch can still replace it"
+        )
+    norm = _term_norm(residual, terms.state(f"{place}.out"))
     if isinstance(residual, NormedResidual):
-        _norm_stream(terms, residual.norm, f"{place}.attention.norm.bias")
+        _norm_stream(terms, residual.norm, f"{layer.norm}.bias")
     elif not isinstance(residual, (PreNorm, PostNorm, OutputNorm, SandwichNorm)):
         raise ArgumentError(f"{place} adds by {type(residual).__name__}, which is not known here")
     terms.add_heads(place, output, _through(norm))
     if norm is not None and bool(norm.bias.any()):
-        terms.add(f"{place}.attention.norm.bias", norm.bias)
+        terms.add(f"{layer.norm}.bias", norm.bias)
     if isinstance(residual, PostNorm):
-        _norm_stream(terms, residual.norm, f"{place}.attention.norm.bias")
+        _norm_stream(terms, residual.norm, f"{layer.norm}.bias")
 
 
-def _add_feed_forward(terms: ResidualTerms, place: str, block: Block) -> None:
+def _add_feed_forward(terms: ResidualTerms, place: str, block: Block | DecoderBlock) -> None:
     """Add the term of the feed-forward layer of one of our blocks."""
     residual, raw = block.feed_forward_residual, terms.state(f"{place}.mlp")
     if isinstance(block, ParallelBlock):
@@ -297,29 +344,31 @@ def _decompose_module(
             f"{'' if 'logits' in taps else 'no '}logits; direct attribution and the logit lens "
             "need one stack of blocks, and logits"
         )
-    terms, prefix, entering = (
-        ResidualTerms(position, taps, by_key),
-        stack_prefix(stacks[0]),
-        "embed",
-    )
+    terms, prefix = ResidualTerms(position, taps, by_key), stack_prefix(stacks[0])
+    states = ["embed"]
     terms.add("embed", terms.vector_of("embed"))
     for i in range(len(stacks[0].blocks)):
         block = f"{prefix}.{i}"
-        _add_block(terms, block, entering, calls)
-        entering = f"{block}.residual"
+        _add_block(terms, block, states[-1], calls)
+        states.append(f"{block}.residual")
     head = _reading(calls, lambda call: call.y, taps["logits"])
     if head is None:
         raise ArgumentError(f"the logits of {type(model).__name__} are not those of a linear map")
     norms = {name: x for name, x in taps.items() if name.endswith(".norm")}
     last = [name for name, x in norms.items() if x.shape == head.x.shape and torch.equal(x, head.x)]
     norm = model.get_submodule(last[-1].removesuffix(".norm")) if last else nn.Identity()
-    return Decomposition(terms, OutputMap(norm, head.module, taps["logits"]), entering)
+    return Decomposition(terms, OutputMap(norm, head.module, taps["logits"]), tuple(states))
 
 
 def _add_block(terms: ResidualTerms, block: str, entering: str, calls: list[_LinearCall]) -> None:
     """Add the terms of one block of a foreign module, after a check of their sum."""
     taps = terms.taps
     places = [n.removesuffix(".z") for n in taps if n.startswith(f"{block}.") and n.endswith(".z")]
+    if not places:
+        raise ArgumentError(
+            f"{block} passed no tap 'z': its attention is written out, or is no attention at all; "
+            "see regard.inspect.record, which says why"
+        )
     x, y, mlp = taps[entering], taps[f"{block}.residual"], taps.get(f"{block}.mlp")
     added = [] if mlp is None else [mlp]
     outputs = []

@@ -24,6 +24,8 @@ from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import PatternBlock, Place
+from regard.view.notebook_page import HEIGHT, PagePlace, frame, has_widgets, widget
+from regard.view.report import language_of_locale, page
 
 if TYPE_CHECKING:
     from regard.inspect.interventions.effect_table import EffectTable
@@ -408,26 +410,46 @@ class Recording:
 
         return export(self, what, layer=layer, head=head, batch=batch)
 
-    def _repr_mimebundle_(
-        self, include: object = None, exclude: object = None
-    ) -> Mapping[str, str]:
-        """Return what a notebook shows: the interactive page in a frame without network access, if
-        the recording is small enough, else the table of places.
-        """
-        text = f"Recording of {', '.join(self.places)}"
-        if sum(place.T * place.N * len(place.heads) for place in self.places.values()) > MAX_CELLS:
-            return {"text/plain": text, "text/html": self._repr_html_()}
-        from regard.view.report import language_of_locale, page
+    def widget(self, *, height: int = HEIGHT) -> Any:
+        """Return the interactive page as a widget for a notebook, which other cells can move.
 
+        Args:
+            height: height of the widget, in pixels.
+
+        Returns:
+            An `anywidget.AnyWidget`; its method `show(layer, head, query, key, view)` opens a view
+            ("atlas", "map", "row", "cell", ...) of a head.
+
+        Raises:
+            ArgumentError: the package anywidget is not installed (the extra `notebook`).
+        """
+        data = self._page_data()
+        places = [
+            PagePlace(place["name"], tuple(place["heads"]), place["T"], place["N"])
+            for place in data["meta"]["places"]
+        ]
+        return widget(page(data, language_of_locale()), places, height)
+
+    def _page_data(self) -> Mapping[str, Any]:
+        """Return the data of the interactive page."""
         # by name: `report` reads recordings, and is above this module
         report = importlib.import_module("regard.inspect.report.page_data").report
-        shown = html.escape(page(report(self), language_of_locale()), quote=True)
-        # sandboxed: the page has its own script, and no access to the notebook
-        frame = (
-            '<iframe sandbox="allow-scripts" style="width:100%;height:640px;border:0" '
-            f'srcdoc="{shown}"></iframe>'
-        )
-        return {"text/plain": text, "text/html": frame}
+        data: Mapping[str, Any] = report(self)
+        return data
+
+    def _repr_mimebundle_(
+        self, include: object = None, exclude: object = None
+    ) -> Mapping[str, Any]:
+        """Return what a notebook shows: the interactive page, as a widget if anywidget is
+        installed, else in a frame; or the table of places if the recording is too large for a page.
+        """
+        text = {"text/plain": f"Recording of {', '.join(self.places)}"}
+        if sum(place.T * place.N * len(place.heads) for place in self.places.values()) > MAX_CELLS:
+            return {**text, "text/html": self._repr_html_()}
+        if not has_widgets():
+            return {**text, "text/html": frame(page(self._page_data(), language_of_locale()))}
+        shown: Mapping[str, Any] = self.widget()._repr_mimebundle_()[0]
+        return {**shown, **text}
 
     def _repr_html_(self) -> str:
         """Return a table of the places, their sizes and their audits, as static HTML for a
