@@ -33,8 +33,19 @@ def found(name: str, **where: Any) -> Explanation:
     return explain(random_model(name, TEXT), **where)
 
 
+SCORED = [name for name, x in VARIANTS.items() if getattr(x.example(), "score", None) is not None]
+"""Mechanisms with a score rule, which an explanation cannot compute from q and k."""
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_a_score_rule_is_refused_by_name(name: str) -> None:
+    rule = VARIANTS[name].example().score
+    with pytest.raises(ArgumentError, match=f"has the score rule {rule.kind}"):
+        found(name)
+
+
 @pytest.mark.full(keep=10)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in SCORED])
 def test_every_mechanism_is_explained(name: str) -> None:
     """Its row, mixed over its values, is what the mechanism gave; it travels as JSON; its page has
     80 columns.

@@ -28,6 +28,8 @@ class Steps:
         cope: vectors per number, [N, D] or [H, N, D].
         top: keys that are kept.
         sigmoid: its bias, from (head, keys that the query sees); instead of the softmax.
+        scalable: the factor of each head, multiplied by the logarithm of the number of keys.
+        normalise: weights of a row of scores, from nearest key to farthest; instead of the softmax.
         after: mixes weights of heads, [H, H].
     """
 
@@ -36,6 +38,8 @@ class Steps:
     cope: Tensor | None = None
     top: int | None = None
     sigmoid: Callable[[int, int], Tensor | float] | None = None
+    scalable: Callable[[int], Tensor | float] | None = None
+    normalise: Callable[[list[Tensor]], list[Tensor]] | None = None
     after: Tensor | None = None
 
 
@@ -87,15 +91,8 @@ def attention(
             rows: list[Row] = [
                 {j: score(b, h, i, j) for j in columns if visible[b][h][i][j]} for h in range(H)
             ]
-            if steps.before is not None:
-                rows = _mixed(steps.before, rows, heads)
-            if steps.cope is not None:
-                rows = [
-                    _cope(row, q[b, h, i], steps.cope, h, k_at[b]) for h, row in enumerate(rows)
-                ]
-            if steps.top is not None:
-                rows = [_kept(row, steps.top, k_at[b]) for row in rows]
-            rows = [_weights(row, steps, h, sink) for h, row in enumerate(rows)]
+            rows = _changed(rows, steps, q[b, :, i], k_at[b], heads)
+            rows = [_weights(row, steps, h, sink, k_at[b]) for h, row in enumerate(rows)]
             if steps.after is not None:
                 rows = _mixed(steps.after, rows, heads)
             for h, row in enumerate(rows):
@@ -109,6 +106,24 @@ def attention(
 def _numbers(x: Tensor, depth: int) -> Any:
     """Nested lists of the parts of a tensor."""
     return [_numbers(y, depth - 1) for y in x.unbind()] if depth else x
+
+
+def _changed(
+    rows: list[Row], steps: Steps, queries: Tensor, at: list[int], heads: list[int]
+) -> list[Row]:
+    """The scores of all heads of a query after the steps that need more than one of them."""
+    if steps.scalable is not None:
+        rows = [
+            {j: s * steps.scalable(h) * math.log(len(row)) for j, s in row.items()}
+            for h, row in enumerate(rows)
+        ]
+    if steps.before is not None:
+        rows = _mixed(steps.before, rows, heads)
+    if steps.cope is not None:
+        rows = [_cope(row, queries[h], steps.cope, h, at) for h, row in enumerate(rows)]
+    if steps.top is not None:
+        rows = [_kept(row, steps.top, at) for row in rows]
+    return rows
 
 
 def _mixed(matrix: Tensor, rows: list[Row], heads: list[int]) -> list[Row]:
@@ -143,9 +158,12 @@ def _kept(row: Row, top: int, at: list[int]) -> Row:
     return {j: row[j] for j in row if j in order[:top]}
 
 
-def _weights(row: Row, steps: Steps, h: int, sink: Tensor | None) -> Row:
+def _weights(row: Row, steps: Steps, h: int, sink: Tensor | None, at: list[int]) -> Row:
     if not row:
         return {}
+    if steps.normalise is not None:
+        nearest = sorted(row, key=lambda j: (-at[j], -j))
+        return dict(zip(nearest, steps.normalise([row[j] for j in nearest]), strict=True))
     if steps.sigmoid is not None:
         bias = steps.sigmoid(h, len(row))
         return {j: 1 / (1 + torch.exp(-(s + bias))) for j, s in row.items()}

@@ -83,6 +83,58 @@ def _long(tau: Tensor, before: Tensor, bias: Tensor, after: Tensor) -> Meant:
     return Meant(rule, steps, (tau, before, bias, after))
 
 
+def _relu(power: float) -> Callable[[list[Tensor]], list[Tensor]]:
+    def weights(row: list[Tensor]) -> list[Tensor]:
+        return [s**power / len(row) if s > 0 else s * 0 for s in row]
+
+    return weights
+
+
+def _softpick(row: list[Tensor]) -> list[Tensor]:
+    low = max(0.0, max(s.item() for s in row))  # a common factor, so that no exponential overflows
+    sizes = [torch.exp(s - low) - math.exp(-low) for s in row]
+    total = torch.stack([abs(x) for x in sizes]).sum()
+    return [x / total if x > 0 else x * 0 for x in sizes]
+
+
+def _entmax(alpha: float) -> Callable[[list[Tensor]], list[Tensor]]:
+    """The threshold by trying every number of kept keys, as the definition has it."""
+
+    def weights(row: list[Tensor]) -> list[Tensor]:
+        z = [(alpha - 1) * s for s in row]
+        for n in range(len(z), 0, -1):
+            kept = sorted(range(len(z)), key=lambda i: -z[i].item())[:n]
+            mean = torch.stack([z[i] for i in kept]).sum() / n
+            if alpha == 2:
+                tau = mean - 1 / n
+            else:
+                rest = 1 - torch.stack([(z[i] - mean) ** 2 for i in kept]).sum()
+                if rest <= 0:
+                    continue
+                tau = mean - torch.sqrt(rest / n)
+            if all(z[i] > tau for i in kept):
+                return [
+                    (z[i] - tau) ** (1 / (alpha - 1)) if i in kept else z[i] * 0
+                    for i in range(len(z))
+                ]
+        raise AssertionError("one key can always be kept")
+
+    return weights
+
+
+def _stick(row: list[Tensor]) -> list[Tensor]:
+    left, weights = torch.ones_like(row[0]), []
+    for s in row:  # from the nearest key on
+        share = 1 / (1 + torch.exp(-s))
+        weights.append(left * share)
+        left = left * (1 - share)
+    return weights
+
+
+def _scalable(a: Tensor) -> Meant:
+    return Meant(scores.ScalableSoftmax(a), Steps(scalable=lambda h: a[h]), (a,))
+
+
 MADE: dict[str, tuple[Callable[..., Meant], tuple[tuple[int, ...], ...]]] = {
     "fn": (_fn, ((H,),)),
     "wave": (_wave, ()),
@@ -118,6 +170,17 @@ MADE: dict[str, tuple[Callable[..., Meant], tuple[tuple[int, ...], ...]]] = {
         lambda b: Meant(scores.Sigmoid(b), Steps(sigmoid=lambda h, n: b[h]), (b,)),
         ((H,),),
     ),
+    "relu": (lambda: Meant(scores.ReLU(), Steps(normalise=_relu(1))), ()),
+    "relu-squared": (lambda: Meant(scores.ReLU(2.0), Steps(normalise=_relu(2))), ()),
+    "softpick": (lambda: Meant(scores.Softpick(), Steps(normalise=_softpick)), ()),
+    "sparsemax": (lambda: Meant(scores.Entmax(2.0), Steps(normalise=_entmax(2.0))), ()),
+    "entmax": (lambda: Meant(scores.Entmax(), Steps(normalise=_entmax(1.5))), ()),
+    "stick": (lambda: Meant(scores.StickBreaking(), Steps(normalise=_stick)), ()),
+    "scalable": (
+        lambda: Meant(scores.ScalableSoftmax(0.43), Steps(scalable=lambda h: 0.43)),
+        (),
+    ),
+    "scalable-by-head": (_scalable, ((H,),)),
     "long": (_long, ((H,), (H, H), (H,), (H, H))),
 }
 """For each rule how it is made from tensors, and their shapes."""

@@ -38,7 +38,7 @@ def rule_of(name: str) -> ScoreRule:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Sparsemax(ScoreRule):
+class Projected(ScoreRule):
     """A normaliser of a user: the projection of the scores onto the simplex."""
 
     stages: ClassVar[Any] = ("normaliser",)
@@ -358,22 +358,22 @@ def test_a_rule_as_a_score_mod() -> None:
 
 def test_a_rule_of_a_user() -> None:
     q, k, v = tensors()
-    weights = regard.attention_weights(q, k, mask=masks.Causal(), score=Sparsemax())
+    weights = regard.attention_weights(q, k, mask=masks.Causal(), score=Projected())
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, H, 6, dtype=F64))
     assert (weights == 0).any()
     assert not weights[..., 0, 4:].any()
-    with pytest.raises(KernelRefusal, match=r"the score rule sparsemax\(\) needs all keys"):
-        regard.attend(q, k, v, score=Sparsemax(), backend="tiled")
+    with pytest.raises(KernelRefusal, match=r"the score rule projected\(\) needs all keys"):
+        regard.attend(q, k, v, score=Projected(), backend="tiled")
     with pytest.raises(KernelRefusal, match=r"halved\(\) changes weights after"):
         regard.attend(q, k, v, score=Halved(), backend="tiled")
     halved = regard.attend(q, k, v, score=Halved())
     torch.testing.assert_close(2 * halved, regard.attend(q, k, v, score=None))
-    chain = scores.Temperature(0.1) >> Sparsemax() >> scores.TalkingHeads(after=torch.eye(H))
+    chain = scores.Temperature(0.1) >> Projected() >> scores.TalkingHeads(after=torch.eye(H))
     sharp = regard.attention_weights(q, k, mask=masks.Causal(), score=chain)
     assert (sharp > 0).sum() < (weights > 0).sum()
     leaves = [x.requires_grad_() for x in (q, k, v)]
     assert torch.autograd.gradcheck(
-        lambda q, k, v: regard.attend(q, k, v, mask=masks.Causal(), score=Sparsemax()), leaves
+        lambda q, k, v: regard.attend(q, k, v, mask=masks.Causal(), score=Projected()), leaves
     )
 
 
@@ -404,7 +404,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
         ArgumentError,
         r"temperature\(2\) works on the scores and stands after sigmoid\(\)",
     ),
-    (lambda: scores.Sigmoid() >> Sparsemax(), ArgumentError, "with one normaliser"),
+    (lambda: scores.Sigmoid() >> Projected(), ArgumentError, "with one normaliser"),
     (lambda: scores.TopK(2) >> scores.SoftClamp(1.0), ArgumentError, "stands after topk"),
     (lambda: scores.TalkingHeads(EYE, EYE) >> scores.TopK(1), ArgumentError, "stands after talk"),
 ]

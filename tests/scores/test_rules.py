@@ -61,7 +61,8 @@ def loops(
 def leaves(
     case: Case, name: str, dtype: torch.dtype, like: torch.dtype
 ) -> tuple[Made, list[Tensor]]:
-    if name.startswith("sigmoid") or name == "long":  # it has no denominator for a sink
+    if rules.make(name, rules.tensors_for(name, 0)).rule.normaliser is not None:
+        # it has no denominator for a sink
         case = Case(**{**case.__dict__, "sink": False})
     made = make_case(case, dtype, like=like, gradient=True)
     tensors = [x.to(like).to(dtype).requires_grad_() for x in rules.tensors_for(name, case.seed)]

@@ -8,20 +8,25 @@ from regard.registry import import_all
 from regard.scores.base import SCORES, Chain, PairRule, ScoreBlock, ScoreRule
 from regard.scores.convert import from_score_mod, to_score_mod
 from regard.scores.heads import TalkingHeads
-from regard.scores.normalisers import Sigmoid
-from regard.scores.pairs import FnScore, SoftClamp, Temperature
+from regard.scores.normalisers import Entmax, ReLU, Sigmoid, Softpick, StickBreaking
+from regard.scores.pairs import FnScore, ScalableSoftmax, SoftClamp, Temperature
 from regard.scores.rows import CoPE, TopK
 
 __all__ = [
     "SCORES",
     "Chain",
     "CoPE",
+    "Entmax",
     "FnScore",
     "PairRule",
+    "ReLU",
+    "ScalableSoftmax",
     "ScoreBlock",
     "ScoreRule",
     "Sigmoid",
     "SoftClamp",
+    "Softpick",
+    "StickBreaking",
     "TalkingHeads",
     "Temperature",
     "TopK",

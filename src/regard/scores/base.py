@@ -171,6 +171,8 @@ class ScoreRule(RuleWithTensors):
                 return f"{rule} has no log-sum-exp, by which parts could be merged"
             if "pattern" in rule.stages:
                 return f"{rule} changes the weights after the softmax"
+            if rule.needs_count:
+                return f"{rule} needs the number of keys that a query sees in all parts"
             if rule.scope == "row":
                 return f"{rule} needs all keys of a row at once"
         return ""
@@ -365,6 +367,11 @@ def _replace_hidden(s: Tensor, visible: Tensor) -> Tensor:
         return s
     largest = s.detach().masked_fill(~visible, -torch.inf).amax(-1, keepdim=True)
     return torch.where(visible, s, torch.where(largest.isfinite(), largest, 0))
+
+
+def along_keys(x: Tensor, order: Tensor) -> Tensor:
+    """Return x `[B, H, t, s]` with its keys in the order `[B or 1, 1, 1, s]`."""
+    return x.gather(-1, order.expand(x.shape))
 
 
 def map_scores(rule: ScoreRule, function: Callable[[Tensor], Tensor]) -> ScoreRule:

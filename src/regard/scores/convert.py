@@ -73,7 +73,8 @@ def to_score_mod(rule: ScoreRule, q_positions: Positions, k_positions: Positions
     FlexAttention has no softcap and no bias of its own: they are not part of the rule.
 
     Args:
-        rule: a rule of the scope "pair" that changes scores only, such as `Temperature`.
+        rule: a rule of the scope "pair" that changes scores only and counts no keys, such as
+            `Temperature`.
         q_positions: positions of the queries: a `Span`, or a tensor `[B or 1, T]`.
         k_positions: positions of the keys: a `Span`, or a tensor `[B or 1, S]`.
 
@@ -81,7 +82,8 @@ def to_score_mod(rule: ScoreRule, q_positions: Positions, k_positions: Positions
         The function `(score, b, h, q_idx, kv_idx) -> score`.
 
     Raises:
-        ArgumentError: a step of the rule has another scope, or changes more than scores.
+        ArgumentError: a step of the rule has another scope, counts keys, or changes more than
+            scores.
 
     >>> import torch, regard
     >>> rule = regard.scores.Temperature(2.0)

@@ -1,5 +1,5 @@
 """Rules in which a score depends on itself, its head and its place only: `FnScore`, `SoftClamp`,
-`Temperature`.
+`Temperature`; and `ScalableSoftmax`, in which it also depends on the number of keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.argument_checks import check_number
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.process_state import is_compiling
-from regard.scores.base import PairRule
+from regard.scores.base import PairRule, Scope, ScoreBlock, ScoreRule
 from regard.span import Positions, Span
 from regard.units import plural
 
@@ -237,6 +237,64 @@ class Temperature(PairRule):
         if not isinstance(self.tau, Tensor) or (self.tau.ndim == 2 and self.tau.shape[0] == 1):
             return None
         return self.tau.shape[0]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ScalableSoftmax(ScoreRule):
+    """Scalable-Softmax: the scores grow with the number of keys, so that attention does not fade in
+    long contexts.
+
+    s'_ij = a ln(n_i) s_ij, where n_i is the number of keys that query i sees
+
+    With a = 1 / ln n, rows of n keys are those of a softmax. A row that sees one key has scores of
+    0, which its softmax does not notice.
+
+    Args:
+        a: a number other than 0, or a float tensor `[H]` that may require a gradient.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: `a` is neither; in a call, H differs.
+
+    >>> import torch, regard
+    >>> q = torch.randn(1, 2, 5, 8)
+    >>> rule = regard.scores.ScalableSoftmax(torch.tensor([0.43, 0.5]))
+    >>> regard.attend(q, q, q, mask=regard.masks.Causal(), score=rule).shape
+    torch.Size([1, 2, 5, 8])
+
+    Source: Nakanishi 2025 (arXiv 2501.19399), equation 2.
+    """
+
+    scope: ClassVar[Scope] = "pair"
+
+    a: float | Tensor = 0.43
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.a, Tensor):
+            check_number("a", self.a, float("-inf"), float("inf"), "a finite number")
+        elif not self.a.is_floating_point():
+            raise ArgumentTypeError(f"a is {self.a.dtype}; use .float()")
+        elif self.a.ndim != 1:
+            raise ArgumentError(f"a is {tuple(self.a.shape)}; it must be [H]")
+
+    @property
+    def needs_count(self) -> bool:
+        """The scores depend on the number of visible keys."""
+        return True
+
+    def change_scores(self, s: Tensor, block: ScoreBlock) -> Tensor:
+        """Return the scores times a ln(n_i)."""
+        assert block.key_count is not None, "given because of `needs_count`"
+        a = self.a
+        if isinstance(a, Tensor):
+            a = a.to(s.device, s.dtype)[block.h]
+        return s * (a * block.key_count.clamp(min=1).to(s.dtype).log())
+
+    def select_heads(self, heads: slice) -> ScalableSoftmax:
+        """Return the rule with the numbers of these heads."""
+        return ScalableSoftmax(self.a[heads]) if isinstance(self.a, Tensor) else self
+
+    def _heads(self) -> int | None:
+        return len(self.a) if isinstance(self.a, Tensor) else None
 
 
 def _check_positive(name: str, x: float | None) -> None:

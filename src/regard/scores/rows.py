@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.scores.base import Scope, ScoreBlock, ScoreRule, Stage
+from regard.scores.base import Scope, ScoreBlock, ScoreRule, Stage, along_keys
 from regard.span import Positions
 from regard.units import plural
 
@@ -65,8 +65,8 @@ class CoPE(ScoreRule):
         logits = query @ table.mT  # [B,H,t,N]
         order = block.k.argsort(dim=-1, stable=True)
         gates = torch.where(block.visible, torch.sigmoid(s), 0)
-        count = _along_keys(gates, order).flip(-1).cumsum(-1).flip(-1)
-        number = _along_keys(count, order.argsort(dim=-1)).clamp(max=table.shape[1] - 1)
+        count = along_keys(gates, order).flip(-1).cumsum(-1).flip(-1)
+        number = along_keys(count, order.argsort(dim=-1)).clamp(max=table.shape[1] - 1)
         place = number.detach()
         place = torch.where(place.isnan(), 0, place)  # as an index; `share` keeps the NaN
         low, high = place.floor(), place.ceil()
@@ -130,16 +130,11 @@ class TopK(ScoreRule):
         if self.k >= s.shape[-1]:
             return s
         order = block.k.argsort(dim=-1, stable=True)
-        x = _along_keys(s.detach().masked_fill(~block.visible, -torch.inf), order)
+        x = along_keys(s.detach().masked_fill(~block.visible, -torch.inf), order)
         largest = x.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
         is_largest = torch.zeros_like(x, dtype=torch.bool).scatter(-1, largest, True)
-        return s.masked_fill(~_along_keys(is_largest, order.argsort(dim=-1)), -torch.inf)
+        return s.masked_fill(~along_keys(is_largest, order.argsort(dim=-1)), -torch.inf)
 
     def select_heads(self, heads: slice) -> TopK:
         """Return the same rule, which is the same for every head."""
         return self
-
-
-def _along_keys(x: Tensor, order: Tensor) -> Tensor:
-    """Return x `[B, H, t, s]` with its keys in the order `[B or 1, 1, 1, s]`."""
-    return x.gather(-1, order.expand(x.shape))

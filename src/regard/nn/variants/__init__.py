@@ -24,6 +24,17 @@ from regard.nn.variants.masked import (
     sparse_strided,
 )
 from regard.nn.variants.registry import VARIANTS, Variant, build
+from regard.nn.variants.scored import (
+    cope,
+    entmax,
+    relu_attention,
+    scalable_softmax,
+    sigmoid_attention,
+    softpick,
+    stick_breaking,
+    talking_heads,
+    top_k,
+)
 from regard.nn.variants.selected_keys import dsa, moba, nsa
 from regard.nn.variants.softmax import (
     alibi,
@@ -56,11 +67,13 @@ __all__ = [
     "build",
     "causal",
     "chunked",
+    "cope",
     "cross_attention",
     "delta_net",
     "differential",
     "dilated",
     "dsa",
+    "entmax",
     "gated",
     "gated_delta_net",
     "gated_linear",
@@ -84,14 +97,21 @@ __all__ = [
     "qk_norm",
     "qk_norm_after_rotary",
     "qk_norm_flat",
+    "relu_attention",
     "retention",
+    "scalable_softmax",
+    "sigmoid_attention",
     "single_head",
     "sliding_window",
     "softcap",
+    "softpick",
     "sparse_fixed",
     "sparse_strided",
     "stacked",
+    "stick_breaking",
     "streaming",
     "t5",
+    "talking_heads",
+    "top_k",
     "weightless",
 ]

@@ -78,7 +78,21 @@ SYMBOLS: dict[str, str] = {
 """The meaning of a symbol in the equations, unless a mechanism gives another one."""
 
 FUNCTIONS = frozenset(
-    {"softmax", "sqrt", "exp", "tanh", "sigmoid", "softplus", "relu", "sum", "min", "mod", "mean"}
+    {
+        "softmax",
+        "sqrt",
+        "exp",
+        "ln",
+        "max",
+        "tanh",
+        "sigmoid",
+        "softplus",
+        "relu",
+        "sum",
+        "min",
+        "mod",
+    }
+    | {"mean", "abs", "product"}
     | {"diag", "concat", "dot", "general", "T"}
 )
 """Functions and words with a common meaning; T is a transpose."""
@@ -382,6 +396,89 @@ USAGE: dict[str, Usage] = {
             "q2": "queries of the second pattern",
             "k1": "keys of the first pattern",
             "k2": "keys of the second pattern",
+        },
+    ),
+    "sigmoid_attention": Usage(
+        "none that is released; the paper trained models of 1B and 7B parameters",
+        "rows should not compete for weight, and results should not depend on how keys are split",
+        "a public kernel or checkpoint is needed",
+        _EIGHT,
+        {"n": "number of keys that the query sees"},
+    ),
+    "relu_attention": Usage(
+        "none that is released; studied in vision transformers",
+        "hardware without a fast exponential function, or weights that are exactly 0",
+        "language models are trained from scratch: there it is less studied than softmax",
+        _EIGHT,
+        {"n": "number of keys that the query sees"},
+    ),
+    "softpick": Usage(
+        "none that is released; the paper trained models of 340M and 1.8B parameters",
+        "activations must have no outliers, and heads should rest without a sink",
+        "contexts are long: the paper found weights that fade, and softmax ahead",
+        _EIGHT,
+        {"s_il": "score of query i and key l"},
+    ),
+    "entmax": Usage(
+        "none that is released; translation models of 2019",
+        "weights must be exactly 0 for most keys, to be read by people",
+        "speed matters: the threshold needs a sort of each row, and no fused kernel has it",
+        _EIGHT,
+        {
+            "p": "weights of a row that sum to 1",
+            "p_i": "weights of query i",
+            "s_i": "scores of query i",
+            "H_a": "Tsallis entropy of order alpha",
+        },
+    ),
+    "stick_breaking": Usage(
+        "none that is released; the paper trained models of 1B and 3B parameters",
+        "the nearest matching key should win, and texts grow longer than those of training",
+        "rows need a sum of 1, or a fused kernel other than the authors' own",
+        _EIGHT,
+        {
+            "l": "position of a key between j and i",
+            "s_il": "score of query i and key l",
+            "product_l": "product over these keys",
+        },
+    ),
+    "scalable_softmax": Usage(
+        "none that is released with learned factors; Llama 4 scales queries by their position",
+        "contexts become much longer than those of training",
+        "a checkpoint trained without it is used as it is",
+        _EIGHT,
+        {"n": "number of keys that the query sees", "a_h": "learned factor of a head"},
+    ),
+    "talking_heads": Usage(
+        "CaiT; translation and language models of the paper",
+        "quality at a fixed number of heads matters more than speed",
+        "fused kernels matter: all heads of a pair are needed at once",
+        _EIGHT,
+        {
+            "A_hg": "learned mixture of weights",
+            "B_gm": "learned mixture of scores",
+            "s_m": "scores of head m",
+            "p_h": "weights of head h",
+        },
+    ),
+    "top_k": Usage(
+        "none that is released for language; the rule is common in inference with a trained model",
+        "most of a row's weight is noise, and weights must be concentrated",
+        "speed is the aim: all scores are computed first; take dsa or nsa",
+        _EIGHT,
+    ),
+    "cope": Usage(
+        "none that is released; the paper trained small language models",
+        "positions should count words, sentences or chosen tokens instead of all tokens",
+        "speed matters: each row needs all its scores before the positions are known",
+        _EIGHT,
+        {
+            "p_ij": "number of keys from j to i that the gates of query i choose",
+            "sum_l": "sum over the keys from j to i",
+            "s_il": "score of query i and key l",
+            "q_i": "query i",
+            "e": "learned embeddings, one for each number",
+            "l": "position of a key from j to i",
         },
     ),
     "mla": Usage(
