@@ -1,8 +1,8 @@
 """Rules on one fixed example, against numbers from other implementations' formulas.
 
-One head, four tokens: q[t, d] = sin(t + 2d + 1), k[t, d] = cos(2t + d), v[t, e] = sin(3t + e + 1),
-scale 1/sqrt(3), causal. The numbers are the last token's output, from fp64 loops; those of softpick,
-CoPE and stick-breaking also come from their authors' public code.
+One head, four tokens: q[t, d] = sin(t + 2d + 1), k[t, d] = cos(2t + d),
+v[t, e] = sin(3t + e + 1), scale 1/sqrt(3), causal. The numbers are the output of the last token, from fp64 loops; those of
+softpick, CoPE and stick-breaking also come from their authors' public code.
 """
 
 from __future__ import annotations
@@ -77,6 +77,6 @@ def test_stick_breaking_weights() -> None:
     ],
 )
 def test_entmax_of_four_scores(alpha: float, expected: tuple[float, ...]) -> None:
-    q, k = torch.ones(1, 1, 1, 1).double(), torch.tensor([1, 0.5, -1, 0.8]).double()
+    q, k = torch.ones(1, 1, 1, 1).double(), torch.tensor([1, 0.5, -1, 0.8], dtype=torch.float64)
     p = regard.attention_weights(q, k.view(1, 1, 4, 1), scale=1.0, score=scores.Entmax(alpha))
     assert p.flatten().tolist() == pytest.approx(expected, abs=1e-9)
