@@ -1,8 +1,9 @@
 """Rules on one fixed example, against numbers from other implementations' formulas.
 
 One head, four tokens: q[t, d] = sin(t + 2d + 1), k[t, d] = cos(2t + d),
-v[t, e] = sin(3t + e + 1), scale 1/sqrt(3), causal. The numbers are the output of the last token, from fp64 loops; those of
-softpick, CoPE and stick-breaking also come from their authors' public code.
+v[t, e] = sin(3t + e + 1), scale 1/sqrt(3), causal. The numbers are the output of the last token,
+from fp64 loops; those of softpick, CoPE and stick-breaking also come from their authors' public
+code.
 """
 
 from __future__ import annotations
