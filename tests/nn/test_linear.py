@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from regard.errors import ArgumentError
 from regard.nn import linear as module
+from regard.nn import set_fp32_product
 from regard.nn.linear import FP16_MATMUL_ROWS, Linear, linear
+from regard.ops.onednn import MIN_ROWS, onednn_linear
 from tests.rules import assert_close_rule
 
 
@@ -38,3 +41,39 @@ def test_shapes_and_gradients() -> None:
     error = (layer.weight.grad.double() - plain.weight.grad).abs().max()
     assert float(error) < 4 * torch.finfo(torch.float16).eps * float(plain.weight.grad.abs().max())
     assert linear(torch.zeros(0, 6).half(), layer.weight).shape == (0, 5)
+
+
+def test_fp32_products_by_onednn_on_request() -> None:
+    """Within the bound of any order of M additions, and only for calls that oneDNN may serve."""
+    M, N = 320, 256
+    layer = Linear(M, N).eval()
+    before = {name: x.clone() for name, x in layer.state_dict().items()}
+    x = torch.randn(MIN_ROWS, M)
+    with torch.no_grad():
+        if onednn_linear(x, layer.weight, layer.bias) is None:
+            pytest.skip("this torch has no oneDNN")
+        plain = layer(x)
+        set_fp32_product(torch.nn.Sequential(layer), "onednn")
+        found = layer(x)
+        assert torch.equal(found, onednn_linear(x, layer.weight, layer.bias))
+        assert not torch.equal(found, plain)  # the control: another product runs
+        w, b = layer.weight.double(), layer.bias.double()
+        exact = F.linear(x.double(), w, b)
+        sums = F.linear(x.double().abs(), w.abs(), b.abs())
+        assert bool(((found - exact).abs() <= (M + 1) * 2**-24 * sums).all())
+        assert torch.equal(
+            layer(x[: MIN_ROWS - 1]), linear(x[: MIN_ROWS - 1], w.float(), b.float())
+        )
+        set_fp32_product(layer, "torch")
+        assert torch.equal(layer(x), plain)
+    set_fp32_product(layer, "onednn")
+    assert torch.equal(layer(x).detach(), plain)  # a call with gradients is computed as before
+    for name, y in layer.state_dict().items():
+        assert torch.equal(y, before[name])
+
+
+def test_fp32_products_that_cannot_be_chosen() -> None:
+    with pytest.raises(ArgumentError, match="product is 'mkl'; it must be one of torch, onednn"):
+        set_fp32_product(Linear(2, 2), "mkl")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"ReLU contains no regard\.nn\.Linear"):
+        set_fp32_product(torch.nn.ReLU(), "onednn")

@@ -332,15 +332,22 @@ def accelerated_over_ranks(rank: int, lengths: str) -> tuple[Tensor, list[Tensor
 TEXT = "def add(a, b):\n    return a + b\n\ndef add_three(a, b, c):\n    return"
 
 
-def generate_text(rank: int, sampled: bool) -> tuple[str, int, list[str]]:
-    """The text that every rank generates, the tokens in its first cache, and beams."""
-    model = regard.load("tiny")
-    options: dict[str, Any] = {"temperature": 0.8, "seed": 3} if sampled else {}
+SAMPLING: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 3}]
+"""The options of generated texts: the likeliest tokens, and tokens that are drawn."""
+
+
+def generate_text(rank: int) -> tuple[list[str], list[int], list[str]]:
+    """For each entry of `SAMPLING` the text that every rank generates, and the tokens in its first
+    cache; and beams.
+    """
+    model, texts, stored = regard.load("tiny"), [], []
     with generation():
-        pieces = model.generate(TEXT, max_tokens=12, **options)
-        text = "".join(pieces)
+        for options in SAMPLING:
+            pieces = model.generate(TEXT, max_tokens=12, **options)
+            texts.append("".join(pieces))
+            stored.append(len(pieces._session.caches[0]))
         beams = [x.text for x in model.beam_search(TEXT, beams=2, max_tokens=4)]
-    return text, len(pieces._session.caches[0]), beams
+    return texts, stored, beams
 
 
 def refused_generations(rank: int) -> list[str]:

@@ -22,11 +22,20 @@ from tests.rules import GRADIENT, assert_close_rule
 
 Case = tuple[str, str, str, str, torch.dtype]
 
-PLAIN: list[Case] = [
-    (mask, tuple(LENGTHS)[i % 3], method, "plain", torch.float32)
-    for i, mask in enumerate(x for x in MASKS if x != "function")
-    for method in ("exchange", "gather", "heads")
-]
+METHODS = ("exchange", "gather", "heads")
+
+
+def plain_cases(turn: int, methods: Sequence[str] = METHODS) -> list[Case]:
+    """Each mask with one of the lengths and every method; the three turns together are all
+    combinations.
+    """
+    return [
+        (mask, tuple(LENGTHS)[(i + turn) % 3], method, "plain", torch.float32)
+        for i, mask in enumerate(x for x in MASKS if x != "function")
+        for method in methods
+    ]
+
+
 OPTIONS: list[Case] = [
     (mask, "zigzag", method, option, dtype)
     for mask, option in (
@@ -35,15 +44,8 @@ OPTIONS: list[Case] = [
         ("prefix", "t5"),
         ("none", "softcap"),
     )
-    for method in ("exchange", "gather", "heads")
+    for method in METHODS
     for dtype in (torch.float32, torch.bfloat16)
-]
-ALL: list[Case] = [
-    (mask, lengths, method, "plain", torch.float32)
-    for mask in MASKS
-    if mask != "function"
-    for lengths in LENGTHS
-    for method in ("exchange", "gather", "heads")
 ]
 
 
@@ -83,35 +85,28 @@ def assert_results(case: Case, found: Sequence[Sequence[Tensor]], shards: Shards
             assert_close_rule(found[0][i], usual, reference, factor=factor, what=what)
 
 
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("W", [2, 4])
-def test_masks_methods_and_lengths(W: int) -> None:
-    results = spawn(ranks.forward_and_backward, W, PLAIN)
-    for n, case in enumerate(PLAIN):
+def assert_all(cases: list[Case], W: int) -> None:
+    """Run the cases on W ranks, and compare each with one process."""
+    results = spawn(ranks.forward_and_backward, W, cases)
+    for n, case in enumerate(cases):
         assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](W))
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("turn", range(3))
+@pytest.mark.parametrize("W", [2, 4])
+def test_masks_methods_and_lengths(W: int, turn: int) -> None:
+    assert_all(plain_cases(turn), W)
 
 
 @pytest.mark.full
 def test_sinks_biases_and_softcaps_in_two_dtypes() -> None:
-    results = spawn(ranks.forward_and_backward, 2, OPTIONS)
-    for n, case in enumerate(OPTIONS):
-        assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](2))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("W", [2, 4])
-def test_every_combination(W: int) -> None:
-    results = spawn(ranks.forward_and_backward, W, ALL)
-    for n, case in enumerate(ALL):
-        assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](W))
+    assert_all(OPTIONS, 2)
 
 
 @pytest.mark.full
 def test_three_ranks_without_heads() -> None:
-    cases = [case for case in PLAIN if case[2] != "heads"]
-    results = spawn(ranks.forward_and_backward, 3, cases)
-    for n, case in enumerate(cases):
-        assert_results(case, [rank[n] for rank in results], LENGTHS[case[1]](3))
+    assert_all(plain_cases(0, METHODS[:2]), 3)
 
 
 def test_heads_are_bitwise_equal_to_one_process() -> None:

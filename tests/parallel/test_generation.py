@@ -9,54 +9,45 @@ import sys
 import pytest
 
 import regard
+from regard.cli.app import run
 from regard.parallel import spawn
 from tests.parallel import sequence_ranks
-from tests.parallel.sequence_ranks import TEXT
+from tests.parallel.sequence_ranks import SAMPLING, TEXT
 
 
 @pytest.mark.full(keep=1)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("W", [2, 3])
-def test_the_text_is_that_of_one_process(W: int, sampled: bool) -> None:
+def test_the_text_is_that_of_one_process(W: int) -> None:
     model = regard.load("tiny")
-    options = {"temperature": 0.8, "seed": 3} if sampled else {}
-    expected = "".join(model.generate(TEXT, max_tokens=12, **options))
+    expected = ["".join(model.generate(TEXT, max_tokens=12, **x)) for x in SAMPLING]
+    assert expected[0] != expected[1]
     beams = [x.text for x in model.beam_search(TEXT, beams=2, max_tokens=4)]
-    results = spawn(sequence_ranks.generate_text, W, sampled)
-    assert [text for text, _, _ in results] == [expected] * W
+    results = spawn(sequence_ranks.generate_text, W)
+    assert [texts for texts, _, _ in results] == [expected] * W
     assert [found for _, _, found in results] == [beams] * W
-    stored = [n for _, n, _ in results]
     prompt_tokens = len(model.encode(TEXT)[0])
-    assert sum(stored) == prompt_tokens + 11  # the last token is never read
-    assert max(stored) - min(stored) <= 2
+    for stored in zip(*(counts for _, counts, _ in results), strict=True):
+        assert sum(stored) == prompt_tokens + 11  # the last token is never read
+        assert max(stored) - min(stored) <= 2
 
 
 @pytest.mark.full
-def test_the_command_generates_on_the_ranks_of_torchrun() -> None:
+def test_the_command_generates_on_the_ranks_of_torchrun(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", TEXT, "--max-tokens", "6"]
+    assert run(arguments) == 0
+    alone = capsys.readouterr()
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["-m", "regard", "generate", TEXT, "--max-tokens", "6"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    printed = []
-    for command in (arguments, [*start, *arguments, "--parallel", "context"]):
-        done = subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=environment,
-        )
-        printed.append(done.stdout)
-        assert done.stderr.count("tokens/s") >= 1
-    assert printed[0] == printed[1]  # the first rank prints alone
-    refused = subprocess.run(
-        [sys.executable, *arguments, "--parallel", "context"],
+    ranked = subprocess.run(
+        [sys.executable, *start, "-m", "regard", *arguments, "--parallel", "context"],
         capture_output=True,
         text=True,
-        check=False,
-        env=environment,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert refused.returncode == 2
-    assert "torchrun" in refused.stderr
+    assert ranked.stdout == alone.out  # the first rank prints alone
+    assert ranked.stderr.count("decoding at") == alone.err.count("decoding at") == 1
+    assert run([*arguments, "--parallel", "context"]) == 2
+    assert "torchrun" in capsys.readouterr().err
 
 
 def test_what_cannot_be_generated_over_ranks_is_refused_by_name() -> None:

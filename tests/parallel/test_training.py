@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from regard.cli.app import run
 from regard.errors import ArgumentError, ParallelError
 from regard.parallel import spawn
 from regard.train import ContextParallel, checkpoints, fit
@@ -93,28 +94,14 @@ def test_ranks_with_other_settings_are_told() -> None:
         assert "the ranks differ in the settings" in text
 
 
-ARGUMENTS = (
+OPTIONS = (
     "--steps 3 --dim 32 --layers 1 --heads 4 --context 24 --batch 2 --vocab 300 --save-every 2"
 )
 
 
-def command(
-    folder: Path, out: str, ranks: int | None, *more: str
-) -> subprocess.CompletedProcess[str]:
-    """Run `regard train`, alone or on several ranks."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run(
-        [
-            sys.executable,
-            *(start if ranks else []),
-            *("-m", "regard", "train", str(folder / "text.txt"), "--out", str(folder / out)),
-            *(*ARGUMENTS.split(), *more),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def arguments(folder: Path, out: str) -> list[str]:
+    """The arguments of `regard train`."""
+    return ["train", str(folder / "text.txt"), "--out", str(folder / out), *OPTIONS.split()]
 
 
 def rows_of(path: Path) -> list[list[float]]:
@@ -124,13 +111,21 @@ def rows_of(path: Path) -> list[list[float]]:
 
 
 @pytest.mark.full
-def test_the_command_trains_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
+def test_the_command_trains_on_the_ranks_of_torchrun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text.txt").write_text("the cat sees a dog and a blue tree\n" * 400)
-    alone, ranked = (
-        command(tmp_path, "one", None),
-        command(tmp_path, "two", 2, "--parallel", "context"),
+    assert run(arguments(tmp_path, "one")) == 0
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    more = ["--parallel", "context"]
+    ranked = subprocess.run(
+        [sys.executable, *start, "-m", "regard", *arguments(tmp_path, "two"), *more],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert alone.returncode == ranked.returncode == 0, ranked.stderr
+    assert ranked.returncode == 0, ranked.stderr
     assert ranked.stdout.count("step 3  steps 3") == 1  # the first rank prints alone
     first, second = rows_of(tmp_path / "one/train.csv"), rows_of(tmp_path / "two/train.csv")
     assert first == [pytest.approx(row, rel=1e-4) for row in second]
@@ -138,6 +133,6 @@ def test_the_command_trains_on_the_ranks_of_torchrun(tmp_path: Path) -> None:
         "step-00000002",
         "step-00000003",
     ]
-    refused = command(tmp_path, "three", None, "--parallel", "context")
-    assert refused.returncode == 2
-    assert "torchrun" in refused.stderr
+    capsys.readouterr()
+    assert run([*arguments(tmp_path, "three"), *more]) == 2
+    assert "torchrun" in capsys.readouterr().err

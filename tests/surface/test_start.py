@@ -68,6 +68,19 @@ def test_starts_without_torch(code: str) -> None:
     assert loaded(code) == set()
 
 
+@pytest.mark.full
+def test_attention_and_models_start_without_dynamo() -> None:
+    """torch.compile's front end takes a second to import, and only a compilation needs it."""
+    code = """
+import sys, torch, regard, regard.parallel
+x = torch.randn(1, 2, 300, 64)
+regard.attend(x, x, x)
+"".join(regard.load("tiny").generate("a text", max_tokens=2))
+print("torch._dynamo" in sys.modules)
+"""
+    assert fresh(code).split() == ["False"]
+
+
 def test_every_module_of_view_and_cost_starts_without_torch() -> None:
     names = [
         "regard." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts)

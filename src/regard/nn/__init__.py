@@ -39,7 +39,7 @@ from regard.nn.feed_forward import (
 from regard.nn.gated_projections import DifferentialProjection, GatedProjection
 from regard.nn.infini_attention import InfiniAttention
 from regard.nn.latent_projection import LatentProjection
-from regard.nn.linear import Linear
+from regard.nn.linear import Linear, set_fp32_product
 from regard.nn.linear_recurrence import Recurrent
 from regard.nn.longformer import Longformer
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
@@ -108,6 +108,7 @@ __all__ = [
     "StreamingAttention",
     "SwiGLU",
     "rotary_projection",
+    "set_fp32_product",
     "variants",
 ]
 

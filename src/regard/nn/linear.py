@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from regard.errors import ArgumentError
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.ops.gemv import check_linear_map, try_gemv
 from regard.ops.onednn import onednn_linear
@@ -17,6 +19,8 @@ from regard.ops.stored_weights import StoredWeight
 
 FP16_MATMUL_ROWS = 16
 """The least number of rows of x for which an fp16 product is computed in fp32 on a CPU."""
+Fp32Product: TypeAlias = Literal["torch", "onednn"]
+"""Which library multiplies fp32 matrices with many rows on a CPU."""
 CONVERTED_BLOCK = 1 << 23
 """How many elements of an fp16 weight are converted to fp32 at a time: 32 MiB in fp32."""
 
@@ -54,13 +58,16 @@ def linear(
     return _linear_by_matmul(x, weight, bias, block) if y is None else y
 
 
-def _linear_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
+def _linear_by_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, block: int, product: Fp32Product = "torch"
+) -> Tensor:
     """Compute W x + b by torch's matrix products; fp16 in fp32 products, by oneDNN where it runs.
 
-    fp32 maps are not multiplied by oneDNN, although it is faster: its sums have up to three times
-    the error of torch's, and depend on the number of outputs (LOG.md).
+    fp32 maps are multiplied by oneDNN only if `product` says so (`set_fp32_product`).
     """
     check_linear_map(x, weight, bias)
+    if product == "onednn" and (y := onednn_linear(x, weight, bias)) is not None:
+        return y
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
         return F.linear(x, weight, bias)
@@ -95,6 +102,8 @@ class Linear(nn.Linear):
 
     stored_weight: StoredWeight | None = None
     """The weight in a form with fewer bits (`regard.nn.stored.store_weight`), or None."""
+    fp32_product: Fp32Product = "torch"
+    """What multiplies many fp32 vectors on a CPU; see `set_fp32_product`."""
     reads_whole_weight = False
     """Whether another module reads the whole matrix for every token, so that it must be stored as
     it is.
@@ -124,4 +133,45 @@ class Linear(nn.Linear):
             if type(self) is not Linear:
                 return F.linear(x, weight, bias)
             y = call_as_leaf(self, Linear.forward, x)
-        return _linear_by_matmul(x, weight, bias, CONVERTED_BLOCK) if y is None else y
+        if y is not None:
+            return y
+        return _linear_by_matmul(x, weight, bias, CONVERTED_BLOCK, self.fp32_product)
+
+
+def set_fp32_product(module: nn.Module, product: Fp32Product) -> None:
+    """Choose what computes y = W x + b for many fp32 vectors on a CPU, in all linear maps of a
+    module.
+
+    oneDNN computes prompts up to twice as fast as torch's product on processors of AMD (LOG.md),
+    because torch calls MKL there. It is not the default, because its sums have up to three times
+    the error of torch's, which is more than `regard.error_rule` allows, and the rounding of a row
+    depends on the number of rows and of outputs. The weights stay as they are, and so does
+    `state_dict`. Fewer than `regard.ops.onednn.MIN_ROWS` vectors, small maps, calls with gradients,
+    compiled graphs and other devices are computed as before.
+
+    Args:
+        module: a model or a layer; each `regard.nn.Linear` in it keeps the choice.
+        product: "onednn", or "torch" for the default.
+
+    Raises:
+        ArgumentError: the product is unknown, or the module contains no `regard.nn.Linear`.
+
+    >>> model = nn.Sequential(Linear(256, 256))
+    >>> set_fp32_product(model, "onednn")
+    >>> model[0].fp32_product
+    'onednn'
+
+    Source: oneDNN developer guide, "Matrix Multiplication".
+    """
+    if product not in get_args(Fp32Product):
+        raise ArgumentError(
+            f"product is {product!r}; it must be one of {', '.join(get_args(Fp32Product))}"
+        )
+    linears = [x for x in module.modules() if isinstance(x, Linear)]
+    if not linears:
+        raise ArgumentError(
+            f"{type(module).__name__} contains no regard.nn.Linear, so that there is no product to "
+            "choose; pass a model or a layer of regard"
+        )
+    for linear in linears:
+        linear.fp32_product = product

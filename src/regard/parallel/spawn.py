@@ -16,6 +16,9 @@ from regard.errors import ArgumentError, ParallelError
 TIMEOUT = 60.0
 """The number of seconds after which a rank stops waiting for another."""
 
+PRELOADED = ("torch.distributed", "regard.parallel", "regard.ops.jit.preloaded")
+"""The modules that the process from which the ranks are forked imports once for all of them."""
+
 
 def spawn(
     function: Callable[..., object], W: int, *args: object, timeout: float = TIMEOUT
@@ -45,7 +48,7 @@ def spawn(
     if W < 1:
         raise ArgumentError(f"W is {W}; it must be at least 1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "regard.parallel"])
+    context.set_forkserver_preload([*PRELOADED])
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         pipes, processes = [], []

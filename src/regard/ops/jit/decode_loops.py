@@ -6,8 +6,8 @@ rows of one block: row r is query r % T of query head g H/G + r // T. The keys a
 tiles; for each tile the scores, their maximum and sum, and the weighted values are computed
 together (online softmax, Milakov and Gimelshein 2018, arXiv 1805.02867). The keys of a head are
 divided into splits. A task is one split of one head, and the results of the splits are joined by
-their lse. While a tile is computed, the cache lines of the next one are prefetched in order: a core
-that waits for every line reaches half of the memory bandwidth (LOG.md).
+their lse. While a tile is computed, the cache lines of the next one are prefetched in order, one
+beside each load: a core that waits for every line reaches half of the memory bandwidth (LOG.md).
 
 The first half of the file computes one tile: `compute_scores`, `online_softmax` and `add_values` do
 not use the mask, because a masked key has the score -inf there. The second half determines which
@@ -57,6 +57,7 @@ from regard.ops.jit.entry_points import (
 from regard.ops.jit.exp_tanh import exp
 from regard.ops.jit.half_precision import float_to_bits, to_float32
 from regard.ops.jit.llvm_vectors import (
+    CACHE_LINE,
     HAS_BF16_DOT,
     LANES,
     ZEROS,
@@ -70,6 +71,8 @@ from regard.ops.jit.llvm_vectors import (
     load_bf16_pairs,
     load_floats,
     max_of,
+    pointee_size,
+    prefetch_bytes,
     prefetch_elements,
     row_pointer,
     split_vector,
@@ -125,11 +128,9 @@ def _make_score_loop(rows: int) -> Any:
                     builder.gep(chosen, [builder.add(tile.index, i64_constant(j))])
                 )
                 places.append(builder.gep(memory, [builder.add(base, builder.mul(token, step))]))
-                next_tile = builder.gep(places[-1], [builder.mul(step, i64_constant(TILE))])
-                prefetch_elements(builder, next_tile, D)
-            total = _sum_over_dims(
-                builder, D, places, (query_rows, bf16_query_rows if paired else None), tag
-            )
+            next_tile = builder.mul(step, i64_constant(TILE))
+            rows_of_q = query_rows, bf16_query_rows if paired else None
+            total = _sum_over_dims(builder, D, (places, next_tile), rows_of_q, tag)
             dots = lane_sums(builder, total)
             dots = builder.fmul(dots, broadcast(builder, scale, dots.type.count))
             for row, x in zip(score_rows, split_vector(builder, dots, len(places)), strict=True):
@@ -143,18 +144,23 @@ def _make_score_loop(rows: int) -> Any:
 
 
 def _sum_over_dims(
-    builder: Any, D: Any, keys: list[Any], queries: tuple[Any, Any], tag: Any
+    builder: Any, D: Any, keys: tuple[list[Any], Any], queries: tuple[Any, Any], tag: Any
 ) -> list[Any]:
     """Emit the dot products over D of each row of q with each key; where `queries` has a bfloat16
     form, as many dimensions as possible are multiplied in pairs of bfloat16 numbers.
+
+    keys: (pointers to the keys, distance from each to the key of the next tile that is prefetched).
     """
+    places, next_tile = keys
     float_queries, bf16_queries = queries
     sizes = (*((2 * LANES,) if bf16_queries else ()), LANES, 1)
     bounds = [i64_constant(0), *(builder.and_(D, i64_constant(-x)) for x in sizes)]
-    total = [ZEROS] * (len(float_queries) * len(keys))
+    total = [ZEROS] * (len(float_queries) * len(places))
     for start, stop, lanes in zip(bounds, bounds[1:], sizes, strict=False):
         dims = LLVMLoop(builder, start, stop, lanes, total)
-        k = [builder.gep(x, [dims.index]) for x in keys]
+        k = [builder.gep(x, [dims.index]) for x in places]
+        if lanes > 1:
+            _prefetch_line_by_line(builder, k, dims.index, lanes, next_tile)
         x = [
             builder.gep(y, [dims.index]) for y in (bf16_queries if lanes > LANES else float_queries)
         ]
@@ -166,6 +172,23 @@ def _sum_over_dims(
         terms = zip([(a, b) for a in x for b in k], dims.now, strict=True)
         total = dims.close([add(builder, a, b, z) for (a, b), z in terms])
     return total
+
+
+def _prefetch_line_by_line(
+    builder: Any, places: list[Any], index: Any, lanes: int, next_tile: Any
+) -> None:
+    """Emit the prefetch of one cache line of the next tile for each line that is loaded: all lines
+    of a key in a row would keep the loads behind them waiting.
+
+    If two loads are a line, half of the keys have their line prefetched beside each.
+    """
+    if lanes * pointee_size(places[0]) < CACHE_LINE:
+        half = len(places) // 2
+        even = builder.icmp_signed("==", builder.and_(index, i64_constant(lanes)), i64_constant(0))
+        pairs = zip(places[:half], places[half:], strict=True)
+        places = [builder.select(even, a, b) for a, b in pairs]
+    for place in places:
+        prefetch_bytes(builder, builder.gep(place, [next_tile]), 0, CACHE_LINE)
 
 
 def _make_value_loop(rows: int, columns: int) -> Any:
@@ -194,10 +217,9 @@ def _make_value_loop(rows: int, columns: int) -> Any:
             tile = LLVMLoop(builder, i64_constant(0), count, 1, so_far)
             token = builder.load(builder.gep(chosen, [tile.index]))
             value = builder.gep(memory, [builder.add(base, builder.mul(token, step))])
-            prefetch_elements(
-                builder, builder.gep(value, [builder.mul(step, i64_constant(TILE))]), ahead
-            )
             value = builder.gep(value, [column])
+            next_tile = builder.gep(value, [builder.mul(step, i64_constant(TILE))])
+            prefetch_elements(builder, next_tile, ahead)
             v = [load_floats(builder, builder.gep(value, [i]), values[3], lanes) for i in steps]
             w = [broadcast(builder, builder.load(builder.gep(x, [tile.index]))) for x in weights]
             terms = zip([(a, b) for a in w for b in v], tile.now, strict=True)
@@ -255,27 +277,25 @@ def add_values(s, rows, values, index, n, acc):
     """
     E, r, e = acc.shape[1], 0, 0
     while r < rows:
-        four = rows - r > 1
-        ahead = E if r == 0 and e == 0 else 0  # the first pass prefetches the next tile
-        left, out = E - e, (acc, e, ahead)
-        if four and left >= 64:
+        four, left = rows - r > 1, E - e
+        # while the first rows are added, each pass prefetches its columns of the next tile
+        columns = 64 if four else 128
+        if left < columns:
+            columns = 16 if left >= 16 else 1
+        out = (acc, e, columns if r == 0 else 0)
+        if four and columns == 64:
             _mix_4_64(s, r, values, index, n, out)
-            e += 64
-        elif four and left >= 16:
+        elif four and columns == 16:
             _mix_4_16(s, r, values, index, n, out)
-            e += 16
         elif four:
             _mix_4_1(s, r, values, index, n, out)
-            e += 1
-        elif left >= 128:
+        elif columns == 128:
             _mix_1_128(s, r, values, index, n, out)
-            e += 128
-        elif left >= 16:
+        elif columns == 16:
             _mix_1_16(s, r, values, index, n, out)
-            e += 16
         else:
             _mix_1_1(s, r, values, index, n, out)
-            e += 1
+        e += columns
         if e == E:
             r, e = r + (4 if four else 1), 0
 
