@@ -22,8 +22,25 @@ from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., object])
 
-constant_in_graphs: Callable[[F], F] = torch.compiler.assume_constant_result
-"""A decorator: dynamo calls the function once, while it traces a graph, instead of tracing it."""
+
+def constant_in_graphs(function: F) -> F:
+    """Mark a function that dynamo calls once, while it traces a graph, instead of tracing it.
+
+    `torch.compiler.assume_constant_result` does the same, but it imports dynamo, which takes a
+    second of every start.
+
+    Args:
+        function: the function.
+
+    Returns:
+        The same function.
+
+    >>> constant_in_graphs(lambda: 1)()
+    1
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
 
 _lock = RLock()
 
@@ -78,14 +95,12 @@ def is_exporting_onnx() -> bool:
     return is_exporting() and _in_onnx_export()
 
 
+@constant_in_graphs
 def _in_onnx_export() -> bool:
-    """Return whether a call of `torch.onnx.export` runs in this process."""
+    """Return whether a call of `torch.onnx.export` runs in this process; dynamo, which the exporter
+    tries after another way has failed, takes torch's own function for False.
+    """
     return torch.onnx.is_in_onnx_export()
-
-
-# What `torch.compiler.assume_constant_result` does, without importing dynamo. Dynamo, which the
-# exporter tries after another way has failed, takes torch's own function for False.
-_in_onnx_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_tracing_onnx() -> bool:
