@@ -87,6 +87,7 @@ class Server:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
+        self.endpoints.prepare()
         # so that the link answers when it is printed, and `close` finds a server that has begun
         until = time.monotonic() + START_SECONDS
         while not self._server.started and self._thread.is_alive() and time.monotonic() < until:

@@ -28,6 +28,7 @@ from regard.inspect.tile_server.exact_tiles import (
     merge_peaks,
 )
 from regard.inspect.tile_server.head_overviews import HeadOverview, Overviews, head_overview
+from regard.inspect.tile_server.kept_results import KeptResults
 
 EXACT_LEVEL = 3
 """The coarsest level that is computed exactly before it is answered."""
@@ -75,6 +76,7 @@ class ViewSession:
         self._heads: OrderedDict[tuple[int, int], HeadTiles] = OrderedDict()
         self._cache: OrderedDict[tuple[Any, ...], TileData | _Mosaic] = OrderedDict()
         self._cache_bytes, self._used = cache_bytes, 0
+        self._new_mosaics: KeptResults[_Mosaic] = KeptResults(limit=2)
         self._lock = threading.RLock()
         self._parts: deque[tuple[int, int, int, int, int]] = deque()
         self._wake, self._idle, self._closed = threading.Event(), threading.Event(), False
@@ -140,10 +142,27 @@ class ViewSession:
             self._keep(key, tile)
             return tile
         if known is None:
-            known = _Mosaic(tiles, level, i, j)
-            self._keep(key, known)
+            known = self._new_mosaic(tiles, key)
         self._fill(known, place, head)
         return known.tile()
+
+    def _new_mosaic(self, tiles: HeadTiles, key: tuple[int, int, int, int, int]) -> _Mosaic:
+        """Compute the preview of a coarse tile once, also if two threads ask for it."""
+        mosaic = self._new_mosaics.get(key, lambda: _Mosaic(tiles, *key[2:]))
+        self._keep(key, mosaic)
+        return mosaic
+
+    def prepare(self) -> None:
+        """Compute the first picture, so that it is there when a browser asks for it: the whole map
+        of the first head, exact or as a preview. No exact part is computed before one asks.
+        """
+        place, head = 0, self.places[0].heads[0]
+        tiles = self.head(place, head)
+        level = tiles.top_level
+        if level <= EXACT_LEVEL:
+            self.tile(place, head, level, 0, 0)
+        elif not tiles.is_empty(tiles.range(level, 0, 0)):
+            self._new_mosaic(tiles, (place, head, level, 0, 0))
 
     def _fill(self, mosaic: _Mosaic, place: int, head: int) -> None:
         """Put known parts into a coarse tile, and ask for the others before anything else."""
