@@ -122,6 +122,7 @@ class Server:
 
 def view(
     recording: Recording | str | Path,
+    b: Recording | str | Path | None = None,
     *,
     overviews: Overviews | None = None,
     batch: int = 0,
@@ -139,6 +140,7 @@ def view(
 
     Args:
         recording: a recording, or the path of one that was saved.
+        b: a second one to compare with, of another text, model, checkpoint or kernel.
         overviews: overviews of more heads than the recording keeps (`OverviewRecorder`).
         batch: row of the batch.
         host: the address to listen on.
@@ -177,9 +179,10 @@ def view(
         ) from error
     from regard.inspect.tile_server.session import ViewSession
 
-    if not isinstance(recording, Recording):
-        recording = load(recording)
-    server = Server(ViewSession(recording, overviews, batch=batch), host, port, lang).start()
+    first = recording if isinstance(recording, Recording) else load(recording)
+    second = b if b is None or isinstance(b, Recording) else load(b)
+    session = ViewSession(first, overviews, b=second, batch=batch)
+    server = Server(session, host, port, lang).start()
     if open_browser:
         webbrowser.open(server.url)
     return server

@@ -45,6 +45,8 @@ class ViewSession:
     Args:
         recording: the recording.
         overviews: overviews of heads that were made while the model ran.
+        b: a second recording, of another text, model or kernel, whose heads stand after those of
+            the first.
         batch: row of the batch.
         cache_bytes: the largest number of bytes of cached tiles.
 
@@ -57,20 +59,26 @@ class ViewSession:
         recording: Recording,
         overviews: Overviews | None = None,
         *,
+        b: Recording | None = None,
         batch: int = 0,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        if not recording.places:
-            raise ArgumentError("the recording contains no attention call; record one first")
-        self.recording, self.batch = recording, batch
+        self.recordings, self.batch = [recording] if b is None else [recording, b], batch
         self.places: list[Place] = []
         self.names: list[str] = []
-        for name, whole in recording.places.items():
-            if not 0 <= batch < whole.B:
-                raise ArgumentError(f"batch is {batch}; {name} has batch rows 0 to {whole.B - 1}")
-            for place in split_by_pool(whole):
-                self.places.append(place)
-                self.names.append(name)
+        self.sources: list[int] = []
+        for source, one in enumerate(self.recordings):
+            if not one.places:
+                raise ArgumentError("the recording contains no attention call; record one first")
+            for name, whole in one.places.items():
+                if not 0 <= batch < whole.B:
+                    raise ArgumentError(
+                        f"batch is {batch}; {name} has batch rows 0 to {whole.B - 1}"
+                    )
+                for place in split_by_pool(whole):
+                    self.places.append(place)
+                    self.names.append(name)
+                    self.sources.append(source)
         self.overviews = overviews or Overviews()
         self._overviews: dict[tuple[int, int], HeadOverview] = {}
         self._heads: OrderedDict[tuple[int, int], HeadTiles] = OrderedDict()
@@ -110,7 +118,7 @@ class ViewSession:
             head: query head of the model.
         """
         overview = self.overviews.heads.get((self.names[place], head))
-        if overview is not None:
+        if overview is not None and self.sources[place] == 0:
             return overview
         if (place, head) not in self._overviews:
             self._overviews[place, head] = head_overview(self.head(place, head))
