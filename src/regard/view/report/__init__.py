@@ -181,8 +181,8 @@ def pack(arrays: Mapping[str, NDArray[np.generic]]) -> PackedArrays:
             raise ArgumentTypeError(
                 f"the array {name} is {x.dtype.name}; a page can contain {', '.join(TYPES)}"
             )
-        block = np.ascontiguousarray(x, x.dtype.newbyteorder("<")).reshape(-1, 1)
-        block = block.view(np.uint8).T.tobytes()
+        numbers = np.ascontiguousarray(x, x.dtype.newbyteorder("<")).reshape(-1, 1)
+        block = numbers.view(np.uint8).T.tobytes()
         block += bytes(-len(block) % 8)
         table.append({"name": name, "type": TYPES[x.dtype.name], "offset": offset, "count": x.size})
         blocks.append(block)
