@@ -138,8 +138,8 @@ class HeadWeights:
         axes.grid(visible=False)
         plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
         lowest = plotting.power_of_two(plotting.lowest_weight(columns))
-        said = f"query; colours logarithmic from {lowest} to 1"
-        plotting.write_at(figure, 16, 46, said, size=12)
+        note = f"query; colours logarithmic from {lowest} to 1"
+        plotting.write_at(figure, 16, 46, note, size=12)
         colours = plotting.weight_colours()
         scale = plotting.weight_scale(columns)
         axes.pcolormesh(cells, cmap=colours, norm=scale, gid="cells")

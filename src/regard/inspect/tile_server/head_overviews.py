@@ -74,18 +74,17 @@ def head_overview(tiles: HeadTiles) -> HeadOverview:
         offsets = (positions - low).to(p.dtype)
         away = row_positions[which].double() - float(low)
         sums[4, which] += (away * total.double() - (w @ offsets).double()).abs()
-        last = int(positions.max()) if len(positions) else -1
-        held = positions[positions >= 0]
-        first_held = int(held.min()) if len(held) else last
-        here_all = row_positions[which]
-        near = (here_all > first_held - LOCAL) & (here_all < last + LOCAL)
-        for n in near.nonzero()[:, 0].tolist():  # the others have no key at a distance below 32
-            row, here = int(which[n]), int(here_all[n])
+        sums[5, which] = torch.maximum(sums[5, which], w.amax(1).double())
+        of_rows, of_keys = row_positions[which], positions[positions >= 0]
+        if not len(of_keys):
+            return
+        is_near = (of_rows > of_keys.min() - LOCAL) & (of_rows < of_keys.max() + LOCAL)
+        for n in is_near.nonzero()[:, 0].tolist():  # the others have no key at a distance below 32
+            row, here = int(which[n]), int(of_rows[n])
             is_local = (positions > here - LOCAL) & (positions < here + LOCAL) & (positions >= 0)
             if bool(is_local.any()):
                 sums[3, row] += float(w[n, is_local].sum())
                 sums[2, row] += float(w[n, positions == here - 1].sum())
-        sums[5, which] = torch.maximum(sums[5, which], w.amax(1).double())
 
     mass, largest, pairs = tiles.row_blocks(rows, 0, tiles.N, size, observe)
     mass = mass.masked_fill(pairs == 0, MASKED)

@@ -23,13 +23,12 @@ KEPT_LINES = 8
 for the list of tokens and for the inspector.
 """
 
-
-_kept: WeakKeyDictionary[HeadTiles, KeptResults[Tensor]] = WeakKeyDictionary()
+_lines: WeakKeyDictionary[HeadTiles, KeptResults[Tensor]] = WeakKeyDictionary()
 
 
 def _line(tiles: HeadTiles, which: tuple[str, int], make: Callable[[], Tensor]) -> Tensor:
     """Return a row or a column of a head, which is computed if it is not kept."""
-    return _kept.setdefault(tiles, KeptResults(KEPT_LINES)).get(which, make)
+    return _lines.setdefault(tiles, KeptResults(KEPT_LINES)).get(which, make)
 
 
 def row_weights(tiles: HeadTiles, i: int) -> Tensor:
