@@ -87,6 +87,8 @@ def test_a_model_and_its_recording_are_served(
     assert served == [[("layers.1", (2,))]]
     assert run(["view", str(file), "--lang", "zh"]) == 0
     assert served == [[("layers.1", (2,))]] * 2
+    assert run(["view", str(file), "--beside", str(file)]) == 0
+    assert served[2:] == [[("layers.1", (2,))] * 2]
     assert len(regard.inspect.load(file).places) == 1
 
 

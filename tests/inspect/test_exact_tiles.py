@@ -5,6 +5,7 @@ edges, twelve masks, shared keys, sinks, softcap, biases, decoded tokens.
 from __future__ import annotations
 
 import struct
+import threading
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ from regard.inspect.report.page_rules import split_by_pool
 from regard.inspect.tile_server import exact_tiles
 from regard.inspect.tile_server.exact_tiles import HeadTiles, TileData
 from regard.inspect.tile_server.head_overviews import METRICS, OverviewRecorder, head_overview
+from regard.inspect.tile_server.kept_results import KeptResults
 from regard.inspect.tile_server.session import ViewSession
 from regard.inspect.tile_server.single_cells import (
     column_weights,
@@ -57,6 +59,14 @@ def recorded(name: str, length: int = LENGTH, scale: float = 1.5) -> Recording:
     q, k, v = (torch.randn(1, heads, length, 16, generator=draw) for heads in (4, 2, 2))
     with torch.inference_mode(), Recorder() as recorder:
         regard.attend(scale * q, k, v, **CASES[name])
+    return recorder.recording()
+
+
+def causal(length: int) -> Recording:
+    """One head of a few dims."""
+    q, k = torch.randn(2, 1, 1, length, 4, generator=torch.Generator().manual_seed(length))
+    with torch.inference_mode(), Recorder(keep=()) as recorder:
+        regard.attend(q, k, k, mask=masks.Causal())
     return recorder.recording()
 
 
@@ -296,3 +306,70 @@ def test_the_comparison_would_find_a_wrong_tile() -> None:
         assert_close(shifted.mass, mass[:256, :256], 30.0)
     blocks = pooled(recording[0], 2, heads=slice(0, 1)).mass[0]
     assert torch.allclose(blocks, mass.clamp(min=0), atol=1e-9)
+
+
+def test_a_row_is_computed_once_for_the_tokens_and_the_inspector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = ViewSession(causal(40))
+    tiles, calls = session.head(0, 0), []
+    weights = HeadTiles.weights
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments[1:])
+        return weights(*arguments)
+
+    monkeypatch.setattr(HeadTiles, "weights", counted)
+    first = row_weights(tiles, 30)
+    assert describe_row(tiles, 30)["sum"] == pytest.approx(1, abs=1e-5)
+    assert describe_cell(tiles, 30, 3)["rank"] == 1 + int((first > float(first[3])).sum())
+    column_weights(tiles, 2)
+    assert describe_column(tiles, 2)["seen"] == 38
+    assert len(calls) == 2, "one row and one column"
+    for i in range(20):
+        row_weights(tiles, i)
+    row_weights(tiles, 30)
+    assert len(calls) == 23, "the oldest are dropped"
+
+
+def test_a_result_is_computed_once_for_two_threads() -> None:
+    kept, begun, go = KeptResults[int](limit=2), threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def slow() -> int:
+        begun.set()
+        go.wait(20)
+        made.append(1)
+        return 7
+
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(kept.get("a", slow))) for _ in range(3)]
+    threads[0].start()
+    assert begun.wait(20)
+    for thread in threads[1:]:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    assert (found, made) == ([7] * 3, [1])
+
+    def fail() -> int:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        kept.get("b", fail)
+    assert kept.get("b", lambda: 8) == 8, "a failure is not kept"
+
+
+def test_the_first_picture_is_there_before_one_asks() -> None:
+    for length, exact in ((40, True), (5000, False)):
+        session = ViewSession(causal(length))
+        session.prepare()
+        assert session.pending == 0, "no exact part is computed before a browser asks"
+        assert session.head(0, 0).top_level == (0 if exact else 5)
+        top = session.head(0, 0).top_level
+        assert list(session._cache) == [(0, 0, top, 0, 0)]
+        tile = session.tile(0, 0, top, 0, 0)
+        assert tile is not None
+        assert (tile.computed == 1) == exact
+        session.close()

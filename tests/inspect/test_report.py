@@ -19,9 +19,10 @@ from regard.errors import ArgumentError
 from regard.inspect import Choice, Recorder, Recording, record
 from regard.inspect.record.tiles import PoolAccumulator
 from regard.inspect.report import report
-from regard.inspect.report.page_data import METRICS, as_bytes, place_overview
+from regard.inspect.report.page_data import METRICS, PAGE_BUDGET, as_bytes, place_overview
 from regard.inspect.report.page_rules import split_by_pool
 from regard.tracing import named_scope
+from regard.view.report import page
 from tests.view.report.cases import CASES, Case, defined, recorded
 
 
@@ -147,6 +148,22 @@ def test_what_is_embedded_follows_the_budget_and_the_chosen_head_is_always_there
     some = report(recording, choice=(2, 3), budget=600_000)
     assert 1 < len(heads(some)) < 12
     assert (2, 3) in heads(some)
+
+
+def test_the_output_and_the_values_of_the_chosen_head_give_way_to_its_pattern() -> None:
+    recording = run(layers=1, H=2, G=1, T=512, D=64)
+    parts = {"p0.q1", "p0.lse1", "p0.k0", "p0.v0", "p0.out1"}
+    for budget, missing in ((1, {"p0.v0", "p0.out1"}), (950_000, {"p0.out1"}), (1_150_000, set())):
+        arrays = report(recording, choice=(0, 1), budget=budget)["arrays"]
+        assert parts & set(arrays) == parts - missing, budget
+
+
+@pytest.mark.full
+def test_a_page_of_8192_tokens_keeps_its_budget() -> None:
+    recording = run(layers=1, H=1, G=1, T=8192, D=64)
+    data = report(recording)
+    assert {"p0.q0", "p0.k0", "p0.v0"} <= set(data["arrays"])
+    assert len(page(data).encode()) < PAGE_BUDGET
 
 
 def test_groups_share_their_keys() -> None:

@@ -27,6 +27,7 @@ pytest.importorskip("uvicorn")
 from starlette.testclient import TestClient  # noqa: E402
 
 from regard.inspect.tile_server.app import Policy, application  # noqa: E402
+from regard.inspect.tile_server.page_facts import page_facts  # noqa: E402
 from regard.inspect.tile_server.session import ViewSession  # noqa: E402
 from regard.inspect.tile_server.wire_format import HEADER  # noqa: E402
 
@@ -317,3 +318,22 @@ def test_the_pages_sentences_exist_in_both_languages() -> None:
         if key.startswith("live.") and key not in named and not key.startswith(beginnings)
     ]
     assert [key for key in unused if not key.endswith("_title")] == []
+
+
+def test_two_recordings_are_served_one_after_the_other(recording: Recording) -> None:
+    other = regard.inspect.record(regard.load("tiny"), "to see or not")
+    session = ViewSession(recording, b=other)
+    names = list(recording.places)
+    assert session.names == [*names, *other.places]
+    assert session.sources == [0] * len(names) + [1] * len(names)
+    facts = page_facts(session)
+    assert len(facts["sources"]) == 2
+    assert [place["source"] for place in facts["places"]] == session.sources
+    last = facts["places"][-1]
+    assert facts["texts"][last["k_text"]] == list(other.pieces)
+    tile = session.tile(len(names), 0, 0, 0, 0)
+    assert tile is not None
+    assert float(tile.max[3, 2]) == pytest.approx(float(other.weights(0, 0)[3, 2]), rel=1e-5)
+    session.close()
+    with pytest.raises(ArgumentError, match="contains no attention call"):
+        ViewSession(recording, b=replace(recording, places={}))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from regard.view import palette
+from regard.view import palette, plotting
 from regard.view.charts import (
     Accuracy,
     Axis,
@@ -273,20 +273,30 @@ def test_one_mark_and_equal_marks_can_be_drawn() -> None:
         assert low < 0.5 < high
 
 
+def test_the_uniform_weight_has_a_colour_near_the_middle() -> None:
+    """On a linear scale 1/8 and 0 would have nearly the same colour."""
+    for n in (8, 64, 1000):
+        assert 0.2 < float(plotting.weight_scale(n)(1 / n)) < 0.6
+    scale = plotting.weight_scale(8)
+    assert [float(scale(x)) for x in (0.0, 2**-7, 1.0)] == [0, 0, 1]
+    assert float(scale(2**-3.5)) == pytest.approx(0.5)
+    assert plotting.power_of_two(plotting.lowest_weight(8)) == "2⁻⁷"
+
+
 def test_a_cell_of_an_alignment_is_as_dark_as_its_weight() -> None:
-    weights = np.array([[0.0, 1.0], [0.52, 0.48]])
+    weights = np.array([[0.0, 1.0], [0.7, 0.3]])
     drawing = AlignmentMap(weights, ["一", "二"], ["one", "two"]).draw()
     (cells,) = (x for x in drawing.figure.axes[0].collections if x.get_gid() == "cells")
     assert np.array_equal(np.asarray(cells.get_array()).reshape(2, 2), weights)
     assert drawing.hints["cells"] == [
         "一 ← one: 0.0000",
         "一 ← two: 1.0000",
-        "二 ← one: 0.5200",
-        "二 ← two: 0.4800",
+        "二 ← one: 0.7000",
+        "二 ← two: 0.3000",
     ]
     colours = cells.to_rgba(np.asarray(cells.get_array()).ravel())
     lightness = dict(zip(weights.ravel().tolist(), np.asarray(colours)[:, :3].sum(1), strict=True))
-    assert lightness[0.0] > lightness[0.48] > lightness[0.52] > lightness[1.0]
+    assert lightness[0.0] > lightness[0.3] > lightness[0.7] > lightness[1.0]
     axes = drawing.figure.axes[0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["一", "二"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["one", "two"]

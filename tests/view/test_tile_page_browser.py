@@ -13,6 +13,7 @@ import torch
 import regard
 from regard import masks
 from regard.inspect import Recorder, Recording
+from regard.tracing import named_scope
 from tests.view.browser import CHROMIUM, WHY_NOT, Tab, chromium
 
 pytest.importorskip("starlette")
@@ -59,8 +60,11 @@ def tab() -> Iterator[Tab]:
         yield browser.tab(1280, 860)
 
 
-def open_page(tab: Tab, recording: Recording) -> regard.inspect.tile_server.serve.Server:
-    server = regard.inspect.view(recording)
+def open_page(
+    tab: Tab, recording: Recording, b: Recording | None = None
+) -> regard.inspect.tile_server.serve.Server:
+    server = regard.inspect.view(recording, b)
+    tab.open("about:blank")  # the page of the test before may still ask its server
     tab.errors.clear()
     tab.requests.clear()
     tab.open(server.url)
@@ -172,3 +176,97 @@ def test_without_a_token_the_page_says_so(tab: Tab) -> None:
         tab.open(f"{server.origin}/")
         tab.wait("document.documentElement.dataset.ready !== undefined")
         assert "regard view" in tab.js('document.getElementById("page").textContent')
+
+
+def two_runs() -> tuple[Recording, Recording]:
+    """Two recordings of two layers with two heads each."""
+    runs = []
+    for seed in range(2):
+        draw = torch.Generator().manual_seed(seed)
+        with torch.inference_mode(), Recorder(keep=()) as recorder:
+            for n in range(2):
+                q, k = torch.randn(2, 1, 2, 400, 8, generator=draw)
+                with named_scope("layers"), named_scope(str(n)):
+                    regard.attend(q, k, k, mask=masks.Causal())
+        runs.append(recorder.recording())
+    return runs[0], runs[1]
+
+
+def test_pinned_heads_move_with_the_map_and_show_differences(tab: Tab) -> None:
+    a, b = two_runs()
+    server = open_page(tab, a, b)
+    with server:
+        assert tab.js("R.meta.places.map(x => x.source)") == [0, 0, 1, 1]
+        tab.js("R.set({ place: 2, head: 1 })")
+        tab.js('document.getElementById("map").focus()')
+        tab.key("b")
+        tab.js("R.set({ place: 0, head: 1 }); R.map.open(300, 120)")
+        tab.wait("R.map.panes().length === 1 && R.map.panes()[0].node.dataset.known === 'true'")
+        assert "pins=2.1" in tab.js("location.hash")
+        main, pane = (
+            tab.js(
+                f"(({{ view, shape }}) => [view.x + shape.width * view.s / 2, view.y + "
+                f"shape.height * view.s / 2])({which})"
+            )
+            for which in ("{ view: R.map.view, shape: R.map.shape() }", "R.map.panes()[0]")
+        )
+        assert pane == pytest.approx(main), "the same centre"
+        before = tab.js("R.map.view.x")
+        box = tab.js(
+            '(b => [b.left + 60, b.top + 60])(document.querySelector(".pane canvas")'
+            ".getBoundingClientRect())"
+        )
+        for kind, by in (
+            ("mouseMoved", 0),
+            ("mousePressed", 0),
+            ("mouseMoved", 40),
+            ("mouseReleased", 40),
+        ):
+            tab.call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=box[0] + by,
+                y=box[1],
+                button="left",
+                buttons=1,
+                clickCount=1,
+            )
+        assert tab.js("R.map.view.x") < before, "dragging a pane moves the large map"
+        tab.key("d")
+        tab.wait("R.state.diff === '1' && source.get('2/1/0/1/0')?.difference")
+        drawn, wanted = tab.js(f"""(() => {{
+            const data = source.get("2/1/0/1/0").difference.picture.getContext("2d")
+                .getImageData(120, 300 - 256, 1, 1).data;
+            const d = {a.weights(0, 1)[300, 120].item()} - {b.weights(0, 1)[300, 120].item()};
+            const colour = R.lut("signed")[Math.round(255 * R.SCALES.signedlog.at(d))];
+            return [[...data], [...new Uint8Array(new Uint32Array([colour]).buffer)]];
+        }})()""")
+        assert all(abs(x - y) <= 3 for x, y in zip(drawn, wanted, strict=True)), "fp16 moves it"
+        tab.click(".unpin")
+        assert tab.js("R.state.pins") == ""
+        tab.wait("R.map.panes().length === 0")
+        assert tab.errors == []
+
+
+def test_heads_are_filtered_and_opened_from_the_scatter(tab: Tab) -> None:
+    a, b = two_runs()
+    server = open_page(tab, a, b)
+    with server:
+        tab.js('R.set({ view: "heads" })')
+        tab.wait('document.querySelector("#scatter")?.dataset.drawn === "8"')
+        tab.js('R.set({ filterBy: "previous_token", least: "0.5" })')
+        tab.wait('document.querySelector("#atlas").dataset.drawn === "0"')
+        tab.js('R.set({ least: "" })')
+        tab.wait('document.querySelector("#scatter").dataset.drawn === "8"')
+        dot = tab.js("R.scatterDots().find(d => d.p === 3 && d.h === 1)")
+        size = tab.js(
+            '(b => [b.width, b.height])(document.querySelector("#scatter").getBoundingClientRect())'
+        )
+        tab.click("#scatter", (dot["x"] / size[0], dot["y"] / size[1]))
+        assert tab.js("[R.state.place, R.state.head, R.state.view]") == [3, 1, "map"]
+        tab.js('R.set({ view: "heads" })')
+        tab.js("""document.getElementById("atlas").dispatchEvent(new MouseEvent("click", {
+            shiftKey: true, clientX: document.getElementById("atlas").getBoundingClientRect().left,
+            clientY: document.getElementById("atlas").getBoundingClientRect().top }))""")
+        assert tab.js("R.state.pins") == "0.0"
+        assert tab.errors == []

@@ -62,6 +62,14 @@ Heads = Annotated[
         rich_help_panel=RECORD,
     ),
 ]
+Beside = Annotated[
+    Path | None,
+    typer.Option(
+        help="A second recording: its heads are shown too, beside or minus those of the first.",
+        show_default="none",
+        rich_help_panel=SERVE,
+    ),
+]
 Save = Annotated[
     Path | None,
     typer.Option(
@@ -109,6 +117,7 @@ def view(
     layer: Layers = None,
     head: Heads = None,
     save: Save = None,
+    beside: Beside = None,
     memory: Memory = 4.0,
     port: Port = 0,
     host: Host = "127.0.0.1",
@@ -128,7 +137,12 @@ def view(
     """
     check_files({"--save": save})
     options = LoadOptions(dtype, allow_missing, ignore, finite, revision)
+    serving = _serving(port, host, allow_remote, open_browser, lang)
     try:
+        if beside is not None:
+            from regard.inspect import load as load_recording
+
+            serving["b"] = load_recording(beside)
         if Path(of).is_file():
             server = _serve_recording(
                 of,
@@ -138,7 +152,7 @@ def view(
                 save,
                 layer,
                 head,
-                _serving(port, host, allow_remote, open_browser, lang),
+                serving,
             )
         else:
             words = given_text(text, file)
@@ -150,9 +164,7 @@ def view(
                 typer.echo(
                     f"{escape_controls(str(save))}: {units.size(save.stat().st_size)}", err=True
                 )
-            server = _serve(
-                recording, overviews, _serving(port, host, allow_remote, open_browser, lang)
-            )
+            server = _serve(recording, overviews, serving)
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(server.url)

@@ -37,8 +37,9 @@ def recipe(data: Mapping[str, Any]) -> str:
     return escape_controls(
         f"{data['model']}, {data['place']}, head {data['head']}, query {data['query']} "
         f"{data['query_piece']}, key {data['key']} {data['pieces'][data['key']]}; rows are queries "
-        f"({T}), columns are keys ({S}); {reduction}; colour linear from 0 to 1, hatched where "
-        f"masked; scale {data['scale']:.6g}; kernel {data['kernel']}, {data['dtype']}; check "
+        f"({T}), columns are keys ({S}); {reduction}; colour logarithmic from "
+        f"{plotting.power_of_two(plotting.lowest_weight(S))} to 1, hatched where masked; "
+        f"scale {data['scale']:.6g}; kernel {data['kernel']}, {data['dtype']}; check "
         f"{data['check']:.1e}"
     )
 
@@ -92,7 +93,10 @@ def _pattern(figure: Figure, data: Mapping[str, Any], names: list[str]) -> dict[
     axes.patch.set_hatch("///")
     axes.patch.set_edgecolor(palette.LIGHT["line"])
     axes.pcolormesh(
-        np.ma.masked_invalid(cells), cmap=plotting.weight_colours(), vmin=0, vmax=1, gid="pattern"
+        np.ma.masked_invalid(cells),
+        cmap=plotting.weight_colours(),
+        norm=plotting.weight_scale(data["sizes"]["S"]),
+        gid="pattern",
     )
     axes.invert_yaxis()
     axes.set_xlabel("key" if n == 1 else f"key / {n}", fontsize=13, color=palette.LIGHT["soft"])
@@ -101,7 +105,7 @@ def _pattern(figure: Figure, data: Mapping[str, Any], names: list[str]) -> dict[
         axes.set_yticks(np.arange(rows) + 0.5, queries[:rows], fontsize=10)
     if n == 1 and columns <= NAMED:
         axes.set_xticks(np.arange(columns) + 0.5, names[:columns], fontsize=10, rotation=90)
-    _scale(figure, high)
+    _scale(figure, high, plotting.lowest_weight(data["sizes"]["S"]))
     places = [(i, j, float(cells[i, j])) for i, j in np.ndindex(rows, columns)]
     return {
         "pattern": [
@@ -111,15 +115,15 @@ def _pattern(figure: Figure, data: Mapping[str, Any], names: list[str]) -> dict[
     }
 
 
-def _scale(figure: Figure, high: float) -> None:
-    """Draw the colour scale beside the pattern."""
+def _scale(figure: Figure, high: float, lowest: float) -> None:
+    """Draw the logarithmic colour scale beside the pattern."""
     bar = figure.add_axes(
         ((WIDE - 62) / WIDE, 1 - (64 + PATTERN) / high, 14 / WIDE, PATTERN / high)
     )
     shades = np.linspace(0, 1, plotting.NUM_SHADES)[:, None]
     bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
     bar.set_axis_off()
-    for share, word in ((0.0, "0"), (1.0, "1")):
+    for share, word in ((0.0, plotting.power_of_two(lowest)), (1.0, "1")):
         plotting.write_at(figure, WIDE - 40, 64 + PATTERN * (1 - share) + 5 * share, word, size=12)
     plotting.write_at(figure, WIDE - 76, 56, "weight", size=12)
 

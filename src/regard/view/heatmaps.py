@@ -43,7 +43,7 @@ class AlignmentMap:
 
     def draw(self) -> Drawing:
         """Return the figure; the darker a cell is, the larger is the weight of its row on its
-        column.
+        column, on a logarithmic scale.
         """
         rows, columns = self.weights.shape
         predicted, source = (
@@ -67,8 +67,7 @@ class AlignmentMap:
         cells = axes.pcolormesh(
             np.clip(self.weights, 0, 1),
             cmap=plotting.weight_colours(),
-            vmin=0,
-            vmax=1,
+            norm=plotting.weight_scale(columns),
             edgecolors=palette.LIGHT["card"],
             linewidth=2,
             gid="cells",
@@ -86,7 +85,7 @@ class AlignmentMap:
         )
         axes.set_yticks(np.arange(rows) + 0.5, predicted, color=palette.LIGHT["q"], fontsize=13)
         axes.tick_params(pad=5)
-        self._scale(figure, left)
+        self._scale(figure, left, plotting.lowest_weight(columns))
         hints = [
             f"{word} ← {other}: {terminal.weight(float(weight))}"
             for word, row in zip(predicted, self.weights, strict=True)
@@ -96,15 +95,17 @@ class AlignmentMap:
         return Drawing(figure, {"cells": hints})
 
     @staticmethod
-    def _scale(figure: Figure, left: float) -> None:
-        """Draw the colour scale below the chart."""
+    def _scale(figure: Figure, left: float, lowest: float) -> None:
+        """Draw the logarithmic colour scale below the chart."""
         wide, high = (72 * x for x in figure.get_size_inches())
-        plotting.write_at(figure, left, high - 14, "weight 0", size=12)
-        bar = figure.add_axes(((left + 62) / wide, 12 / high, 160 / wide, 14 / high))
+        plotting.write_at(
+            figure, left, high - 14, f"weight {plotting.power_of_two(lowest)}", size=12
+        )
+        bar = figure.add_axes(((left + 72) / wide, 12 / high, 160 / wide, 14 / high))
         shades = np.linspace(0, 1, plotting.NUM_SHADES)[None]
         bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
         bar.set_axis_off()
-        plotting.write_at(figure, left + 230, high - 14, "1", size=12)
+        plotting.write_at(figure, left + 240, high - 14, "1", size=12)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class HeadWeights:
     keys: Sequence[str] = ()
 
     def draw(self) -> Drawing:
-        """Return the figure; up to 16 rows, each cell has its number."""
+        """Return the figure in logarithmic colours; up to 16 rows, each cell has its number."""
         cells = np.array(self.weights, float)
         rows, columns = cells.shape
         names = [[escape_controls(word) for word in words] for words in (self.queries, self.keys)]
@@ -138,6 +139,7 @@ class HeadWeights:
         left = max(60, 24 + longest)
         wide = max(
             left + 36 + columns * side,
+            310,
             40 + plotting.LETTER_WIDTH * cell_len(escape_controls(self.title)),
         )
         high = min(side, 44)
@@ -145,9 +147,12 @@ class HeadWeights:
         axes = plotting.new_axes(figure, left, wide - left - columns * side, 56, 56)
         axes.grid(visible=False)
         plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
-        plotting.write_at(figure, 16, 46, "query")
+        lowest = plotting.power_of_two(plotting.lowest_weight(columns))
+        note = f"query; colours logarithmic from {lowest} to 1"
+        plotting.write_at(figure, 16, 46, note, size=12)
         colours = plotting.weight_colours()
-        axes.pcolormesh(cells, cmap=colours, vmin=0, vmax=1, gid="cells")
+        scale = plotting.weight_scale(columns)
+        axes.pcolormesh(cells, cmap=colours, norm=scale, gid="cells")
         axes.invert_yaxis()
         axes.set_xlabel("key", fontsize=13, color=palette.LIGHT["soft"], labelpad=6)
         for axis, count, words in (
@@ -167,7 +172,7 @@ class HeadWeights:
                 ha="center",
                 va="center",
                 fontsize=11,
-                color=palette.LIGHT["card" if cells[i, j] > 0.45 else "ink"],
+                color=palette.LIGHT["card" if scale(cells[i, j]) > 0.5 else "ink"],
             )
         rows_named = names[0] or [f"query {i}" for i in range(rows)]
         columns_named = names[1] or [f"key {j}" for j in range(columns)]

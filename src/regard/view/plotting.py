@@ -10,6 +10,7 @@ matplotlib is imported by the functions that draw, never by `import regard.view.
 from __future__ import annotations
 
 import io
+import math
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from regard.view import palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import ListedColormap
+    from matplotlib.colors import ListedColormap, LogNorm
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
@@ -130,6 +131,41 @@ def weight_colours() -> ListedColormap:
     from matplotlib.colors import ListedColormap
 
     return ListedColormap(_shades("light"), name="weights")
+
+
+def lowest_weight(columns: int) -> float:
+    """Return the weight at the low end of the colour scale of a pattern: 1 / (16 N), rounded up to
+    a power of two, for N keys. The uniform weight 1 / N then has a colour near the middle.
+
+    Args:
+        columns: number of keys.
+
+    >>> lowest_weight(8), lowest_weight(1)
+    (0.0078125, 0.0625)
+    """
+    return float(2.0 ** -(4 + int(math.log2(max(columns, 1)))))
+
+
+def weight_scale(columns: int) -> LogNorm:
+    """Return the logarithmic colour scale of a pattern, from `lowest_weight` to 1. Smaller weights,
+    and 0, have its first colour.
+
+    Args:
+        columns: number of keys.
+    """
+    from matplotlib.colors import LogNorm
+
+    return LogNorm(lowest_weight(columns), 1, clip=True)
+
+
+def power_of_two(x: float) -> str:
+    """Return a power of two as text.
+
+    >>> power_of_two(0.0078125)
+    '2⁻⁷'
+    """
+    exponent = round(math.log2(x))
+    return "2" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def signed_colours() -> ListedColormap:

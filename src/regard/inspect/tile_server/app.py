@@ -174,21 +174,26 @@ class Endpoints:
         """End the threads that compute answers."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def prepare(self) -> None:
+        """Compute what a page asks for first, before it asks."""
+        self._pool.submit(self._session.prepare)
+        self._pool.submit(self._make_facts)
+
+    def _make_facts(self) -> bytes:
+        """Return the facts about the recording as JSON; they are made once."""
+        with self._making_facts:
+            if self._facts is None:
+                facts = to_page_value(page_facts(self._session))
+                self._facts = json.dumps(facts, allow_nan=False).encode()
+            return self._facts
+
     async def _answer_page(self, request: Request) -> Response:
         """Answer with the page, which contains no data."""
         return HTMLResponse(self._page)
 
     async def _meta(self, request: Request) -> Response:
         """Answer with the places, heads and texts of the recording."""
-
-        def make() -> bytes:
-            with self._making_facts:
-                if self._facts is None:
-                    facts = to_page_value(page_facts(self._session))
-                    self._facts = json.dumps(facts, allow_nan=False).encode()
-                return self._facts
-
-        return await self._answer(request, make, "application/json")
+        return await self._answer(request, self._make_facts, "application/json")
 
     async def _answer_tile(self, request: Request) -> Response:
         """Answer with a tile: exact, or the best that is known so far."""

@@ -23,12 +23,14 @@ def page_facts(session: ViewSession) -> dict[str, Any]:
         session: what is served.
     """
     texts: list[list[str]] = []
-    source = source_facts(session.recording)
-    opened = {(name, h) for name, place in session.recording.places.items() for h in place.heads}
+    sources = [source_facts(recording) for recording in session.recordings]
+    opened = {
+        (name, h) for name, place in session.recordings[0].places.items() for h in place.heads
+    }
     reduced = [key for key in session.overviews.heads if key not in opened]
     return {
-        "title": source["title"] or "recording",
-        "sources": [source],
+        "title": " | ".join(str(x["title"]) for x in sources if x["title"]) or "recording",
+        "sources": sources,
         "texts": texts,
         "places": [_place(session, n, texts) for n in range(len(session.places))],
         "metrics": list(METRICS),
@@ -39,7 +41,7 @@ def page_facts(session: ViewSession) -> dict[str, Any]:
 def _place(session: ViewSession, number: int, texts: list[list[str]]) -> dict[str, Any]:
     """Return the facts about a place; equal texts are stored once."""
     place = session.places[number]
-    recording = replace(session.recording, places={place.name: place})
+    recording = replace(session.recordings[session.sources[number]], places={place.name: place})
     rows, columns = recording.labels(place.name)
 
     def text(pieces: tuple[str, ...]) -> int:
@@ -61,7 +63,7 @@ def _place(session: ViewSession, number: int, texts: list[list[str]]) -> dict[st
         "k_text": text(columns),
         "q_positions": _positions(place.row_positions[session.batch].tolist()),
         "k_positions": _positions(place.column_positions[session.batch].tolist()),
-        "source": 0,
+        "source": session.sources[number],
         "top": session.head(number, place.heads[0]).top_level,
         "rule": _rule(place),
         "kernel": ", ".join(dict.fromkeys(step.kernel for step in place.steps)),
@@ -98,7 +100,7 @@ def search_text(session: ViewSession, query: str) -> dict[str, Any]:
         query: the text.
     """
     place = session.places[0]
-    recording = replace(session.recording, places={place.name: place})
+    recording = replace(session.recordings[0], places={place.name: place})
     pieces = recording.labels(place.name)[1]
     starts: list[int] = []
     text: list[str] = []

@@ -87,6 +87,7 @@ class Server:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
+        self.endpoints.prepare()
         # so that the link answers when it is printed, and `close` finds a server that has begun
         until = time.monotonic() + START_SECONDS
         while not self._server.started and self._thread.is_alive() and time.monotonic() < until:
@@ -121,6 +122,7 @@ class Server:
 
 def view(
     recording: Recording | str | Path,
+    b: Recording | str | Path | None = None,
     *,
     overviews: Overviews | None = None,
     batch: int = 0,
@@ -138,6 +140,7 @@ def view(
 
     Args:
         recording: a recording, or the path of one that was saved.
+        b: a second one to compare with, of another text, model, checkpoint or kernel.
         overviews: overviews of more heads than the recording keeps (`OverviewRecorder`).
         batch: row of the batch.
         host: the address to listen on.
@@ -176,9 +179,10 @@ def view(
         ) from error
     from regard.inspect.tile_server.session import ViewSession
 
-    if not isinstance(recording, Recording):
-        recording = load(recording)
-    server = Server(ViewSession(recording, overviews, batch=batch), host, port, lang).start()
+    first = recording if isinstance(recording, Recording) else load(recording)
+    second = b if b is None or isinstance(b, Recording) else load(b)
+    session = ViewSession(first, overviews, b=second, batch=batch)
+    server = Server(session, host, port, lang).start()
     if open_browser:
         webbrowser.open(server.url)
     return server

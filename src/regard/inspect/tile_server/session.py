@@ -8,6 +8,8 @@ blocks of the preview as soon as it is there.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections import OrderedDict, deque
 from typing import Any, Self
@@ -28,12 +30,18 @@ from regard.inspect.tile_server.exact_tiles import (
     merge_peaks,
 )
 from regard.inspect.tile_server.head_overviews import HeadOverview, Overviews, head_overview
+from regard.inspect.tile_server.kept_results import KeptResults
 
 EXACT_LEVEL = 3
 """The coarsest level that is computed exactly before it is answered."""
 PART_LEVEL = 5
 """The level of the parts of coarser tiles: 8,192 x 8,192 cells take about 0.3 s."""
-CACHE_BYTES = 256 << 20
+CACHE_BYTES = 160 << 20
+"""Bytes of cached tiles: the 136 parts of a head of 131,072 tokens take 70 MB of them."""
+TRIM_AFTER = 32
+"""Number of tiles after which freed memory is given back to the system: the products of a tile take
+many times its size, and pieces of them would stay between the tiles that are kept.
+"""
 OPEN_HEADS = 4
 """Number of heads whose keys are kept in the dtype of the products."""
 
@@ -44,6 +52,8 @@ class ViewSession:
     Args:
         recording: the recording.
         overviews: overviews of heads that were made while the model ran.
+        b: a second recording, of another text, model or kernel, whose heads stand after those of
+            the first.
         batch: row of the batch.
         cache_bytes: the largest number of bytes of cached tiles.
 
@@ -56,26 +66,34 @@ class ViewSession:
         recording: Recording,
         overviews: Overviews | None = None,
         *,
+        b: Recording | None = None,
         batch: int = 0,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        if not recording.places:
-            raise ArgumentError("the recording contains no attention call; record one first")
-        self.recording, self.batch = recording, batch
+        self.recordings, self.batch = [recording] if b is None else [recording, b], batch
         self.places: list[Place] = []
         self.names: list[str] = []
-        for name, whole in recording.places.items():
-            if not 0 <= batch < whole.B:
-                raise ArgumentError(f"batch is {batch}; {name} has batch rows 0 to {whole.B - 1}")
-            for place in split_by_pool(whole):
-                self.places.append(place)
-                self.names.append(name)
+        self.sources: list[int] = []
+        for source, one in enumerate(self.recordings):
+            if not one.places:
+                raise ArgumentError("the recording contains no attention call; record one first")
+            for name, whole in one.places.items():
+                if not 0 <= batch < whole.B:
+                    raise ArgumentError(
+                        f"batch is {batch}; {name} has batch rows 0 to {whole.B - 1}"
+                    )
+                for place in split_by_pool(whole):
+                    self.places.append(place)
+                    self.names.append(name)
+                    self.sources.append(source)
         self.overviews = overviews or Overviews()
         self._overviews: dict[tuple[int, int], HeadOverview] = {}
         self._heads: OrderedDict[tuple[int, int], HeadTiles] = OrderedDict()
         self._cache: OrderedDict[tuple[Any, ...], TileData | _Mosaic] = OrderedDict()
         self._cache_bytes, self._used = cache_bytes, 0
+        self._new_mosaics: KeptResults[_Mosaic] = KeptResults(limit=2)
         self._lock = threading.RLock()
+        self._stored = 0
         self._parts: deque[tuple[int, int, int, int, int]] = deque()
         self._wake, self._idle, self._closed = threading.Event(), threading.Event(), False
         self._idle.set()
@@ -108,7 +126,7 @@ class ViewSession:
             head: query head of the model.
         """
         overview = self.overviews.heads.get((self.names[place], head))
-        if overview is not None:
+        if overview is not None and self.sources[place] == 0:
             return overview
         if (place, head) not in self._overviews:
             self._overviews[place, head] = head_overview(self.head(place, head))
@@ -140,10 +158,27 @@ class ViewSession:
             self._keep(key, tile)
             return tile
         if known is None:
-            known = _Mosaic(tiles, level, i, j)
-            self._keep(key, known)
+            known = self._new_mosaic(tiles, key)
         self._fill(known, place, head)
         return known.tile()
+
+    def _new_mosaic(self, tiles: HeadTiles, key: tuple[int, int, int, int, int]) -> _Mosaic:
+        """Compute the preview of a coarse tile once, also if two threads ask for it."""
+        mosaic = self._new_mosaics.get(key, lambda: _Mosaic(tiles, *key[2:]))
+        self._keep(key, mosaic)
+        return mosaic
+
+    def prepare(self) -> None:
+        """Compute the first picture, so that it is there when a browser asks for it: the whole map
+        of the first head, exact or as a preview. No exact part is computed before one asks.
+        """
+        place, head = 0, self.places[0].heads[0]
+        tiles = self.head(place, head)
+        level = tiles.top_level
+        if level <= EXACT_LEVEL:
+            self.tile(place, head, level, 0, 0)
+        elif not tiles.is_empty(tiles.range(level, 0, 0)):
+            self._new_mosaic(tiles, (place, head, level, 0, 0))
 
     def _fill(self, mosaic: _Mosaic, place: int, head: int) -> None:
         """Put known parts into a coarse tile, and ask for the others before anything else."""
@@ -174,6 +209,9 @@ class ViewSession:
             self._used += _bytes(tile)
             while self._used > self._cache_bytes and len(self._cache) > 1:
                 self._used -= _bytes(self._cache.popitem(last=False)[1])
+            self._stored += 1
+        if self._stored % TRIM_AFTER == 0:
+            give_memory_back()
 
     # ---- work behind the answers
     def __enter__(self) -> Self:
@@ -291,6 +329,13 @@ class _Mosaic:
             share,
             0 if self.complete else 1,
         )
+
+
+def give_memory_back() -> None:
+    """Give freed memory back to the system, where the C library has such a function (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def _bytes(x: TileData | _Mosaic) -> int:

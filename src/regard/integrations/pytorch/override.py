@@ -223,6 +223,8 @@ _replaced: list[tuple[dict[str, object], str, object]] = []
 def _install_replacements() -> None:
     """Replace torch's functions in every loaded module that holds one of them under a name."""
     global _users
+    # dynamo keeps tables of torch's functions; were it loaded later, they would hold replacements
+    importlib.import_module(_GRAPH_RULES)
     with _lock:
         _look_up_graph_rules()
         _users += 1

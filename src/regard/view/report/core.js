@@ -62,7 +62,7 @@ R.command = (p, h) => { // a part of a place, such as "layers.3 · latents", is 
 const clip = (x, count) => Math.min(Math.max(x, 0), count - 1);
 R.state = { view: "atlas", place: 0, head: 0, i: 0, j: 0, stat: "mass", scale: "log", sinks: true, theme: "auto", lang: "en", b: null, m: "", z: "", sort: "layers",
   metric: Object.keys(R.meta.metrics)[0], ...R.meta.start };
-const followers = [], NAMES = { view: "v", i: "i", j: "j", stat: "stat", scale: "scale", theme: "theme", lang: "lang", m: "m", z: "z", sort: "sort", metric: "metric" };
+const followers = [], NAMES = { view: "v", i: "i", j: "j", stat: "stat", scale: "scale", theme: "theme", lang: "lang", m: "m", z: "z", sort: "sort", metric: "metric", pins: "pins", diff: "diff" };
 R.on = fn => { followers.push(fn); };
 R.set = patch => {
   const changed = new Set();
@@ -111,6 +111,8 @@ const readHash = () => {
     else if (name === "i" || name === "j") found[name] = whole(value);
     else if (name === "m" && /^[a-z]{1,12}(:\d{1,6}(\.\d{1,6})?)?$/.test(value)) found.m = value;
     else if (name === "z" && /^\d{1,9}(\.\d{1,9}){2}$/.test(value)) found.z = value; // the visible part of a map of tiles
+    else if (name === "pins" && /^\d{1,6}\.\d{1,6}(_\d{1,6}\.\d{1,6}){0,6}$/.test(value)) found.pins = value; // heads beside the map of tiles
+    else if (name === "diff" && value === "1") found.diff = value;
     else if (name && allowed[name] && allowed[name].includes(value)) found[name] = value;
   }
   return found;

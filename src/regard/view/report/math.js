@@ -3,13 +3,17 @@
 // s_ij = softcap(scale q_i . k_j) + bias_ij where the mask allows i to attend to j, else -Infinity;   p_ij = exp(s_ij - L_i)
 // L_i is the kernel's lse; if there is a sink, L_i = ln(exp(lse_i) + exp(sink)). Sums are computed in float64.
 
-// returns the arrays by name, as views of the page's block of bytes; bf16 values are the upper halves of float32 numbers
+// returns the arrays by name, from the page's block of bytes, in which the first bytes of all numbers of an array precede the second ones;
+// bf16 values are the upper halves of float32 numbers
 const readArrays = (table, bytes) => {
-  const TYPES = { f32: Float32Array, f64: Float64Array, u8: Uint8Array, i32: Int32Array }, found = {};
+  const TYPES = { f32: Float32Array, f64: Float64Array, u8: Uint8Array, i32: Int32Array, bf16: Uint16Array }, found = {};
   for (const { name, type, offset, count } of table) {
-    if (type !== "bf16") { found[name] = new TYPES[type](bytes, offset, count); continue; }
-    const halves = new Uint16Array(bytes, offset, count), bits = Uint32Array.from(halves, x => x << 16);
-    found[name] = new Float32Array(bits.buffer);
+    const x = new TYPES[type](count), size = x.BYTES_PER_ELEMENT, into = new Uint8Array(x.buffer);
+    for (let b = 0; b < size; b++) {
+      const plane = new Uint8Array(bytes, offset + b * count, count);
+      for (let n = 0, to = b; n < count; n++, to += size) into[to] = plane[n];
+    }
+    found[name] = type === "bf16" ? new Float32Array(Uint32Array.from(x, half => half << 16).buffer) : x;
   }
   return found;
 };

@@ -51,5 +51,5 @@ R.ramp = scale => { // returns a canvas with the colours of a scale from low to 
 R.legend = (scale, note = "") => {
   const { el } = R, { low, high } = R.SCALES[scale];
   return el("div", { class: "legend" }, el("span", {}, low), R.ramp(scale), el("span", {}, high), el("span", { class: "soft" }, note),
-    el("span", { class: "swatch hatched", ariaHidden: "true" }), el("span", { class: "soft" }, R.t("map.masked")));
+    el("span", { class: "soft maskkey" }, el("span", { class: "swatch hatched", ariaHidden: "true" }), " ", R.t("map.masked")));
 };

@@ -2,7 +2,7 @@
 
 R.LOG_SPAN = 20;
 Object.assign(R.SCALES.log, { low: "2⁻²⁰", at: w => w > 0 ? 1 + Math.log2(w) / R.LOG_SPAN : 0 });
-Object.assign(R.state, { tab: "cell", side: "k", sortBy: "layers" });
+Object.assign(R.state, { tab: "cell", side: "k", sortBy: "layers", pins: "", diff: "", filterBy: "entropy", least: "", scatterX: "entropy", scatterY: "previous_token" });
 
 R.view({
   name: "map", title: "map.title",
@@ -25,7 +25,7 @@ R.frame = () => {
     el("main", { id: "views" }, ...R.views.map(view => { view.node = el("section", { id: `view-${view.name}`, class: "view", hidden: true, role: "tabpanel" }); view.fresh = true; return view.node; })),
     el("footer", { class: "soft" }, el("span", {}, `${R.place().T.toLocaleString("en")} × ${R.place().N.toLocaleString("en")} · ${R.place().rule} · ${R.place().kernel}`), " ",
       el("span", { id: "audit" })),
-    el("dialog", { id: "help", ariaLabel: t("live.help"), onclick: e => { if (e.target.id === "help") help(false); } }, el("h2", {}, t("live.help")), el("pre", {}, t("live.help_keys")), el("p", {}, t("live.help_reading")), el("p", { class: "soft" }, t("live.help_error")),
+    el("dialog", { id: "help", ariaLabel: t("live.help"), onclick: e => { if (e.target.id === "help") help(false); } }, el("h2", {}, t("live.help")), el("dl", { class: "keys" }, ...t("live.help_keys").split("\n").flatMap(line => line.split("\t").map((x, n) => el(n ? "dd" : "dt", { class: n ? "" : "num" }, x)))), el("p", {}, t("live.help_reading")), el("p", { class: "soft" }, t("live.help_error")),
       el("button", { type: "button", id: "help-close", onclick: () => help(false) }, t("live.close"))));
 };
 const audits = new Map();
@@ -53,9 +53,9 @@ R.show = changed => {
 };
 
 const keys = e => {
-  if (e.altKey || e.ctrlKey || e.metaKey || /^(INPUT|SELECT|TEXTAREA)$/.test(e.target.tagName)) return;
+  if (e.altKey || e.ctrlKey || e.metaKey || /^(INPUT|SELECT|TEXTAREA)$/.test(e.target.tagName) || e.target.closest?.("dialog") && e.key !== "Escape") return;
   const stepHead = by => { const all = R.meta.places.flatMap((x, p) => x.heads.map(h => [p, h])), at = all.findIndex(([p, h]) => p === R.state.place && h === R.state.head), [place, head] = all[(at + by + all.length) % all.length]; R.set({ place, head }); };
-  const act = { "[": () => stepHead(-1), "]": () => stepHead(1), m: () => R.set({ stat: R.state.stat === "max" ? "mass" : "max" }), M: () => R.set({ stat: R.state.stat === "max" ? "mass" : "max" }), "/": () => R.focusSearch(), "?": () => help(true),
+  const act = { "[": () => stepHead(-1), "]": () => stepHead(1), m: () => R.set({ stat: R.state.stat === "max" ? "mass" : "max" }), M: () => R.set({ stat: R.state.stat === "max" ? "mass" : "max" }), b: () => R.pin(), B: () => R.pin(), d: () => R.set({ diff: R.state.diff ? "" : "1" }), D: () => R.set({ diff: R.state.diff ? "" : "1" }), "/": () => R.focusSearch(), "?": () => help(true),
     n: () => R.nextHit(1), N: () => R.nextHit(-1), p: () => R.nextHit(-1), P: () => R.nextHit(-1), Escape: () => { R.hideTip(); help(false); } }[e.key];
   if (!act) return;
   if (e.key !== "Escape") e.preventDefault();

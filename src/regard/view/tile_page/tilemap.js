@@ -1,11 +1,14 @@
-// The map: tiles at any zoom on one canvas, rulers with tokens, a crosshair, the largest cells, an inset of the whole, keyboard.
+// The map: tiles at any zoom on one canvas, rulers with tokens, a crosshair, the largest cells, an inset of the whole, keyboard; and
+// pinned heads beside it, which show the same rows and columns, or the difference to the selected head.
 {
-  const { el, t } = R, SIDE = 256, LABELLED = 10, MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Noto Sans Mono CJK SC", monospace';
-  let canvas, pen, inset, insetPen, badge, live, legend, peaksList, shape = { left: 70, top: 54, width: 100, height: 100, dpr: 1 }, hover = null, asked = "", waiting = false;
+  const { el, t } = R, SIDE = 256, LABELLED = 10, MOST_PANES = 7, MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Noto Sans Mono CJK SC", monospace';
+  let canvas, pen, inset, insetPen, badge, live, legend, peaksList, minusButton, shape = { left: 70, top: 54, width: 100, height: 100, dpr: 1 }, hover = null, asked = "", waiting = false;
   const view = { x: 0, y: 0, s: 1 }; // first column, first row, cells per pixel
-  const place = () => R.place();
-  const code = (level, i, j) => source.name(R.state.place, R.state.head, level, i, j);
-  const levelNow = () => Math.min(Math.max(0, Math.ceil(Math.log2(view.s / shape.dpr) - 1e-9)), place().top);
+  // what is drawn: the selected head on the large map, or a pinned head in a pane (p, h, canvas, pen, view, shape)
+  const main = { view, get p() { return R.state.place; }, get h() { return R.state.head; }, get canvas() { return canvas; }, get pen() { return pen; }, get shape() { return shape; } };
+  const place = (m = main) => R.meta.places[m.p];
+  const code = (level, i, j, m = main) => source.name(m.p, m.h, level, i, j);
+  const levelNow = (m = main) => Math.min(Math.max(0, Math.ceil(Math.log2(m.view.s / m.shape.dpr) - 1e-9)), place(m).top);
   const fit = () => Math.max(place().N / shape.width, place().T / shape.height);
   const bound = () => {
     const { T, N } = place(), most = fit();
@@ -56,9 +59,86 @@
     return picture;
   };
 
+  // ---- the difference of two heads, block by block: the selected head minus the pinned one; a masked block counts as 0
+  const paintDifference = (from, tile) => {
+    const look = `${lookNow()} ${from.key} ${from.at} ${tile.at}`;
+    if (tile.difference?.look === look) return tile.difference.picture;
+    const picture = tile.difference?.picture || document.createElement("canvas"), { rows, cols } = tile.empty ? from : tile, stat = R.state.stat, { at } = R.SCALES[signedScale()];
+    picture.width = cols;
+    picture.height = rows;
+    const ink = picture.getContext("2d"), image = ink.createImageData(cols, rows), pixels = new Uint32Array(image.data.buffer), lut = R.lut("signed"), wrong = R.pixel("--bad");
+    const read = x => x.empty ? () => -1 : n => { const w = source.HALF[x[stat][n]]; return w < 0 ? -1 : w / x.factor[stat]; };
+    const a = read(from), b = read(tile);
+    for (let n = 0; n < rows * cols; n++) {
+      const p = a(n), q = b(n);
+      if (p < 0 && q < 0) continue;
+      const u = at(Math.max(p, 0) - Math.max(q, 0));
+      pixels[n] = Number.isNaN(u) ? wrong : lut[u <= 0 ? 0 : u >= 1 ? 255 : Math.round(255 * u)];
+    }
+    ink.putImageData(image, 0, 0);
+    tile.difference = { look, picture };
+    return picture;
+  };
+  const signedScale = () => R.state.scale === "linear" ? "signed" : "signedlog";
+
+  // ---- pinned heads, beside the large map; all show the same rows and columns
+  let panes = [], maps = null;
+  const comparable = m => place(m).T === place().T && place(m).N === place().N && (m.p !== main.p || m.h !== main.h);
+  const pinned = () => R.state.pins.split("_").filter(Boolean).map(x => x.split(".").map(Number)).filter(([p, h]) => R.meta.places[p]?.heads.includes(h));
+  R.pin = (p = R.state.place, h = R.state.head) => { // pins a head, or takes it away
+    const name = `${p}.${h}`, all = pinned().map(x => x.join(".")), next = all.includes(name) ? all.filter(x => x !== name) : [...all, name].slice(-MOST_PANES);
+    R.set({ pins: next.join("_") });
+  };
+  const makePanes = () => {
+    for (const m of panes) m.node.remove();
+    panes = pinned().map(([p, h]) => {
+      const one = el("canvas", { class: "heat", role: "img", ariaLabel: R.headName(p, h) }), note = el("span", { class: "soft" });
+      const node = el("div", { class: "pane", "data-pin": `${p}.${h}` }, el("div", { class: "panetitle" },
+        el("button", { type: "button", class: "small", title: t("live.open_pin"), onclick: () => R.set({ place: p, head: h }) }, R.headName(p, h)), note,
+        el("button", { type: "button", class: "small unpin", ariaLabel: t("live.unpin"), title: t("live.unpin"), onclick: () => R.pin(p, h) }, "×")), el("div", { class: "panebox" }, one));
+      const m = { p, h, node, note, canvas: one, pen: one.getContext("2d"), view: { x: 0, y: 0, s: 1 }, shape: { left: 1, top: 1, width: 100, height: 100, dpr: 1 } };
+      listen(m);
+      maps.append(node);
+      return m;
+    });
+    const n = panes.length + 1, columns = innerWidth < 700 || n === 1 ? 1 : n <= 4 ? 2 : 3;
+    maps.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
+    maps.dataset.panes = panes.length;
+    canvas.closest(".mapbox").classList.toggle("shared", panes.length > 0);
+  };
+  const layoutPanes = () => {
+    const dpr = devicePixelRatio || 1;
+    for (const m of panes) {
+      const box = m.canvas.parentElement.getBoundingClientRect(), width = Math.max(60, Math.floor(box.width) - 2), height = Math.max(60, Math.floor(box.height) - 2);
+      m.shape = { left: 1, top: 1, width, height, dpr };
+      if (m.canvas.width === Math.round((width + 2) * dpr) && m.canvas.height === Math.round((height + 2) * dpr)) continue;
+      m.canvas.width = Math.round((width + 2) * dpr);
+      m.canvas.height = Math.round((height + 2) * dpr);
+      m.canvas.style.width = `${width + 2}px`;
+      m.canvas.style.height = `${height + 2}px`;
+    }
+  };
+  const linkPanes = () => { // the centre of the large map, at the zoom at which all that it shows has room
+    for (const m of panes) {
+      const { width, height } = m.shape, s = Math.max(shape.width / width, shape.height / height) * view.s;
+      m.view = { s, x: view.x + (shape.width * view.s - width * s) / 2, y: view.y + (shape.height * view.s - height * s) / 2 };
+      if (view.x === 0 && shape.width * view.s >= place().N) m.view.x = 0;
+      if (view.y === 0 && shape.height * view.s >= place().T) m.view.y = 0;
+    }
+  };
+  const drawPane = m => {
+    m.pen.clearRect(0, 0, m.canvas.width, m.canvas.height);
+    const found = drawTiles(m), words = [found.computed < 1 ? t("live.short_preview", { share: R.percent(found.computed, 2) }) : t("live.exact")];
+    if (R.state.diff) words.unshift(t(comparable(m) ? "live.difference_of" : m.p === main.p && m.h === main.h ? "live.same_head" : "live.other_size"));
+    if (!found.known) words.push(t("live.loading"));
+    if (m.note.textContent !== words.join(" · ")) m.note.textContent = words.join(" · ");
+    m.node.dataset.known = found.known;
+    m.node.dataset.computed = found.computed;
+  };
+
   // ---- which tiles are visible, nearest to the pointer first; then those one level up
-  const visible = level => {
-    const size = SIDE * 2 ** level, { T, N } = place(), found = [];
+  const visible = (level, m = main) => {
+    const size = SIDE * 2 ** level, { T, N } = place(m), found = [], { view, shape } = m;
     const i0 = Math.max(0, Math.floor(view.y / size)), i1 = Math.min(Math.ceil(T / size) - 1, Math.floor((view.y + shape.height * view.s) / size));
     const j0 = Math.max(0, Math.floor(view.x / size)), j1 = Math.min(Math.ceil(N / size) - 1, Math.floor((view.x + shape.width * view.s) / size));
     for (let i = i0; i <= i1; i++) for (let j = j0; j <= j1; j++) found.push([i, j]);
@@ -66,48 +146,54 @@
     return found.sort((a, b) => Math.hypot((a[0] + 0.5) * size - y, (a[1] + 0.5) * size - x) - Math.hypot((b[0] + 0.5) * size - y, (b[1] + 0.5) * size - x));
   };
   const request = () => {
+    linkPanes();
     const level = levelNow(), top = place().top, keys = visible(level).map(([i, j]) => code(level, i, j));
     if (level < top) keys.push(...visible(level + 1).map(([i, j]) => code(level + 1, i, j)));
     if (!keys.includes(code(top, 0, 0))) keys.push(code(top, 0, 0));
+    for (const m of panes) {
+      const level = levelNow(m), there = visible(level, m);
+      keys.push(...there.map(([i, j]) => code(level, i, j, m)));
+      if (R.state.diff && comparable(m)) keys.push(...there.map(([i, j]) => code(level, i, j)));
+    }
     const now = keys.join();
     if (now !== asked || keys.some(k => !source.get(k) || source.get(k).computed < 1)) source.want(keys);
     asked = now;
   };
-  const px = j => (j - view.x) / view.s, py = i => (i - view.y) / view.s;
+  const px = (j, m = main) => (j - m.view.x) / m.view.s, py = (i, m = main) => (i - m.view.y) / m.view.s;
 
-  const drawTiles = () => {
-    const { left, top, width, height, dpr } = shape, level = levelNow(), { T, N } = place();
+  const drawTiles = (m = main) => {
+    const { shape, view, pen } = m, { left, top, width, height, dpr } = shape, level = levelNow(m), { T, N } = place(m), minus = m !== main && R.state.diff && comparable(m);
     let computed = 1, sampled = 0, known = true, seen = 0;
     pen.save();
     pen.beginPath();
-    pen.rect(left * dpr, top * dpr, Math.min(width, N / view.s) * dpr, Math.min(height, T / view.s) * dpr);
+    const x0 = Math.max(0, px(0, m)), y0 = Math.max(0, py(0, m));
+    pen.rect((left + x0) * dpr, (top + y0) * dpr, Math.max(0, Math.min(width, px(N, m)) - x0) * dpr, Math.max(0, Math.min(height, py(T, m)) - y0) * dpr);
     pen.clip();
-    pen.fillStyle = hatch();
+    pen.fillStyle = hatch(pen);
     pen.fillRect(left * dpr, top * dpr, width * dpr, height * dpr);
     pen.imageSmoothingEnabled = false;
     const peaks = [];
-    for (const [i, j] of visible(level)) {
-      let tile = source.touch(code(level, i, j)), up = level, a = i, b = j;
-      while (!tile && up < place().top) { up++; a >>= 1; b >>= 1; tile = source.get(code(up, a, b)); }
-      const size = SIDE * 2 ** level, x0 = Math.round((left + px(j * size)) * dpr), y0 = Math.round((top + py(i * size)) * dpr);
-      const x1 = Math.round((left + px(Math.min((j + 1) * size, N))) * dpr), y1 = Math.round((top + py(Math.min((i + 1) * size, T))) * dpr);
+    for (const [i, j] of visible(level, m)) {
+      let tile = source.touch(code(level, i, j, m)), up = level, a = i, b = j;
+      while (!tile && !minus && up < place(m).top) { up++; a >>= 1; b >>= 1; tile = source.get(code(up, a, b, m)); }
+      const size = SIDE * 2 ** level, x0 = Math.round((left + px(j * size, m)) * dpr), y0 = Math.round((top + py(i * size, m)) * dpr);
+      const x1 = Math.round((left + px(Math.min((j + 1) * size, N), m)) * dpr), y1 = Math.round((top + py(Math.min((i + 1) * size, T), m)) * dpr), from = minus ? source.touch(code(level, i, j)) : null;
       seen++;
-      if (!tile) { known = false; pen.fillStyle = R.css("--hint"); pen.fillRect(x0, y0, x1 - x0, y1 - y0); continue; }
+      if (!tile || minus && !from) { known = false; pen.fillStyle = R.css("--hint"); pen.fillRect(x0, y0, x1 - x0, y1 - y0); continue; }
       if (up !== level) known = false;
-      if (tile.empty) continue;
-      computed = Math.min(computed, tile.computed);
-      if (tile.computed < 1) sampled = Math.max(sampled, tile.sampled);
-      peaks.push(...tile.peaks);
-      const picture = paintTile(tile), block = 2 ** up, rows = (Math.min((i + 1) * size, T) - i * size) / block, cols = (Math.min((j + 1) * size, N) - j * size) / block;
+      for (const x of minus ? [tile, from] : [tile]) { computed = Math.min(computed, x.computed); if (x.computed < 1) sampled = Math.max(sampled, x.sampled); }
+      if (minus ? tile.empty && from.empty : tile.empty) continue;
+      if (!minus) peaks.push(...tile.peaks);
+      const picture = minus ? paintDifference(from, tile) : paintTile(tile), block = 2 ** up, rows = (Math.min((i + 1) * size, T) - i * size) / block, cols = (Math.min((j + 1) * size, N) - j * size) / block;
       pen.drawImage(picture, (j * size - b * SIDE * block) / block, (i * size - a * SIDE * block) / block, cols, rows, x0, y0, x1 - x0, y1 - y0);
     }
-    if (view.s <= 1 / 14) drawNumbers(level);
-    drawMarks(peaks);
+    if (view.s <= 1 / 14 && !minus) drawNumbers(m);
+    drawMarks(peaks, m);
     pen.restore();
     return { level, computed, sampled, known, peaks, seen };
   };
   let pattern = null, patternOf = "";
-  const hatch = () => {
+  const hatch = pen => {
     const now = `${R.theme()} ${shape.dpr}`;
     if (patternOf === now) return pattern;
     patternOf = now;
@@ -119,38 +205,38 @@
     for (const shift of [-n, 0, n]) { ink.beginPath(); ink.moveTo(shift, n); ink.lineTo(shift + n, 0); ink.stroke(); }
     return pattern = pen.createPattern(one, "repeat");
   };
-  const drawNumbers = () => { // weights as numbers where a cell has room for them
-    const { left, top, dpr } = shape, each = 1 / view.s;
+  const drawNumbers = m => { // weights as numbers where a cell has room for them
+    const { view, shape, pen } = m, { left, top, dpr } = shape, each = 1 / view.s;
     if (each < 34) return;
     pen.font = `${Math.min(12, each / 3.4) * dpr}px ${MONO}`;
     pen.textAlign = "center";
     pen.textBaseline = "middle";
-    const { T, N } = place();
-    for (let i = Math.floor(view.y); i < Math.min(T, view.y + shape.height * view.s); i++) for (let j = Math.floor(view.x); j < Math.min(N, view.x + shape.width * view.s); j++) {
-      const v = value(i, j);
+    const { T, N } = place(m);
+    for (let i = Math.max(0, Math.floor(view.y)); i < Math.min(T, view.y + shape.height * view.s); i++) for (let j = Math.max(0, Math.floor(view.x)); j < Math.min(N, view.x + shape.width * view.s); j++) {
+      const v = value(i, j, m);
       if (!v || v.masked || v.level > 0) continue;
       const u = R.SCALES[R.state.scale].at(v.max);
       pen.fillStyle = (R.theme() === "dark") === (u > 0.6) ? "#15171c" : "#f7f7f5";
       if (u <= 0.6) pen.fillStyle = R.css("--ink");
-      pen.fillText(R.num(v.max, 2), (left + px(j + 0.5)) * dpr, (top + py(i + 0.5)) * dpr);
+      pen.fillText(R.num(v.max, 2), (left + px(j + 0.5, m)) * dpr, (top + py(i + 0.5, m)) * dpr);
     }
   };
-  const drawMarks = peaks => {
-    const { left, top, width, height, dpr } = shape, { i, j } = R.state;
+  const drawMarks = (peaks, m) => {
+    const { view, shape, pen } = m, { left, top, width, height, dpr } = shape, { i, j } = R.state;
     pen.lineWidth = 1.5 * dpr;
     const line = (ink, x, y, w, h) => { pen.strokeStyle = R.css(ink); pen.strokeRect((left + x) * dpr, (top + y) * dpr, w * dpr, h * dpr); };
     const wide = Math.max(1 / view.s, 1);
     pen.globalAlpha = 0.75;
-    line("--q", -4, py(i), width + 8, wide);
-    line("--k", px(j), -4, wide, height + 8);
+    line("--q", -4, py(i, m), width + 8, wide);
+    line("--k", px(j, m), -4, wide, height + 8);
     pen.globalAlpha = 1;
     if (view.s > 1 / 3) for (const peak of peaks.filter(x => x.w >= 0.02)) { // a ring around each of the largest cells
       pen.strokeStyle = R.css("--bad");
       pen.beginPath();
-      pen.arc((left + px(peak.j + 0.5)) * dpr, (top + py(peak.i + 0.5)) * dpr, 6 * dpr, 0, 7);
+      pen.arc((left + px(peak.j + 0.5, m)) * dpr, (top + py(peak.i + 0.5, m)) * dpr, 6 * dpr, 0, 7);
       pen.stroke();
     }
-    if (hover) line("--ink", px(hover[1]), py(hover[0]), Math.max(1 / view.s, 1), Math.max(1 / view.s, 1));
+    if (hover) line("--ink", px(hover[1], m), py(hover[0], m), Math.max(1 / view.s, 1), Math.max(1 / view.s, 1));
   };
 
   // ---- rulers
@@ -207,13 +293,16 @@
     ruler(false);
     ruler(true);
     pen.font = `${10.5 * dpr}px system-ui, sans-serif`;
-    pen.textAlign = "right";
+    const narrow = left < 60; // the names of the axes then begin at the edge, above the numbers of the ruler
+    pen.textAlign = narrow ? "left" : "right";
     pen.fillStyle = R.css("--k");
-    pen.fillText(t("live.keys_axis"), (left - 8) * dpr, (top - 26) * dpr);
+    pen.fillText(t("live.keys_axis"), (narrow ? 1 : left - 8) * dpr, (top - (narrow ? 33 : 26)) * dpr);
     pen.fillStyle = R.css("--q");
-    pen.fillText(t("live.queries_axis"), (left - 8) * dpr, (top - 11) * dpr);
+    pen.fillText(t("live.queries_axis"), (narrow ? 1 : left - 8) * dpr, (top - (narrow ? 21 : 11)) * dpr);
     drawInset();
     say(found);
+    linkPanes();
+    panes.forEach(drawPane);
   };
   const redraw = () => { if (!waiting) { waiting = true; requestAnimationFrame(draw); } };
   let said = "";
@@ -245,9 +334,9 @@
   };
 
   // ---- the number under the pointer: of the finest tile that is here
-  const value = (i, j) => {
-    for (let level = levelNow(); level <= place().top; level++) {
-      const size = 2 ** level, tile = source.get(code(level, Math.floor(i / size / SIDE), Math.floor(j / size / SIDE)));
+  const value = (i, j, m = main) => {
+    for (let level = levelNow(m); level <= place(m).top; level++) {
+      const size = 2 ** level, tile = source.get(code(level, Math.floor(i / size / SIDE), Math.floor(j / size / SIDE), m));
       if (!tile) continue;
       if (tile.empty) return { masked: true, level };
       const n = (Math.floor(i / size) % SIDE) * tile.cols + Math.floor(j / size) % SIDE, get = stat => source.HALF[tile[stat][n]];
@@ -256,8 +345,9 @@
     }
     return null;
   };
-  const label = (i, j) => {
-    const v = value(i, j), p = R.state.place, lines = [`${t("map.query")} ${R.rowName(p, i)}`, `${t("map.key")} ${R.keyName(p, j)}`];
+  const label = (i, j, m = main) => {
+    const v = value(i, j, m), p = m.p, lines = [`${t("map.query")} ${R.rowName(p, i)}`, `${t("map.key")} ${R.keyName(p, j)}`];
+    if (m !== main) lines.unshift(R.headName(m.p, m.h));
     if (!v) lines.push(t("live.loading"));
     else if (v.masked) lines.push(t("map.masked"));
     else if (v.level === 0) lines.push(`${t("map.weight")} ${R.num(v.max, 4)}`);
@@ -285,33 +375,34 @@
     const w = shape.width * view.s, h = shape.height * view.s;
     if (j < view.x || j >= view.x + w || i < view.y || i >= view.y + h) center(i, j); else redraw();
   };
-  const cellAt = e => {
-    const box = canvas.getBoundingClientRect(), u = e.clientX - box.left - shape.left, v = e.clientY - box.top - shape.top;
+  const cellAt = (e, m = main) => {
+    const { shape, view } = m, box = m.canvas.getBoundingClientRect(), u = e.clientX - box.left - shape.left, v = e.clientY - box.top - shape.top;
     if (u < 0 || v < 0 || u >= shape.width || v >= shape.height) return null;
     const i = Math.floor(view.y + v * view.s), j = Math.floor(view.x + u * view.s);
-    return i < place().T && j < place().N ? [i, j] : null;
+    return i >= 0 && j >= 0 && i < place(m).T && j < place(m).N ? [i, j] : null;
   };
-  const nearPeak = e => {
+  const nearPeak = (e, m) => {
+    const { shape, view } = m;
     if (view.s <= 1 / 3) return null;
-    const box = canvas.getBoundingClientRect(), u = e.clientX - box.left - shape.left, v = e.clientY - box.top - shape.top, level = levelNow();
-    const all = visible(level).flatMap(([i, j]) => source.get(code(level, i, j))?.peaks || []).filter(x => x.w >= 0.02);
-    return all.find(x => Math.hypot(px(x.j + 0.5) - u, py(x.i + 0.5) - v) < 9) || null;
+    const box = m.canvas.getBoundingClientRect(), u = e.clientX - box.left - shape.left, v = e.clientY - box.top - shape.top, level = levelNow(m);
+    const all = visible(level, m).flatMap(([i, j]) => source.get(code(level, i, j, m))?.peaks || []).filter(x => x.w >= 0.02);
+    return all.find(x => Math.hypot(px(x.j + 0.5, m) - u, py(x.i + 0.5, m) - v) < 9) || null;
   };
-  const listen = () => {
-    const fingers = new Map();
+  const listen = m => { // pan, zoom and choice of a cell, on the large map and in every pane
+    const fingers = new Map(), { canvas } = m;
     let drag = null;
     canvas.addEventListener("pointerdown", e => { fingers.set(e.pointerId, e); drag = { x: e.clientX, y: e.clientY, vx: view.x, vy: view.y, moved: false }; canvas.setPointerCapture(e.pointerId); });
     canvas.addEventListener("pointermove", e => {
       if (!fingers.has(e.pointerId)) {
-        hover = cellAt(e);
-        if (hover) R.showTip(label(...hover), e.clientX, e.clientY); else R.hideTip();
+        hover = cellAt(e, m);
+        if (hover) R.showTip(label(...hover, m), e.clientX, e.clientY); else R.hideTip();
         redraw();
         return;
       }
       if (fingers.size === 2) {
         const [a, b] = [...fingers.values()], was = Math.hypot(a.clientX - b.clientX, a.clientY - b.clientY);
         fingers.set(e.pointerId, e);
-        const [c, d] = [...fingers.values()], now = Math.hypot(c.clientX - d.clientX, c.clientY - d.clientY), middle = cellAt({ clientX: (c.clientX + d.clientX) / 2, clientY: (c.clientY + d.clientY) / 2 });
+        const [c, d] = [...fingers.values()], now = Math.hypot(c.clientX - d.clientX, c.clientY - d.clientY), middle = cellAt({ clientX: (c.clientX + d.clientX) / 2, clientY: (c.clientY + d.clientY) / 2 }, m);
         if (drag) drag.moved = true;
         if (middle && now > 0) zoom(was / now, ...middle);
         return;
@@ -322,14 +413,14 @@
       drag.moved = true;
       hover = null;
       R.hideTip();
-      view.x = drag.vx - dx * view.s;
-      view.y = drag.vy - dy * view.s;
+      view.x = drag.vx - dx * m.view.s;
+      view.y = drag.vy - dy * m.view.s;
       moved();
     });
     const lift = e => {
       fingers.delete(e.pointerId);
       if (e.type === "pointerup" && drag && !drag.moved) {
-        const peak = nearPeak(e), cell = cellAt(e);
+        const peak = nearPeak(e, m), cell = cellAt(e, m);
         if (peak) open(peak.i, peak.j); else if (cell) R.set({ i: cell[0], j: cell[1] });
       }
       if (!fingers.size) drag = null;
@@ -337,13 +428,15 @@
     canvas.addEventListener("pointerup", lift);
     canvas.addEventListener("pointercancel", lift);
     canvas.addEventListener("pointerleave", () => { hover = null; R.hideTip(); redraw(); });
-    canvas.addEventListener("dblclick", e => { const cell = cellAt(e); if (cell) zoom(1 / 8, ...cell); });
+    canvas.addEventListener("dblclick", e => { const cell = cellAt(e, m); if (cell) zoom(1 / 8, ...cell); });
     canvas.addEventListener("wheel", e => {
-      const cell = cellAt(e);
+      const cell = cellAt(e, m);
       if (!cell) return;
       e.preventDefault();
       zoom(2 ** (Math.max(-120, Math.min(120, e.deltaY)) / 200), ...cell);
     }, { passive: false });
+  };
+  const listenToKeys = () => {
     canvas.addEventListener("keydown", e => {
       const { i, j } = R.state, screen = Math.max(1, Math.floor(shape.width * view.s * 0.9)), far = e.shiftKey ? screen : 1, { T, N } = place();
       const to = { ArrowUp: [i - far, j], ArrowDown: [i + far, j], ArrowLeft: [i, j - far], ArrowRight: [i, j + far], Home: [i, 0], End: [i, N - 1], PageUp: [i - screen, j], PageDown: [i + screen, j] }[e.key];
@@ -363,7 +456,7 @@
     const jump = e => { const box = inset.getBoundingClientRect(); center((e.clientY - box.top) / box.height * place().T, (e.clientX - box.left) / box.width * place().N); };
   };
 
-  R.map = { view, zoom, whole, center, open, reveal, redraw, request, value, shape: () => shape, level: levelNow };
+  R.map = { view, zoom, whole, center, open, reveal, redraw, request, value, shape: () => shape, level: levelNow, panes: () => panes };
   R.mapPanel = () => {
     canvas = el("canvas", { id: "map", tabIndex: 0, role: "img", class: "heat" });
     pen = canvas.getContext("2d");
@@ -380,29 +473,41 @@
     const middle = () => [view.y + shape.height * view.s / 2, view.x + shape.width * view.s / 2];
     const node = el("section", { class: "mappanel", ariaLabel: t("map.title") },
       el("div", { class: "controls" }, heads, select("stat", [["max", t("stat.max")], ["mass", t("stat.mass")]]), select("scale", ["log", "linear", "lift"].map(x => [x, t(`scale.${x}`)])),
-        el("span", { class: "controls" }, press("in", "+", () => zoom(0.5, ...middle())), press("out", "−", () => zoom(2, ...middle())), press("whole", t("map.fit"), whole))),
-      el("div", { class: "controls" }, badge, legend), el("div", { class: "mapbox" }, canvas, inset), el("div", { class: "controls under" }, el("span", { class: "soft" }, t("live.largest")), peaksList), live);
-    listen();
+        el("span", { class: "controls" }, press("in", "+", () => zoom(0.5, ...middle())), press("out", "−", () => zoom(2, ...middle())), press("whole", t("map.fit"), whole)),
+        el("span", { class: "controls" }, el("button", { type: "button", id: "pin", title: t("live.pin_title"), onclick: () => R.pin() }, t("live.pin")), minusButton = el("button", { type: "button", id: "diff", title: t("live.minus_title"), onclick: () => R.set({ diff: R.state.diff ? "" : "1" }) }, t("live.minus")))),
+      el("div", { class: "controls" }, badge, legend), maps = el("div", { class: "maps" }, el("div", { class: "mapbox" }, canvas, inset)), el("div", { class: "controls under" }, el("span", { class: "soft" }, t("live.largest")), peaksList), live);
+    listen(main);
+    listenToKeys();
     said = "";
     asked = "";
+    panes = [];
+    madePins = null;
     return node;
   };
-  let first = true;
+  let first = true, madePins = null, shownSize = "";
   R.mapUpdate = changed => {
+    if (madePins !== R.state.pins || changed.has("size")) { madePins = R.state.pins; makePanes(); changed.add("pins"); }
+    if (["scale", "theme", "lang", "start", "diff", "pins"].some(x => changed.has(x)) || !legend.childElementCount) legend.replaceChildren(R.legend(R.state.scale, t(R.state.scale === "log" ? "live.log_means" : `scale.${R.state.scale}.means`)),
+      R.state.diff && panes.length ? R.legend(signedScale(), t("live.difference_means")) : "");
     layout();
+    layoutPanes();
     if (first || changed.has("start")) {
       first = false;
       const z = (R.state.z || "").match(/^(\d+)\.(\d+)\.(\d+)$/);
       if (z) Object.assign(view, { y: Number(z[1]), x: Number(z[2]), s: Number(z[3]) / 1000 }); else Object.assign(view, { x: 0, y: 0, s: fit() });
     }
-    if (changed.has("place")) Object.assign(view, { x: 0, y: 0, s: fit() });
+    const size = `${place().T} ${place().N}`; // a place of the same size keeps the rows and columns that are shown
+    if (changed.has("place") && size !== shownSize) Object.assign(view, { x: 0, y: 0, s: fit() });
+    shownSize = size;
     bound();
     if (changed.has("head") || changed.has("place")) said = "";
-    if (["place", "head", "size", "start", "lang"].some(x => changed.has(x))) request();
+    if (["place", "head", "size", "start", "lang", "pins", "diff"].some(x => changed.has(x))) request();
     document.getElementById("head").value = `${R.state.place} ${R.state.head}`;
     for (const name of ["stat", "scale"]) document.getElementById(name).value = R.state[name];
+    document.getElementById("pin").setAttribute("aria-pressed", pinned().some(([p, h]) => p === R.state.place && h === R.state.head));
+    minusButton.hidden = !panes.length;
+    minusButton.setAttribute("aria-pressed", R.state.diff !== "");
     canvas.setAttribute("aria-label", t("map.alt", { head: R.headName(R.state.place, R.state.head), rows: place().T, columns: place().N }));
-    if (["scale", "theme", "lang", "start"].some(x => changed.has(x)) || !legend.childElementCount) legend.replaceChildren(R.legend(R.state.scale, t(R.state.scale === "log" ? "live.log_means" : `scale.${R.state.scale}.means`)));
     redraw();
   };
 }
