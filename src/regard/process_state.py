@@ -22,7 +22,16 @@ from torch.autograd import forward_ad
 
 F = TypeVar("F", bound=Callable[..., object])
 
-constant_in_graphs: Callable[[F], F] = torch.compiler.assume_constant_result
+
+def constant_in_graphs(function: F) -> F:
+    """Mark a function whose result torch.compile may take as a constant, which is what
+    `torch.compiler.assume_constant_result` does. That function imports dynamo, which takes a second
+    and 77 MiB in every process that never compiles.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 """A decorator: dynamo calls the function once, while it traces a graph, instead of tracing it."""
 
 _lock = RLock()

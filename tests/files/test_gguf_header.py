@@ -34,6 +34,7 @@ TENSORS = {
     "third": ("F16", (5,), bytes(10)),
 }
 HUGE = 1 << 62
+KINDS = ", ".join(x.name for x in FORMATS.values())
 
 
 def infos(**change: Any) -> list[tuple[str, tuple[int, ...], int, int]]:
@@ -129,8 +130,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     "an unknown format": (lambda: content(rows=infos(kind=99)), "'first' has the format 99"),
     "a format that is not read": (
         lambda: content(rows=infos(kind=10)),
-        "'first' has the format Q2_K; these are read: "
-        f"{', '.join(x.name for x in FORMATS.values())}",
+        f"'first' has the format Q2_K; these are read: {KINDS}",
     ),
     "no dimension": (lambda: content(rows=infos(shape=())), "'first' has 0 dimensions"),
     "many dimensions": (lambda: content(rows=infos(shape=(1,) * 9)), "'first' has 9 dimensions"),

@@ -42,7 +42,9 @@ from regard.files.safetensors_files import (
     HEADER_LIMIT,
     NAME_LIMIT,
     TENSOR_LIMIT,
+    StoredTensor,
     identify_format,
+    read_tensors,
 )
 from regard.units import plural
 from regard.untrusted_text import short_repr
@@ -52,7 +54,7 @@ KEY_LIMIT = 1 << 16
 """The largest number of keys of metadata; published files have fewer than 100."""
 DIMENSION_LIMIT = 4
 """The largest number of dimensions of a tensor in the format."""
-PANEL_BYTES = 4 << 20
+PANEL_BYTES = 1 << 20
 """How many bytes of a tensor are read at a time."""
 
 MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
@@ -461,6 +463,25 @@ def read_rows(
         if state != header.mark:
             raise FileError(f"{header.file} was changed after its header was read; load it again")
         yield first, part
+
+
+def read_plain(header: GgufHeader, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
+    """Read a tensor of numbers that are stored one by one, straight into its memory.
+
+    Args:
+        header: the checked header of the file.
+        tensor: one of its tensors.
+        dtype: the dtype of its format.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        FileError: the file has changed since its header was checked.
+    """
+    place = StoredTensor(tensor.name, dtype, tensor.shape, header.file, tensor.start, tensor.bytes)
+    ((_, values),) = read_tensors([place], {header.file: header.mark})
+    return values
 
 
 def read_matrix(

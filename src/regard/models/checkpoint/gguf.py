@@ -32,6 +32,7 @@ from regard.files.gguf_files import (
     is_gguf,
     read_gguf_header,
     read_matrix,
+    read_plain,
     read_rows,
 )
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
@@ -156,7 +157,7 @@ class GgufModel:
                 f"{architecture!r}, and the model could compute something else without them. If "
                 f"that is meant, ignore them: regard.load(file, ignore=({refused[0]!r},))"
             )
-        config = gguf_config(header, architecture, names)
+        config = gguf_config(header, architecture)
         return cls(header, architecture, config, MappingProxyType(names), tuple(unknown))
 
     @property
@@ -281,9 +282,13 @@ class GgufTensors(CheckpointTensors):
     def _read(self, name: str) -> Tensor:
         tensor, rows = self.model.names[name], self.model.rows(name)
         kind, dtype = tensor.format.name, self.tensors[name].dtype
-        whole = read_matrix(
-            self.model.header, tensor, lambda raw: dequantize_gguf(kind, raw).to(dtype)
-        ).view(tensor.shape)
+        whole = (
+            read_plain(self.model.header, tensor, dtype)
+            if float_dtype(kind) is not None
+            else read_matrix(
+                self.model.header, tensor, lambda raw: dequantize_gguf(kind, raw).to(dtype)
+            ).view(tensor.shape)
+        )
         if self.model.architecture == "gemma" and name.endswith("norm.weight"):
             whole = whole - 1
         return whole if rows is None else rows(whole)

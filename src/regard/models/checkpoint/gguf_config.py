@@ -16,10 +16,9 @@ import torch
 from regard.errors import FileError
 from regard.files.gguf_files import (
     GgufHeader,
-    GgufTensor,
     MetadataValue,
     invalid_gguf,
-    read_matrix,
+    read_plain,
 )
 from regard.positions import rope_frequencies
 from regard.positions.scalings import Llama3
@@ -91,15 +90,12 @@ def gguf_architecture(header: GgufHeader) -> str:
     return name
 
 
-def gguf_config(
-    header: GgufHeader, architecture: str, names: Mapping[str, GgufTensor]
-) -> dict[str, Any]:
+def gguf_config(header: GgufHeader, architecture: str) -> dict[str, Any]:
     """Return the metadata as the keys of a config.json.
 
     Args:
         header: the checked header of the file.
         architecture: its architecture.
-        names: name in Hugging Face's checkpoints -> tensor.
 
     Returns:
         The keys and their values.
@@ -115,18 +111,18 @@ def gguf_config(
         raise invalid_gguf(
             header.file, f"the keys {', '.join(f'{architecture}.{k}' for k in lacking)} are missing"
         )
-    embedding = names.get("model.embed_tokens.weight")
+    embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise invalid_gguf(header.file, "it has no matrix token_embd.weight")
     config = {ours: value(key) for key, ours in _KEYS.items() if value(key) is not None}
     config |= {
         "model_type": architecture,
         "vocab_size": embedding.shape[0],
-        "tie_word_embeddings": "lm_head.weight" not in names,
+        "tie_word_embeddings": "output.weight" not in header.tensors,
         "head_dim": _head_dim(header, value),
     }
     if architecture == "llama":
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in names
+        config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     if value("expert_count", 0) != 0:
         raise FileError(f"{header.file}: mixtures of experts in GGUF files are not read")
     scaling = _rope_scaling(header, value, config)
@@ -185,7 +181,7 @@ def _llama3_scaling(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, 
     """Return the rope_scaling whose frequencies the factors of the file give."""
     tensor, D = header.tensors[ROPE_FACTORS], config["head_dim"]
     if tensor.format.name == "F32" and tensor.shape == (D // 2,):
-        factors = read_matrix(header, tensor, lambda raw: raw.view(torch.float32)).flatten()
+        factors = read_plain(header, tensor, torch.float32)
         base = config.get("rope_theta", 10000.0)
         plain = rope_frequencies(D, base).inv_freq
         for factor in _LLAMA3_FACTORS:
