@@ -156,6 +156,18 @@ def test_quantized_files_compute_what_they_stand_for(
     assert (torch.cat(steps, 1) - wanted).abs().max() <= 2e-4 * wanted.abs().max()
 
 
+def test_keys_that_a_file_may_lack(tmp_path: Path) -> None:
+    config = config_of("llama", num_key_value_heads=4)
+    network = build(config, "llama")
+    tensors, _ = stored(checkpoint(network, "llama"), config, "llama")
+    keys = gguf.metadata_of(config, "llama")
+    optional = ("head_count_kv", "key_length", "value_length", "freq_base", "context_length")
+    keys = {key: x for key, x in keys.items() if not key.endswith(optional)}
+    model = regard.load(gguf.write(tmp_path / "m.gguf", keys, tensors))
+    assert model.config == config
+    assert torch.equal(model(IDS), network(IDS))
+
+
 def test_dtype_and_weights(tmp_path: Path) -> None:
     path, network, _ = write(tmp_path, "llama", "Q6_K")
     wanted = network(IDS)

@@ -115,6 +115,7 @@ def gguf_config(header: GgufHeader, architecture: str) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise invalid_gguf(header.file, "it has no matrix token_embd.weight")
     config = {ours: value(key) for key, ours in _KEYS.items() if value(key) is not None}
+    config.setdefault("num_key_value_heads", value("attention.head_count"))
     config |= {
         "model_type": architecture,
         "vocab_size": embedding.shape[0],
