@@ -119,9 +119,12 @@ def test_patterns(tmp_path: Path) -> None:
         tokens = [*keys["tokens"], "98", "987", "9876"]
         merges = [*keys["merges"], "9 8", "98 7", "987 6"]
         kinds = [*keys["token_type"], 1, 1, 1]
-        made = read(tmp_path, {**keys, "tokens": tokens, "merges": merges, "token_type": kinds})
+        change = {"tokens": tokens, "merges": merges, "token_type": kinds, "bos_token_id": 0}
+        made = read(tmp_path, {**keys, **change})
         assert made is not None
         pieces[name] = made.pieces(made.encode("9876"))
+        begins = made.encode("9", template=True) != made.encode("9")
+        assert begins == (PATTERNS[name] == PATTERNS["llama3"])  # as in llama.cpp
     assert pieces["gpt-2"] == ["9876"]
     assert pieces["llama-bpe"] == ["987", "6"]
     assert pieces["qwen2"] == ["9", "8", "7", "6"]

@@ -79,7 +79,8 @@ def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
     types = values.numbers("token_type", len(tokens))
     backend.add_special_tokens(_added(tokens, types, CONTROL, special=True))
     backend.add_tokens(_added(tokens, types, USER_DEFINED, special=False))
-    _add_template(values, backend, tokens, default=kind == "llama")
+    begins = kind == "llama" or values.get("pre", None) in _WHOLE_WORDS  # as in llama.cpp
+    _add_template(values, backend, tokens, default=begins)
     return Tokenizer(backend)
 
 
