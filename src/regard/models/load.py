@@ -133,10 +133,10 @@ def load(
             stored: "int8" or "int4", codes with a scale (and for int4 a zero point) for each group
             of up to 128 inputs; "float16" or "bfloat16", half-precision numbers that are multiplied
             in float32, so that `dtype` is float32. Other weights, such as those of norms and
-            experts, keep `dtype`. None stores all weights in `dtype`, or as the source holds them:
-            a folder that was saved with such weights, or a GGUF file, whose matrices of this form
-            stay as they are and whose other matrices are rounded to it. `regard convert --weights`
-            shows what is lost.
+            experts, keep `dtype`. None stores all weights in `dtype`, except those that the source
+            holds in 8 or 4 bits: a folder that was saved with such weights, or a GGUF file. Of a
+            GGUF file, matrices that have the given form already stay as they are. `regard convert
+            --weights` shows what is lost.
         revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
         allow_missing: patterns (`*`, `?`) of stored names that may be missing; these weights get
             random values and are not trained.
@@ -185,9 +185,10 @@ def load(
     )
     if (file := _gguf_file(source, revision)) is not None:
         gguf = GgufModel.open(file, ignore)
-        network, config, record = load_checkpoint(_open_gguf(gguf, kind, form, dtype or gguf.dtype))
+        checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype)
+        tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
+        network, config, record = load_checkpoint(checkpoint)
         assert isinstance(network, Decoder)
-        tokenizer = gguf_tokenizer(gguf.header)
         return Model(network, tokenizer, config, eos_ids=gguf_eos_ids(gguf.header), **record)
     folder = resolve_source(source, revision, check)
     checkpoint = _open_folder(folder, kind, form, ignore)

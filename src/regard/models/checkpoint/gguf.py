@@ -35,6 +35,7 @@ from regard.files.gguf_files import (
     read_plain,
     read_rows,
 )
+from regard.files.regular_files import checked_path
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
 from regard.huge_pages import empty_like
 from regard.models.checkpoint.family import NameTable, name_pattern
@@ -79,7 +80,7 @@ def find_gguf(source: Path) -> Path | None:
     no safetensors weights; None if the path means another kind of model.
 
     Raises:
-        FileError: the folder has several GGUF files.
+        FileError: the folder has several GGUF files, or its file is a link out of the folder.
 
     >>> _ = Path("a.gguf").write_bytes(b"GGUF and more")
     >>> find_gguf(Path("a.gguf")), find_gguf(Path("missing"))
@@ -99,7 +100,7 @@ def find_gguf(source: Path) -> Path | None:
         raise FileError(
             f"{source} has {len(files)} GGUF files: {some}; give the path of the one to load"
         )
-    return source / files[0]
+    return checked_path(source, files[0])
 
 
 @dataclass(frozen=True)
