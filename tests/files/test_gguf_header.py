@@ -151,6 +151,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
 }
 
 
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("case", BAD)
 def test_every_lie_is_told(case: str, tmp_path: Path) -> None:
     make, says = BAD[case]

@@ -250,7 +250,7 @@ class _HeaderReader:
         return int.from_bytes(self.take(np.dtype(kind).itemsize), "little")
 
     def text(self, what: str, limit: int | None = None) -> str:
-        """Return the next string."""
+        """Return the next string, whose length is stored before it."""
         length = self.number("<u8")
         if limit is not None and length > limit:
             raise invalid_gguf(

@@ -106,6 +106,7 @@ def write(
     return path, network, config
 
 
+@pytest.mark.full(keep=["llama", "gemma"])
 @pytest.mark.parametrize("architecture", MODULES)
 def test_plain_files_compute_the_same(architecture: str, tmp_path: Path) -> None:
     path, network, config = write(tmp_path, architecture)
@@ -183,6 +184,7 @@ def test_dtype_and_weights(tmp_path: Path) -> None:
     assert {r.form for _, r in stored_modules(other.decoder)} == {"half"}
 
 
+@pytest.mark.full
 def test_save_and_load_again(tmp_path: Path) -> None:
     config = config_of("qwen2")
     network = build(config, "qwen2")
@@ -208,6 +210,7 @@ def test_folders(tmp_path: Path) -> None:
         regard.load(path, kind=TextEncoder)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_factors_of_llama_3(factor: float, tmp_path: Path) -> None:
     scaling = {
@@ -261,7 +264,7 @@ WRONG_KEYS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", WRONG_KEYS)
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=4)
 def test_refused_metadata(case: str, kind: str, tmp_path: Path) -> None:
     change, says = WRONG_KEYS[case]
     path, _, _ = write(tmp_path, "llama", kind, **change)
@@ -320,6 +323,7 @@ def test_values_that_are_not_finite(tmp_path: Path) -> None:
         regard.load(path, weights="int2")
 
 
+@pytest.mark.full
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, _, _ = write(tmp_path, "llama", "Q8_0")
     assert run(["generate", "hello", "--model", str(path)]) != 0

@@ -175,6 +175,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("case", BAD)
 def test_refused_tokenizers(case: str, tmp_path: Path) -> None:
     change, says = BAD[case]

@@ -34,7 +34,7 @@ _PRECISIONS = {torch.bfloat16: ("bf16", "bf16"), torch.float16: ("f32", "f16")}
 
 
 def _text(problem: ModelProblem) -> list[int]:
-    """Return S random tokens."""
+    """Return the S random tokens before the step."""
     generator = torch.Generator().manual_seed(0)
     V, S = problem.sizes.vocabulary, problem.sizes.S
     return torch.randint(V, (S,), generator=generator).tolist()
@@ -82,8 +82,8 @@ def _openvino(problem: ModelProblem) -> PreparedCall:
             "position_ids": np.arange(past, past + len(ids), dtype=np.int64)[None],
             "beam_idx": np.zeros(1, dtype=np.int32),
         }
-        given = {name: x for name, x in inputs.items() if name in names}
-        return request.infer(given, share_inputs=True)["logits"]
+        known = {name: x for name, x in inputs.items() if name in names}
+        return request.infer(known, share_inputs=True)["logits"]
 
     prompt = _prompt_logits(problem, run(problem.prompt[0].tolist(), 0))
     request.reset_state()

@@ -53,6 +53,7 @@ from regard.models.checkpoint.gguf_config import (
 )
 from regard.models.checkpoint.tensors import INDEX, SINGLE, CheckpointTensors
 from regard.ops.stored_weights import StoredWeight
+from regard.units import plural
 from regard.untrusted_text import short_repr
 
 _MODEL_NAMES = {
@@ -213,8 +214,8 @@ class GgufModel:
         rows = math.prod(self.names[name].shape[: None if ".bias" in name else -1])
         if rows % (2 * heads):
             raise FileError(
-                f"{self.header.file}: {short_repr(name)} has {rows} rows, which {heads} heads with "
-                "rotary positions cannot have"
+                f"{self.header.file}: {short_repr(name)} has {plural(rows, 'row')}, which "
+                f"{plural(heads, 'head')} with rotary positions cannot have"
             )
         order = torch.arange(rows).view(heads, -1, 2).mT.flatten()
         return lambda x: x[order]

@@ -119,13 +119,15 @@ class _Values:
         if not isinstance(value, list) or not all(type(x) in number for x in value):
             raise self.invalid(key, "must be a list of numbers")
         if len(value) != count:
-            raise self.invalid(key, f"has {plural(len(value), 'value')} for {count} tokens")
+            raise self.invalid(
+                key, f"has {plural(len(value), 'value')} for {plural(count, 'token')}"
+            )
         return value
 
     def token_id(self, key: str, count: int) -> int | None:
         value = self.get(key, None)
         if value is not None and not (type(value) is int and 0 <= value < count):
-            raise self.invalid(key, f"is {short_repr(value)}; there are {count} tokens")
+            raise self.invalid(key, f"is {short_repr(value)}; there are {plural(count, 'token')}")
         return value
 
     def invalid(self, key: str, problem: str) -> FileError:
@@ -228,14 +230,14 @@ def _sentencepiece(values: _Values, tokens: Sequence[str]) -> tokenizers.Tokeniz
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the pairs of pieces whose joined piece exists, the best score first."""
-    found: list[tuple[float, int, int, tuple[str, str]]] = []
+    ranked: list[tuple[float, int, int, tuple[str, str]]] = []
     for piece, i in vocabulary.items():
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in vocabulary and right in vocabulary:
                 pair = (left, right)
-                found.append((-scores[i], vocabulary[left], vocabulary[right], pair))
-    return [pair for *_, pair in sorted(found)]
+                ranked.append((-scores[i], vocabulary[left], vocabulary[right], pair))
+    return [pair for *_, pair in sorted(ranked)]
 
 
 def _model(
