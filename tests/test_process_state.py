@@ -1,18 +1,30 @@
-"""Marks that this package sets itself are those that torch sets."""
+"""Functions whose result a compiled graph takes as a constant, without an import of dynamo."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import pytest
 import torch
 
 from regard.process_state import constant_in_graphs
 
 
-def test_a_constant_is_marked_as_torch_marks_it() -> None:
-    def ours() -> int:
-        return 1
+def test_the_mark_is_that_of_torch() -> None:
+    def ours() -> bool:
+        return True
 
-    def theirs() -> int:
-        return 1
+    def theirs() -> bool:
+        return True
 
     assert constant_in_graphs(ours) is ours
-    assert vars(ours) == vars(torch.compiler.assume_constant_result(theirs)) != {}
+    torch.compiler.assume_constant_result(theirs)
+    assert vars(ours) == vars(theirs) != {}
+
+
+@pytest.mark.full
+def test_loading_a_model_does_not_import_dynamo() -> None:
+    code = "import sys, regard; regard.load('tiny'); print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -33,6 +33,12 @@ SMALL: dict[str, ProblemSizes] = {
     "read-checkpoint": CheckpointSizes(layers=1, dim=16, inner=24, keys=8, vocabulary=31),
     "draw-page": PageSizes(layers=1, heads=2, tokens=12),
     "model-decode": ModelSizes(20, layers=2, dim=32, inner=48, H=4, G=2, vocabulary=97),
+    "model-decode-int8": ModelSizes(
+        20, layers=2, dim=64, inner=96, H=4, G=2, vocabulary=97, bits=8
+    ),
+    "model-decode-int4": ModelSizes(
+        20, layers=2, dim=64, inner=96, H=4, G=2, vocabulary=97, bits=4
+    ),
     "sentences": SentenceSizes(5, layers=1, dim=16, inner=24, H=4, vocabulary=32),
     **{case.name: case.sizes["small"] for case in MODELS},
     **{case.name: case.sizes["small"].resized(length=64) for case in PARALLEL},

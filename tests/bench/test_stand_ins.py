@@ -21,6 +21,7 @@ from regard.bench.peers import llama_cpp, onnx_runtime, x_transformers
 from regard.bench.problems import AttentionSizes, ModelProblem, ModelSizes
 from regard.bench.problems.model import last_logits
 from regard.bench.result import check_outputs
+from regard.files.gguf_files import read_gguf_header, read_plain
 from tests.bench.small import CPU, SMALL
 
 
@@ -152,27 +153,14 @@ def test_x_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_outputs(problem.checked(way.read(way.step())), problem.reference(), {}).correct
 
 
-class Writer:
-    """gguf.GGUFWriter: remembers what was added, and writes it as one file that `Llama` reads."""
-
-    kept: dict[str, dict[str, Any]] = {}
-
-    def __init__(self, path: str, arch: str) -> None:
-        assert arch == "qwen2"
-        self.path, self.found = path, {}
-
-    def __getattr__(self, name: str) -> Any:
-        def add(*values: Any) -> None:
-            if name == "add_tensor":
-                self.found[values[0]] = values[1]
-            elif name.startswith("add_"):
-                self.found[name.removeprefix("add_")] = values[0]
-
-        return add
-
-    def write_tensors_to_file(self) -> None:
-        Path(self.path).touch()
-        self.kept[self.path] = self.found
+def tensors_of(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The metadata of a GGUF file, and its tensors, which have no blocks."""
+    header = read_gguf_header(Path(path))
+    dtypes = {"F32": torch.float32, "F16": torch.float16}
+    tensors = {
+        name: read_plain(header, x, dtypes[x.format.name]) for name, x in header.tensors.items()
+    }
+    return dict(header.metadata), tensors
 
 
 class Llama:
@@ -184,7 +172,8 @@ class Llama:
         assert Path(path).exists()
         assert options["flash_attn"] == (options["type_k"] == 1)  # it rounds to fp16
         assert options["type_k"] == options["type_v"]
-        self.file, self.n_ctx, self.ctx = Writer.kept[path], options["n_ctx"], self
+        self.keys, self.file = tensors_of(path)
+        self.n_ctx, self.ctx = options["n_ctx"], self
         self.tokens: list[int] = []
         self.n_tokens = 0
 
@@ -198,15 +187,10 @@ class Llama:
 
     def logits(self, problem: ModelProblem) -> Any:
         """What its weights say of its tokens, by the definition, from the names of the file."""
-        weights = {
-            name: torch.from_numpy(self.file[theirs])
-            for name, theirs in llama_cpp.MODEL_NAMES.items()
-        }
-        for layer in range(self.file["block_count"]):
+        weights = {name: self.file[theirs] for name, theirs in llama_cpp.MODEL_NAMES.items()}
+        for layer in range(self.keys["qwen2.block_count"]):
             for name, theirs in llama_cpp.LAYER_NAMES.items():
-                weights[f"layers.{layer}.{name}"] = torch.from_numpy(
-                    self.file[f"blk.{layer}.{theirs}"]
-                )
+                weights[f"layers.{layer}.{name}"] = self.file[f"blk.{layer}.{theirs}"]
         ids = torch.tensor([self.tokens])
         return last_logits(problem.config, weights, ids, None, torch.float32).flatten()
 
@@ -231,7 +215,7 @@ def test_llama_cpp(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 
     library = {"Llama": make, "llama_get_logits_ith": logits}
     library |= {"GGML_TYPE_F16": 1, "GGML_TYPE_F32": 0}
-    put(monkeypatch, {"llama_cpp": library, "gguf": {"GGUFWriter": Writer}})
+    put(monkeypatch, {"llama_cpp": library})
     assert llama_cpp.MODEL.missing() is None
     way = llama_cpp.model(problem)
     for _ in range(3):
@@ -242,8 +226,7 @@ def test_llama_cpp(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     found = way.read(None)
     assert set(found) == {"prompt"}
     assert check_outputs(found, problem.reference(), problem.plain()).correct
-    heads = (network.file["head_count"], network.file["head_count_kv"])
-    assert heads == (sizes.H, sizes.G)
-    assert network.file["rope_freq_base"] == 1e6
-    matrices = [x for x in network.file.values() if isinstance(x, np.ndarray) and x.ndim == 2]
-    assert {x.dtype for x in matrices} == {np.dtype(str(dtype).removeprefix("torch."))}
+    heads = [network.keys[f"qwen2.attention.head_count{end}"] for end in ("", "_kv")]
+    assert heads == [sizes.H, sizes.G]
+    assert network.keys["qwen2.rope.freq_base"] == 1e6
+    assert {x.dtype for x in network.file.values() if x.ndim == 2} == {dtype}

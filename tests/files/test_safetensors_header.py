@@ -296,7 +296,7 @@ FILES = {
     "a gzip": (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00", ": it is a gzip archive; unpack it"),
     "GGUF": (
         b"GGUF\x03\x00\x00\x00\x10\x00",
-        ": it is a GGUF file of llama.cpp; get the safetensors",
+        ": it is a GGUF file of llama.cpp, which regard.load reads alone",
     ),
     "HDF5": (
         b"\x89HDF\r\n\x1a\n",

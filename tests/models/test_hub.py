@@ -216,7 +216,7 @@ def test_a_download_that_ends_early(server: Hub, monkeypatch: pytest.MonkeyPatch
                 "open; convert it"
             ),
         ),
-        ("model.gguf", "it has 'model.gguf', a GGUF file of llama.cpp; get the safetensors"),
+        ("model.gguf", "it has 'model.gguf', a GGUF file of llama.cpp, which regard.load reads"),
         (
             "adapter_model.safetensors",
             "it has 'adapter_model.safetensors', an adapter, which needs its base model",

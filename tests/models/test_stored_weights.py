@@ -134,7 +134,7 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
     load_with({"extra": torch.ones(1)}, "1 unexpected")
     config["quantization_config"]["bits"] = 4
     (folder / "config.json").write_text(json.dumps(config))
-    load_with({}, "weights, 'int8' or 'int4', and nothing else")
+    load_with({}, "weights, 'int8', 'int4' or 'mixed', and nothing else")
 
 
 @pytest.mark.full

@@ -29,6 +29,7 @@ HOMES = {
         "models/assembly/llama_like.py",
         "models/assembly/gemma.py",
         "models/assembly/deepseek.py",
+        "models/checkpoint/gguf.py",  # the names of these families in another format
     },
     r"\bnan_to_num\(": set(),
     r"(from|import) huggingface_hub": {"models/hub.py"},

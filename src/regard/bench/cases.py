@@ -10,6 +10,7 @@ from regard.bench.interfaces import Case, Peer
 from regard.bench.model_cases import MODELS
 from regard.bench.parallel_cases import PARALLEL
 from regard.bench.peers import (
+    engines,
     hugging_face,
     llama_cpp,
     onnx_runtime,
@@ -63,7 +64,9 @@ MODEL: tuple[Peer[ModelProblem], ...] = (
     regard_kernels.MODEL,
     *hugging_face.MODEL,
     llama_cpp.MODEL,
+    *engines.MODEL,
 )
+FEW_BITS: tuple[Peer[ModelProblem], ...] = (regard_kernels.MODEL, llama_cpp.MODEL, *engines.MODEL)
 
 
 def _lengths(small: int, default: int, paper: int, **options: object) -> dict[str, AttentionSizes]:
@@ -149,6 +152,20 @@ _CASES = (
         },
         (FP32, BF16, FP16),
         MODEL,
+    ),
+    *(
+        Case(
+            f"model-decode-int{bits}",
+            f"One step of a whole model of Qwen2-0.5B's shape with weights of {bits} bits.",
+            {
+                "small": ModelSizes(512, layers=2, vocabulary=1024, bits=bits),
+                "default": ModelSizes(1024, bits=bits),
+                "paper": ModelSizes(8192, bits=bits),
+            },
+            (BF16,),
+            FEW_BITS,
+        )
+        for bits in (8, 4)
     ),
     Case(
         "sentences",

@@ -262,7 +262,7 @@ _BEGINNINGS = {
     b"BZh": "a bzip2 archive; unpack it with `bunzip2`",
     b"\x28\xb5\x2f\xfd": "a zstandard archive; unpack it with `unzstd`",
     b"\xfd7zXZ": "an xz archive; unpack it with `unxz`",
-    b"GGUF": "a GGUF file of llama.cpp; get the safetensors of the model, before its quantisation",
+    b"GGUF": "a GGUF file of llama.cpp, which regard.load reads alone: give its path",
     b"\x89HDF": "an HDF5 file of Keras; convert it to safetensors with another program",
     b"\x93NUMPY": "a NumPy array; convert it to safetensors with another program",
     b"{": "JSON text, not the file: an error message of a server, or an index; download it again",

@@ -1,4 +1,4 @@
-"""`regard.load`: a model from a Hugging Face folder, from the hub, or from the package."""
+"""`regard.load`: a model from a Hugging Face folder, a GGUF file, the hub, or the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import nn
@@ -20,8 +20,15 @@ from regard.files.safetensors_files import identify_format
 from regard.models import hub
 from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
+from regard.models.checkpoint.gguf import GgufModel, find_gguf
+from regard.models.checkpoint.gguf_tokenizer import gguf_eos_ids, gguf_tokenizer
 from regard.models.checkpoint.quantized import dequantized
-from regard.models.checkpoint.stored_forms import WeightForm, take_records, weight_form
+from regard.models.checkpoint.stored_forms import (
+    StoredRecords,
+    WeightForm,
+    take_records,
+    weight_form,
+)
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.checkpoint.weights import fill_parameters, map_names, name_matcher
 from regard.models.decoder import Decoder
@@ -91,7 +98,8 @@ def load(
     ignore: Sequence[str] = (),
     finite: bool = False,
 ) -> Model | TextEncoder | Seq2Seq:
-    """Load a model and its tokenizer from a Hugging Face folder, from the hub, or from the package.
+    """Load a model and its tokenizer from a Hugging Face folder, from a GGUF file, from the hub, or
+    from the package.
 
     A decoder is returned as a `Model`, an encoder as a `TextEncoder`, an encoder-decoder as a
     `Seq2Seq`.
@@ -104,21 +112,31 @@ def load(
     too. Its head is the embedding where config.json or the family ties the two. Otherwise the model
     returns hidden states (`hidden`), and raises when logits are asked for.
 
+    Folders of GPTQ, AWQ and compressed-tensors are dequantized to `dtype` when they are read. A
+    GGUF file of llama.cpp (architectures llama, qwen2, qwen3 and gemma) is a whole model with its
+    tokenizer. Its matrices in Q8_0, Q5_0, Q4_0 and Q4_K stay in 8.5, 8.5, 5 and 6 bits per number;
+    those in Q5_K and Q6_K are dequantized to `dtype`. A tokenizer.json in the folder of the file is
+    used in place of the tokenizer of the file.
+
     Args:
         source: `"tiny"`, a small Llama that the package contains; `"minilm"`, a trained BERT, if
-            the extra `demo` is installed; a folder; or `"org/name"`, a repository of the Hugging
-            Face hub, if the extra `hub` is installed. `"hub:org/name"` always means a repository. A
-            `Path` is a folder and is never downloaded.
+            the extra `demo` is installed; a folder; a GGUF file, or a folder with one and
+            without safetensors; or `"org/name"`, a repository of the Hugging Face hub, if the extra
+            `hub` is installed. `"hub:org/name"` always means a repository. A
+            `Path` is never downloaded.
         kind: `Model`, `TextEncoder` or `Seq2Seq`, to raise for any other; None accepts all three.
         dtype: the dtype of the weights, and so of the computation; None is the dtype that
-            config.json names, or else that of the stored weights. On a CPU, bfloat16 and float16
+            config.json names, or else that of the stored weights (of quantized GGUF files:
+            float32, in which the numbers of every block are exact). On a CPU, bfloat16 and float16
             decode equally fast, and bfloat16 reads prompts fastest (LOG.md).
         weights: the form in which the weights of linear maps, of the head and of the embedding are
             stored: "int8" or "int4", codes with a scale (and for int4 a zero point) for each group
             of up to 128 inputs; "float16" or "bfloat16", half-precision numbers that are multiplied
             in float32, so that `dtype` is float32. Other weights, such as those of norms and
-            experts, keep `dtype`. None stores all weights in `dtype`, or as a folder holds them
-            that was saved with such weights. `regard convert --weights` shows what is lost.
+            experts, keep `dtype`. None stores all weights in `dtype`, except those that the source
+            holds in 8 or 4 bits: a folder that was saved with such weights, or a GGUF file. Of a
+            GGUF file, matrices that have the given form already stay as they are. `regard convert
+            --weights` shows what is lost.
         revision: for a repository of the hub: a branch, a tag or a commit; None is its main branch.
         allow_missing: patterns (`*`, `?`) of stored names that may be missing; these weights get
             random values and are not trained.
@@ -156,16 +174,33 @@ def load(
         _check_adapter_files(folder, ignore)
         read_config(folder, *_family(folder, kind), tensors=_ASSUMED_TENSORS, ignore=ignore)
 
-    folder = resolve_source(source, revision, check)
-    return _load_folder(
-        folder,
-        kind,
+    form = None if weights is None else weight_form(weights)
+    load_checkpoint = partial(
+        _load_checkpoint,
         dtype=dtype,
-        form=None if weights is None else weight_form(weights),
+        form=form,
         allow_missing=allow_missing,
         ignore=ignore,
         finite=finite,
     )
+    if (file := _gguf_file(source, revision)) is not None:
+        gguf = GgufModel.open(file, ignore)
+        checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype)
+        tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
+        network, config, record = load_checkpoint(checkpoint)
+        assert isinstance(network, Decoder)
+        return Model(network, tokenizer, config, eos_ids=gguf_eos_ids(gguf.header), **record)
+    folder = resolve_source(source, revision, check)
+    checkpoint = _open_folder(folder, kind, form, ignore)
+    network, config, record = load_checkpoint(checkpoint)
+    _check_ignored(ignore, record["ignored"], checkpoint.raw, checkpoint.store)
+    return _model(network, config, folder, checkpoint.raw, record)
+
+
+def _gguf_file(source: str | Path, revision: str | None) -> Path | None:
+    """Return the GGUF file that a source names, or None if it names something else."""
+    named = revision is not None or hub.repository_of(source) is not None
+    return None if named or source in BUNDLED_MODELS else find_gguf(Path(source))
 
 
 _ASSUMED_TENSORS = 1 << 16
@@ -177,19 +212,32 @@ _READ_KEYS = frozenset(
 _ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 
-def _load_folder(
-    folder: Path,
-    kind: type[object] | None,
-    *,
-    dtype: torch.dtype | None,
-    form: WeightForm | None,
-    allow_missing: Sequence[str],
-    ignore: Sequence[str],
-    finite: bool,
-) -> Model | TextEncoder | Seq2Seq:
-    """Load a model from a folder: check its files, build the network without values, and read the
-    tensors into it.
+class _Checkpoint(NamedTuple):
+    """A model's files, of which the headers are checked.
+
+    Attributes:
+        family: the family of the model.
+        raw: the keys of its config.json.
+        file: where the keys are, for messages.
+        store: the plain tensors.
+        records: the weights that are stored in fewer bits, or None.
+        default_dtype: returns the dtype of the computation if the caller gives none.
+        ignored: what was ignored so far.
     """
+
+    family: Family
+    raw: Raw
+    file: Path
+    store: CheckpointTensors
+    records: StoredRecords | None
+    default_dtype: Callable[[], torch.dtype]
+    ignored: tuple[str, ...]
+
+
+def _open_folder(
+    folder: Path, kind: type[object] | None, form: WeightForm | None, ignore: Sequence[str]
+) -> _Checkpoint:
+    """Check the files of a folder with config.json and safetensors."""
     its_family, raw = _family(folder, kind)
     stored = CheckpointTensors.open(folder)
     store, records = take_records(stored, raw.get("quantization_config"))
@@ -201,15 +249,51 @@ def _load_folder(
             "leave weights out, or load the folder that they were made from"
         )
     adapter_files = _check_adapter_files(folder, ignore)
+    file = folder / "config.json"
+    dtype = partial(_dtype, folder, raw, store)
+    return _Checkpoint(its_family, raw, file, store, records, dtype, adapter_files)
+
+
+def _open_gguf(
+    gguf: GgufModel, kind: type[object] | None, form: WeightForm | None, dtype: torch.dtype
+) -> _Checkpoint:
+    """Check the tensors of a GGUF file."""
+    its_family = family(gguf.architecture)
+    assert its_family is not None
+    _check_kind(gguf.header.file, gguf.architecture, its_family, kind)
+    # a form rounds the dequantized numbers, which are therefore read in full
+    read = dtype if form is None else torch.float32
+    store, records = gguf.split(its_family.names, None if form is None else form.name, read)
+    file, default = gguf.header.file, gguf.dtype
+    return _Checkpoint(its_family, gguf.config, file, store, records, lambda: default, gguf.ignored)
+
+
+def _load_checkpoint(
+    checkpoint: _Checkpoint,
+    *,
+    dtype: torch.dtype | None,
+    form: WeightForm | None,
+    allow_missing: Sequence[str],
+    ignore: Sequence[str],
+    finite: bool,
+) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Build the network without values, and read the tensors into it.
+
+    Returns:
+        The network, its config, and what was initialized and ignored.
+    """
+    its_family, raw, store = checkpoint.family, checkpoint.raw, checkpoint.store
+    records = checkpoint.records
+    count = len(store.tensors) + (0 if records is None else len(records.names))
     config, ignored_keys = read_config(
-        folder, its_family, raw, tensors=len(stored.tensors), ignore=ignore
+        store.folder, its_family, raw, tensors=count, ignore=ignore, file=checkpoint.file
     )
     config, has_no_head = _complete_config(its_family, config, raw, store)
     network = its_family.build_empty(config)
     if has_no_head:
         assert isinstance(network, Decoder)  # only decoders are saved without their head
         network.head = None
-    compute = dtype or (form and form.compute) or _dtype(folder, raw, store)
+    compute = dtype or (form and form.compute) or checkpoint.default_dtype()
     if form is not None:
         form.check_dtype(compute)
     filled = fill_parameters(
@@ -224,16 +308,9 @@ def _load_folder(
         form=form,
         records=records,
     )
-    ignored = (*adapter_files, *ignored_keys, *filled.ignored)
-    _check_ignored(ignore, ignored, raw, store)
+    ignored = (*checkpoint.ignored, *ignored_keys, *filled.ignored)
     network = network.eval().requires_grad_(False)
-    return _model(
-        network,
-        config,
-        folder,
-        raw,
-        {"newly_initialized": filled.newly_initialized, "ignored": ignored},
-    )
+    return network, config, {"newly_initialized": filled.newly_initialized, "ignored": ignored}
 
 
 def _family(folder: Path, kind: type[object] | None) -> tuple[Family, Raw]:
@@ -243,15 +320,22 @@ def _family(folder: Path, kind: type[object] | None) -> tuple[Family, Raw]:
         FileError: `kind` is the class of another kind of model.
     """
     its_family, raw = read_raw(folder, family)
+    _check_kind(folder, str(raw["model_type"]), its_family, kind)
+    return its_family, raw
+
+
+def _check_kind(
+    place: Path, model_type: str, its_family: Family, kind: type[object] | None
+) -> None:
+    """Raise unless a family loads as the class that the caller wants."""
     model_class = MODEL_CLASS_OF_KIND[its_family.architecture]
     if kind not in (None, model_class):
         raise FileError(
-            f"{folder}: model_type {raw['model_type']} is an architecture of kind "
+            f"{place}: model_type {model_type} is an architecture of kind "
             f"{its_family.architecture!r}, which loads as a "
             f"{model_class.__name__}, and kind is {kind.__name__}; leave out kind, or give "
             f"kind={model_class.__name__}"
         )
-    return its_family, raw
 
 
 def _check_adapter_files(folder: Path, ignore: Sequence[str]) -> tuple[str, ...]:

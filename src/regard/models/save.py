@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.errors import FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder
 from regard.models.checkpoint.family import bind_names
-from regard.models.checkpoint.stored_forms import METHOD, record_tensors
+from regard.models.checkpoint.stored_forms import METHOD, MIXED, record_tensors
 from regard.models.families import family, model_type_of
 from regard.models.tokenizer import Tokenizer
 from regard.nn.stored import stored_modules
@@ -46,7 +46,7 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
     }
     tensors: dict[str, Tensor] = {}
     written_ids: set[int] = set()
-    quantized: str | None = None
+    forms: set[str] = set()
     bindings = bind_names(network, its_family.names)
     is_base_model = its_family.head is not None and its_family.head not in bindings
     for table_name, binding in bindings.items():
@@ -61,7 +61,7 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
         }
         if records:
             tensors |= _record_tensors(binding.parameters, records)
-            quantized = next(iter(records.values())).form
+            forms |= {record.form for record in records.values()}
             continue
         parts = [
             _plain_tensor(parameters[name], its_family.dtype_of(name, dtype))
@@ -71,8 +71,9 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
         tensors[stored] = binding.rule.pack(parts).contiguous()
     dtype_name = str(dtype).removeprefix("torch.")
     raw = {"model_type": model_type, **asdict(config), "torch_dtype": dtype_name}
-    if quantized is not None:
-        raw["quantization_config"] = {"quant_method": METHOD, "weights": quantized}
+    if forms:
+        form = forms.pop() if len(forms) == 1 else MIXED
+        raw["quantization_config"] = {"quant_method": METHOD, "weights": form}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", "utf-8")
 

@@ -240,6 +240,10 @@ class Tokenizer:
         """The number of tokens; ids are 0 ... vocab_size - 1."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Return all tokens, as they are stored, and their ids."""
+        return dict(self._backend.get_vocab(with_added_tokens=True))
+
     @property
     def special(self) -> dict[str, int]:
         """The special tokens and their ids, as a copy."""

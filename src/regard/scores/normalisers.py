@@ -212,14 +212,14 @@ class Entmax(ScoreRule):
         s = torch.where(visible, s, least)
         largest = s.detach().amax(-1, keepdim=True)
         z = torch.where(visible, (s - largest) * (self.alpha - 1), -4)  # weights need z > -1
-        kept = (z > self._threshold(z.detach())) & visible
-        count = kept.sum(-1, keepdim=True).clamp(min=1).to(s.dtype)
-        mean = torch.where(kept, z, 0).sum(-1, keepdim=True) / count
+        supported = (z > self._threshold(z.detach())) & visible
+        count = supported.sum(-1, keepdim=True).clamp(min=1).to(s.dtype)
+        mean = torch.where(supported, z, 0).sum(-1, keepdim=True) / count
         if self.alpha == 2:
-            return torch.where(kept, z - mean + 1 / count, 0)
-        squares = torch.where(kept, z - mean, 0).square().sum(-1, keepdim=True)
+            return torch.where(supported, z - mean + 1 / count, 0)
+        squares = torch.where(supported, z - mean, 0).square().sum(-1, keepdim=True)
         above = ((1 - squares) / count).clamp(min=torch.finfo(s.dtype).tiny).sqrt()
-        return torch.where(kept, z - mean + above, 0).square()
+        return torch.where(supported, z - mean + above, 0).square()
 
     def _threshold(self, z: Tensor) -> Tensor:
         """Return tau of each row; hidden keys have z = -4, which no threshold reaches."""

@@ -16,13 +16,6 @@ ADAPTER = (
     "an adapter, which needs its base model; merge it into that first (peft: merge_and_unload)"
 )
 WITHOUT_CONFIG = {
-    "GGUF alone": (
-        ["m.q4_k_m.gguf"],
-        (
-            "the folder has 'm.q4_k_m.gguf', a GGUF file of llama.cpp; get the safetensors of "
-            "the model, from before its quantisation"
-        ),
-    ),
     "an adapter alone": (
         ["adapter_config.json", "adapter_model.safetensors"],
         f"the folder has 'adapter_config.json', {ADAPTER}",
@@ -85,10 +78,10 @@ def test_an_adapter_with_the_config_of_its_base(tmp_path: Path) -> None:
     "content, says",
     [
         (
-            b"GGUF\x03",
+            b"PK\x03\x04",
             (
-                "is a file: it is a GGUF file of llama.cpp; get the safetensors of the model, "
-                "before its quantisation; a model is a folder"
+                "is a file: it is a zip or a PyTorch pickle, which regard does not open; convert "
+                "it to safetensors with another program; a model is a folder"
             ),
         ),
         (

@@ -374,7 +374,7 @@ FOLDERS = {
     ),
     "GGUF": (
         ["M.Q4.GGUF"],
-        "the folder has 'M.Q4.GGUF', a GGUF file of llama.cpp; get the safetensors of the model",
+        "the folder has 'M.Q4.GGUF', a GGUF file of llama.cpp, which regard.load reads",
     ),
     "Keras": (
         ["tf_model.h5"],

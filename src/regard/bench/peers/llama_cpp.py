@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from regard.bench.interfaces import Peer, PreparedCall
 from regard.bench.problems import ModelProblem
+from regard.files.gguf_files import MetadataValue
+from regard.files.gguf_writer import TensorToWrite, write_gguf
 
-NEEDS = ("llama_cpp", "gguf")
+NEEDS = ("llama_cpp",)
 BATCH = 512
 """How many tokens of the prompt are processed at once."""
 
@@ -50,8 +52,8 @@ def model(problem: ModelProblem) -> PreparedCall:
     library = importlib.import_module("llama_cpp")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
-        write_gguf(problem, path)
-        is_fp16 = problem.dtype == torch.float16
+        write_model(problem, path)
+        is_fp16 = problem.dtype != torch.float32
         cache_type = library.GGML_TYPE_F16 if is_fp16 else library.GGML_TYPE_F32
         threads = torch.get_num_threads()
         network = library.Llama(
@@ -87,52 +89,73 @@ def why_not(problem: ModelProblem) -> str | None:
         return "this adapter supports only a CPU"
     if problem.sizes.B != 1:
         return "this adapter supports only a batch of one row"
-    if problem.dtype not in (torch.float32, torch.float16):
+    if problem.sizes.bits is None and problem.dtype not in (torch.float32, torch.float16):
         return "this adapter supports only fp32 and fp16"
     return None
 
 
-def write_gguf(problem: ModelProblem, path: Path) -> None:
-    """Write the problem's weights as a GGUF file without a tokenizer; vectors are fp32."""
-    gguf = importlib.import_module("gguf")
+def write_model(
+    problem: ModelProblem, path: Path, tokenizer: Mapping[str, MetadataValue] | None = None
+) -> None:
+    """Write the problem's weights as a GGUF file; vectors are fp32.
+
+    Args:
+        problem: the problem; with `bits`, matrices are written as Q8_0 or Q4_0, which have the same
+            numbers.
+        path: the file.
+        tokenizer: the keys of a tokenizer; None is none.
+    """
     config = problem.config
-    writer = gguf.GGUFWriter(str(path), "qwen2")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("none")
-    for name, x in gguf_tensors(problem):
-        writer.add_tensor(name, x)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    sizes: dict[str, MetadataValue] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_theta,
+        "vocab_size": config.vocab_size,
+    }
+    metadata: dict[str, MetadataValue] = {
+        "general.architecture": "qwen2",
+        "general.name": "model",
+        "general.file_type": _FILE_TYPES[_format(problem)],
+    }
+    metadata |= {f"qwen2.{key}": value for key, value in sizes.items()}
+    metadata |= {"tokenizer.ggml.model": "none"} if tokenizer is None else tokenizer
+    write_gguf(path, metadata, list(gguf_tensors(problem)))
 
 
-def gguf_tensors(problem: ModelProblem) -> Iterator[tuple[str, object]]:
-    """Yield each parameter under its name in a GGUF file, as a numpy array.
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
+"""Format of the matrices -> `general.file_type`."""
+
+
+def _format(problem: ModelProblem) -> str:
+    """Return the format of the problem's matrices in a GGUF file."""
+    plain = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[problem.dtype]
+    return plain if problem.sizes.bits is None else f"Q{problem.sizes.bits}_0"
+
+
+def gguf_tensors(problem: ModelProblem) -> Iterator[TensorToWrite]:
+    """Yield each parameter under its name in a GGUF file, with its format.
 
     The output head shares the embedding and has no entry.
 
     >>> from regard.bench.problems import ModelSizes
     >>> sizes = ModelSizes(S=4, layers=1, dim=16, inner=16, H=4, G=2, vocabulary=11)
-    >>> [name for name, _ in gguf_tensors(sizes.problem(torch.float16, torch.device("cpu")))][:2]
-    ['token_embd.weight', 'blk.0.attn_norm.weight']
+    >>> problem = sizes.problem(torch.float16, torch.device("cpu"))
+    >>> [(x.name, x.format) for x in gguf_tensors(problem)][:2]
+    [('token_embd.weight', 'F16'), ('blk.0.attn_norm.weight', 'F32')]
     """
+    form = _format(problem)
     for name, parameter in problem.decoder.named_parameters():
         if name in MODEL_NAMES:
             gguf_name = MODEL_NAMES[name]
         else:
             _, layer, name_in_layer = name.split(".", 2)
             gguf_name = f"blk.{layer}.{LAYER_NAMES[name_in_layer]}"
-        x = parameter.detach()
-        yield gguf_name, (x if x.ndim > 1 else x.float()).numpy()
+        yield TensorToWrite(gguf_name, parameter.detach(), form if parameter.ndim > 1 else "F32")
 
 
 def _logits(library: Any, network: Any, problem: ModelProblem) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,10 @@ from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem,
 from regard.biases import ALiBi
 from regard.huge_pages import module_to_huge_pages
 from regard.masks import Causal, Window
+from regard.models.decoder import Decoder
+from regard.nn.stored import can_store_weight, store_weight
 from regard.ops.softmax import attend, dispatch, plan
+from regard.ops.stored_weights import Int4Weight, Int8Weight, StoredWeight
 
 
 def attention(problem: AttentionProblem, backend: str = "auto") -> PreparedCall:
@@ -101,6 +105,8 @@ def model(problem: ModelProblem) -> PreparedCall:
     caches, S = problem.caches(problem.dtype), problem.sizes.S
     decoder = problem.decoder
     module_to_huge_pages(decoder)
+    if problem.sizes.bits is not None:
+        decoder = with_stored_weights(decoder, problem.sizes.bits)
 
     def step() -> Tensor:
         with torch.no_grad():
@@ -116,6 +122,29 @@ def model(problem: ModelProblem) -> PreparedCall:
     k, v = problem.memory(0)
     q = k.new_zeros(problem.sizes.B, problem.sizes.H, 1, k.shape[3])
     return PreparedCall(step, read, plan(q, k, v).kernel)
+
+
+def with_stored_weights(decoder: Decoder, bits: int) -> Decoder:
+    """Return a copy of a decoder whose matrices are stored in 8 or 4 bits.
+
+    Args:
+        decoder: the decoder, which keeps its weights.
+        bits: 8 or 4.
+
+    Returns:
+        The copy; what is not stored in few bits is shared.
+    """
+    record_type = Int8Weight if bits == 8 else Int4Weight
+    shared = {id(x): x for x in decoder.parameters()}
+    copied = copy.deepcopy(decoder, dict(shared))
+    records: dict[int, StoredWeight] = {}
+    for module in list(copied.modules()):
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.ndim == 2 and can_store_weight(module):
+            if id(weight) not in records:
+                records[id(weight)] = record_type.quantize(weight)
+            store_weight(module, records[id(weight)])
+    return copied
 
 
 ATTENTION = Peer("regard", "regard.attend, backend auto.", attention)

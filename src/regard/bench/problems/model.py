@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -127,6 +128,9 @@ class ModelSizes(ProblemSizes):
     Args:
         S, B: cached tokens, and batch rows.
         layers, dim, inner, H, G, vocabulary: the sizes of the model.
+        bits: None, or 8 or 4: matrices whose numbers are whole codes of so many bits times one
+            power of two, so that every format of these bits with groups of at least 32 inputs holds
+            exactly the same numbers.
 
     >>> print(ModelSizes(S=8192))
     B1 24 layers M896 H14 G2 D64 vocabulary 151936 S8192
@@ -140,6 +144,7 @@ class ModelSizes(ProblemSizes):
     H: int = 14
     G: int = 2
     vocabulary: int = 151_936
+    bits: int | None = None
 
     def resized(self, *, length: int | None = None, batch: int | None = None) -> ModelSizes:
         """Return the sizes with another S or B."""
@@ -196,7 +201,8 @@ class ModelSizes(ProblemSizes):
     def __str__(self) -> str:
         heads = f"H{self.H} G{self.G} D{self.head_dim}"
         size = f"{plural(self.layers, 'layer')} M{self.dim} {heads} vocabulary {self.vocabulary}"
-        return f"B{self.B} {size} S{self.S}"
+        form = "" if self.bits is None else f", weights of {self.bits} bits"
+        return f"B{self.B} {size} S{self.S}{form}"
 
 
 class ModelProblem(Problem):
@@ -221,9 +227,10 @@ class ModelProblem(Problem):
         self.sizes, self.dtype, self.device = sizes, dtype, device
         generator = torch.Generator().manual_seed(0)
         self.config = sizes.config()
-        self.decoder = (
-            initialize_weights(qwen2.build(self.config), generator).to(device, dtype).eval()
-        )
+        decoder = initialize_weights(qwen2.build(self.config), generator)
+        if sizes.bits is not None:
+            round_to_codes(decoder, sizes.bits)
+        self.decoder = decoder.to(device, dtype).eval()
         vocabulary = sizes.vocabulary
         self.ids = torch.randint(vocabulary, (sizes.B, 1), generator=generator).to(device)
         self.prompt = torch.randint(vocabulary, (1, PROMPT_TOKENS), generator=generator).to(device)
@@ -266,7 +273,10 @@ class ModelProblem(Problem):
         pairs = s.B * s.H * (s.S + 1)
         flops = 2 * s.B * s.weights + s.layers * attention_flops(pairs, s.head_dim, s.head_dim)
         moved = s.layers * attention_bytes(B=s.B, **heads, itemsize=self.dtype.itemsize)
-        return MinimumWork(flops, s.weights * self.dtype.itemsize + moved)
+        weight_bytes = (
+            s.weights * self.dtype.itemsize if s.bits is None else s.weights * s.bits // 8
+        )
+        return MinimumWork(flops, weight_bytes + moved)
 
     def reference(self) -> Outputs:
         """Return the outputs, computed in fp64, or in fp32 for half types."""
@@ -308,3 +318,26 @@ def initialize_weights(decoder: Decoder, generator: torch.Generator) -> Decoder:
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.normal_(module.bias, std=0.1, generator=generator)
     return decoder
+
+
+def round_to_codes(decoder: nn.Module, bits: int) -> None:
+    """Round every matrix to whole codes times a power of two, in place.
+
+    The codes of 32 neighbouring inputs contain the smallest and the largest one, -127 and 127 or -8
+    and 7, so that quantization by the largest number of a group finds the same scale.
+
+    >>> decoder = nn.ModuleList([nn.Linear(32, 1, bias=False)])
+    >>> round_to_codes(decoder, 4)
+    >>> codes = decoder[0].weight / (decoder[0].weight.max() / 7)
+    >>> codes.min().item(), bool((codes == codes.round()).all())
+    (-8.0, True)
+    """
+    least, most, spread = (-127, 127, 40.0) if bits == 8 else (-8, 7, 2.5)
+    for parameter in decoder.parameters():
+        if parameter.ndim < 2:
+            continue
+        with torch.no_grad():
+            codes = (parameter * (spread * parameter.shape[-1] ** 0.5)).round_().clamp_(least, most)
+            codes[:, ::32], codes[:, 1::32] = least, most
+            size = float(codes.square().mean().sqrt()) * parameter.shape[-1] ** 0.5
+            parameter.copy_(codes * 2.0 ** -round(math.log2(size)))

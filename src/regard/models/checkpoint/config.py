@@ -49,7 +49,13 @@ def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[F
 
 
 def read_config(
-    folder: Path, family: Family, raw: Raw, *, tensors: int, ignore: Sequence[str] = ()
+    folder: Path,
+    family: Family,
+    raw: Raw,
+    *,
+    tensors: int,
+    ignore: Sequence[str] = (),
+    file: Path | None = None,
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """Return the config of a family from the content of config.json, and the keys that were
     ignored.
@@ -65,6 +71,7 @@ def read_config(
             before it costs memory.
         ignore: patterns (`*`, `?`) of unknown keys to ignore; a key of an inner object has the
             outer key's name and a dot in front.
+        file: the file that the keys are from, for messages; None is config.json.
 
     Raises:
         FileError: a key is unknown, or a value is not supported or not possible.
@@ -82,7 +89,7 @@ def read_config(
         )
         family.check(config)
     except ArgumentError as e:
-        raise FileError(f"{folder / 'config.json'}: {error_text(e)}") from e
+        raise FileError(f"{file or folder / 'config.json'}: {error_text(e)}") from e
     return config, tuple(dict.fromkeys([*tool_keys, *ignored]))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,8 @@ from regard.units import plural
 from regard.untrusted_text import escape_controls, short_repr
 
 PREFIX, METHOD = "regard.", "regard"
+MIXED = "mixed"
+"""The form of a folder that has weights of 8 and of 4 bits, such as one made from a GGUF file."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,25 @@ def may_store(parameter: Tensor, owners: list[tuple[nn.Module, str]]) -> bool:
     )
 
 
+class StoredRecords(Protocol):
+    """Weights that a folder or a file holds in fewer bits, by the names of their parameters."""
+
+    @property
+    def names(self) -> Mapping[str, object]:
+        """The names of the parameters, as keys."""
+
+    @property
+    def where(self) -> str:
+        """The place and the kind of the weights, for messages."""
+
+    def read(self, parameter_name: str, shape: torch.Size, dtype: torch.dtype) -> StoredWeight:
+        """Read the record of a parameter of this shape, for computations in a dtype.
+
+        Raises:
+            FileError: the stored tensors do not fit the parameter.
+        """
+
+
 @dataclass(frozen=True)
 class RecordTensors:
     """The records of a folder that this package wrote.
@@ -118,6 +139,11 @@ class RecordTensors:
     form: str
     names: Mapping[str, Mapping[str, str]]
 
+    @property
+    def where(self) -> str:
+        """The folder and the form, for messages."""
+        return f"{self.store.folder}: the {self.form} weight"
+
     def read(self, parameter_name: str, shape: torch.Size, dtype: torch.dtype) -> StoredWeight:
         """Read the record of a parameter of this shape, for computations in a dtype.
 
@@ -127,14 +153,17 @@ class RecordTensors:
         names = self.names[parameter_name]
         entries = {key: self.store.tensors[name] for key, name in names.items()}
         any_entry = next(iter(entries.values()))
-        if problem := _layout_problem(self.form, entries, shape):
+        form = self.form
+        if form == MIXED and "codes" in entries:
+            form = "int8" if entries["codes"].dtype == torch.int8 else "int4"
+        if problem := _layout_problem(form, entries, shape):
             raise FileError(
-                f"{any_entry.file}: the {self.form} weight of {escape_controls(parameter_name)} "
+                f"{any_entry.file}: the {form} weight of {escape_controls(parameter_name)} "
                 f"{problem}; is the file from another model?"
             )
         read = dict(self.store.read(names.values()))
         tensors = {key: read[name] for key, name in names.items()}
-        if self.form == "int8":
+        if form == "int8":
             return Int8Weight(tensors["codes"], tensors["scales"], shape[1], dtype)
         return Int4Weight(tensors["codes"], tensors["scales"], shape[1], dtype)
 
@@ -192,11 +221,14 @@ def take_records(
     if mine != METHOD:
         return store, None
     form = quantization_config.get("weights")
-    if form not in ("int8", "int4") or quantization_config.keys() - {"quant_method", "weights"}:
+    if form not in ("int8", "int4", MIXED) or quantization_config.keys() - {
+        "quant_method",
+        "weights",
+    }:
         raise FileError(
             f"{store.folder / 'config.json'}: quantization_config is "
             f"{short_repr(dict(quantization_config))}; of quant_method 'regard' it must have "
-            "weights, 'int8' or 'int4', and nothing else"
+            "weights, 'int8', 'int4' or 'mixed', and nothing else"
         )
     names: dict[str, dict[str, str]] = {}
     plain: dict[str, StoredTensor] = {}

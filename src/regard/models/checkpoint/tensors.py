@@ -282,8 +282,7 @@ _WEIGHTS = {
     "the shards hold",
     "*.safetensors": "a safetensors file of another name; rename it to model.safetensors if it is "
     "the whole model",
-    "*.gguf": "a GGUF file of llama.cpp; get the safetensors of the model, from before its "
-    "quantisation",
+    "*.gguf": "a GGUF file of llama.cpp, which regard.load reads alone: give its path",
     "*.h5": "TensorFlow weights; convert them to safetensors with another tool",
     "*.msgpack": "Flax weights; convert them to safetensors with another tool",
     "*.onnx": "an ONNX graph; get the safetensors of the model",
@@ -296,8 +295,8 @@ def missing_weights_error(folder: Path, names: Iterable[str]) -> FileError:
     """Return the error for a folder without weights, with what the folder has and the next step.
 
     >>> print(missing_weights_error(Path("a"), ["config.json", "model.gguf"]))
-    a/model.safetensors is missing; the folder has 'model.gguf', a GGUF file of llama.cpp; get
-    the safetensors of the model, from before its quantisation
+    a/model.safetensors is missing; the folder has 'model.gguf', a GGUF file of llama.cpp, which
+    regard.load reads alone: give its path
     """
     other = describe_other_weights(names)
     hint = (
@@ -312,8 +311,7 @@ def describe_other_weights(names: Iterable[str]) -> str:
     """Describe the first file with weights that are not read, with the next step; "" without one.
 
     >>> describe_other_weights(["README.md", "model-q4.gguf"])
-    "'model-q4.gguf', a GGUF file of llama.cpp; get the safetensors of the model, from before its
-    quantisation"
+    "'model-q4.gguf', a GGUF file of llama.cpp, which regard.load reads alone: give its path"
     """
     names = sorted(names)
     for pattern, kind in _WEIGHTS.items():

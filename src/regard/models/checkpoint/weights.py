@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from regard.did_you_mean import close_matches
 from regard.errors import ArgumentError, FileError
 from regard.models.checkpoint.family import Family, TensorBinding, bind_names, name_pattern
-from regard.models.checkpoint.stored_forms import RecordTensors, WeightForm, may_store
+from regard.models.checkpoint.stored_forms import StoredRecords, WeightForm, may_store
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
 from regard.nn.stored import StoredWeightMixin, store_weight
 from regard.ops.stored_weights import StoredWeight
@@ -54,7 +54,7 @@ def fill_parameters(
     finite: bool = False,
     initialize: Callable[[], nn.Module] | None = None,
     form: WeightForm | None = None,
-    records: RecordTensors | None = None,
+    records: StoredRecords | None = None,
 ) -> FillResult:
     """Give every parameter of a network its stored values, converted to one dtype.
 
@@ -87,7 +87,7 @@ def fill_parameters(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted, twins = _first_names(bindings, parameters)
     owners = _owners(model)
-    recorded = _fill_records(records, parameters, owners, dtype)
+    recorded = _fill_records(records, parameters, owners, dtype, finite=finite)
     wanted = [n for n in wanted if not recorded.issuperset(bindings[n].parameters)]
     stored_names = {twins.get(name, name) for name in name_of.values()}
     missing = [name for name in wanted if name not in stored_names]
@@ -199,10 +199,12 @@ def _by_id(parameters: Mapping[str, Tensor]) -> dict[int, Tensor]:
 
 
 def _fill_records(
-    records: RecordTensors | None,
+    records: StoredRecords | None,
     parameters: Mapping[str, Tensor],
     owners: ParameterOwners,
     dtype: torch.dtype,
+    *,
+    finite: bool,
 ) -> set[str]:
     """Give parameters the records that the folder holds, and return all names of these parameters.
 
@@ -220,11 +222,14 @@ def _fill_records(
             or not may_store(parameter, owners[id(parameter)])
         ):
             raise FileError(
-                f"{records.store.folder}: the {records.form} weight {short_repr(name)} belongs to "
-                "no linear map or embedding of this model that has none yet; is config.json that "
-                "of another model?"
+                f"{records.where} {short_repr(name)} belongs to no linear map or embedding of this "
+                "model that has none yet; is config.json that of another model?"
             )
-        _assign(owners[id(parameter)], records.read(name, parameter.shape, dtype))
+        record = records.read(name, parameter.shape, dtype)
+        if finite:
+            for key, tensor in record.tensors().items():
+                check_finite(f"{name}.{key}", tensor)
+        _assign(owners[id(parameter)], record)
         done.add(id(parameter))
     return {name for name, p in parameters.items() if id(p) in done}
 

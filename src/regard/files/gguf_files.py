@@ -1,0 +1,512 @@
+"""GGUF files of llama.cpp: the metadata, and the names, block formats, shapes and places of the
+tensors.
+
+A file is little-endian and consists of
+
+    "GGUF", uint32 version, uint64 tensors, uint64 keys
+    keys times:     string key, uint32 type, value
+    tensors times:  string name, uint32 dimensions, uint64 sizes, uint32 format, uint64 offset
+    the data of the tensors, each at a multiple of `general.alignment` bytes (32 without this key)
+
+where a string is a uint64 length and UTF-8. Sizes are stored with the innermost dimension first, so
+that a matrix [N, M] is stored as (M, N). Rows are stored one after the other, each in blocks.
+
+Nothing is allocated for a number in the file before the file was found to have that many bytes. The
+tensors must fill the data in the order of the file, without gaps or overlaps, as llama.cpp requires
+too. A file of an earlier version or of another byte order, one of several parts, and a file with
+repeated keys or names are refused.
+
+Source: the GGUF specification of ggml, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from regard import huge_pages
+from regard.errors import FileError
+from regard.files.regular_files import FileState, file_state, open_regular, read_into
+from regard.files.safetensors_files import (
+    HEADER_LIMIT,
+    NAME_LIMIT,
+    TENSOR_LIMIT,
+    StoredTensor,
+    identify_format,
+    read_tensors,
+)
+from regard.units import plural
+from regard.untrusted_text import short_repr
+
+MAGIC = b"GGUF"
+KEY_LIMIT = 1 << 16
+"""The largest number of keys of metadata; published files have fewer than 100."""
+DIMENSION_LIMIT = 4
+"""The largest number of dimensions of a tensor in the format."""
+PANEL_BYTES = 1 << 20
+"""How many bytes of a tensor are read at a time."""
+
+MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
+
+
+class BlockFormat(NamedTuple):
+    """How the numbers of a row are stored.
+
+    Attributes:
+        name: the name in llama.cpp.
+        elements: the numbers in a block.
+        bytes: the bytes of a block.
+    """
+
+    name: str
+    elements: int
+    bytes: int
+
+
+FORMATS = {
+    0: BlockFormat("F32", 1, 4),
+    1: BlockFormat("F16", 1, 2),
+    2: BlockFormat("Q4_0", 32, 18),
+    6: BlockFormat("Q5_0", 32, 22),
+    8: BlockFormat("Q8_0", 32, 34),
+    12: BlockFormat("Q4_K", 256, 144),
+    13: BlockFormat("Q5_K", 256, 176),
+    14: BlockFormat("Q6_K", 256, 210),
+    30: BlockFormat("BF16", 1, 2),
+}
+"""Number of a format in a file -> the format, for those that are read."""
+_OTHER_FORMATS = {
+    3: "Q4_1",
+    7: "Q5_1",
+    9: "Q8_1",
+    10: "Q2_K",
+    11: "Q3_K",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
+}
+
+_NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"} | {
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """The place of a tensor in a file.
+
+    Attributes:
+        name: the name of the tensor.
+        format: how its rows are stored.
+        shape: its shape, the innermost dimension last.
+        start: the offset of its first byte in the file.
+        bytes: the number of its bytes.
+    """
+
+    name: str
+    format: BlockFormat
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """The number of bytes of a row."""
+        return self.shape[-1] // self.format.elements * self.format.bytes
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """The checked header of a GGUF file.
+
+    Attributes:
+        file: the file.
+        metadata: the keys and their values.
+        tensors: name -> place, in the order of the data.
+        mark: the state of the file when the header was checked.
+    """
+
+    file: Path
+    metadata: Mapping[str, MetadataValue]
+    tensors: Mapping[str, GgufTensor]
+    mark: FileState
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a regular file that begins as GGUF files do.
+
+    >>> _ = Path("a.gguf").write_bytes(b"GGUF and more")
+    >>> is_gguf(Path("a.gguf")), is_gguf(Path("missing"))
+    (True, False)
+    """
+    if not path.is_file():
+        return False
+    with open_regular(path) as (file, _):
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """Read and check the header of a GGUF file, without its data.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The header.
+
+    Raises:
+        FileError: the file is not a complete GGUF file that can be read; the message says what is
+            wrong.
+
+    >>> _ = Path("a.gguf").write_bytes(b"GGUF" + bytes(4))
+    >>> read_gguf_header(Path("a.gguf"))
+    Traceback (most recent call last):
+    regard.errors.FileError: a.gguf is not a GGUF file that can be read: its version is 0; versions
+    2 and 3 are read
+    """
+    with open_regular(path) as (file, mark):
+        reader = _HeaderReader(path, file, mark.size)
+        _check_beginning(reader)
+        tensor_count, key_count = reader.number("<u8"), reader.number("<u8")
+        reader.check_count("tensor", tensor_count, TENSOR_LIMIT, 24)
+        reader.check_count("key", key_count, KEY_LIMIT, 13)
+        metadata = _read_metadata(reader, key_count)
+        alignment = _alignment(reader, metadata)
+        entries = [_read_entry(reader) for _ in range(tensor_count)]
+        start = -(-reader.position // alignment) * alignment
+    tensors = _place(path, entries, start, alignment, mark.size)
+    return GgufHeader(path, MappingProxyType(metadata), MappingProxyType(tensors), mark)
+
+
+def invalid_gguf(path: Path, problem: str) -> FileError:
+    """Return the error for a file that cannot be read, with what is wrong.
+
+    >>> print(invalid_gguf(Path("a.gguf"), "its version is 1"))
+    a.gguf is not a GGUF file that can be read: its version is 1
+    """
+    return FileError(f"{path} is not a GGUF file that can be read: {problem}")
+
+
+class _HeaderReader:
+    """Reads the header from its beginning, in large pieces, and never past the end of the file."""
+
+    def __init__(self, path: Path, file: FileIO, size: int) -> None:
+        self.path, self.size, self.position = path, size, 0
+        self._file, self._buffer = file, bytearray()
+
+    def take(self, count: int) -> memoryview:
+        """Return the next `count` bytes."""
+        end = self.position + count
+        if end > self.size:
+            raise invalid_gguf(
+                self.path,
+                f"its header ends after {self.size} bytes and needs at least {end}; is it a "
+                "partial download?",
+            )
+        if end > HEADER_LIMIT:
+            raise invalid_gguf(
+                self.path, f"its header has more than {HEADER_LIMIT} bytes, which are the most"
+            )
+        if end > len(self._buffer):
+            more = min(self.size, max(end, len(self._buffer) + (1 << 20))) - len(self._buffer)
+            piece = bytearray(more)
+            read_into(self._file, memoryview(piece), self.path)
+            self._buffer = self._buffer + piece
+        taken = memoryview(self._buffer)[self.position : end]
+        self.position = end
+        return taken
+
+    def number(self, kind: str) -> int:
+        """Return the next number of a numpy type."""
+        return int.from_bytes(self.take(np.dtype(kind).itemsize), "little")
+
+    def text(self, what: str, limit: int | None = None) -> str:
+        """Return the next string, whose length is stored before it."""
+        length = self.number("<u8")
+        if limit is not None and length > limit:
+            raise invalid_gguf(
+                self.path, f"{what} has {plural(length, 'byte')}; at most {limit} are allowed"
+            )
+        raw = self.take(length)
+        try:
+            return str(raw, "utf-8")
+        except UnicodeDecodeError:
+            raise invalid_gguf(
+                self.path, f"{what} is not UTF-8: {short_repr(bytes(raw[:40]))}"
+            ) from None
+
+    def check_count(self, what: str, count: int, limit: int, least: int, of: str = "") -> None:
+        """Raise for more entries than are allowed, or than fit into the rest of the file."""
+        if count > limit or count * least > self.size - self.position:
+            raise invalid_gguf(
+                self.path,
+                f"it says that {plural(count, what)}{of} follow, and has "
+                f"{self.size - self.position} bytes left; at most {limit} are read",
+            )
+
+
+def _check_beginning(reader: _HeaderReader) -> None:
+    head = bytes(reader.take(min(reader.size, 4)))
+    if head != MAGIC:
+        kind = identify_format(head)
+        raise invalid_gguf(
+            reader.path, f"it begins with {head!r}, not with {MAGIC!r}{f'; {kind}' if kind else ''}"
+        )
+    version = reader.number("<u4")
+    if version not in (2, 3):
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in (2, 3)
+        raise invalid_gguf(
+            reader.path,
+            "it is big-endian; convert it on the machine that wrote it"
+            if swapped
+            else f"its version is {version}; versions 2 and 3 are read",
+        )
+
+
+def _read_metadata(reader: _HeaderReader, count: int) -> dict[str, MetadataValue]:
+    metadata: dict[str, MetadataValue] = {}
+    for _ in range(count):
+        key = reader.text("a key", NAME_LIMIT)
+        if key in metadata:
+            raise invalid_gguf(reader.path, f"the key {short_repr(key)} is there twice")
+        metadata[key] = _read_value(reader, key, reader.number("<u4"))
+    return metadata
+
+
+def _read_value(reader: _HeaderReader, key: str, kind: int) -> MetadataValue:
+    if kind == _ARRAY:
+        inner, count = reader.number("<u4"), reader.number("<u8")
+        return _read_array(reader, key, inner, count)
+    if kind == _STRING:
+        return reader.text(f"the value of {short_repr(key)}")
+    if kind == _BOOL:
+        return _booleans(reader, key, 1)[0]
+    if kind == _FLOAT32:  # the shortest decimal number that is rounded to it: 1e-06
+        return float(str(np.frombuffer(reader.take(4), "<f4")[0]))
+    if kind in _NUMBERS:
+        return _numbers(reader, kind, 1)[0]
+    raise _unknown_type(reader, key, kind)
+
+
+def _read_array(reader: _HeaderReader, key: str, kind: int, count: int) -> MetadataValue:
+    sizes = {_STRING: 8, _BOOL: 1} | {k: np.dtype(v).itemsize for k, v in _NUMBERS.items()}
+    if kind not in sizes:
+        raise _unknown_type(reader, key, kind)
+    reader.check_count("value", count, HEADER_LIMIT, sizes[kind], f" of {short_repr(key)}")
+    if kind == _STRING:
+        what = f"a value of {short_repr(key)}"
+        return [reader.text(what) for _ in range(count)]
+    return _booleans(reader, key, count) if kind == _BOOL else _numbers(reader, kind, count)
+
+
+def _numbers(reader: _HeaderReader, kind: int, count: int) -> list[int]:
+    dtype = np.dtype(_NUMBERS[kind])
+    numbers: list[int] = np.frombuffer(reader.take(count * dtype.itemsize), dtype).tolist()
+    return numbers
+
+
+def _booleans(reader: _HeaderReader, key: str, count: int) -> list[bool]:
+    raw = bytes(reader.take(count))
+    if raw.strip(b"\0\1"):
+        raise invalid_gguf(reader.path, f"a boolean of {short_repr(key)} is neither 0 nor 1")
+    return [byte == 1 for byte in raw]
+
+
+def _unknown_type(reader: _HeaderReader, key: str, kind: int) -> FileError:
+    return invalid_gguf(
+        reader.path,
+        f"{short_repr(key)} has values of type {kind}; types 0 to 12 and arrays of numbers, "
+        "booleans and strings are read",
+    )
+
+
+def _alignment(reader: _HeaderReader, metadata: Mapping[str, MetadataValue]) -> int:
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise invalid_gguf(
+            reader.path,
+            f"general.alignment is {short_repr(alignment)}; it must be a power of two from 8 to "
+            f"{1 << 20}",
+        )
+    parts = metadata.get("split.count", 0)
+    if parts not in (0, 1):
+        raise invalid_gguf(
+            reader.path,
+            f"it is one of {parts} parts; merge them first: `llama-gguf-split --merge`",
+        )
+    return alignment
+
+
+class _Entry(NamedTuple):
+    """A tensor as the header describes it, with an offset in the data."""
+
+    name: str
+    format: BlockFormat
+    shape: tuple[int, ...]
+    offset: int
+
+
+def _read_entry(reader: _HeaderReader) -> _Entry:
+    name = reader.text("the name of a tensor", NAME_LIMIT)
+    dimensions = reader.number("<u4")
+    if not 1 <= dimensions <= DIMENSION_LIMIT:
+        raise invalid_gguf(
+            reader.path,
+            f"{short_repr(name)} has {dimensions} dimensions; 1 to {DIMENSION_LIMIT} are allowed",
+        )
+    shape = struct.unpack(f"<{dimensions}Q", reader.take(8 * dimensions))[::-1]
+    kind, offset = struct.unpack("<IQ", reader.take(12))
+    if kind not in FORMATS:
+        raise invalid_gguf(
+            reader.path,
+            f"{short_repr(name)} has the format {_OTHER_FORMATS.get(kind, kind)}; these are read: "
+            f"{', '.join(x.name for x in FORMATS.values())}",
+        )
+    block = FORMATS[kind]
+    if 0 in shape or math.prod(shape) >= 1 << 60:
+        raise invalid_gguf(
+            reader.path, f"{short_repr(name)} has the shape {shape}, which no tensor can have"
+        )
+    if shape[-1] % block.elements:
+        raise invalid_gguf(
+            reader.path,
+            f"{short_repr(name)} is {block.name} with rows of {plural(shape[-1], 'number')}; they "
+            f"must be whole blocks of {block.elements}",
+        )
+    return _Entry(name, block, shape, offset)
+
+
+def _place(
+    path: Path, entries: list[_Entry], start: int, alignment: int, size: int
+) -> dict[str, GgufTensor]:
+    """Return the places of all tensors, which must fill the data in order."""
+    tensors: dict[str, GgufTensor] = {}
+    end = start
+    for name, block, shape, offset in entries:
+        if name in tensors:
+            raise invalid_gguf(path, f"the tensor {short_repr(name)} is there twice")
+        expected = -(-end // alignment) * alignment
+        if start + offset != expected:
+            raise invalid_gguf(
+                path,
+                f"{short_repr(name)} is at offset {offset}; it must follow the tensor before it, "
+                f"at {expected - start}, without a gap or an overlap",
+            )
+        bytes_ = math.prod(shape) // block.elements * block.bytes
+        end = expected + bytes_
+        tensors[name] = GgufTensor(name, block, shape, expected, bytes_)
+    if end > size:
+        raise invalid_gguf(
+            path, f"it has {size} of {end} bytes; is it a partial download? Download it again"
+        )
+    if entries and size - end >= alignment:
+        raise invalid_gguf(path, f"{size - end} bytes follow its last tensor; download it again")
+    return tensors
+
+
+def read_rows(
+    header: GgufHeader, tensor: GgufTensor, panel_bytes: int = PANEL_BYTES
+) -> Iterator[tuple[int, UInt8[Tensor, "rows bytes"]]]:
+    """Read the rows of a tensor in panels, so that little more than the result needs memory.
+
+    Args:
+        header: the checked header of the file.
+        tensor: one of its tensors; all dimensions before the last one are rows.
+        panel_bytes: how many bytes are read at a time; at least one row is.
+
+    Yields:
+        The index of the first row, and the bytes of rows [rows, bytes of a row]. The memory is used
+        again for the next panel.
+
+    Raises:
+        FileError: the file has changed since its header was checked.
+    """
+    rows, width = math.prod(tensor.shape[:-1]), tensor.row_bytes
+    step = max(1, panel_bytes // width)
+    panel = torch.empty(min(rows, step), width, dtype=torch.uint8)
+    for first in range(0, rows, step):
+        part = panel[: min(step, rows - first)]
+        with open_regular(header.file) as (file, state):
+            if state == header.mark:
+                file.seek(tensor.start + first * width)
+                read_into(file, part.numpy().reshape(-1).data, header.file)
+                state = file_state(file)
+        if state != header.mark:
+            raise FileError(f"{header.file} was changed after its header was read; load it again")
+        yield first, part
+
+
+def read_plain(header: GgufHeader, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
+    """Read a tensor of numbers that are stored one by one, straight into its memory.
+
+    Args:
+        header: the checked header of the file.
+        tensor: one of its tensors.
+        dtype: the dtype of its format.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        FileError: the file has changed since its header was checked.
+    """
+    place = StoredTensor(tensor.name, dtype, tensor.shape, header.file, tensor.start, tensor.bytes)
+    ((_, values),) = read_tensors([place], {header.file: header.mark})
+    return values
+
+
+def read_matrix(
+    header: GgufHeader,
+    tensor: GgufTensor,
+    convert: Callable[[Tensor], Tensor],
+    panel_bytes: int = PANEL_BYTES,
+) -> Tensor:
+    """Read a tensor, with a function applied to the bytes of its rows, panel by panel.
+
+    Args:
+        header: the checked header of the file.
+        tensor: one of its tensors.
+        convert: bytes [rows, bytes of a row] -> rows of the result.
+        panel_bytes: how many bytes are read at a time.
+
+    Returns:
+        The rows of the result.
+    """
+    whole: Tensor | None = None
+    rows = math.prod(tensor.shape[:-1])
+    for first, raw in read_rows(header, tensor, panel_bytes):
+        part = convert(raw)
+        if whole is None:
+            whole = huge_pages.empty((rows, *part.shape[1:]), dtype=part.dtype)
+        whole[first : first + len(part)] = part
+    assert whole is not None  # no dimension is 0
+    return whole
