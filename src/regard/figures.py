@@ -21,6 +21,7 @@ from regard.cost import CostReport, Setting, model_of
 from regard.errors import RegardError
 from regard.positions import rope_frequencies
 from regard.span import Span
+from regard.standard_output import run_program
 from regard.units import plural
 from regard.view import attention_diagram, charts
 from regard.view.charts import Chart, Line, Picture
@@ -171,4 +172,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

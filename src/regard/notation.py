@@ -228,4 +228,8 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    print(table())
+    import sys
+
+    from regard.standard_output import run_program
+
+    sys.exit(run_program(lambda: print(table())))

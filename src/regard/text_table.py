@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Collection, Sequence
@@ -70,6 +71,47 @@ def display_width(text: str) -> int:
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
         for c in text
     )
+
+
+def wrap(text: str, width: int, *, indent: str = "", hang: str = "") -> str:
+    """Break the lines of a text at a number of columns.
+
+    Lines are broken at spaces, and between Chinese characters, but not before a closing mark. A
+    longer word stays whole.
+
+    Args:
+        text: the text; its own line breaks remain.
+        width: the number of columns of a line.
+        indent: a prefix of the first line.
+        hang: a prefix of every other line.
+
+    Returns:
+        The lines, joined by newlines.
+
+    >>> print(wrap("one two three", 8, hang="  "))
+    one two
+      three
+    >>> print(wrap("每个查询读取一个键。", 8))
+    每个查询
+    读取一个
+    键。
+    """
+    lines: list[str] = []
+    for paragraph in text.split("\n"):
+        line, used = hang if lines else indent, False
+        for piece in _PIECES.findall(paragraph) if not paragraph.isspace() else ():
+            if used and display_width(line + piece.rstrip()) > width:
+                lines.append(line.rstrip())
+                line, piece = hang, piece.lstrip()
+            line, used = line + piece, True
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+_WIDE = "\u2e80-\u9fff\uff00-\uffef\u3000-\u303f"  # Chinese characters and their marks
+_CLOSING, _OPENING = "，。；：？！、）」』》】”’", "（「『《【“‘"
+_PIECES = re.compile(rf"[{_OPENING}]*[{_WIDE}][{_CLOSING}]*\s*|[^\s{_WIDE}]+[{_CLOSING}]*\s*|\s+")
+"""What a line may not break: one Chinese character with its marks, or a word."""
 
 
 def _pad(cell: str, width: int, *, on_the_left: bool) -> str:

@@ -605,7 +605,7 @@ def page(
 
     from regard.inspect.explain.captured_run import record_run
     from regard.inspect.report import report
-    from regard.view.report import language_of_locale
+    from regard.language import language
     from regard.view.report import page as page_of
 
     recording = record_run(read)
@@ -634,7 +634,7 @@ def page(
     )
     # open the view of the explained weight, or the comparison; the page has the other views too
     report_data["meta"]["start"]["view"] = "cell" if beside is None else "compare"
-    return page_of(report_data, lang or language_of_locale())
+    return page_of(report_data, lang or language())
 
 
 def print_heads(target: ExplainTarget, json: bool, console: Console) -> None:

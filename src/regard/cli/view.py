@@ -164,14 +164,14 @@ def _serving(
     port: int, host: str, allow_remote: bool, open_browser: bool, lang: str | None
 ) -> dict[str, object]:
     """Return the options of the server by name, after checking the language."""
-    from regard.view.report import check_language, language_of_locale
+    from regard.language import language
 
     return {
         "port": port,
         "host": host,
         "allow_remote": allow_remote,
         "open_browser": open_browser,
-        "lang": check_language(lang or language_of_locale()),
+        "lang": lang or language(),
     }
 
 

@@ -417,7 +417,8 @@ class Recording:
         text = f"Recording of {', '.join(self.places)}"
         if sum(place.T * place.N * len(place.heads) for place in self.places.values()) > MAX_CELLS:
             return {"text/plain": text, "text/html": self._repr_html_()}
-        from regard.view.report import language_of_locale, page
+        from regard.language import language_of_locale
+        from regard.view.report import page
 
         # by name: `report` reads recordings, and is above this module
         report = importlib.import_module("regard.inspect.report.page_data").report

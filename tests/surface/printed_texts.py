@@ -1,0 +1,173 @@
+"""Every text that a command prints, read from the source: what the catalogue must have in Chinese.
+
+- the help of the commands: their paragraphs, options, defaults, panels and examples;
+- the first argument of every `translate` and the noun of every `translate_count`;
+- every string of `regard/cli` with two or more words;
+- the messages of the errors that the modules of `RAISING` raise.
+
+An f-string becomes a text with placeholders: `{name}` for a variable, the number of the place for
+another expression, and `{hint}` for a call of `suggest`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+import regard
+from regard.cli import COMMANDS
+from regard.cli import app as application
+
+PACKAGE = Path(regard.__file__).parent
+RAISING = (
+    "argument_checks.py",
+    "compare/mechanisms.py",
+    "configs/published.py",
+    "configs/suggested_sizes.py",
+    "cost",
+    "files/atomic_write.py",
+    "files/regular_files.py",
+    "files/strict_json.py",
+    "inspect/explain/head_choice.py",
+    "language.py",
+    "masks/parse.py",
+    "models/hub.py",
+    "models/load.py",
+    "nn/variants/registry.py",
+    "parallel/plan.py",
+    "view/plotting.py",
+)
+"""Modules, and folders of modules, whose errors a user of the commands often meets."""
+LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
+"""What makes a string a text: two words."""
+
+
+def help_texts() -> Iterator[str]:
+    """Yield the English texts of all help pages."""
+    for name, line in COMMANDS.items():
+        module = __import__(f"regard.cli.{name}", fromlist=[name])
+        yield line
+        yield from application.paragraphs(getattr(module, name).__doc__)
+        yield from filter(None, [getattr(module, "EPILOG", None)])
+        app = typer.Typer(add_completion=False)
+        app.command(name)(getattr(module, name))
+        for option in typer.main.get_command(app).params:
+            for attribute in ("help", "show_default", "rich_help_panel"):
+                text = getattr(option, attribute, None)
+                if isinstance(text, str) and re.search("[a-z]{2}", text):
+                    yield text
+    yield from (application.ABOUT, application.EXAMPLE, application.HELP)
+    yield from (application.LANG, application.LOCALE, *application._PANEL_TITLES.values())
+    for option in application._command().params:
+        yield option.help or ""
+
+
+def _files(*places: str) -> Iterator[Path]:
+    for place in places:
+        path = PACKAGE / place
+        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def translated_calls() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the text of every call of `translate` with the names of its values, and `{n} noun` of
+    every call of `translate_count`.
+    """
+    for path in _files("."):
+        source = path.read_text("utf-8")
+        if "translate" not in source or path.name == "language.py":
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            if node.func.id == "translate" and isinstance(node.args[0], ast.Constant):
+                names = tuple(str(keyword.arg) for keyword in node.keywords)
+                yield str(node.args[0].value), names
+            elif node.func.id == "translate_count" and isinstance(node.args[1], ast.Constant):
+                yield f"{{n}} {node.args[1].value}", ("n",)
+
+
+def command_strings() -> Iterator[str]:
+    """Yield the texts in the modules of the commands."""
+    for path in _files("cli"):
+        yield from _texts(ast.parse(path.read_text("utf-8")))
+
+
+def raised_messages() -> Iterator[str]:
+    """Yield the messages of the errors of `RAISING`, and what is put into them."""
+    for path in _files(*RAISING):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                yield from _texts(node.exc)
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    documents = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                documents.add(statement.value)
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        counted = _counted_noun(node)
+        if counted is not None:
+            yield counted
+        text = _text(node)
+        if text is None:
+            waiting += ast.iter_child_nodes(node)
+            continue
+        if node in documents:
+            continue
+        waiting += _expressions(node)
+        if LATIN_ONLY.search(re.sub(r"\{\w+\}", " ", text)):
+            yield text
+
+
+def _counted_noun(node: ast.AST) -> str | None:
+    """Return `{n} noun` of a call `plural(n, "noun")`."""
+    if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name == "plural":
+            return f"{{n}} {node.args[1].value}"
+    return None
+
+
+def _parts(node: ast.AST) -> list[ast.AST] | None:
+    """Return the parts of a string expression: constants, and expressions that are put into it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node]
+    if isinstance(node, ast.JoinedStr):
+        return [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _parts(node.left), _parts(node.right)
+        if left is None and right is None:
+            return None
+        return [*(left or [node.left]), *(right or [node.right])]
+    return None
+
+
+def _text(node: ast.AST) -> str | None:
+    parts = _parts(node)
+    if parts is None:
+        return None
+    text, names = "", []
+    for part in parts:
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            text += part.value
+            continue
+        name = part.id if isinstance(part, ast.Name) else str(len(names) + 1)
+        if isinstance(part, ast.Call) and getattr(part.func, "id", "") == "suggest":
+            name = "hint"
+        names.append(name if name not in names else str(len(names) + 1))
+        text += f"{{{names[-1]}}}"
+    return text
+
+
+def _expressions(node: ast.AST) -> list[ast.AST]:
+    constants = (part for part in _parts(node) or () if not isinstance(part, ast.Constant))
+    return list(constants)
