@@ -31,6 +31,8 @@ LANGUAGES = {"en": "English", "zh": "简体中文"}
 """Language code, to the name of the language in itself."""
 PLACEHOLDER = re.compile(r"\{(\w+)(?:[!:][^{}]*)?\}")
 """A placeholder of a text; its format, after a colon, belongs to the placeholder."""
+MIN_FIXED = 8
+"""The least number of fixed letters by which a finished message is recognised."""
 HINT = "hint"
 """The placeholder of a suggestion such as "; did you mean 'window'?", or of a full stop."""
 
@@ -51,11 +53,11 @@ def check_language(lang: str) -> str:
 
     >>> check_language("fr")
     Traceback (most recent call last):
-    regard.errors.ArgumentError: lang is 'fr'; it must be en (English) or zh (简体中文)
+    regard.errors.ArgumentError: lang is 'fr'; it must be one of en (English), zh (简体中文)
     """
     if lang not in LANGUAGES:
-        known = " or ".join(f"{code} ({name})" for code, name in LANGUAGES.items())
-        raise ArgumentError(f"lang is {lang!r}; it must be {known}")
+        known = ", ".join(f"{code} ({name})" for code, name in LANGUAGES.items())
+        raise ArgumentError(f"lang is {lang!r}; it must be one of {known}")
     return lang
 
 
@@ -196,6 +198,8 @@ def translate_message(message: str) -> str:
     if suggestion is not None:
         message = message[: suggestion.start()] + _MARK + message[suggestion.end() :]
     translated = _translate_fixed(message)
+    if translated == message:
+        translated = "\n".join(map(_translate_fixed, message.split("\n")))
     if suggestion is not None:
         names = suggestion[1].replace(" or ", " 或 ")
         translated = translated.replace(_MARK, f"；您要写的是不是 {names}？").replace("？。", "？")
@@ -219,9 +223,9 @@ def _translate_fixed(message: str) -> str:
     texts = _texts()
     if message in texts or not re.search("[a-z]{2}", message):
         return texts.get(message, message)
-    for weight, pattern, names, text in _patterns(language()):
+    for _, pattern, names, text in _patterns(language()):
         found = pattern.fullmatch(message)
-        if found is not None and weight:
+        if found is not None:
             values = {
                 name: _translate_fixed(value) if value != message else value
                 for name, value in zip(names, found.groups(), strict=True)
@@ -258,5 +262,7 @@ def _patterns(lang: str) -> list[_Pattern]:
                 for name, text in zip(names, fixed[1:], strict=True)
             )
         weight = sum(len(re.sub(r"\W", "", part)) for part in fixed)
+        if weight < MIN_FIXED and counted is None:
+            continue
         patterns.append(_Pattern(weight, re.compile(source, re.DOTALL), tuple(names), text))
     return sorted(patterns, key=lambda one: -one.weight)

@@ -21,6 +21,12 @@ import typer
 import regard
 from regard.cli import COMMANDS
 from regard.cli import app as application
+from regard.configs.published import PUBLISHED_MODELS
+from regard.cost.evidence import QUALITY_EVIDENCE
+from regard.nn.variants import VARIANTS
+from regard.nn.variants.registry import option_meanings
+from regard.nn.variants.usage import USAGE, equation_symbols
+from regard.view import cost_text
 
 PACKAGE = Path(regard.__file__).parent
 RAISING = (
@@ -33,8 +39,10 @@ RAISING = (
     "files/regular_files.py",
     "files/strict_json.py",
     "inspect/explain/head_choice.py",
+    "inspect/record/recorded_place.py",
     "language.py",
     "masks/parse.py",
+    "models/convert",
     "models/hub.py",
     "models/load.py",
     "nn/variants/registry.py",
@@ -61,9 +69,23 @@ def help_texts() -> Iterator[str]:
                 if isinstance(text, str) and re.search("[a-z]{2}", text):
                     yield text
     yield from (application.ABOUT, application.EXAMPLE, application.HELP)
-    yield from (application.LANG, application.LOCALE, *application._PANEL_TITLES.values())
+    yield from (application.LANG, application.LOCALE)
     for option in application._command().params:
         yield option.help or ""
+
+
+def data_texts() -> Iterator[str]:
+    """Yield the texts that stand in tables of the package."""
+    yield from application.TYPER_MESSAGES
+    yield from cost_text.TITLES
+    yield from (x.finding for x in QUALITY_EVIDENCE.values())
+    yield from (model.note for model in PUBLISHED_MODELS.values() if model.note)
+    for entry in VARIANTS.values():
+        usage = USAGE[entry.name]
+        yield from (entry.summary, usage.models, usage.choose, usage.avoid)
+        yield from option_meanings(entry).values()
+        yield from equation_symbols(entry.name, entry.equation).values()
+        yield f"{entry.family} attention"
 
 
 def _files(*places: str) -> Iterator[Path]:
@@ -142,7 +164,9 @@ def _parts(node: ast.AST) -> list[ast.AST] | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return [node]
     if isinstance(node, ast.JoinedStr):
-        return [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+        return [
+            part.value if isinstance(part, ast.FormattedValue) else part for part in node.values
+        ]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left, right = _parts(node.left), _parts(node.right)
         if left is None and right is None:

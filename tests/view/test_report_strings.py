@@ -83,7 +83,7 @@ def test_the_locale_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_language_that_there_is_not() -> None:
     with pytest.raises(ArgumentError) as caught:
         check_language("fr")
-    assert str(caught.value) == "lang is 'fr'; it must be en (English) or zh (简体中文)"
+    assert str(caught.value) == "lang is 'fr'; it must be one of en (English), zh (简体中文)"
     with pytest.raises(ArgumentError, match="lang is 'xx'"):
         catalogue("xx")
 

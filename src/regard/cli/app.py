@@ -7,7 +7,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from regard import __version__
 from regard.cli import COMMANDS
+from regard.cli._help_page import argument_name, help_page
 from regard.errors import ArgumentError, RegardError
 from regard.language import (
     LANGUAGES,
@@ -34,15 +36,26 @@ LANG = "Language of the output: en or zh."
 LOCALE = "that of the locale"
 MAX_MESSAGE = 3000
 """The maximum number of characters of an error message; the middle of a longer one is left out."""
+TYPER_MESSAGES = (
+    "Invalid value for {flag}: {message}",
+    "Missing argument {name}.",
+    "Missing option {name}.",
+    "Missing command.",
+    "No such command {name}{hint}",
+    "No such option: {name}{hint}",
+    "Option {name} does not take a value.",
+    "Option {name} requires an argument.",
+    "Got unexpected extra argument(s) ({values})",
+    "Input should be a valid integer, unable to parse string as an integer",
+    "Input should be a valid number, unable to parse string as a number",
+    "Input should be greater than or equal to {n}",
+    "Input should be less than or equal to {n}",
+    "{value} is not a valid integer.",
+    "{value} is not a valid float.",
+    "{value} is not in the range {range}.",
+)
+"""The messages of typer that a user meets, as the catalogue has them."""
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
-_PANEL_TITLES = {
-    "ARGUMENTS_PANEL_TITLE": "Arguments",
-    "OPTIONS_PANEL_TITLE": "Options",
-    "COMMANDS_PANEL_TITLE": "Commands",
-    "DEFAULT_STRING": "[default: {}]",
-    "REQUIRED_LONG_STRING": "[required]",
-}
-"""The texts that typer itself writes into a help page, by their names in typer."""
 
 
 class _Localised:
@@ -51,20 +64,15 @@ class _Localised:
     def get_usage(self: Any, ctx: Any) -> str:
         """Return the usage line."""
         pieces = " ".join([ctx.command_path, *self.collect_usage_pieces(ctx)])
-        return f"{translate('Usage')}: {pieces}"
+        return translate("Usage: ") + pieces
 
     def collect_usage_pieces(self: Any, ctx: Any) -> list[str]:
         """Return the words of the usage line: `[OPTIONS] TEXT`; what may be left out is in
         brackets.
         """
-        pieces = [translate("[OPTIONS]")]
-        for argument in self.params:
-            if isinstance(argument, TyperArgument):
-                name = argument.metavar or (argument.name or "").upper()
-                dots = "..." if argument.nargs != 1 else ""
-                pieces.append(f"{name}{dots}" if argument.required else f"[{name}]{dots}")
-        usage = getattr(self, "usage", None)
-        return [translate("[OPTIONS]"), usage] if usage else pieces
+        arguments = [option for option in self.params if isinstance(option, TyperArgument)]
+        words = getattr(self, "usage", None) or " ".join(map(argument_name, arguments))
+        return [translate("[OPTIONS]"), words]
 
     def get_help_option(self: Any, ctx: Any) -> Any:
         """Return the option --help, with its sentence."""
@@ -74,21 +82,61 @@ class _Localised:
         return option
 
     def format_help(self: Any, ctx: Any, formatter: Any) -> None:
-        """Print the help page, with the titles of its panels in the reader's language."""
-        from typer import rich_utils
-
-        before = {name: getattr(rich_utils, name) for name in _PANEL_TITLES}
-        try:
-            for name, title in _PANEL_TITLES.items():
-                setattr(rich_utils, name, translate(title))
-            super().format_help(ctx, formatter)  # type: ignore[misc]
-        finally:
-            for name, title in before.items():
-                setattr(rich_utils, name, title)
+        """Write the help page, without typer's boxes, which cut Chinese text off."""
+        names = self.list_commands(ctx) if isinstance(self, TyperGroup) else ()
+        lines = {name: translate(COMMANDS[name]) for name in names}
+        formatter.write(help_page(self, ctx, lines))
 
 
 class Command(_Localised, TyperCommand):
     """One subcommand."""
+
+    usage: str | None = None
+
+    def invoke(self, ctx: Any) -> object:
+        """Run the subcommand; an error of the package names options as they are written here."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if isinstance(error, RegardError) or hasattr(error, "format_message"):
+                error.flags = flags_of(self)  # type: ignore[attr-defined]
+            raise
+
+
+def flags_of(command: Any) -> dict[str, str]:
+    """Return the options of a command: the name of the Python argument -> the flag."""
+    options = (x for x in command.params if not isinstance(x, TyperArgument) and x.opts)
+    return {str(x.name).rstrip("_"): max(x.opts, key=len) for x in options}
+
+
+def speak_of_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Return a message in which options have the names of the command line.
+
+    A name is replaced where it can only be an option: with an underscore, before "=", as the
+    subject of the message, or in a list of options.
+
+    Args:
+        message: the message of an error of the package.
+        flags: the name of each Python argument, and its flag.
+
+    >>> speak_of_flags("rank is 9; give kv_heads", {"rank": "--rank", "kv_heads": "--kv-heads"})
+    '--rank is 9; give --kv-heads'
+    """
+
+    def listed(found: re.Match[str]) -> str:
+        names = re.split(r"(, | or | and )", found[0])
+        if not all(name in flags for name in names[::2]):
+            return found[0]
+        return "".join(flags.get(name, name) for name in names)
+
+    message = re.sub(r"(?<=give )\w+(?:(?:, | or | and )\w+)+", listed, message)
+    for name, flag in flags.items():
+        word = rf"(?<![\w\-.:\"'`])(?<!--set ){re.escape(name)}"
+        if "_" in name:
+            message = re.sub(rf"{word}(?![\w=.\"'`(])", flag, message, flags=re.ASCII)
+        message = re.sub(rf"{word}=(?=\S)", f"{flag} ", message, flags=re.ASCII)
+        message = re.sub(rf"^{re.escape(name)} (?=is |为 |must )", f"{flag} ", message)
+    return message
 
 
 class Commands(_Localised, TyperGroup):
@@ -196,7 +244,7 @@ def _run(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return 1
     except RegardError as error:
-        _print_error(str(error))
+        _print_error(str(error), getattr(error, "flags", {}))
         return 1
     except BrokenPipeError:
         raise
@@ -219,8 +267,12 @@ def _print_usage_error(error: Any) -> int:
         help_line = translate("Try '{command} --help' for help.", command=context.command_path)
         typer.echo(f"{help_line}\n", err=True)
     possible = getattr(error, "possibilities", None)
-    message = f"{error.message}; did you mean {' or '.join(possible)}?" if possible else ""
-    _print_error(message or error.format_message())
+    named = getattr(error, "param_hint", None) or getattr(error, "param", None)
+    is_plain = hasattr(error, "param_hint") and not named
+    message = error.message if is_plain else error.format_message()
+    if possible:
+        message = f"{error.message}; did you mean {' or '.join(possible)}?"
+    _print_error(message, getattr(error, "flags", {}))
     return int(getattr(error, "exit_code", 2))
 
 
@@ -235,10 +287,11 @@ def _shorten(message: str) -> str:
     return f"{message[: MAX_MESSAGE * 2 // 3]} ... {message[-(MAX_MESSAGE // 3) :]}"
 
 
-def _print_error(message: str) -> None:
+def _print_error(message: str, flags: Mapping[str, str] | None = None) -> None:
     """Print an error in the reader's language, wrapped at the width of the terminal."""
     title = translate("error: ")
-    text = wrap(title + _escape_and_shorten(translate_message(message)), line_width())
+    translated = speak_of_flags(translate_message(message), flags or {})
+    text = wrap(title + _escape_and_shorten(translated), line_width())
     typer.secho(title, fg="red", bold=True, nl=False, err=True)
     typer.echo(text[len(title) :], err=True)
 

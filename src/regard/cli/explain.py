@@ -41,6 +41,7 @@ EPILOG = (
     'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query '
     "creature"
 )
+USAGE = "TEXT"  # or --file, or --module
 WHERE, OUT, MECHANISM = "What to explain", "Output", "A mechanism with random weights"
 MAX_TOKENS = 1 << 14
 """The maximum number of tokens of a text; a small model takes half a minute for that many."""
@@ -156,7 +157,7 @@ Figure = Annotated[
 Lang = Annotated[
     str | None,
     typer.Option(
-        help="Language of the page: en or zh.",
+        help="Language of the output: en or zh.",
         show_default="that of the locale",
         rich_help_panel=OUT,
     ),

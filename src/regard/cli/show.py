@@ -41,12 +41,13 @@ MAX_DRAWN = 4
 Expression = Annotated[
     str,
     typer.Argument(
+        metavar="MASK",
         help=(
             "A mask: full, causal, window(W), chunk(n), prefix(n), document((0, 3, "
             "7)), sinks(n), global((0, 1)), dilated(n, step), strided(n), blockcausal(n), "
             "neighborhood((height, width), n), bigbird(block, blocks) and others, joined by "
             "&, |, ~ and parentheses."
-        )
+        ),
     ),
 ]
 Queries = Annotated[int, typer.Option(help="Number of queries.", min=1, max=MAX_TOKENS)]
@@ -137,9 +138,7 @@ def show(
         if ranks is not None:
             numbers["ranks"] = rank_figures(mask, q, k, ranks, shards)
     except RegardError as error:
-        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        raise typer.BadParameter(str(error)) from error
     if json:
         typer.echo(json_format.dumps(numbers))
         return

@@ -95,7 +95,7 @@ Open = Annotated[
 Lang = Annotated[
     str | None,
     typer.Option(
-        help="Language of the page: en or zh.",
+        help="Language of the output: en or zh.",
         show_default="that of the locale",
         rich_help_panel=SERVE,
     ),
