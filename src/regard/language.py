@@ -31,7 +31,7 @@ LANGUAGES = {"en": "English", "zh": "简体中文"}
 """Language code, to the name of the language in itself."""
 PLACEHOLDER = re.compile(r"\{(\w+)(?:[!:][^{}]*)?\}")
 """A placeholder of a text; its format, after a colon, belongs to the placeholder."""
-MIN_FIXED = 8
+MIN_FIXED = 7
 """The least number of fixed letters by which a finished message is recognised."""
 HINT = "hint"
 """The placeholder of a suggestion such as "; did you mean 'window'?", or of a full stop."""

@@ -144,7 +144,9 @@ def _pieces(text: str, width: int) -> Iterator[str]:
 
 _WIDE = "\u2e80-\u9fff\uff00-\uffef\u3000-\u303f"  # Chinese characters and their marks
 _CLOSING, _OPENING = r"，。；：？！、）」』》】”’\])}.,;:", r"（「『《【“‘\[({"
-_PIECES = re.compile(rf"[{_OPENING}]*[{_WIDE}][{_CLOSING}]*\s*|[^\s{_WIDE}]+[{_CLOSING}]*\s*|\s+")
+_PIECES = re.compile(
+    rf"[{_OPENING}]*(?:(?![{_OPENING}])[{_WIDE}]|[^\s{_WIDE}]+)[{_CLOSING}]*\s*|\s+|."
+)
 
 
 def _pad(cell: str, width: int, *, on_the_left: bool) -> str:

@@ -77,7 +77,7 @@ def help_texts() -> Iterator[str]:
 def data_texts() -> Iterator[str]:
     """Yield the texts that stand in tables of the package."""
     yield from application.TYPER_MESSAGES
-    yield from cost_text.TITLES
+    yield from (*cost_text.TITLES, *cost_text.KINDS)
     yield from (x.finding for x in QUALITY_EVIDENCE.values())
     yield from (model.note for model in PUBLISHED_MODELS.values() if model.note)
     for entry in VARIANTS.values():
@@ -105,11 +105,20 @@ def translated_calls() -> Iterator[tuple[str, tuple[str, ...]]]:
         for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            if node.func.id == "translate" and isinstance(node.args[0], ast.Constant):
+            if node.func.id == "translate":
                 names = tuple(str(keyword.arg) for keyword in node.keywords)
-                yield str(node.args[0].value), names
+                for text in _choices(node.args[0]):
+                    yield text, names
             elif node.func.id == "translate_count" and isinstance(node.args[1], ast.Constant):
                 yield f"{{n}} {node.args[1].value}", ("n",)
+
+
+def _choices(node: ast.AST) -> Iterator[str]:
+    """Yield the strings of `"a" if ... else "b"`."""
+    if isinstance(node, ast.IfExp):
+        yield from (*_choices(node.body), *_choices(node.orelse))
+    elif isinstance(node, ast.Constant):
+        yield str(node.value)
 
 
 def command_strings() -> Iterator[str]:
@@ -124,6 +133,8 @@ def raised_messages() -> Iterator[str]:
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 yield from _texts(node.exc)
+            elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and path.name == "folder.py":
+                yield from _texts(node.elts[1])  # a condition and its message
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:

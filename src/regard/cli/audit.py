@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Ignore, LoadOptions, Revision, load
+from regard.cli.options import Ignore, LoadOptions, Revision, console_of, load
 from regard.errors import ArgumentError, RegardError
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def _number_text(x: float | str) -> str:
 
 
 EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
+WIDTH = 100
+"""The maximum number of columns of the report."""
 UNTRIED = 3
 """The exit code if no fault was found and a check that applies could not be made."""
 FROM_CODE = "from the code, or a small size"
@@ -296,7 +298,7 @@ def audit(
     if json:
         typer.echo(json_format.dumps(report.as_dict(), default=str))
     else:
-        print_audit(report, _console(color))
+        print_audit(report, console_of(color, WIDTH))
     code = report.exit_code
     if code and not (code == UNTRIED and allow_untried):
         raise typer.Exit(code)
@@ -375,20 +377,4 @@ def _list(color: bool | None, json: bool) -> None:
         }
         typer.echo(json_format.dumps(faults))
         return
-    print_fault_table(_console(color))
-
-
-def _console(color: bool | None) -> Console:
-    """Return a console of 100 columns, with colours as requested or as the terminal supports."""
-    from rich.console import Console
-
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a glyph shows "?"
-    if color is None:
-        return Console(width=100)
-    return Console(
-        width=100,
-        force_terminal=color,
-        no_color=not color,
-        color_system="truecolor" if color else None,
-    )
+    print_fault_table(console_of(color, WIDTH))

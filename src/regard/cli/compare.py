@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli import _claims
-from regard.cli.options import check_files
+from regard.cli.options import check_files, note
 from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def compare(
     """
     options = dict(locals())
     if lesson:
-        typer.echo("--lesson is now --task; the old name goes with the next release", err=True)
+        note("--lesson is now --task; the old name goes with the next release")
         options["task"] = [*(task or []), *lesson]
     if list_:
         typer.echo(f"{_listing()}\n{_claims.list_claims()}")
@@ -226,9 +226,7 @@ def compare(
         raise typer.BadParameter(str(error)) from error
     if interrupted:
         if out is not None:
-            typer.echo(
-                "interrupted; the same command continues from the saved measurements", err=True
-            )
+            note("interrupted; the same command continues from the saved measurements")
         raise typer.Exit(130)
 
 
@@ -388,4 +386,4 @@ def _report(line: str) -> None:
     if sys.stderr.isatty():
         typer.echo(f"\r\x1b[K... {line.strip()}", err=True, nl=not is_inside_run)
     elif not is_inside_run:
-        typer.echo(f"... {line}", err=True)
+        note(line, "... ")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Ignore, Revision, report_ignored
+from regard.cli.options import Ignore, Revision, note, report_ignored
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
 from regard.text_table import format_table
@@ -369,7 +369,7 @@ def _finetuning(steps: int | None, **settings: Any) -> Finetune | None:
 def _report(line: str) -> None:
     """Print the current work on standard error, on a terminal only."""
     if sys.stderr.isatty():
-        typer.echo(f"{line} ...", err=True)
+        note(line, "... ")
 
 
 def _read_text_option(file: Path | None) -> str | None:

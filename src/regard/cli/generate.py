@@ -24,6 +24,7 @@ from regard.cli.options import (
     Source,
     Weights,
     load,
+    note,
 )
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
@@ -65,7 +66,7 @@ def generate_seq2seq(
         return
     typer.echo("\n---\n".join(escape_controls(text, keep=MULTILINE) for text in answers))
     sys.stdout.flush()
-    typer.echo(f"{plural(len(answers), 'text')} in {seconds} s", err=True)
+    note(f"{plural(len(answers), 'text')} in {seconds} s")
 
 
 def print_batch(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
@@ -184,11 +185,10 @@ def print_summary(result: dict[str, Any]) -> None:
         if decode_speed
         else "no token was decoded after the first"
     )
-    typer.echo(
+    note(
         f"{plural(result['tokens'], 'token')}, {score}{prompt}, {decoding}, {result['cache']} "
         "cache "
-        f"{result['cache_bytes']:,} bytes",
-        err=True,
+        f"{result['cache_bytes']:,} bytes"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from regard.cli.options import note
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
@@ -155,7 +156,7 @@ def train_task(options: dict[str, Any], given_names: set[str]) -> None:
     else:
         _show(run, figures)
     if stopped_by:
-        typer.echo("interrupted and saved; continue with the same command and --resume", err=True)
+        note("interrupted and saved; continue with the same command and --resume")
         raise typer.Exit(128 + stopped_by)
 
 
@@ -435,7 +436,7 @@ def train(
     else:
         typer.echo("  ".join(f"{name} {value}" for name, value in figures.items()))
     if stopped_by:
-        typer.echo("interrupted and saved; continue with the same command and --resume", err=True)
+        note("interrupted and saved; continue with the same command and --resume")
         raise typer.Exit(128 + stopped_by)
 
 

@@ -21,6 +21,7 @@ from regard.cli.options import (
     check_files,
     given_text,
     load,
+    note,
     working,
 )
 from regard.errors import ArgumentError
@@ -156,7 +157,7 @@ def view(
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(server.url)
-    typer.echo("Ctrl-C ends the server.", err=True)
+    note("Ctrl-C ends the server.")
     server.wait()
 
 

@@ -40,6 +40,12 @@ FIGURE_TITLES = {
     "decode_bytes": "one token, moved",
 }
 """The titles of the figures by which models are compared."""
+KINDS = (
+    "{name} {heads}/{groups} heads of {dim}",
+    "{name} {heads}/{groups} heads of {dim}, window {window}",
+    "{name} {heads}, latent {rank} + {rope}",
+)
+"""The names of the kinds of attention, as the catalogue has them."""
 TITLES = (
     *FIGURE_TITLES.values(),
     "part",
@@ -287,7 +293,7 @@ def ranks_page(plan: RanksReport, method: str | None = None) -> str:
         ),
     ]
     text = "\n".join(wrap(note, min(line_width(), 80)) for note in notes if note)
-    table = format_table(rows, left=(0, 1, 7, 8), gap=2, width=line_width())
+    table = format_table(rows, left=(0, 1, 7, 8), gap=2, width=line_width(), names=2)
     return "\n\n".join([wrap(head, line_width(), hang="  "), table, text])
 
 
@@ -480,7 +486,11 @@ def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> lis
         rows: one row for each mechanism.
         model_sizes: those of the model itself, or "".
     """
-    lines = [(translate("the model"), translate_message(model_sizes))] if model_sizes else []
+    lines = []
+    if model_sizes:
+        source, _, sizes = model_sizes.removeprefix("as ").partition(": ")
+        shown = translate("as {source}: {sizes}", source=source, sizes=sizes)
+        lines.append((translate("the model"), shown))
     for row in rows:
         by_source: dict[str, list[str]] = {}
         for option, source in row.suggested.items():
