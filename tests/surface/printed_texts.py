@@ -19,6 +19,9 @@ from pathlib import Path
 import typer
 
 import regard
+from regard.audit import FAULTS
+from regard.bench.cases import CASES
+from regard.bench.render import COLUMNS
 from regard.cli import COMMANDS
 from regard.cli import app as application
 from regard.configs.published import PUBLISHED_MODELS
@@ -26,7 +29,8 @@ from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_meanings
 from regard.nn.variants.usage import USAGE, equation_symbols
-from regard.view import cost_text
+from regard.train.tasks import TASKS
+from regard.view import cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
 RAISING = (
@@ -52,6 +56,10 @@ RAISING = (
 """Modules, and folders of modules, whose errors a user of the commands often meets."""
 LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
 """What makes a string a text: two words."""
+
+
+NOT_PRINTED = ("bold red", "bold yellow", "{1}; did you mean {2}?")
+"""Styles, and what is translated in its parts."""
 
 
 def help_texts() -> Iterator[str]:
@@ -86,6 +94,11 @@ def data_texts() -> Iterator[str]:
         yield from option_meanings(entry).values()
         yield from equation_symbols(entry.name, entry.equation).values()
         yield f"{entry.family} attention"
+    yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
+    yield from (task.description for task in TASKS.values())
+    yield from (case.description for case in CASES.values())
+    titles = (*layer_text.HEADS, *layer_text.TITLES.values(), *COLUMNS)
+    yield from (title for title in titles if title)
 
 
 def _files(*places: str) -> Iterator[Path]:
@@ -144,7 +157,7 @@ def _texts(tree: ast.AST) -> Iterator[str]:
         for statement in body if isinstance(body, list) else ():
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 documents.add(statement.value)
-    waiting = [tree]
+    waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
         counted = _counted_noun(node)
@@ -157,7 +170,7 @@ def _texts(tree: ast.AST) -> Iterator[str]:
         if node in documents:
             continue
         waiting += _expressions(node)
-        if LATIN_ONLY.search(re.sub(r"\{\w+\}", " ", text)):
+        if text not in NOT_PRINTED and LATIN_ONLY.search(re.sub(r"\{\w+\}", " ", text)):
             yield text
 
 

@@ -13,6 +13,7 @@ import typer
 
 from regard.cli.options import Ignore, LoadOptions, Revision, console_of, load
 from regard.errors import ArgumentError, RegardError
+from regard.language import translate, translate_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,39 +25,47 @@ def print_audit(report: Audit, console: Console) -> None:
     """Print the result of an audit: the faults, and then the checks that were not made."""
     from rich.table import Table
 
-    console.print(f"{report.target}, called {report.called}", highlight=False, markup=False)
+    called = translate("{target}, called {how}", target=report.target, how=report.called)
+    console.print(called, highlight=False, markup=False)
     for f in report.findings:
         table = Table(show_header=False, box=None, padding=(0, 1))
         example = ", ".join(f"{name} {value}" for name, value in f.example.items())
         rows = {
-            "smallest input": example,
-            "expected": _number_text(f.expected),
-            "got": _number_text(f.got),
-            "look at": f.look_at,
+            translate("smallest input"): example,
+            translate("expected"): _number_text(f.expected),
+            translate("got"): _number_text(f.got),
+            translate("look at"): translate_message(f.look_at),
         }
         for name, value in rows.items():
             table.add_row(f"  {name}", _unstyled(value))
         style = "bold red" if f.severity == "error" else "bold yellow"
         console.print()
-        console.print(f"{f.severity} {f.name}", style=style, highlight=False, markup=False)
+        title = f"{translate_message(f.severity)} {f.name}"
+        console.print(title, style=style, highlight=False, markup=False)
         console.print(f"  {f.sentence}", highlight=False, markup=False)
         console.print(table, highlight=False)
     console.print()
     for known in report.accepted:
-        console.print(f"accepted: {known.name}", highlight=False, markup=False)
-    kinds = (("could not be made", True, "yellow"), ("does not apply", False, "dim"))
+        accepted = translate("accepted: {name}", name=known.name)
+        console.print(accepted, highlight=False, markup=False)
+    kinds = (
+        (translate("could not be made"), True, "yellow"),
+        (translate("does not apply"), False, "dim"),
+    )
     for title, applies, style in kinds:
         skipped = [check for check in report.not_tried if check.applies == applies]
         if skipped:
-            table = Table(title, "why", box=None, padding=(0, 1), header_style=style)
+            table = Table(title, translate("why"), box=None, padding=(0, 1), header_style=style)
             for check in skipped:
-                table.add_row(check.name, _unstyled(check.why), style=style)
+                table.add_row(check.name, _unstyled(translate_message(check.why)), style=style)
             console.print(table, highlight=False)
-    console.print(report.counts())
+    console.print(translate_message(report.counts()))
     if not report.findings and report.untried:
         console.print(
-            "The audit did not pass, because of the checks that could not be made: exit code 3, or "
-            "0 with --allow-untried.",
+            translate(
+                "The audit did not pass, because of the checks that could not be made: exit code "
+                "3, or 0 with --allow-untried."
+            ),
             highlight=False,
         )
 
@@ -67,9 +76,11 @@ def print_fault_table(console: Console) -> None:
 
     from regard.audit import FAULTS
 
-    faults = Table("fault", "description", "look at", box=None, padding=(0, 1))
+    titles = translate("fault"), translate("description"), translate("look at")
+    faults = Table(*titles, box=None, padding=(0, 1))
     for name, fault in FAULTS.items():
-        faults.add_row(name, _unstyled(fault.summary), _unstyled(fault.look_at))
+        texts = map(translate_message, (fault.summary, fault.look_at))
+        faults.add_row(name, *map(_unstyled, texts))
     console.print(faults, highlight=False)
 
 

@@ -14,6 +14,8 @@ import typer
 from regard.cli import _claims
 from regard.cli.options import check_files, note
 from regard.errors import ArgumentError
+from regard.language import translate, translate_message
+from regard.text_table import line_width, wrap
 
 if TYPE_CHECKING:
     from regard.compare.comparison import Comparison, ComparisonPlan
@@ -359,15 +361,20 @@ def _listing() -> str:
     from regard.nn.variants import VARIANTS
     from regard.train.tasks import TASKS
 
-    lines = ["mechanisms"]
+    lines = [translate("mechanisms")]
     for one in candidates(None, Shape()):
         options = ", ".join(f"{k}={v}" for k, v in one.options.items())
-        lines.append(f"  {one.name:<12} {VARIANTS[one.attention].summary}")
-        lines.append(f"  {'':<12} {one.attention}({options})")
-    lines.append("tasks")
-    lines.append(f"  {'text':<12} The next byte of a text.")
-    lines += [f"  {name:<12} {TASKS[name].description}" for name in RECALL_TASKS]
+        lines.append(_listed(one.name, translate_message(VARIANTS[one.attention].summary)))
+        lines.append(_listed("", f"{one.attention}({options})"))
+    lines.append(translate("tasks"))
+    lines.append(_listed("text", translate("The next byte of a text.")))
+    lines += [_listed(name, translate_message(TASKS[name].description)) for name in RECALL_TASKS]
     return "\n".join(lines)
+
+
+def _listed(name: str, text: str) -> str:
+    """Return a name and its sentence within the width of the terminal."""
+    return wrap(text, line_width(), indent=f"  {name:<12} ", hang=" " * 15)
 
 
 def _command(arguments: list[str]) -> str:

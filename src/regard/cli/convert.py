@@ -17,7 +17,8 @@ import typer
 from regard.cli.options import Ignore, Revision, note, report_ignored
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
-from regard.text_table import format_table
+from regard.language import translate, translate_message
+from regard.text_table import format_table, line_width, wrap
 from regard.units import plural
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 def print_report(report: ConversionReport) -> None:
     """Print the report of a conversion."""
-    typer.echo("\n".join(report_lines(report)))
+    width = line_width()
+    for line in report_lines(report):
+        is_table = "\n" in line
+        typer.echo(line if is_table else wrap(translate_message(line), width, hang="    "))
 
 
 def report_lines(report: ConversionReport) -> Iterator[str]:
@@ -44,12 +48,17 @@ def report_lines(report: ConversionReport) -> Iterator[str]:
     before, after = report.before, report.after
     yield format_table(
         [
-            ["", "before", "after"],
-            ["family", before.model_type, after.model_type],
+            ["", translate("before"), translate("after")],
+            [translate("family"), before.model_type, after.model_type],
             ["dtype", before.dtype, after.dtype],
-            ["parameters", f"{before.parameters:,}", f"{after.parameters:,}"],
-            ["values cached per token", f"{before.cached_values:,}", f"{after.cached_values:,}"],
-        ]
+            [translate("parameters"), f"{before.parameters:,}", f"{after.parameters:,}"],
+            [
+                translate("values cached per token"),
+                f"{before.cached_values:,}",
+                f"{after.cached_values:,}",
+            ],
+        ],
+        width=line_width(),
     )
     for step in report.steps:
         yield from _weight_error_lines(step)
