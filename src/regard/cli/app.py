@@ -134,7 +134,8 @@ def speak_of_flags(message: str, flags: Mapping[str, str]) -> str:
         word = rf"(?<![\w\-.:\"'`])(?<!--set ){re.escape(name)}"
         if "_" in name:
             message = re.sub(rf"{word}(?![\w=.\"'`(])", flag, message, flags=re.ASCII)
-        message = re.sub(rf"{word}=(?=\S)", f"{flag} ", message, flags=re.ASCII)
+        message = re.sub(rf"{word}='(\w+)'", rf"{flag} \1", message, flags=re.ASCII)
+        message = re.sub(rf"{word}=(?=\S)(?!\S*\.\.)", f"{flag} ", message, flags=re.ASCII)
         message = re.sub(rf"^{re.escape(name)} (?=is |为 |must )", f"{flag} ", message)
     return message
 
@@ -268,11 +269,14 @@ def _print_usage_error(error: Any) -> int:
         typer.echo(f"{help_line}\n", err=True)
     possible = getattr(error, "possibilities", None)
     named = getattr(error, "param_hint", None) or getattr(error, "param", None)
-    is_plain = hasattr(error, "param_hint") and not named
+    flags = getattr(error, "flags", {})
+    # a message that begins with its option needs no "Invalid value for" before it
+    says_option = isinstance(named, str) and speak_of_flags(error.message, flags).startswith(named)
+    is_plain = hasattr(error, "param_hint") and (not named or says_option)
     message = error.message if is_plain else error.format_message()
     if possible:
         message = f"{error.message}; did you mean {' or '.join(possible)}?"
-    _print_error(message, getattr(error, "flags", {}))
+    _print_error(message, flags)
     return int(getattr(error, "exit_code", 2))
 
 

@@ -253,7 +253,7 @@ def _lines(
         yield from _wrapped(text)
         yield Text()
     rows = dict(_summary(numbers))
-    column = max(map(display_width, rows)) + 4
+    column = max(map(display_width, rows)) + 3
     for name, text in rows.items():
         gap = " " * (column - 2 - display_width(name))
         body = wrap(text, line_width(), indent=" " * column, hang=" " * column)
@@ -368,9 +368,9 @@ def _summary(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
         ),
     )
     yield (
-        translate("keys of a query"),
+        translate("keys"),
         translate(
-            "{least} to {most}, {mean} on average",
+            "{least} to {most} per query, {mean} on average",
             least=keys_per_query["min"],
             most=keys_per_query["max"],
             mean=f"{keys_per_query['mean']:.4g}",
