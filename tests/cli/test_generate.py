@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import regard
-from regard.units import size
 from regard.cli.app import run
+from regard.units import size
 from regard.untrusted_text import MULTILINE, escape_controls
 from tests.inspect.small_model import model
 

@@ -246,12 +246,15 @@ def ratio_chart(results: Sequence[CaseResult], title: str) -> RatioBars:
 def list_cases(cases: Iterable[Case]) -> str:
     """Return the cases with their sizes, and the peers with the modules that are missing."""
     cases = list(cases)
-    lines = ["cases"]
+    lines = [translate("cases")]
     for case in cases:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
         about = f"{translate_message(case.description)} {dtypes}"
         lines.append(wrap(about, line_width(), indent=f"  {case.name:<18}", hang=" " * 20))
-        lines += [f"    {size:<8} {sizes}" for size, sizes in case.sizes.items()]
+        lines += [
+            wrap(sizes, line_width(), indent=f"    {size:<8} ", hang=" " * 13)
+            for size, sizes in case.sizes.items()
+        ]
     rows = []
     for peer, names in cases_of_peers(cases).items():
         missing = peer.missing()
@@ -260,7 +263,7 @@ def list_cases(cases: Iterable[Case]) -> str:
             state = translate("missing: {what}", what=missing)
         rows.append([peer.name, state, f"{peer.description} {', '.join(names)}"])
     table = [
-        wrap(text, line_width(), indent=f"  {name:<22}{state}  ", hang=" " * 24)
+        wrap(f"{state}  {text}", line_width(), indent=f"  {name:<22}", hang=" " * 24)
         for name, state, text in rows
     ]
     return "\n".join([*lines, translate("peers"), *table])

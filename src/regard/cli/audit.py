@@ -87,7 +87,7 @@ def print_fault_table(console: Console) -> None:
 def _unstyled(text: str) -> Any:
     from rich.text import Text
 
-    return Text(text)
+    return Text(text, overflow="fold")  # an ellipsis would cut Chinese text off
 
 
 def _number_text(x: float | str) -> str:

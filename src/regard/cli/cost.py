@@ -416,6 +416,7 @@ def _model(
     if source is not None:
         if extra_names := [*given_sizes, *mechanism_options]:
             names = ", ".join(_flag_of(name) for name in extra_names)
+            _find_model(source, revision)  # a mistyped name comes first
             raise ArgumentError(
                 f"{source} already has all sizes, but {names} are given too; leave them out, or "
                 "leave out the name and give all sizes"
