@@ -93,13 +93,13 @@ def test_chinese_is_written_in_chinese() -> None:
     [
         (
             (
-                "machine 'h10' is not known; did you mean 'h100-pcie' or 'h100-sxm'? Known machines "
-                "are h100-sxm, and 'here' measures this machine; for another machine give --bandwidth "
-                "and --flops"
+                "machine 'h10' is not known; did you mean 'h100-pcie' or 'h100-sxm'? Known "
+                "machines are h100-sxm, and 'here' measures this machine; for another machine give "
+                "--bandwidth and --flops"
             ),
             (
-                "未知的机器 'h10'；您要写的是不是 'h100-pcie' 或 'h100-sxm'？已知的机器：h100-sxm，以及 "
-                "'here'（实测本机）；其他机器请给出 --bandwidth 和 --flops"
+                "未知的机器 'h10'；您要写的是不是 'h100-pcie' 或 'h100-sxm'？已知的机器："
+                "h100-sxm，以及 'here'（实测本机）；其他机器请给出 --bandwidth 和 --flops"
             ),
         ),
         (
@@ -108,8 +108,8 @@ def test_chinese_is_written_in_chinese() -> None:
         ),
         (
             (
-                "the text has 20,000 tokens, and every pair of them is computed; the limit is 1 token; "
-                "give a part of it"
+                "the text has 20,000 tokens, and every pair of them is computed; the limit is 1 "
+                "token; give a part of it"
             ),
             "文本有 20,000 个词元，而且每一对词元都要计算；上限是 1 个词元；请只给出一部分",
         ),
