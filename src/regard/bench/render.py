@@ -252,7 +252,7 @@ def list_cases(cases: Iterable[Case]) -> str:
         about = f"{translate_message(case.description)} {dtypes}"
         lines.append(wrap(about, line_width(), indent=f"  {case.name:<18}", hang=" " * 20))
         lines += [
-            wrap(sizes, line_width(), indent=f"    {size:<8} ", hang=" " * 13)
+            wrap(str(sizes), line_width(), indent=f"    {size:<8} ", hang=" " * 13)
             for size, sizes in case.sizes.items()
         ]
     rows = []

@@ -522,7 +522,7 @@ def _lines(lines: Iterable[str], indent: str = "  ", hang: str = "    ") -> list
 def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per context."""
     timed = "decode_seconds" in rows[0]
-    titles = ("context", "cache", "prompt", "one token", "moved")
+    titles: tuple[str, ...] = ("context", "cache", "prompt", "one token", "moved")
     titles += ("prompt at best", "token at best", "fits") if timed else ()
     lines: list[tuple[str, ...]] = [tuple(map(translate_title, titles))]
     for row in rows:
