@@ -29,6 +29,7 @@ from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_meanings
 from regard.nn.variants.usage import USAGE, equation_symbols
+from regard.notation import GLOSSARY
 from regard.train.tasks import TASKS
 from regard.view import cost_text, layer_text
 
@@ -94,6 +95,7 @@ def data_texts() -> Iterator[str]:
         yield from option_meanings(entry).values()
         yield from equation_symbols(entry.name, entry.equation).values()
         yield f"{entry.family} attention"
+    yield from (entry.meaning for entry in GLOSSARY.values())
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())
     yield from (case.description for case in CASES.values())
