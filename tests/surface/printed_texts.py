@@ -24,6 +24,7 @@ from regard.bench.cases import CASES
 from regard.bench.render import COLUMNS
 from regard.cli import COMMANDS
 from regard.cli import app as application
+from regard.cli.audit import COUNTS
 from regard.configs.published import PUBLISHED_MODELS
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
@@ -95,6 +96,7 @@ def data_texts() -> Iterator[str]:
         yield from option_meanings(entry).values()
         yield from equation_symbols(entry.name, entry.equation).values()
         yield f"{entry.family} attention"
+    yield from COUNTS
     yield from (entry.meaning for entry in GLOSSARY.values())
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())

@@ -97,6 +97,13 @@ def _number_text(x: float | str) -> str:
 EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
 WIDTH = 100
 """The maximum number of columns of the report."""
+COUNTS = (
+    "{faults}, {checks} passed, {untried} could not be made, {others} do not apply",
+    "{faults}, {checks} passed, {untried} could not be made, {others} does not apply",
+    "{n} fault",
+    "{n} check",
+)
+"""The last line of a report and its counts, as the catalogue has them."""
 UNTRIED = 3
 """The exit code if no fault was found and a check that applies could not be made."""
 FROM_CODE = "from the code, or a small size"

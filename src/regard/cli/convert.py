@@ -103,9 +103,10 @@ def _measurement_lines(measured: ModelComparison) -> Iterator[str]:
             f"  loss, nats per token    {measured.loss_before:.4f} -> {measured.loss_after:.4f}: "
             f"{measured.loss_change:+.4f}{_plus_minus(measured.loss_change_error)}"
         )
-        yield (
-            f"  perplexity              {measured.perplexity_before:.3f} -> "
-            f"{measured.perplexity_after:.3f}"
+        yield translate(
+            "  perplexity              {before} -> {after}",
+            before=f"{measured.perplexity_before:.3f}",
+            after=f"{measured.perplexity_after:.3f}",
         )
     yield (
         f"  logits differ by        {measured.largest:.3g} at most, by {measured.relative:.3g} "
