@@ -131,9 +131,9 @@ def speak_of_flags(message: str, flags: Mapping[str, str]) -> str:
 
     message = re.sub(r"(?<=give )\w+(?:(?:, | or | and )\w+)+", listed, message)
     for name, flag in flags.items():
-        word = rf"(?<![\w\-.:\"'`])(?<!--set ){re.escape(name)}"
+        word = rf"(?<![\w\-./:\"'`])(?<!--set ){re.escape(name)}"
         if "_" in name:
-            message = re.sub(rf"{word}(?![\w=.\"'`(])", flag, message, flags=re.ASCII)
+            message = re.sub(rf"{word}(?![\w=./\"'`(])", flag, message, flags=re.ASCII)
         message = re.sub(rf"{word}='(\w+)'", rf"{flag} \1", message, flags=re.ASCII)
         message = re.sub(rf"{word}=(?=\S)(?!\S*\.\.)", f"{flag} ", message, flags=re.ASCII)
         message = re.sub(rf"^{re.escape(name)} (?=is |为 |must )", f"{flag} ", message)

@@ -406,10 +406,10 @@ def mechanisms_page(
         blocks.append(f"{title}\n{format_table(table, width=line_width())}")
     sizes = suggested_sizes(rows, model_sizes)
     if sizes:
-        lines = _wrapped(f"{label}: {text}" for label, text in sizes)
+        lines = _lines(f"{label}: {text}" for label, text in sizes)
         blocks.append("\n".join([translate_title(SUGGESTED), *lines]))
     evidence = (f"{row.label}: {quoted_evidence(row)}" for row in rows)
-    blocks.append("\n".join([translate_title(EVIDENCE), *_wrapped(evidence)]))
+    blocks.append("\n".join([translate_title(EVIDENCE), *_lines(evidence)]))
     return "\n\n".join(blocks)
 
 
@@ -507,11 +507,6 @@ def quoted_evidence(row: MechanismCost) -> str:
     """Return what is published about the quality of a mechanism, with its source."""
     source = f" [{row.evidence.source}]" if row.evidence.source else ""
     return f"{translate_message(row.evidence.finding)}{source}"
-
-
-def _wrapped(lines: Iterable[str]) -> list[str]:
-    """Return lines wrapped at the width of the terminal."""
-    return _lines(lines)
 
 
 def _lines(lines: Iterable[str], indent: str = "  ", hang: str = "    ") -> list[str]:
