@@ -48,6 +48,9 @@ def check_language(lang: str) -> str:
     Args:
         lang: one of `LANGUAGES`.
 
+    Returns:
+        The same text.
+
     Raises:
         ArgumentError: there is no such language.
 
@@ -68,6 +71,9 @@ def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
 
     Args:
         environment: environment variables; by default those of this process.
+
+    Returns:
+        One of `LANGUAGES`.
 
     >>> language_of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
     'zh'
@@ -224,11 +230,11 @@ def _translate_fixed(message: str) -> str:
     if message in texts or not re.search("[a-z]{2}", message):
         return texts.get(message, message)
     for _, pattern, names, text in _patterns(language()):
-        found = pattern.fullmatch(message)
-        if found is not None:
+        match = pattern.fullmatch(message)
+        if match is not None:
             values = {
                 name: _translate_fixed(value) if value != message else value
-                for name, value in zip(names, found.groups(), strict=True)
+                for name, value in zip(names, match.groups(), strict=True)
             }
             if values.get(HINT) == ".":
                 values[HINT] = "。"
@@ -237,7 +243,7 @@ def _translate_fixed(message: str) -> str:
 
 
 def _fill(text: str, values: Mapping[str, str]) -> str:
-    return PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), text)
+    return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
 
 
 @cache

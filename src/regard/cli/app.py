@@ -62,7 +62,7 @@ class _Localised:
     """What a command and the group of commands share: usage and help in the reader's language."""
 
     def get_usage(self: Any, ctx: Any) -> str:
-        """Return the usage line."""
+        """Return the usage line with its title in the reader's language."""
         pieces = " ".join([ctx.command_path, *self.collect_usage_pieces(ctx)])
         return translate("Usage: ") + pieces
 
@@ -89,7 +89,7 @@ class _Localised:
 
 
 class Command(_Localised, TyperCommand):
-    """One subcommand."""
+    """A subcommand, whose errors name its options as the user writes them."""
 
     usage: str | None = None
 
@@ -123,10 +123,10 @@ def speak_of_flags(message: str, flags: Mapping[str, str]) -> str:
     '--rank is 9; give --kv-heads'
     """
 
-    def listed(found: re.Match[str]) -> str:
-        names = re.split(r"(, | or | and )", found[0])
+    def listed(match: re.Match[str]) -> str:
+        names = re.split(r"(, | or | and )", match[0])
         if not all(name in flags for name in names[::2]):
-            return found[0]
+            return match[0]
         return "".join(flags.get(name, name) for name in names)
 
     message = re.sub(r"(?<=give )\w+(?:(?:, | or | and )\w+)+", listed, message)
