@@ -31,6 +31,9 @@ def catalogue(lang: str) -> dict[str, str]:
     Args:
         lang: one of `regard.language.LANGUAGES`.
 
+    Returns:
+        The sentences, by key.
+
     Raises:
         ArgumentError: there is no such language.
 
