@@ -154,11 +154,11 @@ def translate(text: str, /, **values: object) -> str:
     Returns:
         The English text if the catalogue lacks it, which is a failing test.
 
-    >>> translate("context {context}", context="4,096")
-    'context 4,096'
+    >>> translate("weights and cache are {fit}", fit="8 GiB")
+    'weights and cache are 8 GiB'
     >>> with use_language("zh"):
-    ...     translate("context {context}", context="4,096")
-    '上下文 4,096'
+    ...     translate("weights and cache are {fit}", fit="8 GiB")
+    '权重和缓存共 8 GiB'
     """
     if language() != "en":
         text = _texts().get(text, text)
@@ -195,8 +195,8 @@ def translate_message(message: str) -> str:
         message: an English message.
 
     >>> with use_language("zh"):
-    ...     translate_message("--sweep is '9k'; write a range such as context=1k..128k")
-    "--sweep 为 '9k'；请写成范围，例如 context=1k..128k"
+    ...     translate_message("'9q' is not a number of tokens; write for example 4096, 8k or 1M")
+    "'9q' 不是词元数；请写成例如 4096、8k 或 1M"
     """
     if language() == "en":
         return message

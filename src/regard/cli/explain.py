@@ -365,7 +365,7 @@ def _explain_module(
 
 def _check_lang(lang: str | None) -> None:
     if lang is not None:
-        from regard.view.report import check_language
+        from regard.language import check_language
 
         try:
             check_language(lang)

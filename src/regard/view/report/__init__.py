@@ -23,20 +23,10 @@ from numpy.typing import NDArray
 
 from regard import language
 from regard.errors import ArgumentTypeError
-from regard.language import LANGUAGES, PLACEHOLDER, check_language, language_of_locale
+from regard.language import LANGUAGES, check_language
 from regard.untrusted_text import escape_controls
 from regard.view import palette
 from regard.view.html_page import content_hash
-
-__all__ = [
-    "LANGUAGES",
-    "PLACEHOLDER",
-    "catalogue",
-    "check_language",
-    "language_of_locale",
-    "pack",
-    "page",
-]
 
 
 def catalogue(lang: str) -> dict[str, str]:
