@@ -22,6 +22,7 @@ from regard.cost import CostReport, Setting, model_of
 from regard.errors import RegardError
 from regard.positions import NTK, LinearScaling, YaRN, rope_frequencies, sinusoidal
 from regard.span import Span
+from regard.standard_output import run_program
 from regard.units import plural
 from regard.view import attention_diagram, charts
 from regard.view.charts import Chart, Line, Picture
@@ -296,4 +297,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

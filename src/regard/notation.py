@@ -1,12 +1,14 @@
 """The glossary: the letters and words of regard, their meaning, and other words for the same thing.
 
 Use these words in code and documents, and add a new word here before you use it.
-`python -m regard.notation` prints the table.
+`python -m regard.notation` prints the table in the language of the locale.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from regard.language import language_of_locale, translate, use_language
 
 
 class Entry(NamedTuple):
@@ -216,16 +218,23 @@ GLOSSARY: dict[str, Entry] = {**LETTERS, **WORDS}
 
 
 def table() -> str:
-    """Return the glossary as text, one entry per line.
+    """Return the glossary as text, one entry per line: the word, its meaning, which in Chinese
+    begins with the Chinese term, and other words for it.
 
     >>> print(table().splitlines()[0])
     B          Batch size: the number of sequences that are computed together. (N)
     """
     return "\n".join(
-        f"{name:<10} {entry.meaning}" + (f" ({', '.join(entry.synonyms)})" * bool(entry.synonyms))
+        f"{name:<10} {translate(entry.meaning)}"
+        + (f" ({', '.join(entry.synonyms)})" * bool(entry.synonyms))
         for name, entry in GLOSSARY.items()
     )
 
 
 if __name__ == "__main__":
-    print(table())
+    import sys
+
+    from regard.standard_output import run_program
+
+    with use_language(language_of_locale()):
+        sys.exit(run_program(lambda: print(table())))

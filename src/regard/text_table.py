@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 
 def format_table(
-    rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,), indent: str = "", gap: int = 2
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Collection[int] = (0,),
+    indent: str = "",
+    gap: int = 2,
+    width: int | None = None,
+    names: int = 1,
 ) -> str:
     """Format rows as aligned lines; numbers are aligned right, and columns of names left.
 
@@ -18,6 +25,9 @@ def format_table(
         left: the columns that are aligned left; all others are aligned right.
         indent: a prefix of every line.
         gap: the number of spaces between two columns.
+        width: the number of columns of the terminal; a wider table is continued below, with the
+            names of its rows again. None never does that.
+        names: the number of first columns that are the names of the rows.
 
     Returns:
         The lines joined by newlines, without trailing spaces.
@@ -25,20 +35,37 @@ def format_table(
     >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], left=(0, 2)))
             cache  kernel
     mha  16.0 MiB  cpu
+    >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], width=15))
+            cache
+    mha  16.0 MiB
+    <BLANKLINE>
+         kernel
+    mha     cpu
     """
     count = max(map(len, rows), default=0)
     widths = [
         max((display_width(row[i]) for row in rows if i < len(row)), default=0)
         for i in range(count)
     ]
-    return "\n".join(
-        (
-            indent
-            + (" " * gap).join(
-                _pad(cell, widths[i], on_the_left=i in left) for i, cell in enumerate(row)
-            )
-        ).rstrip()
-        for row in rows
+    tables, used = [list(range(min(names, count)))], 0
+    start = display_width(indent) + sum(widths[:names]) + gap * (names - 1)
+    for i in range(names, count):
+        used += gap + widths[i]
+        if width is not None and start + used > width and len(tables[-1]) > names:
+            tables.append(list(range(names)))
+            used = gap + widths[i]
+        tables[-1].append(i)
+    return "\n\n".join(
+        "\n".join(
+            (
+                indent
+                + (" " * gap).join(
+                    _pad(row[i], widths[i], on_the_left=i in left) for i in columns if i < len(row)
+                )
+            ).rstrip()
+            for row in rows
+        )
+        for columns in tables
     )
 
 
@@ -70,6 +97,56 @@ def display_width(text: str) -> int:
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1
         for c in text
     )
+
+
+def wrap(text: str, width: int, *, indent: str = "", hang: str = "") -> str:
+    """Break the lines of a text at a number of columns.
+
+    Lines are broken at spaces, and between Chinese characters, but not before a closing mark. A
+    word that is longer than a line is broken after commas and slashes, or stays whole.
+
+    Args:
+        text: the text; its own line breaks remain.
+        width: the number of columns of a line.
+        indent: a prefix of the first line.
+        hang: a prefix of every other line.
+
+    Returns:
+        The lines, joined by newlines.
+
+    >>> print(wrap("one two three", 8, hang="  "))
+    one two
+      three
+    >>> print(wrap("每个查询读取一个键。", 8))
+    每个查询
+    读取一个
+    键。
+    """
+    lines: list[str] = []
+    for paragraph in text.split("\n"):
+        line, used = hang if lines else indent, False
+        for piece in _pieces(paragraph, width - display_width(hang)):
+            if used and display_width(line + piece.rstrip()) > width:
+                lines.append(line.rstrip())
+                line, piece = hang, piece.lstrip()
+            line, used = line + piece, True
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _pieces(text: str, width: int) -> Iterator[str]:
+    """Yield what a line may not break: one Chinese character with its marks, or a word; a word
+    that is wider than a line is broken after commas and slashes.
+    """
+    for piece in _PIECES.findall(text):
+        yield from re.findall(r"[^,/]*[,/]*\s*", piece) if display_width(piece) > width else [piece]
+
+
+_WIDE = "\u2e80-\u9fff\uff00-\uffef\u3000-\u303f"  # Chinese characters and their marks
+_CLOSING, _OPENING = r"，。；：？！、）」』》】”’\])}.,;:", r"（「『《【“‘\[({"
+_PIECES = re.compile(
+    rf"[{_OPENING}]*(?:(?![{_OPENING}])[{_WIDE}]|[^\s{_WIDE}]+)[{_CLOSING}]*\s*|\s+|."
+)
 
 
 def _pad(cell: str, width: int, *, on_the_left: bool) -> str:

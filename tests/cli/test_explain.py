@@ -129,7 +129,10 @@ def test_every_head_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
             "applies only to a mechanism with random weights; name one, such as --attention gqa",
         ),
         (["xy", "--attention", "gqq"], "no mechanism is named 'gqq'; did you mean 'gqa'?"),
-        (["xy", "--attention", "gqa", "--set", "widow=1"], "--set widow=1: give name=value"),
+        (
+            ["xy", "--attention", "gqa", "--set", "widow=1"],
+            "--set widow=1: gqa has no option widow",
+        ),
         (
             ["xy", "--attention", "gqa", "--model", "other"],
             "builds a network with random weights; leave out --model",
@@ -254,7 +257,7 @@ def test_the_page_speaks_the_language_that_is_asked_for(
     assert 'lang="en' in target.read_text("utf-8")
     capsys.readouterr()
     assert run(["explain", TEXT, "--html", str(target), "--lang", "fr"]) == 2
-    assert "lang is 'fr'; the page is written in en (English), zh" in " ".join(
+    assert "lang is 'fr'; it must be one of en (English), zh" in " ".join(
         capsys.readouterr().err.split()
     )
 

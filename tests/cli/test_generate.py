@@ -11,6 +11,7 @@ import pytest
 
 import regard
 from regard.cli.app import run
+from regard.units import size
 from regard.untrusted_text import MULTILINE, escape_controls
 from tests.inspect.small_model import model
 
@@ -47,7 +48,8 @@ def test_the_prompt_and_its_continuation_are_printed(
         rf"growing cache "
     )
     assert re.match(speeds, captured.err), captured.err
-    assert captured.err.endswith(f" tokens/s, growing cache {2 * 3 * 2 * 8 * 4 * held:,} bytes\n")
+    cached = size(2 * 3 * 2 * 8 * 4 * held)
+    assert captured.err.endswith(f" tokens/s, growing cache of {cached}\n")
 
 
 def test_weights_are_stored_in_the_given_form(
@@ -214,24 +216,24 @@ def test_no_new_tokens_is_the_prompt(capsys: pytest.CaptureFixture[str]) -> None
     "arguments, message",
     [
         ([""], "the text '' has no tokens"),
-        ([PROMPT, "--top-k", "100000"], "top_k is 100000; it must be 1 to"),
+        ([PROMPT, "--top-k", "100000"], "--top-k is 100000; it must be 1 to"),
         ([PROMPT, "--top-k", "0"], "Invalid value for '--top-k'"),
         ([PROMPT, "--temperature", "-1"], "Invalid value for '--temperature'"),
         ([PROMPT, "--temperature", "nan"], "Invalid value for '--temperature'"),
         ([PROMPT, "--max-tokens", "-1"], "Invalid value for '--max-tokens'"),
         ([PROMPT, "--top-p", "1.5"], "Invalid value for '--top-p'"),
-        ([PROMPT, "--top-p", "0"], "Invalid value for --top-p: top_p is 0.0; it must be above 0"),
+        ([PROMPT, "--top-p", "0"], "error: --top-p is 0.0; it must be above 0"),
         ([PROMPT, "--min-p", "-1"], "Invalid value for '--min-p'"),
-        ([PROMPT, "--repetition-penalty", "0"], "Invalid value for --repetition-penalty: "),
+        ([PROMPT, "--repetition-penalty", "0"], "error: --repetition-penalty is"),
         ([PROMPT, "--stop", ""], "Invalid value for --stop: a stop string is empty"),
         ([PROMPT, "--beams", "0"], "Invalid value for '--beams'"),
         ([PROMPT, "the", "--beams", "2"], "Invalid value for --beams: beams takes one prompt"),
         ([PROMPT, "--beams", "2", "--temperature", "1"], "beam search takes no sampler"),
-        ([PROMPT, "--beams", "2", "--length-penalty", "inf"], "Invalid value for --length-penalty"),
+        ([PROMPT, "--beams", "2", "--length-penalty", "inf"], "error: --length-penalty is inf"),
         ([PROMPT, "--chunk", "0"], "Invalid value for '--chunk'"),
-        ([PROMPT, "--max-context", "9"], "are more than max_context 9; ask for at most"),
-        ([PROMPT, "--cache", "rings"], "Invalid value for --cache: cache is 'rings'; it must be"),
-        ([PROMPT, "--cache", "ring"], "cache='ring' needs max_context"),
+        ([PROMPT, "--max-context", "9"], "are more than --max-context 9; ask for at most"),
+        ([PROMPT, "--cache", "rings"], "error: --cache is 'rings'; it must be"),
+        ([PROMPT, "--cache", "ring"], "--cache ring needs --max-context"),
         ([], "Invalid value for PROMPT: give either a prompt or --prompt-file"),
         (
             [PROMPT, "--prompt-file", "x"],

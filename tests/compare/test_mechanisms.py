@@ -113,7 +113,7 @@ def test_names_of_the_catalogue_with_options() -> None:
         (["mha", "mha"], "mha is given twice; name each mechanism once"),
         (
             ["gqa:group=2"],
-            "the options of gqa are groups, head_dim, base, layout; did you mean 'groups'",
+            "gqa has no option group; did you mean 'groups'",
         ),
         (["gqa"], None),
         (["sliding_window"], "sliding_window needs a value for groups, window"),

@@ -19,7 +19,8 @@ import regard
 from regard.inspect.record import Recorder, record
 from regard.inspect.record.recording import Recording
 from regard.inspect.report import report
-from regard.view.report import PLACEHOLDER, catalogue, page
+from regard.language import PLACEHOLDER
+from regard.view.report import catalogue, page
 from tests.view.browser import CHROMIUM, WHY_NOT, Browser, Tab, chromium
 
 pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT), pytest.mark.full]

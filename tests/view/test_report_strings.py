@@ -10,7 +10,8 @@ from importlib import resources
 import pytest
 
 from regard.errors import ArgumentError
-from regard.view.report import LANGUAGES, PLACEHOLDER, catalogue, check_language, language_of_locale
+from regard.language import LANGUAGES, PLACEHOLDER, check_language, language_of_locale
+from regard.view.report import catalogue
 
 SCRIPTS = {
     file.name: file.read_text("utf-8")
@@ -82,7 +83,7 @@ def test_the_locale_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_language_that_there_is_not() -> None:
     with pytest.raises(ArgumentError) as caught:
         check_language("fr")
-    assert str(caught.value) == "lang is 'fr'; the page is written in en (English), zh (简体中文)"
+    assert str(caught.value) == "lang is 'fr'; it must be one of en (English), zh (简体中文)"
     with pytest.raises(ArgumentError, match="lang is 'xx'"):
         catalogue("xx")
 

@@ -11,7 +11,8 @@ from regard.bench.machine import Ceilings, MachineFacts
 from regard.bench.peers.accelerated import ACCELERATED, PLAIN
 from regard.bench.result import CaseResult, PeerResult
 from regard.errors import RegardError
-from regard.text_table import format_table
+from regard.language import translate, translate_count, translate_message
+from regard.text_table import format_table, line_width, wrap
 from regard.view.charts import RatioBar, RatioBars
 
 COLUMNS = (
@@ -37,16 +38,26 @@ def header(machine: MachineFacts, ceilings: Ceilings) -> str:
     parts = [
         *gpu,
         machine["processor"],
-        units.plural(machine["cores"], "core"),
-        units.plural(machine["threads"], "thread"),
+        translate_count(machine["cores"], "core"),
+        translate_count(machine["threads"], "thread"),
         " ".join(machine["features"]),
         f"torch {machine['torch']}",
         f"regard {machine['regard']}",
     ]
-    rates = [f"reading {units.rate(ceilings.read)}"]
+    rates = [translate("reading {rate}", rate=units.rate(ceilings.read))]
     for dtype, rate in ceilings.gemm.items():
-        rates.append(f"{str(dtype).removeprefix('torch.')} products {units.count(rate, 'FLOP/s')}")
-    return f"{', '.join(part for part in parts if part)}\nceilings: {', '.join(rates)}"
+        rates.append(
+            translate(
+                "{dtype} products {rate}",
+                dtype=str(dtype).removeprefix("torch."),
+                rate=units.count(rate, "FLOP/s"),
+            )
+        )
+    lines = [
+        ", ".join(part for part in parts if part),
+        translate("ceilings: {rates}", rates=", ".join(rates)),
+    ]
+    return "\n".join(wrap(line, line_width(), hang="  ") for line in lines)
 
 
 def case_table(result: CaseResult) -> str:
@@ -60,22 +71,30 @@ def case_table(result: CaseResult) -> str:
     """
     work = ""
     if result.work is not None and any(result.work):
-        work = (
-            f" ({units.count(result.work.flops, 'FLOP')}, {units.size(result.work.bytes)} at least)"
+        work = translate(
+            " ({flops}, {size} at least)",
+            flops=units.count(result.work.flops, "FLOP"),
+            size=units.size(result.work.bytes),
         )
-    lines = [f"{result.case}: {result.description} {result.sizes}, {result.dtype_name}{work}"]
+    about = translate_message(result.description)
+    width = line_width()
+    head = f"{result.case}: {about} {result.sizes}, {result.dtype_name}{work}"
+    lines = [wrap(head, width, hang="  ")]
     if result.refused:
-        return "\n".join([*lines, f"  refused: {result.refused}"])
+        refused = translate("refused: {why}", why=translate_message(result.refused))
+        return "\n".join([*lines, wrap(refused, width, indent="  ", hang="    ")])
     timed_rows = [_cells(row) for row in result.rows if row.seconds is not None]
     if timed_rows:
-        lines.append(format_table([COLUMNS, *timed_rows], left=(0, len(COLUMNS) - 1), indent="  "))
+        rows = [[translate_message(column) for column in COLUMNS], *timed_rows]
+        left = (0, len(COLUMNS) - 1)
+        lines.append(format_table(rows, left=left, indent="  ", width=width))
     other_rows = [
         (row.peer, f"{row.status}: {row.why}") for row in result.rows if row.seconds is None
     ]
     lines += [format_table(other_rows, left=(0, 1), indent="  ")] if other_rows else []
-    return "\n".join(
-        [*lines, *(["  interrupted: not all rounds were run"] if result.interrupted else [])]
-    )
+    if result.interrupted:
+        lines.append("  " + translate("interrupted: not all rounds were run"))
+    return "\n".join(lines)
 
 
 ACCELERATED_COLUMNS = (
@@ -227,17 +246,27 @@ def ratio_chart(results: Sequence[CaseResult], title: str) -> RatioBars:
 def list_cases(cases: Iterable[Case]) -> str:
     """Return the cases with their sizes, and the peers with the modules that are missing."""
     cases = list(cases)
-    lines = ["cases"]
+    lines = [translate("cases")]
     for case in cases:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
-        lines.append(f"  {case.name:<18}{case.description} {dtypes}")
-        lines += [f"    {size:<8} {sizes}" for size, sizes in case.sizes.items()]
+        about = f"{translate_message(case.description)} {dtypes}"
+        lines.append(wrap(about, line_width(), indent=f"  {case.name:<18}", hang=" " * 20))
+        lines += [
+            wrap(str(sizes), line_width(), indent=f"    {size:<8} ", hang=" " * 13)
+            for size, sizes in case.sizes.items()
+        ]
     rows = []
     for peer, names in cases_of_peers(cases).items():
         missing = peer.missing()
-        state = "installed" if missing is None else f"missing: {missing}"
+        state = translate("installed")
+        if missing is not None:
+            state = translate("missing: {what}", what=missing)
         rows.append([peer.name, state, f"{peer.description} {', '.join(names)}"])
-    return "\n".join([*lines, "peers", format_table(rows, left=(0, 1, 2), indent="  ")])
+    table = [
+        wrap(f"{state}  {text}", line_width(), indent=f"  {name:<22}", hang=" " * 24)
+        for name, state, text in rows
+    ]
+    return "\n".join([*lines, translate("peers"), *table])
 
 
 def cases_of_peers(cases: Iterable[Case]) -> dict[Peer[Any], list[str]]:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 
 from regard.claims.claim import VERDICTS, Claim, Criterion, Outcome
-from regard.text_table import format_table
+from regard.text_table import format_table, line_width, wrap
 from regard.units import plural
 from regard.view.html_page import Section
 
@@ -21,7 +21,12 @@ def list_claims(claims: Sequence[Claim]) -> str:
     >>> list_claims([find_claim("scale-training")]).splitlines()[0]
     '  scale-training        AttnJourney, section 3.1'
     """
-    return "\n".join(f"  {c.id:<22}{_sources(c)}\n  {'':<22}{c.statement}" for c in claims)
+    width, hang = line_width(), " " * 24
+    lines: list[str] = []
+    for claim in claims:
+        lines.append(wrap(_sources(claim), width, indent=f"  {claim.id:<22}", hang=hang))
+        lines.append(wrap(claim.statement, width, indent=hang, hang=hang))
+    return "\n".join(lines)
 
 
 def outcome_text(outcome: Outcome) -> str:

@@ -7,7 +7,6 @@ head`) is not a failure.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -32,13 +31,6 @@ typer.
 """
 
 
-def _drop_output() -> None:
-    """Discard output that is not written yet, which Python would otherwise write at its end and
-    report as an error.
-    """
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command with these arguments (default: those of the process), and exit with its code.
 
@@ -52,18 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Traceback (most recent call last):
     SystemExit: 0
     """
-    code = 0
-    try:
+    from regard.standard_output import run_program
+
+    def program() -> int:
         from regard.cli.app import run
 
-        code = run(sys.argv[1:] if arguments is None else list(arguments))
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe
-        _drop_output()
-    except OSError as error:  # a full disk
-        _drop_output()
-        print(f"error: the output cannot be written: {error.strerror or error}", file=sys.stderr)
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+        return run(sys.argv[1:] if arguments is None else list(arguments))
+
+    sys.exit(run_program(program))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from regard.cli.options import note
 from regard.errors import ArgumentError
 from regard.units import plural
 
@@ -167,4 +168,4 @@ def _machine_text(machine_facts: MachineFacts) -> str:
 
 
 def _report(line: str) -> None:
-    typer.echo(f"... {line}", err=True)
+    note(line, "... ")

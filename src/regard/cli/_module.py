@@ -182,7 +182,7 @@ def module_page(
 ) -> str:
     """Return the page of a recorded module, opened at the explained query."""
     from regard.inspect.report import report
-    from regard.view.report import language_of_locale
+    from regard.language import language
     from regard.view.report import page as page_of
 
     report_data = report(
@@ -195,7 +195,7 @@ def module_page(
         row=batch,
     )
     report_data["meta"]["start"]["view"] = "cell"
-    return page_of(report_data, lang or language_of_locale())
+    return page_of(report_data, lang or language())
 
 
 def list_places(run: ModuleRun) -> list[dict[str, Any]]:

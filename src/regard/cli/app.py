@@ -1,5 +1,5 @@
 """The typer application: a group that lists the subcommands from a table, and imports only the one
-that is invoked.
+that is invoked. It speaks the language of `--lang` or of the locale.
 """
 
 from __future__ import annotations
@@ -7,41 +7,147 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from regard import __version__
 from regard.cli import COMMANDS
-from regard.errors import RegardError
+from regard.cli._help_page import argument_name, help_page
+from regard.errors import ArgumentError, RegardError
+from regard.language import (
+    LANGUAGES,
+    check_language,
+    language_of_locale,
+    translate,
+    translate_message,
+    use_language,
+)
+from regard.text_table import line_width, wrap
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
-_ABOUT = "Build, run, inspect and compare attention mechanisms."
-_EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
+ABOUT = "Build, run, inspect and compare attention mechanisms."
+EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
+HELP = "Print this help, and exit."
+LANG = "Language of the output: en or zh."
+LOCALE = "that of the locale"
 MAX_MESSAGE = 3000
 """The maximum number of characters of an error message; the middle of a longer one is left out."""
+TYPER_MESSAGES = (
+    "Invalid value for {flag}: {message}",
+    "Missing argument {name}.",
+    "Missing option {name}.",
+    "Missing command.",
+    "No such command {name}{hint}",
+    "No such option: {name}{hint}",
+    "Option {name} does not take a value.",
+    "Option {name} requires an argument.",
+    "Got unexpected extra argument(s) ({values})",
+    "Input should be a valid integer, unable to parse string as an integer",
+    "Input should be a valid number, unable to parse string as a number",
+    "Input should be greater than or equal to {n}",
+    "Input should be less than or equal to {n}",
+    "{value} is not a valid integer.",
+    "{value} is not a valid float.",
+    "{value} is not in the range {range}.",
+)
+"""The messages of typer that a user meets, as the catalogue has them."""
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
-class Commands(TyperGroup):
+class _Localised:
+    """What a command and the group of commands share: usage and help in the reader's language."""
+
+    def get_usage(self: Any, ctx: Any) -> str:
+        """Return the usage line with its title in the reader's language."""
+        pieces = " ".join([ctx.command_path, *self.collect_usage_pieces(ctx)])
+        return translate("Usage: ") + pieces
+
+    def collect_usage_pieces(self: Any, ctx: Any) -> list[str]:
+        """Return the words of the usage line: `[OPTIONS] TEXT`; what may be left out is in
+        brackets.
+        """
+        arguments = [option for option in self.params if isinstance(option, TyperArgument)]
+        words = getattr(self, "usage", None) or " ".join(map(argument_name, arguments))
+        return [translate("[OPTIONS]"), words]
+
+    def get_help_option(self: Any, ctx: Any) -> Any:
+        """Return the option --help, with its sentence."""
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.help = translate(HELP)
+        return option
+
+    def format_help(self: Any, ctx: Any, formatter: Any) -> None:
+        """Write the help page, without typer's boxes, which cut Chinese text off."""
+        names = self.list_commands(ctx) if isinstance(self, TyperGroup) else ()
+        lines = {name: translate(COMMANDS[name]) for name in names}
+        formatter.write(help_page(self, ctx, lines))
+
+
+class Command(_Localised, TyperCommand):
+    """A subcommand, whose errors name its options as the user writes them."""
+
+    usage: str | None = None
+
+    def invoke(self, ctx: Any) -> object:
+        """Run the subcommand; an error of the package names options as they are written here."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if isinstance(error, RegardError) or hasattr(error, "format_message"):
+                error.flags = flags_of(self)  # type: ignore[attr-defined]
+            raise
+
+
+def flags_of(command: Any) -> dict[str, str]:
+    """Return the options of a command: the name of the Python argument -> the flag."""
+    options = (x for x in command.params if not isinstance(x, TyperArgument) and x.opts)
+    return {str(x.name).rstrip("_"): max(x.opts, key=len) for x in options}
+
+
+def speak_of_flags(message: str, flags: Mapping[str, str]) -> str:
+    """Return a message in which options have the names of the command line.
+
+    A name is replaced where it can only be an option: with an underscore, before "=", as the
+    subject of the message, or in a list of options.
+
+    Args:
+        message: the message of an error of the package.
+        flags: the name of each Python argument, and its flag.
+
+    >>> speak_of_flags("rank is 9; give kv_heads", {"rank": "--rank", "kv_heads": "--kv-heads"})
+    '--rank is 9; give --kv-heads'
+    """
+
+    def listed(match: re.Match[str]) -> str:
+        names = re.split(r"(, | or | and )", match[0])
+        if not all(name in flags for name in names[::2]):
+            return match[0]
+        return "".join(flags.get(name, name) for name in names)
+
+    message = re.sub(r"(?<=give )\w+(?:(?:, | or | and )\w+)+", listed, message)
+    for name, flag in flags.items():
+        word = rf"(?<![\w\-./:\"'`])(?<!--set ){re.escape(name)}"
+        if "_" in name:
+            message = re.sub(rf"{word}(?![\w=./\"'`(])", flag, message, flags=re.ASCII)
+        message = re.sub(rf"{word}='(\w+)'", rf"{flag} \1", message, flags=re.ASCII)
+        message = re.sub(rf"{word}=(?=\S)(?!\S*\.\.)", f"{flag} ", message, flags=re.ASCII)
+        message = re.sub(rf"^{re.escape(name)} (?=is |为 |must )", f"{flag} ", message)
+    return message
+
+
+class Commands(_Localised, TyperGroup):
     """The group of subcommands, which are listed from a table and imported when they are
     invoked.
     """
 
-    def make_context(self, *args: Any, **more: Any) -> Any:
-        """Return the context of a command line; control characters in its usage errors are
-        escaped.
-        """
-        with _safe_usage_errors():
-            return super().make_context(*args, **more)
-
-    def invoke(self, ctx: Any) -> object:
-        """Run the subcommand; control characters in its usage errors are escaped."""
-        with _safe_usage_errors():
-            return super().invoke(ctx)
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line."""
+        return [translate("[OPTIONS]"), translate("COMMAND [ARGUMENTS]...")]
 
     def list_commands(self, ctx: object) -> list[str]:
         """Return the names of the subcommands whose module exists, in alphabetical order."""
@@ -53,7 +159,7 @@ class Commands(TyperGroup):
         """
         if cmd_name not in self.list_commands(ctx):
             return None
-        return TyperCommand(cmd_name, help=COMMANDS[cmd_name], callback=None)
+        return TyperCommand(cmd_name, help=translate(COMMANDS[cmd_name]), callback=None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the imported command; the error about an unknown name suggests a similar one."""
@@ -63,24 +169,69 @@ class Commands(TyperGroup):
         return name, placeholder and load(placeholder.name or ""), rest
 
 
-def load(name: str) -> object:
-    """Import `regard.cli.<name>` and return its function as a command."""
+def load(name: str) -> Any:
+    """Import `regard.cli.<name>` and return its function as a command, with its texts in the
+    reader's language.
+    """
     module = importlib.import_module(_module_name(name))
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     function, epilog = getattr(module, name), getattr(module, "EPILOG", None)
-    # join the lines of each paragraph, so that typer fills the lines of the terminal
-    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-    app.command(name, help=text, context_settings=_SETTINGS, epilog=epilog)(function)
-    return typer.main.get_command(app)
+    text = "\n\n".join(map(translate, paragraphs(function.__doc__)))
+    options: dict[str, Any] = {"help": text, "epilog": epilog and translate(epilog)}
+    app.command(name, cls=Command, context_settings=_SETTINGS, **options)(function)
+    command = typer.main.get_command(app)
+    command.usage = getattr(module, "USAGE", None)  # type: ignore[attr-defined]
+    if not any(option.name == "lang" for option in command.params):
+        command.params.append(_language_option())
+    _localise(command)
+    return command
+
+
+def paragraphs(docstring: str | None) -> list[str]:
+    """Return the paragraphs of a docstring, each as one line, which typer fills to the width of the
+    terminal.
+
+    >>> paragraphs("A sentence\\n    goes on.\\n\\n    Another one.")
+    ['A sentence goes on.', 'Another one.']
+    """
+    blocks = inspect.cleandoc(docstring or "").split("\n\n")
+    return [" ".join(block.split()) for block in blocks]
+
+
+def language_of_arguments(arguments: Sequence[str]) -> str:
+    """Return the language that `--lang` names, or that of the locale.
+
+    It is read before the rest of the command line, because help and errors are in this language,
+    too.
+
+    Args:
+        arguments: the arguments of the command.
+
+    >>> language_of_arguments(["cost", "--lang", "zh"]), language_of_arguments(["--lang=en"])
+    ('zh', 'en')
+    """
+    chosen = language_of_locale()
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    for i, argument in enumerate(before):
+        name, equals, rest = argument.partition("=")
+        value = "".join(before[i + 1 : i + 2])
+        text = rest if equals else value
+        if name == "--lang" and text in LANGUAGES:
+            chosen = text
+    return chosen
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code; a `RegardError` is printed as one message on
-    standard error.
+    """Run the command and return its exit code; an error is printed as one message on standard
+    error.
     """
+    with use_language(language_of_arguments(arguments)):
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
-        _command().main(args=list(arguments), prog_name="regard")
+        code = _command().main(args=list(arguments), prog_name="regard", standalone_mode=False)
     except SystemExit as exit_signal:
         if isinstance(
             exit_signal.__context__, BrokenPipeError
@@ -91,29 +242,42 @@ def run(arguments: Sequence[str]) -> int:
             if isinstance(exit_signal.code, int)
             else int(exit_signal.code is not None)
         )
+    except typer.Abort:
+        return 1
     except RegardError as error:
-        _print_error(_escape_and_shorten(str(error)))
+        _print_error(str(error), getattr(error, "flags", {}))
         return 1
     except BrokenPipeError:
         raise
     except OSError as error:  # most likely the disk of the output is full
         _print_error(error_text(f"{error.filename or 'the output'}: {error.strerror or error}"))
         return 1
-    return 0
-
-
-@contextmanager
-def _safe_usage_errors() -> Iterator[None]:
-    """Shorten the text of usage errors, which repeat the user's input, and escape its control
-    characters.
-    """
-    try:
-        yield
     except Exception as error:
         # typer's usage errors, whichever copy of click it brings
-        if hasattr(error, "format_message") and isinstance(getattr(error, "message", None), str):
-            error.message = _escape_and_shorten(error.message)  # type: ignore[attr-defined]
-        raise
+        if not hasattr(error, "format_message"):
+            raise
+        return _print_usage_error(error)
+    return code if isinstance(code, int) else 0
+
+
+def _print_usage_error(error: Any) -> int:
+    """Print how the command is used, and what is wrong; return the exit code."""
+    context = getattr(error, "ctx", None)
+    if context is not None:
+        typer.echo(context.get_usage(), err=True)
+        help_line = translate("Try '{command} --help' for help.", command=context.command_path)
+        typer.echo(f"{help_line}\n", err=True)
+    possible = getattr(error, "possibilities", None)
+    named = getattr(error, "param_hint", None) or getattr(error, "param", None)
+    flags = getattr(error, "flags", {})
+    # a message that begins with its option needs no "Invalid value for" before it
+    says_option = isinstance(named, str) and speak_of_flags(error.message, flags).startswith(named)
+    is_plain = hasattr(error, "param_hint") and (not named or says_option)
+    message = error.message if is_plain else error.format_message()
+    if possible:
+        message = f"{error.message}; did you mean {' or '.join(possible)}?"
+    _print_error(message, flags)
+    return int(getattr(error, "exit_code", 2))
 
 
 def _escape_and_shorten(message: str) -> str:
@@ -127,22 +291,64 @@ def _shorten(message: str) -> str:
     return f"{message[: MAX_MESSAGE * 2 // 3]} ... {message[-(MAX_MESSAGE // 3) :]}"
 
 
-def _print_error(error: str) -> None:
-    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    typer.echo(error, err=True)
+def _print_error(message: str, flags: Mapping[str, str] | None = None) -> None:
+    """Print an error in the reader's language, wrapped at the width of the terminal."""
+    title = translate("error: ")
+    translated = speak_of_flags(translate_message(message), flags or {})
+    text = wrap(title + _escape_and_shorten(translated), line_width())
+    typer.secho(title, fg="red", bold=True, nl=False, err=True)
+    typer.echo(text[len(title) :], err=True)
 
 
 def _command() -> Any:
     app = typer.Typer(
         cls=Commands,
-        help=_ABOUT,
-        epilog=_EXAMPLE,
-        add_completion=False,
+        help=translate(ABOUT),
+        epilog=translate(EXAMPLE),
         context_settings=_SETTINGS,
         pretty_exceptions_enable=False,
     )
     app.callback(invoke_without_command=True)(_root)
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    _localise(command)
+    return command
+
+
+def _check_lang(_context: object, _option: object, lang: str | None) -> str | None:
+    """Refuse a language that has no catalogue."""
+    if lang is not None:
+        try:
+            check_language(lang)
+        except ArgumentError as error:
+            raise typer.BadParameter(str(error), param_hint="--lang") from error
+    return lang
+
+
+def _language_option() -> Any:
+    """Return the option --lang for a command whose function does not take it."""
+    app = typer.Typer(add_completion=False)
+    app.command()(_with_lang)
+    option = typer.main.get_command(app).params[0]
+    option.expose_value = False
+    return option
+
+
+def _with_lang(
+    lang: Annotated[str | None, typer.Option(help=LANG, show_default=LOCALE)] = None,
+) -> None: ...
+
+
+def _localise(command: Any) -> None:
+    """Put the texts of a command's options and arguments into the reader's language."""
+    for option in command.params:
+        if option.name == "lang":
+            option.callback = _check_lang
+        if isinstance(option, TyperArgument) and option.metavar is None:
+            option.metavar = (option.name or "").upper()
+        for name in ("help", "show_default", "rich_help_panel"):
+            text = getattr(option, name, None)
+            if isinstance(text, str):
+                setattr(option, name, translate(text))
 
 
 def _root(
@@ -150,6 +356,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version, and exit.")
     ] = False,
+    lang: Annotated[str | None, typer.Option(help=LANG, show_default=LOCALE)] = None,  # noqa: ARG001  (`run` has read it)
 ) -> None:
     if version:
         typer.echo(f"regard {__version__}")

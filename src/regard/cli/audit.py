@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Ignore, LoadOptions, Revision, load
+from regard.cli.options import Ignore, LoadOptions, Revision, console_of, load
 from regard.errors import ArgumentError, RegardError
+from regard.language import translate, translate_message
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,39 +25,47 @@ def print_audit(report: Audit, console: Console) -> None:
     """Print the result of an audit: the faults, and then the checks that were not made."""
     from rich.table import Table
 
-    console.print(f"{report.target}, called {report.called}", highlight=False, markup=False)
+    called = translate("{target}, called {how}", target=report.target, how=report.called)
+    console.print(called, highlight=False, markup=False)
     for f in report.findings:
         table = Table(show_header=False, box=None, padding=(0, 1))
         example = ", ".join(f"{name} {value}" for name, value in f.example.items())
         rows = {
-            "smallest input": example,
-            "expected": _number_text(f.expected),
-            "got": _number_text(f.got),
-            "look at": f.look_at,
+            translate("smallest input"): example,
+            translate("expected"): _number_text(f.expected),
+            translate("got"): _number_text(f.got),
+            translate("look at"): translate_message(f.look_at),
         }
         for name, value in rows.items():
             table.add_row(f"  {name}", _unstyled(value))
         style = "bold red" if f.severity == "error" else "bold yellow"
         console.print()
-        console.print(f"{f.severity} {f.name}", style=style, highlight=False, markup=False)
+        title = f"{translate_message(f.severity)} {f.name}"
+        console.print(title, style=style, highlight=False, markup=False)
         console.print(f"  {f.sentence}", highlight=False, markup=False)
         console.print(table, highlight=False)
     console.print()
     for known in report.accepted:
-        console.print(f"accepted: {known.name}", highlight=False, markup=False)
-    kinds = (("could not be made", True, "yellow"), ("does not apply", False, "dim"))
+        accepted = translate("accepted: {name}", name=known.name)
+        console.print(accepted, highlight=False, markup=False)
+    kinds = (
+        (translate("could not be made"), True, "yellow"),
+        (translate("does not apply"), False, "dim"),
+    )
     for title, applies, style in kinds:
         skipped = [check for check in report.not_tried if check.applies == applies]
         if skipped:
-            table = Table(title, "why", box=None, padding=(0, 1), header_style=style)
+            table = Table(title, translate("why"), box=None, padding=(0, 1), header_style=style)
             for check in skipped:
-                table.add_row(check.name, _unstyled(check.why), style=style)
+                table.add_row(check.name, _unstyled(translate_message(check.why)), style=style)
             console.print(table, highlight=False)
-    console.print(report.counts())
+    console.print(translate_message(report.counts()))
     if not report.findings and report.untried:
         console.print(
-            "The audit did not pass, because of the checks that could not be made: exit code 3, or "
-            "0 with --allow-untried.",
+            translate(
+                "The audit did not pass, because of the checks that could not be made: exit code "
+                "3, or 0 with --allow-untried."
+            ),
             highlight=False,
         )
 
@@ -67,16 +76,18 @@ def print_fault_table(console: Console) -> None:
 
     from regard.audit import FAULTS
 
-    faults = Table("fault", "description", "look at", box=None, padding=(0, 1))
+    titles = translate("fault"), translate("description"), translate("look at")
+    faults = Table(*titles, box=None, padding=(0, 1))
     for name, fault in FAULTS.items():
-        faults.add_row(name, _unstyled(fault.summary), _unstyled(fault.look_at))
+        texts = map(translate_message, (fault.summary, fault.look_at))
+        faults.add_row(name, *map(_unstyled, texts))
     console.print(faults, highlight=False)
 
 
 def _unstyled(text: str) -> Any:
     from rich.text import Text
 
-    return Text(text)
+    return Text(text, overflow="fold")  # an ellipsis would cut Chinese text off
 
 
 def _number_text(x: float | str) -> str:
@@ -84,6 +95,15 @@ def _number_text(x: float | str) -> str:
 
 
 EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
+WIDTH = 100
+"""The maximum number of columns of the report."""
+COUNTS = (
+    "{faults}, {checks} passed, {untried} could not be made, {others} do not apply",
+    "{faults}, {checks} passed, {untried} could not be made, {others} does not apply",
+    "{n} fault",
+    "{n} check",
+)
+"""The last line of a report and its counts, as the catalogue has them."""
 UNTRIED = 3
 """The exit code if no fault was found and a check that applies could not be made."""
 FROM_CODE = "from the code, or a small size"
@@ -296,7 +316,7 @@ def audit(
     if json:
         typer.echo(json_format.dumps(report.as_dict(), default=str))
     else:
-        print_audit(report, _console(color))
+        print_audit(report, console_of(color, WIDTH))
     code = report.exit_code
     if code and not (code == UNTRIED and allow_untried):
         raise typer.Exit(code)
@@ -375,20 +395,4 @@ def _list(color: bool | None, json: bool) -> None:
         }
         typer.echo(json_format.dumps(faults))
         return
-    print_fault_table(_console(color))
-
-
-def _console(color: bool | None) -> Console:
-    """Return a console of 100 columns, with colours as requested or as the terminal supports."""
-    from rich.console import Console
-
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a glyph shows "?"
-    if color is None:
-        return Console(width=100)
-    return Console(
-        width=100,
-        force_terminal=color,
-        no_color=not color,
-        color_system="truecolor" if color else None,
-    )
+    print_fault_table(console_of(color, WIDTH))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard import units
-from regard.cli.options import check_files
+from regard.cli.options import check_files, note
 from regard.did_you_mean import suggest
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def _draw(
 
 
 def _report(line: str) -> None:
-    typer.echo(f"... {line}", err=True)
+    note(line, "... ")
 
 
 def _cases(names: list[str] | None, peers: list[str] | None) -> list[Case]:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli import _claims
-from regard.cli.options import check_files
+from regard.cli.options import check_files, note
 from regard.errors import ArgumentError
+from regard.language import translate, translate_message
+from regard.text_table import line_width, wrap
 
 if TYPE_CHECKING:
     from regard.compare.comparison import Comparison, ComparisonPlan
@@ -208,7 +210,7 @@ def compare(
     """
     options = dict(locals())
     if lesson:
-        typer.echo("--lesson is now --task; the old name goes with the next release", err=True)
+        note("--lesson is now --task; the old name goes with the next release")
         options["task"] = [*(task or []), *lesson]
     if list_:
         typer.echo(f"{_listing()}\n{_claims.list_claims()}")
@@ -226,9 +228,7 @@ def compare(
         raise typer.BadParameter(str(error)) from error
     if interrupted:
         if out is not None:
-            typer.echo(
-                "interrupted; the same command continues from the saved measurements", err=True
-            )
+            note("interrupted; the same command continues from the saved measurements")
         raise typer.Exit(130)
 
 
@@ -361,15 +361,20 @@ def _listing() -> str:
     from regard.nn.variants import VARIANTS
     from regard.train.tasks import TASKS
 
-    lines = ["mechanisms"]
+    lines = [translate("mechanisms")]
     for one in candidates(None, Shape()):
         options = ", ".join(f"{k}={v}" for k, v in one.options.items())
-        lines.append(f"  {one.name:<12} {VARIANTS[one.attention].summary}")
-        lines.append(f"  {'':<12} {one.attention}({options})")
-    lines.append("tasks")
-    lines.append(f"  {'text':<12} The next byte of a text.")
-    lines += [f"  {name:<12} {TASKS[name].description}" for name in RECALL_TASKS]
+        lines.append(_listed(one.name, translate_message(VARIANTS[one.attention].summary)))
+        lines.append(_listed("", f"{one.attention}({options})"))
+    lines.append(translate("tasks"))
+    lines.append(_listed("text", translate("The next byte of a text.")))
+    lines += [_listed(name, translate_message(TASKS[name].description)) for name in RECALL_TASKS]
     return "\n".join(lines)
+
+
+def _listed(name: str, text: str) -> str:
+    """Return a name and its sentence within the width of the terminal."""
+    return wrap(text, line_width(), indent=f"  {name:<12} ", hang=" " * 15)
 
 
 def _command(arguments: list[str]) -> str:
@@ -388,4 +393,4 @@ def _report(line: str) -> None:
     if sys.stderr.isatty():
         typer.echo(f"\r\x1b[K... {line.strip()}", err=True, nl=not is_inside_run)
     elif not is_inside_run:
-        typer.echo(f"... {line}", err=True)
+        note(line, "... ")

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Ignore, Revision, report_ignored
+from regard.cli.options import Ignore, Revision, note, report_ignored
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
-from regard.text_table import format_table
+from regard.language import translate, translate_message
+from regard.text_table import format_table, line_width, wrap
 from regard.units import plural
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
 
 def print_report(report: ConversionReport) -> None:
     """Print the report of a conversion."""
-    typer.echo("\n".join(report_lines(report)))
+    width = line_width()
+    for line in report_lines(report):
+        is_table = "\n" in line
+        typer.echo(line if is_table else wrap(translate_message(line), width, hang="    "))
 
 
 def report_lines(report: ConversionReport) -> Iterator[str]:
@@ -44,12 +48,17 @@ def report_lines(report: ConversionReport) -> Iterator[str]:
     before, after = report.before, report.after
     yield format_table(
         [
-            ["", "before", "after"],
-            ["family", before.model_type, after.model_type],
+            ["", translate("before"), translate("after")],
+            [translate("family"), before.model_type, after.model_type],
             ["dtype", before.dtype, after.dtype],
-            ["parameters", f"{before.parameters:,}", f"{after.parameters:,}"],
-            ["values cached per token", f"{before.cached_values:,}", f"{after.cached_values:,}"],
-        ]
+            [translate("parameters"), f"{before.parameters:,}", f"{after.parameters:,}"],
+            [
+                translate("values cached per token"),
+                f"{before.cached_values:,}",
+                f"{after.cached_values:,}",
+            ],
+        ],
+        width=line_width(),
     )
     for step in report.steps:
         yield from _weight_error_lines(step)
@@ -94,9 +103,10 @@ def _measurement_lines(measured: ModelComparison) -> Iterator[str]:
             f"  loss, nats per token    {measured.loss_before:.4f} -> {measured.loss_after:.4f}: "
             f"{measured.loss_change:+.4f}{_plus_minus(measured.loss_change_error)}"
         )
-        yield (
-            f"  perplexity              {measured.perplexity_before:.3f} -> "
-            f"{measured.perplexity_after:.3f}"
+        yield translate(
+            "  perplexity              {before} -> {after}",
+            before=f"{measured.perplexity_before:.3f}",
+            after=f"{measured.perplexity_after:.3f}",
         )
     yield (
         f"  logits differ by        {measured.largest:.3g} at most, by {measured.relative:.3g} "
@@ -369,7 +379,7 @@ def _finetuning(steps: int | None, **settings: Any) -> Finetune | None:
 def _report(line: str) -> None:
     """Print the current work on standard error, on a terminal only."""
     if sys.stderr.isatty():
-        typer.echo(f"{line} ...", err=True)
+        note(line, "... ")
 
 
 def _read_text_option(file: Path | None) -> str | None:

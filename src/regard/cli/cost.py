@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from regard.cli.options import note
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.model import ModelSpec
 from regard.cost.ranks import METHODS, RanksReport
@@ -415,6 +416,7 @@ def _model(
     if source is not None:
         if extra_names := [*given_sizes, *mechanism_options]:
             names = ", ".join(_flag_of(name) for name in extra_names)
+            _find_model(source, revision)  # a mistyped name comes first
             raise ArgumentError(
                 f"{source} already has all sizes, but {names} are given too; leave them out, or "
                 "leave out the name and give all sizes"
@@ -568,7 +570,7 @@ def _measure_this_machine() -> Machine:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-    typer.echo("... measuring the bandwidth and the rates of this machine", err=True)
+    note("measuring the bandwidth and the rates of this machine", "... ")
     ceilings, machine_facts = Ceilings.measure(names, device), describe_machine(device)
     threads = plural(machine_facts["threads"], "thread") if device.type == "cpu" else "GPU"
     source = (
@@ -609,10 +611,7 @@ def _show_range(
     requested = parse_context_range(span)
     contexts = contexts_within_positions(requested, *models)
     if len(contexts) < len(requested):
-        typer.echo(
-            f"contexts above {contexts[-1]:,} are left out, because learned positions end there",
-            err=True,
-        )
+        note(f"contexts above {contexts[-1]:,} are left out, because learned positions end there")
     _check_pictures(plot)
     rows: Rows = {}
     for i, (model, setting) in enumerate(zip(models, settings, strict=True)):

@@ -7,13 +7,14 @@ from __future__ import annotations
 import json as json_format
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import fill
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from regard import units
 from regard.errors import ArgumentError
-from regard.text_table import line_width
+from regard.language import translate
+from regard.text_table import display_width, line_width, wrap
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,15 +100,16 @@ def _list(mechanisms: dict[str, dict[str, str]]) -> str:
     families: dict[str, list[str]] = {}
     name_width = max(map(len, mechanisms)) + 4
     for name, entry in mechanisms.items():
-        line = fill(
-            entry["about"],
-            columns,
-            initial_indent=f"  {name}".ljust(name_width),
-            subsequent_indent=" " * name_width,
-            break_long_words=False,
-        )
+        indent = f"  {name}".ljust(name_width)
+        line = wrap(translate(entry["about"]), columns, indent=indent, hang=" " * name_width)
         families.setdefault(entry["family"], []).append(line)
-    return "\n\n".join("\n".join([family, *lines]) for family, lines in families.items())
+    return "\n\n".join("\n".join([_family(name), *lines]) for name, lines in families.items())
+
+
+def _family(name: str) -> str:
+    """Return the name of a family, with its translation where the language is another one."""
+    title = translate(f"{name} attention")
+    return name if title == f"{name} attention" else f"{name}  {title}"
 
 
 FAMILIES = ("additive", "softmax", "cross", "latent", "selected", "linear", "memory")
@@ -215,48 +217,79 @@ def _description_text(
 
     def listed(title: str, rows: dict[str, str]) -> list[str]:
         """Return a title and its rows, wrapped, with the meanings below one another."""
-        width = min(24, max(map(len, rows), default=0) + 4)
-        lines = [
-            fill(
-                text,
-                columns,
-                initial_indent=f"  {name}".ljust(width) + ("" if len(name) < width - 2 else "  "),
-                subsequent_indent=" " * width,
-                break_long_words=False,
-            )
-            for name, text in rows.items()
-        ]
+        column = min(24, max(map(display_width, rows), default=0) + 4)
+        lines = []
+        for name, text in rows.items():
+            gap = " " * max(2, column - 2 - display_width(name))
+            lines.append(wrap(text, columns, indent=f"  {name}{gap}", hang=" " * column))
         return ["", title, *lines] if rows else []
 
     meanings = {
-        name: f"{meaning.rstrip('.')} (here {options[name]})" if name in options else meaning
+        name: translate(
+            "{meaning} (here {value})",
+            meaning=translate(meaning).rstrip(".。"),
+            value=options[name],
+        )
+        if name in options
+        else translate(meaning)
         for name, meaning in option_meanings(entry).items()
     }
+    symbols = equation_symbols(entry.name, entry.equation)
+    usage_rows = {
+        translate("used by"): translate(usage.models),
+        translate("choose if"): translate(usage.choose),
+        translate("avoid if"): translate(usage.avoid),
+    }
+    head = translate("{name}: {summary}", name=entry.name, summary=translate(entry.summary))
     lines = [
-        fill(f"{entry.name}: {entry.summary}", columns),
+        wrap(head, columns),
         "",
-        fill(entry.equation, columns, initial_indent="  ", subsequent_indent="    "),
-        *listed("where", equation_symbols(entry.name, entry.equation)),
-        *listed(
-            "who and when",
-            {"used by": usage.models, "choose if": usage.choose, "avoid if": usage.avoid},
-        ),
-        *listed("options, for --set name=value", meanings),
+        wrap(entry.equation, columns, indent="  ", hang="    "),
+        *listed(translate("where"), {name: translate(text) for name, text in symbols.items()}),
+        *listed(translate("who and when"), usage_rows),
+        *listed(translate("options, for --set name=value"), meanings),
         "",
-        fill(f"Source: {entry.source}", columns),
+        wrap(translate("Source: {source}", source=entry.source), columns),
     ]
     sizes = {"dim": dim, "heads": heads, **options}
     written = ", ".join(f"{key}={value}" for key, value in sizes.items())
     if description is None:
-        none = f"It attends to a second sequence, so a layer has no cache figures ({written})."
-        return "\n".join([*lines, "", fill(none, columns)])
-    cached_line = f"{'values cached in total':<26}{description.cached_values:,}"
-    head, *rows = str(description).splitlines()
-    return "\n".join(
-        [
-            *lines,
-            "",
-            fill(f"One layer, {written}, {head.partition(', ')[2]}:", columns),
-            *(f"  {row}" for row in [*rows, cached_line]),
-        ]
+        none = translate(
+            "It attends to a second sequence, so a layer has no cache figures ({sizes}).",
+            sizes=written,
+        )
+        return "\n".join([*lines, "", wrap(none, columns)])
+    title = translate(
+        "One layer, {sizes}, context {context}:",
+        sizes=written,
+        context=f"{description.context:,}",
     )
+    return "\n".join([*lines, "", wrap(title, columns), *_figure_lines(description, columns)])
+
+
+def _figure_lines(description: Description, columns: int) -> list[str]:
+    """Return the figures of a layer with their units and formulas, one a line."""
+    total, work = description.cached_values, description.flops_per_token
+
+    def with_formula(text: str, formula: str) -> str:
+        return f"{text} = {formula}" if formula else text
+
+    cached = translate("{n}, {size} in 16 bits each", n=f"{total:,}", size=units.size(2 * total))
+    rows = {
+        translate("parameters"): str(description.parameters),
+        translate("values cached per token"): str(description.kv_per_token),
+        translate("tokens cached"): str(description.kv_tokens),
+        translate("values of the state"): str(description.state),
+        translate("work of one token"): with_formula(units.count(work.value, "FLOP"), work.formula),
+        translate("values cached in total"): cached,
+    }
+    column = max(map(display_width, rows)) + 4
+    return [
+        wrap(
+            text,
+            columns,
+            indent=f"  {name}" + " " * (column - 2 - display_width(name)),
+            hang=" " * column,
+        )
+        for name, text in rows.items()
+    ]

@@ -41,6 +41,7 @@ EPILOG = (
     'For example: regard explain "a fluffy blue creature roamed the verdant forest" --query '
     "creature"
 )
+USAGE = "TEXT"  # or --file, or --module
 WHERE, OUT, MECHANISM = "What to explain", "Output", "A mechanism with random weights"
 MAX_TOKENS = 1 << 14
 """The maximum number of tokens of a text; a small model takes half a minute for that many."""
@@ -371,7 +372,7 @@ def _explain_module(
 
 def _check_lang(lang: str | None) -> None:
     if lang is not None:
-        from regard.view.report import check_language
+        from regard.language import check_language
 
         try:
             check_language(lang)
@@ -412,14 +413,14 @@ def _write_output(
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:
+        from regard.language import language
         from regard.view.explanation_summary import show_summary
         from regard.view.explanation_text import show
-        from regard.view.report import language_of_locale
 
         if full:
             show(data, _console(color))
         else:
-            show_summary(data, _console(color), lang or language_of_locale())
+            show_summary(data, _console(color), lang or language())
 
 
 def _console(color: bool | None) -> Console:
@@ -621,7 +622,7 @@ def page(
 
     from regard.inspect.explain.captured_run import record_run
     from regard.inspect.report import report
-    from regard.view.report import language_of_locale
+    from regard.language import language
     from regard.view.report import page as page_of
 
     recording = record_run(read)
@@ -650,14 +651,14 @@ def page(
     )
     # open the view of the explained weight, or the comparison; the page has the other views too
     report_data["meta"]["start"]["view"] = "cell" if beside is None else "compare"
-    return page_of(report_data, lang or language_of_locale())
+    return page_of(report_data, lang or language())
 
 
 def print_heads(target: ExplainTarget, json: bool, console: Console, lang: str | None) -> None:
     """Print the key with the largest weight in every head for the query."""
     from regard.inspect.explain.head_choice import strongest_keys_of_run
+    from regard.language import language
     from regard.view.explanation_text import show_heads
-    from regard.view.report import language_of_locale
 
     run = target.read
     site = run.site(place=target.place) if target.place else run.main_sites[0]
@@ -683,7 +684,7 @@ def print_heads(target: ExplainTarget, json: bool, console: Console, lang: str |
             rows,
             (target.choice.layer, target.choice.head),
             console,
-            lang or language_of_locale(),
+            lang or language(),
         )
 
 

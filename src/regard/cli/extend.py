@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Dtype, Ignore, Revision, check_files
+from regard.cli.options import Dtype, Ignore, Revision, check_files, note
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -177,4 +177,4 @@ def _write(results: ExtensionResults, options: dict[str, Any]) -> None:
 
 
 def _report(line: str) -> None:
-    typer.echo(f"... {line}", err=True)
+    note(line, "... ")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from regard import units
 from regard.cli.options import (
     AllowMissing,
     Dtype,
@@ -24,10 +25,11 @@ from regard.cli.options import (
     Source,
     Weights,
     load,
+    note,
 )
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
-from regard.units import plural
+from regard.language import translate, translate_count
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 if TYPE_CHECKING:
@@ -65,7 +67,8 @@ def generate_seq2seq(
         return
     typer.echo("\n---\n".join(escape_controls(text, keep=MULTILINE) for text in answers))
     sys.stdout.flush()
-    typer.echo(f"{plural(len(answers), 'text')} in {seconds} s", err=True)
+    count = translate_count(len(answers), "text")
+    note(translate("{texts} in {seconds}", texts=count, seconds=units.seconds(seconds)))
 
 
 def print_batch(batch: BatchGeneration, *, at_once: bool, quiet: bool) -> None:
@@ -171,25 +174,27 @@ def print_summary(result: dict[str, Any]) -> None:
     """Print the figures on one line of standard error, with separate speeds of reading the prompt
     and of decoding.
     """
-    score = f"score {result['score']:.3f}, " if "score" in result else ""
     prefill_speed, decode_speed = (
         result["prefill_tokens_per_second"],
         result["decode_tokens_per_second"],
     )
-    prompt = f"prompt of {result['prompt_tokens']}" + (
-        f" at {prefill_speed:,.1f} tokens/s" if prefill_speed else ""
+    parts = [translate_count(result["tokens"], "token")]
+    if "score" in result:
+        parts.append(translate("score {score}", score=f"{result['score']:.3f}"))
+    n = result["prompt_tokens"]
+    parts.append(
+        translate("prompt of {n} at {speed} tokens/s", n=n, speed=f"{prefill_speed:,.1f}")
+        if prefill_speed
+        else translate("prompt of {n}", n=n)
     )
-    decoding = (
-        f"decoding at {decode_speed:,.1f} tokens/s"
+    parts.append(
+        translate("decoding at {speed} tokens/s", speed=f"{decode_speed:,.1f}")
         if decode_speed
-        else "no token was decoded after the first"
+        else translate("no token was decoded after the first")
     )
-    typer.echo(
-        f"{plural(result['tokens'], 'token')}, {score}{prompt}, {decoding}, {result['cache']} "
-        "cache "
-        f"{result['cache_bytes']:,} bytes",
-        err=True,
-    )
+    size = units.size(result["cache_bytes"])
+    parts.append(translate("{kind} cache of {size}", kind=result["cache"], size=size))
+    note(translate(", ").join(parts))
 
 
 EPILOG = 'For example: regard generate "Return the" --max-tokens 40 --temperature 0.8 --seed 1'

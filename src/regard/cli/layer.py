@@ -15,6 +15,8 @@ import typer
 from regard import units
 from regard.cli.options import check_files
 from regard.errors import ArgumentError
+from regard.language import translate
+from regard.text_table import line_width, wrap
 from regard.units import plural
 from regard.untrusted_text import escape_controls
 
@@ -136,9 +138,10 @@ def _print(results: list[dict[str, object]]) -> None:
     if len(results) == 1:
         typer.echo(text(results[0]) + "\n")
     typer.echo(table(results))
-    typer.echo(
+    sentence = translate(
         "The layer is in evaluation mode. A time is the fastest of five runs of that stage alone."
     )
+    typer.echo(wrap(sentence, line_width()))
 
 
 def _draw(layer_stages: LayerStages, head: int, path: Path) -> None:

@@ -16,10 +16,14 @@ import typer
 from regard.errors import FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
 from regard.files.regular_files import open_regular
+from regard.language import translate, translate_count, translate_message
+from regard.text_table import line_width, wrap
 from regard.units import plural
 from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from regard.models import Model, Seq2Seq, TextEncoder
 
 LoadedModel = TypeVar("LoadedModel")
@@ -103,6 +107,8 @@ TextFile = Annotated[
 ]
 MAX_TEXT_BYTES = 1 << 28
 """The largest text that a command reads from a file: 256 MiB."""
+CONSOLE_WIDTH = 80
+"""The number of columns of output that is laid out, in a file, a pipe or a wide terminal."""
 LONG_TEXT = 20_000
 """Characters from which a command says that it works, even without a terminal."""
 
@@ -129,10 +135,8 @@ def given_text(text: str | None, file: str | None) -> str:
     if file is None:
         assert text is not None
         if _is_file(text):
-            typer.echo(
-                f"the text is the name of a file: to read the file, write --file "
-                f"{short_repr(text)}",
-                err=True,
+            note(
+                f"the text is the name of a file: to read the file, write --file {short_repr(text)}"
             )
         return text
     if file == "-":
@@ -161,6 +165,41 @@ def _is_file(text: str) -> bool:
         return False
 
 
+def console_of(color: bool | None, widest: int = CONSOLE_WIDTH) -> Console:
+    """Return a console as wide as the terminal, or as the variable COLUMNS says.
+
+    Args:
+        color: whether the output is coloured; None is as the terminal supports.
+        widest: the number of columns in a file, a pipe or a wider terminal.
+
+    >>> console_of(False).no_color
+    True
+    """
+    from rich.console import Console
+
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a glyph shows "?"
+    width = min(line_width(), widest)
+    if color is None:
+        return Console(width=width)
+    return Console(
+        width=width,
+        force_terminal=color,
+        no_color=not color,
+        color_system="truecolor" if color else None,
+    )
+
+
+def note(message: str, start: str = "") -> None:
+    """Print a remark on standard error, in the reader's language and within the terminal.
+
+    Args:
+        message: the remark in English, as the catalogue has it.
+        start: what stands before the remark, such as "... " before what is being done.
+    """
+    typer.echo(wrap(start + translate_message(message), line_width()), err=True)
+
+
 @contextmanager
 def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     """Show on standard error that work goes on, and for how long: a moving bar on a terminal, and
@@ -176,16 +215,18 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    what = translate_message(what)
     console = Console(stderr=True)
     if not console.is_terminal:
         if characters >= LONG_TEXT:
-            typer.echo(f"{what}: {plural(characters, 'character')}", err=True)
+            size = translate_count(characters, "character")
+            note(translate("{what}: {size}", what=what, size=size))
         yield lambda _: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda text: bar.update(task, description=text)
+        yield lambda text: bar.update(task, description=translate_message(text))
 
 
 @dataclass(frozen=True)
@@ -263,10 +304,9 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
         examples = ", ".join(model.newly_initialized[:3]) + (
             ", ..." if len(model.newly_initialized) > 3 else ""
         )
-        typer.echo(
+        note(
             f"not trained, initialised at random: {plural(len(model.newly_initialized), 'weight')} "
-            f"({examples})",
-            err=True,
+            f"({examples})"
         )
     report_ignored(model.ignored)
     return model
@@ -278,7 +318,7 @@ def report_ignored(names: Sequence[str]) -> None:
         examples = ", ".join(short_repr(name) for name in names[:10]) + (
             ", ..." if len(names) > 10 else ""
         )
-        typer.echo(f"ignored in the model's folder: {examples}", err=True)
+        note(f"ignored in the model's folder: {examples}")
 
 
 def check_files(

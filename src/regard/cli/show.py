@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json as json_format
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from regard.cli.options import console_of
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, RegardError
+from regard.language import translate, translate_count
 from regard.span import Span
+from regard.text_table import display_width, line_width, wrap
 from regard.units import plural
 from regard.untrusted_text import error_text, parse_integer
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.text import Text
 
     from regard.masks import Mask
@@ -31,6 +32,8 @@ MAX_FIGURE = 512
 """The maximum number of queries, and of keys, of a figure."""
 CUTS = ("balanced", "zigzag", "even")
 """The ways to cut a sequence among ranks."""
+MAX_WIDTH = 80
+"""The maximum number of columns of a drawing."""
 MAX_STRIP = 32
 """The maximum number of characters of a rank's positions."""
 MAX_RANKS = 256
@@ -41,12 +44,13 @@ MAX_DRAWN = 4
 Expression = Annotated[
     str,
     typer.Argument(
+        metavar="MASK",
         help=(
             "A mask: full, causal, window(W), chunk(n), prefix(n), document((0, 3, "
             "7)), sinks(n), global((0, 1)), dilated(n, step), strided(n), blockcausal(n), "
             "neighborhood((height, width), n), bigbird(block, blocks) and others, joined by "
             "&, |, ~ and parentheses."
-        )
+        ),
     ),
 ]
 Queries = Annotated[int, typer.Option(help="Number of queries.", min=1, max=MAX_TOKENS)]
@@ -137,13 +141,11 @@ def show(
         if ranks is not None:
             numbers["ranks"] = rank_figures(mask, q, k, ranks, shards)
     except RegardError as error:
-        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        raise typer.BadParameter(str(error)) from error
     if json:
         typer.echo(json_format.dumps(numbers))
         return
-    console = _console(color)
+    console = console_of(color)
     ascii_only = not (console.encoding or "").lower().startswith("utf")
     for line in _lines(mask, q, k, numbers, draw_tiles=tiles is not None, ascii_only=ascii_only):
         console.print(line, soft_wrap=True, highlight=False)
@@ -223,7 +225,8 @@ def _lines(
 
     yield Text(numbers["mask"], "bold")
     yield Text()
-    cell = mask_grid.pool(q.length, k.length)
+    width = min(line_width(), MAX_WIDTH)
+    cell = mask_grid.pool(q.length, k.length, width)
     B, H = numbers["batch_rows"], numbers["heads"]
     states = mask.tiles(q, k, cell).expand(B, H, -1, -1).numpy()
     counts = np.array(numbers["keys_per_query"]["counts"])
@@ -232,26 +235,29 @@ def _lines(
     places = [(b, h) for b in range(B) for h in range(H)]
     for b, h in places[:MAX_DRAWN]:
         if len(places) > 1:
-            yield Text(
-                f"  batch row {b}, head {h}"
-                if B > 1 and H > 1
-                else f"  head {h}"
-                if H > 1
-                else f"  batch row {b}"
-            )
+            row = translate("batch row {b}", b=b) if B > 1 else ""
+            head = translate("head {h}", h=h) if H > 1 else ""
+            yield Text("  " + ", ".join(filter(None, [row, head])))
         yield from mask_grid.draw(
             mask_grid.Grid(states[b, h], counts[b, h], q.start, k.start, cell),
             ascii_only=ascii_only,
+            width=width,
         )
         yield Text()
         if tiles is not None:
-            yield from mask_grid.draw_tiles(tiles[b, h], size, ascii_only=ascii_only)
+            yield from mask_grid.draw_tiles(tiles[b, h], size, ascii_only=ascii_only, width=width)
             yield Text()
     if len(places) > MAX_DRAWN:
-        yield Text(f"  ... and {len(places) - MAX_DRAWN} more batch rows and heads, counted below")
+        more = len(places) - MAX_DRAWN
+        text = translate("... and {n} more batch rows and heads, counted below", n=more)
+        yield from _wrapped(text)
         yield Text()
-    for name, text in _summary(numbers):
-        yield Text.assemble((f"  {name:<10}", "dim"), text)
+    rows = dict(_summary(numbers))
+    column = max(map(display_width, rows)) + 3
+    for name, text in rows.items():
+        gap = " " * (column - 2 - display_width(name))
+        body = wrap(text, line_width(), indent=" " * column, hang=" " * column)
+        yield Text.assemble((f"  {name}{gap}", "dim"), body[column:])
     if "ranks" in numbers:
         yield Text()
         yield from _rank_lines(numbers["ranks"], k.length, ascii_only=ascii_only)
@@ -304,9 +310,13 @@ def _rank_lines(numbers: dict[str, Any], S: int, *, ascii_only: bool) -> Iterato
 
     width = -(-S // MAX_STRIP)  # positions of one character
     own, other = ("#", ".") if ascii_only else ("█", "·")
-    yield Text(
-        f"  {plural(len(numbers['spans']), 'rank')}, {numbers['shards']}: mean work / most work "
-        f"{numbers['efficiency']:.2f}",
+    yield from _wrapped(
+        translate(
+            "{ranks}, {shards}: mean work / most work {efficiency}",
+            ranks=translate_count(len(numbers["spans"]), "rank"),
+            shards=numbers["shards"],
+            efficiency=f"{numbers['efficiency']:.2f}",
+        )
     )
     rows = zip(numbers["spans"], numbers["pairs"], numbers["received_keys"], strict=True)
     for rank, (spans, pairs, received) in enumerate(rows):
@@ -314,7 +324,21 @@ def _rank_lines(numbers: dict[str, Any], S: int, *, ascii_only: bool) -> Iterato
         line = Text.assemble((f"  {rank:>5} ", mask_grid.style("q")))
         for is_own in is_own_cell:
             line.append(own if is_own else other, mask_grid.style("k") if is_own else "dim")
-        yield line.append(f"  pairs {pairs:,}, keys received {received:,}")
+        line.append("  ")
+        text = translate(
+            "pairs {pairs}, keys received {received}", pairs=f"{pairs:,}", received=f"{received:,}"
+        )
+        if len(line.plain) + display_width(text) > line_width():
+            yield line
+            line = Text(" " * 8)
+        yield line.append(text)
+
+
+def _wrapped(text: str) -> Iterator[Text]:
+    """Yield a sentence within the width of the terminal."""
+    from rich.text import Text
+
+    yield Text(wrap(text, line_width(), indent="  ", hang="  "))
 
 
 def _summary(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -324,29 +348,54 @@ def _summary(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     )
     T, S = q[1] - q[0], k[1] - k[0]
     all_pairs = numbers["batch_rows"] * numbers["heads"] * T * S
-    yield "positions", f"queries {q[0]} to {q[1] - 1}, keys {k[0]} to {k[1] - 1}"
-    yield "pairs", f"{numbers['pairs']:,} of {all_pairs:,} ({numbers['share']:.1%})"
     yield (
-        "keys",
-        (
-            f"{keys_per_query['min']} to {keys_per_query['max']} per query, "
-            f"{keys_per_query['mean']:.4g} on average"
+        translate("positions"),
+        translate(
+            "queries {first} to {last}, keys {low} to {high}",
+            first=q[0],
+            last=q[1] - 1,
+            low=k[0],
+            high=k[1] - 1,
+        ),
+    )
+    yield (
+        translate("pairs"),
+        translate(
+            "{pairs} of {all} ({share})",
+            pairs=f"{numbers['pairs']:,}",
+            all=f"{all_pairs:,}",
+            share=f"{numbers['share']:.1%}",
+        ),
+    )
+    yield (
+        translate("keys"),
+        translate(
+            "{least} to {most} per query, {mean} on average",
+            least=keys_per_query["min"],
+            most=keys_per_query["max"],
+            mean=f"{keys_per_query['mean']:.4g}",
         ),
     )
     most_intervals = numbers["most_intervals"]
     yield (
-        "intervals",
-        "none: visible keys have gaps or are unknown; kernels use tiles"
+        translate("intervals"),
+        translate("none: visible keys have gaps or are unknown; kernels use tiles")
         if most_intervals is None
-        else f"at most {most_intervals} per query, so kernels need not evaluate the mask",
+        else translate(
+            "at most {n} per query, so kernels need not evaluate the mask", n=most_intervals
+        ),
     )
     total = sum(tiles[name] for name in ("empty", "partial", "full"))
     yield (
-        "tiles",
-        (
-            f"{tiles['empty']:,} empty, {tiles['partial']:,} partial, {tiles['full']:,} full of "
-            f"{tiles['size'][0]} x "
-            f"{tiles['size'][1]}: {tiles['empty'] / total:.1%} skipped"
+        translate("tiles"),
+        translate(
+            "{empty} empty, {partial} partial, {full} full of {rows} x {columns}: {share} skipped",
+            empty=f"{tiles['empty']:,}",
+            partial=f"{tiles['partial']:,}",
+            full=f"{tiles['full']:,}",
+            rows=tiles["size"][0],
+            columns=tiles["size"][1],
+            share=f"{tiles['empty'] / total:.1%}",
         ),
     )
 
@@ -380,15 +429,3 @@ def _check_cost(mask: Mask, q: Span, k: Span) -> None:
             f"key intervals is evaluated pair by pair, for at most {MAX_PAIRS:,} pairs; give fewer "
             "--queries or --keys"
         )
-
-
-def _console(color: bool | None) -> Console:
-    """Return a console of 80 columns, with colours as requested or as the terminal supports."""
-    from rich.console import Console
-
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-    if color is None:
-        return Console(width=80)
-    system: Literal["truecolor"] | None = "truecolor" if color else None
-    return Console(width=80, force_terminal=color, no_color=not color, color_system=system)

@@ -13,9 +13,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from regard.cli.options import note
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
+from regard.language import translate_message
+from regard.text_table import line_width, wrap
 from regard.untrusted_text import error_text, short_repr
 
 
@@ -102,8 +105,9 @@ def listing(value: str | None) -> str | None:
     from regard.train.tasks.task_models import models_for
 
     for task in KNOWN.values():
-        typer.echo(f"{task.name:<15} {task.description}")
-        typer.echo(f"{'':<15} --model {', '.join(models_for(task))}")
+        about, models = translate_message(task.description), ", ".join(models_for(task))
+        for name, text in ((task.name, about), ("", f"--model {models}")):
+            typer.echo(wrap(text, line_width(), indent=f"{name:<15} ", hang=" " * 16))
     raise typer.Exit
 
 
@@ -155,7 +159,7 @@ def train_task(options: dict[str, Any], given_names: set[str]) -> None:
     else:
         _show(run, figures)
     if stopped_by:
-        typer.echo("interrupted and saved; continue with the same command and --resume", err=True)
+        note("interrupted and saved; continue with the same command and --resume")
         raise typer.Exit(128 + stopped_by)
 
 
@@ -435,7 +439,7 @@ def train(
     else:
         typer.echo("  ".join(f"{name} {value}" for name, value in figures.items()))
     if stopped_by:
-        typer.echo("interrupted and saved; continue with the same command and --resume", err=True)
+        note("interrupted and saved; continue with the same command and --resume")
         raise typer.Exit(128 + stopped_by)
 
 

@@ -21,6 +21,7 @@ from regard.cli.options import (
     check_files,
     given_text,
     load,
+    note,
     working,
 )
 from regard.errors import ArgumentError
@@ -103,7 +104,7 @@ Open = Annotated[
 Lang = Annotated[
     str | None,
     typer.Option(
-        help="Language of the page: en or zh.",
+        help="Language of the output: en or zh.",
         show_default="that of the locale",
         rich_help_panel=SERVE,
     ),
@@ -168,7 +169,7 @@ def view(
     except ArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(server.url)
-    typer.echo("Ctrl-C ends the server.", err=True)
+    note("Ctrl-C ends the server.")
     server.wait()
 
 
@@ -176,14 +177,14 @@ def _serving(
     port: int, host: str, allow_remote: bool, open_browser: bool, lang: str | None
 ) -> dict[str, object]:
     """Return the options of the server by name, after checking the language."""
-    from regard.view.report import check_language, language_of_locale
+    from regard.language import language
 
     return {
         "port": port,
         "host": host,
         "allow_remote": allow_remote,
         "open_browser": open_browser,
-        "lang": check_language(lang or language_of_locale()),
+        "lang": lang or language(),
     }
 
 

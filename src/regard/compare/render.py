@@ -16,7 +16,8 @@ from regard.compare.comparison import (
     cost_of,
     pareto,
 )
-from regard.text_table import format_table
+from regard.language import translate, translate_count, translate_message
+from regard.text_table import format_table, line_width, wrap
 from regard.view import html_page
 from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
 
@@ -27,23 +28,31 @@ def render_table(comparison: ComparisonData) -> str:
     Args:
         comparison: the comparison as `regard.compare.comparison.as_json` returns it.
     """
-    parts = [header(comparison), *(_aligned(rows(comparison)) for rows in (memory_rows, time_rows))]
+    width = line_width()
+    parts = [wrap(header(comparison), width)]
+    parts += [_aligned(rows(comparison)) for rows in (memory_rows, time_rows)]
     if legend := overlap_legend(comparison):
-        parts[-1] += f"\n{legend}"
-    if lines := [f"not run: {line}" for line in failures(comparison)]:
-        parts.append("\n".join(lines))
+        parts[-1] += f"\n{wrap(legend, width, hang='  ')}"
+    if lines := [translate("not run: {what}", what=line) for line in failures(comparison)]:
+        parts.append("\n".join(wrap(line, width, hang="  ") for line in lines))
     if comparison["training"]["tasks"]:
-        parts.append(
-            f"quality: {quality_sentence(comparison)}\n{_aligned(quality_rows(comparison))}"
-        )
+        quality = translate("quality: {how}", how=quality_sentence(comparison))
+        parts.append(f"{wrap(quality, width)}\n{_aligned(quality_rows(comparison))}")
         parts += (
             ["\n".join(_pareto_lines(comparison))] if any(comparison["fronts"].values()) else []
         )
     parts += (
-        ["\n".join(f"note: {note}" for note in comparison["notes"])] if comparison["notes"] else []
+        [
+            "\n".join(
+                wrap(translate("note: {note}", note=translate_message(note)), width, hang="  ")
+                for note in comparison["notes"]
+            )
+        ]
+        if comparison["notes"]
+        else []
     )
     if comparison["interrupted"]:
-        parts.append("interrupted: missing values were not measured")
+        parts.append(wrap(translate("interrupted: missing values were not measured"), width))
     return "\n\n".join(parts)
 
 
@@ -51,26 +60,47 @@ def header(comparison: ComparisonData) -> str:
     """Return lines with the machine, the common sizes, and how times were measured."""
     machine, shape, timing = comparison["machine"], comparison["shape"], comparison["timing"]
     common = (
-        f"feed-forward width {shape['hidden']} in all"
+        translate("feed-forward width {n} in all", n=shape["hidden"])
         if comparison["same"] == "sizes"
-        else f"feed-forward width chosen for as many parameters as "
-        f"{comparison['mechanisms'][0]['name']}"
+        else translate(
+            "feed-forward width chosen for as many parameters as {name}",
+            name=comparison["mechanisms"][0]["name"],
+        )
     )
-    cores, threads = units.plural(machine["cores"], "core"), machine["threads"]
-    layers, heads = units.plural(shape["layers"], "layer"), units.plural(shape["heads"], "head")
-    return (
-        f"{machine['processor']}, {cores}, {units.plural(threads, 'thread')}, "
-        f"torch {machine['torch']}, regard {machine['regard']}\n"
-        f"{layers}, dim {shape['dim']}, {heads}, {common}, vocabulary {shape['vocabulary']}, "
-        f"window {shape['window']}, fp32\n"
-        f"medians and quartiles of {_round_count(comparison)}, mechanisms in turns, batch 1; "
-        f"training steps of {timing['batch']} x {timing['length']} tokens"
+    lines = (
+        translate(
+            "{processor}, {cores}, {threads}, torch {torch}, regard {regard}",
+            processor=machine["processor"],
+            cores=translate_count(machine["cores"], "core"),
+            threads=translate_count(machine["threads"], "thread"),
+            torch=machine["torch"],
+            regard=machine["regard"],
+        ),
+        translate(
+            "{layers}, dim {dim}, {heads}, {common}, vocabulary {vocabulary}, window {window}, "
+            "fp32",
+            layers=translate_count(shape["layers"], "layer"),
+            dim=shape["dim"],
+            heads=translate_count(shape["heads"], "head"),
+            common=common,
+            vocabulary=shape["vocabulary"],
+            window=shape["window"],
+        ),
+        translate(
+            "medians and quartiles of {rounds}, mechanisms in turns, batch 1; training steps of "
+            "{batch} x {length} tokens",
+            rounds=_round_count(comparison),
+            batch=timing["batch"],
+            length=timing["length"],
+        ),
     )
+    return "\n".join(lines)
 
 
 def _round_count(comparison: ComparisonData) -> str:
     """Return the number of rounds with its noun."""
-    return "1 round" if round_range(comparison) == "1" else f"{round_range(comparison)} rounds"
+    rounds = round_range(comparison)
+    return translate("1 round") if rounds == "1" else translate("{n} rounds", n=rounds)
 
 
 def round_range(comparison: ComparisonData) -> str:
@@ -89,14 +119,15 @@ def round_range(comparison: ComparisonData) -> str:
     if not counts:
         return "0"
     low, high = min(counts), max(counts)
-    return f"{low}" if low == high else f"{low} to {high}"
+    return f"{low}" if low == high else translate("{low} to {high}", low=low, high=high)
 
 
 def memory_rows(comparison: ComparisonData) -> list[list[str]]:
     """Return the rows of the table of cache sizes and peak memory, with the column heads first."""
     contexts = _contexts(comparison)
-    heads = ["", "parameters", *(f"cache @{c}" for c in contexts), f"peak @{contexts[-1]}"]
-    rows = [[*heads, "peak of a step"]]
+    caches = [translate("cache @{context}", context=c) for c in contexts]
+    peak = translate("peak @{context}", context=contexts[-1])
+    rows = [["", translate("parameters"), *caches, peak, translate("peak of a step")]]
     for entry in comparison["mechanisms"]:
         memory = entry["memory"] or {}
         caches = [units.size(entry["decode"].get(c, {}).get("kv_bytes")) for c in contexts]
@@ -113,8 +144,12 @@ def time_rows(comparison: ComparisonData) -> list[list[str]]:
     `overlap_legend`.
     """
     contexts = _contexts(comparison)
-    works: tuple[tuple[str, TimeKind], ...] = (("prompt", "prefill"), ("token", "decode"))
-    rows = [["", *(f"{word} @{c}" for word, _ in works for c in contexts), "step", "kernels"]]
+    works: tuple[tuple[str, TimeKind], ...] = (
+        (translate("prompt"), "prefill"),
+        (translate("token"), "decode"),
+    )
+    titles = (f"{word} @{c}" for word, _ in works for c in contexts)
+    rows = [["", *titles, translate("step"), translate("kernels")]]
     for entry in comparison["mechanisms"]:
         timings = [entry[kind].get(c, {}) for _, kind in works for c in contexts]
         timings.append(entry["training"] or {})
@@ -146,11 +181,13 @@ def overlap_legend(comparison: ComparisonData) -> str:
         for row in (*entry["prefill"].values(), *entry["decode"].values(), entry["training"] or {})
     )
     first = comparison["mechanisms"][0]["name"]
-    return (
-        f"~ the quartiles overlap those of {first}, or there were fewer than {MIN_ROUNDS} rounds: "
-        "the two may be equally fast"
-        if marked
-        else ""
+    if not marked:
+        return ""
+    return translate(
+        "~ the quartiles overlap those of {first}, or there were fewer than {n} rounds: the two "
+        "may be equally fast",
+        first=first,
+        n=MIN_ROUNDS,
     )
 
 
@@ -171,15 +208,16 @@ def failures(comparison: ComparisonData) -> Iterator[str]:
 def quality_rows(comparison: ComparisonData) -> list[list[str]]:
     """Return the rows of the table of quality, with the column heads first."""
     tasks = list(comparison["training"]["tasks"])
-    span = ["low .. high"] if len(comparison["training"]["seeds"]) > 1 else []
-    rows = [["", *(x for task in tasks for x in (task, *span, "lr", "steps"))]]
+    span = [translate("low .. high")] if len(comparison["training"]["seeds"]) > 1 else []
+    steps = translate("steps")
+    rows = [["", *(x for task in tasks for x in (task, *span, "lr", steps))]]
     for entry in comparison["mechanisms"]:
         row = [entry["name"]]
         for task in tasks:
             quality = entry["quality"].get(task, {})
             if "mean" not in quality:
                 row += [
-                    "diverged" if quality.get("diverged") else units.ABSENT,
+                    translate("diverged") if quality.get("diverged") else units.ABSENT,
                     *(units.ABSENT for _ in (*span, "lr", "steps")),
                 ]
                 continue
@@ -197,11 +235,11 @@ def quality_rows(comparison: ComparisonData) -> list[list[str]]:
 def quality_sentence(comparison: ComparisonData) -> str:
     """Return a sentence about how quality is measured."""
     seeds = ", ".join(map(str, comparison["training"]["seeds"]))
-    return (
+    return translate(
         "text in bits per byte (lower is better), recall as the share of right answers; seeds "
-        f"{seeds}; "
-        f"learning rates chosen by validation loss ({tried_rates(comparison)}), tested on other "
-        "data"
+        "{seeds}; learning rates chosen by validation loss ({rates}), tested on other data",
+        seeds=seeds,
+        rates=tried_rates(comparison),
     )
 
 
@@ -221,19 +259,21 @@ def tried_rates(comparison: ComparisonData) -> str:
 
 def _pareto_lines(comparison: ComparisonData) -> Iterator[str]:
     longest_context = max(comparison["timing"]["contexts"])
-    yield f"Pareto front, costs at {units.plural(longest_context, 'token')}"
+    tokens = translate_count(longest_context, "token")
+    yield translate("Pareto front, costs at {tokens}", tokens=tokens)
     for name, names in comparison["fronts"].items():
         if names:
-            words = name.replace("kv_bytes", "cache bytes").replace(
-                "decode_seconds", "time of a token"
+            words = name.replace("kv_bytes", translate("cache bytes")).replace(
+                "decode_seconds", translate("time of a token")
             )
-            yield f"  {words}: {', '.join(names)}"
+            line = f"{words.replace('against', translate('against'))}: {', '.join(names)}"
+            yield wrap(line, line_width(), indent="  ", hang="    ")
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
     """Return a text table with names and kernels aligned left, and numbers aligned right."""
-    left = {0, *(i for i, head in enumerate(rows[0]) if head == "kernels")}
-    return format_table(rows, left=left)
+    left = {0, *(i for i, head in enumerate(rows[0]) if head == translate("kernels"))}
+    return format_table(rows, left=left, width=line_width())
 
 
 def kernel_names(entry: ComparisonEntry) -> str:

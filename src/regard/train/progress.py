@@ -15,6 +15,7 @@ from rich.console import Console
 from regard.errors import FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.regular_files import read_text
+from regard.language import translate
 from regard.untrusted_text import error_text, parse_integer
 
 
@@ -145,13 +146,18 @@ class ProgressBar:
 
     def step(self, row: LogRow) -> None:
         """Show the loss and the speed of a step."""
-        text = f"loss {row.loss:.3f}{self._validation} {row.tokens_per_second:,.0f} tok/s"
+        text = translate(
+            "loss {loss}{validation} {speed} tokens/s",
+            loss=f"{row.loss:.3f}",
+            validation=self._validation,
+            speed=f"{row.tokens_per_second:,.0f}",
+        )
         self._bar.update(self._task, completed=row.step, note=text)
 
     def row(self, row: LogRow) -> None:
         """Show the validation loss of a new row of the log."""
         if row.validation is not None:
-            self._validation = f" val {row.validation:.3f}"
+            self._validation = translate(", validation {loss}", loss=f"{row.validation:.3f}")
 
     def close(self) -> None:
         """Remove the bar from the terminal."""
@@ -169,14 +175,23 @@ class PlainProgress:
 
     def row(self, row: LogRow) -> None:
         """Print a new row of the log with the time that is left."""
-        validation = "" if row.validation is None else f"  validation {row.validation:.4f}"
+        validation = ""
+        if row.validation is not None:
+            validation = translate("  validation {loss}", loss=f"{row.validation:.4f}")
         left = ""
         if row.tokens_per_second > 0 and row.step:
             seconds = (self._steps - row.step) * (row.tokens / row.step) / row.tokens_per_second
-            left = f"  {_format_duration(seconds)} left"
+            left = translate("  {time} left", time=_format_duration(seconds))
         self._console.print(
-            f"step {row.step}/{self._steps}  loss {row.loss:.4f}{validation}  "
-            f"{row.tokens_per_second:,.0f} tok/s{left}",
+            translate(
+                "step {step}/{steps}  loss {loss}{validation}  {speed} tokens/s{left}",
+                step=row.step,
+                steps=self._steps,
+                loss=f"{row.loss:.4f}",
+                validation=validation,
+                speed=f"{row.tokens_per_second:,.0f}",
+                left=left,
+            ),
             soft_wrap=True,
             highlight=False,
         )

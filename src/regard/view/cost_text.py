@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from textwrap import fill
 from typing import Any
 
 from regard import units
@@ -13,6 +12,7 @@ from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost import CostReport
 from regard.cost.mechanism_table import MAX_BATCH, MAX_TABLE_CONTEXT, MechanismCost
 from regard.cost.ranks import RanksReport
+from regard.cost.report import Setting
 from regard.cost.roofline import (
     MACHINES,
     Machine,
@@ -22,10 +22,71 @@ from regard.cost.roofline import (
 )
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import COMPARED_FIGURES, best_times
-from regard.text_table import format_table, line_width
+from regard.language import translate, translate_count, translate_message
+from regard.text_table import format_table, line_width, wrap
 
 SUGGESTED, EVIDENCE = "sizes that were not given", "what is published about quality"
 """The titles of two parts of a table of mechanisms."""
+FIGURE_TITLES = {
+    "parameters": "parameters",
+    "active_parameters": "active parameters",
+    "attention_parameters": "attention parameters",
+    "weight_bytes": "weights",
+    "kv_bytes_per_token": "cache, for each token",
+    "kv_bytes": "cache, all",
+    "prefill_flops": "prompt, work",
+    "prefill_bytes": "prompt, moved",
+    "decode_flops": "one token, work",
+    "decode_bytes": "one token, moved",
+}
+"""The titles of the figures by which models are compared."""
+KINDS = (
+    "{name} {heads}/{groups} heads of {dim}",
+    "{name} {heads}/{groups} heads of {dim}, window {window}",
+    "{name} {heads}, latent {rank} + {rope}",
+)
+"""The names of the kinds of attention, as the catalogue has them."""
+TITLES = (
+    *FIGURE_TITLES.values(),
+    "part",
+    "share",
+    "embedding",
+    "positions",
+    "attention",
+    "recurrence",
+    "feed-forward",
+    "router",
+    "experts",
+    "norms",
+    "head",
+    "in layers that keep all tokens",
+    "of which states",
+    "prompt",
+    "one token",
+    "a token",
+    "moved",
+    "method",
+    "first token",
+    "sent",
+    "sent a token",
+    "held",
+    "fits",
+    "why not",
+    "mechanism",
+    "in attention",
+    "cache a token",
+    "cache",
+    "context",
+    "prompt at best",
+    "token at best",
+    "prefill",
+    "decode",
+    "bandwidth",
+    "compute",
+    SUGGESTED,
+    EVIDENCE,
+)
+"""The titles of rows and columns, and the words for what bounds a time."""
 BYTES = tuple(name for name in COMPARED_FIGURES if "bytes" in name)
 
 
@@ -35,135 +96,156 @@ def page(report: CostReport, machine: Machine | None) -> str:
     if machine is not None:
         blocks.append(_bounds(report, machine))
     if report.model.notes:
-        blocks.append("\n".join(f"- {note}" for note in report.model.notes))
+        notes = (f"- {_note(note)}" for note in report.model.notes)
+        blocks.append("\n".join(_lines(notes, indent="", hang="  ")))
     return "\n\n".join(blocks)
+
+
+def _note(note: str) -> str:
+    """Return a remark on a model in the reader's language."""
+    start, _, source = note.partition(": ")
+    is_source = start == "sizes"
+    return translate("sizes: {source}", source=source) if is_source else translate_message(note)
 
 
 def _head(report: CostReport) -> str:
     model = report.model
-    kinds = [f"  {n} x {kind}" for kind, n in model.attention_kinds.items()]
-    title = (
-        f"{model.name}: {units.plural(model.parameters, 'parameter')}, "
-        f"{model.active_parameters:,} active for one token"
+    kinds = [f"{n} x {translate_message(kind)}" for kind, n in model.attention_kinds.items()]
+    title = translate(
+        "{model}: {parameters}, {active} active for one token",
+        model=model.name,
+        parameters=translate_count(model.parameters, "parameter"),
+        active=f"{model.active_parameters:,}",
     )
-    return "\n".join([title, *kinds])
+    return "\n".join([wrap(title, line_width(), hang="  "), *_lines(kinds, hang="      ")])
 
 
 def _parts(report: CostReport) -> str:
     model = report.model
-    rows = [("part", "parameters", "share", "active parameters")]
+    titles = ("part", "parameters", "share", "active parameters")
+    rows: list[tuple[str, ...]] = [tuple(map(translate_title, titles))]
     rows += [
         (
-            p.name,
+            translate_title(p.name),
             f"{p.parameters:,}",
             f"{p.parameters / model.parameters:.1%}",
             f"{p.active_parameters:,}",
         )
         for p in model.parts
     ]
-    rows.append(("all", f"{model.parameters:,}", "100.0%", f"{model.active_parameters:,}"))
-    lines, layers = [format_table(rows)], model.layers
+    rows.append(
+        (translate("all"), f"{model.parameters:,}", "100.0%", f"{model.active_parameters:,}")
+    )
+    lines, layers = [format_table(rows, width=line_width())], model.layers
     first = layers[0].mixer
     if isinstance(first, SoftmaxSpec) and not model.encoder:
         one = first.weights.matrices
-        lines.append(
-            f"attention of one layer: {one:,} = M (H D + G D + G E + H E); of "
-            f"{units.plural(len(layers), 'layer')}: "
-            f"{model.attention_parameters:,}, {model.attention_parameters / model.parameters:.1%} "
-            "of all"
+        sentence = translate(
+            "attention of one layer: {one} = M (H D + G D + G E + H E); of {layers}: {all}, "
+            "{share} of all",
+            one=f"{one:,}",
+            layers=translate_count(len(layers), "layer"),
+            all=f"{model.attention_parameters:,}",
+            share=f"{model.attention_parameters / model.parameters:.1%}",
         )
+        lines.append(wrap(sentence, line_width(), hang="  "))
     if model.tied:
-        lines.append(
+        sentence = translate(
             "the head is the embedding: it has no parameters of its own, and all of it is active"
         )
+        lines.append(wrap(sentence, line_width(), hang="  "))
     return "\n".join(lines)
 
 
 def _costs(report: CostReport) -> str:
     setting, model = report.setting, report.model
-    rows = [("weights", f"{report.weight_bytes:,} bytes", units.size(report.weight_bytes))]
+    rows = [(translate("weights"), units.size(report.weight_bytes), "")]
     if model.decodes:
-        rows += [
-            (
-                "cache, for each token",
-                f"{report.kv_bytes_per_token:,} bytes",
-                units.size(report.kv_bytes_per_token),
-            ),
-            ("cache, all", f"{report.kv_bytes:,} bytes", units.size(report.kv_bytes)),
-        ]
+        cache = [("cache, for each token", report.kv_bytes_per_token)]
         if report.kv_growth != report.kv_bytes_per_token:
-            grows = f"{report.kv_growth:,} bytes"
-            rows.insert(
-                2, ("  in layers that keep all tokens", grows, units.size(report.kv_growth))
-            )
+            cache.append(("  in layers that keep all tokens", report.kv_growth))
+        cache.append(("cache, all", report.kv_bytes))
         if report.state_bytes:
-            rows.append(
-                (
-                    "  of which states",
-                    f"{report.state_bytes:,} bytes",
-                    units.size(report.state_bytes),
-                )
-            )
-    rows.append(
-        (
-            "prompt",
-            units.count(report.prefill_flops, "FLOP"),
-            _bytes_and_intensity(report.prefill_flops, report.prefill_bytes),
-        )
-    )
+            cache.append(("  of which states", report.state_bytes))
+        rows += [(translate_title(name), units.size(n), "") for name, n in cache]
+    work = [("prompt", report.prefill_flops, report.prefill_bytes)]
     if model.decodes:
-        rows.append(
-            (
-                "one token",
-                units.count(report.decode_flops, "FLOP"),
-                _bytes_and_intensity(report.decode_flops, report.decode_bytes),
-            )
-        )
+        work.append(("one token", report.decode_flops, report.decode_bytes))
+    rows += [
+        (translate_title(name), units.count(n, "FLOP"), _bytes_and_intensity(n, moved))
+        for name, n, moved in work
+    ]
     for form, count in report.decode_forms.items():
-        rows.append((f"  latents, {form}", units.count(count, "FLOP"), ""))
-    title = (
-        f"context {setting.context:,}, batch {setting.batch}, weights {setting.dtype}, "
-        f"cache {setting.format.name}"
+        name = translate("  latents, {form}", form=form)
+        rows.append((name, units.count(count, "FLOP"), ""))
+    return f"{_setting_line(setting)}\n{format_table(rows, width=line_width())}"
+
+
+def _setting_line(setting: Setting) -> str:
+    return translate(
+        "context {context}, batch {batch}, weights {weights}, cache {cache}",
+        context=f"{setting.context:,}",
+        batch=setting.batch,
+        weights=setting.dtype,
+        cache=setting.format.name,
     )
-    return f"{title}\n{format_table(rows)}"
 
 
 def _bytes_and_intensity(count: int, moved: int) -> str:
     intensity = float(f"{arithmetic_intensity(count, moved):.3g}")
-    return f"{units.size(moved)} moved, {intensity:,g} FLOP/byte"
+    return translate(
+        "{size} moved, {intensity} FLOP/byte", size=units.size(moved), intensity=f"{intensity:,g}"
+    )
 
 
 def _bounds(report: CostReport, machine: Machine) -> str:
     rate = units.count(machine.rate(report.setting.dtype), "FLOP/s")
     lines = [
-        f"on {machine.name} at best: {units.rate(machine.bandwidth)}, {rate}",
-        f"  ({machine.source})",
-        f"  weights and cache are {_fit(report, machine)}",
-        *([f"  (memory: {machine.memory_source})"] if machine.memory_source else []),
+        translate(
+            "on {machine} at best: {bandwidth}, {rate}",
+            machine=translate_message(machine.name),
+            bandwidth=units.rate(machine.bandwidth),
+            rate=rate,
+        ),
+        f"({machine.source})",
+        translate("weights and cache are {fit}", fit=_fit(report, machine)),
+        *(
+            [translate("(memory: {source})", source=machine.memory_source)]
+            * bool(machine.memory_source)
+        ),
     ]
     if memory_fit(report, machine).fits is False:
-        lines.append("  times are those of such a machine with more memory:")
+        lines.append(translate("times are those of such a machine with more memory:"))
     for what, bound in roofline_bounds(report, machine).items():
-        line = f"  {what}: {units.seconds(bound.seconds)}, bound by {bound.by}"
+        line = translate(
+            "{what}: {seconds}, bound by {by}",
+            what=translate_title(what),
+            seconds=units.seconds(bound.seconds),
+            by=translate_title(bound.by),
+        )
         if what == "decode":
             tokens_per_second = report.setting.batch / bound.seconds
-            line += f", {tokens_per_second:,.4g} " + "tokens/s"
+            line += translate(", {n} tokens/s", n=f"{tokens_per_second:,.4g}")
         lines.append(line)
-    return "\n".join(lines)
+    return "\n".join([wrap(lines[0], line_width(), hang="  "), *_lines(lines[1:])])
 
 
 def _fit(report: CostReport, machine: Machine) -> str:
     """Describe how much memory weights and caches need, and whether it fits."""
     room = memory_fit(report, machine)
+    needed, memory = units.size(room.needed), units.size(room.memory)
     if room.fits is None:
-        return f"{units.size(room.needed)}; its memory is not known"
+        return translate("{needed}; its memory is not known", needed=needed)
     if room.fits:
-        left = units.size(room.memory - room.needed)
-        return (
-            f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they fit, with "
-            f"{left} to spare"
+        return translate(
+            "{needed}; its memory is {memory}: they fit, with {left} to spare",
+            needed=needed,
+            memory=memory,
+            left=units.size(room.memory - room.needed),
         )
-    return f"{units.size(room.needed)}; its memory is {units.size(room.memory)}: they do not fit"
+    return translate(
+        "{needed}; its memory is {memory}: they do not fit", needed=needed, memory=memory
+    )
 
 
 def ranks_page(plan: RanksReport, method: str | None = None) -> str:
@@ -173,35 +255,51 @@ def ranks_page(plan: RanksReport, method: str | None = None) -> str:
         plan: the costs of every method.
         method: the one method to show; None shows all.
     """
-    setting, ranks = plan.report.setting, units.plural(plan.ranks, "rank")
-    rows = [
-        ("", "method", "first token", "a token", "sent", "sent a token", "held", "fits", "why not")
-    ]
+    setting, ranks = plan.report.setting, translate_count(plan.ranks, "rank")
+    titles = ("method", "first token", "a token", "sent", "sent a token", "held", "fits", "why not")
+    rows: list[tuple[str, ...]] = [("", *map(translate_title, titles))]
     for x in plan.estimates:
         if method not in (None, x.method):
             continue
-        name = x.method if x.tensor_ranks == 1 else f"{x.method}, {x.tensor_ranks} share a matrix"
+        name = (
+            x.method
+            if x.tensor_ranks == 1
+            else translate("{method}, {n} share a matrix", method=x.method, n=x.tensor_ranks)
+        )
         times = units.seconds(x.prefill_seconds), units.seconds(x.decode_seconds)
         sizes = units.size(x.sent), units.size(x.token_sent), units.size(x.memory)
         cells = (units.ABSENT,) * 6 if x.why_not else (*times, *sizes, _yes_or_no(plan.fits(x)))
-        rows.append((">" if x.method == plan.best else "", name, *cells, x.why_not))
-    head = (
-        f"{plan.report.model.name} on {ranks} of {plan.machine.name}: "
-        f"context {units.tokens(setting.context)}, batch {setting.batch}, {setting.dtype}"
+        rows.append(
+            (">" if x.method == plan.best else "", name, *cells, translate_message(x.why_not))
+        )
+    head = translate(
+        "{model} on {ranks} of {machine}: context {context}, batch {batch}, {dtype}",
+        model=plan.report.model.name,
+        ranks=ranks,
+        machine=translate_message(plan.machine.name),
+        context=units.tokens(setting.context),
+        batch=setting.batch,
+        dtype=setting.dtype,
     )
-    link = f"A rank sends {units.rate(plan.bytes_per_second)}. " if plan.ranks > 1 else ""
-    notes = (
-        f"{link}Times are lower bounds: full rates, no latency, equal work on every rank.\n"
-        "exchange sends while attention computes; the other methods do not overlap.\n"
-        "sent: the most that one rank sends for the prompt. held: weights, cache and received\n"
-        "blocks of one rank, without activations. >: the fastest method that fits."
-    )
-    return "\n\n".join([head, format_table(rows, left=(0, 1, 7, 8), gap=2), notes])
+    notes = [
+        translate("A rank sends {rate}.", rate=units.rate(plan.bytes_per_second))
+        if plan.ranks > 1
+        else "",
+        translate("Times are lower bounds: full rates, no latency, equal work on every rank."),
+        translate("exchange sends while attention computes; the other methods do not overlap."),
+        translate(
+            "sent: the most that one rank sends for the prompt. held: weights, cache and received "
+            "blocks of one rank, without activations. >: the fastest method that fits."
+        ),
+    ]
+    text = "\n".join(wrap(note, min(line_width(), 80)) for note in notes if note)
+    table = format_table(rows, left=(0, 1, 7, 8), gap=2, width=line_width(), names=2)
+    return "\n\n".join([wrap(head, line_width(), hang="  "), table, text])
 
 
 def _yes_or_no(fits: bool | None) -> str:  # noqa: FBT001  (a value, not an option)
     """Return "yes", "no", or the sign for an unknown value."""
-    return units.ABSENT if fits is None else "yes" if fits else "no"
+    return units.ABSENT if fits is None else translate("yes" if fits else "no")
 
 
 def comparison(reports: Sequence[CostReport], machine: Machine | None) -> str:
@@ -219,32 +317,66 @@ def comparison(reports: Sequence[CostReport], machine: Machine | None) -> str:
         unit = _figure_format(name)
         values = [one[name] for one in figures]
         ratio = [_ratio(*values)] if pair else []
-        rows.append([name.replace("_", " "), *map(unit, values), *ratio])
+        rows.append([translate_title(FIGURE_TITLES[name]), *map(unit, values), *ratio])
     setting, notes = reports[0].setting, []
     if machine is not None:
-        answers = {True: "yes", False: "no", None: "not known"}
         fits = [memory_fit(report, machine).fits for report in reports]
-        rows.append([f"fits {machine.name}", *(answers[one] for one in fits)])
+        title = translate("fits {machine}", machine=machine.name)
+        rows.append([title, *map(_yes_no_unknown, fits)])
         for what, seconds in best_times(reports, machine).items():
-            cells = ["does not fit" if t is None else units.seconds(t) for t in seconds]
+            cells = [translate("does not fit") if t is None else units.seconds(t) for t in seconds]
             known = [t for t in seconds if t is not None]
             ratio = [_ratio(*known) if len(known) == 2 else "-"] if pair else []
-            rows.append([f"{what} on {machine.name}", *cells, *ratio])
-        notes = [
-            f"on {machine.name}: {machine.source}"
-            + (f"; memory: {machine.memory_source}" if machine.memory_source else "")
-        ]
+            title = translate(
+                "{what} on {machine}", what=translate_title(what), machine=machine.name
+            )
+            rows.append([title, *cells, *ratio])
+        notes = [f"{machine.name}: {_machine_source(machine)}"]
         notes += [
-            f"{report.model.name}: weights and cache are {_fit(report, machine)}"
+            translate(
+                "{model}: weights and cache are {fit}",
+                model=report.model.name,
+                fit=_fit(report, machine),
+            )
             for report in reports
         ]
-    title = f"context {setting.context:,}, batch {setting.batch}"
+    title = translate(
+        "context {context}, batch {batch}", context=f"{setting.context:,}", batch=setting.batch
+    )
     if pair:
-        title += (
-            f"; the last column is {names[0]} divided by {names[1]}: above 1x, {names[0]} needs "
-            "more"
+        title += translate(
+            "; the last column is {first} divided by {second}: above 1x, {first} needs more",
+            first=names[0],
+            second=names[1],
         )
-    return "\n".join([title, format_table(rows), *notes])
+    table = format_table(rows, width=line_width())
+    return "\n".join([wrap(title, line_width()), table, *_lines(notes, indent="")])
+
+
+def _machine_source(machine: Machine) -> str:
+    """Return the sources of a machine's figures."""
+    if not machine.memory_source:
+        return machine.source
+    return translate(
+        "{source}; memory: {memory}", source=machine.source, memory=machine.memory_source
+    )
+
+
+def _yes_no_unknown(fits: bool | None) -> str:  # noqa: FBT001  (a value, not an option)
+    return translate("not known" if fits is None else "yes" if fits else "no")
+
+
+def translate_title(title: str) -> str:
+    """Return a title of a row or a column in the reader's language.
+
+    Args:
+        title: one of `TITLES`; spaces before it remain.
+
+    >>> translate_title("cache")
+    'cache'
+    """
+    name = title.lstrip()
+    return title[: len(title) - len(name)] + translate(name)
 
 
 def _figure_format(name: str) -> Callable[[int], str]:
@@ -269,27 +401,30 @@ def mechanisms_page(
         machine: the machine of the times and limits; None for none.
         model_sizes: the sizes of the model that were not given, with their source, or "".
     """
-    blocks = [mechanisms_title(rows, machine)]
+    blocks = [wrap(mechanisms_title(rows, machine), line_width(), hang="  ")]
     for title, table in mechanism_tables(rows, machine).items():
-        blocks.append(f"{title}\n{format_table(table)}")
+        blocks.append(f"{title}\n{format_table(table, width=line_width())}")
     sizes = suggested_sizes(rows, model_sizes)
     if sizes:
-        lines = _wrapped(f"{label}: {text}" for label, text in sizes)
-        blocks.append("\n".join([SUGGESTED, *lines]))
+        lines = _lines(f"{label}: {text}" for label, text in sizes)
+        blocks.append("\n".join([translate_title(SUGGESTED), *lines]))
     evidence = (f"{row.label}: {quoted_evidence(row)}" for row in rows)
-    blocks.append("\n".join([EVIDENCE, *_wrapped(evidence)]))
+    blocks.append("\n".join([translate_title(EVIDENCE), *_lines(evidence)]))
     return "\n\n".join(blocks)
 
 
 def mechanisms_title(rows: Sequence[MechanismCost], machine: Machine | None) -> str:
     """Return the line above a table of mechanisms: the model and the setting."""
     setting, model = rows[0].report.setting, rows[0].report.model
-    on = "" if machine is None else f", {machine.name}"
-    return (
-        f"{model.name}: {units.plural(len(model.layers), 'layer')} of width {model.dim:,}; context "
-        f"{units.tokens(setting.context)}, batch {setting.batch}, weights {setting.dtype}, cache "
-        f"{setting.format.name}{on}"
+    on = "" if machine is None else translate(", {machine}", machine=machine.name)
+    layers = translate_count(len(model.layers), "layer")
+    sizes = translate(
+        "{model}: {layers} of width {width}; ",
+        model=translate_message(model.name),
+        layers=layers,
+        width=f"{model.dim:,}",
     )
+    return f"{sizes}{_setting_line(setting)}{on}"
 
 
 def mechanism_tables(
@@ -301,12 +436,10 @@ def mechanism_tables(
         rows: one row for each mechanism.
         machine: the machine of the times and limits; None for none.
     """
-    memory: list[tuple[str, ...]] = [
-        ("mechanism", "parameters", "in attention", "cache a token", "cache")
-    ]
-    work: list[tuple[str, ...]] = [
-        ("mechanism", "prompt", "moved", "a token", "moved"),
-    ]
+    titles = ("mechanism", "parameters", "in attention", "cache a token", "cache")
+    memory: list[tuple[str, ...]] = [tuple(map(translate_title, titles))]
+    titles = ("mechanism", "prompt", "moved", "a token", "moved")
+    work: list[tuple[str, ...]] = [tuple(map(translate_title, titles))]
     for row in rows:
         report = row.report
         memory.append(
@@ -328,22 +461,22 @@ def mechanism_tables(
             )
         )
     if machine is not None:
-        memory[0] += ("batch that fits", "context that fits")
-        work[0] += ("prompt at best", "token at best")
+        memory[0] += (translate("batch that fits"), translate("context that fits"))
+        work[0] += (translate("prompt at best"), translate("token at best"))
         for i, row in enumerate(rows, 1):
             memory[i] += (
                 _limit(row.max_batch, MAX_BATCH),
                 _limit(row.max_context, row.report.model.max_context or MAX_TABLE_CONTEXT),
             )
             work[i] += (units.seconds(row.prefill_seconds), units.seconds(row.decode_seconds))
-    return {"memory": memory, "work": work}
+    return {translate("memory"): memory, translate("work"): work}
 
 
 def _limit(n: int | None, most: int) -> str:
     """Format the largest number that fits; a number that was not bounded has a sign."""
     if n is None:
         return units.ABSENT
-    return "does not fit" if n == 0 else f">= {n:,}" if n == most else f"{n:,}"
+    return translate("does not fit") if n == 0 else f">= {n:,}" if n == most else f"{n:,}"
 
 
 def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> list[tuple[str, str]]:
@@ -353,12 +486,19 @@ def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> lis
         rows: one row for each mechanism.
         model_sizes: those of the model itself, or "".
     """
-    lines = [("the model", model_sizes)] if model_sizes else []
+    lines = []
+    if model_sizes:
+        source, _, sizes = model_sizes.removeprefix("as ").partition(": ")
+        shown = translate("as {source}: {sizes}", source=source, sizes=sizes)
+        lines.append((translate("the model"), shown))
     for row in rows:
         by_source: dict[str, list[str]] = {}
         for option, source in row.suggested.items():
             by_source.setdefault(source, []).append(f"{option} {row.options[option]:,}")
-        texts = [f"as {source}: {', '.join(sizes)}" for source, sizes in by_source.items()]
+        texts = [
+            translate("as {source}: {sizes}", source=source, sizes=", ".join(sizes))
+            for source, sizes in by_source.items()
+        ]
         lines += [(row.label, "; ".join(texts))] if texts else []
     return lines
 
@@ -366,35 +506,26 @@ def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> lis
 def quoted_evidence(row: MechanismCost) -> str:
     """Return what is published about the quality of a mechanism, with its source."""
     source = f" [{row.evidence.source}]" if row.evidence.source else ""
-    return f"{row.evidence.finding}{source}"
+    return f"{translate_message(row.evidence.finding)}{source}"
 
 
-def _wrapped(lines: Iterable[str]) -> list[str]:
-    """Return lines wrapped at the width of the terminal."""
-    width = line_width()
-    return [fill(x, width, initial_indent="  ", subsequent_indent="    ") for x in lines]
+def _lines(lines: Iterable[str], indent: str = "  ", hang: str = "    ") -> list[str]:
+    """Return lines wrapped at the width of the terminal, indented."""
+    return [wrap(line, line_width(), indent=indent, hang=hang) for line in lines]
 
 
 def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
     """Return a table with one row per context."""
     timed = "decode_seconds" in rows[0]
-    lines = [
-        (
-            "context",
-            "cache",
-            "prompt",
-            "one token",
-            "moved",
-            *(("prompt at best", "token at best", "fits") if timed else ()),
-        )
-    ]
+    titles: tuple[str, ...] = ("context", "cache", "prompt", "one token", "moved")
+    titles += ("prompt at best", "token at best", "fits") if timed else ()
+    lines: list[tuple[str, ...]] = [tuple(map(translate_title, titles))]
     for row in rows:
-        answers = {True: "yes", False: "no", None: "not known"}
         at_best = (
             (
                 units.seconds(row["prefill_seconds"]),
                 units.seconds(row["decode_seconds"]),
-                answers[row["fits"]],
+                _yes_no_unknown(row["fits"]),
             )
             if timed
             else ()
@@ -409,7 +540,7 @@ def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
                 *at_best,
             )
         )
-    return f"{name}\n{format_table(lines, left=())}"
+    return f"{name}\n{format_table(lines, left=(), width=line_width(), names=1)}"
 
 
 def listing(*, json: bool) -> str:
@@ -444,13 +575,19 @@ def listing(*, json: bool) -> str:
     rates = [(*row, *[""] * (most - len(row))) for row in rates]
     return "\n\n".join(
         [
-            "models, with their numbers of parameters\n"
+            translate("models, with their numbers of parameters")
+            + "\n"
             + format_table([(name, f"{n:,}") for name, n in sizes.items()]),
-            "machines, with their peak bandwidth, memory and FLOP/s\n" + format_table(rates),
-            "sources of these numbers\n"
-            + "\n".join(
-                f"{name}: {m.source}" + (f"; memory: {m.memory_source}" if m.memory_source else "")
-                for name, m in MACHINES.items()
+            translate("machines, with their peak bandwidth, memory and FLOP/s")
+            + "\n"
+            + format_table(rates, width=line_width()),
+            "\n".join(
+                [
+                    translate("sources of these numbers"),
+                    *_lines(
+                        (f"{name}: {_machine_source(m)}" for name, m in MACHINES.items()), indent=""
+                    ),
+                ]
             ),
         ]
     )

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from regard.language import translate, translate_message
 from regard.text_table import format_table as table_of
+from regard.text_table import line_width, wrap
 from regard.view.html_page import Section
 
 HEADS = ("", "stage", "shape", "mean", "std", "ms")
@@ -55,7 +57,8 @@ def table(layers: Sequence[Mapping[str, object]]) -> str:
     >>> table([{"name": "mha", "stages": []}])
     '  stage  shape  mean  std  ms'
     """
-    return table_of([HEADS, *rows(layers)], left=(0, 1))
+    heads = [translate_message(head) for head in HEADS]
+    return table_of([heads, *rows(layers)], left=(0, 1), width=line_width(), names=2)
 
 
 def text(layer: Mapping[str, Any]) -> str:
@@ -66,21 +69,26 @@ def text(layer: Mapping[str, Any]) -> str:
     """
     stages = {stage["name"]: stage for stage in layer["stages"]}
     lines = [
-        (
-            f"Input x: {tuple(layer['input'])}; q {_shape(stages['q'])}, k {_shape(stages['k'])}, "
-            f"v {_shape(stages['v'])}"
+        translate(
+            "Input x: {x}; q {q}, k {k}, v {v}",
+            x=tuple(layer["input"]),
+            q=_shape(stages["q"]),
+            k=_shape(stages["k"]),
+            v=_shape(stages["v"]),
         ),
-        f"Output: {_shape(stages['out'])}",
+        translate("Output: {shape}", shape=_shape(stages["out"])),
         "",
-        (
-            f"Mask ({layer['mask']}; 1 = blocked: the query of the row may not see the key of the "
-            "column)"
+        translate(
+            "Mask ({mask}; 1 = blocked: the query of the row may not see the key of the column)",
+            mask=layer["mask"],
         ),
         _matrix(np.array(layer["blocked"])),
     ]
     for name, title in TITLES.items():
-        lines += ["", f"{title}, {_shape(stages[name])}", _matrix(_array(stages[name]["values"]))]
-    return "\n".join(lines)
+        heading = f"{translate_message(title)}, {_shape(stages[name])}"
+        lines += ["", heading, _matrix(_array(stages[name]["values"]))]
+    width = line_width()
+    return "\n".join(line if "\n" in line else wrap(line, width, hang="  ") for line in lines)
 
 
 def sections(layers: Sequence[Mapping[str, Any]]) -> list[Section]:
@@ -126,5 +134,9 @@ def _array(values: object) -> NDArray[np.float64]:
 
 def _matrix(x: NDArray[np.float64]) -> str:
     return np.array2string(
-        x, precision=4, suppress_small=True, threshold=MAX_NUMBERS, max_line_width=120
+        x,
+        precision=4,
+        suppress_small=True,
+        threshold=MAX_NUMBERS,
+        max_line_width=min(120, line_width()),
     )

@@ -12,7 +12,8 @@ from jaxtyping import Bool, Int, Int8
 from rich.style import Style
 from rich.text import Text
 
-from regard.units import plural
+from regard.language import translate, translate_count
+from regard.text_table import wrap
 from regard.view.palette import TERMINAL
 
 WIDTH = 80
@@ -23,6 +24,8 @@ More columns get one character each, up to `MAX_COLUMNS`; beyond that they are p
 """
 MAX_COLUMNS = 56
 """Up to this many columns are drawn one by one; more are pooled."""
+BESIDE = 16
+"""Columns of a line beside its cells: the position of the query, the edges and the count."""
 MAX_ROWS = 64
 """Up to this many rows are drawn one by one; more are pooled."""
 
@@ -70,21 +73,22 @@ class Grid:
         return self.cell != (1, 1)
 
 
-def pool(T: int, S: int) -> tuple[int, int]:
-    """Return how many queries and keys a cell must stand for, so that the drawing fits 80 columns;
-    powers of two.
+def pool(T: int, S: int, width: int = WIDTH) -> tuple[int, int]:
+    """Return how many queries and keys a cell must stand for, so that the drawing fits the width of
+    the terminal; powers of two.
 
     >>> pool(16, 16), pool(100, 40), pool(4096, 4096)
     ((1, 1), (4, 1), (128, 128))
     """
 
     def factor(n: int, most: int) -> int:
-        return 1 if n <= most else 1 << (-(-n // MAX_WIDE_COLUMNS) - 1).bit_length()
+        pooled = min(MAX_WIDE_COLUMNS, most)
+        return 1 if n <= most else 1 << (-(-n // pooled) - 1).bit_length()
 
-    return factor(T, MAX_ROWS), factor(S, MAX_COLUMNS)
+    return factor(T, MAX_ROWS), factor(S, min(MAX_COLUMNS, width - BESIDE))
 
 
-def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
+def draw(grid: Grid, *, ascii_only: bool = False, width: int = WIDTH) -> Iterator[Text]:
     """Generate the lines of a grid: a legend, a ruler of keys, and a row per query with the keys
     that it sees.
 
@@ -97,20 +101,25 @@ def draw(grid: Grid, *, ascii_only: bool = False) -> Iterator[Text]:
           2 |####@@|    3  0-2
     """
     symbols = ASCII if ascii_only else UNICODE
-    wide = 2 if grid.states.shape[1] <= MAX_WIDE_COLUMNS else 1
-    yield Text(f"  {_legend(grid, symbols, wide)}", "dim")
+    columns = grid.states.shape[1]
+    wide = 2 if columns <= MAX_WIDE_COLUMNS and 2 * columns + BESIDE <= width else 1
+    yield Text(wrap(_legend(grid, symbols, wide), width, indent="  ", hang="  "), "dim")
     yield Text(f"         {_ruler(grid, wide)}".rstrip(), style("k"))
     for i in range(grid.states.shape[0]):
         label = f"  {grid.q_start + i * grid.cell[0]:>5} "
         line = Text.assemble((label, style("q")), (symbols["edge"], "dim"))
         line.append_text(_cells(grid, i, wide, symbols))
         line.append(symbols["edge"], "dim")
-        _append_count(line, grid, i, symbols)
+        _append_count(line, grid, i, symbols, width)
         yield line
 
 
 def draw_tiles(
-    states: Int8[np.ndarray, "nQ nK"], size: tuple[int, int], *, ascii_only: bool = False
+    states: Int8[np.ndarray, "nQ nK"],
+    size: tuple[int, int],
+    *,
+    ascii_only: bool = False,
+    width: int = WIDTH,
 ) -> Iterator[Text]:
     """Generate the lines of a map of tiles, at most 32 a side.
 
@@ -122,18 +131,23 @@ def draw_tiles(
     """
     symbols = ASCII if ascii_only else UNICODE
     shown = states[:MAX_WIDE_COLUMNS, :MAX_WIDE_COLUMNS]
-    cut = f"; the first {MAX_WIDE_COLUMNS} a side" if shown.shape != states.shape else ""
-    full, partial = symbols["full"] * 2, symbols["partial"] * 2
-    yield Text(
-        f"  tiles of {plural(size[0], 'query')} x {plural(size[1], 'key')}: {full} full, "
-        f"{partial} partial, "
-        f"{symbols['empty']} empty{cut}",
-        "dim",
+    cut = ""
+    if shown.shape != states.shape:
+        cut = translate("; the first {n} a side", n=MAX_WIDE_COLUMNS)
+    wide = 2 if 2 * shown.shape[1] + BESIDE <= width else 1
+    legend = translate(
+        "tiles of {queries} x {keys}: {full} full, {partial} partial, {empty} empty",
+        queries=translate_count(size[0], "query"),
+        keys=translate_count(size[1], "key"),
+        full=symbols["full"] * wide,
+        partial=symbols["partial"] * wide,
+        empty=symbols["empty"],
     )
+    yield Text(wrap(legend + cut, width, indent="  ", hang="  "), "dim")
     for row in shown:
         line = Text.assemble(" " * 8, (symbols["edge"], "dim"))
         for state in row:
-            line.append(*_symbol_and_style(int(state), 2, symbols))
+            line.append(*_symbol_and_style(int(state), wide, symbols))
         line.append(symbols["edge"], "dim")
         yield line
 
@@ -157,15 +171,19 @@ def style(role: str) -> Style:
 def _legend(grid: Grid, symbols: dict[str, str], wide: int) -> str:
     full, own, partial = (symbols[name] * wide for name in ("full", "own", "partial"))
     if not grid.pooled:
-        return (
-            f"rows are queries, columns are keys: {full} visible, {own} its own, "
-            f"{symbols['empty']} masked"
+        return translate(
+            "rows are queries, columns are keys: {full} visible, {own} its own, {empty} masked",
+            full=full,
+            own=own,
+            empty=symbols["empty"],
         )
-    return (
-        f"each cell {plural(grid.cell[0], 'query')} x {plural(grid.cell[1], 'key')}: {full} all, "
-        f"{partial} some, "
-        f"{symbols['empty']} none; "
-        "right: max keys"
+    return translate(
+        "each cell {queries} x {keys}: {full} all, {partial} some, {empty} none; right: max keys",
+        queries=translate_count(grid.cell[0], "query"),
+        keys=translate_count(grid.cell[1], "key"),
+        full=full,
+        partial=partial,
+        empty=symbols["empty"],
     )
 
 
@@ -195,7 +213,7 @@ def _symbol_and_style(state: int, wide: int, symbols: dict[str, str]) -> tuple[s
     return symbols["full" if state == 2 else "partial"] * wide, style("s")
 
 
-def _append_count(line: Text, grid: Grid, i: int, symbols: dict[str, str]) -> None:
+def _append_count(line: Text, grid: Grid, i: int, symbols: dict[str, str], width: int) -> None:
     """Append how many keys the query sees, and which, as far as they fit; for pooled queries,
     the largest count.
     """
@@ -203,7 +221,7 @@ def _append_count(line: Text, grid: Grid, i: int, symbols: dict[str, str]) -> No
     line.append(f"{counts.max():>6}" if grid.pooled else f"{counts.max():>5}", "bold")
     if grid.pooled:
         return
-    room = WIDTH - len(line.plain) - 2
+    room = width - len(line.plain) - 2
     key_runs = runs(grid.states[i] == 2, grid.k_start, symbols["to"])
     text = ", ".join(key_runs)
     while len(text) > room and key_runs:

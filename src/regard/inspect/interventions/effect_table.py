@@ -18,7 +18,8 @@ from jaxtyping import Float
 
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_user_file
-from regard.text_table import format_table
+from regard.language import translate, translate_message
+from regard.text_table import format_table, line_width, wrap
 from regard.untrusted_text import escape_controls
 
 ENDINGS = (".csv", ".json", ".npy", ".png", ".svg", ".pdf")
@@ -224,11 +225,11 @@ class EffectTable:
         Returns:
             The lines, without a line break at the end.
         """
-        head = self.quantity
+        head, width = self.quantity, line_width()
         if self.baseline is not None:
-            head += f"; unchanged: {self.baseline:.4g}"
+            head += translate("; unchanged: {value}", value=f"{self.baseline:.4g}")
         if self.target is not None:
-            head += f"; the other run: {self.target:.4g}"
+            head += translate("; the other run: {value}", value=f"{self.target:.4g}")
         best = self.top(n)
         names = list(best[0]) if best else []
         lines = [names] + [
@@ -236,9 +237,15 @@ class EffectTable:
             for cell in best
         ]
         left = range(max(len(names) - 1, 0))
-        notes = [f"note: {note}" for note in self.notes]
+        texts = [escape_controls(self.title), head]
+        notes = [translate("note: {note}", note=translate_message(note)) for note in self.notes]
+        table = format_table(lines, left=left, width=width, names=max(len(names) - 1, 1))
         return "\n".join(
-            [escape_controls(self.title), head, format_table(lines, left=left), *notes]
+            [
+                *(wrap(text, width) for text in texts),
+                table,
+                *(wrap(note, width, hang="  ") for note in notes),
+            ]
         )
 
     def _repr_html_(self) -> str:

@@ -24,8 +24,9 @@ from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import PatternBlock, Place
+from regard.language import language_of_locale
 from regard.view.notebook_page import HEIGHT, PagePlace, frame, has_widgets, widget
-from regard.view.report import language_of_locale, page
+from regard.view.report import page
 
 if TYPE_CHECKING:
     from regard.inspect.interventions.effect_table import EffectTable

@@ -217,11 +217,15 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
     for setting in settings:
         name, equals, value = setting.partition("=")
         name = RENAMED_OPTIONS.get(name, name)
-        if not equals or name not in option_names(entry):
+        known = ", ".join(option_names(entry)) or "none"
+        if equals and name not in option_names(entry):
+            hint = suggest(name, option_names(entry), otherwise=".")
             raise ArgumentError(
-                f"--set {setting}: give name=value; the options of {entry.name} are "
-                f"{', '.join(option_names(entry)) or 'none'}"
-                f"{suggest(name, option_names(entry))}"
+                f"--set {setting}: {entry.name} has no option {name}{hint} Its options are {known}"
+            )
+        if not equals:
+            raise ArgumentError(
+                f"--set {setting}: give name=value; the options of {entry.name} are {known}"
             )
         try:
             options[name] = ast.literal_eval(value)

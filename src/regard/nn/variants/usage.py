@@ -124,7 +124,11 @@ USAGE: dict[str, Usage] = {
         "none that is released; the paper trained models of 1B and 8B parameters",
         "as infini, where the same keys come again with other values",
         "as infini; a segment also costs one more read of the memory",
-        symbols={"sigma": "feature map elu + 1", "M": "memory", "n": "sum of the keys"},
+        symbols={
+            "sigma": "feature map elu + 1",
+            "M": "the memory, a matrix for each head",
+            "n": "sum of the keys",
+        },
     ),
     "streaming": Usage(
         "no model is trained with it; it runs Llama 2, MPT, Falcon and others without end",

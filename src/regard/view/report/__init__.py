@@ -13,8 +13,6 @@ import gzip
 import html
 import json
 import math
-import os
-import re
 from collections.abc import Mapping
 from importlib import resources
 from string import Template
@@ -23,22 +21,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard import language
+from regard.errors import ArgumentTypeError
+from regard.language import LANGUAGES, check_language
 from regard.untrusted_text import escape_controls
 from regard.view import palette
 from regard.view.html_page import content_hash
-
-LANGUAGES = {"en": "English", "zh": "简体中文"}
-"""Language code, to the name of the language in itself."""
-
-PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def catalogue(lang: str) -> dict[str, str]:
     """Return the sentences of a language, by key.
 
     Args:
-        lang: one of `LANGUAGES`.
+        lang: one of `regard.language.LANGUAGES`.
+
+    Returns:
+        The sentences, by key.
 
     Raises:
         ArgumentError: there is no such language.
@@ -46,41 +44,7 @@ def catalogue(lang: str) -> dict[str, str]:
     >>> catalogue("en")["cell.title"]
     'Explain one cell'
     """
-    path = resources.files("regard.view.report") / "strings" / f"{check_language(lang)}.json"
-    sentences: dict[str, str] = json.loads(path.read_text("utf-8"))
-    return sentences
-
-
-def check_language(lang: str) -> str:
-    """Return the language if it has a catalogue, or raise ArgumentError.
-
-    >>> check_language("fr")
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: lang is 'fr'; the page is written in en (English), zh (简体中文)
-    """
-    if lang not in LANGUAGES:
-        known = ", ".join(f"{code} ({name})" for code, name in LANGUAGES.items())
-        raise ArgumentError(f"lang is {lang!r}; the page is written in {known}")
-    return lang
-
-
-def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
-    """Return the reader's language from the first of LC_ALL, LC_MESSAGES and LANG that is set.
-
-    It is English if there is no catalogue for that language.
-
-    Args:
-        environment: environment variables; by default those of this process.
-
-    >>> language_of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
-    'zh'
-    >>> language_of_locale({"LC_ALL": "C", "LANG": "zh_CN.UTF-8"})
-    'en'
-    """
-    variables = os.environ if environment is None else environment
-    locale = next(filter(None, map(variables.get, ("LC_ALL", "LC_MESSAGES", "LANG"))), "")
-    code = re.split(r"[_.@-]", locale)[0].lower()
-    return code if code in LANGUAGES else "en"
+    return dict(language.catalogue("regard.view.report", lang))
 
 
 SCRIPTS = (

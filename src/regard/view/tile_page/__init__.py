@@ -6,14 +6,15 @@ its own map of tiles, inspectors, text and atlas.
 
 from __future__ import annotations
 
-import json
 import re
 from importlib import resources
 from string import Template
 
+from regard import language
+from regard.language import LANGUAGES, check_language
 from regard.view import palette
 from regard.view.html_page import content_hash
-from regard.view.report import LANGUAGES, as_json, check_language
+from regard.view.report import as_json
 from regard.view.report import catalogue as report_catalogue
 
 SHARED = ("core.js", "paint.js")
@@ -28,7 +29,10 @@ def catalogue(lang: str) -> dict[str, str]:
     """Return the sentences of this page in a language, by key.
 
     Args:
-        lang: one of `regard.view.report.LANGUAGES`.
+        lang: one of `regard.language.LANGUAGES`.
+
+    Returns:
+        The sentences, by key.
 
     Raises:
         ArgumentError: there is no such language.
@@ -36,8 +40,7 @@ def catalogue(lang: str) -> dict[str, str]:
     >>> catalogue("en")["live.exact"]
     'exact'
     """
-    path = resources.files("regard.view.tile_page") / f"sentences_{check_language(lang)}.json"
-    own: dict[str, str] = json.loads(path.read_text("utf-8"))
+    own = language.catalogue("regard.view.tile_page", lang)
     shared = {k: x for k, x in report_catalogue(lang).items() if k.partition(".")[0] in GROUPS}
     return {**shared, **own}
 

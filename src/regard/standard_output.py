@@ -1,0 +1,45 @@
+"""How a program of the package ends: a reader that closed the pipe is not an error, and a full disk
+is one line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+
+def run_program(program: Callable[[], int | None]) -> int:
+    """Run a program that prints, write out what it printed, and return its exit code.
+
+    Args:
+        program: returns its exit code, or None for 0.
+
+    Returns:
+        The exit code: 0 if the reader of the output closed the pipe (`... | head`), 1 if the output
+        cannot be written, 130 if the user interrupted the program.
+
+    >>> run_program(lambda: print("text"))
+    text
+    0
+    """
+    try:
+        code = program() or 0
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+        return 0
+    except OSError as error:  # a full disk
+        _drop_output()
+        print(f"error: the output cannot be written: {error.strerror or error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _drop_output() -> None:
+    """Discard output that is not written yet, which Python would otherwise write at its end and
+    report as an error.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,225 @@
+"""Every text that a command prints, read from the source: what the catalogue must have in Chinese.
+
+- the help of the commands: their paragraphs, options, defaults, panels and examples;
+- the first argument of every `translate` and the noun of every `translate_count`;
+- every string of `regard/cli` with two or more words;
+- the messages of the errors that the modules of `RAISING` raise.
+
+An f-string becomes a text with placeholders: `{name}` for a variable, the number of the place for
+another expression, and `{hint}` for a call of `suggest`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+import regard
+from regard.audit import FAULTS
+from regard.bench.cases import CASES
+from regard.bench.render import COLUMNS
+from regard.cli import COMMANDS
+from regard.cli import app as application
+from regard.cli.audit import COUNTS
+from regard.configs.published import PUBLISHED_MODELS
+from regard.cost.evidence import QUALITY_EVIDENCE
+from regard.nn.variants import VARIANTS
+from regard.nn.variants.registry import option_meanings
+from regard.nn.variants.usage import USAGE, equation_symbols
+from regard.notation import GLOSSARY
+from regard.train.tasks import TASKS
+from regard.view import cost_text, layer_text
+
+PACKAGE = Path(regard.__file__).parent
+RAISING = (
+    "argument_checks.py",
+    "compare/mechanisms.py",
+    "configs/published.py",
+    "configs/suggested_sizes.py",
+    "cost",
+    "files/atomic_write.py",
+    "files/regular_files.py",
+    "files/strict_json.py",
+    "inspect/explain/head_choice.py",
+    "inspect/record/recorded_place.py",
+    "language.py",
+    "masks/parse.py",
+    "models/convert",
+    "models/hub.py",
+    "models/load.py",
+    "nn/variants/registry.py",
+    "parallel/plan.py",
+    "view/plotting.py",
+)
+"""Modules, and folders of modules, whose errors a user of the commands often meets."""
+LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
+"""What makes a string a text: two words."""
+
+
+NOT_PRINTED = ("bold red", "bold yellow", "{1}; did you mean {2}?")
+"""Styles, and what is translated in its parts."""
+
+
+def help_texts() -> Iterator[str]:
+    """Yield the English texts of all help pages."""
+    for name, line in COMMANDS.items():
+        module = __import__(f"regard.cli.{name}", fromlist=[name])
+        yield line
+        yield from application.paragraphs(getattr(module, name).__doc__)
+        yield from filter(None, [getattr(module, "EPILOG", None)])
+        app = typer.Typer(add_completion=False)
+        app.command(name)(getattr(module, name))
+        for option in typer.main.get_command(app).params:
+            for attribute in ("help", "show_default", "rich_help_panel"):
+                text = getattr(option, attribute, None)
+                if isinstance(text, str) and re.search("[a-z]{2}", text):
+                    yield text
+    yield from (application.ABOUT, application.EXAMPLE, application.HELP)
+    yield from (application.LANG, application.LOCALE)
+    for option in application._command().params:
+        yield option.help or ""
+
+
+def data_texts() -> Iterator[str]:
+    """Yield the texts that stand in tables of the package."""
+    yield from application.TYPER_MESSAGES
+    yield from (*cost_text.TITLES, *cost_text.KINDS)
+    yield from (x.finding for x in QUALITY_EVIDENCE.values())
+    yield from (model.note for model in PUBLISHED_MODELS.values() if model.note)
+    for entry in VARIANTS.values():
+        usage = USAGE[entry.name]
+        yield from (entry.summary, usage.models, usage.choose, usage.avoid)
+        yield from option_meanings(entry).values()
+        yield from equation_symbols(entry.name, entry.equation).values()
+        yield f"{entry.family} attention"
+    yield from COUNTS
+    yield from (entry.meaning for entry in GLOSSARY.values())
+    yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
+    yield from (task.description for task in TASKS.values())
+    yield from (case.description for case in CASES.values())
+    titles = (*layer_text.HEADS, *layer_text.TITLES.values(), *COLUMNS)
+    yield from (title for title in titles if title)
+
+
+def _files(*places: str) -> Iterator[Path]:
+    for place in places:
+        path = PACKAGE / place
+        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def translated_calls() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the text of every call of `translate` with the names of its values, and `{n} noun` of
+    every call of `translate_count`.
+    """
+    for path in _files("."):
+        source = path.read_text("utf-8")
+        if "translate" not in source or path.name == "language.py":
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+                continue
+            if node.func.id == "translate":
+                names = tuple(str(keyword.arg) for keyword in node.keywords)
+                for text in _choices(node.args[0]):
+                    yield text, names
+            elif node.func.id == "translate_count" and isinstance(node.args[1], ast.Constant):
+                yield f"{{n}} {node.args[1].value}", ("n",)
+
+
+def _choices(node: ast.AST) -> Iterator[str]:
+    """Yield the strings of `"a" if ... else "b"`."""
+    if isinstance(node, ast.IfExp):
+        yield from (*_choices(node.body), *_choices(node.orelse))
+    elif isinstance(node, ast.Constant):
+        yield str(node.value)
+
+
+def command_strings() -> Iterator[str]:
+    """Yield the texts in the modules of the commands."""
+    for path in _files("cli"):
+        yield from _texts(ast.parse(path.read_text("utf-8")))
+
+
+def raised_messages() -> Iterator[str]:
+    """Yield the messages of the errors of `RAISING`, and what is put into them."""
+    for path in _files(*RAISING):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                yield from _texts(node.exc)
+            elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and path.name == "folder.py":
+                yield from _texts(node.elts[1])  # a condition and its message
+
+
+def _texts(tree: ast.AST) -> Iterator[str]:
+    documents = set()
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                documents.add(statement.value)
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        counted = _counted_noun(node)
+        if counted is not None:
+            yield counted
+        text = _text(node)
+        if text is None:
+            waiting += ast.iter_child_nodes(node)
+            continue
+        if node in documents:
+            continue
+        waiting += _expressions(node)
+        if text not in NOT_PRINTED and LATIN_ONLY.search(re.sub(r"\{\w+\}", " ", text)):
+            yield text
+
+
+def _counted_noun(node: ast.AST) -> str | None:
+    """Return `{n} noun` of a call `plural(n, "noun")`."""
+    if isinstance(node, ast.Call) and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name == "plural":
+            return f"{{n}} {node.args[1].value}"
+    return None
+
+
+def _parts(node: ast.AST) -> list[ast.AST] | None:
+    """Return the parts of a string expression: constants, and expressions that are put into it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return [node]
+    if isinstance(node, ast.JoinedStr):
+        return [
+            part.value if isinstance(part, ast.FormattedValue) else part for part in node.values
+        ]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _parts(node.left), _parts(node.right)
+        if left is None and right is None:
+            return None
+        return [*(left or [node.left]), *(right or [node.right])]
+    return None
+
+
+def _text(node: ast.AST) -> str | None:
+    parts = _parts(node)
+    if parts is None:
+        return None
+    text, names = "", []
+    for part in parts:
+        if isinstance(part, ast.Constant) and isinstance(part.value, str):
+            text += part.value
+            continue
+        name = part.id if isinstance(part, ast.Name) else str(len(names) + 1)
+        if isinstance(part, ast.Call) and getattr(part.func, "id", "") == "suggest":
+            name = "hint"
+        names.append(name if name not in names else str(len(names) + 1))
+        text += f"{{{names[-1]}}}"
+    return text
+
+
+def _expressions(node: ast.AST) -> list[ast.AST]:
+    constants = (part for part in _parts(node) or () if not isinstance(part, ast.Constant))
+    return list(constants)

@@ -1,0 +1,138 @@
+"""The catalogue of what the commands print: every text has its Chinese, with the same placeholders,
+and no sentence stands in it that nothing prints.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import regard
+from regard.language import (
+    LANGUAGES,
+    PLACEHOLDER,
+    catalogue,
+    translate,
+    translate_count,
+    translate_message,
+    use_language,
+)
+from tests.surface import printed_texts
+
+CATALOGUE = Path(regard.__file__).parent / "strings" / "zh"
+KINDS = {
+    "help": printed_texts.help_texts,
+    "commands": printed_texts.command_strings,
+    "errors": printed_texts.raised_messages,
+    "tables": printed_texts.data_texts,
+    "calls": lambda: (text for text, _ in printed_texts.translated_calls()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_text_that_a_command_prints_has_its_chinese(kind: str) -> None:
+    texts = list(dict.fromkeys(KINDS[kind]()))
+    assert len(texts) > 50
+    chinese = catalogue("regard", "zh")
+    assert [text for text in texts if text not in chinese] == []
+
+
+def test_no_text_of_the_catalogue_is_unused() -> None:
+    used = {text for texts in KINDS.values() for text in texts()}
+    assert [text for text in catalogue("regard", "zh") if text not in used] == []
+
+
+def test_placeholders_are_the_same_in_both_languages() -> None:
+    wrong = {
+        text: chinese
+        for text, chinese in catalogue("regard", "zh").items()
+        if sorted(set(PLACEHOLDER.findall(text))) != sorted(set(PLACEHOLDER.findall(chinese)))
+    }
+    assert wrong == {}
+
+
+def test_every_call_gives_each_placeholder_its_value() -> None:
+    wrong = {
+        text: names
+        for text, names in printed_texts.translated_calls()
+        if sorted(set(PLACEHOLDER.findall(text))) != sorted(names)
+    }
+    assert wrong == {}
+
+
+def test_each_text_stands_in_one_file_only() -> None:
+    files = sorted(CATALOGUE.glob("*.json"))
+    assert len(files) > 3
+    counts = Counter(key for file in files for key in json.loads(file.read_text("utf-8")))
+    assert [key for key, n in counts.items() if n > 1] == []
+
+
+def test_chinese_is_written_in_chinese() -> None:
+    """A sentence of several English words was forgotten; half-width marks stand beside no Chinese,
+    and flags, names and examples are the same in both.
+    """
+    zh = catalogue("regard", "zh")
+    is_sentence = re.compile(r"[a-z]{3,} [a-z]{2,} [a-z]{2,}")
+    forgotten = [x for key, x in zh.items() if x == key and is_sentence.search(x)]
+    assert forgotten == []
+    half_width = re.compile(r"[\u4e00-\u9fff][,:;?!]|[,;?!][\u4e00-\u9fff]")
+    examples = {x for key, x in zh.items() if re.search("[\u4e00-\u9fff]", key)}
+    assert [x for x in zh.values() if half_width.search(x) and x not in examples] == []
+    flags = {key: set(re.findall(r"--[a-z]\w*(?:-\w+)*", key)) for key in zh}
+    assert {
+        key: zh[key] for key, names in flags.items() if not all(x in zh[key] for x in names)
+    } == {}
+
+
+@pytest.mark.parametrize(
+    ("message", "chinese"),
+    [
+        (
+            (
+                "machine 'h10' is not known; did you mean 'h100-pcie' or 'h100-sxm'? Known "
+                "machines are h100-sxm, and 'here' measures this machine; for another machine give "
+                "--bandwidth and --flops"
+            ),
+            (
+                "未知的机器 'h10'；您要写的是不是 'h100-pcie' 或 'h100-sxm'？已知的机器："
+                "h100-sxm，以及 'here'（实测本机）；其他机器请给出 --bandwidth 和 --flops"
+            ),
+        ),
+        (
+            "no mechanism is named 'x'. The catalogue has mha, gqa",
+            "没有名为 'x' 的机制。机制目录中有：mha, gqa",
+        ),
+        (
+            (
+                "the text has 20,000 tokens, and every pair of them is computed; the limit is 1 "
+                "token; give a part of it"
+            ),
+            "文本有 20,000 个词元，而且每一对词元都要计算；上限是 1 个词元；请只给出一部分",
+        ),
+        ("a message that nothing has translated", "a message that nothing has translated"),
+    ],
+)
+def test_a_finished_message_is_found_by_its_fixed_words(message: str, chinese: str) -> None:
+    assert translate_message(message) == message
+    with use_language("zh"):
+        assert translate_message(message) == chinese
+
+
+def test_counts_in_both_languages() -> None:
+    assert (translate_count(1, "query"), translate_count(2, "query")) == ("1 query", "2 queries")
+    with use_language("zh"):
+        assert translate_count(2, "query") == "2 个查询"
+        assert translate_message("2 queries") == "2 个查询"
+    assert translate("parameters") == "parameters"
+
+
+def test_an_unknown_text_stays_english() -> None:
+    """This is the negative control of the tests above: the catalogue is asked, and lacks it."""
+    with use_language("zh"):
+        assert translate("no such text {n}", n=3) == "no such text 3"
+    assert "no such text {n}" not in catalogue("regard", "zh")
+    assert set(LANGUAGES) == {"en", "zh"}
