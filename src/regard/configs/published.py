@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from regard.configs.published_mixed import MIXED
 from regard.configs.reader import read_sizes, read_sizes_file
 from regard.cost.model import ModelSpec
 from regard.did_you_mean import suggest
@@ -436,7 +437,14 @@ DEEPSEEK = {
 }
 
 PUBLISHED_MODELS: dict[str, PublishedModel] = (
-    GPT | LLAMA | LIKE_LLAMA | QWEN | GEMMA | DEEPSEEK | EARLIER
+    GPT
+    | LLAMA
+    | LIKE_LLAMA
+    | QWEN
+    | GEMMA
+    | DEEPSEEK
+    | EARLIER
+    | {name: PublishedModel(*row) for name, row in MIXED.items()}
 )
 """Name -> config and source."""
 
