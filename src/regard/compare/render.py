@@ -58,13 +58,19 @@ def header(comparison: ComparisonData) -> str:
     )
     cores, threads = units.plural(machine["cores"], "core"), machine["threads"]
     layers, heads = units.plural(shape["layers"], "layer"), units.plural(shape["heads"], "head")
+    like = f" (like {shape['like']})" if shape.get("like") else ""
+    training = (
+        f"; training steps of {timing['batch']} x {timing['length']} tokens"
+        if timing.get("training", True)
+        else ""
+    )
     return (
         f"{machine['processor']}, {cores}, {units.plural(threads, 'thread')}, "
         f"torch {machine['torch']}, regard {machine['regard']}\n"
-        f"{layers}, dim {shape['dim']}, {heads}, {common}, vocabulary {shape['vocabulary']}, "
+        f"{layers}, dim {shape['dim']}, {heads}{like}, {common}, vocabulary {shape['vocabulary']}, "
         f"window {shape['window']}, fp32\n"
-        f"medians and quartiles of {_round_count(comparison)}, mechanisms in turns, batch 1; "
-        f"training steps of {timing['batch']} x {timing['length']} tokens"
+        f"medians and quartiles of {_round_count(comparison)}, mechanisms in turns, batch 1"
+        f"{training}"
     )
 
 
