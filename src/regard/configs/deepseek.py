@@ -220,7 +220,8 @@ class DeepseekV32Config(DeepseekV3Config):
     index_n_heads: int = 64
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v32", "glm_moe_dsa")
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = DeepseekV3Config.fixed | {
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **DeepseekV3Config.fixed,
         "mlp_bias": (False,),
         "index_topk_freq": (1,),  # a layer that uses the selection of another has no indexer
         "index_topk_pattern": (None,),
