@@ -229,7 +229,11 @@ def test_keys_that_a_chunk_shows() -> None:
             r"has '\?'; supported are M, \*, -, E",
         ),
         ("nemotron_h", {"moe_latent_size": 3}, "moe_latent_size is 3; only None"),
-        ("llama4_text", {"layer_types": ["sliding_attention"] * 4}, "layer_types must have one of"),
+        (
+            "llama4_text",
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types must have .* for each of 4 layers",
+        ),
         ("deepseek_v32", {"index_topk_freq": 4}, "index_topk_freq is 4; only 1"),
         ("deepseek_v32", {"q_lora_rank": None}, "q_lora_rank is null, but the indexer"),
         ("kimi_linear", {"layer_types": ["full_attention"]}, "1 entry and num_hidden_layers"),

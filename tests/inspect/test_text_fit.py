@@ -10,7 +10,7 @@ import torch
 import regard
 from regard.inspect.metrics import TextFit, text_fit, warn_about_text
 
-STRANGE = ["猫坐在垫子上", "Привет, как дела?", "안녕하세요", "Ich weiß nicht, was soll es bedeuten"]
+STRANGE = ["猫坐在垫子上", "Привет, как дела?", "안녕하세요", "Ich weiß nicht, was soll es sein"]
 KNOWN = ["我打他", "我不知道他说的是什么", "The list of items", "to be or not to be", "I hit him"]
 
 

@@ -314,19 +314,19 @@ def _plan(options: dict[str, Any]) -> ComparisonPlan:
 
 def _check_like(context: typer.Context, options: dict[str, Any]) -> None:
     """Leave `window` to the model of --like, and raise an error for sizes that it replaces."""
-    given = {
+    given_names = {
         name
         for name in ("dim", "layers", "heads", "hidden", "window")
         if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
     }
     if not options["like"]:
         return
-    for name in sorted(given - {"window"}):
+    for name in sorted(given_names - {"window"}):
         raise typer.BadParameter(
             f"is one of the sizes of {options['like']}, which --like gives; leave one of them out",
             param_hint=f"--{name}",
         )
-    if "window" not in given:
+    if "window" not in given_names:
         options["window"] = None
 
 

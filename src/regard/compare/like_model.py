@@ -44,8 +44,8 @@ def shape_like(name: str, window: int | None = None) -> Shape:
         The shape.
 
     Raises:
-        ArgumentError: the model is not known, its layers are not all alike in their heads and
-            feed-forward width, it has experts, or its heads are not dim / heads wide.
+        ArgumentError: the model is not known, its layers differ in their heads or feed-forward
+            width, it has experts, or its heads are not dim / heads wide.
 
     >>> shape = shape_like("qwen2-0.5b")
     >>> shape.dim, shape.layers, shape.heads, shape.groups, shape.width, shape.vocabulary

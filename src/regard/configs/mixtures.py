@@ -17,6 +17,7 @@ from regard.configs.llama import GroupedQueryConfig, check_experts
 from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec, MoESpec
 from regard.cost.softmax import CausalKeys
 from regard.errors import ArgumentError
+from regard.units import plural
 
 CHUNKED = "chunked_attention"
 IMAGES = {
@@ -76,7 +77,8 @@ class Llama4Config(GroupedQueryConfig):
             return tuple((i + 1) % n != 0 for i in range(layers))
         if len(self.layer_types) != layers or not set(self.layer_types) <= {CHUNKED, FULL}:
             raise ArgumentError(
-                f"layer_types must have one of {CHUNKED!r} and {FULL!r} for each of {layers} layers"
+                f"layer_types must have {CHUNKED!r} or {FULL!r} for each of "
+                f"{plural(layers, 'layer')}"
             )
         return tuple(kind == CHUNKED for kind in self.layer_types)
 

@@ -323,7 +323,7 @@ class SharedKeysSpec(SoftmaxSpec):
         return Quantity(0, "cached by an earlier layer")
 
     def cached(self, context: int) -> CacheContents:
-        """Return an empty cache."""
+        """Return an empty cache, because the earlier layer has the keys and values."""
         return CacheContents()
 
     def read(self, context: int) -> CacheContents:

@@ -18,6 +18,7 @@ from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.regular_files import read_bytes
 from regard.files.strict_json import parse_json
+from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
 _DISPLAY_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
@@ -278,8 +279,8 @@ class Tokenizer:
             )
         if vocab_size <= self.vocab_size:
             raise ArgumentError(
-                f"vocab_size is {vocab_size} and this tokenizer has {self.vocab_size} tokens; give "
-                "a larger number"
+                f"vocab_size is {vocab_size} and this tokenizer has "
+                f"{plural(self.vocab_size, 'token')}; give a larger number"
             )
         counts = Counter(c for text in texts for c in _CHINESE.findall(check_unicode(text)))
         tokens = {c: "".join(LETTER_OF[byte] for byte in c.encode()) for c in counts}

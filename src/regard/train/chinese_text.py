@@ -97,8 +97,8 @@ def split_stories(text: str) -> Iterator[str]:
         title = lines[start].removesuffix("(1)")
         story = [title, *lines[start + 2 : stop]]
         first_note = next((i for i, line in enumerate(story[1:], 1) if _is_note(line)), len(story))
-        kept = (line for line in story[:first_note] if "分节阅读" not in line)
-        yield _squeezed(re.sub(r"[①-⒇]", "", line) for line in kept)
+        lines_of_story = (line for line in story[:first_note] if "分节阅读" not in line)
+        yield _squeezed(re.sub(r"[①-⒇]", "", line) for line in lines_of_story)
 
 
 def write_folder(folder: Path, documents: Sequence[TextDocument]) -> None:
@@ -132,24 +132,24 @@ def _squeezed(lines: Iterator[str]) -> str:
 
 def _members(archive: Path, within: str, ending: str) -> Iterator[tuple[str, str]]:
     """Yield the names and texts of the files of an archive whose path contains a part."""
-    found = False
+    has_text = False
     try:
         with tarfile.open(archive) as content:
             for member in sorted(content.getmembers(), key=lambda m: m.name):
                 if within in member.name and member.name.endswith(ending) and member.isfile():
                     file = content.extractfile(member)
                     assert file is not None  # it is a regular file
-                    found = True
+                    has_text = True
                     yield member.name, file.read().decode("utf-8-sig")
     except (OSError, tarfile.TarError, UnicodeDecodeError) as error:
         raise FileError(f"{archive}: not a readable archive ({error})") from error
-    if not found:
+    if not has_text:
         raise FileError(f"{archive}: no {within} in this archive; is it the version named above?")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    for argument in ("fastapi", "wordcloud", "out"):
-        parser.add_argument(argument, type=Path)
-    given = parser.parse_args()
-    write_folder(given.out, chinese_documents(given.fastapi, given.wordcloud))
+    for name in ("fastapi", "wordcloud", "out"):
+        parser.add_argument(name, type=Path)
+    arguments = parser.parse_args()
+    write_folder(arguments.out, chinese_documents(arguments.fastapi, arguments.wordcloud))

@@ -15,6 +15,7 @@ from regard.models.families import family, model_type_of
 from regard.models.load import load
 from regard.models.model import Model
 from regard.models.tokenizer import Tokenizer
+from regard.units import plural
 
 
 def load_starting_model(source: str | Path) -> Model:
@@ -51,8 +52,8 @@ def extended_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: i
     """
     if vocab_size < tokenizer.vocab_size:
         raise ArgumentError(
-            f"vocab is {vocab_size} and the model has {tokenizer.vocab_size} tokens, which it "
-            f"keeps; give {tokenizer.vocab_size} or more"
+            f"vocab is {vocab_size} and the model has {plural(tokenizer.vocab_size, 'token')}, "
+            f"which it keeps; give {tokenizer.vocab_size} or more"
         )
     if vocab_size == tokenizer.vocab_size:
         return tokenizer

@@ -9,6 +9,7 @@ import torch
 
 from regard.errors import ArgumentError
 from regard.models.model import Model
+from regard.units import plural
 
 MAX_SHARE_OF_BYTES = 0.25
 """A text is strange if a larger share of its tokens are parts of characters."""
@@ -20,7 +21,7 @@ CHEAP_PARAMETERS = 50_000_000
 class TextFit:
     """How a tokenizer divides a text, and how well a model predicts it.
 
-    Attributes:
+    Args:
         tokens: the number of tokens.
         partial_tokens: the number of tokens that are a part of a character, not characters.
         loss: the mean loss of the tokens after the first one, in nats; None if it was not measured,
@@ -51,8 +52,8 @@ class TextFit:
             return None
         if self.partial_tokens > MAX_SHARE_OF_BYTES * self.tokens:
             return (
-                f"{self.partial_tokens} of {self.tokens} tokens are bytes of characters that the "
-                "model has no token for; what it does with them says little"
+                f"{self.partial_tokens} of {plural(self.tokens, 'token')} are bytes of characters "
+                "that the model has no token for; what it does with them says little"
             )
         return (
             f"the model predicts this text with a loss of {self.loss:.1f} nats per token, worse "
