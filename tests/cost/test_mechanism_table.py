@@ -210,3 +210,26 @@ def test_several_models_beside_each_other(capsys: pytest.CaptureFixture[str]) ->
 def test_tiny_is_a_known_model(capsys: pytest.CaptureFixture[str]) -> None:
     parameters = sum(x.numel() for x in regard.load("tiny").decoder.parameters())
     assert json.loads(output_of(capsys, "tiny", "--json"))["parameters"] == parameters
+
+
+def test_short_names_and_spellings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine mechanisms by the names that people write, with one size given and the others shown."""
+    names = "mha,gqa:8,mqa,mla,window:4096,local_global,linear,gated_delta_net,nsa"
+    sizes = ["--layers", "32", "--dim", "4096", "--context", "32k", "--machine", "h100-sxm"]
+    text = output_of(capsys, "--mechanisms", names, *sizes)
+    memory = text.partition("\nmemory\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert [line.split()[0] for line in memory] == names.split(",")
+    for name, same in (
+        ("linear", "linear_attention"),
+        ("Gated-Delta", "gated_delta_net"),
+        ("gated-delta-net", "gated_delta_net"),
+        ("LOCAL-global", "local_global"),
+    ):
+        assert parse_mechanism(name).name == same
+
+
+def test_a_hybrid_model_lends_the_heads_of_its_attention(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert BaseModel.of(model_of("qwen3-next-80b-a3b")).groups == 2
+    assert "kv_rank" in output_of(capsys, "kimi-linear-48b-a3b", "--mechanisms", "mla,gqa")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from regard.configs.published import PUBLISHED_MODELS
+from regard.configs.published_mixed import MIXED
 from regard.cost import CostReport, Setting, model_of
 from regard.cost.fixed_state import (
     InfiniSpec,
@@ -43,6 +44,10 @@ PARAMETERS = {
     "mistral-7b-v0.3": 7_248_023_552,
     "mistral-nemo": 12_247_782_400,
     "mixtral-8x7b": 46_702_792_704,
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2-72b": 72_706_203_648,
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
@@ -108,7 +113,8 @@ ROUNDED = {
 
 
 def test_every_known_model_is_compared() -> None:
-    assert set(PUBLISHED_MODELS) == PARAMETERS.keys() | ROUNDED.keys()
+    # those of `MIXED` are compared in test_mixed_models.py
+    assert set(PUBLISHED_MODELS) == PARAMETERS.keys() | ROUNDED.keys() | MIXED.keys()
     for name, billions in ROUNDED.items():
         assert model_of(name).parameters / 1e9 == pytest.approx(billions, rel=0.04), name
 

@@ -103,8 +103,8 @@ def test_what_tiny_says_after_to_be_or_not_to() -> None:
     table = attribute(tiny, "to be or not to", " be")
     parts = dict(zip(table.rows, table.values[:, 0], strict=True))
     assert table.baseline is not None
-    assert round(table.baseline, 3) == 4.303
-    assert round(sum(x for name, x in parts.items() if name.endswith(".mlp")), 2) == 2.73
-    assert round(sum(x for name, x in parts.items() if ".head." in name), 2) == 1.51
+    assert round(table.baseline, 3) == 3.7
+    assert round(sum(x for name, x in parts.items() if name.endswith(".mlp")), 2) == 2.45
+    assert round(sum(x for name, x in parts.items() if ".head." in name), 2) == 1.22
     lens = logit_lens(tiny, "to be or not to")
-    assert [row[-1] for row in lens.cells] == ["·f", "·the", "ke", "·a", "·be"]
+    assert [row[-1] for row in lens.cells] == ["u", "·the", "ke", "·be", "·be"]

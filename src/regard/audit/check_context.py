@@ -81,6 +81,10 @@ RunTarget: TypeAlias = "Callable[[TargetAdapter, Tensor], Tensor]"
 """A function (adapter, tokens) -> output; the adapter determines the dtype."""
 
 
+OTHER_TEXTS = 16
+"""How many other texts measure the rounding errors of a model that takes ids."""
+
+
 @dataclass
 class CheckContext:
     """The code under audit, and how it must be called.
@@ -202,8 +206,10 @@ class CheckContext:
             return [reference(self.adapter, x * (1 + eps * sign)) for sign in signs]
         if self.float64_adapter is None:
             return []
+        # ids cannot be changed a little, so that several other texts stand for other rounding
         other_tokens = [
-            self.random_tokens(x.shape[0], x.shape[1], turn=50 + turn) for turn in range(2)
+            self.random_tokens(x.shape[0], x.shape[1], turn=50 + turn)
+            for turn in range(OTHER_TEXTS)
         ]
         errors = [
             reference(self.adapter, y).double() - reference(self.float64_adapter, y)

@@ -297,7 +297,7 @@ def _picture(numbers: Numbers) -> Picture:
 
 
 _SMALL_MODELS = (
-    "The model tiny (3.5 million parameters, 256 tokens) for perplexity; models of 0.1 million "
+    "The model tiny (3.9 million parameters, 256 tokens) for perplexity; models of 0.1 million "
     "parameters, trained on 56 tokens, for the key. The order of the methods is meaningful; the "
     "figures do not apply to large models."
 )

@@ -41,6 +41,18 @@ Names = Annotated[
 Dim = Annotated[int, _option(_SIZES, "Model width M.", min=2)]
 Layers = Annotated[int, _option(_SIZES, "Number of layers.", min=1)]
 Heads = Annotated[int, _option(_SIZES, "Number of query heads H.", min=1)]
+Like = Annotated[
+    str | None,
+    _option(
+        _SIZES,
+        (
+            "Model whose sizes are used, such as qwen2-0.5b (regard cost --list names them), or a "
+            "config.json; it replaces --dim, --layers, --heads and --hidden."
+        ),
+        metavar="MODEL",
+        show_default="the sizes below",
+    ),
+]
 Hidden = Annotated[
     int | None,
     _option(_SIZES, "Width of the feed-forward layers.", min=1, show_default="8/3 of dim"),
@@ -77,6 +89,14 @@ Context = Annotated[
     ),
 ]
 Length = Annotated[int, _option(_TIME, "Number of tokens of a row in training.", min=2)]
+Training = Annotated[
+    bool,
+    _option(
+        _TIME,
+        "Whether to time a training step, which needs 16 bytes for each parameter.",
+        "--training/--no-training",
+    ),
+]
 Batch = Annotated[int, _option(_TIME, "Number of rows of a training step.", min=1)]
 Rounds = Annotated[int, _option(_TIME, "Number of rounds; each times every mechanism once.", min=1)]
 Seconds = Annotated[
@@ -169,7 +189,9 @@ EPILOG = (
 
 
 def compare(
+    ctx: typer.Context,
     names: Names = None,
+    like: Like = None,
     dim: Dim = 128,
     layers: Layers = 2,
     heads: Heads = 4,
@@ -179,6 +201,7 @@ def compare(
     context: Context = None,
     length: Length = 256,
     batch: Batch = 8,
+    training: Training = True,
     rounds: Rounds = 7,
     seconds: Seconds = 20.0,
     memory: Memory = True,
@@ -208,7 +231,8 @@ def compare(
     Ctrl-C prints the results so far; with --out, the same command continues later. With --claim,
     published claims about attention are tested instead, each with a verdict.
     """
-    options = dict(locals())
+    options = {name: value for name, value in locals().items() if name != "ctx"}
+    _check_like(ctx, options)
     if lesson:
         note("--lesson is now --task; the old name goes with the next release")
         options["task"] = [*(task or []), *lesson]
@@ -237,6 +261,7 @@ def _plan(options: dict[str, Any]) -> ComparisonPlan:
     import torch
 
     from regard.compare.comparison import ComparisonPlan
+    from regard.compare.like_model import check_fits, shape_like
     from regard.compare.mechanisms import Shape, candidates, configs
     from regard.compare.quality import RECALL_TASKS, TrainingSettings, eval_tasks
     from regard.compare.speed_and_memory import Timing
@@ -244,21 +269,32 @@ def _plan(options: dict[str, Any]) -> ComparisonPlan:
     _check_quality(options)
     if options["threads"]:
         torch.set_num_threads(options["threads"])
-    shape = Shape(
-        options["dim"],
-        options["layers"],
-        options["heads"],
-        options["hidden"],
-        window=options["window"],
+    shape = (
+        shape_like(options["like"], options["window"])
+        if options["like"]
+        else Shape(
+            options["dim"],
+            options["layers"],
+            options["heads"],
+            options["hidden"],
+            window=options["window"],
+        )
     )
     contexts = tuple(sorted(set(options["context"]))) if options["context"] else Timing().contexts
     timing = Timing(
-        contexts, options["length"], options["batch"], options["rounds"], options["seconds"]
+        contexts,
+        options["length"],
+        options["batch"],
+        options["rounds"],
+        options["seconds"],
+        training=options["training"],
     )
     training = TrainingSettings(
         tuple(range(options["seeds"])), tuple(options["lr"]) if options["lr"] else None
     )
     chosen = candidates(options["names"], shape)
+    if options["like"]:
+        check_fits(configs(chosen, shape, options["same"]), timing, options["like"])
     tasks = []
     if options["quality"]:
         wanted = options["task"] or ["text", *RECALL_TASKS]
@@ -274,6 +310,24 @@ def _plan(options: dict[str, Any]) -> ComparisonPlan:
         tasks,
         training,
     )
+
+
+def _check_like(context: typer.Context, options: dict[str, Any]) -> None:
+    """Leave `window` to the model of --like, and raise an error for sizes that it replaces."""
+    given_names = {
+        name
+        for name in ("dim", "layers", "heads", "hidden", "window")
+        if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
+    }
+    if not options["like"]:
+        return
+    for name in sorted(given_names - {"window"}):
+        raise typer.BadParameter(
+            f"is one of the sizes of {options['like']}, which --like gives; leave one of them out",
+            param_hint=f"--{name}",
+        )
+    if "window" not in given_names:
+        options["window"] = None
 
 
 def _check_quality(options: dict[str, Any]) -> None:

@@ -445,13 +445,15 @@ def read_text(
     from dataclasses import replace
 
     from regard.inspect.explain.prepared_run import prepare_run
+    from regard.inspect.metrics.text_fit import warn_about_text
 
     if (Path(source) / "task.json").exists():
         return _run_task_model(text, source, target)
-    run_on_text = prepare_run(
-        load(source, LoadOptions() if load_options is None else load_options), text, target
-    )
+    model = load(source, LoadOptions() if load_options is None else load_options)
+    run_on_text = prepare_run(model, text, target)
     _check_length(run_on_text)
+    if warning := warn_about_text(model, text):
+        typer.echo(f"note: {warning}", err=True)
     return replace(run_on_text, name=Path(source).name or source)
 
 

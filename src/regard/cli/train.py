@@ -93,6 +93,20 @@ SHARED_OPTIONS = (
 )
 """Options that apply to training on text and to training on tasks."""
 
+NEW_MODEL_OPTIONS = (
+    "dim",
+    "layers",
+    "heads",
+    "kv_heads",
+    "hidden",
+    "tie",
+    "attention",
+    "position",
+    "window",
+    "set",
+)
+"""Options that describe a new model, and have no place beside `--start-from`."""
+
 TASK_OPTIONS = ("model", "dropout", "smoothing", "beams", "examples", "beside")
 """Options that apply to training on tasks only."""
 
@@ -115,6 +129,14 @@ def check(options: dict[str, object], given_names: set[str]) -> None:
     """Raise an error for options that belong to the other kind of training; `given_names` has the
     options on the command line.
     """
+    if options["start_from"] is not None:
+        for name in NEW_MODEL_OPTIONS:
+            if name in given_names:
+                raise typer.BadParameter(
+                    "describes a new model, but --start-from names one that has its sizes; leave "
+                    "one of them out",
+                    param_hint=flag(name),
+                )
     if options["task"] is None:
         for name in TASK_OPTIONS:
             if name in given_names:
@@ -215,7 +237,26 @@ KvHeads = Annotated[
     int | None, _count(_MODEL, "Number of key/value heads G; must divide H.", "2, if needed")
 ]
 Hidden = Annotated[int | None, _count(_MODEL, "Width of the feed-forward layers.", "8/3 of dim")]
-Vocab = Annotated[int, _option(_MODEL, "Number of tokens in the vocabulary.", min=257)]
+Vocab = Annotated[
+    int | None,
+    _option(
+        _MODEL,
+        (
+            "Number of tokens in the vocabulary. With --start-from, the tokens that are added are "
+            "the most frequent Chinese characters of the text."
+        ),
+        min=257,
+        show_default="4096, or that of --start-from",
+    ),
+]
+StartFrom = Annotated[
+    str | None,
+    _option(
+        _MODEL,
+        "Model whose weights and tokenizer are trained further: tiny, a folder or a hub name.",
+        show_default="a new model",
+    ),
+]
 Tie = Annotated[bool, _option(_MODEL, "Use one matrix for embedding and output head.")]
 Attention = Annotated[
     str | None,
@@ -358,7 +399,8 @@ def train(
     heads: Heads = 8,
     kv_heads: KvHeads = None,
     hidden: Hidden = None,
-    vocab: Vocab = 4096,
+    vocab: Vocab = None,
+    start_from: StartFrom = None,
     tie: Tie = False,
     attention: Attention = None,
     position: Position = None,
@@ -463,6 +505,8 @@ def _check(options: dict[str, Any]) -> None:
             "layers; leave one of them out",
             param_hint="--compile",
         )
+    if options["start_from"] is not None:
+        return  # the model has its sizes
     if options["task"] is not None or options["attention"] is not None:
         return  # tasks and mechanisms check the sizes themselves
     if options["dim"] % options["heads"] or options["dim"] // options["heads"] % 2:
@@ -487,6 +531,7 @@ SECTIONS = {
         "attention",
         "position",
         "window",
+        "start_from",
     ),
     "train": (
         "steps",

@@ -38,6 +38,10 @@ class Shape:
             tasks.
         window: the number of tokens in a sliding window, in a segment of Infini-attention, or in
             the cache of streaming attention (sinks and recent tokens).
+        groups: G, the number of key/value heads of "gqa" and "nsa"; None is half of H, or one if H
+            is odd.
+        tied: whether the output head is the embedding.
+        like: the name of the model that has these sizes; None if they were given.
 
     Raises:
         ArgumentError: dim / heads, the width of a head, is not an even number, which rotary
@@ -53,6 +57,9 @@ class Shape:
     hidden: int | None = None
     vocabulary: int = 256
     window: int = 16
+    groups: int | None = None
+    tied: bool = False
+    like: str | None = None
 
     def __post_init__(self) -> None:
         if self.heads < 1 or self.dim % (2 * self.heads):
@@ -119,6 +126,7 @@ class Candidate:
             num_attention_heads=shape.heads,
             attention=self.attention,
             attention_options=dict(self.options),
+            tie_word_embeddings=shape.tied,
         )
 
 
@@ -147,7 +155,9 @@ def _nsa(shape: Shape) -> dict[str, object]:
 
 
 def _groups(shape: Shape) -> int:
-    """Return half as many key/value heads as query heads, or one if that number is odd."""
+    """Return the number of key/value heads of grouped queries."""
+    if shape.groups is not None:
+        return shape.groups
     return shape.heads // 2 if shape.heads % 2 == 0 else 1
 
 

@@ -67,6 +67,13 @@ def header(comparison: ComparisonData) -> str:
             name=comparison["mechanisms"][0]["name"],
         )
     )
+    training = ""
+    if timing.get("training", True):
+        training = translate(
+            "; training steps of {batch} x {length} tokens",
+            batch=timing["batch"],
+            length=timing["length"],
+        )
     lines = (
         translate(
             "{processor}, {cores}, {threads}, torch {torch}, regard {regard}",
@@ -77,21 +84,20 @@ def header(comparison: ComparisonData) -> str:
             regard=machine["regard"],
         ),
         translate(
-            "{layers}, dim {dim}, {heads}, {common}, vocabulary {vocabulary}, window {window}, "
+            "{layers}, dim {dim}, {heads}{like}, {common}, vocabulary {vocabulary}, window {window}, "
             "fp32",
             layers=translate_count(shape["layers"], "layer"),
             dim=shape["dim"],
             heads=translate_count(shape["heads"], "head"),
+            like=translate(" (like {model})", model=shape["like"]) if shape.get("like") else "",
             common=common,
             vocabulary=shape["vocabulary"],
             window=shape["window"],
         ),
         translate(
-            "medians and quartiles of {rounds}, mechanisms in turns, batch 1; training steps of "
-            "{batch} x {length} tokens",
+            "medians and quartiles of {rounds}, mechanisms in turns, batch 1{training}",
             rounds=_round_count(comparison),
-            batch=timing["batch"],
-            length=timing["length"],
+            training=training,
         ),
     )
     return "\n".join(lines)

@@ -218,6 +218,7 @@ class Timing:
         rounds: the number of rounds; each times every mechanism once.
         seconds: the limit of the rounds of one experiment; no new round starts after it.
         sample: the least seconds of one timing; calls that are shorter are repeated.
+        training: whether a training step is timed too.
 
     Raises:
         ArgumentError: there is no context, or a number is less than 1.
@@ -232,6 +233,7 @@ class Timing:
     rounds: int = 7
     seconds: float = 20.0
     sample: float = 0.02
+    training: bool = True
 
     def __post_init__(self) -> None:
         if not self.contexts:
@@ -267,7 +269,8 @@ def timing_experiments(
         "machine": machine_facts,
     }
     jobs = [(kind, context) for context in timing.contexts for kind in KINDS[:2]]
-    jobs.append(("training", timing.length))
+    if timing.training:
+        jobs.append(("training", timing.length))
     experiments = []
     for kind, length in jobs:
         sizes = {
@@ -382,7 +385,13 @@ def memory_experiments(
     >>> [one.name for one in memory_experiments(made, Timing(contexts=(4, 8)), {})]
     ['memory/mqa']
     """
-    sizes = {"context": max(timing.contexts), "length": timing.length, "batch": timing.batch}
+    sizes: Numbers = {
+        "context": max(timing.contexts),
+        "length": timing.length,
+        "batch": timing.batch,
+    }
+    if not timing.training:
+        sizes["training"] = False
     machine_facts = {name: machine.get(name) for name in MACHINE_KEYS}
     experiments = []
     for name, config in configs.items():
@@ -432,10 +441,12 @@ def peaks(settings: Numbers) -> Numbers:
     def step() -> None:
         training_step(model, config, settings["length"], settings["batch"])()
 
-    step()
-    model.zero_grad(set_to_none=True)
-    step_peak = peak_bytes(step)
-    model.zero_grad(set_to_none=True)
+    step_peak = None
+    if settings.get("training", True):
+        step()
+        model.zero_grad(set_to_none=True)
+        step_peak = peak_bytes(step)
+        model.zero_grad(set_to_none=True)
     model.eval().requires_grad_(False)
     prompt = prefill_step(model, config, settings["context"])
     prompt()

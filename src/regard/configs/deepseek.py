@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from regard.configs.base import ModelConfig, Raw, check_sizes
+from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
 from regard.configs.llama import check_experts
 from regard.configs.rope import RopeSettings, normalize_rope
-from regard.cost.latent import LatentSpec
+from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
-from regard.cost.spec import ParameterCounts
+from regard.cost.selected import IndexSelection
+from regard.cost.spec import ParameterCounts, Spec
+from regard.cost.state_space import kimi_delta_attention
 from regard.errors import ArgumentError
+from regard.units import plural
 
 
 @dataclass(frozen=True)
@@ -109,11 +112,14 @@ class DeepseekConfig(ModelConfig, ABC):
 
     router_biases: ClassVar[bool] = False
 
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder: the first layers are dense, the others have experts."""
-        M, width = self.hidden_size, self.moe_intermediate_size
-        mixer = LatentSpec.of(
-            M,
+    def mixer(self, layer: int) -> Spec:
+        """Return the sizes of the attention of a layer, which is the same for every layer."""
+        return self.latent()
+
+    def latent(self) -> LatentSpec:
+        """Return the sizes of latent attention."""
+        return LatentSpec.of(
+            self.hidden_size,
             self.num_attention_heads,
             self.kv_lora_rank,
             self.qk_nope_head_dim,
@@ -122,6 +128,10 @@ class DeepseekConfig(ModelConfig, ABC):
             self.q_lora_rank,
             bias=self.attention_bias,
         )
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder: the first layers are dense, the others have experts."""
+        M, width = self.hidden_size, self.moe_intermediate_size
         dense: FeedForwardSpec = DenseSpec(M, self.intermediate_size)
         experts: FeedForwardSpec = MoESpec(
             DenseSpec(M, width),
@@ -132,7 +142,7 @@ class DeepseekConfig(ModelConfig, ABC):
         )
         first, norms = self.first_k_dense_replace, ParameterCounts(norms=2 * M)
         layers = (
-            LayerSpec(mixer, dense if layer < first else experts, norms)
+            LayerSpec(self.mixer(layer), dense if layer < first else experts, norms)
             for layer in range(self.num_hidden_layers)
         )
         return ModelSpec(
@@ -194,3 +204,110 @@ class DeepseekV3Config(DeepseekConfig):
         is false.
         """
         return super().rope._replace(layout="interleaved" if self.rope_interleave else "half")
+
+
+@dataclass(frozen=True)
+class DeepseekV32Config(DeepseekV3Config):
+    """The keys of DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer that selects keys (DSA).
+
+    Raises:
+        ArgumentError: as in `DeepseekConfig`; or q_lora_rank is null, from which the indexer
+            computes its queries.
+    """
+
+    index_topk: int = 2048
+    index_head_dim: int = 128
+    index_n_heads: int = 64
+
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v32", "glm_moe_dsa")
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **DeepseekV3Config.fixed,
+        "mlp_bias": (False,),
+        "index_topk_freq": (1,),  # a layer that uses the selection of another has no indexer
+        "index_topk_pattern": (None,),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.q_lora_rank is None:
+            raise ArgumentError(
+                "q_lora_rank is null, but the indexer computes its queries from that latent; give "
+                "its size"
+            )
+
+    def mixer(self, layer: int) -> Spec:
+        """Return the sizes of latent attention to selected keys."""
+        selection = IndexSelection(self.index_n_heads, self.index_head_dim, self.index_topk)
+        rank = self.q_lora_rank or 0
+        return IndexedLatentSpec.from_latent(self.latent(), self.hidden_size, rank, selection)
+
+
+@dataclass(frozen=True)
+class KimiLinearConfig(DeepseekV3Config):
+    """The keys of Kimi Linear: Kimi Delta Attention in three of four layers, and latent attention
+    without rotary positions in the fourth.
+    """
+
+    layer_types: tuple[str, ...] = ()
+    linear_head_dim: int = 128
+    linear_num_heads: int = 32
+    linear_conv_kernel_dim: int = 4
+
+    model_types: ClassVar[tuple[str, ...]] = ("kimi_linear",)
+    code: ClassVar[str | None] = "Kimi"
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "hidden_act": ("silu",),
+        "moe_layer_freq": (1,),
+        "moe_router_activation_func": ("sigmoid",),
+        "mla_use_nope": (True,),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ArgumentError(
+                f"layer_types has {plural(len(self.layer_types), 'entry')} and num_hidden_layers "
+                f"is {self.num_hidden_layers}; give one per layer"
+            )
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys with the names of DeepSeek-V3, and with a kind for each layer.
+
+        Older files have `linear_attn_config`, in which layers are numbered from 1.
+        """
+        names = {
+            "num_experts": "n_routed_experts",
+            "num_local_experts": "n_routed_experts",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+            "moe_renormalize": "norm_topk_prob",
+            "num_expert_group": "n_group",
+        }
+        renamed = rename_keys({k: v for k, v in raw.items() if k != "head_dim"}, names)
+        keys = super().normalize_keys(renamed)
+        linear, layers = keys.pop("linear_attn_config", None), keys.get("num_hidden_layers")
+        full: object = range(4, 1 << 9, 4)
+        if isinstance(linear, Mapping):
+            full = linear.get("full_attn_layers", full)
+            keys["linear_head_dim"] = linear.get("head_dim", cls.linear_head_dim)
+            keys["linear_num_heads"] = linear.get("num_heads", cls.linear_num_heads)
+            kernel = linear.get("short_conv_kernel_size", cls.linear_conv_kernel_dim)
+            keys["linear_conv_kernel_dim"] = kernel
+        if not keys.get("layer_types") and isinstance(layers, int):
+            assert isinstance(full, (list, range))
+            keys["layer_types"] = [
+                FULL if layer + 1 in full else "linear_attention" for layer in range(layers)
+            ]
+        return {"first_k_dense_replace": 1, **keys}
+
+    def mixer(self, layer: int) -> Spec:
+        """Return the sizes of the kind of a layer."""
+        if self.layer_types[layer] == FULL:
+            return self.latent()
+        return kimi_delta_attention(
+            self.hidden_size,
+            self.linear_num_heads,
+            self.linear_head_dim,
+            self.linear_conv_kernel_dim,
+        )

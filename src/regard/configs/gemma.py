@@ -1,19 +1,22 @@
-"""The configs of Gemma, Gemma 2 and Gemma 3 (text).
+"""The configs of Gemma, Gemma 2, Gemma 3 and Gemma 3n (text).
 
-From the config.json of a Gemma 3 with image input (`model_type` "gemma3"), only `text_config` is
-used.
+From the config.json of a model with image input (`model_type` "gemma3" and "gemma3n"), only
+`text_config` is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from regard.argument_checks import check_number
 from regard.configs.base import FULL, SLIDING, Raw, layer_windows
 from regard.configs.llama import GroupedQueryConfig
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
+from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec
+from regard.cost.softmax import SharedKeysSpec
+from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 
 
@@ -202,6 +205,103 @@ class Gemma3Config(WindowedGemmaConfig):
     def head_norms(self) -> int:
         """The number of parameters of the norms: query heads share one, and key heads share one."""
         return 2 * self.head_dim
+
+
+PER_LAYER_MODULES = 8
+"""The number of vectors of width M in a layer of Gemma 3n: seven norms, and one scale."""
+
+
+@dataclass(frozen=True)
+class AugmentedDenseSpec(DenseSpec):
+    """A dense layer together with the small matrices that Gemma 3n has beside it.
+
+    Attributes:
+        beside: the number of values of these matrices.
+    """
+
+    beside: int = 0
+
+    @property
+    def total(self) -> ParameterCounts:
+        """All parameters as one record."""
+        return super().total + ParameterCounts(self.beside)
+
+
+@dataclass(frozen=True)
+class Gemma3nConfig(Gemma3Config):
+    """The keys of the language model of Gemma 3n: Gemma 3 with embeddings for every layer, several
+    streams (AltUp), a low-rank branch (LAuReL), and last layers that use the keys of earlier ones.
+    """
+
+    sliding_window: int | None = 512
+    vocab_size_per_layer_input: int = 262144
+    hidden_size_per_layer_input: int = 256
+    altup_num_inputs: int = 4
+    num_kv_shared_layers: int = 15
+    laurel_rank: int = 64
+
+    model_types: ClassVar[tuple[str, ...]] = ("gemma3n_text", "gemma3n")
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = WindowedGemmaConfig.fixed
+    window_pattern: ClassVar[int] = 5
+    zero: ClassVar[tuple[str, ...]] = ("num_kv_shared_layers",)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for Gemma 3; the width of the feed-forward layers may be a list.
+
+        Raises:
+            ArgumentError: the widths differ from layer to layer; or as in `Gemma3Config`.
+        """
+        keys = super().normalize_keys(_text(raw) if raw.get("model_type") == "gemma3n" else raw)
+        widths = keys.get("intermediate_size")
+        if isinstance(widths, list):
+            if len(set(widths)) != 1:
+                raise ArgumentError(
+                    "intermediate_size differs from layer to layer, which is not supported"
+                )
+            keys["intermediate_size"] = widths[0]
+        return keys
+
+    def feed_forward(self) -> FeedForwardSpec:
+        """Return the sizes of the feed-forward layer, with the matrices of AltUp, LAuReL and of the
+        layer's own embeddings.
+        """
+        M, n = self.hidden_size, self.altup_num_inputs
+        altup = n * n + n**3 + n * M
+        # the low-rank branch, and the maps of the layer's embedding: its input, gate and output
+        branches = M * (2 * self.laurel_rank + 3 * self.hidden_size_per_layer_input)
+        return AugmentedDenseSpec(M, self.intermediate_size, beside=altup + branches)
+
+    def _shared_keys(self, window: int | None) -> SharedKeysSpec:
+        """Return the sizes of a layer without key and value matrices of its own."""
+        own = self.attention(window)
+        keys = own.shape.key_maps(self.hidden_size)
+        weights = own.weights + ParameterCounts(-keys, norms=-self.head_dim)
+        return SharedKeysSpec(weights, (), own.shape, own.visible)
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, with its further embeddings and projections."""
+        M, L, n = self.hidden_size, self.num_hidden_layers, self.altup_num_inputs
+        width = self.hidden_size_per_layer_input
+        model, first_shared = super().sizes(name), L - self.num_kv_shared_layers
+        norms = ParameterCounts(norms=PER_LAYER_MODULES * M)
+        layers = tuple(
+            replace(
+                layer,
+                norms=norms,
+                mixer=layer.mixer if i < first_shared else self._shared_keys(window),
+            )
+            for i, (layer, window) in enumerate(zip(model.layers, self.windows(), strict=True))
+        )
+        # the maps between the streams are before the first layer and after the last one; every
+        # token uses them, so that they count with the first layer
+        streams = ParameterCounts(2 * (n - 1) * M * M, norms=width)
+        first = replace(layers[0].mixer, weights=layers[0].mixer.weights + streams)
+        return replace(
+            model,
+            layers=(replace(layers[0], mixer=first), *layers[1:]),
+            token_tables=(self.vocab_size_per_layer_input, L * width),
+        )
 
 
 def _text(raw: Raw) -> dict[str, object]:

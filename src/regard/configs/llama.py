@@ -43,9 +43,10 @@ class GroupedQueryConfig(ModelConfig):
 
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"hidden_act": ("silu",)}
     norms_per_block: ClassVar[int] = 2
+    zero: ClassVar[tuple[str, ...]] = ("max_window_layers",)
 
     def __post_init__(self) -> None:
-        check_sizes(self, zero=("max_window_layers",))
+        check_sizes(self, zero=self.zero)
         check_groups(self.num_attention_heads, self.num_key_value_heads)
         check_rope(self.rope)
         self.windows()
@@ -168,6 +169,15 @@ class MistralConfig(GroupedQueryConfig):
     def windows(self) -> tuple[int | None, ...]:
         """Return the same window for all layers, or None for all."""
         return layer_windows(self.num_hidden_layers, sliding_window=self.sliding_window)
+
+
+@dataclass(frozen=True)
+class Ministral3Config(MistralConfig):
+    """The keys of Ministral 3, which has no window unless one is given."""
+
+    sliding_window: int | None = None
+
+    model_types: ClassVar[tuple[str, ...]] = ("ministral3",)
 
 
 @dataclass(frozen=True)
@@ -300,6 +310,27 @@ class Olmo2Config(GroupedQueryConfig):
         heads.
         """
         return (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class Olmo3Config(Olmo2Config):
+    """The keys of OLMo 3: OLMo 2 with a window in three of four layers."""
+
+    sliding_window: int | None = 4096
+    layer_types: tuple[str, ...] | None = None
+
+    model_types: ClassVar[tuple[str, ...]] = ("olmo3",)
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the windows of `layer_types`; without that key, every fourth layer has full
+        attention and the others have the window.
+        """
+        return layer_windows(
+            self.num_hidden_layers,
+            sliding_window=self.sliding_window,
+            layer_types=self.layer_types,
+            sliding_window_pattern=4 if self.layer_types is None else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from regard.configs.published_mixed import MIXED
 from regard.configs.reader import read_sizes, read_sizes_file
 from regard.cost.model import ModelSpec
 from regard.did_you_mean import suggest
@@ -259,6 +260,7 @@ def _qwen(
 
 _TIED = {"tie_word_embeddings": True}
 _WIDE = {"vocab_size": 152064}
+QWEN2 = "Yang et al. 2024 (arXiv 2407.10671), table 1; config.json of Qwen/Qwen2"
 QWEN25 = "Qwen Team 2024 (arXiv 2412.15115), table 1; config.json of Qwen/Qwen2.5"
 QWEN3 = "Yang et al. 2025 (arXiv 2505.09388), tables 1 and 2; config.json of Qwen/Qwen3"
 
@@ -273,6 +275,10 @@ def _moe(experts_ff: int) -> dict[str, object]:
 
 
 QWEN = {
+    "qwen2-0.5b": PublishedModel(_qwen("qwen2", 896, 24, 14, 2, 4864, **_TIED), QWEN2),
+    "qwen2-1.5b": PublishedModel(_qwen("qwen2", 1536, 28, 12, 2, 8960, **_TIED), QWEN2),
+    "qwen2-7b": PublishedModel(_qwen("qwen2", 3584, 28, 28, 4, 18944, **_WIDE), QWEN2),
+    "qwen2-72b": PublishedModel(_qwen("qwen2", 8192, 80, 64, 8, 29568, **_WIDE), QWEN2),
     "qwen2.5-0.5b": PublishedModel(_qwen("qwen2", 896, 24, 14, 2, 4864, **_TIED), QWEN25),
     "qwen2.5-1.5b": PublishedModel(_qwen("qwen2", 1536, 28, 12, 2, 8960, **_TIED), QWEN25),
     "qwen2.5-3b": PublishedModel(_qwen("qwen2", 2048, 36, 16, 2, 11008, **_TIED), QWEN25),
@@ -436,7 +442,14 @@ DEEPSEEK = {
 }
 
 PUBLISHED_MODELS: dict[str, PublishedModel] = (
-    GPT | LLAMA | LIKE_LLAMA | QWEN | GEMMA | DEEPSEEK | EARLIER
+    GPT
+    | LLAMA
+    | LIKE_LLAMA
+    | QWEN
+    | GEMMA
+    | DEEPSEEK
+    | EARLIER
+    | {name: PublishedModel(*row) for name, row in MIXED.items()}
 )
 """Name -> config and source."""
 

@@ -215,14 +215,20 @@ SIZE_KEYS = frozenset(
         "attention_bias",
         "decoder_sparse_step",
         "expansion_ratio",
+        "index_topk_freq",
+        "index_topk_pattern",
         "lm_head_bias",
         "mlp_bias",
+        "mamba_proj_bias",
         "mlp_only_layers",
+        "moe_latent_size",
         "moe_layer_freq",
         "n_inner",
         "no_bias",
         "position_embedding_type",
+        "projectors_bias",
         "pruned_heads",
+        "use_bias",
     }
 )
 """Keys that change sizes: values that a family does not support also raise when a model is

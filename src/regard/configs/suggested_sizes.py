@@ -44,7 +44,11 @@ NSA_PAPER = "Yuan et al. 2025 (arXiv 2502.11089), section 4.1"
 INFINI_PAPER = "Munkhdalai et al. 2024 (arXiv 2404.07143), section 3"
 GATED_DELTA_MODEL = "the config.json of Qwen3-Next-80B-A3B"
 
-ALIASES = {"window": "sliding_window"}
+ALIASES = {
+    "window": "sliding_window",
+    "linear": "linear_attention",
+    "gated_delta": "gated_delta_net",
+}
 """Short names of `--mechanisms`, with the names of the catalogue."""
 MAIN_OPTION = {
     "gqa": "groups",
@@ -140,7 +144,8 @@ def parse_mechanism(text: str) -> MechanismChoice:
     MechanismChoice(label='window:4096', name='sliding_window', sizes={'window': 4096})
     """
     first, *values = text.strip().split(":")
-    name = ALIASES.get(first.lower(), first.lower())
+    spelled = first.lower().replace("-", "_")
+    name = ALIASES.get(spelled, spelled)
     if name not in MECHANISM_CHOICES:
         hint = suggest(first, [*ALIASES, *MECHANISM_CHOICES], cutoff=0.5, otherwise=".")
         raise ArgumentError(
@@ -304,19 +309,21 @@ def _heads_of(model: ModelSpec) -> tuple[int, int]:
     """Return H and G, the numbers of query heads and of key/value heads, of a published model.
 
     Raises:
-        ArgumentError: the first layer of the model has no heads that could be replaced.
+        ArgumentError: no layer of the model has softmax attention or latents.
 
     >>> _heads_of(model_of("llama-3-8b")), _heads_of(model_of("deepseek-v2"))
     ((32, 8), (128, 128))
+    >>> _heads_of(model_of("qwen3-next-80b-a3b"))  # its first layers are recurrent
+    (16, 2)
     """
-    first = next(iter(model.mixers))
-    if isinstance(first, SoftmaxSpec):
-        return first.shape.heads, first.shape.groups
-    if isinstance(first, LatentSpec):
-        return first.heads, first.heads
+    for mixer in model.mixers:
+        if isinstance(mixer, SoftmaxSpec):
+            return mixer.shape.heads, mixer.shape.groups
+        if isinstance(mixer, LatentSpec):
+            return mixer.heads, mixer.heads
     raise ArgumentError(
-        f"the first layer of {model.name} is {first.name}; --mechanisms needs a model whose first "
-        "layer is softmax attention, or sizes given as options"
+        f"the layers of {model.name} are {', '.join(model.attention_kinds)}; --mechanisms needs a "
+        "model with softmax attention, or sizes given as options"
     )
 
 

@@ -10,7 +10,7 @@ FLOPs, but as matrix products that run faster.
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from regard.cost.softmax import attention_flops, causal_pairs
 from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
@@ -98,14 +98,47 @@ def delta_flops(heads: int, groups: int, D: int, E: int, *, gated: bool = False)
 
 
 @dataclass(frozen=True)
+class ShortConvolution:
+    """A causal convolution over the last few tokens, with one filter per channel.
+
+    Its weights are among the matrices of a layer, because a token multiplies each of them once.
+
+    Attributes:
+        channels: c, the number of channels.
+        kernel: k, the number of tokens of a filter, the present one included.
+
+    >>> ShortConvolution(8192, 4).past
+    24576
+    """
+
+    channels: int = 0
+    kernel: int = 1
+
+    @property
+    def past(self) -> int:
+        """The number of cached values: the last k - 1 inputs of every channel."""
+        return self.channels * (self.kernel - 1)
+
+
+@dataclass(frozen=True)
 class RecurrentSpec(Spec):
     """A mechanism with a state of fixed size and the same FLOPs for each token.
 
     Attributes:
         shape: H, G, D and E, and N if there are more value heads than key heads.
+        convolution: the convolution before the recurrence; by default there is none.
     """
 
     shape: HeadShape
+    convolution: ShortConvolution = field(default=ShortConvolution(), kw_only=True)
+
+    def _with_past(self, state: Quantity) -> Quantity:
+        """Return the number of values of the state and of the convolution's past inputs."""
+        if not (past := self.convolution.past):
+            return state
+        c, k = self.convolution.channels, self.convolution.kernel
+        formula = f"{state.formula} + c (k - 1) = {c} x {k - 1}"
+        return Quantity(state.value + past, formula)
 
     @property
     def bounded(self) -> bool:
@@ -168,10 +201,10 @@ class LinearSpec(RecurrentSpec):
         (_, G, D, E), N = self._sizes, self.shape.states
         value = linear_state(G, D, E, normalised=self.normalised, value_heads=N)
         if self.normalised and N != G:
-            return Quantity(value, f"N D E + G D = {N} x {D} x {E} + {G} x {D}")
+            return self._with_past(Quantity(value, f"N D E + G D = {N} x {D} x {E} + {G} x {D}"))
         each = f"({E} + 1)" if self.normalised else f"{E}"
         letters = f"{self._states} D {'(E + 1)' if self.normalised else 'E'}"
-        return Quantity(value, f"{letters} = {N} x {D} x {each}")
+        return self._with_past(Quantity(value, f"{letters} = {N} x {D} x {each}"))
 
     def token(self) -> Quantity:
         """Return the FLOPs of one read per query head and one write per key/value head, without
@@ -207,7 +240,9 @@ class DeltaSpec(RecurrentSpec):
     def state(self) -> Quantity:
         """The number of values of the state matrices of all key/value heads."""
         (_, _, D, E), N = self._sizes, self.shape.states
-        return Quantity(delta_state(N, D, E), f"{self._states} D E = {N} x {D} x {E}")
+        return self._with_past(
+            Quantity(delta_state(N, D, E), f"{self._states} D E = {N} x {D} x {E}")
+        )
 
     def token(self) -> Quantity:
         """Return the FLOPs of one read per query head and one correction per key/value head."""

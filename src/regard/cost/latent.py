@@ -6,11 +6,12 @@ The functions take sizes and return exact integers; `LatentSpec` combines them f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from regard.cost.selected import IndexSelection, indexer_flops
 from regard.cost.softmax import ALL_EARLIER_KEYS, VisibleKeys, attention_flops, causal_pairs
-from regard.cost.spec import ParameterCounts, Quantity, Spec
+from regard.cost.spec import CacheContents, ParameterCounts, Quantity, Spec
 from regard.units import plural
 
 Form: TypeAlias = Literal["auto", "expand", "absorb"]
@@ -249,3 +250,101 @@ class LatentSpec(Spec):
         )
         scores = f"2 H n (d_nope + d_rope + E) = 2 x {H} x {n} x ({nope + rope} + {E})"
         return Quantity(flops, f"{up} x {cached} (expansion) + {scores}")
+
+
+@dataclass(frozen=True)
+class IndexedLatentSpec(LatentSpec):
+    """DeepSeek sparse attention (DSA) on latents: an indexer of J heads of width d scores all
+    earlier tokens, and a query attends to the `topk` latents with the highest scores.
+
+    A cache stores one index key per token beside the latent. Attention is computed in the form
+    "absorb", because the queries of a prompt select different latents.
+
+    Attributes:
+        selection: J, d and topk.
+
+    >>> layer = LatentSpec.of(7168, 128, 512, 128, 64, 128, q_rank=1536)
+    >>> sparse = IndexedLatentSpec.from_latent(layer, 7168, 1536, IndexSelection(64, 128, 2048))
+    >>> sparse.cached(1).values_per_token, sparse.weights.total - layer.weights.total
+    (704, 13959424)
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
+    """
+
+    selection: IndexSelection = field(kw_only=True)
+
+    @classmethod
+    def from_latent(
+        cls, latent: LatentSpec, dim: int, q_rank: int, selection: IndexSelection
+    ) -> IndexedLatentSpec:
+        """Return the spec of latent attention with an indexer.
+
+        Args:
+            latent: the sizes without the indexer.
+            dim: M.
+            q_rank: the size of the latent of the queries, from which index queries are computed.
+            selection: J, d and topk.
+        """
+        J, d = selection.heads, selection.head_dim
+        indexer = ParameterCounts(q_rank * J * d + dim * d + dim * J, norms=2 * d)
+        return cls(
+            latent.weights + indexer,
+            (*latent.parts, (1, d)),
+            latent.heads,
+            latent.kv_rank,
+            latent.nope_dim,
+            latent.rope_dim,
+            latent.value_dim,
+            "absorb",
+            selection=selection,
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the mechanism, with its heads, the sizes of the latent, and the selection."""
+        return f"{super().name}, {self.selection.topk:,} selected keys"
+
+    @property
+    def values_per_token(self) -> Quantity:
+        """The values of the latent, of the rotary key and of the index key."""
+        d = self.selection.head_dim
+        numbers = latent_values(self.kv_rank, self.rope_dim) + d
+        formula = f"r + d_rope + d_index = {self.kv_rank} + {self.rope_dim} + {d}"
+        return Quantity(numbers, formula)
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """Empty, because only the form "absorb" is counted."""
+        return ()
+
+    def read(self, context: int) -> CacheContents:
+        """Return the selected latents, and the index keys of all tokens."""
+        latent, index = self.parts
+        read = self.selection.tokens(context).value
+        return CacheContents((latent,), read, others=(CacheContents((index,), context),))
+
+    def decode_flops(self, context: int, form: str | None = None) -> int:
+        """Return the FLOPs of one token; there is only one form."""
+        return self.step(context).value
+
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of absorption, of attention to the selected latents, and of the index
+        scores.
+        """
+        H, r, rope = self.heads, self.kv_rank, self.rope_dim
+        read = self.selection.tokens(context).value
+        scores = self.selection.flops(context, H, r)
+        flops = latent_expansion_flops(1, H, r, self.nope_dim, self.value_dim)
+        flops += attention_flops(H * read, r + rope, r) + scores.value
+        up = f"2 r H (d_nope + E) = 2 x {r} x {H} x ({self.nope_dim} + {self.value_dim})"
+        attention = f"2 H n (2 r + d_rope) = 2 x {H} x {read} x {2 * r + rope}"
+        return Quantity(flops, f"{up} (absorption) + {attention} + {scores.formula}")
+
+    def prefill_flops(self, context: int) -> int:
+        """Return the FLOPs of all queries: absorption, selected pairs, and index scores of all
+        pairs.
+        """
+        H, r, J, d = self.heads, self.kv_rank, self.selection.heads, self.selection.head_dim
+        absorption = latent_expansion_flops(context, H, r, self.nope_dim, self.value_dim)
+        attention = attention_flops(H * self.selection.pairs(context), r + self.rope_dim, r)
+        return absorption + attention + indexer_flops(causal_pairs(context, context), J, d)

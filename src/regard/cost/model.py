@@ -159,17 +159,21 @@ class LayerSpec:
         feed_forward: its feed-forward layer; None if it has none.
         norms: the parameters of its norms.
         cross: its cross-attention to another sequence; None if it has none.
+        parallel: a second mechanism that reads the same input as `mixer`; None if there is none.
     """
 
     mixer: Spec
     feed_forward: FeedForwardSpec | None = None
     norms: ParameterCounts = NO_PARAMETERS
     cross: CrossSpec | None = None
+    parallel: Spec | None = None
 
     @property
     def mixers(self) -> tuple[Spec, ...]:
-        """The self-attention, and the cross-attention if there is one."""
-        return (self.mixer,) if self.cross is None else (self.mixer, self.cross)
+        """The self-attention, and the parallel mechanism and the cross-attention if there are
+        such.
+        """
+        return tuple(x for x in (self.mixer, self.parallel, self.cross) if x is not None)
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,8 @@ class ModelSpec:
         encoder: the layers of the encoder of an encoder-decoder.
         positions: the number of values in learned tables of positions and segments.
         position_rows: how many rows of those tables one token uses.
+        token_tables: rows and width of a second table of embeddings, of which a token uses one row;
+            (0, 0) if there is none.
         norms: the parameters of the norms outside the layers.
         head: whether there is an output matrix to logits.
         tied: whether that matrix is the embedding.
@@ -218,6 +224,7 @@ class ModelSpec:
     encoder: tuple[LayerSpec, ...] = ()
     positions: int = 0
     position_rows: int = 0
+    token_tables: tuple[int, int] = (0, 0)
     norms: ParameterCounts = NO_PARAMETERS
     head: bool = True
     tied: bool = False
@@ -242,10 +249,11 @@ class ModelSpec:
         """
         whole, active = self._sums(None), self._sums(tokens)
         head = self.vocab * self.dim if self.head else 0
-        own = {"embedding": self.vocab * self.dim, "positions": self.positions}
+        rows, width = self.token_tables
+        own = {"embedding": self.vocab * self.dim + rows * width, "positions": self.positions}
         own["head"] = 0 if self.tied else head
         used = {
-            "embedding": min(tokens, self.vocab) * self.dim,
+            "embedding": min(tokens, self.vocab) * self.dim + min(tokens, rows) * width,
             "positions": min(tokens * self.position_rows * self.dim, self.positions),
             "head": head,
         }

@@ -90,7 +90,7 @@ class KVFormat:
 
     def total_bytes(self, cached: CacheContents) -> int:
         """Return the bytes of the whole cache, the recurrent state included."""
-        state = STATE_BYTES * cached.state
+        state = STATE_BYTES * cached.state + sum(map(self.total_bytes, cached.others))
         if self.name not in QUANTIZED or cached.bounded:
             return -(-cached.values_per_token * cached.tokens * self._exact_bits() // 8) + state
         group = self._group(cached)

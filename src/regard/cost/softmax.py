@@ -156,15 +156,20 @@ class CausalKeys:
         window: W, the maximum number of keys that a query attends to, its own included; None is no
             window.
         causal: whether a query attends only to its own key and earlier ones.
+        chunked: whether the window does not slide: the text is divided into chunks of W tokens, and
+            a query attends to the earlier keys of its own chunk.
 
     >>> CausalKeys(window=512).visible_keys(32768)
     512
     >>> CausalKeys().pairs(4), CausalKeys(causal=False).pairs(4)
     (10, 16)
+    >>> CausalKeys(3, chunked=True).visible_keys(4), CausalKeys(3, chunked=True).pairs(4)
+    (1, 7)
     """
 
     window: int | None = None
     causal: bool = True
+    chunked: bool = False
 
     @property
     def max_tokens(self) -> int | None:
@@ -172,11 +177,16 @@ class CausalKeys:
         return self.window
 
     def visible_keys(self, context: int) -> int:
-        """Return the number of visible keys: all keys, or the last W."""
+        """Return the number of visible keys: all keys, the last W, or those of the chunk."""
+        if self.chunked and self.window is not None:
+            return (context - 1) % self.window + 1
         return context if self.window is None else min(context, self.window)
 
     def pairs(self, context: int) -> int:
-        """Return the pairs of the whole square, of its lower triangle, or of a band."""
+        """Return the pairs of the whole square, of its lower triangle, of a band, or of chunks."""
+        if self.chunked and self.window is not None:
+            whole, rest = divmod(context, self.window)
+            return whole * causal_pairs(self.window, self.window) + causal_pairs(rest, rest)
         if not self.causal:
             return context * context
         if self.window is None:
@@ -253,7 +263,10 @@ class SoftmaxSpec(Spec):
     def name(self) -> str:
         """MHA, GQA or MQA, with the heads and the window."""
         label = self.shape.label
-        return label if self.window is None else f"{label}, window {self.window:,}"
+        if self.window is None:
+            return label
+        chunked = isinstance(self.visible, CausalKeys) and self.visible.chunked
+        return f"{label}, {'chunks of' if chunked else 'window'} {self.window:,}"
 
     @property
     def bounded(self) -> bool:
@@ -286,6 +299,36 @@ class SoftmaxSpec(Spec):
         """Return the FLOPs of attention over all pairs that the mask allows."""
         pairs = self.shape.heads * self.visible.pairs(context)
         return attention_flops(pairs, self.shape.head_dim, self.shape.value_dim)
+
+
+@dataclass(frozen=True)
+class SharedKeysSpec(SoftmaxSpec):
+    """Softmax attention to the keys and values of an earlier layer, which that layer caches.
+
+    >>> spec = SharedKeysSpec.of(64, HeadShape(4, 2, 16, 16))
+    >>> spec.cached(100).values, spec.read(100).values
+    (0, 6400)
+
+    Source: Brandon et al. 2024 (arXiv 2405.12981); Gemma 3n.
+    """
+
+    @property
+    def name(self) -> str:
+        """The heads and the window, and that the keys are those of another layer."""
+        return f"{super().name}, keys of an earlier layer"
+
+    @property
+    def values_per_token(self) -> Quantity:
+        """Zero, because the earlier layer caches the keys and values."""
+        return Quantity(0, "cached by an earlier layer")
+
+    def cached(self, context: int) -> CacheContents:
+        """Return an empty cache, because the earlier layer has the keys and values."""
+        return CacheContents()
+
+    def read(self, context: int) -> CacheContents:
+        """Return the keys and values of the earlier layer."""
+        return CacheContents(self.shape.parts, self.tokens(context).value)
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,7 @@ class CacheContents:
         bounded: whether old tokens are dropped.
         from_source: whether the tokens are those of another sequence, so that a generated token
             adds nothing.
+        others: further contents with another number of tokens.
 
     >>> cached = CacheContents(parts=((8, 128), (8, 128)), tokens=100)
     >>> cached.values_per_token, cached.values
@@ -153,6 +154,7 @@ class CacheContents:
     state: int = 0
     bounded: bool = False
     from_source: bool = False
+    others: tuple[CacheContents, ...] = ()
 
     @property
     def values_per_token(self) -> int:
@@ -162,7 +164,8 @@ class CacheContents:
     @property
     def values(self) -> int:
         """The number of all cached values, the state included."""
-        return self.values_per_token * self.tokens + self.state
+        own = self.values_per_token * self.tokens + self.state
+        return own + sum(other.values for other in self.others)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def load(
             source that is not on the hub.
 
     >>> load("tiny").config.vocab_size
-    1024
+    1920
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ArgumentError(f"dtype is {dtype}; weights are float32, float16, bfloat16 or float64")

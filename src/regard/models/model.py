@@ -100,7 +100,7 @@ class Model(TextModel):
 
         >>> import regard, torch
         >>> regard.load("tiny").forward(torch.tensor([[1, 2, 3]])).shape
-        torch.Size([1, 3, 1024])
+        torch.Size([1, 3, 1920])
         """
         check_ids(ids, self.config.vocab_size)
         logits: Tensor = self.decoder(ids, positions, caches, backend=backend)

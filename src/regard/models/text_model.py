@@ -174,7 +174,7 @@ class TextModel:
         >>> import regard
         >>> folder = regard.load("tiny").save("saved-model")
         >>> regard.load(folder).config.vocab_size
-        1024
+        1920
         """
         return save_model(
             self._network,

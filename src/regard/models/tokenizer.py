@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.regular_files import read_bytes
 from regard.files.strict_json import parse_json
+from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
 _DISPLAY_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
@@ -50,6 +53,13 @@ def _byte_alphabet() -> dict[str, int]:
 
 BYTE_OF = _byte_alphabet()
 """Character of the byte-level alphabet -> byte."""
+LETTER_OF = {byte: letter for letter, byte in BYTE_OF.items()}
+
+_CHINESE = re.compile(
+    # punctuation and kana, Han characters in three blocks, wide forms
+    "[\u3000-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff00-\uffef]"
+)
+"""A character of Chinese text: Han, kana, or wide punctuation."""
 
 
 def check_unicode(text: str) -> str:
@@ -234,6 +244,59 @@ class Tokenizer:
                 f"{file}: cannot write the tokenizer: {error.strerror or error}"
             ) from error
         return file
+
+    def with_chinese(self, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Return this tokenizer with a token of its own for each of the most frequent Chinese
+        characters of some texts.
+
+        A Chinese character is always a token or, if it is rare, its bytes; tokens of several
+        characters are not formed. Text without Chinese characters keeps its tokens.
+
+        Args:
+            texts: the texts whose characters are counted: Han characters, kana, and the wide
+                punctuation of Chinese and Japanese.
+            vocab_size: the number of tokens of the new tokenizer; fewer if the texts have fewer
+                characters.
+
+        Returns:
+            A new tokenizer. Old tokens keep their ids.
+
+        Raises:
+            ArgumentError: this tokenizer is not a byte-level BPE, or has `vocab_size` tokens or
+                more.
+
+        >>> english = Tokenizer.train(["low lower"], vocab_size=260)
+        >>> both = english.with_chinese(["我打他", "我"], 262)
+        >>> both.pieces(both.encode("low 我打他")), both.vocab_size
+        (['low', '·', '我', '‹E6›', '‹89›', '‹93›', '他'], 262)
+        """
+        content = json.loads(self._backend.to_str())
+        model, splitter = content["model"], content["pre_tokenizer"]
+        if not self._byte_level or model["type"] != "BPE" or splitter["type"] != "ByteLevel":
+            raise ArgumentError(
+                "this tokenizer is not a byte-level BPE, to which characters can be added; train a "
+                "new tokenizer instead"
+            )
+        if vocab_size <= self.vocab_size:
+            raise ArgumentError(
+                f"vocab_size is {vocab_size} and this tokenizer has "
+                f"{plural(self.vocab_size, 'token')}; give a larger number"
+            )
+        counts = Counter(c for text in texts for c in _CHINESE.findall(check_unicode(text)))
+        tokens = {c: "".join(LETTER_OF[byte] for byte in c.encode()) for c in counts}
+        # the most frequent first; of equally frequent ones the smallest code point
+        new = sorted(
+            (c for c in counts if tokens[c] not in model["vocab"]), key=lambda c: (-counts[c], c)
+        )
+        for index, character in enumerate(new[: vocab_size - self.vocab_size], self.vocab_size):
+            model["vocab"][tokens[character]] = index
+        model["ignore_merges"] = True  # a piece that is a token is not built from its bytes
+        split = pre_tokenizers.Split(tokenizers.Regex(_CHINESE.pattern), "isolated")
+        backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=splitter["add_prefix_space"])]
+        )
+        return type(self)(backend)
 
     @property
     def vocab_size(self) -> int:

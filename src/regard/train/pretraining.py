@@ -19,6 +19,7 @@ from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import folder_locked, sync_to_disk, temporary_folder, write_user_file
 from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
 from regard.models.families import family, llama, model_type_of, regard
+from regard.models.model import Model
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
 from regard.nn.variants import VARIANTS
@@ -32,11 +33,27 @@ from regard.train.loop import TrainResult, fit
 from regard.train.losses import next_token_loss
 from regard.train.progress import make_progress
 from regard.train.settings import Settings
+from regard.train.starting_model import extended_model, extended_tokenizer, load_starting_model
 from regard.units import plural
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 KV_HEADS = 2
 """The default number of key/value heads."""
+VOCAB = 4096
+"""The default number of tokens of a new tokenizer."""
+MODEL_OPTIONS = (
+    "dim",
+    "layers",
+    "heads",
+    "kv_heads",
+    "hidden",
+    "tie",
+    "attention",
+    "position",
+    "window",
+    "set",
+)
+"""The options of a new model; `--start-from` names a model that has them already."""
 _FLAGS_WITH_ATTENTION = {"position": "--position", "window": "--window", "set": "--set"}
 """The options that are allowed only together with `--attention`."""
 
@@ -176,7 +193,11 @@ class PretrainingRun:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = dict(options)
-        if options["attention"] is None and options["kv_heads"] is None:
+        self.start: Model | None = None  # the model that --start-from names
+        if options.get("start_from"):
+            for name in MODEL_OPTIONS:
+                self.options[name] = None  # the model has them
+        elif options["attention"] is None and options["kv_heads"] is None:
             self.options["kv_heads"] = KV_HEADS  # for command.txt
         self.out: Path = options["out"]
         # the ranks of the run; None is one process
@@ -189,7 +210,12 @@ class PretrainingRun:
             The final figures, and the signal that stopped the run, if any.
         """
         settings, vocab = self.settings(), self.options["vocab"]
-        make_config(self.options, vocab)  # refuse wrong sizes before the text is read
+        if self.options.get("start_from"):
+            self.start = load_starting_model(self.options["start_from"])
+            self.options["vocab"] = vocab or self.start.config.vocab_size
+        else:
+            self.options["vocab"] = vocab or VOCAB
+            make_config(self.options, self.options["vocab"])  # refuse wrong sizes before the text
         check_device(self.options["device"])
         checkpoints.check_free_space(self.out, checkpoints.EXTRA_BYTES)  # before the text is read
         if self.parallel is not None and not self.parallel.is_first:
@@ -271,7 +297,12 @@ class PretrainingRun:
         if file.exists():
             tokenizer = Tokenizer.load(file)
         else:
-            tokenizer = Tokenizer.train((d.text for d in train), self.options["vocab"])
+            texts, vocab = (d.text for d in train), self.options["vocab"]
+            if self.start is None:
+                tokenizer = Tokenizer.train(texts, vocab)
+            else:
+                assert self.start.tokenizer is not None  # `load_starting_model` checks it
+                tokenizer = extended_tokenizer(self.start.tokenizer, texts, vocab)
             self.write_command()
             tokenizer.save(file)
         tokens, validation_tokens = (
@@ -298,7 +329,10 @@ class PretrainingRun:
         )
 
     def model(self, vocab_size: int) -> tuple[nn.Module, Any]:
-        """Return a model with random weights, and its config."""
+        """Return the model to train and its config: random weights, or those of `--start-from`."""
+        if self.start is not None:
+            network, its_config = extended_model(self.start, vocab_size, self.options["seed"])
+            return network.to(self.options["device"]), its_config
         config = make_config(self.options, vocab_size)
         return make_model(config, self.options["seed"]).to(self.options["device"]), config
 

@@ -62,7 +62,7 @@ class ModelRun:
     >>> run = prepare(regard.load("tiny"), "to be or")
     >>> result = run.run(capture=["layers.*.z"])
     >>> tuple(result.output.shape)[::2], list(result.trace)[:2]
-    ((1, 1024), ['layers.0.z', 'layers.1.z'])
+    ((1, 1920), ['layers.0.z', 'layers.1.z'])
     """
 
     model: AnyModel

@@ -19,11 +19,13 @@ from regard.inspect.metrics.pattern_scores import (
     repeated_ids,
     sink_share,
 )
+from regard.inspect.metrics.text_fit import TextFit, text_fit, warn_about_text
 
 __all__ = [
     "NUM_SINKS",
     "Measures",
     "Sampled",
+    "TextFit",
     "duplicate_score",
     "entropy",
     "head_scores",
@@ -35,6 +37,8 @@ __all__ = [
     "repeated_ids",
     "retrieval_score",
     "sink_share",
+    "text_fit",
+    "warn_about_text",
 ]
 
 __getattr__ = renamed(__name__, {"SINKS": "NUM_SINKS"})

@@ -341,7 +341,7 @@ def retrieval_score(
     >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
     >>> needle = slice(0, 2)  # "to be": the last "to" is followed by "be" again
     >>> retrieval_score(recording[0], recording.ids[0], needle).tolist()
-    [0.0, 0.0, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+    [0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0]
 
     Source: Wu et al. 2024 (arXiv 2404.15574), section 2, equation 1; tokens are counted by their
         position, not by their text.

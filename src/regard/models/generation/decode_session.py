@@ -62,9 +62,9 @@ class DecodeSession:
     >>> import regard, torch
     >>> session = DecodeSession(regard.load("tiny").decoder)
     >>> session.append(torch.tensor([[1, 2, 3, 4]]), chunk=3).shape
-    torch.Size([1, 1024])
+    torch.Size([1, 1920])
     >>> session.append(torch.tensor([[5]])).shape
-    torch.Size([1, 1024])
+    torch.Size([1, 1920])
     """
 
     read = renamed_attribute("append")

@@ -1,0 +1,181 @@
+"""The configs of further models with grouped queries and mixtures of experts: Llama 4, GLM-4.5 and
+MiniMax-M2.
+
+`regard cost` counts these families; `regard.load` does not load them.
+
+Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from regard.configs.base import FULL, Raw
+from regard.configs.llama import GroupedQueryConfig, check_experts
+from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec, MoESpec
+from regard.cost.softmax import CausalKeys
+from regard.errors import ArgumentError
+from regard.units import plural
+
+CHUNKED = "chunked_attention"
+IMAGES = {
+    "text_config",
+    "vision_config",
+    "boi_token_index",
+    "eoi_token_index",
+    "image_token_index",
+}
+"""Keys of a Llama 4 that also reads images."""
+
+
+@dataclass(frozen=True)
+class Llama4Config(GroupedQueryConfig):
+    """The keys of Llama 4: attention inside chunks in three of four layers, and a mixture of
+    experts in every `interleave_moe_layer_step`-th layer.
+    """
+
+    intermediate_size_mlp: int = field(kw_only=True)
+    num_local_experts: int = field(kw_only=True)
+    num_experts_per_tok: int = 1
+    interleave_moe_layer_step: int = 1
+    attention_chunk_size: int = 8192
+    no_rope_layer_interval: int = 4
+    layer_types: tuple[str, ...] | None = None
+
+    model_types: ClassVar[tuple[str, ...]] = ("llama4_text", "llama4")
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
+        self._chunked()
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys of the language model, also from the file of a model that reads images.
+
+        `no_rope_layers` has a 1 for each layer with rotary positions, which attends inside chunks.
+        """
+        text = raw.get("text_config")
+        if isinstance(text, Mapping):
+            raw = {k: v for k, v in raw.items() if k not in IMAGES} | dict(text)
+        keys = super().normalize_keys(raw)
+        rotated = keys.pop("no_rope_layers", None)
+        if isinstance(rotated, list) and rotated and keys.get("layer_types") is None:
+            keys["layer_types"] = [CHUNKED if flag else FULL for flag in rotated]
+        return keys
+
+    def _chunked(self) -> tuple[bool, ...]:
+        """Return whether each layer attends inside chunks."""
+        layers, n = self.num_hidden_layers, self.no_rope_layer_interval
+        if self.layer_types is None:
+            return tuple((i + 1) % n != 0 for i in range(layers))
+        if len(self.layer_types) != layers or not set(self.layer_types) <= {CHUNKED, FULL}:
+            raise ArgumentError(
+                f"layer_types must have {CHUNKED!r} or {FULL!r} for each of "
+                f"{plural(layers, 'layer')}"
+            )
+        return tuple(kind == CHUNKED for kind in self.layer_types)
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, with chunks and experts in their layers."""
+        model, M = super().sizes(name), self.hidden_size
+        full = self.attention(None)
+        chunked = replace(full, visible=CausalKeys(self.attention_chunk_size, chunked=True))
+        dense: FeedForwardSpec = DenseSpec(M, self.intermediate_size_mlp)
+        step = self.interleave_moe_layer_step
+        layers = tuple(
+            replace(
+                layer,
+                mixer=chunked if in_chunks else full,
+                feed_forward=self.feed_forward() if (i + 1) % step == 0 else dense,
+            )
+            for i, (layer, in_chunks) in enumerate(zip(model.layers, self._chunked(), strict=True))
+        )
+        return replace(model, layers=layers)
+
+    def feed_forward(self) -> FeedForwardSpec:
+        """Return the sizes of a mixture of experts with a shared one."""
+        expert = DenseSpec(self.hidden_size, self.intermediate_size)
+        return MoESpec(expert, self.num_local_experts, self.num_experts_per_tok, expert)
+
+
+@dataclass(frozen=True)
+class Glm4MoeConfig(GroupedQueryConfig):
+    """The keys of GLM-4.5 to 4.7: the first layers are dense, the others mixtures of experts."""
+
+    moe_intermediate_size: int = field(kw_only=True)
+    n_routed_experts: int = field(kw_only=True)
+    num_experts_per_tok: int = field(kw_only=True)
+    n_shared_experts: int = 1
+    first_k_dense_replace: int = 1
+    use_qk_norm: bool = False
+    attention_bias: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("glm4_moe",)
+    zero: ClassVar[tuple[str, ...]] = ("first_k_dense_replace",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts("n_routed_experts", self.n_routed_experts, self.num_experts_per_tok)
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases; the output map has none."""
+        return self.attention_bias, False
+
+    @property
+    def head_norms(self) -> int:
+        """The number of parameters of the norms: query heads share one, and key heads share one."""
+        return 2 * self.head_dim if self.use_qk_norm else 0
+
+    def feed_forward(self) -> FeedForwardSpec:
+        """Return the sizes of a mixture of experts, whose router has one number per expert."""
+        M, width = self.hidden_size, self.moe_intermediate_size
+        return MoESpec(
+            DenseSpec(M, width),
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            DenseSpec(M, width * self.n_shared_experts),
+            self.n_routed_experts,
+        )
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, with its first layers dense."""
+        model, dense = super().sizes(name), DenseSpec(self.hidden_size, self.intermediate_size)
+        first = self.first_k_dense_replace
+        heads = tuple(replace(layer, feed_forward=dense) for layer in model.layers[:first])
+        return replace(model, layers=(*heads, *model.layers[first:]))
+
+
+@dataclass(frozen=True)
+class MiniMaxM2Config(GroupedQueryConfig):
+    """The keys of MiniMax-M2, whose norms are over all query heads and over all key heads."""
+
+    num_local_experts: int = field(kw_only=True)
+    num_experts_per_tok: int = field(kw_only=True)
+
+    model_types: ClassVar[tuple[str, ...]] = ("minimax_m2",)
+    code: ClassVar[str | None] = "MiniMaxM2"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
+
+    @property
+    def head_norms(self) -> int:
+        """The number of parameters of the norms: one over all query heads, one over all key
+        heads.
+        """
+        return (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+
+    def feed_forward(self) -> FeedForwardSpec:
+        """Return the sizes of a mixture of experts, whose router has one number per expert."""
+        expert = DenseSpec(self.hidden_size, self.intermediate_size)
+        count = self.num_local_experts
+        return MoESpec(expert, count, self.num_experts_per_tok, router_bias=count)

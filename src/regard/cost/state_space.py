@@ -1,0 +1,147 @@
+"""Count state-space layers (Mamba, Mamba-2) and the linear layers of published hybrid models, with
+their short convolutions, gates and norms.
+
+A state-space layer is linear attention whose decay depends on the token: B is the key, C the query
+and x the value. So each function returns a `LinearSpec` or a `DeltaSpec` with the parameters of its
+own projections.
+
+Source: Dao & Gu 2024 (arXiv 2405.21060), section 3, for the equality with linear attention.
+"""
+
+from __future__ import annotations
+
+from regard.cost.fixed_state import DeltaSpec, LinearSpec, ShortConvolution
+from regard.cost.spec import HeadShape, ParameterCounts
+
+
+def mamba(
+    dim: int,
+    inner: int,
+    state: int,
+    kernel: int,
+    rank: int,
+    *,
+    bias: bool = False,
+    conv_bias: bool = True,
+    norms: bool = False,
+) -> LinearSpec:
+    """Return the spec of Mamba: each of `inner` channels has a state of its own, and B and C are
+    shared.
+
+    Args:
+        dim: M.
+        inner: the number of channels.
+        state: the number of values of the state of a channel.
+        kernel: the number of tokens of the convolution.
+        rank: the size of the bottleneck of the step sizes.
+        bias: whether the projections have biases.
+        conv_bias: whether the convolution has one.
+        norms: whether B, C and the step sizes are normalised, as in Jamba.
+
+    >>> mamba(4096, 8192, 16, 4, 256).state.value  # a layer of Jamba
+    155648
+
+    Source: Gu & Dao 2023 (arXiv 2312.00752), section 3.
+    """
+    matrices = 3 * dim * inner + inner * (rank + 2 * state) + rank * inner + inner * kernel
+    # the bias of the step sizes, the decay of every channel and state, and the skip weights
+    biases = inner + inner * state + inner
+    biases += (inner if conv_bias else 0) + (2 * inner + dim if bias else 0)
+    weights = ParameterCounts(matrices, biases, rank + 2 * state if norms else 0)
+    shape = HeadShape(1, 1, state, 1, inner)
+    convolution = ShortConvolution(inner, kernel)
+    return LinearSpec(weights, (), shape, "Mamba", decayed=True, convolution=convolution)
+
+
+def mamba2(
+    dim: int,
+    heads: int,
+    head_dim: int,
+    groups: int,
+    state: int,
+    kernel: int,
+    *,
+    bias: bool = False,
+    conv_bias: bool = True,
+    norm: bool = True,
+) -> LinearSpec:
+    """Return the spec of Mamba-2: one decay per head, and B and C shared by the heads of a group.
+
+    Args:
+        dim: M.
+        heads: the number of heads.
+        head_dim: the width of a head.
+        groups: the number of groups with B and C of their own.
+        state: the number of values of B and of C.
+        kernel: the number of tokens of the convolution.
+        bias: whether the projections have biases.
+        conv_bias: whether the convolution has one.
+        norm: whether the output is normalised.
+
+    >>> mamba2(4096, 128, 64, 1, 128, 4).state.value  # a layer of Granite 4.0 H Small
+    1073920
+
+    Source: Dao & Gu 2024 (arXiv 2405.21060), section 7.
+    """
+    inner = heads * head_dim
+    channels = inner + 2 * groups * state
+    projection = inner + channels + heads  # of the gate, of the convolution's input, of step sizes
+    matrices = dim * projection + inner * dim + channels * kernel
+    biases = 3 * heads + (channels if conv_bias else 0) + (projection + dim if bias else 0)
+    shape = HeadShape(groups, groups, state, head_dim, heads)
+    return LinearSpec(
+        ParameterCounts(matrices, biases, inner if norm else 0),
+        (),
+        shape,
+        "Mamba-2",
+        decayed=True,
+        convolution=ShortConvolution(channels, kernel),
+    )
+
+
+def convolved_gated_delta_net(dim: int, shape: HeadShape, kernel: int) -> DeltaSpec:
+    """Return the spec of the Gated DeltaNet of Qwen3-Next, with a convolution over queries, keys
+    and values.
+
+    >>> convolved_gated_delta_net(2048, HeadShape(16, 16, 128, 128, 32), 4).state.value
+    548864
+
+    Source: Yang et al. 2024 (arXiv 2412.06464); the published code of Qwen3-Next.
+    """
+    N, E = shape.states, shape.value_dim
+    channels = (shape.heads + shape.groups) * shape.head_dim + N * E
+    gates = dim * (2 * N + N * E)  # beta and decay of every head, and the output gate
+    weights = ParameterCounts(gates + channels * kernel, 2 * N, E)
+    convolution = ShortConvolution(channels, kernel)
+    return DeltaSpec(shape.maps(dim) + weights, (), shape, gated=True, convolution=convolution)
+
+
+def kimi_delta_attention(dim: int, heads: int, head_dim: int, kernel: int) -> DeltaSpec:
+    """Return the spec of Kimi Delta Attention: the delta rule with a decay for each channel, whose
+    decay and output gate are computed through a bottleneck of the width of a head.
+
+    >>> kimi_delta_attention(2304, 32, 128, 4).state.value
+    561152
+
+    Source: Kimi Team 2025 (arXiv 2510.26692), section 3.
+    """
+    shape, inner = HeadShape(heads, heads, head_dim, head_dim), heads * head_dim
+    bottlenecks = 2 * head_dim * (dim + inner)
+    matrices = bottlenecks + dim * heads + 3 * inner * kernel
+    weights = ParameterCounts(matrices, inner + heads, head_dim)
+    convolution = ShortConvolution(3 * inner, kernel)
+    return DeltaSpec(shape.maps(dim) + weights, (), shape, gated=True, convolution=convolution)
+
+
+def lightning_attention(dim: int, heads: int, head_dim: int) -> LinearSpec:
+    """Return the spec of the lightning attention of MiniMax-01: linear attention with a fixed decay
+    per head, an output gate, and one norm.
+
+    >>> lightning_attention(6144, 64, 128).state.value
+    1048576
+
+    Source: MiniMax 2025 (arXiv 2501.08313), section 2.2.
+    """
+    shape, inner = HeadShape(heads, heads, head_dim, head_dim), heads * head_dim
+    weights = shape.maps(dim) + ParameterCounts(dim * inner, norms=inner)
+    return LinearSpec(weights, (), shape, "lightning attention", decayed=True)

@@ -1,0 +1,129 @@
+"""How well a text fits a language model: whether it was made for such text at all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from regard.errors import ArgumentError
+from regard.models.model import Model
+from regard.units import plural
+
+MAX_SHARE_OF_BYTES = 0.25
+"""A text is strange if a larger share of its tokens are parts of characters."""
+CHEAP_PARAMETERS = 50_000_000
+"""`warn_about_text` runs models with at most so many parameters."""
+
+
+@dataclass(frozen=True)
+class TextFit:
+    """How a tokenizer divides a text, and how well a model predicts it.
+
+    Args:
+        tokens: the number of tokens.
+        partial_tokens: the number of tokens that are a part of a character, not characters.
+        loss: the mean loss of the tokens after the first one, in nats; None if it was not measured,
+            or if there is only one token.
+        uniform_loss: the loss of a guess that gives every token the same probability, ln V.
+
+    >>> TextFit(3, 0, 6.0, 7.6).warning is None, TextFit(3, 3, None, 7.6).is_strange
+    (True, True)
+    """
+
+    tokens: int
+    partial_tokens: int
+    loss: float | None
+    uniform_loss: float
+
+    @property
+    def is_strange(self) -> bool:
+        """Whether more than a quarter of the tokens are parts of characters, or the model predicts
+        the text worse than a uniform guess does.
+        """
+        divided = self.partial_tokens > MAX_SHARE_OF_BYTES * self.tokens
+        return divided or (self.loss is not None and self.loss > self.uniform_loss)
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence about what is strange; None if nothing is."""
+        if not self.is_strange:
+            return None
+        if self.partial_tokens > MAX_SHARE_OF_BYTES * self.tokens:
+            return (
+                f"{self.partial_tokens} of {plural(self.tokens, 'token')} are bytes of characters "
+                "that the model has no token for; what it does with them says little"
+            )
+        return (
+            f"the model predicts this text with a loss of {self.loss:.1f} nats per token, worse "
+            f"than the {self.uniform_loss:.1f} of a uniform guess; what it does with it says little"
+        )
+
+
+def text_fit(model: Model, text: str, *, run: bool = True) -> TextFit:
+    """Return how well a text fits a model and its tokenizer.
+
+    Args:
+        model: a decoder with a tokenizer.
+        text: the text, at least one token.
+        run: whether to run the model, which measures the loss.
+
+    Returns:
+        The numbers of tokens, and the loss in nats per token.
+
+    Raises:
+        ArgumentError: the model has no tokenizer.
+
+    >>> import regard
+    >>> tiny = regard.load("tiny")
+    >>> text_fit(tiny, "我打他").is_strange, text_fit(tiny, "как дела").is_strange
+    (False, True)
+    """
+    if model.tokenizer is None:
+        raise ArgumentError(
+            "the model has no tokenizer, which divides the text; load its tokenizer.json too"
+        )
+    ids = model.encode(text)
+    partial = sum(_is_partial(model, i) for i in ids[0].tolist())
+    loss = None
+    if run and ids.shape[1] > 1 and model.has_head:
+        with torch.no_grad():
+            scores = model(ids)[0, :-1].float().log_softmax(-1)
+        loss = -float(scores.gather(1, ids[0, 1:, None].to(scores.device)).mean())
+    return TextFit(ids.shape[1], partial, loss, math.log(model.tokenizer.vocab_size))
+
+
+def warn_about_text(model: object, text: str) -> str | None:
+    """Return a warning if a text is strange to a model, for commands that explain what it does.
+
+    The loss is measured for small models only, because a large one takes time.
+
+    Args:
+        model: any model; only a decoder with a tokenizer is judged.
+        text: the text.
+
+    Returns:
+        A sentence, or None.
+
+    >>> import regard
+    >>> warn_about_text(regard.load("tiny"), "Привет")
+    '12 of 12 tokens are bytes of characters that the model has no token for; ...'
+    """
+    if not isinstance(model, Model) or model.tokenizer is None:
+        return None
+    parameters = sum(p.numel() for p in model.decoder.parameters())
+    return text_fit(model, text, run=parameters <= CHEAP_PARAMETERS).warning
+
+
+def _is_partial(model: Model, index: int) -> bool:
+    """Return whether a token is a part of a character."""
+    assert model.tokenizer is not None  # the caller checks it
+    raw = model.tokenizer.token_bytes(index)
+    if raw is None:
+        return False
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return True
+    return False

@@ -1,0 +1,41 @@
+"""A text that is strange to a model is said to be: bytes of characters, and improbable tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import regard
+from regard.inspect.metrics import TextFit, text_fit, warn_about_text
+
+STRANGE = ["猫坐在垫子上", "Привет, как дела?", "안녕하세요", "Ich weiß nicht, was soll es sein"]
+KNOWN = ["我打他", "我不知道他说的是什么", "The list of items", "to be or not to be", "I hit him"]
+
+
+@pytest.mark.parametrize("text", STRANGE)
+def test_strange_texts(text: str) -> None:
+    assert text_fit(regard.load("tiny"), text).warning is not None
+
+
+@pytest.mark.parametrize("text", KNOWN)
+def test_texts_of_its_languages(text: str) -> None:
+    fit = text_fit(regard.load("tiny"), text)
+    assert fit.warning is None
+    assert fit.partial_tokens == 0
+
+
+def test_the_numbers() -> None:
+    """The loss by hand, and the two limits."""
+    tiny, text = regard.load("tiny"), "Return the value of x"
+    ids = tiny.encode(text)[0]
+    rows = torch.softmax(tiny(ids[None])[0], -1)
+    losses = [-math.log(rows[i, ids[i + 1]]) for i in range(len(ids) - 1)]
+    fit = text_fit(tiny, text)
+    assert fit.loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert fit.uniform_loss == math.log(1920)
+    assert text_fit(tiny, text, run=False).loss is None
+    assert [TextFit(8, n, None, 7.0).is_strange for n in (2, 3)] == [False, True]
+    assert [TextFit(8, 0, loss, 7.0).is_strange for loss in (7.0, 7.1)] == [False, True]
+    assert warn_about_text(object(), text) is None
