@@ -84,8 +84,8 @@ def header(comparison: ComparisonData) -> str:
             regard=machine["regard"],
         ),
         translate(
-            "{layers}, dim {dim}, {heads}{like}, {common}, vocabulary {vocabulary}, window {window}, "
-            "fp32",
+            "{layers}, dim {dim}, {heads}{like}, {common}, vocabulary {vocabulary}, "
+            "window {window}, fp32",
             layers=translate_count(shape["layers"], "layer"),
             dim=shape["dim"],
             heads=translate_count(shape["heads"], "head"),

@@ -419,7 +419,7 @@ USAGE: dict[str, Usage] = {
     "softpick": Usage(
         "none that is released; the paper trained models of 340M and 1.8B parameters",
         "activations must have no outliers, and heads should rest without a sink",
-        "contexts are long: the paper found weights that fade, and softmax ahead",
+        "contexts are long: the paper reports weights that become small there",
         _EIGHT,
         {"s_il": "score of query i and key l"},
     ),
