@@ -27,6 +27,7 @@ from regard.argument_checks import finite_checks_enabled
 from regard.caches import Cache
 from regard.caches.base import OpenSlot
 from regard.models.step_reader import ModelReader, Unsupported
+from regard.nn.stored import StoredWeightMixin
 from regard.ops.decode_step import (
     DecodeStep,
     RotaryTables,
@@ -34,7 +35,6 @@ from regard.ops.decode_step import (
     StepInputs,
     StepLayer,
 )
-from regard.ops.gemv import MAX_VECTORS
 from regard.ops.jit import has_numba
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
@@ -187,6 +187,7 @@ class _Plan:
             return
         self.layers, self.masks, self.rotaries = reader.layers, reader.masks, reader.rotaries
         self.dtype, self.width, self.cap = reader.dtype, reader.width, reader.cap
+        self.max_rows = reader.max_rows
         self.step = DecodeStep(reader.model)
 
     def run(
@@ -228,10 +229,10 @@ class _Plan:
 
     def why_not_rows(self, B: int, opened: list[OpenSlot]) -> str | None:
         """Return why the step does not suit a batch of B rows in these caches, or None."""
-        if not 0 < B <= MAX_VECTORS[self.dtype]:
+        if not 0 < B <= self.max_rows:
             return (
                 f"{plural(B, 'row')} of {self.dtype}: torch's products of matrices are faster for "
-                f"more than {MAX_VECTORS[self.dtype]}"
+                f"more than {self.max_rows}"
             )
         buffers = [x for slot in opened for x in slot.buffers]
         if self._checked.are(buffers):
@@ -294,7 +295,9 @@ class _Guards:
         self._size = sum(map(len, self._dicts))
         named = list(chain.from_iterable(map(_attributes, everything)))
         self._owners, self._names, self._values = (list(x) for x in zip(*named, strict=True))
+        records = [m.stored_weight for m in everything if isinstance(m, StoredWeightMixin)]
         self._tensors = [x for m in everything for x in m._parameters.values() if x is not None]
+        self._tensors += [x for record in records for x in record.tensors().values()]
         self._memory = list(map(_memory_of, self._tensors))
 
     def hold(self) -> bool:

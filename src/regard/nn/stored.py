@@ -148,6 +148,22 @@ def _stored_class(plain: type[nn.Module]) -> type[nn.Module]:
     return type(plain.__name__, (StoredWeightMixin, plain), {"__module__": plain.__module__})
 
 
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before its weight was stored; its class otherwise.
+
+    >>> from regard.ops.stored_weights import Int8Weight
+    >>> layer = Linear(32, 2).requires_grad_(False)
+    >>> store_weight(layer, Int8Weight.quantize(layer.weight))
+    >>> type(layer) is Linear, plain_class(layer) is Linear
+    (False, True)
+    """
+    own = type(module)
+    first, *others = own.__bases__
+    if first is StoredWeightMixin and len(others) == 1 and _stored_class(others[0]) is own:
+        return others[0]
+    return own
+
+
 def stored_modules(network: nn.Module) -> Iterator[tuple[str, StoredWeight]]:
     """Yield the name of each parameter that is stored in fewer bits, and its record; a shared
     record has several names.

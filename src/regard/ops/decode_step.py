@@ -24,10 +24,12 @@ from torch import Tensor
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import (
     DECODE_STRUCT,
+    MAP_PARTS,
     STEP_LAYER_STRUCT,
     STEP_STRUCT,
 )
 from regard.ops.jit.decode import ELEMENTS_PER_THREAD, split_count
+from regard.ops.stored_weights import StoredWeight
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu")
 """The activations that the compiled step supports, in the order of their numbers."""
@@ -43,11 +45,11 @@ class StepMap:
     """A linear map W x + b of the compiled step.
 
     Args:
-        weight: `[N, M]`, contiguous.
+        weight: `[N, M]`, contiguous, or a record of fewer bits whose `matrix_struct` is not None.
         bias: `[N]`, contiguous, or None.
     """
 
-    weight: Tensor
+    weight: Tensor | StoredWeight
     bias: Tensor | None = None
 
 
@@ -340,10 +342,17 @@ def _norm_numbers(norm: StepNorm | None) -> tuple[int, float, float]:
     return (0, 0.0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps, norm.offset)
 
 
-def _map_numbers(linear_map: StepMap) -> tuple[int, int]:
-    """Return the fields of a linear map: the addresses of its weight and its bias."""
-    bias = linear_map.bias
-    return linear_map.weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+def _map_numbers(linear_map: StepMap) -> tuple[int, int, int]:
+    """Return the fields of a linear map: the addresses of its weight and its bias, and the one of
+    the struct of a weight that is stored in fewer bits; 0 for what it does not have.
+    """
+    weight = linear_map.weight
+    bias = 0 if linear_map.bias is None else linear_map.bias.data_ptr()
+    if isinstance(weight, Tensor):
+        return weight.data_ptr(), bias, 0
+    matrix = weight.matrix_struct
+    assert matrix is not None
+    return 0, bias, matrix.buffer_info()[0]
 
 
 def _pack_layer(record: np.void, layer: StepLayer) -> None:
@@ -352,7 +361,8 @@ def _pack_layer(record: np.void, layer: StepLayer) -> None:
     record["F"] = layer.down.weight.shape[1]
     record["activation"] = ACTIVATIONS.index(layer.activation)
     for name in ("q", "k", "v", "out", "gate", "up", "down"):
-        record[f"{name}_w"], record[f"{name}_b"] = _map_numbers(getattr(layer, name))
+        for part, number in zip(MAP_PARTS, _map_numbers(getattr(layer, name)), strict=True):
+            record[f"{name}_{part}"] = number
     for name in ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after"):
         numbers = _norm_numbers(getattr(layer, name))
         record[f"{name}_w"], record[f"{name}_eps"], record[f"{name}_offset"] = numbers

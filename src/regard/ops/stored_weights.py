@@ -20,6 +20,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
+from regard.ops.jit.argument_structs import STORED_MATRIX_STRUCT, PackedStruct
 
 GROUPS = (32, 64, 128)
 """The numbers of inputs that may share a scale."""
@@ -90,6 +91,24 @@ class StoredWeight(ABC):
     def scale_dtype(self) -> torch.dtype:
         """The dtype of the scales; of the matrix where it has none."""
         return list(self.tensors().values())[-1].dtype
+
+    @cached_property
+    def matrix_struct(self) -> PackedStruct | None:
+        """The STORED_MATRIX_STRUCT of the record, packed once; None where `layout` is None. Numba
+        must be installed.
+        """
+        if self.layout is None:
+            return None
+        from regard.ops.jit.stored_weight_loops import rows_address
+
+        return STORED_MATRIX_STRUCT.pack_numbers(
+            rows_address(self.form, self.scale_dtype), *self.layout[2:]
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the tensors and sizes without the addresses, which hold in this process only."""
+        computed = ("layout", "scale_dtype", "matrix_struct")
+        return {name: x for name, x in vars(self).items() if name not in computed}
 
     def __deepcopy__(self, memo: object) -> StoredWeight:
         """Return the record itself: it cannot change, so copies of a model share it."""

@@ -28,13 +28,25 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.argument_structs import STORED_WEIGHT_STRUCT
+from regard.ops.jit.argument_structs import (
+    STORED_MATRIX_STRUCT,
+    STORED_ROWS_STRUCT,
+    STORED_WEIGHT_STRUCT,
+)
 from regard.ops.jit.compile import has_cpu_feature, njit_strict
-from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at, take_task
+from regard.ops.jit.entry_points import (
+    STORAGE,
+    call_entry,
+    compile_entry,
+    int_to_pointer,
+    memory_at,
+    struct_at,
+    take_task,
+)
 from regard.ops.jit.gemv_loops import make_row_dot
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.llvm_vectors import (
@@ -74,7 +86,11 @@ SCALED_ROWS = 16
 HAS_FLOAT_TABLE = has_cpu_feature("avx512f")
 """Whether one instruction looks up 16 numbers in a table of 16 float32 numbers."""
 
-ARGUMENTS = STORED_WEIGHT_STRUCT.dtype
+ARGUMENTS, ROWS = STORED_WEIGHT_STRUCT.dtype, STORED_ROWS_STRUCT.dtype
+MATRIX = STORED_MATRIX_STRUCT.dtype
+
+CALL_NUMBERS = ROWS.itemsize // 8
+"""The size of a STORED_ROWS_STRUCT in 8-byte integers."""
 
 _I32 = ir.IntType(32)
 _I32_VECTOR = ir.VectorType(_I32, LANES)
@@ -313,9 +329,90 @@ def widen_vectors(x, R, M, width, tag):
 
 
 @njit_strict
-def _task_rows(arguments):
-    """Return the number of rows of the matrix in one task."""
-    return max(1, TASK_BYTES // max(1, arguments.row_bytes))
+def multiply_stored(matrix, first, last, R, vectors, call, sums):
+    """Compute rows first <= i < last of W x, for the matrix of the STORED_MATRIX_STRUCT at an
+    address, by the entry of its form. `sums[r, i - first]` is written.
+
+    vectors: see the module; its rows may lie apart. call: int64 memory for a STORED_ROWS_STRUCT.
+    """
+    place = np.int64(call.ctypes.data)
+    arguments = struct_at(place, ROWS)
+    arguments.matrix, arguments.first, arguments.last, arguments.R = matrix, first, last, R
+    arguments.vectors = np.int64(vectors.ctypes.data)
+    arguments.distance = vectors.strides[0] // vectors.itemsize
+    arguments.sums = np.int64(sums.ctypes.data)
+    arguments.sums_distance = sums.strides[0] // sums.itemsize
+    call_entry(struct_at(matrix, MATRIX).multiply, place)
+
+
+@njit_strict
+def _rows_at(arguments, matrix):
+    """Return the vectors `[P, width]` of a STORED_ROWS_STRUCT, its sums `[R, n]`, and n."""
+    R, n = arguments.R, arguments.last - arguments.first
+    padded = 1 if R == 1 else (R + ROWS_PER_STEP - 1) // ROWS_PER_STEP * ROWS_PER_STEP
+    vectors = carray(int_to_pointer(arguments.vectors), (padded, arguments.distance), np.float32)
+    sums = carray(int_to_pointer(arguments.sums), (R, arguments.sums_distance), np.float32)
+    return vectors[:, : matrix.width], sums, n
+
+
+# Each entry calls its loop by name, in code of its own: Numba stores no code on disk that gets a
+# function as an argument.
+
+
+def _make_plain_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of numbers, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ROWS)
+        matrix = struct_at(arguments.matrix, MATRIX)
+        vectors, sums, n = _rows_at(arguments, matrix)
+        w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, stored)
+        plain_rows(0, n, arguments.R, vectors, w, w, matrix.width, 0, tag, sums)
+
+    return entry
+
+
+def _make_int8_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of 8-bit codes, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ROWS)
+        matrix = struct_at(arguments.matrix, MATRIX)
+        vectors, sums, n = _rows_at(arguments, matrix)
+        w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.int8)
+        s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
+        int8_rows(0, n, arguments.R, vectors, w, s, matrix.width, matrix.group, tag, sums)
+
+    return entry
+
+
+def _make_int4_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of 4-bit codes, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ROWS)
+        matrix = struct_at(arguments.matrix, MATRIX)
+        vectors, sums, n = _rows_at(arguments, matrix)
+        w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.uint8)
+        s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
+        int4_rows(0, n, arguments.R, vectors, w, s, matrix.width, matrix.group, tag, sums)
+
+    return entry
+
+
+_MAKE_ROWS = {"half": _make_plain_rows, "int8": _make_int8_rows, "int4": _make_int4_rows}
+
+
+@cache
+def rows_address(form: str, stored: torch.dtype) -> int:
+    """Return the address of the compiled entry for some rows of a storage form, whose argument is a
+    STORED_ROWS_STRUCT.
+
+    Args:
+        form: "half" (a matrix of 16-bit or fp32 numbers), "int8" or "int4".
+        stored: the dtype of the scales; for "half", of the matrix.
+    """
+    return compile_entry(_MAKE_ROWS[form](*STORAGE[stored]))
 
 
 @njit_strict
@@ -330,89 +427,35 @@ def _write_rows(arguments, first, n, sums, x, tag):
             y[r * arguments.N + first + i] = from_float32(sums[r, i] + bias, tag, y)
 
 
-# Each entry calls its loop by name, in code of its own: Numba stores no code on disk that gets a
-# function as an argument.
+@njit_strict
+def run_tasks(address, x, tag):
+    """Take tasks, blocks of rows of W, until none is left, and write their results."""
+    arguments = struct_at(address, ARGUMENTS)
+    matrix = struct_at(arguments.matrix, MATRIX)
+    R, N = arguments.R, arguments.N
+    vectors = widen_vectors(x, R, arguments.M, matrix.width, tag)
+    step = max(1, TASK_BYTES // max(1, matrix.row_bytes))
+    sums, call = np.empty((R, step), np.float32), np.empty(CALL_NUMBERS, np.int64)
+    while True:
+        first = take_task(address) * step
+        if first >= N:
+            break
+        last = min(N, first + step)
+        multiply_stored(arguments.matrix, first, last, R, vectors, call, sums)
+        _write_rows(arguments, first, last - first, sums, x, tag)
 
 
-def _make_plain_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
-    """Return the Python function of the entry for a matrix of numbers, to be compiled."""
-
-    def entry(address: int) -> None:
-        arguments = struct_at(address, ARGUMENTS)
-        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
-        w, s = memory_at(arguments.codes, stored), memory_at(arguments.scales, stored)
-        x = memory_at(arguments.x, x_type)
-        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
-        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
-        sums = np.empty((R, step), np.float32)
-        while True:
-            first = take_task(address) * step
-            if first >= N:
-                break
-            n, begin = min(N - first, step), first * arguments.row_scales
-            own = w[first * row_codes :]
-            plain_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
-            _write_rows(arguments, first, n, sums, x, x_tag)
-
-    return entry
-
-
-def _make_int8_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
-    """Return the Python function of the entry for 8-bit codes, to be compiled."""
+def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for vectors of a dtype, to be compiled."""
 
     def entry(address: int) -> None:
         arguments = struct_at(address, ARGUMENTS)
-        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
-        w, s = memory_at(arguments.codes, np.int8), memory_at(arguments.scales, stored)
-        x = memory_at(arguments.x, x_type)
-        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
-        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
-        sums = np.empty((R, step), np.float32)
-        while True:
-            first = take_task(address) * step
-            if first >= N:
-                break
-            n, begin = min(N - first, step), first * arguments.row_scales
-            own = w[first * row_codes :]
-            int8_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
-            _write_rows(arguments, first, n, sums, x, x_tag)
+        run_tasks(address, memory_at(arguments.x, dtype), tag)
 
     return entry
-
-
-def _make_int4_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
-    """Return the Python function of the entry for 4-bit codes, to be compiled."""
-
-    def entry(address: int) -> None:
-        arguments = struct_at(address, ARGUMENTS)
-        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
-        w, s = memory_at(arguments.codes, np.uint8), memory_at(arguments.scales, stored)
-        x = memory_at(arguments.x, x_type)
-        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
-        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
-        sums = np.empty((R, step), np.float32)
-        while True:
-            first = take_task(address) * step
-            if first >= N:
-                break
-            n, begin = min(N - first, step), first * arguments.row_scales
-            own = w[first * row_codes :]
-            int4_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
-            _write_rows(arguments, first, n, sums, x, x_tag)
-
-    return entry
-
-
-_MAKE_ENTRY = {"half": _make_plain_entry, "int8": _make_int8_entry, "int4": _make_int4_entry}
 
 
 @cache
-def entry_address(form: str, x: torch.dtype, stored: torch.dtype) -> int:
-    """Return the address of the compiled entry of a storage form.
-
-    Args:
-        form: "half" (a matrix of 16-bit or fp32 numbers), "int8" or "int4".
-        x: the dtype of the vectors.
-        stored: the dtype of the scales; for "half", of the matrix.
-    """
-    return compile_entry(_MAKE_ENTRY[form](*STORAGE[x], *STORAGE[stored]))
+def entry_address(dtype: torch.dtype) -> int:
+    """Return the address of the compiled entry for vectors of a dtype and a matrix of any form."""
+    return compile_entry(_make_entry(*STORAGE[dtype]))
