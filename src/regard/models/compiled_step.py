@@ -296,8 +296,8 @@ class _Guards:
         named = list(chain.from_iterable(map(_attributes, everything)))
         self._owners, self._names, self._values = (list(x) for x in zip(*named, strict=True))
         records = [m.stored_weight for m in everything if isinstance(m, StoredWeightMixin)]
-        self._tensors = [x for m in everything for x in m._parameters.values() if x is not None]
-        self._tensors += [x for record in records for x in record.tensors().values()]
+        self._tensors: list[Tensor] = [x for y in records for x in y.tensors().values()]
+        self._tensors += [x for m in everything for x in m._parameters.values() if x is not None]
         self._memory = list(map(_memory_of, self._tensors))
 
     def hold(self) -> bool:

@@ -8,6 +8,7 @@ stands for. `regard.ops.stored_linear.stored_linear` multiplies with it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
-from regard.ops.jit.argument_structs import STORED_MATRIX_STRUCT, PackedStruct
+from regard.ops.jit.argument_structs import STORED_MATRIX_STRUCT
 
 GROUPS = (32, 64, 128)
 """The numbers of inputs that may share a scale."""
@@ -93,7 +94,7 @@ class StoredWeight(ABC):
         return list(self.tensors().values())[-1].dtype
 
     @cached_property
-    def matrix_struct(self) -> PackedStruct | None:
+    def matrix_struct(self) -> array[int] | None:
         """The STORED_MATRIX_STRUCT of the record, packed once; None where `layout` is None. Numba
         must be installed.
         """
