@@ -100,10 +100,11 @@ class StoredWeight(ABC):
         """
         if self.layout is None:
             return None
-        from regard.ops.jit.stored_weight_loops import rows_address
+        from regard.ops.jit import stored_weight_loops as loops
 
+        form = loops.variant(self.form, self.dtype, list(self.tensors().values())[-1], self.layout[3])
         return STORED_MATRIX_STRUCT.pack_numbers(
-            rows_address(self.form, self.scale_dtype), *self.layout[2:]
+            loops.rows_address(form, self.scale_dtype), *self.layout[2:]
         )
 
     def __getstate__(self) -> dict[str, object]:
