@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from regard.nn.linear import Linear
-from regard.nn.stored import plain_class, store_weight, stored_modules
+from regard.nn.stored import (
+    plain_class,
+    store_weight,
+    stored_modules,
+    stored_to_huge_pages,
+)
 from regard.ops.stored_linear import MAX_VECTORS, stored_linear
 from regard.ops.stored_weights import HalfWeight, Int4Weight, Int8Weight, StoredWeight
 from tests.models.step_models import (
@@ -66,7 +71,7 @@ def in_few_bits(decoder: Decoder, *stores: Store | None) -> Decoder:
             store_weight(linear, store(linear.weight.detach()))
     record = decoder.head.__dict__.get("stored_weight")
     if record is not None:
-        store_weight(decoder.embed.embedding, record)
+        store_weight(decoder.embed.embedding, record)  # type: ignore[arg-type]
     return decoder
 
 
@@ -231,3 +236,18 @@ def test_a_record_that_was_pickled_has_addresses_of_its_own() -> None:
     assert "matrix_struct" not in vars(again)
     assert again.layout != record.layout
     assert torch.equal(stored_linear(x, again), y)
+
+
+def test_small_records_move_together_and_one_is_pickled_alone() -> None:
+    decoder = in_few_bits(llama(), STORE["int8"])
+    before, _ = decode(decoder, IDS, 9)
+    stored_to_huge_pages(decoder)
+    records = [x for _, x in stored_modules(decoder)]
+    places = {x.codes.untyped_storage().data_ptr() for x in records if isinstance(x, Int8Weight)}
+    assert len(places) == 1
+    assert decoder.head.stored_weight is decoder.embed.embedding.stored_weight
+    found, _ = decode(decoder, IDS, 9)
+    assert torch.equal(found, before)
+    assert len(pickle.dumps(records[0])) < records[0].bytes + 4000
+    layers = torch.nn.Sequential(nn.ReLU())
+    stored_to_huge_pages(layers)  # nothing to move

@@ -102,15 +102,23 @@ class StoredWeight(ABC):
             return None
         from regard.ops.jit import stored_weight_loops as loops
 
-        form = loops.variant(self.form, self.dtype, list(self.tensors().values())[-1], self.layout[3])
+        form = loops.variant(
+            self.form, self.dtype, list(self.tensors().values())[-1], self.layout[3]
+        )
         return STORED_MATRIX_STRUCT.pack_numbers(
             loops.rows_address(form, self.scale_dtype), *self.layout[2:]
         )
 
     def __getstate__(self) -> dict[str, object]:
-        """Return the tensors and sizes without the addresses, which hold in this process only."""
+        """Return the tensors and sizes without the addresses, which hold in this process only, and
+        without the memory that a tensor shares with others.
+        """
         computed = ("layout", "scale_dtype", "matrix_struct")
-        return {name: x for name, x in vars(self).items() if name not in computed}
+        return {
+            name: x.clone() if isinstance(x, Tensor) and _is_part(x) else x
+            for name, x in vars(self).items()
+            if name not in computed
+        }
 
     def __deepcopy__(self, memo: object) -> StoredWeight:
         """Return the record itself: it cannot change, so copies of a model share it."""
@@ -385,6 +393,11 @@ class Int4Weight(StoredWeight):
         codes = torch.unflatten(self.unpacked(), 1, (-1, self.group)).float()
         values = codes.sub_(zeros).mul_(scales).flatten(1)
         return values[:, : self.columns].to(dtype or self.dtype)
+
+
+def _is_part(x: Tensor) -> bool:
+    """Return whether a tensor is a part of larger memory."""
+    return x.untyped_storage().nbytes() > x.nbytes
 
 
 PANEL_ELEMENTS = 1 << 20

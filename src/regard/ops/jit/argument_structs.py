@@ -209,6 +209,8 @@ STORED_ROWS_STRUCT = StructLayout(
     IntField("distance"),  # the number of numbers from one vector to the next
     IntField("sums"),  # the address of the output in fp32; row i of vector r is number
     IntField("sums_distance"),  # r * sums_distance + i - first
+    IntField("scratch"),  # the address of memory that the entry may use from one call to the next
+    IntField("fresh"),  # whether the vectors are others than in the last call; the entry clears it
 )
 """The arguments of some rows of W x, which one compiled loop passes to another."""
 

@@ -63,6 +63,7 @@ from regard.ops.jit.llvm_vectors import (
     i64_constant,
     lane_sums,
     load_floats,
+    prefetch_array,
     prefetch_bytes,
     row_pointer,
     store,
@@ -485,16 +486,16 @@ def pack_pairs(vectors, width, pairs):
 
 
 @njit_strict
-def int4_bf16_rows(first, last, R, vectors, codes, scales, width, tag, sums):
-    """Compute rows of W x as `int4_rows` does, for vectors of bf16 numbers, groups of 128, and zeros
-    that are integers in 0 ... 15.
+def int4_bf16_rows(first, last, R, codes, scales, width, tag, room, sums):
+    """Compute rows of W x as `int4_rows` does, for vectors of bf16 numbers, groups of 128, and
+    zeros that are integers in 0 ... 15.
+
+    room: (the sums of a step, the scales and zeros of `SCALED_ROWS` rows, the places of their
+    tables, the vectors as `pack_pairs` packs them).
     """
-    out, groups, size = np.empty(ROWS_PER_STEP, np.float32), width // INT4_BLOCK, width // 2
+    out, wide, places, pairs = room
+    groups, size = width // INT4_BLOCK, width // 2
     distance = 2 * groups
-    wide = np.empty(SCALED_ROWS * distance, np.float32)
-    places = np.empty(SCALED_ROWS * distance, np.int32)
-    pairs = np.empty((len(vectors), size), np.uint32)
-    pack_pairs(vectors, width, pairs)
     for begin in range(first, last, SCALED_ROWS):
         end = min(last, begin + SCALED_ROWS)
         _widen_scales(scales, begin * distance, (end - begin) * distance, tag, wide, places)
@@ -502,6 +503,8 @@ def int4_bf16_rows(first, last, R, vectors, codes, scales, width, tag, sums):
         while i < end:
             n, start = (i - begin) * distance, i * size
             lines = ROWS_PER_STEP if R == 1 and i + ROWS_PER_STEP <= end else 1
+            # the scales are not next to the codes, so that nothing else asks for them in time
+            prefetch_array(scales, (i + SCALED_ROWS) * distance, lines * distance)
             for r in range(0, R, ROWS_PER_STEP):
                 if lines > 1:
                     _bf16_4_1(codes, start, size, wide, places, n, distance, TABLES, pairs, r, out)
@@ -529,14 +532,33 @@ def widen_vectors(x, R, M, width, tag):
 
 
 @njit_strict
+def make_call(R, width):
+    """Return int64 memory for a STORED_ROWS_STRUCT, followed by its scratch memory for R vectors of
+    at most `width` numbers.
+    """
+    P = (R + ROWS_PER_STEP - 1) // ROWS_PER_STEP * ROWS_PER_STEP
+    scales = SCALED_ROWS * 2 * (width // GROUPS[0])
+    words = ROWS_PER_STEP + 2 * scales + P * width // 2
+    return np.zeros(CALL_NUMBERS + words // 2 + 1, np.int64)
+
+
+@njit_strict
+def mark_fresh(call):
+    """Note that the next vectors are others than in the last call of `multiply_stored`."""
+    struct_at(np.int64(call.ctypes.data), ROWS).fresh = 1
+
+
+@njit_strict
 def multiply_stored(matrix, first, last, R, vectors, call, sums):
     """Compute rows first <= i < last of W x, for the matrix of the STORED_MATRIX_STRUCT at an
     address, by the entry of its form. `sums[r, i - first]` is written.
 
-    vectors: see the module; its rows may lie apart. call: int64 memory for a STORED_ROWS_STRUCT.
+    vectors: see the module; its rows may lie apart. call: from `make_call`; the caller has called
+    `mark_fresh`, if the vectors have changed.
     """
     place = np.int64(call.ctypes.data)
     arguments = struct_at(place, ROWS)
+    arguments.scratch = place + 8 * CALL_NUMBERS
     arguments.matrix, arguments.first, arguments.last, arguments.R = matrix, first, last, R
     arguments.vectors = np.int64(vectors.ctypes.data)
     arguments.distance = vectors.strides[0] // vectors.itemsize
@@ -614,7 +636,21 @@ def _make_int4_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
         vectors, sums, n = _rows_at(arguments, matrix)
         w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.uint8)
         s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
-        int4_bf16_rows(0, n, arguments.R, vectors, w, s, matrix.width, tag, sums)
+        memory, count = arguments.scratch, SCALED_ROWS * matrix.row_scales
+        room = (
+            memory_at(memory, np.float32),
+            memory_at(memory + 4 * ROWS_PER_STEP, np.float32),
+            memory_at(memory + 4 * (ROWS_PER_STEP + count), np.int32),
+            carray(
+                int_to_pointer(memory + 4 * (ROWS_PER_STEP + 2 * count)),
+                (len(vectors), matrix.width // 2),
+                np.uint32,
+            ),
+        )
+        if arguments.fresh != 0:
+            pack_pairs(vectors, matrix.width, room[3])
+            arguments.fresh = 0
+        int4_bf16_rows(0, n, arguments.R, w, s, matrix.width, tag, room, sums)
 
     return entry
 
@@ -675,7 +711,8 @@ def run_tasks(address, x, tag):
     R, N = arguments.R, arguments.N
     vectors = widen_vectors(x, R, arguments.M, matrix.width, tag)
     step = max(1, TASK_BYTES // max(1, matrix.row_bytes))
-    sums, call = np.empty((R, step), np.float32), np.empty(CALL_NUMBERS, np.int64)
+    sums, call = np.empty((R, step), np.float32), make_call(R, matrix.width)
+    mark_fresh(call)
     while True:
         first = take_task(address) * step
         if first >= N:
