@@ -138,6 +138,23 @@ class RotaryTables(NamedTuple):
     interleaved: bool
 
 
+class KeyPlace(NamedTuple):
+    """Where the keys of some layers are, and where the new tokens go.
+
+    Args:
+        slot: the slot of the buffers that the new tokens take.
+        S: the number of slots, from 0 on, that hold the keys.
+        k_positions: the positions of these slots `[B or 1, S]`, or `[1, 0]` where they are
+            contiguous from `origin` on.
+        origin: the position of slot 0 where they are contiguous.
+    """
+
+    slot: int
+    S: int
+    k_positions: Tensor
+    origin: int
+
+
 class StepInputs(NamedTuple):
     """What changes from one step to the next.
 
@@ -145,10 +162,8 @@ class StepInputs(NamedTuple):
         x: the embedded tokens `[B, 1, M]`, contiguous.
         buffers: for each layer the buffers of keys `[B, G, c, D]` and values `[B, G, c, E]`, whose
             last dimension is contiguous.
-        slot: the slot of the buffers that the new tokens take; the keys are slots 0 to `slot`.
-        k_positions: the positions of these slots `[B or 1, slot + 1]`, or `[1, 0]` where they are
-            contiguous from `origin` on.
-        origin: the position of slot 0 where they are contiguous.
+        places: the different places of keys.
+        place_of: for each layer the index of its place.
         q_positions: the positions of the new tokens `[B or 1, 1]`.
         ranges: for each different mask the starts and stops of the ranges of positions that the
             queries see, each int64 `[b, h, 1, n]`.
@@ -157,9 +172,8 @@ class StepInputs(NamedTuple):
 
     x: Tensor
     buffers: Sequence[tuple[Tensor, Tensor]]
-    slot: int
-    k_positions: Tensor
-    origin: int
+    places: Sequence[KeyPlace]
+    place_of: tuple[int, ...]
     q_positions: Tensor
     ranges: Sequence[tuple[Tensor, Tensor]]
     tables: Sequence[RotaryTables]
@@ -209,6 +223,8 @@ class DecodeStep:
             self._attention[i]["softcap"] = layer.softcap
         self._counters = np.zeros((4 * len(model.layers) + 1, COUNTER_WORDS), np.int64)
         self._by_mask = _numbers_by_value([layer.mask for layer in model.layers])
+        self._place_of: tuple[int, ...] = ()
+        self._by_place: list[tuple[int, np.ndarray]] = []
         self._by_rotary = _numbers_by_value([layer.rotary for layer in model.layers])
         self._scratch: tuple[Tensor, ...] = ()
         self._rows = self._splits = 0
@@ -227,7 +243,8 @@ class DecodeStep:
         workers = openmp.thread_count()
         self._prepare_memory(B, workers)
         self._set_buffers(inputs)
-        self._set_splits(B, inputs.slot + 1, workers)
+        self._set_places(inputs)
+        self._set_splits(B, workers)
         self._set_positions(inputs)
         logits = torch.empty(B, 1, model.head.weight.shape[0], dtype=self.dtype)
         self._counters.fill(0)
@@ -288,11 +305,23 @@ class DecodeStep:
             record["v"], record["v_steps"] = v.data_ptr(), v.stride()[:3]
         self._buffers.remember(tensors)
 
-    def _set_splits(self, B: int, S: int, workers: int) -> None:
+    def _set_places(self, inputs: StepInputs) -> None:
+        """Set where the keys of each layer are."""
+        if inputs.place_of != self._place_of:
+            self._place_of = inputs.place_of
+            self._by_place = _numbers_by_value(inputs.place_of)
+        records = self._attention
+        for i, layers in self._by_place:
+            place = inputs.places[i]
+            records["S"][layers], records["origin"][layers] = place.S, place.origin
+            self._layers["slot"][layers] = place.slot
+            records["k_positions"][layers] = place.k_positions.data_ptr()
+            records["k_positions_shape"][layers] = _shape_4d(place.k_positions)
+
+    def _set_splits(self, B: int, workers: int) -> None:
         """Divide the keys into splits, exactly as `regard.ops.jit.decode` does."""
-        self._attention["S"], self._layers["slot"] = S, S - 1
         for record, layer in zip(self._attention, self.model.layers, strict=True):
-            heads = B * layer.G
+            heads, S = B * layer.G, int(record["S"])
             work = heads * S * (layer.D + layer.E)
             used = min(workers, max(1, work // ELEMENTS_PER_THREAD))
             splits = split_count(heads, S, used) if used > 1 else 1
@@ -302,11 +331,11 @@ class DecodeStep:
                 record["lse_shape"] = B, layer.G, splits, R
 
     def _set_positions(self, inputs: StepInputs) -> None:
-        """Set the positions, the ranges that each mask lets the queries see, and the rotations."""
-        records = self._attention
-        records["origin"] = inputs.origin
-        for name, x in (("k_positions", inputs.k_positions), ("q_positions", inputs.q_positions)):
-            records[name], records[f"{name}_shape"] = x.data_ptr(), _shape_4d(x)
+        """Set the positions of the queries, the ranges that each mask lets them see, and the
+        rotations.
+        """
+        records, x = self._attention, inputs.q_positions
+        records["q_positions"], records["q_positions_shape"] = x.data_ptr(), _shape_4d(x)
         for i, layers in self._by_mask:
             for name, x in zip(("starts", "stops"), inputs.ranges[i], strict=True):
                 records[name][layers], records[f"{name}_shape"][layers] = x.data_ptr(), _shape_4d(x)
