@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard import masks
+from regard.biases import ALiBi
 from regard.caches import Cache, Fixed, Growing
 from regard.models import compiled_step
 from regard.models.decoder import Decoder
@@ -55,6 +56,7 @@ def llama(H: int = 4, G: int = 2, D: int = 32, *, seed: int = 0, **parts: object
             SeparateQKV(q, k, v),
             Linear(H * D, M, bias=bias),
             mask=mask,
+            bias=parts.get("alibi"),  # type: ignore[arg-type]
             softcap=parts.get("softcap"),  # type: ignore[arg-type]
         )
         activation = parts.get("activation")
@@ -91,6 +93,11 @@ KINDS: dict[str, dict[str, object]] = {
     "interleaved": {"rotary": Rotary(32, layout="interleaved", rotary_dim=16)},
     "scaled": {"rotary": Rotary(32, scaling=LinearScaling(4.0)), "H": 3, "G": 3},
     "no-rotary": {"rotary": None},
+    "alibi": {"rotary": None, "alibi": ALiBi(4)},
+    "symmetric-alibi": {
+        "rotary": None,
+        "alibi": ALiBi(slopes=(0.5, 0.2, 0.1, 0.3), symmetric=True),
+    },
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
+from regard.biases import ALiBi
 from regard.caches import Cache
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.compiled_step import why_not
@@ -83,6 +84,19 @@ def test_where_the_sums_are_the_same_all_bits_are(dtype: torch.dtype) -> None:
             assert torch.equal(one.contents()[name], other.contents()[name])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["alibi", "symmetric-alibi"])
+def test_alibi_has_all_bits_of_the_kernel(kind: str, steps: list[int]) -> None:
+    parts = {**KINDS[kind], "D": 64, "G": 4, "activation": nn.ReLU()}
+    decoder = llama(**parts)  # type: ignore[arg-type]
+    ids = torch.randint(V, (2, 14), generator=torch.Generator().manual_seed(3))
+    found, _ = decode(decoder, ids, 9)
+    assert len(steps) == 5
+    assert torch.equal(found, decode(decoder, ids, 9, backend="cpu")[0])
+    for layer in decoder.layers:
+        layer.attention.bias = None
+    assert not torch.allclose(found, decode(decoder, ids, 9)[0], rtol=1e-3)
+
+
 @pytest.mark.parametrize("cache", ["growing", "fixed"])
 def test_padded_rows_equal_single_rows(cache: str, steps: list[int]) -> None:
     decoder = llama(seed=3)
@@ -138,6 +152,14 @@ CHANGES: dict[str, tuple[Callable[[Decoder], object], str]] = {
     "hook": (lambda d: d.layers[1].feed_forward.down.register_forward_hook(print), "has a hook"),
     "forward": (lambda d: setattr(d.norm, "forward", abs), "was replaced"),
     "mechanism": (lambda d: setattr(d.layers[1].attention, "bias", object()), "has a bias"),
+    "bias of heads": (
+        lambda d: setattr(d.layers[1].attention, "bias", ALiBi(slopes=[1.0])),
+        "ALiBi has 1 slope for 4 heads",
+    ),
+    "learned slopes": (
+        lambda d: setattr(d.layers[1].attention, "bias", ALiBi(slopes=torch.ones(4))),
+        "which may change",
+    ),
     "subclass": (
         lambda d: setattr(d.layers[0], "feed_forward", type("Other", (SwiGLU,), {})(M, F)),
         "layer 0: the feed-forward layer is Other",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from regard.biases import ALiBi
 from regard.nn import (
     Attention,
     Block,
@@ -120,6 +121,7 @@ class ModelReader:
             raise Unsupported("queries, keys and values have other steps than a rotary")
         before, after = self._residual(block.attention_residual)
         ff_before, ff_after = self._residual(block.feed_forward_residual)
+        slopes, symmetric = _alibi(attention.bias, q.heads)
         F = network.gate.out_features
         scale = attention._default_scale if attention.scale is None else attention.scale
         return StepLayer(
@@ -145,11 +147,13 @@ class ModelReader:
             softcap=float(attention.softcap or 0.0),
             rotary=None if rotary is None else _index_of(rotary, self.rotaries),
             mask=_index_of(attention.mask, self.masks),
+            slopes=slopes,
+            symmetric=symmetric,
         )
 
     def _projection(self, attention: Attention) -> SeparateQKV:
         """Read the parts of an attention layer that must be plain; return its projection."""
-        for name in ("bias", "score", "sink"):
+        for name in ("score", "sink"):
             if getattr(attention, name) is not None:
                 raise Unsupported(f"the attention has a {name}")
         if attention.mask is None:
@@ -264,6 +268,20 @@ def _checked(name: str, module: object, *allowed: type[Part]) -> Part:
     if not isinstance(module, nn.Module) or plain_class(module) not in allowed:
         raise Unsupported(f"{name} is {type(module).__name__}")
     return cast("Part", module)
+
+
+def _alibi(bias: object, H: int) -> tuple[Tensor | None, bool]:
+    """Return the slopes of ALiBi, and whether it is symmetric; other biases are not supported."""
+    if bias is None:
+        return None, False
+    if type(bias) is not ALiBi:
+        raise Unsupported(f"the attention has a bias, {type(bias).__name__}")
+    if isinstance(bias.slopes, Tensor):
+        raise Unsupported("the slopes of ALiBi are a tensor, which may change")
+    slopes = bias.slopes_on(torch.device("cpu"), torch.float32).detach().contiguous()
+    if slopes.shape != (H,):
+        raise Unsupported(f"ALiBi has {plural(len(slopes), 'slope')} for {plural(H, 'head')}")
+    return slopes, bias.symmetric
 
 
 def _weight_of(linear: nn.Module) -> Tensor | StoredWeight | None:

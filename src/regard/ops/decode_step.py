@@ -84,6 +84,8 @@ class StepLayer:
         softcap: the bound on the scores; 0: none.
         rotary: the number of the layer's rotary tables in `StepInputs.tables`; None: no rotation.
         mask: the number of the layer's ranges in `StepInputs.ranges`.
+        slopes: the slopes of ALiBi, contiguous fp32 `[H]`; None: no ALiBi.
+        symmetric: whether ALiBi is symmetric.
     """
 
     H: int
@@ -108,6 +110,8 @@ class StepLayer:
     softcap: float
     rotary: int | None
     mask: int
+    slopes: Tensor | None = None
+    symmetric: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,7 +296,9 @@ class DecodeStep:
             record = self._attention[i]
             record["q"], record["out"], record["lse"] = (x.data_ptr() for x in (q, out, lse))
             record["q_shape"] = B, layer.G, layer.H // layer.G, layer.D
-            for name, x in (("visible", _NO_VISIBLE), ("slopes", _NO_SLOPES), ("bias", _NO_BIAS)):
+            record["symmetric"] = layer.symmetric
+            slopes = _NO_SLOPES if layer.slopes is None else layer.slopes
+            for name, x in (("visible", _NO_VISIBLE), ("slopes", slopes), ("bias", _NO_BIAS)):
                 record[name], record[f"{name}_shape"] = x.data_ptr(), _shape_4d(x)
 
     def _set_buffers(self, inputs: StepInputs) -> None:
