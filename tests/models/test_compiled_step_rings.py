@@ -49,6 +49,7 @@ def decode(decoder: Decoder, caches: list[Cache], first: int, *, backend: str = 
     return torch.cat(steps, 1)
 
 
+@pytest.mark.full(keep=["rewind-3", "sinks-12"])
 @pytest.mark.parametrize("first", [3, 12])
 @pytest.mark.parametrize("kind", CASES)
 def test_rings_past_several_windows(kind: str, first: int, steps: list[int]) -> None:

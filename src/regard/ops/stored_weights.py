@@ -2,7 +2,8 @@
 it is multiplied with.
 
 Each form is a frozen record of tensors, and `dequantize` is its definition: the matrix that it
-stands for. `regard.ops.stored_linear.stored_linear` multiplies with it.
+stands for. The zero points of a record must not change after its first product, whose loops depend
+on them. `regard.ops.stored_linear.stored_linear` multiplies with it.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 vectors: fp16 or bf16 numbers, 8-bit codes, or 4-bit codes, with a scale for each group of codes.
 
 Codes become fp32 numbers in registers, so that arithmetic is in fp32 and memory is read once, in
-order. The functions `plain_rows`, `int8_rows` and `int4_rows` compute some rows of the result; they
-have the same arguments, so that other compiled code can call them:
+order; 4-bit codes become bf16 numbers where the vectors are bf16 numbers (`int4_bf16_rows`). Other
+compiled code computes some rows of the result with `multiply_stored`, which calls the entry of the
+form by its address (`rows_address`). The functions `plain_rows`, `int8_rows` and `int4_rows` have
+the same arguments:
 
     first, last: the rows of the matrix, first <= i < last
     R: the number of vectors
-    vectors: fp32 `[P, width]`, contiguous; P is 1 for one vector, otherwise R rounded up to a
-        multiple of 4; numbers beyond the input size are 0
+    vectors: fp32 `[P, width]`, whose rows may lie apart; P is 1 for one vector, otherwise R rounded
+        up to a multiple of 4; numbers beyond the input size are 0
     codes: the matrix as flat memory; row i begins at number `i * width` (4-bit codes: half of that)
     scales: the scales as flat memory; `plain_rows` does not read them
     width: the number of columns in memory, a multiple of `group` (4-bit codes: of 128)
@@ -16,7 +18,8 @@ have the same arguments, so that other compiled code can call them:
     tag: the encoding of 16-bit scales (`plain_rows`: of the matrix)
     sums: fp32 `[R, >= last]`; `sums[r, i]` is written
 
-The layouts are those of `regard.ops.stored_weights`, which packs the arguments of the entries.
+The layouts are those of `regard.ops.stored_weights`, which packs STORED_MATRIX_STRUCT;
+`regard.ops.stored_linear` calls `entry_address`.
 """
 
 from __future__ import annotations
@@ -397,8 +400,13 @@ def _widen_scales(
             loop = LLVMLoop(builder, first, last, lanes)
             x = load_floats(builder, builder.gep(source, [loop.index]), tag, lanes)
             store(builder, x, builder.gep(results, [loop.index]), lanes)
-            size = ir.Constant(_I32_VECTOR, [int(TABLE_NUMBERS)] * LANES)
-            zeros = builder.mul(builder.fptosi(x, _I32_VECTOR), size)
+            zeros = builder.fptosi(x, _I32_VECTOR)
+            lowest, highest, size = (
+                ir.Constant(_I32_VECTOR, [n] * LANES) for n in (0, 15, int(TABLE_NUMBERS))
+            )  # what is no zero must not lead out of the tables
+            zeros = builder.select(builder.icmp_signed("<", zeros, lowest), lowest, zeros)
+            zeros = builder.select(builder.icmp_signed(">", zeros, highest), highest, zeros)
+            zeros = builder.mul(zeros, size)
             place = builder.gep(tables, [loop.index])
             if lanes == 1:
                 builder.store(builder.extract_element(zeros, ir.Constant(_I32, 0)), place)
