@@ -210,7 +210,7 @@ STORED_ROWS_STRUCT = StructLayout(
     IntField("sums"),  # the address of the output in fp32; row i of vector r is number
     IntField("sums_distance"),  # r * sums_distance + i - first
     IntField("scratch"),  # the address of memory that the entry may use from one call to the next
-    IntField("fresh"),  # whether the vectors are others than in the last call; the entry clears it
+    IntField("changed"),  # whether the vectors are other ones; the entry clears it
 )
 """The arguments of some rows of W x, which one compiled loop passes to another."""
 

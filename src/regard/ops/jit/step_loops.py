@@ -60,7 +60,7 @@ from regard.ops.jit.exp_tanh import exp, tanh
 from regard.ops.jit.gemv_loops import VECTORS_PER_STEP, multiply_rows, padded_count
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.rms_norm_loops import norm_rows
-from regard.ops.jit.stored_weight_loops import make_call, mark_fresh, multiply_stored
+from regard.ops.jit.stored_weight_loops import make_call, mark_changed, multiply_stored
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 """The number of each activation in `STEP_LAYER_STRUCT`."""
@@ -360,7 +360,7 @@ def project_heads(counters, layer, attention, sizes, states, scratch, dtype, tag
             copy_row(total, 0, stored, 0, R * M)
         before = norm_at(layer.before_w, layer.before_eps, layer.before_offset, dtype)
         norm_vectors(total, before, R, M, normed, vectors, tag)
-        mark_fresh(room[1])
+        mark_changed(room[1])
     while task < tasks:
         if task < H:
             rows = (task * D, (task + 1) * D)
@@ -431,7 +431,7 @@ def map_output(counters, layer, attention, sizes, y, scratch, dtype, tag):
                 stored = from_float32(out[place + e], tag, rounding)
                 vectors[r, h * E + e] = to_float32(stored, tag)
         vectors[r, H * E :] = np.float32(0)
-    mark_fresh(room[1])
+    mark_changed(room[1])
     out_map = map_at(layer.out_w, layer.out_b, layer.out_stored, H * E, dtype)
     multiply_blocks((counters, task), out_map, M, R, vectors, TASK_BYTES, room, y, tag)
 
@@ -459,7 +459,7 @@ def open_gates(counters, layer, sizes, states, hidden, scratch, dtype, tag):
             copy_row(total, 0, stored, 0, R * M)
         before = norm_at(layer.ff_before_w, layer.ff_before_eps, layer.ff_before_offset, dtype)
         norm_vectors(total, before, R, M, normed, vectors, tag)
-        mark_fresh(room[1])
+        mark_changed(room[1])
     while task < tasks:
         rows = (task * step, min(F, (task + 1) * step))
         n = rows[1] - rows[0]
@@ -482,7 +482,7 @@ def map_down(counters, layer, sizes, hidden, y, scratch, dtype, tag):
     vectors = vectors_in(wide, R, F)
     task = take_task(counters)
     write_vectors(hidden, R, F, vectors, tag)
-    mark_fresh(room[1])
+    mark_changed(room[1])
     down_map = map_at(layer.down_w, layer.down_b, layer.down_stored, F, dtype)
     multiply_blocks((counters, task), down_map, M, R, vectors, TASK_BYTES, room, y, tag)
 
@@ -501,7 +501,7 @@ def compute_logits(counters, step, sizes, states, scratch, dtype, tag):
     add_result(x, y, after, R, M, total, tag)
     norm = norm_at(step.norm_w, step.norm_eps, step.norm_offset, dtype)
     norm_vectors(total, norm, R, M, normed, vectors, tag)
-    mark_fresh(room[1])
+    mark_changed(room[1])
     head, logits = (
         map_at(step.head_w, step.head_b, step.head_stored, M, dtype),
         memory_at(step.logits, dtype),

@@ -361,8 +361,8 @@ def _differences(builder: Any, place: Any, table: Any) -> list[Any]:
     results = []
     for k in range(4):
         shifted = builder.lshr(codes, ir.Constant(_I16_VECTOR, [4 * k] * 2 * LANES))
-        found = builder.call(look_up, [table, shifted])
-        results.append(builder.bitcast(found, _I32_VECTOR))
+        numbers = builder.call(look_up, [table, shifted])
+        results.append(builder.bitcast(numbers, _I32_VECTOR))
     return results
 
 
@@ -551,9 +551,9 @@ def make_call(R, width):
 
 
 @njit_strict
-def mark_fresh(call):
+def mark_changed(call):
     """Note that the next vectors are others than in the last call of `multiply_stored`."""
-    struct_at(np.int64(call.ctypes.data), ROWS).fresh = 1
+    struct_at(np.int64(call.ctypes.data), ROWS).changed = 1
 
 
 @njit_strict
@@ -562,7 +562,7 @@ def multiply_stored(matrix, first, last, R, vectors, call, sums):
     address, by the entry of its form. `sums[r, i - first]` is written.
 
     vectors: see the module; its rows may lie apart. call: from `make_call`; the caller has called
-    `mark_fresh`, if the vectors have changed.
+    `mark_changed`, if the vectors have changed.
     """
     place = np.int64(call.ctypes.data)
     arguments = struct_at(place, ROWS)
@@ -655,9 +655,9 @@ def _make_int4_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
                 np.uint32,
             ),
         )
-        if arguments.fresh != 0:
+        if arguments.changed != 0:
             pack_pairs(vectors, matrix.width, room[3])
-            arguments.fresh = 0
+            arguments.changed = 0
         int4_bf16_rows(0, n, arguments.R, w, s, matrix.width, tag, room, sums)
 
     return entry
@@ -720,7 +720,7 @@ def run_tasks(address, x, tag):
     vectors = widen_vectors(x, R, arguments.M, matrix.width, tag)
     step = max(1, TASK_BYTES // max(1, matrix.row_bytes))
     sums, call = np.empty((R, step), np.float32), make_call(R, matrix.width)
-    mark_fresh(call)
+    mark_changed(call)
     while True:
         first = take_task(address) * step
         if first >= N:
