@@ -67,6 +67,25 @@ def to_huge_pages(x: Tensor) -> Tensor:
     return empty_like(x, x.shape).copy_(x) if x.is_cpu and x.nbytes >= HUGE_PAGE_THRESHOLD else x
 
 
+def together_in_huge_pages(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of small CPU tensors that lie one after another in the same huge pages.
+
+    A core reads a matrix of 2 MB a quarter faster this way than from pages of its own (LOG.md).
+
+    >>> x, y = together_in_huge_pages([torch.ones(3), torch.zeros(2, 2).half()])
+    >>> x.tolist(), y.shape, y.data_ptr() - x.data_ptr()
+    ([1.0, 1.0, 1.0], torch.Size([2, 2]), 64)
+    """
+    sizes = [-(-x.nbytes // CACHE_LINE) * CACHE_LINE for x in tensors]
+    memory, first = empty((sum(sizes),), dtype=torch.uint8), 0
+    copies = []
+    for x, size in zip(tensors, sizes, strict=True):
+        place = memory[first : first + x.nbytes].view(x.dtype).view(x.shape)
+        copies.append(place.copy_(x))
+        first += size
+    return copies
+
+
 def module_to_huge_pages(module: nn.Module) -> None:
     """Move the large CPU parameters of a module into huge pages; their values do not change.
 

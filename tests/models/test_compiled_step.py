@@ -15,133 +15,37 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard import masks
-from regard.caches import Cache, Fixed, Growing
+from regard.biases import ALiBi
+from regard.caches import Cache
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.models import compiled_step
 from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from regard.models.generation import DecodeSession
 from regard.models.generation.decode_session import pad_left
 from regard.nn import (
-    Attention,
-    Block,
-    GatedFeedForward,
-    HeadProjection,
-    InputEmbedding,
-    OffsetRMSNorm,
-    OutputNorm,
-    PreNorm,
-    RMSNorm,
-    SandwichNorm,
-    SeparateQKV,
     SwiGLU,
 )
-from regard.nn.embedding import CappedLogits
-from regard.nn.linear import Linear
-from regard.ops.jit import openmp
-from regard.positions import LinearScaling, Rotary
 from regard.span import Span
 from tests.models import small
+from tests.models.step_models import (
+    DTYPES,
+    KINDS,
+    F,
+    M,
+    V,
+    counted_steps,
+    decode,
+    full_caches,
+    llama,
+    prompted,
+)
 from tests.rules import assert_close_rule
-
-M, V, F = 128, 300, 136
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def llama(H: int = 4, G: int = 2, D: int = 32, *, seed: int = 0, **parts: object) -> Decoder:
-    """Two Llama-like blocks; `parts` change the ingredients."""
-    rotary = parts.get("rotary", Rotary(D))
-    bias = bool(parts.get("bias"))
-    norm: Callable[[int], nn.Module] = parts.get("norm", RMSNorm)  # type: ignore[assignment]
-    residual = parts.get("residual", PreNorm)
-    sandwich = residual is SandwichNorm
-
-    def block(mask: masks.Mask) -> Block:
-        steps = [[norm(D)] if parts.get("head_norms") else [] for _ in range(2)]
-        last = [] if rotary is None else [rotary]
-        q = HeadProjection(M, H, D, *steps[0], *last, bias=bias)
-        k = HeadProjection(M, G, D, *steps[1], *last, bias=bias)
-        v = HeadProjection(M, G, D, bias=bias)
-        attention = Attention(
-            SeparateQKV(q, k, v),
-            Linear(H * D, M, bias=bias),
-            mask=mask,
-            softcap=parts.get("softcap"),  # type: ignore[arg-type]
-        )
-        activation = parts.get("activation")
-        network = (
-            SwiGLU(M, F, bias=bias)
-            if activation is None
-            else GatedFeedForward(M, F, activation, bias=bias)  # type: ignore[arg-type]
-        )
-        paths = (residual(*(norm(M) for _ in range(1 + sandwich))) for _ in range(2))  # type: ignore[operator]
-        return Block(attention, network, *paths)
-
-    first: masks.Mask = parts.get("mask", masks.Causal())  # type: ignore[assignment]
-    rest = int(parts.get("layers", 2)) - 1  # type: ignore[call-overload]
-    layers = [block(first), *(block(masks.Causal()) for _ in range(rest))]
-    head = CappedLogits(M, V, cap=5.0) if parts.get("cap") else Linear(M, V, bias=bias)
-    decoder = Decoder(InputEmbedding(nn.Embedding(V, M)), layers, norm(M), head)
-    small.randomise(decoder, seed)
-    return decoder.eval().requires_grad_(False)
-
-
-KINDS: dict[str, dict[str, object]] = {
-    "llama": {},
-    "qwen2": {"bias": True},
-    "qwen3": {"head_norms": True, "G": 1},
-    "gemma2": {
-        "norm": OffsetRMSNorm,
-        "residual": SandwichNorm,
-        "activation": nn.GELU("tanh"),
-        "softcap": 3.0,
-        "cap": True,
-    },
-    "output-norm": {"residual": OutputNorm, "activation": nn.ReLU()},
-    "window": {"mask": masks.Causal() & masks.Window(9), "D": 24},
-    "interleaved": {"rotary": Rotary(32, layout="interleaved", rotary_dim=16)},
-    "scaled": {"rotary": Rotary(32, scaling=LinearScaling(4.0)), "H": 3, "G": 3},
-    "no-rotary": {"rotary": None},
-}
-
-
-def full_caches(decoder: Decoder, kind: str, slots: int = 64) -> list[Cache]:
-    return [Growing() if kind == "growing" else Fixed(slots) for _ in decoder.layers]
-
-
-def decode(
-    decoder: Decoder,
-    ids: Tensor,
-    prompt: int,
-    *,
-    kind: str = "growing",
-    backend: str = "auto",
-    positions: Tensor | None = None,
-) -> tuple[Tensor, list[Cache]]:
-    """Logits of each token after the prompt, decoded one by one, and the caches."""
-    caches, T = full_caches(decoder, kind), ids.shape[1]
-    out = []
-    with torch.inference_mode():
-        first = None if positions is None else positions[:, :prompt]
-        decoder(ids[:, :prompt], first, caches)
-        for t in range(prompt, T):
-            out.append(decoder(ids[:, t : t + 1], caches=caches, backend=backend))
-    return torch.cat(out, 1), caches
 
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The number of threads of every compiled step that runs."""
-    counted: list[int] = []
-    run = compiled_step.DecodeStep.run
-
-    def counting(self: object, inputs: object) -> Tensor:
-        counted.append(openmp.thread_count())
-        return run(self, inputs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(compiled_step.DecodeStep, "run", counting)
-    return counted
+    with counted_steps(monkeypatch) as counted:
+        yield counted
 
 
 @pytest.mark.full(keep="each")
@@ -178,6 +82,19 @@ def test_where_the_sums_are_the_same_all_bits_are(dtype: torch.dtype) -> None:
     for one, other in zip(caches, plain_caches, strict=True):
         for name in ("memory.0", "memory.1"):
             assert torch.equal(one.contents()[name], other.contents()[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["alibi", "symmetric-alibi"])
+def test_alibi_has_all_bits_of_the_kernel(kind: str, steps: list[int]) -> None:
+    parts = {**KINDS[kind], "D": 64, "G": 4, "activation": nn.ReLU()}
+    decoder = llama(**parts)  # type: ignore[arg-type]
+    ids = torch.randint(V, (2, 14), generator=torch.Generator().manual_seed(3))
+    found, _ = decode(decoder, ids, 9)
+    assert len(steps) == 5
+    assert torch.equal(found, decode(decoder, ids, 9, backend="cpu")[0])
+    for layer in decoder.layers:
+        layer.attention.bias = None
+    assert not torch.allclose(found, decode(decoder, ids, 9)[0], rtol=1e-3)
 
 
 @pytest.mark.parametrize("cache", ["growing", "fixed"])
@@ -227,14 +144,6 @@ def test_two_threads_decode_with_one_model() -> None:
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))  # type: ignore[arg-type]
 
 
-def prompted(decoder: Decoder, kind: str = "growing") -> list[Cache]:
-    """Caches that have read three tokens."""
-    caches = full_caches(decoder, kind)
-    with torch.inference_mode():
-        decoder(torch.tensor([[1, 2, 3]]), caches=caches)
-    return caches
-
-
 def _scaled(module: nn.Module) -> None:
     module.scale = 0.25
 
@@ -243,6 +152,14 @@ CHANGES: dict[str, tuple[Callable[[Decoder], object], str]] = {
     "hook": (lambda d: d.layers[1].feed_forward.down.register_forward_hook(print), "has a hook"),
     "forward": (lambda d: setattr(d.norm, "forward", abs), "was replaced"),
     "mechanism": (lambda d: setattr(d.layers[1].attention, "bias", object()), "has a bias"),
+    "bias of heads": (
+        lambda d: setattr(d.layers[1].attention, "bias", ALiBi(slopes=[1.0])),
+        "ALiBi has 1 slope for 4 heads",
+    ),
+    "learned slopes": (
+        lambda d: setattr(d.layers[1].attention, "bias", ALiBi(slopes=torch.ones(4))),
+        "which may change",
+    ),
     "subclass": (
         lambda d: setattr(d.layers[0], "feed_forward", type("Other", (SwiGLU,), {})(M, F)),
         "layer 0: the feed-forward layer is Other",
@@ -361,12 +278,15 @@ def test_wrong_positions_are_refused_by_name(positions: Tensor) -> None:
     assert [len(cache) for cache in caches] == [3, 3]
 
 
-def test_caches_of_different_lengths_are_left_to_the_modules() -> None:
-    decoder = llama()
-    caches = prompted(decoder)
-    caches[1].crop(2)
-    with torch.inference_mode():
-        assert why_not(decoder, caches) == ["the caches of layers 0 and 1 hold different positions"]
+def test_caches_of_different_lengths(steps: list[int]) -> None:
+    decoder, logits = llama(), []
+    for backend in ("auto", "reference"):
+        caches = prompted(decoder)
+        caches[1].crop(2)
+        with torch.inference_mode():
+            logits.append(decoder(torch.tensor([[4]]), caches=caches, backend=backend))
+    assert len(steps) == 1
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
 def test_small_matrices_are_left_to_the_modules() -> None:

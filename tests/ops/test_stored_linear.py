@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.rules import assert_close_rule
 
 pytest.importorskip("numba", reason="the loops are compiled by Numba")
 from regard.ops.jit import openmp
+from regard.ops.jit.stored_weight_loops import HAS_BF16_TABLE, variant
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["int8", "int4", "float16", "bfloat16"]
@@ -119,6 +121,30 @@ def test_scales_of_other_dtypes_and_huge_values() -> None:
         Int4Weight.quantize(torch.full((1, 32), torch.nan))
     with pytest.raises(ArgumentError, match=r"too large for torch\.float16"):
         HalfWeight.round(torch.full((1, 32), 1e6), torch.float16)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5])
+def test_bf16_vectors_and_zeros_of_4_bit_codes(rows: int) -> None:
+    """Zeros that are integers in 0 ... 15 are looked up as bf16 numbers; others are not."""
+    make = torch.Generator().manual_seed(7)
+    w, x = torch.randn(23, 300, generator=make), torch.randn(rows, 300, generator=make).bfloat16()
+    record = Int4Weight.quantize(w, group=128, dtype=torch.bfloat16)
+    shifted, half = record.scales.clone(), record.scales.clone()
+    shifted[:, 1] = torch.arange(23)[:, None].clamp(max=15)
+    half[:, 1] += 0.25
+    for scales in (record.scales, shifted, half):
+        changed = replace(record, scales=scales)
+        chosen = variant("int4", torch.bfloat16, scales, changed.group)
+        assert chosen == ("int4-bf16" if HAS_BF16_TABLE and scales is not half else "int4")
+        exact = F.linear(x.double(), decoded(changed))
+        plain = F.linear(x, changed.dequantize())
+        found = stored_linear(x, changed)
+        assert_close_rule(found, plain, exact)
+        wrong = replace(record, scales=scales.roll(1, 0))
+        with pytest.raises(AssertionError):
+            assert_close_rule(stored_linear(x, wrong), plain, exact)
+    assert variant("int4", torch.float32, record.scales, 128) == "int4"
+    assert variant("int4", torch.bfloat16, record.scales, 64) == "int4"
 
 
 def test_a_wrong_layout_is_noticed() -> None:

@@ -50,13 +50,16 @@ class OpenSlot(NamedTuple):
     Attributes:
         buffers: the buffers, each `[B, n, c, d]` with c larger than `slot`; the same tuple as long
             as they are the same.
-        slot: the slot of the new token, which follows all others.
+        slot: the slot of the new token.
         positions: the positions of the slots before it.
+        after: the positions of all slots with the new token, from slot 0 on, where it overwrites
+            one of them; None if it follows all others.
     """
 
     buffers: Parts
     slot: int
     positions: Positions
+    after: Int[Tensor, "b S"] | None = None
 
 
 CACHES: Registry[Cache] = Registry("cache")
@@ -306,7 +309,7 @@ class Cache(ABC):
         Args:
             opened: the result of `open_slot`; the caller has written the slot, or will do so before
                 anything else happens to the cache.
-            positions: the positions of all slots up to this one.
+            positions: the positions of all slots with the new token.
         """
         raise NotImplementedError(f"{type(self).__name__} opens no slots")
 

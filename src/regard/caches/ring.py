@@ -5,6 +5,7 @@ ones too.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from regard.caches.base import (
     Cache,
     Contents,
+    OpenSlot,
     Parts,
     check_crop,
     check_same_layout,
@@ -21,7 +23,13 @@ from regard.caches.base import (
     named_parts,
     parts_of,
 )
-from regard.caches.buffer_writes import OverwrittenSlots, fill_slots, scatter_slots, write_slots
+from regard.caches.buffer_writes import (
+    OverwrittenSlots,
+    can_write_in_place,
+    fill_slots,
+    scatter_slots,
+    write_slots,
+)
 from regard.caches.contiguous import Growing
 from regard.errors import ArgumentError
 from regard.masks import Mask, Reach, Sinks, Window
@@ -262,6 +270,12 @@ class SlotPositions(NamedTuple):
         return int((self.positions >= 0).any(0).sum())
 
 
+@lru_cache(maxsize=16)
+def _positions_after(slots: RingLayout, run: ContiguousRun) -> Tensor:
+    """Return `slots.positions(run)`, the same tensor for all layers of a model; never written."""
+    return slots.positions(run)
+
+
 class RingBase(Cache):
     """Base of `Ring` and `Streaming`: the first positions are kept forever, and the last ones in a
     ring.
@@ -282,6 +296,7 @@ class RingBase(Cache):
         self._memory: Parts | None = None
         self._stored: ContiguousRun | SlotPositions = ContiguousRun(0, 0)
         self._overwritten: OverwrittenSlots | None = None
+        self._opened: OverwrittenSlots | None = None  # what the slot of `open_slot` held
 
     @property
     def bytes(self) -> int:
@@ -308,6 +323,35 @@ class RingBase(Cache):
         return self._update_rows(
             buffers, memory, stored, as_tensor(positions, memory[0].device).long()
         )
+
+    def open_slot(self, positions: Positions) -> OpenSlot | None:
+        """Return the buffers and the slot of the next position; None without buffers, where rows
+        have different positions, or where the first positions are missing.
+        """
+        run = self._stored
+        if self._memory is None or not isinstance(run, ContiguousRun) or run.first != 0:
+            return None
+        if not isinstance(positions, Span) or positions != Span(run.stop, 1):
+            return None
+        if not can_write_in_place(self._memory, ()):
+            return None
+        self._opened = None
+        if run.stop < self._slots.size and run.lost < 0:  # position p is in slot p
+            return OpenSlot(self._memory, run.stop, Span(0, run.stop))
+        ((slot, _),) = self._slots.runs(run.stop, run.stop + 1)
+        old = tuple(x[:, :, slot : slot + 1].clone() for x in self._memory)
+        self._opened = OverwrittenSlots(torch.tensor([[slot]], device=old[0].device), old)
+        after = _positions_after(self._slots, run.extended(run.stop + 1, self._slots))
+        return OpenSlot(self._memory, slot, Span(0, 0), after)
+
+    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+        """Count the slot as written."""
+        run = self._stored
+        assert isinstance(run, ContiguousRun)
+        self._stored = run.extended(run.stop + 1, self._slots)
+        if opened.after is not None:
+            self._overwritten = self._opened
+        self._opened = None
 
     def crop(self, length: int) -> None:
         """Remove every token at position `length` or later."""

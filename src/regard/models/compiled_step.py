@@ -27,21 +27,22 @@ from regard.argument_checks import finite_checks_enabled
 from regard.caches import Cache
 from regard.caches.base import OpenSlot
 from regard.models.step_reader import ModelReader, Unsupported
+from regard.nn.stored import StoredWeightMixin
 from regard.ops.decode_step import (
     DecodeStep,
+    KeyPlace,
     RotaryTables,
     SameTensors,
     StepInputs,
     StepLayer,
 )
-from regard.ops.gemv import MAX_VECTORS
 from regard.ops.jit import has_numba
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
 from regard.positions import Rotary
 from regard.process_state import is_compiling, is_transformed
 from regard.sequence_scope import current_scope
-from regard.span import Positions, Span, concat_positions
+from regard.span import Positions, Span, concat_positions, slot_count
 from regard.tracing import is_tracing
 from regard.units import plural
 
@@ -101,7 +102,7 @@ def why_not(decoder: Decoder, caches: Sequence[Cache], rows: int = 1) -> list[st
     plan = _plan_of(decoder)
     if plan.reason is not None:
         return [*reasons, plan.reason]
-    opened = _open_slots(plan, Span(0, 1), caches)
+    opened = _open_slots(plan, caches[0].next(1) if caches else Span(0, 1), caches)
     if isinstance(opened, str):
         return [*reasons, opened]
     unfit = plan.why_not_rows(rows, opened)
@@ -138,20 +139,44 @@ def _open_slots(plan: _Plan, positions: Positions, caches: Sequence[Cache]) -> l
         slot = cache.open_slot(positions)
         if slot is None:
             return f"the {type(cache).__name__} cache of layer {i} opens no slot for one token"
-        if opened and not _same_place(slot, opened[0]):
-            return f"the caches of layers 0 and {i} hold different positions"
         opened.append(slot)
     return opened if len(opened) == len(plan.layers) else "there is not one cache for each layer"
 
 
 def _same_place(one: OpenSlot, other: OpenSlot) -> bool:
-    """Return whether two caches hold the same positions."""
-    a, b = one.positions, other.positions
-    if one.slot != other.slot:
+    """Return whether two caches hold the same positions, and get the new token in the same slot."""
+    if one.slot != other.slot or (one.after is None) != (other.after is None):
         return False
+    if one.after is not None and other.after is not None:
+        return one.after is other.after or torch.equal(one.after, other.after)
+    a, b = one.positions, other.positions
     if isinstance(a, Span) or isinstance(b, Span):
         return isinstance(a, Span) and isinstance(b, Span) and a == b
     return a is b or torch.equal(a, b)
+
+
+def _places(opened: Sequence[OpenSlot], new: Positions) -> tuple[list[Positions], list[int]]:
+    """Return the different positions of keys, with the new tokens, and for each cache the index of
+    its positions.
+    """
+    different: list[OpenSlot] = []
+    place_of: list[int] = []
+    for slot in opened:
+        known = (i for i, other in enumerate(different) if _same_place(slot, other))
+        i = next(known, len(different))
+        if i == len(different):
+            different.append(slot)
+        place_of.append(i)
+    joined = [concat_positions(x.positions, new) if x.after is None else x.after for x in different]
+    return joined, place_of
+
+
+def _key_place(slot: int, positions: Positions) -> KeyPlace:
+    """Return the place of keys at these positions, one of which is the new token in its slot."""
+    S = slot_count(positions)
+    if isinstance(positions, Span):
+        return KeyPlace(slot, S, _NO_POSITIONS, positions.start)
+    return KeyPlace(slot, S, positions.long().contiguous(), 0)
 
 
 class _Plans(threading.local):
@@ -187,6 +212,7 @@ class _Plan:
             return
         self.layers, self.masks, self.rotaries = reader.layers, reader.masks, reader.rotaries
         self.dtype, self.width, self.cap = reader.dtype, reader.width, reader.cap
+        self.max_rows = reader.max_rows
         self.step = DecodeStep(reader.model)
 
     def run(
@@ -208,30 +234,30 @@ class _Plan:
         if not (fits and x.is_cpu):
             return None
         x = x.contiguous()
-        joined = concat_positions(opened[0].positions, positions)
+        joined, place_of = _places(opened, positions)
+        places = [_key_place(opened[place_of.index(i)].slot, x) for i, x in enumerate(joined)]
         tables = [_tables(rotary, x, positions) for rotary in self.rotaries]
         logits = self.step.run(
             StepInputs(
                 x,
                 [slot.buffers for slot in opened],  # type: ignore[misc]
-                opened[0].slot,
-                _NO_POSITIONS if isinstance(joined, Span) else joined.long().contiguous(),
-                joined.start if isinstance(joined, Span) else 0,
+                places,
+                tuple(place_of),
                 causal_positions(positions)[0],
                 ranges,  # type: ignore[arg-type]
                 tables,
             )
         )
-        for cache, slot in zip(caches, opened, strict=True):
-            cache.fill_slot(slot, joined)
+        for cache, slot, i in zip(caches, opened, place_of, strict=True):
+            cache.fill_slot(slot, joined[i])
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def why_not_rows(self, B: int, opened: list[OpenSlot]) -> str | None:
         """Return why the step does not suit a batch of B rows in these caches, or None."""
-        if not 0 < B <= MAX_VECTORS[self.dtype]:
+        if not 0 < B <= self.max_rows:
             return (
                 f"{plural(B, 'row')} of {self.dtype}: torch's products of matrices are faster for "
-                f"more than {MAX_VECTORS[self.dtype]}"
+                f"more than {self.max_rows}"
             )
         buffers = [x for slot in opened for x in slot.buffers]
         if self._checked.are(buffers):
@@ -294,7 +320,9 @@ class _Guards:
         self._size = sum(map(len, self._dicts))
         named = list(chain.from_iterable(map(_attributes, everything)))
         self._owners, self._names, self._values = (list(x) for x in zip(*named, strict=True))
-        self._tensors = [x for m in everything for x in m._parameters.values() if x is not None]
+        records = [m.stored_weight for m in everything if isinstance(m, StoredWeightMixin)]
+        self._tensors: list[Tensor] = [x for y in records for x in y.tensors().values()]
+        self._tensors += [x for m in everything for x in m._parameters.values() if x is not None]
         self._memory = list(map(_memory_of, self._tensors))
 
     def hold(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from regard.biases import ALiBi
 from regard.nn import (
     Attention,
     Block,
@@ -27,9 +28,12 @@ from regard.nn import (
 from regard.nn.blocks import Residual
 from regard.nn.embedding import CappedLogits
 from regard.nn.linear import Linear
+from regard.nn.stored import plain_class
 from regard.ops.decode_step import StepLayer, StepMap, StepModel, StepNorm
 from regard.ops.gemv import MAX_VECTORS, MIN_WEIGHT_SIZE
 from regard.ops.softmax.cpu import MAX_ROWS
+from regard.ops.stored_linear import MAX_VECTORS as MAX_STORED_VECTORS
+from regard.ops.stored_weights import StoredWeight
 from regard.positions import Rotary
 from regard.units import plural
 
@@ -58,6 +62,7 @@ class ModelReader:
         masks, rotaries: the different masks and rotary modules of the layers, to which the numbers
             in `StepLayer` refer.
         cap: the cap on the logits; None: none.
+        max_rows: the largest number of rows for which compiled code is faster than torch.
 
     Raises:
         Unsupported: at the first part that the compiled step does not support.
@@ -73,7 +78,11 @@ class ModelReader:
         self.cap = head.cap if isinstance(head, CappedLogits) else None
         self.dtype: torch.dtype
         self.width: int
-        self.dtype, self.width = head.weight.dtype, head.weight.shape[1]
+        weight = _weight_of(head)
+        if weight is None:
+            raise Unsupported("the weight of the head is computed when it is read")
+        self.dtype, self.width = weight.dtype, weight.shape[-1]
+        self.max_rows = max(MAX_STORED_VECTORS, *MAX_VECTORS.values())
         if self.dtype not in MAX_VECTORS:
             raise Unsupported(f"the weights are {self.dtype}")
         self.head = self._map(head)
@@ -83,7 +92,7 @@ class ModelReader:
         self.layers = tuple(self._layer(i, layer) for i, layer in enumerate(decoder.layers))
         if not self.layers:
             raise Unsupported("there is no layer")
-        largest = max(layer.gate.weight.numel() for layer in self.layers)
+        largest = max(layer.gate.weight.shape.numel() for layer in self.layers)
         if largest < MIN_WEIGHT_SIZE:
             raise Unsupported(
                 f"its matrices have at most {plural(largest, 'element')}, so that there is little "
@@ -112,6 +121,7 @@ class ModelReader:
             raise Unsupported("queries, keys and values have other steps than a rotary")
         before, after = self._residual(block.attention_residual)
         ff_before, ff_after = self._residual(block.feed_forward_residual)
+        slopes, symmetric = _alibi(attention.bias, q.heads)
         F = network.gate.out_features
         scale = attention._default_scale if attention.scale is None else attention.scale
         return StepLayer(
@@ -137,11 +147,13 @@ class ModelReader:
             softcap=float(attention.softcap or 0.0),
             rotary=None if rotary is None else _index_of(rotary, self.rotaries),
             mask=_index_of(attention.mask, self.masks),
+            slopes=slopes,
+            symmetric=symmetric,
         )
 
     def _projection(self, attention: Attention) -> SeparateQKV:
         """Read the parts of an attention layer that must be plain; return its projection."""
-        for name in ("bias", "score", "sink"):
+        for name in ("score", "sink"):
             if getattr(attention, name) is not None:
                 raise Unsupported(f"the attention has a {name}")
         if attention.mask is None:
@@ -194,9 +206,14 @@ class ModelReader:
         linear = _checked("a linear map", linear, nn.Linear, Linear, CappedLogits)
         if "bias" not in linear._parameters:
             raise Unsupported("a linear map has a parametrization")
-        weight = self._tensor(linear._parameters.get("weight"), "a weight")
+        weight = _weight_of(linear)
+        if isinstance(weight, StoredWeight):
+            weight = self._record(weight)
+        else:
+            weight = self._tensor(weight, "a weight")
+            self.max_rows = min(self.max_rows, MAX_VECTORS[self.dtype])
         bias: Tensor | None = linear._parameters["bias"]
-        if weight.ndim != 2 or weight.shape[1] != (self.width if M is None else M):
+        if len(weight.shape) != 2 or weight.shape[1] != (self.width if M is None else M):
             raise Unsupported("a linear map has another size than its input")
         if N is not None and weight.shape[0] != N:
             raise Unsupported("a linear map has another size than its output")
@@ -205,6 +222,22 @@ class ModelReader:
             if bias.shape != weight.shape[:1]:
                 raise Unsupported("a bias has another size than its linear map")
         return StepMap(weight, bias)
+
+    def _record(self, weight: StoredWeight) -> StoredWeight:
+        """Check that compiled code can read a weight that is stored in fewer bits."""
+        if weight.dtype != self.dtype:
+            raise Unsupported(
+                f"a weight that is stored as {weight.form} computes in {weight.dtype}; it must be "
+                f"{self.dtype}, like the head"
+            )
+        weight = weight.map(lambda x: x)  # its addresses are those of now
+        if weight.matrix_struct is None:
+            raise Unsupported(
+                f"a tensor of a weight that is stored as {weight.form} is not plain, contiguous "
+                "and on a CPU"
+            )
+        self.max_rows = min(self.max_rows, MAX_STORED_VECTORS)
+        return weight
 
     def _tensor(self, x: Tensor | None, name: str) -> Tensor:
         """Check that compiled code can read a parameter."""
@@ -232,9 +265,33 @@ def _checked(name: str, module: object, *allowed: type[Part]) -> Part:
     """Return a module whose class is exactly one of these, or raise: a subclass may compute
     something else.
     """
-    if type(module) not in allowed:
+    if not isinstance(module, nn.Module) or plain_class(module) not in allowed:
         raise Unsupported(f"{name} is {type(module).__name__}")
     return cast("Part", module)
+
+
+def _alibi(bias: object, H: int) -> tuple[Tensor | None, bool]:
+    """Return the slopes of ALiBi, and whether it is symmetric; other biases are not supported."""
+    if bias is None:
+        return None, False
+    if type(bias) is not ALiBi:
+        raise Unsupported(f"the attention has a bias, {type(bias).__name__}")
+    if isinstance(bias.slopes, Tensor):
+        raise Unsupported("the slopes of ALiBi are a tensor, which may change")
+    slopes = bias.slopes_on(torch.device("cpu"), torch.float32).detach().contiguous()
+    if slopes.shape != (H,):
+        raise Unsupported(f"ALiBi has {plural(len(slopes), 'slope')} for {plural(H, 'head')}")
+    return slopes, bias.symmetric
+
+
+def _weight_of(linear: nn.Module) -> Tensor | StoredWeight | None:
+    """Return the parameter `weight` or the record in its place; None where it is computed when it
+    is read.
+    """
+    if "weight" in linear._parameters:
+        return linear._parameters["weight"]
+    record = linear.__dict__.get("stored_weight")
+    return record if isinstance(record, StoredWeight) else None
 
 
 def _is_norm(step: nn.Module) -> bool:

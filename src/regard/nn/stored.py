@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.huge_pages import HUGE_PAGE_THRESHOLD, together_in_huge_pages
 from regard.nn.linear import Linear
 from regard.ops.stored_weights import StoredWeight
 
@@ -146,6 +147,66 @@ def _stored_class(plain: type[nn.Module]) -> type[nn.Module]:
     if plain is nn.Embedding:
         return StoredEmbedding
     return type(plain.__name__, (StoredWeightMixin, plain), {"__module__": plain.__module__})
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before its weight was stored; its class otherwise.
+
+    >>> from regard.ops.stored_weights import Int8Weight
+    >>> layer = Linear(32, 2).requires_grad_(False)
+    >>> store_weight(layer, Int8Weight.quantize(layer.weight))
+    >>> type(layer) is Linear, plain_class(layer) is Linear
+    (False, True)
+    """
+    own = type(module)
+    first, *others = own.__bases__
+    if first is StoredWeightMixin and len(others) == 1 and _stored_class(others[0]) is own:
+        return others[0]
+    return own
+
+
+BLOCK_BYTES = 1 << 24
+"""The size in bytes of the memory in which small records are put together."""
+
+
+def stored_to_huge_pages(network: nn.Module) -> None:
+    """Move the small stored weights of a network together into huge pages, in the order of its
+    modules; their values do not change. `regard.load` does this.
+
+    >>> from regard.ops.stored_weights import Int8Weight
+    >>> layer = Linear(32, 2).requires_grad_(False)
+    >>> store_weight(layer, Int8Weight.quantize(layer.weight))
+    >>> before = layer.weight
+    >>> stored_to_huge_pages(layer)
+    >>> torch.equal(layer.weight, before)
+    True
+    """
+    owners: dict[int, list[StoredWeightMixin]] = {}
+    for module in network.modules():
+        if isinstance(module, StoredWeightMixin) and _is_small(module.stored_weight):
+            owners.setdefault(id(module.stored_weight), []).append(module)
+    waiting: list[list[StoredWeightMixin]] = []
+    size = 0
+    for n, modules in enumerate(owners.values(), 1):
+        waiting.append(modules)
+        size += modules[0].stored_weight.bytes
+        if size < BLOCK_BYTES and n < len(owners):
+            continue
+        records = [holders[0].stored_weight for holders in waiting]
+        moved = iter(together_in_huge_pages([x for y in records for x in y.tensors().values()]))
+        for holders, record in zip(waiting, records, strict=True):
+            copied = record.map(lambda _, moved=moved: next(moved))  # type: ignore[misc]
+            for module in holders:
+                module.stored_weight = copied
+        waiting, size = [], 0
+
+
+def _is_small(record: StoredWeight) -> bool:
+    """Return whether no tensor of a record is in huge pages of its own."""
+    return all(
+        x.is_cpu and type(x) is Tensor and x.nbytes < HUGE_PAGE_THRESHOLD
+        for x in record.tensors().values()
+    )
 
 
 def stored_modules(network: nn.Module) -> Iterator[tuple[str, StoredWeight]]:

@@ -24,10 +24,12 @@ from torch import Tensor
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import (
     DECODE_STRUCT,
+    MAP_PARTS,
     STEP_LAYER_STRUCT,
     STEP_STRUCT,
 )
 from regard.ops.jit.decode import ELEMENTS_PER_THREAD, split_count
+from regard.ops.stored_weights import StoredWeight
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu")
 """The activations that the compiled step supports, in the order of their numbers."""
@@ -43,11 +45,11 @@ class StepMap:
     """A linear map W x + b of the compiled step.
 
     Args:
-        weight: `[N, M]`, contiguous.
+        weight: `[N, M]`, contiguous, or a record of fewer bits whose `matrix_struct` is not None.
         bias: `[N]`, contiguous, or None.
     """
 
-    weight: Tensor
+    weight: Tensor | StoredWeight
     bias: Tensor | None = None
 
 
@@ -82,6 +84,8 @@ class StepLayer:
         softcap: the bound on the scores; 0: none.
         rotary: the number of the layer's rotary tables in `StepInputs.tables`; None: no rotation.
         mask: the number of the layer's ranges in `StepInputs.ranges`.
+        slopes: the slopes of ALiBi, contiguous fp32 `[H]`; None: no ALiBi.
+        symmetric: whether ALiBi is symmetric.
     """
 
     H: int
@@ -106,6 +110,8 @@ class StepLayer:
     softcap: float
     rotary: int | None
     mask: int
+    slopes: Tensor | None = None
+    symmetric: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +142,23 @@ class RotaryTables(NamedTuple):
     interleaved: bool
 
 
+class KeyPlace(NamedTuple):
+    """Where the keys of some layers are, and where the new tokens go.
+
+    Args:
+        slot: the slot of the buffers that the new tokens take.
+        S: the number of slots, from 0 on, that hold the keys.
+        k_positions: the positions of these slots `[B or 1, S]`, or `[1, 0]` where they are
+            contiguous from `origin` on.
+        origin: the position of slot 0 where they are contiguous.
+    """
+
+    slot: int
+    S: int
+    k_positions: Tensor
+    origin: int
+
+
 class StepInputs(NamedTuple):
     """What changes from one step to the next.
 
@@ -143,10 +166,8 @@ class StepInputs(NamedTuple):
         x: the embedded tokens `[B, 1, M]`, contiguous.
         buffers: for each layer the buffers of keys `[B, G, c, D]` and values `[B, G, c, E]`, whose
             last dimension is contiguous.
-        slot: the slot of the buffers that the new tokens take; the keys are slots 0 to `slot`.
-        k_positions: the positions of these slots `[B or 1, slot + 1]`, or `[1, 0]` where they are
-            contiguous from `origin` on.
-        origin: the position of slot 0 where they are contiguous.
+        places: the different places of keys.
+        place_of: for each layer the index of its place.
         q_positions: the positions of the new tokens `[B or 1, 1]`.
         ranges: for each different mask the starts and stops of the ranges of positions that the
             queries see, each int64 `[b, h, 1, n]`.
@@ -155,9 +176,8 @@ class StepInputs(NamedTuple):
 
     x: Tensor
     buffers: Sequence[tuple[Tensor, Tensor]]
-    slot: int
-    k_positions: Tensor
-    origin: int
+    places: Sequence[KeyPlace]
+    place_of: tuple[int, ...]
     q_positions: Tensor
     ranges: Sequence[tuple[Tensor, Tensor]]
     tables: Sequence[RotaryTables]
@@ -207,6 +227,8 @@ class DecodeStep:
             self._attention[i]["softcap"] = layer.softcap
         self._counters = np.zeros((4 * len(model.layers) + 1, COUNTER_WORDS), np.int64)
         self._by_mask = _numbers_by_value([layer.mask for layer in model.layers])
+        self._place_of: tuple[int, ...] = ()
+        self._by_place: list[tuple[int, np.ndarray]] = []
         self._by_rotary = _numbers_by_value([layer.rotary for layer in model.layers])
         self._scratch: tuple[Tensor, ...] = ()
         self._rows = self._splits = 0
@@ -225,7 +247,8 @@ class DecodeStep:
         workers = openmp.thread_count()
         self._prepare_memory(B, workers)
         self._set_buffers(inputs)
-        self._set_splits(B, inputs.slot + 1, workers)
+        self._set_places(inputs)
+        self._set_splits(B, workers)
         self._set_positions(inputs)
         logits = torch.empty(B, 1, model.head.weight.shape[0], dtype=self.dtype)
         self._counters.fill(0)
@@ -273,7 +296,9 @@ class DecodeStep:
             record = self._attention[i]
             record["q"], record["out"], record["lse"] = (x.data_ptr() for x in (q, out, lse))
             record["q_shape"] = B, layer.G, layer.H // layer.G, layer.D
-            for name, x in (("visible", _NO_VISIBLE), ("slopes", _NO_SLOPES), ("bias", _NO_BIAS)):
+            record["symmetric"] = layer.symmetric
+            slopes = _NO_SLOPES if layer.slopes is None else layer.slopes
+            for name, x in (("visible", _NO_VISIBLE), ("slopes", slopes), ("bias", _NO_BIAS)):
                 record[name], record[f"{name}_shape"] = x.data_ptr(), _shape_4d(x)
 
     def _set_buffers(self, inputs: StepInputs) -> None:
@@ -286,11 +311,23 @@ class DecodeStep:
             record["v"], record["v_steps"] = v.data_ptr(), v.stride()[:3]
         self._buffers.remember(tensors)
 
-    def _set_splits(self, B: int, S: int, workers: int) -> None:
+    def _set_places(self, inputs: StepInputs) -> None:
+        """Set where the keys of each layer are."""
+        if inputs.place_of != self._place_of:
+            self._place_of = inputs.place_of
+            self._by_place = _numbers_by_value(inputs.place_of)
+        records = self._attention
+        for i, layers in self._by_place:
+            place = inputs.places[i]
+            records["S"][layers], records["origin"][layers] = place.S, place.origin
+            self._layers["slot"][layers] = place.slot
+            records["k_positions"][layers] = place.k_positions.data_ptr()
+            records["k_positions_shape"][layers] = _shape_4d(place.k_positions)
+
+    def _set_splits(self, B: int, workers: int) -> None:
         """Divide the keys into splits, exactly as `regard.ops.jit.decode` does."""
-        self._attention["S"], self._layers["slot"] = S, S - 1
         for record, layer in zip(self._attention, self.model.layers, strict=True):
-            heads = B * layer.G
+            heads, S = B * layer.G, int(record["S"])
             work = heads * S * (layer.D + layer.E)
             used = min(workers, max(1, work // ELEMENTS_PER_THREAD))
             splits = split_count(heads, S, used) if used > 1 else 1
@@ -300,11 +337,11 @@ class DecodeStep:
                 record["lse_shape"] = B, layer.G, splits, R
 
     def _set_positions(self, inputs: StepInputs) -> None:
-        """Set the positions, the ranges that each mask lets the queries see, and the rotations."""
-        records = self._attention
-        records["origin"] = inputs.origin
-        for name, x in (("k_positions", inputs.k_positions), ("q_positions", inputs.q_positions)):
-            records[name], records[f"{name}_shape"] = x.data_ptr(), _shape_4d(x)
+        """Set the positions of the queries, the ranges that each mask lets them see, and the
+        rotations.
+        """
+        records, x = self._attention, inputs.q_positions
+        records["q_positions"], records["q_positions_shape"] = x.data_ptr(), _shape_4d(x)
         for i, layers in self._by_mask:
             for name, x in zip(("starts", "stops"), inputs.ranges[i], strict=True):
                 records[name][layers], records[f"{name}_shape"][layers] = x.data_ptr(), _shape_4d(x)
@@ -340,10 +377,17 @@ def _norm_numbers(norm: StepNorm | None) -> tuple[int, float, float]:
     return (0, 0.0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps, norm.offset)
 
 
-def _map_numbers(linear_map: StepMap) -> tuple[int, int]:
-    """Return the fields of a linear map: the addresses of its weight and its bias."""
-    bias = linear_map.bias
-    return linear_map.weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+def _map_numbers(linear_map: StepMap) -> tuple[int, int, int]:
+    """Return the fields of a linear map: the addresses of its weight and its bias, and the one of
+    the struct of a weight that is stored in fewer bits; 0 for what it does not have.
+    """
+    weight = linear_map.weight
+    bias = 0 if linear_map.bias is None else linear_map.bias.data_ptr()
+    if isinstance(weight, Tensor):
+        return weight.data_ptr(), bias, 0
+    matrix = weight.matrix_struct
+    assert matrix is not None
+    return 0, bias, matrix.buffer_info()[0]
 
 
 def _pack_layer(record: np.void, layer: StepLayer) -> None:
@@ -352,7 +396,8 @@ def _pack_layer(record: np.void, layer: StepLayer) -> None:
     record["F"] = layer.down.weight.shape[1]
     record["activation"] = ACTIVATIONS.index(layer.activation)
     for name in ("q", "k", "v", "out", "gate", "up", "down"):
-        record[f"{name}_w"], record[f"{name}_b"] = _map_numbers(getattr(layer, name))
+        for part, number in zip(MAP_PARTS, _map_numbers(getattr(layer, name)), strict=True):
+            record[f"{name}_{part}"] = number
     for name in ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after"):
         numbers = _norm_numbers(getattr(layer, name))
         record[f"{name}_w"], record[f"{name}_eps"], record[f"{name}_offset"] = numbers

@@ -72,7 +72,7 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
     if is_compiling() or type(x) not in _PLAIN or (layout := weight.layout) is None:
         return None
     assert isinstance(x, Tensor)
-    N, M, width, group, row_bytes, row_scales, codes, scales = layout
+    N, M, row_bytes = layout[0], layout[1], layout[4]
     dtype, elements = x.dtype, x.numel()
     if dtype != weight.dtype or not 0 < elements <= MAX_VECTORS * M or x.shape[-1] != M:
         return None
@@ -90,25 +90,21 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
         return None
     if torch.is_autocast_enabled("cpu") or is_transformed() or not has_numba():
         return None
+    matrix = weight.matrix_struct
+    assert matrix is not None
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=dtype)
     record = STORED_WEIGHT_STRUCT.pack_numbers(
         elements // M,
         M,
         N,
-        width,
-        group,
-        row_bytes,
-        row_scales,
         x.data_ptr(),
-        codes,
-        scales,
+        matrix.buffer_info()[0],
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
     )
     workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
-    entry = _entry_address()(weight.form, dtype, weight.scale_dtype)
-    openmp.run_entry(entry, record, workers)
+    openmp.run_entry(_entry_address()(dtype), record, workers)
     return y
 
 
@@ -202,7 +198,7 @@ def _check(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> None:
 
 
 @cache
-def _entry_address() -> Callable[[str, torch.dtype, torch.dtype], int]:
+def _entry_address() -> Callable[[torch.dtype], int]:
     """Import the compiled loops at the first call, and return their function `entry_address`."""
     from regard.ops.jit import stored_weight_loops
 

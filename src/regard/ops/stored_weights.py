@@ -2,12 +2,14 @@
 it is multiplied with.
 
 Each form is a frozen record of tensors, and `dequantize` is its definition: the matrix that it
-stands for. `regard.ops.stored_linear.stored_linear` multiplies with it.
+stands for. The zero points of a record must not change after its first product, whose loops depend
+on them. `regard.ops.stored_linear.stored_linear` multiplies with it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
+from regard.ops.jit.argument_structs import STORED_MATRIX_STRUCT
 
 GROUPS = (32, 64, 128)
 """The numbers of inputs that may share a scale."""
@@ -90,6 +93,33 @@ class StoredWeight(ABC):
     def scale_dtype(self) -> torch.dtype:
         """The dtype of the scales; of the matrix where it has none."""
         return list(self.tensors().values())[-1].dtype
+
+    @cached_property
+    def matrix_struct(self) -> array[int] | None:
+        """The STORED_MATRIX_STRUCT of the record, packed once; None where `layout` is None. Numba
+        must be installed.
+        """
+        if self.layout is None:
+            return None
+        from regard.ops.jit import stored_weight_loops as loops
+
+        form = loops.variant(
+            self.form, self.dtype, list(self.tensors().values())[-1], self.layout[3]
+        )
+        return STORED_MATRIX_STRUCT.pack_numbers(
+            loops.rows_address(form, self.scale_dtype), *self.layout[2:]
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        """Return the tensors and sizes without the addresses, which hold in this process only, and
+        without the memory that a tensor shares with others.
+        """
+        computed = ("layout", "scale_dtype", "matrix_struct")
+        return {
+            name: x.clone() if isinstance(x, Tensor) and _is_part(x) else x
+            for name, x in vars(self).items()
+            if name not in computed
+        }
 
     def __deepcopy__(self, memo: object) -> StoredWeight:
         """Return the record itself: it cannot change, so copies of a model share it."""
@@ -364,6 +394,11 @@ class Int4Weight(StoredWeight):
         codes = torch.unflatten(self.unpacked(), 1, (-1, self.group)).float()
         values = codes.sub_(zeros).mul_(scales).flatten(1)
         return values[:, : self.columns].to(dtype or self.dtype)
+
+
+def _is_part(x: Tensor) -> bool:
+    """Return whether a tensor is a part of larger memory."""
+    return x.untyped_storage().nbytes() > x.nbytes
 
 
 PANEL_ELEMENTS = 1 << 20

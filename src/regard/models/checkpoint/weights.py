@@ -22,7 +22,7 @@ from regard.errors import ArgumentError, FileError
 from regard.models.checkpoint.family import Family, TensorBinding, bind_names, name_pattern
 from regard.models.checkpoint.stored_forms import StoredRecords, WeightForm, may_store
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
-from regard.nn.stored import StoredWeightMixin, store_weight
+from regard.nn.stored import StoredWeightMixin, store_weight, stored_to_huge_pages
 from regard.ops.stored_weights import StoredWeight
 from regard.untrusted_text import error_text, escape_controls, short_repr
 
@@ -123,6 +123,7 @@ def fill_parameters(
         for parameter_name in (o for name in allowed for o in bindings[name].parameters):
             value = initial[parameter_name].detach().to(family.dtype_of(parameter_name, dtype))
             _assign(owners[id(parameters[parameter_name])], value)
+    stored_to_huge_pages(model)
     return FillResult(allowed, ignored)
 
 

@@ -175,6 +175,9 @@ DECODE_QUANTIZED_STRUCT = StructLayout(*_DECODE_FIELDS, QuantizedField("k"), Qua
 NORM_PARTS = ("w", "eps", "offset")
 """What a struct holds of an RMS norm."""
 
+MAP_PARTS = ("w", "b", "stored")
+"""What a struct holds of a linear map."""
+
 GEMV_STRUCT = StructLayout(
     IntField("R"),  # the number of vectors
     IntField("M"),  # the size of a vector of x
@@ -186,22 +189,42 @@ GEMV_STRUCT = StructLayout(
 )
 """The arguments of y = W x + b for a few vectors x, packed by `regard.ops.gemv`."""
 
-STORED_WEIGHT_STRUCT = StructLayout(
-    IntField("R"),  # the number of vectors
-    IntField("M"),  # the size of a vector of x
-    IntField("N"),  # the size of a vector of y
+STORED_MATRIX_STRUCT = StructLayout(
+    IntField("multiply"),  # the address of the entry that computes some rows, STORED_ROWS_STRUCT
     IntField("width"),  # the number of columns of the matrix in memory
     IntField("group"),  # the number of columns for each scale
     IntField("row_bytes"),  # the size in bytes of a row of codes
     IntField("row_scales"),  # the number of scales, and zeros, of a row
-    IntField("x"),  # the address of the vectors [R,M]
     IntField("codes"),  # the address of the matrix
     IntField("scales"),  # the address of the scales
+)
+"""A matrix that is stored in fewer bits, packed by `regard.ops.stored_linear`."""
+
+STORED_ROWS_STRUCT = StructLayout(
+    IntField("matrix"),  # the address of a STORED_MATRIX_STRUCT
+    IntField("first"),  # the first row of the matrix
+    IntField("last"),  # one past the last row
+    IntField("R"),  # the number of vectors
+    IntField("vectors"),  # the address of the vectors in fp32
+    IntField("distance"),  # the number of numbers from one vector to the next
+    IntField("sums"),  # the address of the output in fp32; row i of vector r is number
+    IntField("sums_distance"),  # r * sums_distance + i - first
+    IntField("scratch"),  # the address of memory that the entry may use from one call to the next
+    IntField("changed"),  # whether the vectors are other ones; the entry clears it
+)
+"""The arguments of some rows of W x, which one compiled loop passes to another."""
+
+STORED_WEIGHT_STRUCT = StructLayout(
+    IntField("R"),  # the number of vectors
+    IntField("M"),  # the size of a vector of x
+    IntField("N"),  # the size of a vector of y
+    IntField("x"),  # the address of the vectors [R,M]
+    IntField("matrix"),  # the address of a STORED_MATRIX_STRUCT
     IntField("b"),  # the address of the bias [N], or 0 without one
     IntField("y"),  # the address of the output [R,N]
 )
 """The arguments of y = W x + b for a matrix that is stored in fewer bits, packed by
-`regard.ops.stored_weights`.
+`regard.ops.stored_linear`.
 """
 
 RMS_NORM_STRUCT = StructLayout(
@@ -231,8 +254,7 @@ STEP_STRUCT = StructLayout(
     IntField("hidden"),  # the address of the hidden units of a feed-forward layer [B,F]
     IntField("logits"),  # the address of the output [B,V]
     *(IntField(f"norm_{x}") if x == "w" else FloatField(f"norm_{x}") for x in NORM_PARTS),
-    IntField("head_w"),
-    IntField("head_b"),
+    *(IntField(f"head_{part}") for part in MAP_PARTS),
 )
 """The arguments of a decoding step of a whole model, packed by `regard.ops.decode_step`."""
 
@@ -248,7 +270,7 @@ STEP_LAYER_STRUCT = StructLayout(
     IntField("cos"),  # the address of cos [tables,pairs], in the dtype of the weights
     IntField("sin"),
     IntField("slot"),  # the slot of keys and values that the step writes
-    *(IntField(f"{x}_{part}") for x in _STEP_MAPS for part in "wb"),  # address or 0
+    *(IntField(f"{x}_{part}") for x in _STEP_MAPS for part in MAP_PARTS),  # address or 0
     *(
         IntField(f"{x}_{part}") if part == "w" else FloatField(f"{x}_{part}")
         for x in _STEP_NORMS
@@ -256,8 +278,9 @@ STEP_LAYER_STRUCT = StructLayout(
     ),
 )
 """The arguments of one layer of a decoding step. Of a linear map x they are the addresses `x_w` of
-the weight and `x_b` of the bias, of an RMS norm x the address `x_w` of its weight (0: no norm), the
-number `x_eps` that is added to the mean square, and `x_offset` that is added to the weight.
+the weight, `x_b` of the bias, and `x_stored` of a STORED_MATRIX_STRUCT in place of the weight; of
+an RMS norm x the address `x_w` of its weight (0: no norm), the number `x_eps` that is added to the
+mean square, and `x_offset` that is added to the weight.
 """
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -85,6 +85,18 @@ def memory_at(address, dtype):
     return carray(int_to_pointer(address), (UNBOUNDED,), dtype)
 
 
+@intrinsic
+def call_entry(context: Any, entry: Any, address: Any) -> Any:
+    """Call an entry, given by its address, with the address of its struct."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), code
+
+
 _loaded_entries: list[Any] = []
 """The compiled entries; this list keeps them alive as long as the process."""
 

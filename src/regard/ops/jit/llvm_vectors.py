@@ -257,10 +257,12 @@ def array_data(context: Any, builder: Any, kind: Any, array: Any) -> Any:
 
 
 def row_pointer(context: Any, builder: Any, kind: Any, array: Any, row: Any) -> Any:
-    """Return a pointer to a row of an array `[R, n]`."""
+    """Return a pointer to a row of an array `[R, n]`, whose rows may lie apart."""
     struct = context.make_array(kind)(context, builder, value=array)
-    width = cgutils.unpack_tuple(builder, struct.shape)[1]
-    return builder.gep(struct.data, [builder.mul(row, width)])
+    distance = cgutils.unpack_tuple(builder, struct.strides)[0]
+    start = builder.bitcast(struct.data, _I8.as_pointer())
+    place = builder.gep(start, [builder.mul(row, distance)])
+    return builder.bitcast(place, struct.data.type)
 
 
 def _make_max(*, absolute: bool) -> Any:

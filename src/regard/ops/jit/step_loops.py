@@ -40,10 +40,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.argument_structs import DECODE_STRUCT, STEP_LAYER_STRUCT, STEP_STRUCT
+from regard.ops.jit.argument_structs import (
+    DECODE_STRUCT,
+    STEP_LAYER_STRUCT,
+    STEP_STRUCT,
+    STORED_MATRIX_STRUCT,
+)
 from regard.ops.jit.compile import njit_fastmath, njit_strict
 from regard.ops.jit.entry_points import (
     STORAGE,
+    call_entry,
     compile_entry,
     finish_task,
     memory_at,
@@ -54,6 +60,7 @@ from regard.ops.jit.exp_tanh import exp, tanh
 from regard.ops.jit.gemv_loops import VECTORS_PER_STEP, multiply_rows, padded_count
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.rms_norm_loops import norm_rows
+from regard.ops.jit.stored_weight_loops import make_call, mark_changed, multiply_stored
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu": 2}
 """The number of each activation in `STEP_LAYER_STRUCT`."""
@@ -74,7 +81,16 @@ that threads do not disturb each other.
 SPINS = 2000
 """How often a waiting thread looks at the counter before it offers its core to other threads."""
 
+STORED_ROWS = 256
+"""The number of rows of a stored matrix whose sums are computed at a time."""
+
+VECTOR_BLOCK = 128
+"""The sizes of vectors in fp32 are multiples of it, as the codes of a stored matrix may be padded;
+the numbers behind a vector are 0.
+"""
+
 STEP, LAYER, ATTENTION = STEP_STRUCT.dtype, STEP_LAYER_STRUCT.dtype, DECODE_STRUCT.dtype
+MATRIX = STORED_MATRIX_STRUCT.dtype
 LAYER_BYTES, ATTENTION_BYTES = LAYER.itemsize, ATTENTION.itemsize
 
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -122,18 +138,6 @@ def offer_core(context: Any) -> Any:
     return types.void(), code
 
 
-@intrinsic
-def call_entry(context: Any, entry: Any, address: Any) -> Any:
-    """Call an entry, given by its address, with the address of its struct."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), code
-
-
 @njit_strict
 def wait_until_finished(address, tasks):
     """Return when all tasks of the counters at an address are finished."""
@@ -160,15 +164,60 @@ def add_result(x, y, norm, R, M, out, tag):
 
 
 @njit_strict
+def padded_width(M):
+    """Return the size in memory of a vector of M numbers."""
+    return (M + VECTOR_BLOCK - 1) // VECTOR_BLOCK * VECTOR_BLOCK
+
+
+@njit_strict
+def vectors_in(memory, R, M):
+    """Return the array `[R', M']` of R vectors of M numbers in scratch memory."""
+    P, width = padded_count(R), padded_width(M)
+    return memory[: P * width].reshape((P, width))
+
+
+@njit_strict
+def write_vectors(x, R, M, vectors, tag):
+    """Write x `[R, M]` to the fp32 vectors `[R', M']`, with zeros behind each."""
+    for r in range(R):
+        for i in range(M):
+            vectors[r, i] = to_float32(x[r * M + i], tag)
+        vectors[r, M:] = np.float32(0)
+
+
+@njit_strict
 def norm_vectors(x, norm, R, M, scratch, vectors, tag):
-    """Normalise x `[R, M]`, and write the result to the fp32 vectors `[R', M]`."""
+    """Normalise x `[R, M]`, and write the result to the fp32 vectors `[R', M']`."""
     weight, has_norm, eps, offset = norm
     if has_norm:
         norm_rows(x, weight, scratch, R, M, eps, offset, tag)
         x = scratch
-    for r in range(R):
-        for i in range(M):
-            vectors[r, i] = to_float32(x[r * M + i], tag)
+    write_vectors(x, R, M, vectors, tag)
+
+
+@njit_strict
+def map_rows(linear_map, rows, vectors, R, tag, room, out):
+    """Compute some of the rows of W x + b for R vectors x; W is an array, or stored in fewer bits.
+
+    linear_map: see `map_at`. rows: the first row and one past the last one. vectors: fp32
+    `[R', M']`. room: (the products of a row, the struct of a call, sums `[R, STORED_ROWS]`).
+    out: (memory y, the place of the first row of the first vector in it, the distance from one
+    vector to the next).
+    """
+    w, b, has_bias, stored, M = linear_map
+    products, call, sums = room
+    if stored == 0:
+        multiply_rows((w, b, has_bias), rows, vectors[:, :M], R, tag, products, out)
+        return
+    y, place, distance = out
+    for first in range(rows[0], rows[1], STORED_ROWS):
+        last = min(rows[1], first + STORED_ROWS)
+        multiply_stored(stored, first, last, R, vectors, call, sums)
+        for r in range(R):
+            for i in range(last - first):
+                bias = to_float32(b[first + i], tag) if has_bias else np.float32(0)
+                p = place + r * distance + first - rows[0] + i
+                y[p] = from_float32(sums[r, i] + bias, tag, y)
 
 
 @njit_strict
@@ -263,11 +312,18 @@ def norm_at(weight, eps, offset, dtype):
 
 
 @njit_strict
-def map_at(weight, bias, dtype):
-    """Return the linear map whose weight and bias are at these addresses: (W, b, whether there is a
-    bias).
+def map_at(weight, bias, stored, M, dtype):
+    """Return the linear map from M numbers whose weight, bias and stored matrix are at these
+    addresses: (W, b, whether there is a bias, the address of the stored matrix or 0, M).
     """
-    return memory_at(weight, dtype), memory_at(bias, dtype), bias != 0
+    return memory_at(weight, dtype), memory_at(bias, dtype), bias != 0, stored, M
+
+
+@njit_strict
+def row_size(linear_map):
+    """Return the size in bytes of a row of the weight of a linear map."""
+    w, _, _, stored, M = linear_map
+    return struct_at(stored, MATRIX).row_bytes if stored else M * w.itemsize
 
 
 @njit_strict
@@ -279,11 +335,14 @@ def project_heads(counters, layer, attention, sizes, states, scratch, dtype, tag
     """
     R, M = sizes
     x, y, has_y, after, stored = states
-    total, normed, raw, turned, wide, products = scratch
+    total, normed, raw, turned, wide, room = scratch
     H, G, D, E = layer.H, layer.G, layer.D, layer.E
-    vectors = wide[: padded_count(R) * M].reshape((padded_count(R), M))
-    q_map, k_map = map_at(layer.q_w, layer.q_b, dtype), map_at(layer.k_w, layer.k_b, dtype)
-    v_map = map_at(layer.v_w, layer.v_b, dtype)
+    vectors = vectors_in(wide, R, M)
+    q_map, k_map = (
+        map_at(layer.q_w, layer.q_b, layer.q_stored, M, dtype),
+        map_at(layer.k_w, layer.k_b, layer.k_stored, M, dtype),
+    )
+    v_map = map_at(layer.v_w, layer.v_b, layer.v_stored, M, dtype)
     q_norm = norm_at(layer.q_norm_w, layer.q_norm_eps, layer.q_norm_offset, dtype)
     k_norm = norm_at(layer.k_norm_w, layer.k_norm_eps, layer.k_norm_offset, dtype)
     cos, sin = memory_at(layer.cos, dtype), memory_at(layer.sin, dtype)
@@ -301,24 +360,25 @@ def project_heads(counters, layer, attention, sizes, states, scratch, dtype, tag
             copy_row(total, 0, stored, 0, R * M)
         before = norm_at(layer.before_w, layer.before_eps, layer.before_offset, dtype)
         norm_vectors(total, before, R, M, normed, vectors, tag)
+        mark_changed(room[1])
     while task < tasks:
         if task < H:
             rows = (task * D, (task + 1) * D)
-            multiply_rows(q_map, rows, vectors, R, tag, products, (raw, 0, D))
+            map_rows(q_map, rows, vectors, R, tag, room, (raw, 0, D))
             head = finish_head(raw, turned, q_norm, tables, R, D, tag)
             for r in range(R):
                 for d in range(D):
                     queries[(r * H + task) * D + d] = to_float32(head[r * D + d], tag)
         elif task < H + G:
             g, steps = task - H, attention.k_steps
-            multiply_rows(k_map, (g * D, (g + 1) * D), vectors, R, tag, products, (raw, 0, D))
+            map_rows(k_map, (g * D, (g + 1) * D), vectors, R, tag, room, (raw, 0, D))
             head = finish_head(raw, turned, k_norm, tables, R, D, tag)
             for r in range(R):
                 place = r * steps[0] + g * steps[1] + layer.slot * steps[2]
                 copy_row(head, r * D, keys, place, D)
         else:
             g, steps = task - H - G, attention.v_steps
-            multiply_rows(v_map, (g * E, (g + 1) * E), vectors, R, tag, products, (raw, 0, E))
+            map_rows(v_map, (g * E, (g + 1) * E), vectors, R, tag, room, (raw, 0, E))
             for r in range(R):
                 place = r * steps[0] + g * steps[1] + layer.slot * steps[2]
                 copy_row(raw, r * E, values, place, E)
@@ -336,19 +396,18 @@ def attend_to_cache(entry, address, attention):
 
 
 @njit_strict
-def multiply_blocks(counters, linear_map, N, R, vectors, task_bytes, products, out, tag):
+def multiply_blocks(counters, linear_map, N, R, vectors, task_bytes, room, out, tag):
     """Take blocks of the N rows of a linear map until none is left, and write them to `out`
     `[R, N]`, beginning with the first task of the caller. Return when all blocks are finished.
 
     counters: (their address, the number of the first task).
     """
     address, task = counters
-    w = linear_map[0]
-    step = max(1, task_bytes // (vectors.shape[1] * w.itemsize))
+    step = max(1, task_bytes // row_size(linear_map))
     tasks = (N + step - 1) // step
     while task < tasks:
         rows = (task * step, min(N, (task + 1) * step))
-        multiply_rows(linear_map, rows, vectors, R, tag, products, (out, rows[0], N))
+        map_rows(linear_map, rows, vectors, R, tag, room, (out, rows[0], N))
         finish_task(address)
         task = take_task(address)
     wait_until_finished(address, tasks)
@@ -358,9 +417,9 @@ def multiply_blocks(counters, linear_map, N, R, vectors, task_bytes, products, o
 def map_output(counters, layer, attention, sizes, y, scratch, dtype, tag):
     """Phase 3 of a layer: the output map of the attention."""
     R, M = sizes
-    wide, products, rounding = scratch[4], scratch[5], scratch[0]
+    wide, room, rounding = scratch[4], scratch[5], scratch[0]
     H, E = layer.H, layer.E
-    vectors = wide[: padded_count(R) * H * E].reshape((padded_count(R), H * E))
+    vectors = vectors_in(wide, R, H * E)
     task = take_task(counters)
     # the output of attention is [B G,P,R,E]; split 0 has the result
     out, shape = memory_at(attention.out, np.float32), attention.out_shape
@@ -371,8 +430,10 @@ def map_output(counters, layer, attention, sizes, y, scratch, dtype, tag):
             for e in range(E):
                 stored = from_float32(out[place + e], tag, rounding)
                 vectors[r, h * E + e] = to_float32(stored, tag)
-    out_map = map_at(layer.out_w, layer.out_b, dtype)
-    multiply_blocks((counters, task), out_map, M, R, vectors, TASK_BYTES, products, y, tag)
+        vectors[r, H * E :] = np.float32(0)
+    mark_changed(room[1])
+    out_map = map_at(layer.out_w, layer.out_b, layer.out_stored, H * E, dtype)
+    multiply_blocks((counters, task), out_map, M, R, vectors, TASK_BYTES, room, y, tag)
 
 
 @njit_strict
@@ -383,12 +444,12 @@ def open_gates(counters, layer, sizes, states, hidden, scratch, dtype, tag):
     """
     R, M = sizes
     x, y, stored = states
-    total, normed, gate, up, wide, products = scratch
+    total, normed, gate, up, wide, room = scratch
     F = layer.F
-    vectors = wide[: padded_count(R) * M].reshape((padded_count(R), M))
-    gate_map = map_at(layer.gate_w, layer.gate_b, dtype)
-    up_map = map_at(layer.up_w, layer.up_b, dtype)
-    step = max(1, TASK_BYTES // (M * gate_map[0].itemsize))
+    vectors = vectors_in(wide, R, M)
+    gate_map = map_at(layer.gate_w, layer.gate_b, layer.gate_stored, M, dtype)
+    up_map = map_at(layer.up_w, layer.up_b, layer.up_stored, M, dtype)
+    step = max(1, TASK_BYTES // max(row_size(gate_map), row_size(up_map)))
     tasks = (F + step - 1) // step
     task = take_task(counters)
     if task < tasks:
@@ -398,11 +459,12 @@ def open_gates(counters, layer, sizes, states, hidden, scratch, dtype, tag):
             copy_row(total, 0, stored, 0, R * M)
         before = norm_at(layer.ff_before_w, layer.ff_before_eps, layer.ff_before_offset, dtype)
         norm_vectors(total, before, R, M, normed, vectors, tag)
+        mark_changed(room[1])
     while task < tasks:
         rows = (task * step, min(F, (task + 1) * step))
         n = rows[1] - rows[0]
-        multiply_rows(gate_map, rows, vectors, R, tag, products, (gate, 0, n))
-        multiply_rows(up_map, rows, vectors, R, tag, products, (up, 0, n))
+        map_rows(gate_map, rows, vectors, R, tag, room, (gate, 0, n))
+        map_rows(up_map, rows, vectors, R, tag, room, (up, 0, n))
         for r in range(R):
             part = slice(r * n, (r + 1) * n)
             units = hidden[r * F + rows[0] : r * F + rows[1]]
@@ -416,14 +478,13 @@ def open_gates(counters, layer, sizes, states, hidden, scratch, dtype, tag):
 def map_down(counters, layer, sizes, hidden, y, scratch, dtype, tag):
     """Phase 5 of a layer: the map from the hidden units."""
     R, M = sizes
-    wide, products, F = scratch[4], scratch[5], layer.F
-    vectors = wide[: padded_count(R) * F].reshape((padded_count(R), F))
+    wide, room, F = scratch[4], scratch[5], layer.F
+    vectors = vectors_in(wide, R, F)
     task = take_task(counters)
-    for r in range(R):
-        for i in range(F):
-            vectors[r, i] = to_float32(hidden[r * F + i], tag)
-    down_map = map_at(layer.down_w, layer.down_b, dtype)
-    multiply_blocks((counters, task), down_map, M, R, vectors, TASK_BYTES, products, y, tag)
+    write_vectors(hidden, R, F, vectors, tag)
+    mark_changed(room[1])
+    down_map = map_at(layer.down_w, layer.down_b, layer.down_stored, F, dtype)
+    multiply_blocks((counters, task), down_map, M, R, vectors, TASK_BYTES, room, y, tag)
 
 
 @njit_strict
@@ -434,16 +495,18 @@ def compute_logits(counters, step, sizes, states, scratch, dtype, tag):
     """
     R, M = sizes
     x, y, after = states
-    total, normed, wide, products = scratch[0], scratch[1], scratch[4], scratch[5]
-    vectors = wide[: padded_count(R) * M].reshape((padded_count(R), M))
+    total, normed, wide, room = scratch[0], scratch[1], scratch[4], scratch[5]
+    vectors = vectors_in(wide, R, M)
     task = take_task(counters)
     add_result(x, y, after, R, M, total, tag)
     norm = norm_at(step.norm_w, step.norm_eps, step.norm_offset, dtype)
     norm_vectors(total, norm, R, M, normed, vectors, tag)
-    head, logits = map_at(step.head_w, step.head_b, dtype), memory_at(step.logits, dtype)
-    multiply_blocks(
-        (counters, task), head, step.V, R, vectors, HEAD_TASK_BYTES, products, logits, tag
+    mark_changed(room[1])
+    head, logits = (
+        map_at(step.head_w, step.head_b, step.head_stored, M, dtype),
+        memory_at(step.logits, dtype),
     )
+    multiply_blocks((counters, task), head, step.V, R, vectors, HEAD_TASK_BYTES, room, logits, tag)
 
 
 @njit_strict
@@ -461,7 +524,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     """Return the Python function of the entry for one storage dtype and tag, to be compiled.
 
     Each thread has scratch memory of its own: (the sum [B M], its norm [B M], two blocks of rows in
-    the dtype of the weights, the vectors of a product in fp32, the products of a row).
+    the dtype of the weights, the vectors of a product in fp32, the room of `map_rows`).
     """
 
     def entry(address: int) -> None:
@@ -469,14 +532,18 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
         R, M = step.B, step.M
         sizes = (R, M)
         width, head = most_numbers(step)
-        block = R * max(head, TASK_BYTES // M + 1)
+        block = R * max(head, 2 * TASK_BYTES // M + 1)  # codes have at least 4 bits
         scratch = (
             np.empty(R * M, dtype),
             np.empty(R * M, dtype),
             np.empty(block, dtype),
             np.empty(block, dtype),
-            np.zeros(padded_count(R) * width, np.float32),
-            np.empty(VECTORS_PER_STEP, np.float32),
+            np.zeros(padded_count(R) * padded_width(width), np.float32),
+            (
+                np.empty(VECTORS_PER_STEP, np.float32),
+                make_call(R, padded_width(width)),
+                np.empty((R, STORED_ROWS), np.float32),
+            ),
         )
         x, x_mid = memory_at(step.x, dtype), memory_at(step.x_mid, dtype)
         y, hidden = memory_at(step.y, dtype), memory_at(step.hidden, dtype)

@@ -2,13 +2,15 @@
 vectors: fp16 or bf16 numbers, 8-bit codes, or 4-bit codes, with a scale for each group of codes.
 
 Codes become fp32 numbers in registers, so that arithmetic is in fp32 and memory is read once, in
-order. The functions `plain_rows`, `int8_rows` and `int4_rows` compute some rows of the result; they
-have the same arguments, so that other compiled code can call them:
+order; 4-bit codes become bf16 numbers where the vectors are bf16 numbers (`int4_bf16_rows`). Other
+compiled code computes some rows of the result with `multiply_stored`, which calls the entry of the
+form by its address (`rows_address`). The functions `plain_rows`, `int8_rows` and `int4_rows` have
+the same arguments:
 
     first, last: the rows of the matrix, first <= i < last
     R: the number of vectors
-    vectors: fp32 `[P, width]`, contiguous; P is 1 for one vector, otherwise R rounded up to a
-        multiple of 4; numbers beyond the input size are 0
+    vectors: fp32 `[P, width]`, whose rows may lie apart; P is 1 for one vector, otherwise R rounded
+        up to a multiple of 4; numbers beyond the input size are 0
     codes: the matrix as flat memory; row i begins at number `i * width` (4-bit codes: half of that)
     scales: the scales as flat memory; `plain_rows` does not read them
     width: the number of columns in memory, a multiple of `group` (4-bit codes: of 128)
@@ -16,7 +18,8 @@ have the same arguments, so that other compiled code can call them:
     tag: the encoding of 16-bit scales (`plain_rows`: of the matrix)
     sums: fp32 `[R, >= last]`; `sums[r, i]` is written
 
-The layouts are those of `regard.ops.stored_weights`, which packs the arguments of the entries.
+The layouts are those of `regard.ops.stored_weights`, which packs STORED_MATRIX_STRUCT;
+`regard.ops.stored_linear` calls `entry_address`.
 """
 
 from __future__ import annotations
@@ -28,26 +31,42 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.argument_structs import STORED_WEIGHT_STRUCT
+from regard.ops.jit.argument_structs import (
+    STORED_MATRIX_STRUCT,
+    STORED_ROWS_STRUCT,
+    STORED_WEIGHT_STRUCT,
+)
 from regard.ops.jit.compile import has_cpu_feature, njit_strict
-from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at, take_task
+from regard.ops.jit.entry_points import (
+    STORAGE,
+    call_entry,
+    compile_entry,
+    int_to_pointer,
+    memory_at,
+    struct_at,
+    take_task,
+)
 from regard.ops.jit.gemv_loops import make_row_dot
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.llvm_vectors import (
+    HAS_BF16_DOT,
+    I64,
     LANES,
     VECTOR,
     ZEROS,
     LLVMLoop,
     array_data,
+    bf16_dot_add,
     broadcast,
     fma,
     i64_constant,
     lane_sums,
     load_floats,
+    prefetch_array,
     prefetch_bytes,
     row_pointer,
     store,
@@ -74,10 +93,30 @@ SCALED_ROWS = 16
 HAS_FLOAT_TABLE = has_cpu_feature("avx512f")
 """Whether one instruction looks up 16 numbers in a table of 16 float32 numbers."""
 
-ARGUMENTS = STORED_WEIGHT_STRUCT.dtype
+ARGUMENTS, ROWS = STORED_WEIGHT_STRUCT.dtype, STORED_ROWS_STRUCT.dtype
+MATRIX = STORED_MATRIX_STRUCT.dtype
+
+CALL_NUMBERS = ROWS.itemsize // 8
+"""The size of a STORED_ROWS_STRUCT in 8-byte integers."""
+
+HAS_BF16_TABLE = HAS_BF16_DOT and has_cpu_feature("avx512bw")
+"""Whether one instruction looks up 32 numbers in a table of 32 bf16 numbers, and one multiplies
+them.
+"""
+
+INT4_BYTES = INT4_BLOCK // 2
+"""The size in bytes of a block of 4-bit codes."""
+
+TABLE_NUMBERS = np.int32(2 * LANES)
+"""The number of bf16 numbers in a table of `TABLES`."""
+
+_differences_16 = np.arange(16, dtype=np.float32) - np.arange(16, dtype=np.float32)[:, None]
+TABLES = (np.tile(_differences_16, 2).view(np.uint32) >> 16).astype(np.uint16).ravel()
+"""For each zero 0 ... 15 the bf16 numbers code - zero for the codes 0 ... 15, twice."""
 
 _I32 = ir.IntType(32)
 _I32_VECTOR = ir.VectorType(_I32, LANES)
+_I16_VECTOR = ir.VectorType(ir.IntType(16), 2 * LANES)
 
 
 def _int8_numbers(builder: Any, place: Any, group: int) -> list[list[Any]]:
@@ -222,6 +261,114 @@ _int4_32_4, _int4_64_4, _int4_128_4 = (_make_group_dot(4, group, 4) for group in
 _plain_1, _plain_4 = make_row_dot(1), make_row_dot(ROWS_PER_STEP)
 
 
+def _make_bf16_dot(lines: int, count: int) -> Any:
+    """Return a compiled function that computes the dot products of `lines` rows of 4-bit codes with
+    `count` vectors of bf16 numbers, and writes them to out[: lines count]. Every group is a block.
+
+    A product of a bf16 number and the difference code - zero, which is a bf16 number too, is exact
+    in fp32. One instruction looks up 32 differences, and one adds 32 products to 16 sums.
+
+    Its arguments are the codes, the index of the first byte of the first row, and the size of a row
+    in bytes; the scales and the places of the tables of the zeros, the index of the first of them
+    for the first row, and the distance from one row to the next; the tables; the vectors as
+    `pack_pairs` packs them, and the first of them; and out.
+    """
+
+    def product(
+        context: Any,
+        codes_type: Any,
+        start_type: Any,
+        size_type: Any,
+        scales_type: Any,
+        places_type: Any,
+        first_type: Any,
+        distance_type: Any,
+        tables_type: Any,
+        pairs_type: Any,
+        vector_type: Any,
+        out_type: Any,
+    ) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            codes, start, size, scales, places, first, distance, tables, pairs, r, results = args
+            codes = builder.gep(array_data(context, builder, codes_type, codes), [start])
+            scales = array_data(context, builder, scales_type, scales)
+            places = array_data(context, builder, places_type, places)
+            tables = array_data(context, builder, tables_type, tables)
+            vectors = [
+                row_pointer(context, builder, pairs_type, pairs, builder.add(r, i64_constant(i)))
+                for i in range(count)
+            ]
+            zeros, sums = builder.lshr(distance, i64_constant(1)), []
+            for line in range(lines):
+                row = builder.gep(codes, [builder.mul(size, i64_constant(line))])
+                loop = LLVMLoop(builder, i64_constant(0), size, INT4_BYTES, [ZEROS] * count)
+                place = builder.gep(row, [loop.index])
+                prefetch_bytes(builder, place, PREFETCH_DISTANCE, INT4_BYTES)
+                group = builder.udiv(loop.index, i64_constant(INT4_BYTES))
+                here = builder.add(builder.mul(distance, i64_constant(line)), first)
+                here = builder.add(here, group)
+                scale = broadcast(builder, builder.load(builder.gep(scales, [here])))
+                zero = builder.gep(places, [builder.add(here, zeros)])
+                table = builder.gep(tables, [builder.sext(builder.load(zero), I64)])
+                table = builder.load(builder.bitcast(table, _I16_VECTOR.as_pointer()), align=2)
+                numbers = _differences(builder, place, table)
+                after = []
+                for now, vector in zip(loop.now, vectors, strict=True):
+                    block = builder.gep(vector, [loop.index])  # 64 pairs, as many as bytes
+                    inner = ZEROS
+                    for k, number in enumerate(numbers):
+                        pair = builder.gep(block, [i64_constant(k * LANES)])
+                        pair = builder.bitcast(pair, _I32_VECTOR.as_pointer())
+                        x = builder.load(pair, align=4)
+                        inner = bf16_dot_add(builder, number, x, inner)
+                    after.append(fma(builder, inner, scale, now))
+                sums += loop.close(after)
+            store(
+                builder,
+                lane_sums(builder, sums),
+                array_data(context, builder, out_type, results),
+                lines * count,
+            )
+            return context.get_dummy_value()
+
+        return types.void(
+            codes_type,
+            start_type,
+            size_type,
+            scales_type,
+            places_type,
+            first_type,
+            distance_type,
+            tables_type,
+            pairs_type,
+            vector_type,
+            out_type,
+        ), code
+
+    return intrinsic(product)
+
+
+def _differences(builder: Any, place: Any, table: Any) -> list[Any]:
+    """Emit the differences code - zero of a block of 4-bit codes as four vectors of 32 bf16
+    numbers; table: 16 differences, twice, as the instruction reads five bits.
+
+    Lane 2 i of vector k has code 16 k + i, and lane 2 i + 1 code 64 + 16 k + i.
+    """
+    codes = builder.load(builder.bitcast(place, _I16_VECTOR.as_pointer()), align=4)
+    kind = ir.FunctionType(_I16_VECTOR, [_I16_VECTOR, _I16_VECTOR])
+    name = "llvm.x86.avx512.permvar.hi.512"
+    look_up = cgutils.get_or_insert_function(builder.module, kind, name)
+    results = []
+    for k in range(4):
+        shifted = builder.lshr(codes, ir.Constant(_I16_VECTOR, [4 * k] * 2 * LANES))
+        numbers = builder.call(look_up, [table, shifted])
+        results.append(builder.bitcast(numbers, _I32_VECTOR))
+    return results
+
+
+_bf16_4_1, _bf16_1_1, _bf16_1_4 = (_make_bf16_dot(*x) for x in ((4, 1), (1, 1), (1, 4)))
+
+
 @njit_strict
 def plain_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
     """Compute rows of W x for a matrix of fp32, fp16 or bf16 numbers; see the module."""
@@ -236,11 +383,39 @@ def plain_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
                 sums[r + j, i] = out[j]
 
 
-@njit_strict
-def _widen_scales(scales, begin, count, tag, wide):
-    """Convert `count` stored scales from `begin` on to fp32, in a loop that LLVM vectorises."""
-    for k in range(count):
-        wide[k] = to_float32(scales[begin + k], tag)
+@intrinsic
+def _widen_scales(
+    context: Any, scales: Any, begin: Any, count: Any, tag: Any, wide: Any, places: Any
+) -> Any:
+    """Convert `count` stored scales from `begin` on to fp32, and each of them, which may be a zero,
+    to the place of its table in `TABLES`. LLVM alone converts one number at a time.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source = builder.gep(array_data(context, builder, scales, args[0]), [args[1]])
+        results = array_data(context, builder, wide, args[4])
+        tables = array_data(context, builder, places, args[5])
+        bounds = (i64_constant(0), builder.and_(args[2], i64_constant(-LANES)), args[2])
+        for lanes, first, last in ((LANES, *bounds[:2]), (1, *bounds[1:])):
+            loop = LLVMLoop(builder, first, last, lanes)
+            x = load_floats(builder, builder.gep(source, [loop.index]), tag, lanes)
+            store(builder, x, builder.gep(results, [loop.index]), lanes)
+            zeros = builder.fptosi(x, _I32_VECTOR)
+            lowest, highest, size = (
+                ir.Constant(_I32_VECTOR, [n] * LANES) for n in (0, 15, int(TABLE_NUMBERS))
+            )  # what is no zero must not lead out of the tables
+            zeros = builder.select(builder.icmp_signed("<", zeros, lowest), lowest, zeros)
+            zeros = builder.select(builder.icmp_signed(">", zeros, highest), highest, zeros)
+            zeros = builder.mul(zeros, size)
+            place = builder.gep(tables, [loop.index])
+            if lanes == 1:
+                builder.store(builder.extract_element(zeros, ir.Constant(_I32, 0)), place)
+            else:
+                builder.store(zeros, builder.bitcast(place, zeros.type.as_pointer()), align=4)
+            loop.close()
+        return context.get_dummy_value()
+
+    return types.void(scales, begin, count, tag, wide, places), code
 
 
 @njit_strict
@@ -248,10 +423,12 @@ def int8_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
     """Compute rows of W x for a matrix of 8-bit codes, w = scale code; see the module."""
     out, groups = np.empty(ROWS_PER_STEP, np.float32), width // group
     wide = np.empty(SCALED_ROWS * groups, np.float32)
+    places = np.empty(SCALED_ROWS * groups, np.int32)
     for i in range(first, last):
         n = (i - first) % SCALED_ROWS * groups
         if n == 0:
-            _widen_scales(scales, i * groups, min(SCALED_ROWS, last - i) * groups, tag, wide)
+            count = min(SCALED_ROWS, last - i) * groups
+            _widen_scales(scales, i * groups, count, tag, wide, places)
         for r in range(0, R, ROWS_PER_STEP):
             if R == 1:
                 if group == 32:
@@ -278,11 +455,12 @@ def int4_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
     """
     out, groups = np.empty(ROWS_PER_STEP, np.float32), width // group
     wide = np.empty(SCALED_ROWS * 2 * groups, np.float32)
+    places = np.empty(SCALED_ROWS * 2 * groups, np.int32)
     for i in range(first, last):
         n, start = (i - first) % SCALED_ROWS * 2 * groups, i * (width // 2)
         if n == 0:
             count = min(SCALED_ROWS, last - i) * 2 * groups
-            _widen_scales(scales, i * 2 * groups, count, tag, wide)
+            _widen_scales(scales, i * 2 * groups, count, tag, wide, places)
         for r in range(0, R, ROWS_PER_STEP):
             if R == 1:
                 if group == 32:
@@ -302,6 +480,55 @@ def int4_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
 
 
 @njit_strict
+def pack_pairs(vectors, width, pairs):
+    """Write fp32 vectors `[P, >= width]` of bf16 numbers to pairs `[P, width / 2]`: number i of a
+    block of 128 is the lower half, and number 64 + i the upper half, of word i of the block.
+    """
+    bits = vectors.view(np.uint32)
+    for r in range(len(vectors)):
+        for block in range(0, width, INT4_BLOCK):
+            for i in range(INT4_BYTES):
+                low = bits[r, block + i] >> np.uint32(16)
+                high = bits[r, block + INT4_BYTES + i] & np.uint32(0xFFFF0000)
+                pairs[r, block // 2 + i] = low | high
+
+
+@njit_strict
+def int4_bf16_rows(first, last, R, codes, scales, width, tag, room, sums):
+    """Compute rows of W x as `int4_rows` does, for vectors of bf16 numbers, groups of 128, and
+    zeros that are integers in 0 ... 15.
+
+    room: (the sums of a step, the scales and zeros of `SCALED_ROWS` rows, the places of their
+    tables, the vectors as `pack_pairs` packs them).
+    """
+    out, wide, places, pairs = room
+    groups, size = width // INT4_BLOCK, width // 2
+    distance = 2 * groups
+    for begin in range(first, last, SCALED_ROWS):
+        end = min(last, begin + SCALED_ROWS)
+        _widen_scales(scales, begin * distance, (end - begin) * distance, tag, wide, places)
+        i = begin
+        while i < end:
+            n, start = (i - begin) * distance, i * size
+            lines = ROWS_PER_STEP if R == 1 and i + ROWS_PER_STEP <= end else 1
+            # the scales are not next to the codes, so that nothing else asks for them in time
+            prefetch_array(scales, (i + SCALED_ROWS) * distance, lines * distance)
+            for r in range(0, R, ROWS_PER_STEP):
+                if lines > 1:
+                    _bf16_4_1(codes, start, size, wide, places, n, distance, TABLES, pairs, r, out)
+                elif R == 1:
+                    _bf16_1_1(codes, start, size, wide, places, n, distance, TABLES, pairs, r, out)
+                else:
+                    _bf16_1_4(codes, start, size, wide, places, n, distance, TABLES, pairs, r, out)
+                for j in range(lines if R == 1 else min(ROWS_PER_STEP, R - r)):
+                    if R == 1:
+                        sums[0, i + j] = out[j]
+                    else:
+                        sums[r + j, i] = out[j]
+            i += lines
+
+
+@njit_strict
 def widen_vectors(x, R, M, width, tag):
     """Return R vectors `[R, M]` of flat memory as fp32 `[P, width]`; see the module."""
     padded = 1 if R == 1 else (R + ROWS_PER_STEP - 1) // ROWS_PER_STEP * ROWS_PER_STEP
@@ -313,9 +540,163 @@ def widen_vectors(x, R, M, width, tag):
 
 
 @njit_strict
-def _task_rows(arguments):
-    """Return the number of rows of the matrix in one task."""
-    return max(1, TASK_BYTES // max(1, arguments.row_bytes))
+def make_call(R, width):
+    """Return int64 memory for a STORED_ROWS_STRUCT, followed by its scratch memory for R vectors of
+    at most `width` numbers.
+    """
+    P = (R + ROWS_PER_STEP - 1) // ROWS_PER_STEP * ROWS_PER_STEP
+    scales = SCALED_ROWS * 2 * (width // GROUPS[0])
+    words = ROWS_PER_STEP + 2 * scales + P * width // 2
+    return np.zeros(CALL_NUMBERS + words // 2 + 1, np.int64)
+
+
+@njit_strict
+def mark_changed(call):
+    """Note that the next vectors are others than in the last call of `multiply_stored`."""
+    struct_at(np.int64(call.ctypes.data), ROWS).changed = 1
+
+
+@njit_strict
+def multiply_stored(matrix, first, last, R, vectors, call, sums):
+    """Compute rows first <= i < last of W x, for the matrix of the STORED_MATRIX_STRUCT at an
+    address, by the entry of its form. `sums[r, i - first]` is written.
+
+    vectors: see the module; its rows may lie apart. call: from `make_call`; the caller has called
+    `mark_changed`, if the vectors have changed.
+    """
+    place = np.int64(call.ctypes.data)
+    arguments = struct_at(place, ROWS)
+    arguments.scratch = place + 8 * CALL_NUMBERS
+    arguments.matrix, arguments.first, arguments.last, arguments.R = matrix, first, last, R
+    arguments.vectors = np.int64(vectors.ctypes.data)
+    arguments.distance = vectors.strides[0] // vectors.itemsize
+    arguments.sums = np.int64(sums.ctypes.data)
+    arguments.sums_distance = sums.strides[0] // sums.itemsize
+    call_entry(struct_at(matrix, MATRIX).multiply, place)
+
+
+@njit_strict
+def _rows_at(arguments, matrix):
+    """Return the vectors `[P, >= width]` of a STORED_ROWS_STRUCT, its sums `[R, >= n]`, and n."""
+    R, n = arguments.R, arguments.last - arguments.first
+    padded = 1 if R == 1 else (R + ROWS_PER_STEP - 1) // ROWS_PER_STEP * ROWS_PER_STEP
+    vectors = carray(int_to_pointer(arguments.vectors), (padded, arguments.distance), np.float32)
+    sums = carray(int_to_pointer(arguments.sums), (R, arguments.sums_distance), np.float32)
+    return vectors, sums, n
+
+
+# Each entry calls its loop by name, in code of its own: Numba stores no code on disk that gets a
+# function as an argument.
+
+
+def _make_plain_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of numbers, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ROWS)
+        matrix = struct_at(arguments.matrix, MATRIX)
+        vectors, sums, n = _rows_at(arguments, matrix)
+        w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, stored)
+        vectors = vectors[:, : matrix.width]
+        plain_rows(0, n, arguments.R, vectors, w, w, matrix.width, 0, tag, sums)
+
+    return entry
+
+
+def _make_int8_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of 8-bit codes, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ROWS)
+        matrix = struct_at(arguments.matrix, MATRIX)
+        vectors, sums, n = _rows_at(arguments, matrix)
+        w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.int8)
+        s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
+        vectors = vectors[:, : matrix.width]
+        int8_rows(0, n, arguments.R, vectors, w, s, matrix.width, matrix.group, tag, sums)
+
+    return entry
+
+
+def _make_int4_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of 4-bit codes, to be compiled."""
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ROWS)
+        matrix = struct_at(arguments.matrix, MATRIX)
+        vectors, sums, n = _rows_at(arguments, matrix)
+        w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.uint8)
+        s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
+        vectors = vectors[:, : matrix.width]
+        int4_rows(0, n, arguments.R, vectors, w, s, matrix.width, matrix.group, tag, sums)
+
+    return entry
+
+
+def _make_int4_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of 4-bit codes and vectors of bf16 numbers,
+    to be compiled.
+    """
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ROWS)
+        matrix = struct_at(arguments.matrix, MATRIX)
+        vectors, sums, n = _rows_at(arguments, matrix)
+        w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.uint8)
+        s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
+        memory, count = arguments.scratch, SCALED_ROWS * matrix.row_scales
+        room = (
+            memory_at(memory, np.float32),
+            memory_at(memory + 4 * ROWS_PER_STEP, np.float32),
+            memory_at(memory + 4 * (ROWS_PER_STEP + count), np.int32),
+            carray(
+                int_to_pointer(memory + 4 * (ROWS_PER_STEP + 2 * count)),
+                (len(vectors), matrix.width // 2),
+                np.uint32,
+            ),
+        )
+        if arguments.changed != 0:
+            pack_pairs(vectors, matrix.width, room[3])
+            arguments.changed = 0
+        int4_bf16_rows(0, n, arguments.R, w, s, matrix.width, tag, room, sums)
+
+    return entry
+
+
+_MAKE_ROWS = {
+    "half": _make_plain_rows,
+    "int8": _make_int8_rows,
+    "int4": _make_int4_rows,
+    "int4-bf16": _make_int4_bf16_rows,
+}
+
+
+def variant(form: str, dtype: torch.dtype, scales: torch.Tensor, group: int) -> str:
+    """Return the name of the loops for a storage form and vectors of a dtype.
+
+    Args:
+        form: "half", "int8" or "int4".
+        dtype: the dtype of the vectors.
+        scales: the scales, of 4-bit codes with the zeros.
+        group: the number of columns for each scale.
+    """
+    if form != "int4" or dtype != torch.bfloat16 or group != INT4_BLOCK or not HAS_BF16_TABLE:
+        return form
+    zeros = scales[:, 1].float()
+    exact = (zeros == zeros.round()) & (zeros >= 0) & (zeros <= 15)
+    return "int4-bf16" if bool(exact.all()) else form
+
+
+@cache
+def rows_address(form: str, stored: torch.dtype) -> int:
+    """Return the address of the compiled entry for some rows of a storage form, whose argument is a
+    STORED_ROWS_STRUCT.
+
+    Args:
+        form: "half" (a matrix of 16-bit or fp32 numbers), "int8" or "int4".
+        stored: the dtype of the scales; for "half", of the matrix.
+    """
+    return compile_entry(_MAKE_ROWS[form](*STORAGE[stored]))
 
 
 @njit_strict
@@ -330,89 +711,36 @@ def _write_rows(arguments, first, n, sums, x, tag):
             y[r * arguments.N + first + i] = from_float32(sums[r, i] + bias, tag, y)
 
 
-# Each entry calls its loop by name, in code of its own: Numba stores no code on disk that gets a
-# function as an argument.
+@njit_strict
+def run_tasks(address, x, tag):
+    """Take tasks, blocks of rows of W, until none is left, and write their results."""
+    arguments = struct_at(address, ARGUMENTS)
+    matrix = struct_at(arguments.matrix, MATRIX)
+    R, N = arguments.R, arguments.N
+    vectors = widen_vectors(x, R, arguments.M, matrix.width, tag)
+    step = max(1, TASK_BYTES // max(1, matrix.row_bytes))
+    sums, call = np.empty((R, step), np.float32), make_call(R, matrix.width)
+    mark_changed(call)
+    while True:
+        first = take_task(address) * step
+        if first >= N:
+            break
+        last = min(N, first + step)
+        multiply_stored(arguments.matrix, first, last, R, vectors, call, sums)
+        _write_rows(arguments, first, last - first, sums, x, tag)
 
 
-def _make_plain_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
-    """Return the Python function of the entry for a matrix of numbers, to be compiled."""
-
-    def entry(address: int) -> None:
-        arguments = struct_at(address, ARGUMENTS)
-        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
-        w, s = memory_at(arguments.codes, stored), memory_at(arguments.scales, stored)
-        x = memory_at(arguments.x, x_type)
-        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
-        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
-        sums = np.empty((R, step), np.float32)
-        while True:
-            first = take_task(address) * step
-            if first >= N:
-                break
-            n, begin = min(N - first, step), first * arguments.row_scales
-            own = w[first * row_codes :]
-            plain_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
-            _write_rows(arguments, first, n, sums, x, x_tag)
-
-    return entry
-
-
-def _make_int8_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
-    """Return the Python function of the entry for 8-bit codes, to be compiled."""
+def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for vectors of a dtype, to be compiled."""
 
     def entry(address: int) -> None:
         arguments = struct_at(address, ARGUMENTS)
-        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
-        w, s = memory_at(arguments.codes, np.int8), memory_at(arguments.scales, stored)
-        x = memory_at(arguments.x, x_type)
-        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
-        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
-        sums = np.empty((R, step), np.float32)
-        while True:
-            first = take_task(address) * step
-            if first >= N:
-                break
-            n, begin = min(N - first, step), first * arguments.row_scales
-            own = w[first * row_codes :]
-            int8_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
-            _write_rows(arguments, first, n, sums, x, x_tag)
+        run_tasks(address, memory_at(arguments.x, dtype), tag)
 
     return entry
-
-
-def _make_int4_entry(x_type: Any, x_tag: Any, stored: Any, tag: Any) -> Callable[[int], None]:
-    """Return the Python function of the entry for 4-bit codes, to be compiled."""
-
-    def entry(address: int) -> None:
-        arguments = struct_at(address, ARGUMENTS)
-        R, N, width, group = arguments.R, arguments.N, arguments.width, arguments.group
-        w, s = memory_at(arguments.codes, np.uint8), memory_at(arguments.scales, stored)
-        x = memory_at(arguments.x, x_type)
-        vectors = widen_vectors(x, R, arguments.M, width, x_tag)
-        step, row_codes = _task_rows(arguments), arguments.row_bytes // w.itemsize
-        sums = np.empty((R, step), np.float32)
-        while True:
-            first = take_task(address) * step
-            if first >= N:
-                break
-            n, begin = min(N - first, step), first * arguments.row_scales
-            own = w[first * row_codes :]
-            int4_rows(0, n, R, vectors, own, s[begin:], width, group, tag, sums)
-            _write_rows(arguments, first, n, sums, x, x_tag)
-
-    return entry
-
-
-_MAKE_ENTRY = {"half": _make_plain_entry, "int8": _make_int8_entry, "int4": _make_int4_entry}
 
 
 @cache
-def entry_address(form: str, x: torch.dtype, stored: torch.dtype) -> int:
-    """Return the address of the compiled entry of a storage form.
-
-    Args:
-        form: "half" (a matrix of 16-bit or fp32 numbers), "int8" or "int4".
-        x: the dtype of the vectors.
-        stored: the dtype of the scales; for "half", of the matrix.
-    """
-    return compile_entry(_MAKE_ENTRY[form](*STORAGE[x], *STORAGE[stored]))
+def entry_address(dtype: torch.dtype) -> int:
+    """Return the address of the compiled entry for vectors of a dtype and a matrix of any form."""
+    return compile_entry(_make_entry(*STORAGE[dtype]))

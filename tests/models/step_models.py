@@ -1,0 +1,148 @@
+"""Small decoders whose matrices are large enough for the compiled step, and their decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard import masks
+from regard.biases import ALiBi
+from regard.caches import Cache, Fixed, Growing
+from regard.models import compiled_step
+from regard.models.decoder import Decoder
+from regard.nn import (
+    Attention,
+    Block,
+    GatedFeedForward,
+    HeadProjection,
+    InputEmbedding,
+    OffsetRMSNorm,
+    OutputNorm,
+    PreNorm,
+    RMSNorm,
+    SandwichNorm,
+    SeparateQKV,
+    SwiGLU,
+)
+from regard.nn.embedding import CappedLogits
+from regard.nn.linear import Linear
+from regard.ops.jit import openmp
+from regard.positions import LinearScaling, Rotary
+from tests.models import small
+
+M, V, F = 128, 300, 136
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def llama(H: int = 4, G: int = 2, D: int = 32, *, seed: int = 0, **parts: object) -> Decoder:
+    """Two Llama-like blocks; `parts` change the ingredients."""
+    rotary = parts.get("rotary", Rotary(D))
+    bias = bool(parts.get("bias"))
+    norm: Callable[[int], nn.Module] = parts.get("norm", RMSNorm)  # type: ignore[assignment]
+    residual = parts.get("residual", PreNorm)
+    sandwich = residual is SandwichNorm
+
+    def block(mask: masks.Mask) -> Block:
+        steps = [[norm(D)] if parts.get("head_norms") else [] for _ in range(2)]
+        last = [] if rotary is None else [rotary]
+        q = HeadProjection(M, H, D, *steps[0], *last, bias=bias)
+        k = HeadProjection(M, G, D, *steps[1], *last, bias=bias)
+        v = HeadProjection(M, G, D, bias=bias)
+        attention = Attention(
+            SeparateQKV(q, k, v),
+            Linear(H * D, M, bias=bias),
+            mask=mask,
+            bias=parts.get("alibi"),  # type: ignore[arg-type]
+            softcap=parts.get("softcap"),  # type: ignore[arg-type]
+        )
+        activation = parts.get("activation")
+        network = (
+            SwiGLU(M, F, bias=bias)
+            if activation is None
+            else GatedFeedForward(M, F, activation, bias=bias)  # type: ignore[arg-type]
+        )
+        paths = (residual(*(norm(M) for _ in range(1 + sandwich))) for _ in range(2))  # type: ignore[operator]
+        return Block(attention, network, *paths)
+
+    first: masks.Mask = parts.get("mask", masks.Causal())  # type: ignore[assignment]
+    rest = int(parts.get("layers", 2)) - 1  # type: ignore[call-overload]
+    layers = [block(first), *(block(masks.Causal()) for _ in range(rest))]
+    head = CappedLogits(M, V, cap=5.0) if parts.get("cap") else Linear(M, V, bias=bias)
+    decoder = Decoder(InputEmbedding(nn.Embedding(V, M)), layers, norm(M), head)
+    small.randomise(decoder, seed)
+    return decoder.eval().requires_grad_(False)
+
+
+KINDS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {"bias": True},
+    "qwen3": {"head_norms": True, "G": 1},
+    "gemma2": {
+        "norm": OffsetRMSNorm,
+        "residual": SandwichNorm,
+        "activation": nn.GELU("tanh"),
+        "softcap": 3.0,
+        "cap": True,
+    },
+    "output-norm": {"residual": OutputNorm, "activation": nn.ReLU()},
+    "window": {"mask": masks.Causal() & masks.Window(9), "D": 24},
+    "interleaved": {"rotary": Rotary(32, layout="interleaved", rotary_dim=16)},
+    "scaled": {"rotary": Rotary(32, scaling=LinearScaling(4.0)), "H": 3, "G": 3},
+    "no-rotary": {"rotary": None},
+    "alibi": {"rotary": None, "alibi": ALiBi(4)},
+    "symmetric-alibi": {
+        "rotary": None,
+        "alibi": ALiBi(slopes=(0.5, 0.2, 0.1, 0.3), symmetric=True),
+    },
+}
+
+
+def full_caches(decoder: Decoder, kind: str, slots: int = 64) -> list[Cache]:
+    return [Growing() if kind == "growing" else Fixed(slots) for _ in decoder.layers]
+
+
+def decode(
+    decoder: Decoder,
+    ids: Tensor,
+    prompt: int,
+    *,
+    kind: str = "growing",
+    backend: str = "auto",
+    positions: Tensor | None = None,
+) -> tuple[Tensor, list[Cache]]:
+    """Logits of each token after the prompt, decoded one by one, and the caches."""
+    caches, T = full_caches(decoder, kind), ids.shape[1]
+    out = []
+    with torch.inference_mode():
+        first = None if positions is None else positions[:, :prompt]
+        decoder(ids[:, :prompt], first, caches)
+        for t in range(prompt, T):
+            out.append(decoder(ids[:, t : t + 1], caches=caches, backend=backend))
+    return torch.cat(out, 1), caches
+
+
+def prompted(decoder: Decoder, kind: str = "growing") -> list[Cache]:
+    """Caches that have read three tokens."""
+    caches = full_caches(decoder, kind)
+    with torch.inference_mode():
+        decoder(torch.tensor([[1, 2, 3]]), caches=caches)
+    return caches
+
+
+@contextmanager
+def counted_steps(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The number of threads of every compiled step that runs."""
+    counted: list[int] = []
+    run = compiled_step.DecodeStep.run
+
+    def counting(self: object, inputs: object) -> Tensor:
+        counted.append(openmp.thread_count())
+        return run(self, inputs)  # type: ignore[arg-type]
+
+    with patch.context() as patched:
+        patched.setattr(compiled_step.DecodeStep, "run", counting)
+        yield counted

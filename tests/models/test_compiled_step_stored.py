@@ -1,0 +1,253 @@
+"""The compiled step of decoders whose weights are stored in fewer bits, against their modules and
+against the dequantized matrices in fp64.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard.models.compiled_step import why_not
+from regard.models.decoder import Decoder
+from regard.nn.linear import Linear
+from regard.nn.stored import (
+    plain_class,
+    store_weight,
+    stored_modules,
+    stored_to_huge_pages,
+)
+from regard.ops.stored_linear import MAX_VECTORS, stored_linear
+from regard.ops.stored_weights import HalfWeight, Int4Weight, Int8Weight, StoredWeight
+from tests.models.step_models import (
+    DTYPES,
+    KINDS,
+    M,
+    V,
+    counted_steps,
+    decode,
+    llama,
+    prompted,
+)
+from tests.rules import assert_close_rule
+
+pytest.importorskip("numba", reason="the loops are compiled by Numba")
+
+Store = Callable[[Tensor], StoredWeight]
+
+STORE: dict[str, Store] = {
+    "int8": Int8Weight.quantize,
+    "int8-32": lambda w: Int8Weight.quantize(w, group=32),
+    "int4": Int4Weight.quantize,
+    "int4-64": lambda w: Int4Weight.quantize(w, group=64),
+    "float16": lambda w: HalfWeight.round(w, torch.float16),
+    "bfloat16": lambda w: HalfWeight.round(w, torch.bfloat16),
+}
+CASES = [(form, dtype) for form in list(STORE)[:4] for dtype in DTYPES]
+CASES += [("float16", torch.float32), ("bfloat16", torch.float32)]
+IDS = torch.randint(V, (2, 13), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    with counted_steps(monkeypatch) as counted:
+        yield counted
+
+
+def in_few_bits(decoder: Decoder, *stores: Store | None) -> Decoder:
+    """Store the linear maps of a decoder, in the given forms in turn; None leaves one as it is. The
+    embedding shares the record of the head.
+    """
+    linears = [m for m in decoder.modules() if isinstance(m, nn.Linear)]
+    for i, linear in enumerate(linears):
+        store = stores[i % len(stores)]
+        if store is not None:
+            store_weight(linear, store(linear.weight.detach()))
+    record = decoder.head.__dict__.get("stored_weight")
+    if record is not None:
+        store_weight(decoder.embed.embedding, record)  # type: ignore[arg-type]
+    return decoder
+
+
+def in_double(decoder: Decoder) -> Decoder:
+    """The same decoder with dequantized matrices in fp64."""
+    exact = copy.deepcopy(decoder)
+    for name, record in dict(stored_modules(decoder)).items():
+        module = exact.get_submodule(name.rpartition(".")[0])
+        module.__class__ = plain_class(module)
+        del module.stored_weight
+        module.weight = nn.Parameter(record.dequantize(torch.float64), requires_grad=False)
+    return exact.double()
+
+
+@pytest.mark.full(keep=["bfloat16-qwen2", "float32-llama"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2", "window"])
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=lambda x: str(x).removeprefix("torch."))
+def test_the_step_equals_the_modules(
+    form: str, dtype: torch.dtype, kind: str, steps: list[int]
+) -> None:
+    """Sizes that no group divides (136 hidden units, heads of 24), biases, and a tied head."""
+    decoder = in_few_bits(llama(**KINDS[kind]).to(dtype), STORE[form])  # type: ignore[arg-type]
+    found, _ = decode(decoder, IDS, 9)
+    assert len(steps) == 4
+    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
+    assert len(steps) == 4
+    assert_close_rule(found, plain, exact)
+
+
+@pytest.mark.full(keep=["bfloat16-1", "float32-3"])
+@pytest.mark.parametrize("rows", [1, 3, MAX_VECTORS])
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=lambda x: str(x).removeprefix("torch."))
+def test_all_bits_are_those_of_the_modules(
+    form: str, dtype: torch.dtype, rows: int, steps: list[int]
+) -> None:
+    """The same loops compute both. The activation is a ReLU, as SiLU of torch rounds otherwise."""
+    parts = {"H": 8, "G": 4, "activation": nn.ReLU(), "bias": True}
+    decoder = in_few_bits(llama(**parts).to(dtype), STORE[form])  # type: ignore[arg-type]
+    ids = torch.randint(V, (rows, 12), generator=torch.Generator().manual_seed(2))
+    found, caches = decode(decoder, ids, 9)
+    plain, plain_caches = decode(decoder, ids, 9, backend="cpu")
+    assert len(steps) == 3
+    assert torch.equal(found, plain)
+    for one, other in zip(caches, plain_caches, strict=True):
+        for name in ("memory.0", "memory.1"):
+            assert torch.equal(one.contents()[name], other.contents()[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_stored_and_plain_layers_mix(threads: int, steps: list[int]) -> None:
+    before = torch.get_num_threads()
+    forms = (STORE["int4"], None, STORE["int8"], STORE["int8-32"], STORE["float16"])
+    decoder = in_few_bits(llama(bias=True, layers=3), *forms)
+    assert {x.form for _, x in stored_modules(decoder)} == {"int4", "int8", "half"}
+    try:
+        torch.set_num_threads(threads)
+        found, caches = decode(decoder, IDS, 9)
+    finally:
+        torch.set_num_threads(before)
+    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
+    assert len(steps) == 4
+    assert_close_rule(found, plain, exact)
+    with torch.inference_mode():
+        (said,) = why_not(decoder, caches, 5)
+    assert "5 rows" in said
+    assert "more than 4" in said
+
+
+def test_another_weight_fails_the_rule() -> None:
+    """Negative controls: nibbles in another order, and scales of the next group."""
+    decoder = in_few_bits(llama(), STORE["int4-64"])
+    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
+    down = decoder.layers[1].feed_forward.down
+    record = down.stored_weight
+    codes = ((record.codes & 15) << 4) | (record.codes >> 4)
+    for wrong in (replace(record, codes=codes), replace(record, scales=record.scales.roll(1, -1))):
+        down.stored_weight = wrong
+        found, _ = decode(decoder, IDS, 9)
+        with pytest.raises(AssertionError):
+            assert_close_rule(found, plain, exact)
+    down.stored_weight = record
+    found, _ = decode(decoder, IDS, 9)
+    assert_close_rule(found, plain, exact)
+
+
+def test_changed_records_are_used(steps: list[int]) -> None:
+    """Numbers in place, memory, and whole records: the next step sees each change."""
+    decoder = in_few_bits(llama(), STORE["int8"])
+    up, seen = decoder.layers[0].feed_forward.up, []
+
+    def double_scales() -> None:
+        up.stored_weight.scales.mul_(2)
+
+    def other_memory() -> None:
+        up.stored_weight.codes.data = up.stored_weight.codes.flip(0)
+
+    def other_record() -> None:
+        up.stored_weight = replace(up.stored_weight, codes=-up.stored_weight.codes)
+
+    def plain_again() -> None:
+        weight = up.weight
+        up.__class__ = Linear
+        del up.stored_weight
+        up.weight = nn.Parameter(weight * 0.5, requires_grad=False)
+
+    for change in (None, double_scales, other_memory, other_record, plain_again):
+        if change is not None:
+            change()
+        found, _ = decode(decoder, IDS, 12)
+        exact, _ = decode(in_double(decoder), IDS, 12, backend="reference")
+        torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-4)
+        seen.append(found)
+    assert len(steps) == 5
+    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(seen))
+
+
+def _other_dtype(decoder: Decoder) -> None:
+    up = decoder.layers[1].feed_forward.up
+    up.stored_weight = replace(up.stored_weight, dtype=torch.bfloat16)
+
+
+def _strided(decoder: Decoder) -> None:
+    up = decoder.layers[1].feed_forward.up
+    twice = up.stored_weight.codes.repeat_interleave(2, 0)
+    up.stored_weight = replace(up.stored_weight, codes=twice[::2])
+
+
+def _subclass(decoder: Decoder) -> None:
+    up = decoder.layers[1].feed_forward.up
+    up.__class__ = type("Other", (type(up),), {})
+
+
+REFUSED = {
+    "dtype": (_other_dtype, "stored as int8 computes in torch.bfloat16"),
+    "strides": (_strided, "is not plain, contiguous and on a CPU"),
+    "subclass": (_subclass, "a linear map is Other"),
+    "rows": (lambda _: None, f"more than {MAX_VECTORS}"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_leaves_the_step_and_why(case: str) -> None:
+    decoder = in_few_bits(llama(), STORE["int8"])
+    caches, (change, reason) = prompted(decoder), REFUSED[case]
+    with torch.inference_mode():
+        assert why_not(decoder, caches) == []
+        change(decoder)
+        (said,) = why_not(decoder, caches, MAX_VECTORS + 1 if case == "rows" else 1)
+    assert reason in said
+
+
+def test_a_record_that_was_pickled_has_addresses_of_its_own() -> None:
+    record = Int8Weight.quantize(torch.randn(5, M, generator=torch.Generator().manual_seed(3)))
+    x = torch.randn(1, M, generator=torch.Generator().manual_seed(4))
+    y = stored_linear(x, record)
+    assert record.matrix_struct is not None
+    again = pickle.loads(pickle.dumps(record))
+    assert "layout" not in vars(again)
+    assert "matrix_struct" not in vars(again)
+    assert again.layout != record.layout
+    assert torch.equal(stored_linear(x, again), y)
+
+
+def test_small_records_move_together_and_one_is_pickled_alone() -> None:
+    decoder = in_few_bits(llama(), STORE["int8"])
+    before, _ = decode(decoder, IDS, 9)
+    stored_to_huge_pages(decoder)
+    records = [x for _, x in stored_modules(decoder)]
+    places = {x.codes.untyped_storage().data_ptr() for x in records if isinstance(x, Int8Weight)}
+    assert len(places) == 1
+    assert decoder.head.stored_weight is decoder.embed.embedding.stored_weight
+    found, _ = decode(decoder, IDS, 9)
+    assert torch.equal(found, before)
+    assert len(pickle.dumps(records[0])) < records[0].bytes + 4000
+    layers = torch.nn.Sequential(nn.ReLU())
+    stored_to_huge_pages(layers)  # nothing to move
