@@ -5,6 +5,10 @@ all else becomes cells with text.
 
 writes the notebook with the results of its cells; without `--run`, or from `notebook_of`, it has
 none. Only running it needs nbclient, nbformat and ipykernel.
+
+    python -m tests.docs.notebooks --course
+
+writes the notebooks of the course, docs/learn/notebooks, without results.
 """
 
 from __future__ import annotations
@@ -18,6 +22,12 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(r"^(```python\n.*?^```$)\n\n```text\n.*?^```$", re.MULTILINE | re.DOTALL)
+"""A Python block of the course and what it prints, which a notebook prints itself."""
+ROOT = Path(__file__).parents[2]
+COURSE = ROOT / "docs" / "learn"
+CHAPTERS = ("02-dot-products-and-softmax", "05-heads", "08-cache", "12-reading-a-model")
+"""The chapters of the course that are notebooks too."""
 LINK = re.compile(r"(\]\()(?![a-z]+:|#|/)([^)\s#]+)")
 """The beginning of a link, and its target if that is a file beside the page."""
 
@@ -89,18 +99,42 @@ def executed(notebook: dict[str, Any], folder: Path, seconds: int = 600) -> dict
     return result
 
 
+def course() -> dict[Path, str]:
+    """Return the notebooks of the course, without results: each file and what is in it."""
+    made = {}
+    for chapter in CHAPTERS:
+        for page in (COURSE / f"{chapter}.md", COURSE / f"{chapter}.zh-CN.md"):
+            target = COURSE / "notebooks" / f"{page.name.removesuffix('.md')}.ipynb"
+            text = PRINTED.sub(r"\1", moved(page.read_text("utf-8"), page, target))
+            made[target] = as_file(notebook_of(text))
+    return made
+
+
+def as_file(notebook: dict[str, Any]) -> str:
+    """Return a notebook as the text of its file."""
+    return json.dumps(notebook, ensure_ascii=False, indent=1) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the notebook of a page."""
     parser = argparse.ArgumentParser(prog="python -m tests.docs.notebooks", description=__doc__)
-    parser.add_argument("page", type=Path, help="the page, in Markdown")
-    parser.add_argument("notebook", type=Path, help="the file to write, which ends in .ipynb")
+    parser.add_argument("page", type=Path, nargs="?", help="the page, in Markdown")
+    parser.add_argument("notebook", type=Path, nargs="?", help="the .ipynb file to write")
+    parser.add_argument("--course", action="store_true", help="write the notebooks of the course")
     parser.add_argument("--run", action="store_true", help="run the cells, and keep their results")
     asked = parser.parse_args(arguments)
+    if asked.course:
+        for path, text in course().items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, "utf-8")
+        return
+    if asked.page is None or asked.notebook is None:
+        parser.error("give a page and the file to write, or --course")
     text = moved(asked.page.read_text("utf-8"), asked.page, asked.notebook)
     notebook = notebook_of(text)
     if asked.run:
         notebook = executed(notebook, asked.notebook.resolve().parent)
-    asked.notebook.write_text(json.dumps(notebook, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    asked.notebook.write_text(as_file(notebook), "utf-8")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def code(text: str) -> list[tuple[str, str]]:
 
 def links(text: str) -> list[str]:
     """The links of a page outside of its first paragraphs, whatever the language of their aim."""
-    return [x.replace(".zh-CN.md", ".md").partition("#")[0] for x in LINK.findall(text)]
+    return [x.replace(".zh-CN.", ".").partition("#")[0] for x in LINK.findall(text)]
 
 
 def differences(english: str, translated: str) -> list[str]:

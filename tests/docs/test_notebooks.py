@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.docs.notebooks import main, moved, notebook_of
-from tests.docs.test_docs import PAGES, ROOT, blocks
+from tests.docs.notebooks import CHAPTERS, COURSE, course, executed, main, moved, notebook_of
+from tests.docs.test_docs import PAGES, ROOT, blocks, same_output
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -25,7 +25,7 @@ def test_every_page_becomes_a_valid_notebook() -> None:
         cells = {"code": "", "markdown": ""}
         for cell in notebook["cells"]:
             cells[cell["cell_type"]] += f"{cell['source']}\n"
-        assert cells["code"] == "".join(code for _, code in blocks(text)), page.name
+        assert cells["code"] == "".join(code for _, code, _ in blocks(text)), page.name
         assert "```python" not in cells["markdown"], page.name
 
 
@@ -73,6 +73,29 @@ def test_the_page_of_a_researchers_day_is_executed(tmp_path: Path) -> None:
     pages = [x["state"]["page"] for x in state.values() if "page" in x["state"]]
     assert all(page.startswith("<!doctype html>") for page in pages)
     assert len(pages) == 2, "that of the recording, and that which the page moves"
+
+
+def test_the_notebooks_of_the_course_are_those_of_its_pages() -> None:
+    """`python -m tests.docs.notebooks --course` writes them again."""
+    made = course()
+    assert len(made) == 2 * len(CHAPTERS)
+    for path, text in made.items():
+        assert path.read_text("utf-8") == text, path.name
+    assert set(made) == set((COURSE / "notebooks").iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_chapter_is_executed_and_prints_what_its_page_shows(chapter: str, tmp_path: Path) -> None:
+    for name in ("ipykernel", "nbclient", "nbformat"):
+        pytest.importorskip(name)
+    notebook = json.loads((COURSE / "notebooks" / f"{chapter}.ipynb").read_text("utf-8"))
+    cells = [x for x in executed(notebook, tmp_path)["cells"] if x["cell_type"] == "code"]
+    shown = blocks((COURSE / f"{chapter}.md").read_text("utf-8"))
+    assert len(cells) == len(shown) > 2
+    for cell, (_, _, text) in zip(cells, shown, strict=True):
+        printed = "".join(x["text"] for x in cell["outputs"] if x.get("name") == "stdout")
+        assert not text or same_output(printed, text), cell["source"]
 
 
 @pytest.mark.full
