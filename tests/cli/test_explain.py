@@ -392,4 +392,4 @@ def test_the_heads_are_listed_in_chinese(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_full_walk_is_english(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", TEXT, "--full", "--lang", "zh"]) == 2
-    assert "--full, which is written in English" in capsys.readouterr().err
+    assert "--full，它只有英文" in capsys.readouterr().err

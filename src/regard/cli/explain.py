@@ -424,16 +424,23 @@ def _write_output(
 
 
 def _console(color: bool | None) -> Console:
-    """Return a console of 80 columns, with colours as requested or as the terminal supports."""
+    """Return a console of at most 80 columns, with colours as requested or as the terminal
+    supports.
+    """
     from rich.console import Console
+
+    from regard.text_table import line_width
+    from regard.view.terminal import WIDTH
+
+    width = min(line_width(), WIDTH)
 
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a glyph shows "?"
     if color is None:
-        return Console(width=80)
+        return Console(width=width)
     if color:
-        return Console(width=80, force_terminal=True, no_color=False, color_system="truecolor")
-    return Console(width=80, force_terminal=False, no_color=True, color_system=None)
+        return Console(width=width, force_terminal=True, no_color=False, color_system="truecolor")
+    return Console(width=width, force_terminal=False, no_color=True, color_system=None)
 
 
 def read_text(
@@ -446,6 +453,7 @@ def read_text(
 
     from regard.inspect.explain.prepared_run import prepare_run
     from regard.inspect.metrics.text_fit import warn_about_text
+    from regard.language import translate
 
     if (Path(source) / "task.json").exists():
         return _run_task_model(text, source, target)
@@ -453,7 +461,7 @@ def read_text(
     run_on_text = prepare_run(model, text, target)
     _check_length(run_on_text)
     if warning := warn_about_text(model, text):
-        typer.echo(f"note: {warning}", err=True)
+        typer.echo(translate("note: {note}", note=warning), err=True)
     return replace(run_on_text, name=Path(source).name or source)
 
 

@@ -4,7 +4,7 @@ the five steps that lead to one weight.
 
 from __future__ import annotations
 
-from rich.cells import set_cell_size
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -34,6 +34,8 @@ SECTIONS = {
     "output": ("4", "12"),
 }
 """For each step, the sections of the walkthrough that build it from a small example."""
+MIN_WIDTH = 60
+"""The least width in cells; in a narrower terminal the lines are broken by the terminal."""
 LABEL_WIDTH = 10
 """Width in cells of the number and the name of a step."""
 
@@ -43,7 +45,7 @@ def show_summary(data: Data, console: Console, lang: str = "en") -> None:
 
     Args:
         data: an explanation as plain data, from `as_dict()`.
-        console: where to print.
+        console: where to print; its width is used between 60 and 80 columns.
         lang: language of the text, "en" or "zh".
 
     Raises:
@@ -56,21 +58,33 @@ def show_summary(data: Data, console: Console, lang: str = "en") -> None:
     >>> len(console.export_text().splitlines()) <= 26
     True
     """
-    for line in summary(data, lang):
+    for line in summary(data, lang, min(max(console.width, MIN_WIDTH), WIDTH)):
         console.print(line, no_wrap=True, overflow="ignore", crop=False, highlight=False)
 
 
-def summary(data: Data, lang: str = "en") -> list[Text]:
-    """Return the lines of the short form; none is wider than 80 cells."""
+def summary(data: Data, lang: str = "en", width: int = WIDTH) -> list[Text]:
+    """Return the lines of the short form; none is wider than `width` cells, of at least 60."""
     say = Sentences(lang)
-    lines = [*_sentence(data, say), *_head(data, say), Text(), *_keys(data, say), Text()]
-    lines += [*_steps(data, say), *_next(data, say)]
+    lines = [*_sentence(data, say, width), *_head(data, say, width), Text()]
+    lines += [*_keys(data, say, width), Text(), *_steps(data, say, width), *_next(data, say)]
+    fitting = []
     for line in lines:
         line.rstrip()
-    return lines
+        fitting += [line] if line.cell_len <= width else _broken(line, width)
+    return fitting
 
 
-def _sentence(data: Data, say: Sentences) -> Lines:
+def _broken(line: Text, width: int) -> Lines:
+    """Generate the parts of a styled line that is too wide; all but the first are indented."""
+    start = 0
+    for part in wrap_cells(line.plain, width - 2 * len(INDENT)):
+        begin = line.plain.index(part, start)
+        indent = line.plain[:begin] if not start else 2 * INDENT
+        start = begin + len(part)
+        yield Text(indent).append_text(line[begin:start])
+
+
+def _sentence(data: Data, say: Sentences, width: int) -> Lines:
     """Generate the tokens in one or two lines, with the query and the key marked."""
     same = data["row_pieces"] == data["pieces"]
     line, used = Text(INDENT), 0
@@ -90,7 +104,7 @@ def _sentence(data: Data, say: Sentences) -> Lines:
             ),
             " ",
         )
-        if line.cell_len + token.cell_len > WIDTH - 2:
+        if line.cell_len + token.cell_len > width - 2:
             yield line
             line, used = Text(INDENT), used + 1
         if used == 2:
@@ -101,7 +115,7 @@ def _sentence(data: Data, say: Sentences) -> Lines:
     yield line
 
 
-def _head(data: Data, say: Sentences) -> Lines:
+def _head(data: Data, say: Sentences, width: int) -> Lines:
     """Generate the sentence that says which head was chosen, and what it does here."""
     n, j = data["sizes"], data["key"]
     p = data["weights"][j]
@@ -124,29 +138,36 @@ def _head(data: Data, say: Sentences) -> Lines:
         share=say("head.factor", n=number(p)) if linear else say("head.share", p=f"{p:.1%}"),
     )
     if data["chosen_by"]:
-        yield from wrapped(say("head.chosen", rule=say.translated("rule", data["chosen_by"])))
+        yield from wrapped(
+            say("head.chosen", rule=say.translated("rule", data["chosen_by"])), width
+        )
     if len(data["calls"]) > 1:
         name, calls = data["calls"][data["call"]], say("list.separator").join(data["calls"])
-        yield from wrapped(say("head.call", name=repr(name), calls=calls))
+        yield from wrapped(say("head.call", name=repr(name), calls=calls), width)
     for note in data["notes"]:
-        yield from wrapped(say("head.note", note=say.translated("note", note)))
+        yield from wrapped(say("head.note", note=say.translated("note", note)), width)
 
 
-def _keys(data: Data, say: Sentences) -> Lines:
+def _keys(data: Data, say: Sentences, width: int) -> Lines:
     """Generate the keys with the largest weights, and the sum of the others."""
     order = ordered(data)
     linear = data["kind"] == "linear"
-    title = set_cell_size(say("keys.title", n=str(KEYS)), 45)
-    yield Text(title + say("keys.factor" if linear else "keys.score_weight"), "dim")
+    piece_width = 28 if width == WIDTH else 18
+    title, room = say("keys.title", n=str(KEYS)), piece_width + 17
+    if cell_len(title) >= room:
+        yield Text(title, "dim")
+        title = ""
+    columns = say("keys.factor" if linear else "keys.score_weight")
+    yield Text(set_cell_size(title, room) + columns, "dim")
     for j in order[:KEYS]:
         p, s = data["weights"][j], data["scores"][-1]["values"][j]
         shown = number(p, 8) if linear else f"{number(s, 8)}    {terminal.weight(p)}"
-        room = 30 if linear else 24
+        room = (30 if linear else 24) - (WIDTH - width) + (28 - piece_width)
         share = abs(p) / max(max((abs(x) for x in data["weights"]), default=0.0), 1.0)
         yield Text.assemble(
             ("◆" if j == data["key"] else " ", style("k")),
             f"{j:>5} ",
-            terminal.cell(data["pieces"][j], 28),
+            terminal.cell(data["pieces"][j], piece_width),
             (f"{shown} ", "bold" if j == data["key"] else ""),
             (terminal.bar(share, room).rstrip(), style("s")),
         )
@@ -164,7 +185,7 @@ def _keys(data: Data, say: Sentences) -> Lines:
         yield Text(INDENT + say("keys.separator").join(parts), "dim")
 
 
-def _steps(data: Data, say: Sentences) -> Lines:
+def _steps(data: Data, say: Sentences, width: int) -> Lines:
     """Generate the five steps with their numbers."""
     yield Text.assemble(
         (say("steps.title"), "bold"),
@@ -184,7 +205,7 @@ def _steps(data: Data, say: Sentences) -> Lines:
     for i, (name, text) in enumerate(steps.items(), 1):
         label = set_cell_size(f"{i} {say(f'step.{name}')}", LABEL_WIDTH)
         sections = ",\N{NO-BREAK SPACE}".join(SECTIONS[name])
-        lines = wrap_cells(f"{text(data, say)} [{sections}]", WIDTH - LABEL_WIDTH)
+        lines = wrap_cells(f"{text(data, say)} [{sections}]", width - LABEL_WIDTH)
         yield Text.assemble((label, style("s", bold=True)), lines[0])
         for line in lines[1:]:
             yield Text(" " * LABEL_WIDTH + line)

@@ -172,9 +172,9 @@ def wrap_cells(text: str, width: int) -> list[str]:
     return [line for line in map(str.rstrip, lines) if line]
 
 
-def wrapped(text: str) -> Lines:
+def wrapped(text: str, width: int = WIDTH) -> Lines:
     """Generate lines of prose that fit the page."""
-    for line in wrap_cells(escape_controls(text), WIDTH - len(INDENT)):
+    for line in wrap_cells(escape_controls(text), width - len(INDENT)):
         yield Text(INDENT + line, "dim")
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from regard.errors import ArgumentError
+from regard.language import translate, translate_count
 from regard.models.model import Model
-from regard.units import plural
 
 MAX_SHARE_OF_BYTES = 0.25
 """A text is strange if a larger share of its tokens are parts of characters."""
@@ -47,17 +47,21 @@ class TextFit:
 
     @property
     def warning(self) -> str | None:
-        """A sentence about what is strange; None if nothing is."""
+        """What is strange, as a sentence in the language of printed texts; None if nothing is."""
         if not self.is_strange:
             return None
         if self.partial_tokens > MAX_SHARE_OF_BYTES * self.tokens:
-            return (
-                f"{self.partial_tokens} of {plural(self.tokens, 'token')} are bytes of characters "
-                "that the model has no token for; what it does with them says little"
+            return translate(
+                "{parts} of {tokens} are bytes of characters that the model has no token for; what "
+                "it does with them says little",
+                parts=self.partial_tokens,
+                tokens=translate_count(self.tokens, "token"),
             )
-        return (
-            f"the model predicts this text with a loss of {self.loss:.1f} nats per token, worse "
-            f"than the {self.uniform_loss:.1f} of a uniform guess; what it does with it says little"
+        return translate(
+            "the model predicts this text with a loss of {loss} nats per token, worse than the "
+            "{uniform} of a uniform guess; what it does with it says little",
+            loss=f"{self.loss:.1f}",
+            uniform=f"{self.uniform_loss:.1f}",
         )
 
 
