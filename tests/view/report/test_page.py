@@ -169,7 +169,7 @@ def test_the_page_opens_in_the_language_asked_for_and_carries_both(data: dict[st
     content = carried(found)
     assert content["start"]["lang"] == "zh"
     assert set(content["strings"]) == {"en", "zh"}
-    with pytest.raises(ArgumentError, match="lang is 'fr'; the page is written in en"):
+    with pytest.raises(ArgumentError, match="lang is 'fr'; it must be one of en"):
         page(data, "fr")
 
 

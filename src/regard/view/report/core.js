@@ -38,7 +38,7 @@ R.num = (v, digits = 4) => {
   const tiny = v !== 0 && Math.abs(v) < 1e-3, huge = Math.abs(v) >= 1e6;
   return (tiny || huge ? v.toExponential(Math.max(digits - 2, 0)) : String(Number(v.toPrecision(digits)))).replace(/^-/, "−");
 };
-R.exact = v => Number.isFinite(v) ? String(v).replace(/^-/, "−") : R.num(v);
+R.exact = v => Number.isFinite(v) ? String(Number(v.toPrecision(9))).replace(/^-/, "−") : R.num(v);
 R.percent = (v, digits = 3) => Number.isFinite(v) ? `${R.num(100 * v, digits)} %` : R.num(v);
 
 // ---- places, heads and tokens
