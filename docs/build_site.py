@@ -277,6 +277,7 @@ def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
         nav.insert(-1, {"API": api})
     toggle = ("dark", "light") if english else ("深色", "浅色")
     words = "Switch to {} mode" if english else "切换到{}模式"
+    system = "Switch to the mode of the system" if english else "跟随系统的模式"
     return {
         "site_name": "regard",
         "site_description": "Every attention mechanism, exact, fast and visible"
@@ -299,6 +300,10 @@ def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
             ],
             "palette": [
                 {
+                    "media": "(prefers-color-scheme)",
+                    "toggle": {"icon": "lucide/sun-moon", "name": words.format(toggle[1])},
+                },
+                {
                     "media": "(prefers-color-scheme: light)",
                     "scheme": "default",
                     "toggle": {"icon": "lucide/sun", "name": words.format(toggle[0])},
@@ -306,7 +311,7 @@ def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
                 {
                     "media": "(prefers-color-scheme: dark)",
                     "scheme": "slate",
-                    "toggle": {"icon": "lucide/moon", "name": words.format(toggle[1])},
+                    "toggle": {"icon": "lucide/moon", "name": system},
                 },
             ],
         },

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small shapes: threads cost more than they give
+os.environ.pop("COLUMNS", None)  # xdist sets it in its workers; without it no output is wrapped
 
 import hypothesis
 import numpy as np

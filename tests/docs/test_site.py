@@ -198,11 +198,10 @@ def test_the_search_finds_a_word(host: str, browser: Browser, site: str, word: s
 @pytest.mark.full
 def test_the_dark_mode_of_the_system_and_the_other_language(host: str, browser: Browser) -> None:
     tab = browser.tab()
-    tab.open(f"{host}/")
-    tab.js("localStorage.clear()")  # what other pages remembered
-    tab.prefers(color_scheme="dark")
-    tab.open(f"{host}/")
-    tab.wait("document.body.dataset.mdColorScheme === 'slate'")
+    for mode, scheme in (("light", "default"), ("dark", "slate"), ("light", "default")):
+        tab.prefers(color_scheme=mode)
+        tab.open(f"{host}/")
+        tab.wait(f"document.body.dataset.mdColorScheme === '{scheme}'")
     assert tab.js("document.documentElement.lang") == "en"
     other = tab.js("document.querySelector('.md-select__link[hreflang=zh]').href")
     assert other == f"{host}/zh/"

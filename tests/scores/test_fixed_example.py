@@ -61,6 +61,16 @@ def test_softmax_with_one_added() -> None:
     assert out.tolist() == pytest.approx((0.1573172442, 0.2197316642), abs=1e-9)
 
 
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_relu_weights(power: float) -> None:
+    q, k, _ = example()
+    s = (q @ k.mT)[0, 0, -1] / math.sqrt(3)
+    p = regard.attention_weights(q, k, mask=Causal(), score=scores.ReLU(power))[0, 0, -1]
+    assert p.tolist() == pytest.approx([max(x, 0) ** power / 4 for x in s.tolist()], abs=1e-12)
+    assert (s < 0).any()
+    assert (s > 0).any()
+
+
 def test_stick_breaking_weights() -> None:
     q, k, _ = example()
     p = regard.attention_weights(q, k, mask=Causal() & ~Window(1), score=scores.StickBreaking())

@@ -76,8 +76,8 @@ ENTRIES: list[Edit] = [
     # a peer
     (
         "src/regard/bench/cases.py",
-        "import (\n    hugging_face,",
-        "import (\n    einsum,\n    hugging_face,",
+        "import (\n    engines,",
+        "import (\n    einsum,\n    engines,",
     ),
     (
         "src/regard/bench/cases.py",

@@ -55,8 +55,8 @@ def test_plain_lines_when_nobody_looks() -> None:
     progress.row(row(50, validation=1.25))
     progress.close()
     assert out.getvalue().splitlines() == [
-        "step 25/100  loss 2.5000  640 tok/s  0:00:07 left",
-        "step 50/100  loss 2.5000  validation 1.2500  640 tok/s  0:00:05 left",
+        "step 25/100  loss 2.5000  640 tokens/s  0:00:07 left",
+        "step 50/100  loss 2.5000  validation 1.2500  640 tokens/s  0:00:05 left",
     ]
 
 
@@ -68,4 +68,4 @@ def test_a_bar_on_a_terminal() -> None:
     progress.step(row(21))
     progress.close()
     assert "21/100" in out.getvalue()
-    assert "loss 2.500 val 1.250 640 tok/s" in out.getvalue()
+    assert "loss 2.500, validation 1.250 640 tokens/s" in out.getvalue()

@@ -443,8 +443,8 @@ def test_flags_become_a_config() -> None:
         (
             {"attention": "gqa", "set": ["bass=3"]},
             (
-                "--set bass=3: give name=value; the options of gqa are groups, head_dim, "
-                "base, layout; did you mean 'base'?"
+                "--set bass=3: gqa has no option bass; did you mean 'base'? Its options are "
+                "groups, head_dim, base, layout"
             ),
         ),
         ({"attention": "gqa", "set": ["base"]}, None),

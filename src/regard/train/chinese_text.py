@@ -147,9 +147,20 @@ def _members(archive: Path, within: str, ending: str) -> Iterator[tuple[str, str
         raise FileError(f"{archive}: no {within} in this archive; is it the version named above?")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    """Write the text from the two archives that the arguments name."""
+    parser = argparse.ArgumentParser(
+        prog="python -m regard.train.chinese_text", description=__doc__
+    )
     for name in ("fastapi", "wordcloud", "out"):
         parser.add_argument(name, type=Path)
     arguments = parser.parse_args()
     write_folder(arguments.out, chinese_documents(arguments.fastapi, arguments.wordcloud))
+
+
+if __name__ == "__main__":
+    import sys
+
+    from regard.standard_output import run_program
+
+    sys.exit(run_program(main))

@@ -145,6 +145,10 @@ def test_the_reference_of_onnx_agrees_about_the_node() -> None:
 
 PAST = ("sliding_window", "mla", "learned_sink", "streaming", "differential", "alibi", "gpt", "t5")
 LAYERS = ("longformer", "packed", "prefix_lm", "chunked", "bigbird", "softcap", "gated")
+SCORED = ("sigmoid_attention", "relu_attention", "entmax", "scalable_softmax")
+"""Mechanisms with a score rule."""
+NOT_WRITTEN = ("softpick", "stick_breaking", "talking_heads", "top_k", "cope")
+"""Score rules with operations that the tracing exporter of torch cannot write."""
 
 
 def with_past(name: str) -> Thing:
@@ -191,7 +195,7 @@ def test_decoding_with_a_file_is_one_pass() -> None:
 
 
 @pytest.mark.full(keep=3)
-@pytest.mark.parametrize("name", [x for x in LAYERS if x != "longformer"])
+@pytest.mark.parametrize("name", [*(x for x in LAYERS if x != "longformer"), *SCORED])
 def test_layers_without_a_past(name: str) -> None:
     thing = Thing(
         name,
@@ -202,6 +206,14 @@ def test_layers_without_a_past(name: str) -> None:
     )
     file = file_of(thing.make(), thing.inputs(6), 1, dynamo=False)
     assert_follows(thing, onnx_session(file), (1, 6, 19, 40))
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("name", NOT_WRITTEN)
+def test_operations_that_cannot_be_written_raise_an_error(name: str) -> None:
+    module = example(VARIANTS[name], dtype=torch.float32).eval()
+    with pytest.raises((RuntimeError, ArgumentError)):
+        file_of(module, (randn(2, 6, 32),), 1, dynamo=False)
 
 
 REFUSED = (
@@ -241,7 +253,7 @@ def test_additive_attention_is_refused() -> None:
 
 def test_the_catalogue_is_served_or_refused() -> None:
     """Every mechanism is in a test of this file or of the tables, or cannot cache."""
-    named = {*PAST, *LAYERS, *REFUSED, "gqa", "bahdanau"}
+    named = {*PAST, *LAYERS, *SCORED, *NOT_WRITTEN, *REFUSED, "gqa", "bahdanau"}
     alike = {  # the same class with another option
         "cross_attention", "luong", "local_global", "dilated", "sparse_strided", "sparse_fixed",
         "weightless", "single_head", "causal", "mha", "mha_per_head", "mqa", "qk_norm",
