@@ -67,7 +67,7 @@ def summary(data: Data, lang: str = "en", width: int = WIDTH) -> list[Text]:
     say = Sentences(lang)
     lines = [*_sentence(data, say, width), *_head(data, say, width), Text()]
     lines += [*_keys(data, say, width), Text(), *_steps(data, say, width), *_next(data, say)]
-    fitting = []
+    fitting: list[Text] = []
     for line in lines:
         line.rstrip()
         fitting += [line] if line.cell_len <= width else _broken(line, width)
