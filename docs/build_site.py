@@ -30,6 +30,7 @@ CHINESE = ".zh-CN.md"
 INLINE = re.compile(
     r"(?P<start>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<link>[^)\s]+)(?P<end>\))"  # a link or a picture
     r"|(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"  # code
+    r"|\$\$(?P<block>[^$]+)\$\$|(?<![\w$])\$(?P<math>[^\s$](?:[^$\n]*[^\s$])?)\$(?![\w$])"
     r"|\]\[",  # would begin a link to a heading
     re.DOTALL,
 )
@@ -204,6 +205,8 @@ class Stage:
         def changed(match: re.Match[str]) -> str:
             if match["link"]:
                 return match["start"] + self._target(match["link"], source) + match["end"]
+            if formula := match["block"] or match["math"]:
+                return as_mathml(formula, block=bool(match["block"]))
             # `x[a][b]` outside code is text: no page of ours has links of that form
             return match[0] if match["ticks"] else r"]\["
 
@@ -233,6 +236,14 @@ class Stage:
         picture = path.suffix in (".png", ".svg", ".jsonl", ".ipynb", ".html")
         plain = target.removeprefix("docs/") if picture else f"source/{target}.md"
         return self._files.setdefault(target, plain)
+
+
+def as_mathml(formula: str, *, block: bool) -> str:
+    """A formula of LaTeX as MathML, which browsers draw themselves."""
+    from latex2mathml.converter import convert
+
+    math: str = convert(formula.strip(), display="block" if block else "inline")
+    return math
 
 
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".json": "json"}

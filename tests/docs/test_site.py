@@ -56,6 +56,11 @@ def test_links_get_the_addresses_of_the_site(tmp_path: Path) -> None:
     assert "[c](https://arxiv.org/abs/1706.03762) [d](#set-up) [e](source/LICENSE.md)" in rewritten
     assert r"`x[a](docs/cost.md)` p['a']\['b']" in rewritten
     assert "```\n[f](docs/cost.md)\n```" in rewritten
+    pytest.importorskip("latex2mathml")
+    text = stage.rewrite("from $5 to $6, `$x$`, $x_j$ and $$p = 1$$", "README.md")
+    assert text.startswith("from $5 to $6, `$x$`, <math")
+    assert text.count("<msub><mi>x</mi><mi>j</mi></msub>") == 1
+    assert text.count('display="block"') == 1
     chinese = make.Stage(tmp_path, make.site("zh"), make.site("en"))
     text = chinese.rewrite("[a](view.md) [b](../DESIGN.md)", "docs/view.zh-CN.md")
     assert text == "[a](../../view/) [b](../../project/design/)"
