@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.cells import cell_len
 
+from regard.language import translate
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting
 from regard.view.axes import set_scale, unit_in, value_formatter
@@ -599,7 +600,7 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
         for model, model_rows in rows.items()
     }
     if any(misfits.values()):
-        title += "; crossed out: weights and cache do not fit"
+        title += translate("; crossed out: weights and cache do not fit")
     return Panels(
         title,
         tuple(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from regard.cost.mechanism_table import MechanismCost
 from regard.cost.roofline import Machine
+from regard.language import translate
 from regard.view.charts import Chart
 from regard.view.cost_text import (
     EVIDENCE,
@@ -14,6 +15,7 @@ from regard.view.cost_text import (
     mechanisms_title,
     quoted_evidence,
     suggested_sizes,
+    translate_title,
 )
 from regard.view.html_page import Section, page
 
@@ -36,19 +38,31 @@ def mechanisms_html(
         Section(title, heads=table[0], rows=table[1:], numbers=True)
         for title, table in mechanism_tables(rows, machine).items()
     ]
-    sections.append(Section("over the context", pictures=[chart]))
+    sections.append(Section(translate("over the context"), pictures=[chart]))
     if sizes := suggested_sizes(rows, model_sizes):
-        sections.append(Section(SUGGESTED, heads=("mechanism", "sizes"), rows=sizes))
+        sections.append(
+            Section(
+                translate_title(SUGGESTED),
+                heads=(translate_title("mechanism"), translate("sizes")),
+                rows=sizes,
+            )
+        )
     evidence = [(row.label, quoted_evidence(row)) for row in rows]
-    sections.append(Section(EVIDENCE, heads=("mechanism", "finding"), rows=evidence))
-    source = {} if machine is None else {"machine": f"{machine.name}: {machine.source}"}
+    sections.append(
+        Section(
+            translate_title(EVIDENCE),
+            heads=(translate_title("mechanism"), translate("finding")),
+            rows=evidence,
+        )
+    )
+    source = {} if machine is None else {translate("machine"): f"{machine.name}: {machine.source}"}
     return page(
-        "The cost of attention mechanisms",
+        translate("The cost of attention mechanisms"),
         mechanisms_title(rows, machine),
         source,
         "",
         sections,
-        ["Times are lower bounds: full bandwidth or full rate, whichever takes longer."]
+        [translate("Times are lower bounds: full bandwidth or full rate, whichever takes longer.")]
         if machine
         else [],
     )

@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 from regard.files.atomic_write import write_user_file
+from regard.language import language
 from regard.untrusted_text import escape_controls
 from regard.view import charts, palette, plotting
 from regard.view.charts import Chart
@@ -193,7 +194,7 @@ def page(
         ]
     )
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<!doctype html>\n<html lang="{language()}">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{safe(title)}</title>\n<style>{style}</style>\n</head>\n"
