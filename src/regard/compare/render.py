@@ -319,44 +319,47 @@ def render_page(comparison: ComparisonData) -> str:
     """
     machine = comparison["machine"]
     facts = {
-        "processor": machine["processor"],
-        "threads": str(machine["threads"]),
+        translate("processor"): machine["processor"],
+        translate("threads"): str(machine["threads"]),
         "torch": machine["torch"],
         "regard": machine["regard"],
-        "same": comparison["same"],
-        "seeds": ", ".join(map(str, comparison["training"]["seeds"])),
-        "rounds": round_range(comparison),
+        translate("same"): comparison["same"],
+        translate("seeds"): ", ".join(map(str, comparison["training"]["seeds"])),
+        translate("rounds"): round_range(comparison),
     }
     conditions = header(comparison).partition("\n")[2].replace("\n", "; ")
     times = conditions + (f"; {legend}" if (legend := overlap_legend(comparison)) else "")
-    pareto = (
+    pareto = translate(
         "Filled marks are on the Pareto front, which the dashed line joins: no other mechanism is "
         "better in both coordinates."
     )
     sections = [
         _chart_section(
-            "Quality against cost",
-            f"{pareto} Bars show the range over seeds.",
+            translate("Quality against cost"),
+            f"{pareto} {translate('Bars show the range over seeds.')}",
             quality_charts(comparison),
         ),
-        _chart_section("Costs against one another", pareto, cost_charts(comparison)),
+        _chart_section(translate("Costs against one another"), pareto, cost_charts(comparison)),
         html_page.Section(
-            "Costs over the context",
-            caption="Both axes are logarithmic; marks are medians.",
+            translate("Costs over the context"),
+            caption=translate("Both axes are logarithmic; marks are medians."),
             figures=[html_page.CaptionedChart(one) for one in context_plots(comparison)],
         ),
-        _table_section("Memory", conditions, memory_rows(comparison)),
-        _table_section("Time", times, time_rows(comparison)),
+        _table_section(translate("Memory"), conditions, memory_rows(comparison)),
+        _table_section(translate("Time"), times, time_rows(comparison)),
     ]
     if comparison["training"]["tasks"]:
         sections.append(
-            _table_section("Quality", quality_sentence(comparison), quality_rows(comparison))
+            _table_section(
+                translate("Quality"), quality_sentence(comparison), quality_rows(comparison)
+            )
         )
     return html_page.page(
-        "Comparison of attention mechanisms",
-        f"{units.plural(len(comparison['mechanisms']), 'mechanism')} as decoders of the same "
-        "shape, measured "
-        "in turns on one machine.",
+        translate("Comparison of attention mechanisms"),
+        translate(
+            "{mechanisms} as decoders of the same shape, measured in turns on one machine.",
+            mechanisms=translate_count(len(comparison["mechanisms"]), "mechanism"),
+        ),
         facts,
         comparison["command"],
         [one for one in sections if one.rows or one.figures],
@@ -475,11 +478,13 @@ def notes(comparison: ComparisonData) -> list[str]:
         lines.append(f"peak memory: {comparison['memory']}")
     if comparison["training"]["tasks"]:
         lines.append(
-            "the models are small, and training and texts are short: differences within the "
-            "range over seeds mean nothing, and the ranking may differ at a larger scale"
+            translate(
+                "the models are small, and training and texts are short: differences within the "
+                "range over seeds mean nothing, and the ranking may differ at a larger scale"
+            )
         )
     if comparison["interrupted"]:
-        lines.append("interrupted: missing values were not measured")
+        lines.append(translate("interrupted: missing values were not measured"))
     return lines
 
 
