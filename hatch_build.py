@@ -1,7 +1,8 @@
 """Hook of the build: the project's description on a package index, made from README.md.
 
 README.md links to files of the repository, and an index has no such files. A relative link becomes
-its text and the path of the file, which is in the source distribution; links to addresses stay.
+its text and the path of the file, which is in the source distribution; a picture that is a file is
+left out; links to addresses stay.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ def without_relative_links(text: str) -> str:
         text: the page.
 
     Returns:
-        The page; `[results](docs/benchmarks.md)` becomes "results (`docs/benchmarks.md`)", and a
-        link whose text is its path becomes the path.
+        The page without pictures of files; `[results](docs/benchmarks.md)` becomes
+        "results (`docs/benchmarks.md`)", and a link whose text is its path becomes the path.
     """
 
     def plain(match: re.Match[str]) -> str:
         label, target = match.groups()
         return f"`{target}`" if label == target else f"{label} (`{target}`)"
 
+    text = re.sub(r"^!\[[^\]]*\]\((?!\w+:)[^)]+\)\n\n?", "", text, flags=re.MULTILINE)
     return re.sub(r"(?<!!)\[([^\]]+)\]\((?!\w+:|#)([^)\s]+)\)", plain, text)

@@ -23,19 +23,32 @@ def run_program(program: Callable[[], int | None]) -> int:
     text
     0
     """
+    code = 0
     try:
-        code = program() or 0
+        code = _run(program)
         sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()
         return 0
     except OSError as error:  # a full disk
         _drop_output()
-        print(f"error: the output cannot be written: {error.strerror or error}", file=sys.stderr)
-        return 1
+        if code == 0:  # else the program has reported it
+            reason = error.strerror or error
+            print(f"error: the output cannot be written: {reason}", file=sys.stderr)
+        return code or 1
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _run(program: Callable[[], int | None]) -> int:
+    """Return the exit code of a program, which may end by `sys.exit(code)` as argparse does."""
+    try:
+        return program() or 0
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            raise
+        return stop.code or 0
 
 
 def _drop_output() -> None:
