@@ -93,20 +93,6 @@ SHARED_OPTIONS = (
 )
 """Options that apply to training on text and to training on tasks."""
 
-NEW_MODEL_OPTIONS = (
-    "dim",
-    "layers",
-    "heads",
-    "kv_heads",
-    "hidden",
-    "tie",
-    "attention",
-    "position",
-    "window",
-    "set",
-)
-"""Options that describe a new model, and have no place beside `--start-from`."""
-
 TASK_OPTIONS = ("model", "dropout", "smoothing", "beams", "examples", "beside")
 """Options that apply to training on tasks only."""
 
@@ -130,7 +116,9 @@ def check(options: dict[str, object], given_names: set[str]) -> None:
     options on the command line.
     """
     if options["start_from"] is not None:
-        for name in NEW_MODEL_OPTIONS:
+        from regard.train.pretraining import MODEL_OPTIONS
+
+        for name in MODEL_OPTIONS:
             if name in given_names:
                 raise typer.BadParameter(
                     "describes a new model, but --start-from names one that has its sizes; leave "
