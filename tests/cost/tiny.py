@@ -33,6 +33,16 @@ DEEPSEEK: dict[str, Any] = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+LAYER_NORM: dict[str, Any] = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+}
 T5: dict[str, Any] = {
     "model_type": "t5",
     "vocab_size": 97,
@@ -56,6 +66,60 @@ OWN: dict[str, Any] = {
 }
 
 TINY: dict[str, dict[str, Any]] = {
+    "arcee": {**LLAMA, "model_type": "arcee", "attention_bias": True, "mlp_bias": True},
+    "cohere": {**LAYER_NORM, "model_type": "cohere", "tie_word_embeddings": True},
+    "cohere2": {
+        **LAYER_NORM,
+        "model_type": "cohere2",
+        "layer_types": KINDS,
+        "sliding_window": 5,
+        "attention_bias": True,
+    },
+    "ernie4_5": {**LLAMA, "model_type": "ernie4_5", "use_bias": True},
+    "exaone4": {**LLAMA, "model_type": "exaone4", "layer_types": KINDS, "sliding_window": 5},
+    "glm": {**LLAMA, "model_type": "glm"},
+    "glm4": {**LLAMA, "model_type": "glm4"},
+    "glm4_moe": {
+        **LLAMA,
+        "model_type": "glm4_moe",
+        "attention_bias": True,
+        "use_qk_norm": True,
+        **EXPERTS,
+    },
+    "granite": {**LLAMA, "model_type": "granite", "head_dim": 4, "residual_multiplier": 0.5},
+    "granitemoe": {**LLAMA, "model_type": "granitemoe", "head_dim": 4, **MOE},
+    "helium": {**LLAMA, "model_type": "helium", "head_dim": 4},
+    "minimax_m2": {**LLAMA, "model_type": "minimax_m2", **MOE},
+    "mixtral": {**LLAMA, "model_type": "mixtral", **MOE},
+    "nemotron": {**LLAMA, "model_type": "nemotron", "attention_bias": True, "mlp_bias": True},
+    "olmo": {**LAYER_NORM, "model_type": "olmo", "clip_qkv": 8.0},
+    "olmo3": {**LLAMA, "model_type": "olmo3", "layer_types": KINDS, "sliding_window": 5},
+    "olmoe": {**LLAMA, "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    "phi": {**LAYER_NORM, "model_type": "phi"},
+    "qwen2_moe": {
+        **LLAMA,
+        "model_type": "qwen2_moe",
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        **LLAMA,
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "seed_oss": {**LLAMA, "model_type": "seed_oss"},
+    "smollm3": {**LLAMA, "model_type": "smollm3", "no_rope_layers": [1, 0, 1]},
+    "stablelm": {**LAYER_NORM, "model_type": "stablelm", "use_qkv_bias": True},
+    "stablelm, parallel": {
+        **LAYER_NORM,
+        "model_type": "stablelm",
+        "use_parallel_residual": True,
+    },
+    "starcoder2": {**LAYER_NORM, "model_type": "starcoder2", "sliding_window": 5},
     "bert": {
         "model_type": "bert",
         "vocab_size": 97,
@@ -186,7 +250,6 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 STATES: dict[str, Any] = {
     "mamba_n_heads": 6,
     "mamba_d_head": 8,
@@ -194,20 +257,7 @@ STATES: dict[str, Any] = {
     "mamba_d_state": 10,
     "mamba_d_conv": 3,
 }
-EXPERTS: dict[str, Any] = {
-    "moe_intermediate_size": 12,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}
 COUNTED: dict[str, dict[str, Any]] = {
-    "mixtral": {**LLAMA, "model_type": "mixtral", **MOE},
-    "qwen3_moe": {
-        **LLAMA,
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": 12,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    },
     "qwen3_next": {
         **LLAMA,
         "model_type": "qwen3_next",
@@ -272,7 +322,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         **EXPERTS,
     },
     "minimax": {**LLAMA, "model_type": "minimax", "attn_type_list": [0, 1, 0], **MOE},
-    "minimax_m2": {**LLAMA, "model_type": "minimax_m2", **MOE},
     "llama4_text": {
         **LLAMA,
         "model_type": "llama4_text",
@@ -285,13 +334,6 @@ COUNTED: dict[str, dict[str, Any]] = {
     "llama4": {
         "model_type": "llama4",
         "text_config": {**LLAMA, "intermediate_size_mlp": 44, **MOE},
-    },
-    "glm4_moe": {
-        **LLAMA,
-        "model_type": "glm4_moe",
-        "attention_bias": True,
-        "use_qk_norm": True,
-        **EXPERTS,
     },
     "deepseek_v32": {
         **DEEPSEEK,
@@ -348,7 +390,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         "model_type": "gemma3n",
         "text_config": {**LLAMA, "num_hidden_layers": 5, "num_kv_shared_layers": 0},
     },
-    "olmo3": {**LLAMA, "model_type": "olmo3", "sliding_window": 5, "layer_types": KINDS},
     "ministral3": {**LLAMA, "model_type": "ministral3"},
 }
 """A small config.json for every family that is counted and not loaded."""

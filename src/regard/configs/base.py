@@ -149,6 +149,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "linear": "linear",
     "relu": "relu",
+    "relu2": "relu_squared",
     "sigmoid": "sigmoid",
     "silu": "silu",
     "swish": "silu",

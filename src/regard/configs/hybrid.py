@@ -162,7 +162,7 @@ class Qwen3NextConfig(HybridConfig):
             self.num_experts,
             self.num_experts_per_tok,
             DenseSpec(M, self.shared_expert_intermediate_size),
-            router_bias=M,  # the gate of the shared expert
+            shared_gate=True,
         )
 
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from regard.argument_checks import check_groups, check_number
-from regard.configs.base import ModelConfig, Raw, check_sizes, layer_windows
+from regard.configs.base import (
+    FULL,
+    SLIDING,
+    ModelConfig,
+    Raw,
+    check_sizes,
+    layer_windows,
+    rename_keys,
+)
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.softmax import SoftmaxSpec
@@ -20,8 +28,9 @@ from regard.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class GroupedQueryConfig(ModelConfig):
-    """The keys that Llama, its relatives and the Gemmas share.
+class RotaryDecoderConfig(ModelConfig):
+    """The keys that decoders with grouped queries and rotary positions share, whatever their norms
+    and feed-forward layers.
 
     Raises:
         ArgumentError: a size is less than 1, num_key_value_heads does not divide
@@ -35,20 +44,20 @@ class GroupedQueryConfig(ModelConfig):
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: Mapping[str, object] | None = None
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
 
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"hidden_act": ("silu",)}
     norms_per_block: ClassVar[int] = 2
     zero: ClassVar[tuple[str, ...]] = ("max_window_layers",)
 
     def __post_init__(self) -> None:
         check_sizes(self, zero=self.zero)
         check_groups(self.num_attention_heads, self.num_key_value_heads)
-        check_rope(self.rope)
+        for settings in self.ropes():
+            if settings is not None:
+                check_rope(settings)
         self.windows()
 
     @classmethod
@@ -85,6 +94,10 @@ class GroupedQueryConfig(ModelConfig):
             self.head_dim, self.rope_theta, self.rope_scaling, self.max_position_embeddings
         )
 
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer; None for a layer without rotary positions."""
+        return (self.rope,) * self.num_hidden_layers
+
     def windows(self) -> tuple[int | None, ...]:
         """Return, for each layer, how many keys a query attends to; None means no limit."""
         return (None,) * self.num_hidden_layers
@@ -92,7 +105,7 @@ class GroupedQueryConfig(ModelConfig):
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder."""
         M, feed_forward = self.hidden_size, self.feed_forward()
-        norms = ParameterCounts(norms=self.norms_per_block * M)
+        norms = ParameterCounts(norms=self.norms_per_block * self.norm_size)
         layers = (
             LayerSpec(self.attention(window), feed_forward, norms) for window in self.windows()
         )
@@ -101,9 +114,14 @@ class GroupedQueryConfig(ModelConfig):
             self.vocab_size,
             M,
             tuple(layers),
-            norms=ParameterCounts(norms=M),
+            norms=ParameterCounts(norms=self.norm_size),
             tied=self.tie_word_embeddings,
         )
+
+    @property
+    def norm_size(self) -> int:
+        """The number of parameters of a norm of the model dim."""
+        return self.hidden_size
 
     def attention(self, window: int | None) -> SoftmaxSpec:
         """Return the sizes of the attention of a layer with this window."""
@@ -131,6 +149,17 @@ class GroupedQueryConfig(ModelConfig):
     def head_norms(self) -> int:
         """The number of parameters of the norms on queries and keys."""
         return 0
+
+
+@dataclass(frozen=True)
+class GroupedQueryConfig(RotaryDecoderConfig):
+    """The keys that Llama, its relatives and the Gemmas share: those of `RotaryDecoderConfig`, with
+    RMS norms.
+    """
+
+    rms_norm_eps: float = 1e-6
+
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"hidden_act": ("silu",)}
 
 
 @dataclass(frozen=True)
@@ -184,6 +213,8 @@ class Ministral3Config(MistralConfig):
 class MixtralConfig(MistralConfig):
     """The keys of Mixtral: Mistral whose feed-forward layers are mixtures of experts."""
 
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 1000000.0
     sliding_window: int | None = None
     num_local_experts: int = field(kw_only=True)
     num_experts_per_tok: int = field(kw_only=True)
@@ -272,6 +303,7 @@ class Qwen3MoeConfig(Qwen3Config):
     moe_intermediate_size: int = field(kw_only=True)
     num_experts: int = field(kw_only=True)
     num_experts_per_tok: int = field(kw_only=True)
+    norm_topk_prob: bool = field(kw_only=True, default=False)
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -283,6 +315,11 @@ class Qwen3MoeConfig(Qwen3Config):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_experts("num_experts", self.num_experts, self.num_experts_per_tok)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for Qwen 3; num_local_experts is another name of num_experts."""
+        return super().normalize_keys(rename_keys(raw, {"num_local_experts": "num_experts"}))
 
     def feed_forward(self) -> FeedForwardSpec:
         """Return the sizes of a mixture of experts."""
@@ -314,12 +351,47 @@ class Olmo2Config(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class Olmo3Config(Olmo2Config):
-    """The keys of OLMo 3: OLMo 2 with a window in three of four layers."""
+    """The keys of OLMo 3: OLMo 2 with a window in three of four layers; a scaling of the rotary
+    positions concerns only the layers without a window.
+    """
 
+    rope_theta: float = 500000.0
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] | None = None
 
     model_types: ClassVar[tuple[str, ...]] = ("olmo3",)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys with one rotary base, and the scaling of the layers without a window.
+
+        Raises:
+            ArgumentError: layers with a window have a scaling, or another base than the others.
+        """
+        nested = raw.get("rope_parameters")
+        if isinstance(nested, Mapping) and any(isinstance(x, Mapping) for x in nested.values()):
+            both = normalize_rope(raw, layered=True)["rope_parameters"]
+            full, sliding = both[FULL], both[SLIDING]
+            if sliding["rope_scaling"] is not None:
+                raise ArgumentError(
+                    f"rope_parameters.{SLIDING} has the scaling {sliding['rope_scaling']}; olmo3 "
+                    f"supports one only for {FULL}"
+                )
+            bases = {x["rope_theta"] for x in (full, sliding) if "rope_theta" in x}
+            if len(bases) > 1:
+                raise ArgumentError(
+                    f"rope_parameters has the bases {sorted(bases)}; olmo3 supports one for all "
+                    "layers"
+                )
+            rest = {k: v for k, v in raw.items() if k != "rope_parameters"}
+            base = {"rope_theta": bases.pop()} if bases else {}
+            raw = rest | {"rope_scaling": full["rope_scaling"]} | base
+        return super().normalize_keys(raw)
+
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer; layers with a window have no scaling."""
+        local = self.rope._replace(scaling=None)
+        return tuple(self.rope if window is None else local for window in self.windows())
 
     def windows(self) -> tuple[int | None, ...]:
         """Return the windows of `layer_types`; without that key, every fourth layer has full

@@ -79,6 +79,8 @@ class MoESpec:
         active: how many experts each token uses.
         shared: an expert that all tokens use; None if there is none.
         router_bias: how many parameters the router has besides its matrix.
+        shared_gate: whether each token weighs the shared expert by a gate, a linear map to one
+            number.
 
     >>> one = DenseSpec(7168, 2048)  # DeepSeek-V3
     >>> experts = MoESpec(one, 256, 8, shared=one, router_bias=256)
@@ -96,6 +98,7 @@ class MoESpec:
     active: int
     shared: DenseSpec | None = None
     router_bias: int = 0
+    shared_gate: bool = False
 
     @property
     def weights(self) -> dict[str, ParameterCounts]:
@@ -123,7 +126,10 @@ class MoESpec:
             "experts": used,
             "router": ParameterCounts(self.expert.dim * self.count, self.router_bias),
         }
-        return parts if self.shared is None else {**parts, "shared expert": self.shared.total}
+        if self.shared is None:
+            return parts
+        gate = ParameterCounts(self.expert.dim if self.shared_gate else 0)
+        return {**parts, "shared expert": self.shared.total + gate}
 
 
 def _round_up(x: Fraction | int) -> int:

@@ -21,6 +21,8 @@ from regard.nn.blocks import (
     PreNorm,
     Residual,
     SandwichNorm,
+    ScaledPreNorm,
+    SharedNormBlock,
 )
 from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
@@ -100,8 +102,10 @@ __all__ = [
     "Residual",
     "Router",
     "SandwichNorm",
+    "ScaledPreNorm",
     "SelectedAttention",
     "SeparateQKV",
+    "SharedNormBlock",
     "SigmoidRouter",
     "SinusoidalPositions",
     "SoftmaxRouter",

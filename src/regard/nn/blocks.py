@@ -93,6 +93,42 @@ class PreNorm(Residual):
         return x + (self.dropout(y) if self.training else y)
 
 
+class ScaledPreNorm(PreNorm):
+    """Pre-norm residual connection with a factor on the sublayer's output:
+    x + scale sublayer(norm(x)).
+
+    Args:
+        norm: a module [B,T,M] -> [B,T,M].
+        scale: the factor.
+        dropout: the dropout probability on the sublayer's output, in training only.
+
+    Raises:
+        ArgumentError: scale is not finite.
+
+    >>> import torch
+    >>> ScaledPreNorm(nn.LayerNorm(2), 0.5)(torch.tensor([[[2.0, 4.0]]]), lambda x: 2 * x.round())
+    tensor([[[1., 5.]]], grad_fn=<AddBackward0>)
+
+    Source: IBM 2024, Granite 3.0 (`residual_multiplier` of its released code).
+    """
+
+    def __init__(self, norm: nn.Module, scale: float, dropout: float = 0.0) -> None:
+        super().__init__(norm, dropout)
+        check_number("scale", scale, float("-inf"), float("inf"), "finite")
+        self.scale = scale
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
+    ) -> Float[Tensor, "B T M"]:
+        """Compute x + scale sublayer(norm(x)) for hidden states [B,T,M]."""
+        y = sublayer(tap("norm", self.norm(x)))
+        return x + self.apply_dropout(y * self.scale)
+
+    def extra_repr(self) -> str:
+        """Return the factor."""
+        return f"scale={self.scale:g}"
+
+
 class PostNorm(Residual):
     """Post-norm residual connection: the sum is normalised, norm(x + sublayer(x)).
 
@@ -349,6 +385,57 @@ class ParallelBlock(Block):
         with named_scope("mlp"):
             y = self._tapped_feed_forward(tap("norm", path.norm(x)))
         return tap("residual", mixed + path.dropout(y))
+
+
+class SharedNormBlock(ParallelBlock):
+    """A parallel block with one norm, whose result both sublayers read:
+    x + attention(n) + feed_forward(n), n = norm(x).
+
+    Args:
+        attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
+        feed_forward: a module [B,T,M] -> [B,T,M].
+        residual: a `PreNorm` with the norm and the dropout of both sublayers.
+
+    >>> import torch
+    >>> from regard.nn.blocks import PreNorm
+    >>> from regard.nn.variants import mha
+    >>> block = SharedNormBlock(mha(8, 2), nn.Linear(8, 8), PreNorm(nn.LayerNorm(8)))
+    >>> block(torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
+
+    Source: Wang and Komatsuzaki 2021 (GPT-J), whose released code has one norm per block.
+    """
+
+    def __init__(self, attention: Mixer, feed_forward: nn.Module, residual: PreNorm) -> None:
+        super().__init__(attention, feed_forward, residual, PreNorm(nn.Identity()))
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        *,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M"]:
+        """Apply both sublayers to the normed hidden states [B,T,M] and add their outputs."""
+        if is_tracing():
+            return self._traced_forward(x, positions, cache, backend)
+        path = self.attention_residual
+        normed = path.norm(x)
+        mixed = path.apply_dropout(self.attention(normed, positions, cache, backend=backend))
+        out: Tensor = x + mixed + path.apply_dropout(self.feed_forward(normed))
+        return out
+
+    def _traced_forward(
+        self, x: Tensor, positions: Positions | None, cache: Cache | None, backend: str
+    ) -> Tensor:
+        path = self.attention_residual
+        with named_scope("attention"):
+            normed = tap("norm", path.norm(x))
+            mixed = path.apply_dropout(self._tapped_attention(positions, cache, backend)(normed))
+        with named_scope("mlp"):
+            y = path.apply_dropout(self._tapped_feed_forward(normed))
+        return tap("residual", x + mixed + y)
 
 
 class BlockCaches(NamedTuple):

@@ -58,6 +58,20 @@ class FeedForward(nn.Module):
         return result
 
 
+class ReLUSquared(nn.Module):
+    """The squared ReLU, max(x, 0)^2.
+
+    >>> ReLUSquared()(torch.tensor([-2.0, 3.0])).tolist()
+    [0.0, 9.0]
+
+    Source: So et al. 2021 (arXiv 2109.08668), section 4.
+    """
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """Compute max(x, 0)^2 of each number."""
+        return F.relu(x).square()
+
+
 class GatedFeedForward(nn.Module):
     """A gated feed-forward layer (GLU) with any activation.
 
@@ -158,6 +172,32 @@ class ClippedSwiGLU(nn.Module):
     def extra_repr(self) -> str:
         """Return the clipping limit and the factor inside the sigmoid."""
         return f"limit={self.limit:g}, alpha={self.alpha:g}"
+
+
+class GatedSharedExpert(nn.Module):
+    """The expert for all tokens of Qwen2-MoE, which each token weighs by a gate.
+
+    y = sigmoid(w . x) expert(x)
+
+    Args:
+        dim: the model dim M.
+        expert: a feed-forward module [n,M] -> [n,M].
+
+    >>> shared = GatedSharedExpert(8, SwiGLU(8, 16))
+    >>> shared(torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
+
+    Source: Qwen Team 2024 (arXiv 2407.10671), section 2.2.2, and its released code.
+    """
+
+    def __init__(self, dim: int, expert: nn.Module) -> None:
+        super().__init__()
+        self.expert, self.gate = expert, Linear(dim, 1, bias=False)
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """Map hidden states [..., M] to [..., M]."""
+        result: Float[Tensor, "*L M"] = torch.sigmoid(self.gate(x)) * self.expert(x)
+        return result
 
 
 class Routing(NamedTuple):

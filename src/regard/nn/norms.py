@@ -97,6 +97,30 @@ class OffsetRMSNorm(RMSNorm):
         return rms_norm(x, weight, self.eps, 1.0)
 
 
+class OffsetLayerNorm(nn.LayerNorm):
+    """A LayerNorm whose factor is 1 + weight.
+
+    y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (1 + weight) + bias
+
+    Args:
+        dim: the size of the last dimension.
+        eps: added to the variance.
+
+    >>> OffsetLayerNorm(2, eps=0.0)(torch.tensor([3.0, 7.0])).tolist()
+    [-1.0, 1.0]
+
+    Source: NVIDIA's Megatron-LM, "layernorm1p"; Parmar et al. 2024 (arXiv 2402.16819).
+    """
+
+    def __init__(self, dim: int, *, eps: float = 1e-5) -> None:
+        super().__init__(dim, eps=eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
+        """Normalise x [..., dim]."""
+        return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
 class HeadNorm(nn.Module):
     """Group norm with one group per head, and a weight and a bias per channel.
 

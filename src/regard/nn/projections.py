@@ -722,6 +722,36 @@ class ClippedQKV(FusedQKV):
         return f"{super().extra_repr()}, limit={self.limit:g}"
 
 
+class Clip(nn.Module):
+    """Clip numbers to [-limit, limit], as a step of a `HeadProjection`.
+
+    Args:
+        limit: the limit, above 0.
+
+    Raises:
+        ArgumentError: limit is not above 0.
+
+    >>> import torch
+    >>> Clip(0.5)(torch.tensor([-2.0, 0.25])).tolist()
+    [-0.5, 0.25]
+
+    Source: Groeneveld et al. 2024 (arXiv 2402.00838): `clip_qkv` of the released code.
+    """
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        check_number("limit", limit, 0, float("inf"), "above 0")
+        self.limit = limit
+
+    def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
+        """Clip x [..., D]; positions are ignored."""
+        return x.clamp(-self.limit, self.limit)
+
+    def extra_repr(self) -> str:
+        """Return the limit."""
+        return f"limit={self.limit:g}"
+
+
 class EncoderStateProjection(ProjectionModule):
     """A projection for attention to an encoder. The values are the encoder states themselves; the
     keys are the states, or a linear map of them.

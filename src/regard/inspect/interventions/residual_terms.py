@@ -27,6 +27,7 @@ from regard.nn.blocks import (
     PreNorm,
     Residual,
     SandwichNorm,
+    ScaledPreNorm,
 )
 from regard.tolerance import allowed_error
 
@@ -253,10 +254,17 @@ def _term_norm(residual: Residual, raw: Tensor) -> FrozenNorm | None:
     return None
 
 
-def _through(norm: FrozenNorm | None) -> Callable[[Tensor], Tensor]:
+def _on_output(residual: Residual, norm: FrozenNorm | None) -> Callable[[Tensor], Tensor]:
+    """Return what a residual connection does with the sublayer's output before it adds it, as a
+    linear function of vectors `[..., M]`: the norm of one state, or a factor.
+    """
+    if isinstance(residual, ScaledPreNorm):
+        return lambda x: x * residual.scale
+    return _unchanged if norm is None else _through(norm)
+
+
+def _through(norm: FrozenNorm) -> Callable[[Tensor], Tensor]:
     """Return the linear part of a norm of one state as a function of vectors `[..., M]`."""
-    if norm is None:
-        return _unchanged
     return lambda x: norm(x if x.ndim > 1 else x[None]).reshape(x.shape)
 
 
@@ -274,7 +282,7 @@ def _add_attention(terms: ResidualTerms, layer: _AttentionLayer) -> None:
         _norm_stream(terms, residual.norm, f"{layer.norm}.bias")
     elif not isinstance(residual, (PreNorm, PostNorm, OutputNorm, SandwichNorm)):
         raise ArgumentError(f"{place} adds by {type(residual).__name__}, which is not known here")
-    terms.add_heads(place, output, _through(norm))
+    terms.add_heads(place, output, _on_output(residual, norm))
     if norm is not None and bool(norm.bias.any()):
         terms.add(f"{layer.norm}.bias", norm.bias)
     if isinstance(residual, PostNorm):
@@ -290,7 +298,7 @@ def _add_feed_forward(terms: ResidualTerms, place: str, block: Block | DecoderBl
     norm = _term_norm(residual, raw)
     if isinstance(residual, NormedResidual):
         _norm_stream(terms, residual.norm, f"{place}.mlp.norm.bias")
-    terms.add(f"{place}.mlp", _through(norm)(raw[0, 0].double().cpu()))
+    terms.add(f"{place}.mlp", _on_output(residual, norm)(raw[0, 0].double().cpu()))
     if norm is not None and bool(norm.bias.any()):
         terms.add(f"{place}.mlp.norm.bias", norm.bias)
     if isinstance(residual, PostNorm):

@@ -15,6 +15,7 @@ from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.nn import Block, HeadProjection, SeparateQKV
 from regard.nn.dynamic_rotary import PerRowRotary, RecomputedQKV
+from regard.nn.feed_forward import ReLUSquared
 from regard.nn.linear import Linear
 from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, Scaling, YaRN
 from regard.units import plural
@@ -93,6 +94,7 @@ NONLINEARITIES: dict[str, Callable[[], nn.Module]] = {
     "gelu_tanh": _gelu_tanh,
     "linear": nn.Identity,
     "relu": nn.ReLU,
+    "relu_squared": ReLUSquared,
     "sigmoid": nn.Sigmoid,
     "silu": nn.SiLU,
     "tanh": nn.Tanh,
@@ -164,7 +166,7 @@ def rotary_heads(
     H: int,
     G: int,
     head_dim: int,
-    rotary: Rotary,
+    rotary: Rotary | None,
     *,
     q_steps: Sequence[nn.Module] = (),
     k_steps: Sequence[nn.Module] = (),
@@ -172,8 +174,8 @@ def rotary_heads(
     k_flat: nn.Module | None = None,
     bias: bool = False,
 ) -> SeparateQKV:
-    """Build the projection of queries, keys and values with rotary positions on queries and
-    keys.
+    """Build the projection of queries, keys and values with rotary positions on queries and keys,
+    or without positions.
 
     Where the frequencies depend on the length, cached keys that were rotated with other frequencies
     raise when they are read, and the prefix has to be computed again
@@ -182,7 +184,7 @@ def rotary_heads(
 
     Args:
         dim, H, G, head_dim: the model dim, query heads, key/value heads, and D.
-        rotary: from `rotary_module`.
+        rotary: from `rotary_module`; None for a layer without positions (NoPE).
         q_steps, k_steps: steps on heads before the rotation, such as a norm per head.
         q_flat, k_flat: a norm over all heads together (OLMo 2); None is no norm.
         bias: whether the three linear maps have a bias.
@@ -197,15 +199,15 @@ def rotary_heads(
     >>> rotary_heads(32, 4, 2, 8, rotary_module(dynamic)).shape.memory
     (16, 16, 1)
     """
-    if rotary.dim != head_dim:
+    if rotary is not None and rotary.dim != head_dim:
         raise ArgumentError(f"rotary is for heads of {rotary.dim}, and head_dim is {head_dim}")
-    last = () if rotary.follows_length else (rotary,)
+    last = () if rotary is None or rotary.follows_length else (rotary,)
     q = HeadProjection(dim, H, head_dim, *q_steps, *last, flat=q_flat, bias=bias)
     k = HeadProjection(dim, G, head_dim, *k_steps, *last, flat=k_flat, bias=bias)
     v = HeadProjection(dim, G, head_dim, bias=bias)
     return (
         RecomputedQKV(q, k, v, PerRowRotary(rotary))
-        if rotary.follows_length
+        if rotary is not None and rotary.follows_length
         else SeparateQKV(q, k, v)
     )
 

@@ -11,12 +11,15 @@ from torch import nn
 
 from regard import masks
 from regard.configs.base import ModelConfig
-from regard.configs.llama import GroupedQueryConfig
+from regard.configs.llama import GroupedQueryConfig, RotaryDecoderConfig
+from regard.configs.rope import RopeSettings
 from regard.models.assembly import building_blocks
 from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
-from regard.models.checkpoint.family import Family, NameTable
+from regard.models.checkpoint.family import Family, NameTable, stacked_rows
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU
+from regard.nn.embedding import ScaledLogits
+from regard.nn.feed_forward import MoE, Router
 from regard.nn.linear import Linear
 from regard.positions import Rotary
 
@@ -44,11 +47,41 @@ FEED_FORWARD = {
     STORED_LAYER + "mlp.up_proj.bias": MODEL_LAYER + "feed_forward.up.bias",
     STORED_LAYER + "mlp.down_proj.bias": MODEL_LAYER + "feed_forward.down.bias",
 }
+HEAD_NORMS = {
+    STORED_LAYER + "self_attn.q_norm.weight": MODEL_LAYER + "attention.project.q.steps.0.weight",
+    STORED_LAYER + "self_attn.k_norm.weight": MODEL_LAYER + "attention.project.k.steps.0.weight",
+}
+"""Norms on each head, before the rotation."""
+FLAT_NORMS = {
+    STORED_LAYER + "self_attn.q_norm.weight": MODEL_LAYER + "attention.project.q.flat.weight",
+    STORED_LAYER + "self_attn.k_norm.weight": MODEL_LAYER + "attention.project.k.flat.weight",
+}
+"""Norms over all heads together."""
+FUSED_FEED_FORWARD: NameTable = {
+    STORED_LAYER + "mlp.gate_up_proj.weight": stacked_rows(
+        MODEL_LAYER + "feed_forward.gate.weight", MODEL_LAYER + "feed_forward.up.weight"
+    ),
+    STORED_LAYER + "mlp.down_proj.weight": MODEL_LAYER + "feed_forward.down.weight",
+}
+"""Gate and up projection in one stored matrix."""
 PRE_NORMS = {
     STORED_LAYER + "input_layernorm.weight": MODEL_LAYER + "attention_residual.norm.weight",
     STORED_LAYER + "post_attention_layernorm.weight": MODEL_LAYER
     + "feed_forward_residual.norm.weight",
 }
+OUTPUT_NORMS = {
+    STORED_LAYER + "post_attention_layernorm.weight": MODEL_LAYER
+    + "attention_residual.norm.weight",
+    STORED_LAYER + "post_feedforward_layernorm.weight": MODEL_LAYER
+    + "feed_forward_residual.norm.weight",
+}
+"""Norms on what each sublayer adds."""
+EXPERTS = {STORED_LAYER + "mlp.gate.weight": MODEL_LAYER + "feed_forward.router.linear.weight"} | {
+    STORED_LAYER + f"mlp.experts.{{}}.{part}_proj.weight": MODEL_LAYER
+    + f"feed_forward.experts.{{}}.{part}.weight"
+    for part in ("gate", "up", "down")
+}
+"""The router and the experts of a mixture, each matrix as a tensor of its own."""
 NAMES = EMBEDDING_AND_HEAD | ATTENTION | FEED_FORWARD | PRE_NORMS
 """Stored name -> parameter name; {} is the layer. Entries of parts that a model lacks are
 ignored.
@@ -74,28 +107,58 @@ def family(
     return Family(config, build, names, check=check, prefixes=PREFIXES, head=HEAD, buffers=BUFFERS)
 
 
-def check(config: GroupedQueryConfig) -> None:
-    """Check the numbers of the rotary scaling.
+def check(config: RotaryDecoderConfig) -> None:
+    """Check the numbers of the rotary scaling of every layer.
 
     Raises:
         ArgumentError: as in `rope.rotary_module`.
     """
-    building_blocks.rotary_module(config.rope)
+    _rotary_modules(config)
 
 
-def decoder(config: GroupedQueryConfig, block: Callable[[Rotary, int | None], Block]) -> Decoder:
+def _rotary_modules(config: RotaryDecoderConfig) -> list[Rotary | None]:
+    """Return the rotary module of each layer; layers with equal settings share one."""
+    built: list[tuple[RopeSettings, Rotary]] = []
+    modules: list[Rotary | None] = []
+    for settings in config.ropes():
+        if settings is None:
+            modules.append(None)
+            continue
+        module = next((rotary for known, rotary in built if known == settings), None)
+        if module is None:
+            module = building_blocks.rotary_module(settings)
+            built.append((settings, module))
+        modules.append(module)
+    return modules
+
+
+def decoder(
+    config: RotaryDecoderConfig,
+    block: Callable[[Rotary | None, int | None], Block],
+    *,
+    final_norm: nn.Module | None = None,
+    embedding_scale: float = 1.0,
+    logit_scale: float = 1.0,
+) -> Decoder:
     """Build a decoder with initial weights.
 
     Args:
         config: the config.
-        block: a function (rotary module, window or None) -> the block of one layer.
+        block: a function (rotary module or None, window or None) -> the block of one layer.
+        final_norm: the norm after the last block; None is an RMS norm.
+        embedding_scale: the factor on the token embedding.
+        logit_scale: the factor on the logits.
     """
-    embedding, head = embedding_and_head(
-        config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
-    )
-    rotary = building_blocks.rotary_module(config.rope)
-    layers = [block(rotary, window) for window in config.windows()]
-    return initialize_weights(Decoder(InputEmbedding(embedding), layers, norm(config), head))
+    M, V = config.hidden_size, config.vocab_size
+    embedding, head = embedding_and_head(V, M, tied=config.tie_word_embeddings)
+    if logit_scale != 1:
+        scaled = ScaledLogits(M, V, scale=logit_scale)
+        scaled.weight, head = head.weight, scaled
+    rows = zip(_rotary_modules(config), config.windows(), strict=True)
+    layers = [block(rotary, window) for rotary, window in rows]
+    embed = InputEmbedding(embedding, scale=embedding_scale)
+    last = norm(config) if final_norm is None else final_norm
+    return initialize_weights(Decoder(embed, layers, last, head))
 
 
 def pre_norm_decoder(
@@ -114,7 +177,7 @@ def pre_norm_decoder(
         feed_forward_bias: whether the maps of the feed-forward layers have biases.
     """
 
-    def layer(rotary: Rotary, window: int | None) -> Block:
+    def layer(rotary: Rotary | None, window: int | None) -> Block:
         mixer = attention(config, rotary, window, bias=bias, output_bias=output_bias)
         return block(config, mixer, bias=feed_forward_bias)
 
@@ -122,8 +185,8 @@ def pre_norm_decoder(
 
 
 def attention(
-    config: GroupedQueryConfig,
-    rotary: Rotary,
+    config: RotaryDecoderConfig,
+    rotary: Rotary | None,
     window: int | None = None,
     *,
     q_steps: Sequence[nn.Module] = (),
@@ -132,10 +195,12 @@ def attention(
     k_flat: nn.Module | None = None,
     bias: bool = False,
     output_bias: bool = False,
+    scale: float | None = None,
 ) -> Attention:
     """Build causal grouped-query attention, with a window if there is one.
 
-    The steps, norms and bias are those of `rope.rotary_heads`.
+    The steps, norms and bias are those of `building_blocks.rotary_heads`; `scale` is the factor on
+    the scores, 1/sqrt(D) by default.
     """
     M, D, H, G = (
         config.hidden_size,
@@ -156,7 +221,41 @@ def attention(
         bias=bias,
     )
     mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
-    return Attention(project, Linear(H * D, M, bias=output_bias), mask=mask)
+    return Attention(project, Linear(H * D, M, bias=output_bias), mask=mask, scale=scale)
+
+
+def head_norm_attention(
+    config: GroupedQueryConfig, rotary: Rotary | None, window: int | None
+) -> Attention:
+    """Build attention with a norm on each head of queries and keys, before the rotation."""
+    bias, output_bias = config.biases
+    return attention(
+        config,
+        rotary,
+        window,
+        q_steps=[norm(config, config.head_dim)],
+        k_steps=[norm(config, config.head_dim)],
+        bias=bias,
+        output_bias=output_bias,
+    )
+
+
+def flat_norm_attention(
+    config: GroupedQueryConfig, rotary: Rotary | None, window: int | None
+) -> Attention:
+    """Build attention with a norm over all query heads, and one over all key heads, before the
+    rotation.
+    """
+    bias, output_bias = config.biases
+    return attention(
+        config,
+        rotary,
+        window,
+        q_flat=norm(config, config.num_attention_heads * config.head_dim),
+        k_flat=norm(config, config.num_key_value_heads * config.head_dim),
+        bias=bias,
+        output_bias=output_bias,
+    )
 
 
 def block(config: GroupedQueryConfig, mixer: Attention, *, bias: bool = False) -> Block:
@@ -165,6 +264,29 @@ def block(config: GroupedQueryConfig, mixer: Attention, *, bias: bool = False) -
     return Block(mixer, feed_forward, PreNorm(norm(config)), PreNorm(norm(config)))
 
 
-def norm(config: GroupedQueryConfig, dim: int | None = None) -> RMSNorm:
+def norm(config: RotaryDecoderConfig, dim: int | None = None) -> RMSNorm:
     """Build an RMS norm of the model dim, or of another dim, with the config's eps."""
+    assert isinstance(config, GroupedQueryConfig), "a config without RMS norms needs its own norm"
     return RMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)
+
+
+def mixture(dim: int, hidden: int, router: Router, shared: nn.Module | None = None) -> MoE:
+    """Build a mixture of SwiGLU experts with a hidden size, and a module for all tokens."""
+    return MoE(router, [SwiGLU(dim, hidden) for _ in range(router.experts)], shared)
+
+
+def expert_names(stored: str, gate: str, up: str, down: str) -> dict[str, str]:
+    """Return the table entries of the experts' matrices under other names than those of `EXPERTS`.
+
+    Args:
+        stored: the stored name of the layer's list of experts.
+        gate, up, down: the stored names of the three matrices of an expert.
+
+    >>> list(expert_names("block_sparse_moe.experts", "w1", "w3", "w2"))[0]
+    'model.layers.{}.block_sparse_moe.experts.{}.w1.weight'
+    """
+    return {
+        f"{STORED_LAYER}{stored}.{{}}.{theirs}.weight": MODEL_LAYER
+        + f"feed_forward.experts.{{}}.{ours}.weight"
+        for ours, theirs in (("gate", gate), ("up", up), ("down", down))
+    }

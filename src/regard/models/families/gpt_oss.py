@@ -29,7 +29,7 @@ def build(config: Config) -> Decoder:
     return llama_like.decoder(config, lambda rotary, window: _block(config, rotary, window))
 
 
-def _block(config: Config, rotary: Rotary, window: int | None) -> Block:
+def _block(config: Config, rotary: Rotary | None, window: int | None) -> Block:
     M, D, H, G = (
         config.hidden_size,
         config.head_dim,

@@ -1,0 +1,354 @@
+"""Decoders with grouped queries and rotary positions, of transformers, saved by it and loaded here;
+wrong variants of each must be far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.masks import Causal, Window
+from regard.nn import Block, OutputNorm, ParallelBlock, PreNorm
+from regard.nn.feed_forward import GatedSharedExpert
+from regard.nn.norms import OffsetLayerNorm
+from regard.nn.projections import Clip
+from regard.positions import Rotary
+from tests.parity.families import changes
+from tests.parity.families.changes import Change, each, named
+from tests.parity.families.harness import assert_decoder, assert_differs, saved, theirs
+from tests.parity.families.published import assert_saved
+
+H, G, D, M, WINDOW = 6, 2, 8, 36, 8
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": M,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+HEAD_DIM = {"head_dim": D}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2}
+LOCAL_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+LAYERED = ["sliding_attention", "full_attention", "sliding_attention"]
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "attention_factor": 1.2,
+}
+
+
+def no_positions(network: Any) -> None:
+    """Rotary steps removed from every layer that has them."""
+    for attention in changes.attentions(network):
+        for part in (attention.project.q, attention.project.k):
+            part.steps = nn.ModuleList(x for x in part.steps if not isinstance(x, Rotary))
+
+
+def positions_everywhere(network: Any) -> None:
+    """The rotary of the first layer that has one, in every layer."""
+    rotary = next(changes.rotaries(network))
+    for attention in changes.attentions(network):
+        for part in (attention.project.q, attention.project.k):
+            if not any(isinstance(step, Rotary) for step in part.steps):
+                part.steps.append(rotary)
+
+
+def other_layout(network: Any) -> None:
+    for rotary in changes.rotaries(network):
+        rotary.layout = "half" if rotary.layout == "interleaved" else "interleaved"
+        rotary._last = None
+
+
+def other_activation(network: Any) -> None:
+    changes.activation(nn.Tanh())(network)
+
+
+def experts_of(network: Any) -> Iterable[Any]:
+    return (block.feed_forward for block in network.layers if hasattr(block.feed_forward, "router"))
+
+
+def other_weights_of_experts(network: Any) -> None:
+    """Weights over all experts where they are over the chosen ones, and the reverse."""
+    for mixture in experts_of(network):
+        mixture.router.normalise = not mixture.router.normalise
+
+
+def gate_and_up_swapped(network: Any) -> None:
+    for mixture in experts_of(network):
+        for expert in mixture.experts:
+            expert.gate, expert.up = expert.up, expert.gate
+
+
+def one_expert_less(network: Any) -> None:
+    for mixture in experts_of(network):
+        mixture.router.k -= 1
+
+
+def no_correction(network: Any) -> None:
+    for mixture in experts_of(network):
+        mixture.router.correction.data.zero_()
+
+
+def no_shared_gate(network: Any) -> None:
+    for mixture in experts_of(network):
+        assert isinstance(mixture.shared, GatedSharedExpert)
+        mixture.shared = mixture.shared.expert
+
+
+def one_after_the_other(network: Any) -> None:
+    for i, block in enumerate(network.layers):
+        assert isinstance(block, ParallelBlock)
+        path = block.attention_residual
+        network.layers[i] = Block(block.attention, block.feed_forward, path, PreNorm(path.norm))
+
+
+def norms_in_front(network: Any) -> None:
+    for block in network.layers:
+        assert isinstance(block.attention_residual, OutputNorm)
+        block.attention_residual = PreNorm(block.attention_residual.norm)
+
+
+def norm_after_swapped(network: Any) -> None:
+    for block in network.layers:
+        path = block.attention_residual
+        path.norm, path.after = path.after, path.norm
+
+
+def no_head_norms(network: Any) -> None:
+    for attention in changes.attentions(network):
+        q = attention.project.q
+        q.flat = nn.Identity()
+        q.steps = nn.ModuleList(x for x in q.steps if isinstance(x, Rotary))
+
+
+def without_the_one(network: Any) -> None:
+    for norm in (m for m in network.modules() if isinstance(m, OffsetLayerNorm)):
+        norm.weight.data -= 1
+
+
+def not_clipped(network: Any) -> None:
+    for clip in (m for m in network.modules() if isinstance(m, Clip)):
+        clip.limit = 1e9
+
+
+def no_biases(network: Any) -> None:
+    for attention in changes.attentions(network):
+        attention.project.q.linear.bias.data.zero_()
+
+
+def no_head_bias(network: Any) -> None:
+    network.head.bias.data.zero_()
+
+
+def attribute(place: str, name: str, value: object) -> Change:
+    """An attribute of a part of the network, or of a part of every block, set to a value."""
+
+    def change(network: Any) -> None:
+        front, _, rest = place.partition(".")
+        parts = network.layers if front == "layers" else [getattr(network, front)]
+        for part in parts:
+            setattr(part.get_submodule(rest) if rest else part, name, value)
+
+    return named(f"{place}.{name} = {value}", change)
+
+
+OTHER_SCALE = each("another scale", scale=0.11)
+
+
+class Case(NamedTuple):
+    """A family: its name in transformers, further keys, and its own wrong variants."""
+
+    name: str
+    keys: dict[str, Any]
+    wrong: tuple[Callable[[Any], Any], ...]
+
+
+COMMON = (changes.other_groups, OTHER_SCALE, no_positions)
+CASES: dict[str, Case] = {
+    "arcee": Case("Arcee", HEAD_DIM, (other_activation, changes.interleave)),
+    "cohere": Case(
+        "Cohere",
+        {"logit_scale": 0.25, "layer_norm_eps": 1e-2},
+        (other_layout, one_after_the_other, attribute("head", "scale", 0.5)),
+    ),
+    "cohere2": Case(
+        "Cohere2",
+        {"num_hidden_layers": 3, "layer_types": LAYERED, "sliding_window": WINDOW},
+        (
+            other_layout,
+            positions_everywhere,
+            changes.windows(WINDOW + 1, None, WINDOW),
+            changes.windows(WINDOW, WINDOW, WINDOW),
+        ),
+    ),
+    "ernie4_5": Case("Ernie4_5", HEAD_DIM | {"use_bias": True}, (other_layout, no_biases)),
+    "exaone4": Case(
+        "Exaone4",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": [*LAYERED, "sliding_attention"],
+            "sliding_window": WINDOW,
+        },
+        (positions_everywhere, norms_in_front, no_head_norms),
+    ),
+    "exaone4, no window": Case(
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        (norms_in_front,),
+    ),
+    "glm": Case("Glm", HEAD_DIM, (other_layout, no_biases, changes.rotate(slice(None), D))),
+    "glm4": Case(
+        "Glm4", HEAD_DIM | {"rms_norm_eps": 1e-2}, (other_layout, no_biases, norm_after_swapped)
+    ),
+    "glm4_moe": Case(
+        "Glm4Moe",
+        HEAD_DIM
+        | {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+        },
+        (other_weights_of_experts, one_expert_less, no_correction, no_head_norms, no_biases),
+    ),
+    "granite": Case(
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 4.0,
+        },
+        (
+            attribute("embed", "scale", 1.0),
+            attribute("head", "scale", 1.0),
+            attribute("layers.attention_residual", "scale", 1.0),
+            attribute("layers.feed_forward_residual", "scale", 1.0),
+        ),
+    ),
+    "granitemoe": Case(
+        "GraniteMoe",
+        LOCAL_EXPERTS | {"residual_multiplier": 0.4, "attention_multiplier": 0.25},
+        (other_weights_of_experts, gate_and_up_swapped, one_expert_less),
+    ),
+    "helium": Case("Helium", {"head_dim": M // H}, (other_layout,)),
+    "minimax_m2": Case(
+        "MiniMaxM2",
+        HEAD_DIM | LOCAL_EXPERTS | {"rotary_dim": 4},
+        (no_correction, no_head_norms, gate_and_up_swapped, changes.rotate(slice(None), D)),
+    ),
+    "mixtral": Case(
+        "Mixtral",
+        LOCAL_EXPERTS | {"sliding_window": WINDOW},
+        (other_weights_of_experts, gate_and_up_swapped, one_expert_less, changes.windows(9, 8)),
+    ),
+    "nemotron": Case(
+        "Nemotron", HEAD_DIM, (other_activation, without_the_one, changes.rotate(slice(None), D))
+    ),
+    "olmo": Case("Olmo", {"clip_qkv": 0.7}, (not_clipped, changes.interleave)),
+    "olmo3": Case(
+        "Olmo3",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": LAYERED,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+        (
+            norms_in_front,
+            no_head_norms,
+            changes.rotate(slice(1, 2), M // H, 5e5),
+            changes.windows(WINDOW, None, WINDOW + 1),
+        ),
+    ),
+    "olmoe": Case("Olmoe", EXPERTS, (other_weights_of_experts, gate_and_up_swapped, no_head_norms)),
+    "phi": Case(
+        "Phi",
+        {"hidden_size": 48, "hidden_act": "gelu_new"},
+        (one_after_the_other, no_head_bias, no_biases, changes.rotate(slice(None), 8)),
+    ),
+    "qwen2_moe": Case(
+        "Qwen2Moe",
+        EXPERTS | {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 14},
+        (other_weights_of_experts, no_shared_gate, no_biases),
+    ),
+    "qwen3_moe": Case(
+        "Qwen3Moe",
+        HEAD_DIM | EXPERTS | {"moe_intermediate_size": 12, "norm_topk_prob": True},
+        (other_weights_of_experts, no_head_norms, one_expert_less),
+    ),
+    "seed_oss": Case("SeedOss", HEAD_DIM, (no_biases, changes.interleave)),
+    "smollm3": Case(
+        "SmolLM3",
+        {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]},
+        (positions_everywhere, changes.interleave),
+    ),
+    "stablelm": Case(
+        "StableLm", {"hidden_size": 48, "use_qkv_bias": True}, (no_biases, changes.norms_swapped)
+    ),
+    "stablelm, parallel": Case(
+        "StableLm", {"hidden_size": 48, "use_parallel_residual": True}, (one_after_the_other,)
+    ),
+    "starcoder2": Case(
+        "Starcoder2",
+        {"sliding_window": WINDOW},
+        (no_biases, other_activation, changes.norms_swapped, changes.windows(WINDOW + 1, WINDOW)),
+    ),
+}
+
+
+def model_of(case: str) -> Any:
+    model = theirs(CASES[case].name, SIZES | CASES[case].keys)
+    make = torch.Generator().manual_seed(4)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=make))
+    return model
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    model = model_of(case)
+    mine = assert_decoder(model, tmp_path, start=1000)
+    assert_saved(mine, model, tmp_path, start=1000)
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    model = model_of(case)
+    mine = regard.load(saved(model, tmp_path))
+    for change in (*COMMON, *CASES[case].wrong):
+        assert_differs(mine, model, change, start=1000)
+
+
+def test_layers_with_equal_rotary_settings_share_a_module(tmp_path: Path) -> None:
+    network = regard.load(saved(model_of("olmo3"), tmp_path)).decoder
+    first, second, third = (block.attention.project.q.steps[-1] for block in network.layers)
+    assert first is third
+    assert first.scaling is None
+    assert second.scaling is not None
+    masks = [block.attention.mask for block in network.layers]
+    assert masks == [Causal() & Window(WINDOW), Causal(), Causal() & Window(WINDOW)]
