@@ -77,7 +77,7 @@ def test_biases_and_norms_of_every_family(name: str) -> None:
     parts = {part.name: part.parameters for part in read_sizes(TINY[name], name).parts}
     matrices, biases, norms = of_kinds(network_of(name))
     learned = parts.get("positions", 0) if TINY[name].get("model_type") != "bert" else 2 * 24
-    if name in ("gpt2", "regard, learned"):
+    if name in ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "regard, learned"):
         biases -= learned  # `LearnedPositions` holds its table itself, not in an Embedding
         matrices += learned
     if name == "bert":

@@ -30,12 +30,14 @@ class TensorRule:
             shape that a file must have.
         requires: a parameter that must exist for this entry to apply; None is no condition. The
             same part may be stored under another name in models without that parameter.
+        unless: a parameter that must not exist for this entry to apply; None is no condition.
     """
 
     parameters: tuple[str, ...]
     unpack: Callable[[Tensor, Sequence[torch.Size]], Sequence[Tensor]]
     pack: Callable[[Sequence[Tensor]], Tensor]
     requires: str | None = None
+    unless: str | None = None
 
 
 NameTable: TypeAlias = Mapping[str, str | TensorRule]
@@ -44,10 +46,12 @@ SAME_NAMES: NameTable = {}
 """The table of a family whose parameters are stored under their names in the network."""
 
 
-def as_stored(parameter_name: str, *, requires: str | None = None) -> TensorRule:
+def as_stored(
+    parameter_name: str, *, requires: str | None = None, unless: str | None = None
+) -> TensorRule:
     """Return the rule of one parameter that is stored unchanged."""
     return TensorRule(
-        (parameter_name,), lambda stored, _: (stored,), lambda parts: parts[0], requires
+        (parameter_name,), lambda stored, _: (stored,), lambda parts: parts[0], requires, unless
     )
 
 
@@ -133,7 +137,9 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     bound: set[str] = set()
     for stored_name, entry in names.items():
         rule = as_stored(entry) if isinstance(entry, str) else entry
-        for numbers in _layers(rule.requires or rule.parameters[0], by_pattern):
+        layers = _layers(rule.requires or rule.parameters[0], by_pattern)
+        excluded = () if rule.unless is None else _layers(rule.unless, by_pattern)
+        for numbers in (layer for layer in layers if layer not in excluded):
             parameters = tuple(
                 n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
             )
