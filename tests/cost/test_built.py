@@ -17,7 +17,8 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.models.families import FAMILIES, family
 from regard.nn import Attention, Block
 from regard.nn.mixer import Mixer
-from tests.cost.tiny import TINY
+from regard.positions import LearnedPositions
+from tests.cost.tiny import ENCODERS, TINY
 
 
 def built(raw: dict[str, Any]) -> nn.Module:
@@ -76,12 +77,10 @@ def test_biases_and_norms_of_every_family(name: str) -> None:
     """A learned table of positions is a matrix here; T5's table of distances is a bias there."""
     parts = {part.name: part.parameters for part in read_sizes(TINY[name], name).parts}
     matrices, biases, norms = of_kinds(network_of(name))
-    learned = parts.get("positions", 0) if TINY[name].get("model_type") != "bert" else 2 * 24
-    if name in ("gpt2", "gpt_bigcode", "gpt_neo", "opt", "regard, learned"):
-        biases -= learned  # `LearnedPositions` holds its table itself, not in an Embedding
-        matrices += learned
-    if name == "bert":
-        biases, matrices = biases - 64 * 24, matrices + 64 * 24
+    learned = sum(
+        m.weight.numel() for m in network_of(name).modules() if isinstance(m, LearnedPositions)
+    )
+    biases, matrices = biases - learned, matrices + learned  # the table is no `nn.Embedding`
     assert (parts.get("biases", 0), parts.get("norms", 0)) == (biases, norms)
     assert sum(parts.values()) - biases - norms == matrices
 
@@ -89,15 +88,15 @@ def test_biases_and_norms_of_every_family(name: str) -> None:
 HEADED = [
     name
     for name, raw in TINY.items()
-    if raw["model_type"] not in ("bert", "t5")
+    if raw["model_type"] not in (*ENCODERS, "t5")
     and all(isinstance(layer.mixer, SoftmaxSpec) for layer in read_sizes(raw, name).layers)
 ]
 
 
 def test_most_families_have_heads() -> None:
     assert (
-        len({TINY[name]["model_type"] for name in HEADED}) == len(FAMILIES) - 4
-    )  # bert, t5, and two of latents
+        len({TINY[name]["model_type"] for name in HEADED}) == len(FAMILIES) - len(ENCODERS) - 3
+    )  # t5, and two of latents
 
 
 @pytest.mark.parametrize("name", HEADED)
@@ -121,7 +120,9 @@ def test_windows_of_every_family(name: str) -> None:
 
 
 @pytest.mark.full(keep="each")
-@pytest.mark.parametrize("name", [n for n in TINY if TINY[n]["model_type"] not in ("bert", "t5")])
+@pytest.mark.parametrize(
+    "name", [n for n in TINY if TINY[n]["model_type"] not in (*ENCODERS, "t5")]
+)
 @pytest.mark.parametrize("context", [1, 12, 40])
 def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context: int) -> None:
     """What a config says of a layer and what the built module says of itself are the same."""

@@ -17,7 +17,7 @@ from regard.models.decoder import Decoder
 from regard.models.families import family
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.decode_session import DecodeSession
-from tests.cost.tiny import TINY
+from tests.cost.tiny import ENCODERS, TINY
 
 
 def running(raw: dict[str, Any]) -> Decoder:
@@ -40,7 +40,9 @@ def read(
     return context
 
 
-DECODERS = [name for name, raw in TINY.items() if raw["model_type"] not in ("bert", "t5", "gemma3")]
+DECODERS = [
+    name for name, raw in TINY.items() if raw["model_type"] not in (*ENCODERS, "t5", "gemma3")
+]
 
 
 @pytest.mark.full(keep=12)

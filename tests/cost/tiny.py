@@ -65,6 +65,9 @@ OWN: dict[str, Any] = {
     "attention_options": {"groups": 2},
 }
 
+ENCODERS = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")
+"""The families of encoders, which decode nothing."""
+
 TINY: dict[str, dict[str, Any]] = {
     "arcee": {**LLAMA, "model_type": "arcee", "attention_bias": True, "mlp_bias": True},
     "cohere": {**LAYER_NORM, "model_type": "cohere", "tie_word_embeddings": True},
@@ -127,6 +130,45 @@ TINY: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "intermediate_size": 40,
+        "max_position_embeddings": 64,
+    },
+    "camembert": {
+        "model_type": "camembert",
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 40,
+        "max_position_embeddings": 64,
+        "type_vocab_size": 1,
+    },
+    "roberta": {
+        "model_type": "roberta",
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 40,
+        "max_position_embeddings": 64,
+        "type_vocab_size": 1,
+    },
+    "xlm-roberta": {
+        "model_type": "xlm-roberta",
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 40,
+        "max_position_embeddings": 64,
+        "type_vocab_size": 1,
+    },
+    "distilbert": {
+        "model_type": "distilbert",
+        "vocab_size": 97,
+        "dim": 24,
+        "n_layers": 2,
+        "n_heads": 4,
+        "hidden_dim": 40,
         "max_position_embeddings": 64,
     },
     "bloom": {

@@ -14,11 +14,13 @@ CONFIG_MODULES = {
     "arcee": "llama_relatives",
     "bert": "bert",
     "bloom": "gpt",
+    "camembert": "bert",
     "cohere": "layer_norm_decoders",
     "cohere2": "layer_norm_decoders",
     "deepseek_v2": "deepseek",
     "deepseek_v3": "deepseek",
     "deepseek_v32": "deepseek",
+    "distilbert": "bert",
     "ernie4_5": "llama_relatives",
     "exaone4": "llama_relatives",
     "falcon": "gpt_relatives",
@@ -69,11 +71,13 @@ CONFIG_MODULES = {
     "qwen3_moe": "llama",
     "qwen3_next": "hybrid",
     "regard": "regard",
+    "roberta": "bert",
     "seed_oss": "llama_relatives",
     "smollm3": "llama_relatives",
     "stablelm": "layer_norm_decoders",
     "starcoder2": "layer_norm_decoders",
     "t5": "t5",
+    "xlm-roberta": "bert",
 }
 """model_type -> the module of this package with its config class."""
 COUNTED_ONLY = frozenset(

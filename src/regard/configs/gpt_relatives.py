@@ -42,6 +42,7 @@ class GPTBigCodeConfig(GPT2Config):
             "inference_runner",
             "max_batch_size",
             "max_sequence_length",
+            "num_key_value_heads",  # transformers writes a number that it does not use
             "pad_key_length",
             "pre_allocate_kv_cache",
             "scale_attention_softmax_in_fp32",
@@ -52,24 +53,6 @@ class GPTBigCodeConfig(GPT2Config):
         "add_cross_attention": (False,),
         "scale_attn_by_inverse_layer_idx": (False,),
     }
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys under GPT-2's names, without the number of key/value heads, which follows
-        from `multi_query`.
-
-        Raises:
-            ArgumentError: num_key_value_heads contradicts multi_query.
-        """
-        keys = super().normalize_keys(raw)
-        given = keys.pop("num_key_value_heads", None)
-        implied = 1 if keys.get("multi_query", True) else keys.get("n_head")
-        if given not in (None, implied):
-            raise ArgumentError(
-                f"num_key_value_heads is {given}, and multi_query makes it {implied}; keep one of "
-                "the two keys"
-            )
-        return keys
 
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder, with its table of positions."""
