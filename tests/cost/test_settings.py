@@ -332,7 +332,7 @@ def test_sizes_by_hand_are_the_model_that_they_describe() -> None:
     [
         (
             {"model_type": "lama"},
-            "model_type 'lama' is not known; did you mean 'llama'\\? Known are bert",
+            "model_type 'lama' is not known; did you mean 'llama'\\? Known are arcee",
         ),
         ({}, "model_type None is not known"),
         (

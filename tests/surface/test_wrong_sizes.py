@@ -329,6 +329,11 @@ def block(kind: type[nn.Module] = parts.Block) -> nn.Module:
     return kind(example("gqa"), parts.SwiGLU(M, 48), *norms).eval()
 
 
+def shared_norm_block() -> nn.Module:
+    norm = parts.PreNorm(parts.RMSNorm(M))
+    return parts.SharedNormBlock(example("gqa"), parts.SwiGLU(M, 48), norm).eval()
+
+
 def decoder_block() -> nn.Module:
     norms = [parts.PostNorm(parts.RMSNorm(M)) for _ in range(3)]
     return parts.DecoderBlock(
@@ -361,6 +366,13 @@ MODULES: dict[str, Call] = {
     "Block": Call(block(), X | {"positions": at(T)}, {"positions": "B T"}, bound="M", loose=LOOSE),
     "ParallelBlock": Call(
         block(parts.ParallelBlock),
+        X | {"positions": at(T)},
+        {"positions": "B T"},
+        bound="M",
+        loose=LOOSE,
+    ),
+    "SharedNormBlock": Call(
+        shared_norm_block(),
         X | {"positions": at(T)},
         {"positions": "B T"},
         bound="M",
@@ -414,6 +426,13 @@ MODULES: dict[str, Call] = {
     },
     "SandwichNorm": Call(
         path(lambda norm: parts.SandwichNorm(norm, parts.RMSNorm(M))),
+        X,
+        FREE,
+        bound="M",
+        free=("x:rank",),
+    ),
+    "ScaledPreNorm": Call(
+        path(lambda norm: parts.ScaledPreNorm(norm, 0.5)),
         X,
         FREE,
         bound="M",

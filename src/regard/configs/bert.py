@@ -12,6 +12,7 @@ from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
+from regard.units import plural
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ class RobertaConfig(BertConfig):
         if self.positions < 1:
             raise ArgumentError(
                 f"max_position_embeddings is {self.max_position_embeddings}, of which "
-                f"{self.offset} rows are unused (pad_token_id + 1); none is left for positions"
+                f"{plural(self.offset, 'row')} in front are unused (pad_token_id + 1); none is "
+                "left for positions"
             )
 
     @property

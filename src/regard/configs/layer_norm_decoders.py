@@ -75,7 +75,7 @@ class OlmoConfig(LayerNormDecoderConfig):
 
 @dataclass(frozen=True)
 class Starcoder2Config(LayerNormDecoderConfig):
-    """The keys of StarCoder2."""
+    """The keys of StarCoder2, whose maps all have biases unless `use_bias` is false."""
 
     norm_epsilon: float = 1e-5
     max_position_embeddings: int = 4096

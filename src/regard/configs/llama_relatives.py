@@ -191,7 +191,7 @@ class Ernie45Config(GroupedQueryConfig):
 
 @dataclass(frozen=True)
 class SeedOssConfig(GroupedQueryConfig):
-    """The keys of Seed-OSS."""
+    """The keys of Seed-OSS, which has separate keys for the biases of its maps."""
 
     head_dim: int = 128
     max_position_embeddings: int = 524288

@@ -125,7 +125,7 @@ class ScaledPreNorm(PreNorm):
         return x + self.apply_dropout(y * self.scale)
 
     def extra_repr(self) -> str:
-        """Return the factor."""
+        """Return the factor on the sublayer's output."""
         return f"scale={self.scale:g}"
 
 

@@ -117,7 +117,7 @@ class OffsetLayerNorm(nn.LayerNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim]."""
+        """Return x [..., dim], normalised."""
         return F.layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 

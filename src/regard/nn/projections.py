@@ -748,7 +748,7 @@ class Clip(nn.Module):
         return x.clamp(-self.limit, self.limit)
 
     def extra_repr(self) -> str:
-        """Return the limit."""
+        """Return the limit of the absolute values."""
         return f"limit={self.limit:g}"
 
 

@@ -128,5 +128,5 @@ def test_without_rows_for_positions(tmp_path: Path) -> None:
     folder = saved(theirs(name, sizes, head="Model"), tmp_path)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"pad_token_id": 1', '"pad_token_id": 39'))
-    with pytest.raises(FileError, match="of which 40 rows are unused"):
+    with pytest.raises(FileError, match="of which 40 rows in front are unused"):
         regard.load(folder)

@@ -12,7 +12,6 @@ from torch import nn
 
 import regard
 from regard.nn import FusedQKV
-from regard.positions import LearnedPositions
 from tests.parity.families import changes
 from tests.parity.families.harness import assert_decoder, assert_differs, saved, theirs
 from tests.parity.families.published import assert_saved
@@ -42,7 +41,6 @@ def other_rows(network: Any) -> None:
     """[q k v] of each group read as [all q | all k | all v], or the reverse."""
     for attention in changes.attentions(network):
         old = attention.project
-        assert isinstance(old, FusedQKV)
         order: Any = "parts" if old.order == "groups" else "groups"
         if old.groups == 1:  # both orders are the same: queries, then the key and the value
             order, sizes = old.order, old.linear.weight.data.split(old.head_dim)
@@ -62,9 +60,8 @@ def other_rows(network: Any) -> None:
 
 
 def shifted_positions(network: Any) -> None:
-    positions = network.embed.positional
-    assert isinstance(positions, LearnedPositions)
-    positions.weight.data = positions.weight.data.roll(1, 0)
+    table = network.embed.positional.weight
+    table.data = table.data.roll(1, 0)
 
 
 CASES: dict[str, Case] = {
