@@ -103,9 +103,8 @@ class StoredWeight(ABC):
             return None
         from regard.ops.jit import stored_weight_loops as loops
 
-        form = loops.variant(
-            self.form, self.dtype, list(self.tensors().values())[-1], self.layout[3]
-        )
+        scales, width, group = list(self.tensors().values())[-1], self.layout[2], self.layout[3]
+        form = loops.variant(self.form, self.dtype, scales, group, width)
         return STORED_MATRIX_STRUCT.pack_numbers(
             loops.rows_address(form, self.scale_dtype), *self.layout[2:]
         )
