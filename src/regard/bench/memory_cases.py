@@ -23,7 +23,7 @@ from regard.bench.interfaces import Case, Outputs, Peer, PreparedCall
 from regard.bench.peers import llama_cpp
 from regard.bench.problems import ModelSizes
 from regard.bench.program_cases import ProgramProblem, ProgramSizes, _run, _temporary_folder
-from regard.units import size
+from regard.units import plural, size
 
 _PEAK = """
 def peak():
@@ -103,8 +103,8 @@ class MemorySizes(ProgramSizes):
         m = self.model
         form = "" if m.bits is None else f", weights of {m.bits} bits"
         return (
-            f"{m.layers} layers M{m.dim} vocabulary {m.vocabulary}{form}, prompt of {self.prompt}, "
-            f"{self.steps} steps"
+            f"{plural(m.layers, 'layer')} M{m.dim} vocabulary {m.vocabulary}{form}, prompt of "
+            f"{self.prompt}, {plural(self.steps, 'step')}"
         )
 
 

@@ -214,12 +214,12 @@ def memory_table(results: Iterable[CaseResult]) -> str:
     """
     rows = []
     for result in results:
-        found = [(x.peer, x.figures) for x in result.rows if x.figures is not None]
-        peaks = [(peer, x["file_bytes"], x["peak_bytes"]) for peer, x in found if "peak_bytes" in x]
-        ours = next((peak for peer, _, peak in peaks if peer == "regard"), None)
-        for peer, file, peak in peaks:
-            sizes = (units.size(int(file)), units.size(int(peak)))
-            share = _cell(None if ours is None else peak / ours, ".2f")
+        peaks = {x.peer: x.figures for x in result.rows if x.figures and "peak_bytes" in x.figures}
+        ours = peaks.get("regard")
+        for peer, figures in peaks.items():
+            peak = figures["peak_bytes"]
+            sizes = (units.size(int(figures["file_bytes"])), units.size(int(peak)))
+            share = _cell(None if ours is None else peak / ours["peak_bytes"], ".2f")
             rows.append([result.case, result.dtype_name, peer, *sizes, share])
     return format_table([MEMORY_COLUMNS, *rows], left=(0, 1, 2)) if rows else ""
 

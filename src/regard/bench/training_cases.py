@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from regard.bench.interfaces import Case, MinimumWork, Outputs, Peer, PreparedCall
 from regard.bench.peers import hugging_face
 from regard.bench.problems import ModelProblem, ModelSizes
+from regard.bench.public_models.nano_gpt import NanoGptStyle
 from regard.cost import attention_flops
 from regard.train.losses import next_token_loss
 
@@ -94,97 +95,8 @@ class TrainingProblem(ModelProblem):
         with self.autocast() if dtype == torch.float32 else torch.enable_grad():
             loss = network.loss(self.rows)
         loss.backward()  # type: ignore[no-untyped-call]
-        return network.outputs(loss, torch.float64 if dtype == torch.float64 else self.dtype)
-
-
-class NanoGptStyle(nn.Module):
-    """The model as a short training script writes it: one product for q, k and v, torch's attention
-    function and norms, logits in one tensor.
-
-    Args:
-        problem: the problem, whose weights are copied.
-        fused: whether attention is torch's function; otherwise it is written out.
-    """
-
-    def __init__(self, problem: ModelProblem, *, fused: bool = True) -> None:
-        super().__init__()
-        config, weights = problem.config, dict(problem.decoder.named_parameters())
-        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim, self.eps, self.fused = config.head_dim, config.rms_norm_eps, fused
-
-        def copied(*names: str) -> nn.Parameter:
-            return nn.Parameter(torch.cat([weights[name].detach() for name in names]).clone())
-
-        self.wte, self.norm = copied(EMBEDDING), copied("norm.weight")
-        self.layers = nn.ModuleList()
-        for i in range(config.num_hidden_layers):
-            at = f"layers.{i}."
-            parts = [f"{at}attention.project.{x}.linear." for x in "qkv"]
-            layer = nn.ParameterDict(
-                {
-                    "qkv": copied(*(f"{x}weight" for x in parts)),
-                    "bias": copied(*(f"{x}bias" for x in parts)),
-                    "out": copied(f"{at}attention.output.weight"),
-                    "gate": copied(f"{at}feed_forward.gate.weight"),
-                    "up": copied(f"{at}feed_forward.up.weight"),
-                    "down": copied(f"{at}feed_forward.down.weight"),
-                    "norm_1": copied(f"{at}attention_residual.norm.weight"),
-                    "norm_2": copied(f"{at}feed_forward_residual.norm.weight"),
-                }
-            )
-            self.layers.append(layer)
-        half = self.head_dim // 2
-        frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(problem.sizes.S, dtype=torch.float64)[:, None] * frequencies
-        self.register_buffer("cos", angles.cos().to(problem.device, self.wte.dtype))
-        self.register_buffer("sin", angles.sin().to(problem.device, self.wte.dtype))
-        if not fused:  # the reference computes in fp64 with tables of fp64
-            self.cos, self.sin = angles.cos().to(problem.device), angles.sin().to(problem.device)
-
-    def loss(self, rows: Tensor) -> Tensor:
-        """Return the mean cross entropy of the next token of rows `[B, S + 1]`."""
-        x = F.embedding(rows[:, :-1], self.wte)
-        for w in self.layers:
-            assert isinstance(w, nn.ParameterDict)
-            q, k, v = self._heads(F.linear(self._norm(x, w["norm_1"]), w["qkv"], w["bias"]))
-            z = self._attention(self._rotate(q), self._rotate(k), v)
-            x = x + F.linear(z.transpose(1, 2).flatten(2), w["out"])
-            y = self._norm(x, w["norm_2"])
-            x = x + F.linear(F.silu(F.linear(y, w["gate"])) * F.linear(y, w["up"]), w["down"])
-        logits = F.linear(self._norm(x, self.norm), self.wte)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.to(wide).flatten(0, 1), rows[:, 1:].flatten())
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.eps)
-
-    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return q, k and v `[B, heads, T, D]`."""
-        D = self.head_dim
-        parts = x.split((self.heads * D, self.groups * D, self.groups * D), dim=-1)
-        return tuple(torch.unflatten(part, -1, (-1, D)).transpose(1, 2) for part in parts)
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        v = v.to(q.dtype)
-        if self.fused:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        ratio = self.heads // self.groups
-        k, v = (x.repeat_interleave(ratio, dim=1) for x in (k, v))
-        scores = (q @ k.mT) * self.head_dim**-0.5
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        out: Tensor = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1) @ v
-        return out
-
-    def outputs(self, loss: Tensor, dtype: torch.dtype) -> Outputs:
-        """Return the loss and the compared gradients in a dtype."""
-        layer = self.layers[0]
-        assert isinstance(layer, nn.ParameterDict)
-        return _outputs(dtype, loss, self.wte, layer["down"])
+        wanted = torch.float64 if dtype == torch.float64 else self.dtype
+        return _outputs(wanted, loss, *network.compared)
 
 
 def _outputs(dtype: torch.dtype, loss: Tensor, embedding: Tensor, down: Tensor) -> Outputs:
@@ -229,9 +141,7 @@ def regard_training(problem: TrainingProblem) -> PreparedCall:
 def nano_gpt_training(problem: TrainingProblem) -> PreparedCall:
     """Prepare the model of a short training script."""
     network = NanoGptStyle(problem)
-    layer = network.layers[0]
-    assert isinstance(layer, nn.ParameterDict)
-    return _prepare_loss(problem, network, network.loss, (network.wte, layer["down"]))
+    return _prepare_loss(problem, network, network.loss, network.compared)
 
 
 def transformers_training(problem: TrainingProblem, *, name: str) -> PreparedCall:

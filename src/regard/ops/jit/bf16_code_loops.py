@@ -239,9 +239,9 @@ def _make_int8_dot(group: int, lines: int, count: int) -> Any:
                     )
                     words = builder.lshr(loop.index, i64_constant(1))
                     for k, x in enumerate(numbers):
-                        at = builder.add(words, i64_constant(begin // 2 + k * LANES))
+                        word = builder.add(words, i64_constant(begin // 2 + k * LANES))
                         for c, vector in enumerate(vectors):
-                            pair = builder.gep(vector, [at])
+                            pair = builder.gep(vector, [word])
                             pair = builder.bitcast(pair, _I32_VECTOR.as_pointer())
                             y = builder.load(pair, align=4)
                             inner[c] = bf16_dot_add(builder, x, y, inner[c])
