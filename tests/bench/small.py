@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from regard.bench import ProblemSizes
+from regard.bench.memory_cases import MEMORY, MemorySizes
 from regard.bench.model_cases import MODELS
 from regard.bench.parallel_cases import PARALLEL
 from regard.bench.problems import AttentionSizes, LatentSizes, ModelSizes
 from regard.bench.problems.sentences import SentenceSizes
 from regard.bench.program_cases import CheckpointSizes, PageSizes, StartSizes
+from regard.bench.training_cases import TrainingSizes
 
 CPU = torch.device("cpu")
 HEADS: dict[str, Any] = {"B": 2, "H": 4, "G": 2, "D": 8}
@@ -40,6 +42,13 @@ SMALL: dict[str, ProblemSizes] = {
         20, layers=2, dim=64, inner=96, H=4, G=2, vocabulary=97, bits=4
     ),
     "sentences": SentenceSizes(5, layers=1, dim=16, inner=24, H=4, vocabulary=32),
+    "model-training": TrainingSizes(9, 2, layers=2, dim=32, inner=48, H=4, G=2, vocabulary=97),
+    **{
+        case.name: MemorySizes(
+            ModelSizes(20, layers=1, dim=64, inner=96, H=4, G=2, vocabulary=97, bits=bits), 5, 2
+        )
+        for case, bits in zip(MEMORY, (None, 8, 4), strict=True)
+    },
     **{case.name: case.sizes["small"] for case in MODELS},
     **{case.name: case.sizes["small"].resized(length=64) for case in PARALLEL},
 }

@@ -142,6 +142,17 @@ def test_stored_and_plain_layers_mix(threads: int, steps: list[int]) -> None:
     assert "more than 4" in said
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_forms_of_one_phase_pack_their_vectors_anew(rows: int, steps: list[int]) -> None:
+    """Loops of 4-bit and of 8-bit codes order bf16 vectors differently; both read the same ones."""
+    decoder = llama(H=8, G=4, activation=nn.ReLU(), bias=True).to(torch.bfloat16)  # type: ignore[arg-type]
+    decoder = in_few_bits(decoder, STORE["int8"], STORE["int4"], STORE["int8-32"])
+    ids = torch.randint(V, (rows, 12), generator=torch.Generator().manual_seed(3))
+    found, _ = decode(decoder, ids, 9)
+    assert len(steps) == 3
+    assert torch.equal(found, decode(decoder, ids, 9, backend="cpu")[0])
+
+
 def test_another_weight_fails_the_rule() -> None:
     """Negative controls: nibbles in another order, and scales of the next group."""
     decoder = in_few_bits(llama(), STORE["int4-64"])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from regard.bench.interfaces import Case, Peer
+from regard.bench.memory_cases import MEMORY
 from regard.bench.model_cases import MODELS
 from regard.bench.parallel_cases import PARALLEL
 from regard.bench.peers import (
@@ -30,6 +31,7 @@ from regard.bench.problems import (
 )
 from regard.bench.problems.sentences import SentenceSizes
 from regard.bench.program_cases import DRAW_PAGE, READ_CHECKPOINT, STARTUP
+from regard.bench.training_cases import TRAINING
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ("small", "default", "paper")
@@ -204,6 +206,8 @@ _CASES = (
     DRAW_PAGE,
     *MODELS,
     *PARALLEL,
+    *MEMORY,
+    *TRAINING,
 )
 CASES = {case.name: case for case in _CASES}
 """The cases by name."""
@@ -211,5 +215,6 @@ CASES = {case.name: case for case in _CASES}
 GROUPS = {
     "models": tuple(case.name for case in MODELS),
     "parallel": tuple(case.name for case in PARALLEL),
+    "memory": tuple(case.name for case in MEMORY),
 }
 """Names for several cases at once; a run without names leaves their cases out."""

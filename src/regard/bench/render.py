@@ -172,7 +172,7 @@ def parallel_table(results: Iterable[CaseResult]) -> str:
     for result in results:
         alone = next((x.figures for x in result.rows if x.peer == "one process"), None) or {}
         for row in result.rows:
-            if row.figures is None or row.seconds is None:
+            if row.figures is None or row.seconds is None or "cpu_seconds" not in row.figures:
                 continue
             figures, one = row.figures, alone.get("cpu_seconds")
             cpu, sent = figures["cpu_seconds"], figures.get("sent_bytes")
@@ -188,6 +188,40 @@ def parallel_table(results: Iterable[CaseResult]) -> str:
                 ]
             )
     return format_table([PARALLEL_COLUMNS, *rows], left=(0, 1, 2)) if rows else ""
+
+
+MEMORY_COLUMNS = ("case", "dtype", "peer", "file", "peak memory", "of regard's")
+"""The columns of the group "memory": the size of the file, the peak memory of the process, and the
+same divided by that of the process of regard.
+"""
+
+
+def memory_table(results: Iterable[CaseResult]) -> str:
+    """Return one line for each peer of each case of peak memory; "" if there is none.
+
+    Args:
+        results: the results of a run.
+
+    Returns:
+        The table.
+
+    >>> import torch
+    >>> figures = {"peak_bytes": 3.0 * 2**20, "file_bytes": 2.0**20}
+    >>> row = PeerResult("regard", "timed", figures=figures, seconds=0.25)
+    >>> result = CaseResult("peak-memory", "", "", torch.float16, "cpu", rows=(row,))
+    >>> memory_table([result]).splitlines()[1].split()[3:]
+    ['1', 'MiB', '3', 'MiB', '1.00']
+    """
+    rows = []
+    for result in results:
+        peaks = {x.peer: x.figures for x in result.rows if x.figures and "peak_bytes" in x.figures}
+        ours = peaks.get("regard")
+        for peer, figures in peaks.items():
+            peak = figures["peak_bytes"]
+            sizes = (units.size(int(figures["file_bytes"])), units.size(int(peak)))
+            share = _cell(None if ours is None else peak / ours["peak_bytes"], ".2f")
+            rows.append([result.case, result.dtype_name, peer, *sizes, share])
+    return format_table([MEMORY_COLUMNS, *rows], left=(0, 1, 2)) if rows else ""
 
 
 def _cells(row: PeerResult) -> list[str]:

@@ -168,7 +168,13 @@ def _run(
     """
     from regard.bench import Ceilings, measure
     from regard.bench.machine import describe_machine
-    from regard.bench.render import accelerated_table, case_table, header, parallel_table
+    from regard.bench.render import (
+        accelerated_table,
+        case_table,
+        header,
+        memory_table,
+        parallel_table,
+    )
     from regard.bench.result import as_json
 
     def echo(text: str) -> None:  # with --json -, standard output has the JSON only
@@ -201,7 +207,8 @@ def _run(
         interrupted = True
         if ceilings is None:
             return 130
-    for table in (accelerated_table(results), parallel_table(results)):
+    for draw in (accelerated_table, parallel_table, memory_table):
+        table = draw(results)
         if table:
             echo("\n" + table)
     _write(as_json(machine_facts, ceilings, results, interrupted=interrupted), json)

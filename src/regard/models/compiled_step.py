@@ -298,7 +298,13 @@ def _tables(rotary: Rotary, x: Tensor, positions: Positions) -> RotaryTables:
 
 
 class _Guards:
-    """What a plan relies on, recorded so that a change is found in a fraction of a millisecond."""
+    """What a plan relies on, recorded so that a change is found in a fraction of a millisecond.
+
+    After each step the weights have taken the place of these objects in the caches of the
+    processor, so that every object that is looked at costs a read from memory: only what can change
+    the result of a plan is looked at. A part with a new name is noticed in lists of modules; in
+    other modules nothing reads it, unless it hides an attribute of the class (`__dict__`).
+    """
 
     def __init__(self, decoder: nn.Module) -> None:
         # not the decoder itself: its plan must not keep it alive
@@ -306,24 +312,18 @@ class _Guards:
         self._types = list(map(type, self._modules))
         everything = [decoder, *self._modules]
         self._dicts: list[Any] = [
-            x
-            for m in everything
-            for x in (
-                m.__dict__,
-                m._modules,
-                m._parameters,
-                m._buffers,
-                m._forward_hooks,
-                m._forward_pre_hooks,
-            )
+            x for m in everything for x in (m.__dict__, m._forward_hooks, m._forward_pre_hooks)
         ]
+        self._dicts += [m._modules for m in everything if isinstance(m, _LISTS)]
         self._size = sum(map(len, self._dicts))
         named = list(chain.from_iterable(map(_attributes, everything)))
         self._owners, self._names, self._values = (list(x) for x in zip(*named, strict=True))
         records = [m.stored_weight for m in everything if isinstance(m, StoredWeightMixin)]
-        self._tensors: list[Tensor] = [x for y in records for x in y.tensors().values()]
-        self._tensors += [x for m in everything for x in m._parameters.values() if x is not None]
-        self._memory = list(map(_memory_of, self._tensors))
+        stored = [x for y in records for x in y.tensors().values()]
+        self._parameters = [x for m in everything for x in m._parameters.values() if x is not None]
+        self._tensors: list[Tensor] = stored + self._parameters
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._layouts = list(map(_layout_of, self._parameters))
 
     def hold(self) -> bool:
         """Return whether nothing has changed."""
@@ -331,16 +331,24 @@ class _Guards:
             sum(map(len, self._dicts)) == self._size
             and list(map(type, self._modules)) == self._types
             and all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-            and list(map(_memory_of, self._tensors)) == self._memory
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and list(map(_layout_of, self._parameters)) == self._layouts
         )
 
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+"""The classes of modules whose computation depends on the number of their parts."""
 
 _BOOKKEEPING = {*nn.Module().__dict__, "_last"} - {"training"}
 
 
 def _attributes(module: nn.Module) -> list[tuple[Any, str, object]]:
-    """Return the attributes of a module: the dictionary, the name and the value of each."""
-    own = [(module.__dict__, x, y) for x, y in module.__dict__.items() if x not in _BOOKKEEPING]
+    """Return the attributes of a module: the dictionary, the name and the value of each. Whether it
+    trains matters only where it drops something out.
+    """
+    drops = "dropout" in module.__dict__ or "dropout" in module._modules
+    ignored = _BOOKKEEPING if drops else _BOOKKEEPING | {"training"}
+    own = [(module.__dict__, x, y) for x, y in module.__dict__.items() if x not in ignored]
     parts = [
         (owner, x, y)
         for owner in (module._modules, module._parameters, module._buffers)
@@ -349,6 +357,6 @@ def _attributes(module: nn.Module) -> list[tuple[Any, str, object]]:
     return [*own, *parts]
 
 
-def _memory_of(x: Tensor) -> tuple[int, torch.dtype, torch.Size]:
-    """Return where the numbers of a tensor are, and what they are."""
-    return x.data_ptr(), x.dtype, x.shape
+def _layout_of(x: Tensor) -> tuple[torch.dtype, torch.Size]:
+    """Return the dtype and the shape of a tensor."""
+    return x.dtype, x.shape

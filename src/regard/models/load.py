@@ -17,6 +17,7 @@ from regard.configs.reader import is_harmless
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.regular_files import checked_path_or_none, open_regular
 from regard.files.safetensors_files import identify_format
+from regard.freed_memory import give_back_freed_memory
 from regard.models import hub
 from regard.models.checkpoint.config import read_config, read_eos_ids, read_raw
 from regard.models.checkpoint.family import SAME_NAMES, Family
@@ -310,6 +311,7 @@ def _load_checkpoint(
     )
     ignored = (*checkpoint.ignored, *ignored_keys, *filled.ignored)
     network = network.eval().requires_grad_(False)
+    give_back_freed_memory()
     return network, config, {"newly_initialized": filled.newly_initialized, "ignored": ignored}
 
 

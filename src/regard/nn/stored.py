@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.freed_memory import give_back_freed_memory
 from regard.huge_pages import HUGE_PAGE_THRESHOLD, together_in_huge_pages
 from regard.nn.linear import Linear
 from regard.ops.stored_weights import StoredWeight
@@ -192,13 +193,19 @@ def stored_to_huge_pages(network: nn.Module) -> None:
         size += modules[0].stored_weight.bytes
         if size < BLOCK_BYTES and n < len(owners):
             continue
-        records = [holders[0].stored_weight for holders in waiting]
-        moved = iter(together_in_huge_pages([x for y in records for x in y.tensors().values()]))
-        for holders, record in zip(waiting, records, strict=True):
-            copied = record.map(lambda _, moved=moved: next(moved))  # type: ignore[misc]
-            for module in holders:
-                module.stored_weight = copied
+        _move_together(waiting)
         waiting, size = [], 0
+        give_back_freed_memory()  # otherwise all small weights are in memory twice
+
+
+def _move_together(waiting: list[list[StoredWeightMixin]]) -> None:
+    """Copy the records of some groups of modules, each with one record, into one block."""
+    records = [holders[0].stored_weight for holders in waiting]
+    moved = iter(together_in_huge_pages([x for y in records for x in y.tensors().values()]))
+    for holders, record in zip(waiting, records, strict=True):
+        copied = record.map(lambda _: next(moved))
+        for module in holders:
+            module.stored_weight = copied
 
 
 def _is_small(record: StoredWeight) -> bool:

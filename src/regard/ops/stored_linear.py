@@ -34,7 +34,7 @@ it saves.
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
-PANEL_ELEMENTS = 1 << 20
+PANEL_ELEMENTS = 1 << 19
 """The number of elements of the weight that are dequantized at a time."""
 
 

@@ -103,9 +103,8 @@ class StoredWeight(ABC):
             return None
         from regard.ops.jit import stored_weight_loops as loops
 
-        form = loops.variant(
-            self.form, self.dtype, list(self.tensors().values())[-1], self.layout[3]
-        )
+        scales, width, group = list(self.tensors().values())[-1], self.layout[2], self.layout[3]
+        form = loops.variant(self.form, self.dtype, scales, group, width)
         return STORED_MATRIX_STRUCT.pack_numbers(
             loops.rows_address(form, self.scale_dtype), *self.layout[2:]
         )
@@ -355,13 +354,11 @@ class Int4Weight(StoredWeight):
         """Pack codes in 0 ... 15, in the order of the inputs, with their scales and zero points."""
         group = codes.shape[1] // scales.shape[1]
         padding = -codes.shape[1] % INT4_BLOCK
-        blocks = F.pad(codes, (0, padding)).unflatten(1, (-1, 8, 16)).to(torch.int32)
-        words = blocks[:, :, 0]
-        for j in range(1, 8):
-            words = words | blocks[:, :, j] << (4 * j)
+        pairs = F.pad(codes, (0, padding)).unflatten(1, (-1, 4, 2, 16))
+        packed = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).mT
         factors = torch.stack((scales, zeros.to(scales.dtype)), 1)
         factors = F.pad(factors, (0, padding // group)).contiguous()
-        return cls(words.contiguous().view(torch.uint8).flatten(1), factors, columns, dtype)
+        return cls(packed.flatten(1), factors, columns, dtype)
 
     @property
     def group(self) -> int:
@@ -383,10 +380,9 @@ class Int4Weight(StoredWeight):
 
     def unpacked(self) -> UInt8[Tensor, "N width"]:
         """Return the codes [N, width], one in each byte, in the order of the inputs."""
-        words = torch.unflatten(self.codes.contiguous().view(torch.int32), 1, (-1, 1, 16))
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)[:, None]
-        codes: Tensor = (words >> shifts) & 15
-        return codes.to(torch.uint8).flatten(1)
+        # byte b of word w has code 32 b + w and, above it, code 32 b + 16 + w
+        pairs = torch.unflatten(self.codes, 1, (-1, 16, 4)).mT
+        return torch.stack((pairs & 15, pairs >> 4), -2).flatten(1)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[Tensor, "N M"]:
         """Return the matrix in `dtype`; see `StoredWeight.dequantize`."""

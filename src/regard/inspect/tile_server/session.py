@@ -8,8 +8,6 @@ blocks of the preview as soon as it is there.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections import OrderedDict, deque
 from typing import Any, Self
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError
+from regard.freed_memory import give_back_freed_memory
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recording import Recording
 from regard.inspect.report.page_rules import split_by_pool
@@ -211,7 +210,7 @@ class ViewSession:
                 self._used -= _bytes(self._cache.popitem(last=False)[1])
             self._stored += 1
         if self._stored % TRIM_AFTER == 0:
-            give_memory_back()
+            give_back_freed_memory()
 
     # ---- work behind the answers
     def __enter__(self) -> Self:
@@ -329,13 +328,6 @@ class _Mosaic:
             share,
             0 if self.complete else 1,
         )
-
-
-def give_memory_back() -> None:
-    """Give freed memory back to the system, where the C library has such a function (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
 
 
 def _bytes(x: TileData | _Mosaic) -> int:

@@ -37,6 +37,7 @@ from regard.files.gguf_files import (
 )
 from regard.files.regular_files import checked_path
 from regard.files.safetensors_files import DEFAULT_BUFFERING, ReadBuffering, StoredTensor
+from regard.freed_memory import give_back_freed_memory
 from regard.huge_pages import empty_like
 from regard.models.checkpoint.family import NameTable, name_pattern
 from regard.models.checkpoint.gguf_blocks import (
@@ -339,5 +340,6 @@ class GgufRecords:
             for x, part in zip(whole, parts, strict=True):
                 x[first : first + len(part)] = part
         assert record is not None  # no dimension is 0
+        give_back_freed_memory()  # otherwise the panels of all matrices add up
         rows, remaining = self.model.rows(name), iter(whole)
         return record.map(lambda _: next(remaining) if rows is None else rows(next(remaining)))

@@ -24,11 +24,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from regard.ops.stored_weights import INT4_BLOCK, Int4Weight, Int8Weight, StoredWeight
+from regard.ops.stored_weights import Int4Weight, Int8Weight, StoredWeight
 
 
 class GroupedCodes(NamedTuple):
@@ -197,7 +196,7 @@ def gguf_record(name: str, raw: UInt8[Tensor, "N bytes"], dtype: torch.dtype) ->
     if RECORD_FORMS[name] == "int8":
         return Int8Weight(codes, scales, codes.shape[1], dtype)
     if name == "Q4_0":
-        return _int4(codes, scales, torch.full_like(scales, 8), dtype)
+        return Int4Weight.pack(codes, scales, torch.full_like(scales, 8), codes.shape[1], dtype)
     assert offsets is not None
     constant = scales == 0
     zeros = torch.where(constant, 1.0, offsets / scales.masked_fill(constant, 1.0))
@@ -205,17 +204,4 @@ def gguf_record(name: str, raw: UInt8[Tensor, "N bytes"], dtype: torch.dtype) ->
     if bool(constant.any()):
         grouped = torch.unflatten(codes, 1, (scales.shape[1], -1))
         codes = grouped.masked_fill(constant[..., None], 0).flatten(1)
-    return _int4(codes, scales, zeros, dtype)
-
-
-def _int4(codes: Tensor, scales: Tensor, zeros: Tensor, dtype: torch.dtype) -> Int4Weight:
-    """Return codes, scales and zero points as a record, without the 32-bit words in between that
-    `Int4Weight.pack` needs: byte b of word w has code 32 b + w and, above it, code 32 b + 16 + w.
-    """
-    (N, M), padding = codes.shape, -codes.shape[1] % INT4_BLOCK
-    if padding:
-        codes = F.pad(codes, (0, padding))
-        scales, zeros = (F.pad(x, (0, padding // 32)) for x in (scales, zeros))
-    pairs = codes.view(N, -1, 4, 2, 16)
-    packed = (pairs[:, :, :, 0] | pairs[:, :, :, 1] << 4).mT.flatten(1)
-    return Int4Weight(packed, torch.stack((scales, zeros), 1), M, dtype)
+    return Int4Weight.pack(codes, scales, zeros, codes.shape[1], dtype)

@@ -40,6 +40,20 @@ from regard.ops.jit.argument_structs import (
     STORED_ROWS_STRUCT,
     STORED_WEIGHT_STRUCT,
 )
+from regard.ops.jit.bf16_code_loops import (
+    HAS_BF16_TABLE,
+    HAS_BYTE_TABLE,
+    INT4_BLOCK,
+    INT8_BLOCK,
+    PREFETCH_DISTANCE,
+    ROWS_PER_STEP,
+    SCALED_ROWS,
+    int4_bf16_rows,
+    int8_bf16_rows,
+    pack_pairs,
+    pack_pairs_of_bytes,
+    widen_scales,
+)
 from regard.ops.jit.compile import has_cpu_feature, njit_strict
 from regard.ops.jit.entry_points import (
     STORAGE,
@@ -53,42 +67,26 @@ from regard.ops.jit.entry_points import (
 from regard.ops.jit.gemv_loops import make_row_dot
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.llvm_vectors import (
-    HAS_BF16_DOT,
-    I64,
     LANES,
     VECTOR,
     ZEROS,
     LLVMLoop,
     array_data,
-    bf16_dot_add,
     broadcast,
     fma,
     i64_constant,
     lane_sums,
     load_floats,
-    prefetch_array,
     prefetch_bytes,
     row_pointer,
     store,
 )
 
-ROWS_PER_STEP = 4
-"""The number of vectors that are multiplied with a code while it is in a register."""
-
 GROUPS = (32, 64, 128)
 """The numbers of columns that may share a scale."""
 
-INT4_BLOCK = 128
-"""The number of columns whose 4-bit codes are in one block of 64 bytes."""
-
-PREFETCH_DISTANCE = 2048
-"""The distance in bytes from the codes that are read to those that are prefetched."""
-
 TASK_BYTES = 1 << 16
 """The size in bytes of the codes of one task."""
-
-SCALED_ROWS = 16
-"""The number of rows whose scales are converted to fp32 at a time."""
 
 HAS_FLOAT_TABLE = has_cpu_feature("avx512f")
 """Whether one instruction looks up 16 numbers in a table of 16 float32 numbers."""
@@ -98,21 +96,6 @@ MATRIX = STORED_MATRIX_STRUCT.dtype
 
 CALL_NUMBERS = ROWS.itemsize // 8
 """The size of a STORED_ROWS_STRUCT in 8-byte integers."""
-
-HAS_BF16_TABLE = HAS_BF16_DOT and has_cpu_feature("avx512bw")
-"""Whether one instruction looks up 32 numbers in a table of 32 bf16 numbers, and one multiplies
-them.
-"""
-
-INT4_BYTES = INT4_BLOCK // 2
-"""The size in bytes of a block of 4-bit codes."""
-
-TABLE_NUMBERS = np.int32(2 * LANES)
-"""The number of bf16 numbers in a table of `TABLES`."""
-
-_differences_16 = np.arange(16, dtype=np.float32) - np.arange(16, dtype=np.float32)[:, None]
-TABLES = (np.tile(_differences_16, 2).view(np.uint32) >> 16).astype(np.uint16).ravel()
-"""For each zero 0 ... 15 the bf16 numbers code - zero for the codes 0 ... 15, twice."""
 
 _I32 = ir.IntType(32)
 _I32_VECTOR = ir.VectorType(_I32, LANES)
@@ -261,114 +244,6 @@ _int4_32_4, _int4_64_4, _int4_128_4 = (_make_group_dot(4, group, 4) for group in
 _plain_1, _plain_4 = make_row_dot(1), make_row_dot(ROWS_PER_STEP)
 
 
-def _make_bf16_dot(lines: int, count: int) -> Any:
-    """Return a compiled function that computes the dot products of `lines` rows of 4-bit codes with
-    `count` vectors of bf16 numbers, and writes them to out[: lines count]. Every group is a block.
-
-    A product of a bf16 number and the difference code - zero, which is a bf16 number too, is exact
-    in fp32. One instruction looks up 32 differences, and one adds 32 products to 16 sums.
-
-    Its arguments are the codes, the index of the first byte of the first row, and the size of a row
-    in bytes; the scales and the places of the tables of the zeros, the index of the first of them
-    for the first row, and the distance from one row to the next; the tables; the vectors as
-    `pack_pairs` packs them, and the first of them; and out.
-    """
-
-    def product(
-        context: Any,
-        codes_type: Any,
-        start_type: Any,
-        size_type: Any,
-        scales_type: Any,
-        places_type: Any,
-        first_type: Any,
-        distance_type: Any,
-        tables_type: Any,
-        pairs_type: Any,
-        vector_type: Any,
-        out_type: Any,
-    ) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            codes, start, size, scales, places, first, distance, tables, pairs, r, results = args
-            codes = builder.gep(array_data(context, builder, codes_type, codes), [start])
-            scales = array_data(context, builder, scales_type, scales)
-            places = array_data(context, builder, places_type, places)
-            tables = array_data(context, builder, tables_type, tables)
-            vectors = [
-                row_pointer(context, builder, pairs_type, pairs, builder.add(r, i64_constant(i)))
-                for i in range(count)
-            ]
-            zeros, sums = builder.lshr(distance, i64_constant(1)), []
-            for line in range(lines):
-                row = builder.gep(codes, [builder.mul(size, i64_constant(line))])
-                loop = LLVMLoop(builder, i64_constant(0), size, INT4_BYTES, [ZEROS] * count)
-                place = builder.gep(row, [loop.index])
-                prefetch_bytes(builder, place, PREFETCH_DISTANCE, INT4_BYTES)
-                group = builder.udiv(loop.index, i64_constant(INT4_BYTES))
-                here = builder.add(builder.mul(distance, i64_constant(line)), first)
-                here = builder.add(here, group)
-                scale = broadcast(builder, builder.load(builder.gep(scales, [here])))
-                zero = builder.gep(places, [builder.add(here, zeros)])
-                table = builder.gep(tables, [builder.sext(builder.load(zero), I64)])
-                table = builder.load(builder.bitcast(table, _I16_VECTOR.as_pointer()), align=2)
-                numbers = _differences(builder, place, table)
-                after = []
-                for now, vector in zip(loop.now, vectors, strict=True):
-                    block = builder.gep(vector, [loop.index])  # 64 pairs, as many as bytes
-                    inner = ZEROS
-                    for k, number in enumerate(numbers):
-                        pair = builder.gep(block, [i64_constant(k * LANES)])
-                        pair = builder.bitcast(pair, _I32_VECTOR.as_pointer())
-                        x = builder.load(pair, align=4)
-                        inner = bf16_dot_add(builder, number, x, inner)
-                    after.append(fma(builder, inner, scale, now))
-                sums += loop.close(after)
-            store(
-                builder,
-                lane_sums(builder, sums),
-                array_data(context, builder, out_type, results),
-                lines * count,
-            )
-            return context.get_dummy_value()
-
-        return types.void(
-            codes_type,
-            start_type,
-            size_type,
-            scales_type,
-            places_type,
-            first_type,
-            distance_type,
-            tables_type,
-            pairs_type,
-            vector_type,
-            out_type,
-        ), code
-
-    return intrinsic(product)
-
-
-def _differences(builder: Any, place: Any, table: Any) -> list[Any]:
-    """Emit the differences code - zero of a block of 4-bit codes as four vectors of 32 bf16
-    numbers; table: 16 differences, twice, as the instruction reads five bits.
-
-    Lane 2 i of vector k has code 16 k + i, and lane 2 i + 1 code 64 + 16 k + i.
-    """
-    codes = builder.load(builder.bitcast(place, _I16_VECTOR.as_pointer()), align=4)
-    kind = ir.FunctionType(_I16_VECTOR, [_I16_VECTOR, _I16_VECTOR])
-    name = "llvm.x86.avx512.permvar.hi.512"
-    look_up = cgutils.get_or_insert_function(builder.module, kind, name)
-    results = []
-    for k in range(4):
-        shifted = builder.lshr(codes, ir.Constant(_I16_VECTOR, [4 * k] * 2 * LANES))
-        numbers = builder.call(look_up, [table, shifted])
-        results.append(builder.bitcast(numbers, _I32_VECTOR))
-    return results
-
-
-_bf16_4_1, _bf16_1_1, _bf16_1_4 = (_make_bf16_dot(*x) for x in ((4, 1), (1, 1), (1, 4)))
-
-
 @njit_strict
 def plain_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
     """Compute rows of W x for a matrix of fp32, fp16 or bf16 numbers; see the module."""
@@ -383,41 +258,6 @@ def plain_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
                 sums[r + j, i] = out[j]
 
 
-@intrinsic
-def _widen_scales(
-    context: Any, scales: Any, begin: Any, count: Any, tag: Any, wide: Any, places: Any
-) -> Any:
-    """Convert `count` stored scales from `begin` on to fp32, and each of them, which may be a zero,
-    to the place of its table in `TABLES`. LLVM alone converts one number at a time.
-    """
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source = builder.gep(array_data(context, builder, scales, args[0]), [args[1]])
-        results = array_data(context, builder, wide, args[4])
-        tables = array_data(context, builder, places, args[5])
-        bounds = (i64_constant(0), builder.and_(args[2], i64_constant(-LANES)), args[2])
-        for lanes, first, last in ((LANES, *bounds[:2]), (1, *bounds[1:])):
-            loop = LLVMLoop(builder, first, last, lanes)
-            x = load_floats(builder, builder.gep(source, [loop.index]), tag, lanes)
-            store(builder, x, builder.gep(results, [loop.index]), lanes)
-            zeros = builder.fptosi(x, _I32_VECTOR)
-            lowest, highest, size = (
-                ir.Constant(_I32_VECTOR, [n] * LANES) for n in (0, 15, int(TABLE_NUMBERS))
-            )  # what is no zero must not lead out of the tables
-            zeros = builder.select(builder.icmp_signed("<", zeros, lowest), lowest, zeros)
-            zeros = builder.select(builder.icmp_signed(">", zeros, highest), highest, zeros)
-            zeros = builder.mul(zeros, size)
-            place = builder.gep(tables, [loop.index])
-            if lanes == 1:
-                builder.store(builder.extract_element(zeros, ir.Constant(_I32, 0)), place)
-            else:
-                builder.store(zeros, builder.bitcast(place, zeros.type.as_pointer()), align=4)
-            loop.close()
-        return context.get_dummy_value()
-
-    return types.void(scales, begin, count, tag, wide, places), code
-
-
 @njit_strict
 def int8_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
     """Compute rows of W x for a matrix of 8-bit codes, w = scale code; see the module."""
@@ -428,7 +268,7 @@ def int8_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
         n = (i - first) % SCALED_ROWS * groups
         if n == 0:
             count = min(SCALED_ROWS, last - i) * groups
-            _widen_scales(scales, i * groups, count, tag, wide, places)
+            widen_scales(scales, i * groups, count, tag, wide, places)
         for r in range(0, R, ROWS_PER_STEP):
             if R == 1:
                 if group == 32:
@@ -460,7 +300,7 @@ def int4_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
         n, start = (i - first) % SCALED_ROWS * 2 * groups, i * (width // 2)
         if n == 0:
             count = min(SCALED_ROWS, last - i) * 2 * groups
-            _widen_scales(scales, i * 2 * groups, count, tag, wide, places)
+            widen_scales(scales, i * 2 * groups, count, tag, wide, places)
         for r in range(0, R, ROWS_PER_STEP):
             if R == 1:
                 if group == 32:
@@ -477,55 +317,6 @@ def int4_rows(first, last, R, vectors, codes, scales, width, group, tag, sums):
                 _int4_128_4(codes, start, wide, n, groups, vectors, r, out)
             for j in range(min(ROWS_PER_STEP, R - r)):
                 sums[r + j, i] = out[j]
-
-
-@njit_strict
-def pack_pairs(vectors, width, pairs):
-    """Write fp32 vectors `[P, >= width]` of bf16 numbers to pairs `[P, width / 2]`: number i of a
-    block of 128 is the lower half, and number 64 + i the upper half, of word i of the block.
-    """
-    bits = vectors.view(np.uint32)
-    for r in range(len(vectors)):
-        for block in range(0, width, INT4_BLOCK):
-            for i in range(INT4_BYTES):
-                low = bits[r, block + i] >> np.uint32(16)
-                high = bits[r, block + INT4_BYTES + i] & np.uint32(0xFFFF0000)
-                pairs[r, block // 2 + i] = low | high
-
-
-@njit_strict
-def int4_bf16_rows(first, last, R, codes, scales, width, tag, room, sums):
-    """Compute rows of W x as `int4_rows` does, for vectors of bf16 numbers, groups of 128, and
-    zeros that are integers in 0 ... 15.
-
-    room: (the sums of a step, the scales and zeros of `SCALED_ROWS` rows, the places of their
-    tables, the vectors as `pack_pairs` packs them).
-    """
-    out, wide, places, pairs = room
-    groups, size = width // INT4_BLOCK, width // 2
-    distance = 2 * groups
-    for begin in range(first, last, SCALED_ROWS):
-        end = min(last, begin + SCALED_ROWS)
-        _widen_scales(scales, begin * distance, (end - begin) * distance, tag, wide, places)
-        i = begin
-        while i < end:
-            n, start = (i - begin) * distance, i * size
-            lines = ROWS_PER_STEP if R == 1 and i + ROWS_PER_STEP <= end else 1
-            # the scales are not next to the codes, so that nothing else asks for them in time
-            prefetch_array(scales, (i + SCALED_ROWS) * distance, lines * distance)
-            for r in range(0, R, ROWS_PER_STEP):
-                if lines > 1:
-                    _bf16_4_1(codes, start, size, wide, places, n, distance, TABLES, pairs, r, out)
-                elif R == 1:
-                    _bf16_1_1(codes, start, size, wide, places, n, distance, TABLES, pairs, r, out)
-                else:
-                    _bf16_1_4(codes, start, size, wide, places, n, distance, TABLES, pairs, r, out)
-                for j in range(lines if R == 1 else min(ROWS_PER_STEP, R - r)):
-                    if R == 1:
-                        sums[0, i + j] = out[j]
-                    else:
-                        sums[r + j, i] = out[j]
-            i += lines
 
 
 @njit_strict
@@ -553,7 +344,7 @@ def make_call(R, width):
 @njit_strict
 def mark_changed(call):
     """Note that the next vectors are others than in the last call of `multiply_stored`."""
-    struct_at(np.int64(call.ctypes.data), ROWS).changed = 1
+    struct_at(np.int64(call.ctypes.data), ROWS).packed = 0
 
 
 @njit_strict
@@ -633,6 +424,42 @@ def _make_int4_rows(stored: Any, tag: Any) -> Callable[[int], None]:
     return entry
 
 
+@njit_strict
+def _room_of(arguments, matrix, P):
+    """Return the scratch memory of an entry: (the sums of a step, the scales and zeros of
+    `SCALED_ROWS` rows in fp32, the places of their tables, pairs of bf16 numbers of P vectors).
+    """
+    memory, count = arguments.scratch, SCALED_ROWS * matrix.row_scales
+    pairs = memory + 4 * ROWS_PER_STEP  # where they are must depend on nothing but `packed`
+    wide = pairs + 2 * P * matrix.width
+    return (
+        memory_at(memory, np.float32),
+        memory_at(wide, np.float32),
+        memory_at(wide + 4 * count, np.int32),
+        carray(int_to_pointer(pairs), (P, matrix.width // 2), np.uint32),
+    )
+
+
+def _make_int8_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of 8-bit codes and vectors of bf16 numbers,
+    to be compiled.
+    """
+
+    def entry(address: int) -> None:
+        arguments = struct_at(address, ROWS)
+        matrix = struct_at(arguments.matrix, MATRIX)
+        vectors, sums, n = _rows_at(arguments, matrix)
+        w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.int8)
+        s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
+        room = _room_of(arguments, matrix, len(vectors))
+        if arguments.packed != -matrix.width:
+            pack_pairs_of_bytes(vectors, matrix.width, room[3])
+            arguments.packed = -matrix.width
+        int8_bf16_rows(0, n, arguments.R, w, s, matrix.width, matrix.group, tag, room, sums)
+
+    return entry
+
+
 def _make_int4_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
     """Return the Python function of the entry for rows of 4-bit codes and vectors of bf16 numbers,
     to be compiled.
@@ -644,20 +471,10 @@ def _make_int4_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
         vectors, sums, n = _rows_at(arguments, matrix)
         w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.uint8)
         s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
-        memory, count = arguments.scratch, SCALED_ROWS * matrix.row_scales
-        room = (
-            memory_at(memory, np.float32),
-            memory_at(memory + 4 * ROWS_PER_STEP, np.float32),
-            memory_at(memory + 4 * (ROWS_PER_STEP + count), np.int32),
-            carray(
-                int_to_pointer(memory + 4 * (ROWS_PER_STEP + 2 * count)),
-                (len(vectors), matrix.width // 2),
-                np.uint32,
-            ),
-        )
-        if arguments.changed != 0:
+        room = _room_of(arguments, matrix, len(vectors))
+        if arguments.packed != matrix.width:
             pack_pairs(vectors, matrix.width, room[3])
-            arguments.changed = 0
+            arguments.packed = matrix.width
         int4_bf16_rows(0, n, arguments.R, w, s, matrix.width, tag, room, sums)
 
     return entry
@@ -666,12 +483,13 @@ def _make_int4_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
 _MAKE_ROWS = {
     "half": _make_plain_rows,
     "int8": _make_int8_rows,
+    "int8-bf16": _make_int8_bf16_rows,
     "int4": _make_int4_rows,
     "int4-bf16": _make_int4_bf16_rows,
 }
 
 
-def variant(form: str, dtype: torch.dtype, scales: torch.Tensor, group: int) -> str:
+def variant(form: str, dtype: torch.dtype, scales: torch.Tensor, group: int, width: int) -> str:
     """Return the name of the loops for a storage form and vectors of a dtype.
 
     Args:
@@ -679,8 +497,13 @@ def variant(form: str, dtype: torch.dtype, scales: torch.Tensor, group: int) -> 
         dtype: the dtype of the vectors.
         scales: the scales, of 4-bit codes with the zeros.
         group: the number of columns for each scale.
+        width: the number of columns of the matrix in memory.
     """
-    if form != "int4" or dtype != torch.bfloat16 or group != INT4_BLOCK or not HAS_BF16_TABLE:
+    if dtype != torch.bfloat16:
+        return form
+    if form == "int8":
+        return "int8-bf16" if HAS_BYTE_TABLE and width % INT8_BLOCK == 0 else form
+    if form != "int4" or group != INT4_BLOCK or not HAS_BF16_TABLE:
         return form
     zeros = scales[:, 1].float()
     exact = (zeros == zeros.round()) & (zeros >= 0) & (zeros <= 15)

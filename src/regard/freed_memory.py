@@ -1,0 +1,25 @@
+"""Memory that the process has freed and the C library keeps: it is given back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from typing import Any
+
+
+@cache
+def _trim() -> Any:
+    """Return the function of the C library, or None where it has none (all but glibc)."""
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+
+
+def give_back_freed_memory() -> None:
+    """Give freed memory back to the system, where the C library has such a function (glibc).
+
+    Tensors of some megabytes that are freed one after another leave holes in the heap, which count
+    as memory of the process until they are used again.
+    """
+    trim = _trim()
+    if trim is not None:
+        trim(0)
