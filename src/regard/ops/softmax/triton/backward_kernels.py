@@ -6,7 +6,9 @@ m and l = 1. With delta = rowsum(dO O) - d_lse of each row,
     p = e^(s - m) / l    dp = dO v^T    ds = p (dp - delta)    dq = ds k    dk = ds^T q    dv = p^T dO
 
 Each program owns the numbers that it writes, so that the gradients are the same in every run: there
-are no atomic operations. Masked pairs are selected away.
+are no atomic operations. Masked pairs are selected away. As in the forward kernel, a second launch
+with CAREFUL computes the blocks again in which a masked weight of 0 meets a number that is not
+finite.
 
 Imported only where triton is installed.
 
@@ -22,6 +24,7 @@ from regard.ops.softmax.triton.scores import (
     LOG2E,
     bias_of_tile,
     buckets_of_tile,
+    holds_odd_tile,
     is_not_finite,
     tanh,
     visible_pairs,
@@ -85,7 +88,7 @@ def attention_backward_q(
     q_ptr, k_ptr, v_ptr, d_out_ptr, max_ptr, sum_ptr, delta_ptr, d_lse_ptr,
     dq_ptr, d_slope_ptr, d_weight_ptr,
     q_pos_ptr, k_pos_ptr, start_ptr, stop_ptr, bits_ptr, counts_ptr, tiles_ptr,
-    slope_ptr, bucket_ptr, weight_ptr, table_ptr,
+    slope_ptr, bucket_ptr, weight_ptr, table_ptr, odd_ptr,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, d_b, d_h, d_t,
     q_pos_b, k_pos_b, mask_b, mask_h, list_b, list_h, bits_row,
     weight_h, table_b, table_h, table_t, table_s,
@@ -95,7 +98,7 @@ def attention_backward_q(
     SOFTCAP: tl.constexpr, LINEAR: tl.constexpr, MAX_DISTANCE: tl.constexpr, TABLE: tl.constexpr,
     PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
     EXACT_SUMS: tl.constexpr, HAS_D_LSE: tl.constexpr, D_SLOPE: tl.constexpr,
-    D_WEIGHT: tl.constexpr, BUCKETS: tl.constexpr,
+    D_WEIGHT: tl.constexpr, BUCKETS: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dq of a block of queries, and the part of this block in the gradients of slopes and weights.
 
@@ -106,6 +109,14 @@ def attention_backward_q(
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     g = h // group
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
+    list_row = (b64 * list_b + h64 * list_h) * query_blocks + block
+    full = tl.load(counts_ptr + list_row * 2)
+    listed = tl.load(counts_ptr + list_row * 2 + 1)
+    tiles = tiles_ptr + list_row * key_tiles
+    if CAREFUL:
+        odd = odd_ptr + (b64 * (H // group) + g64) * key_tiles
+        if not holds_odd_tile(odd, tiles, full, listed):
+            return
     row = block * BM + tl.arange(0, BM)
     row64 = row.to(tl.int64)
     row_inside = row < T
@@ -130,10 +141,6 @@ def attention_backward_q(
     mask_row = (b64 * mask_b + h64 * mask_h) * T
     start, stop = start_ptr + mask_row * RANGES, stop_ptr + mask_row * RANGES
     bits = bits_ptr + mask_row * bits_row
-    list_row = (b64 * list_b + h64 * list_h) * query_blocks + block
-    full = tl.load(counts_ptr + list_row * 2)
-    listed = tl.load(counts_ptr + list_row * 2 + 1)
-    tiles = tiles_ptr + list_row * key_tiles
     program = (b64 * H + h) * query_blocks + block
 
     dq = tl.zeros([BM, BLOCK_D], tl.float32)
@@ -141,6 +148,9 @@ def attention_backward_q(
     bucket_numbers = tl.arange(0, BUCKETS)
     d_weight = tl.zeros([BUCKETS], tl.float32)
     delta = tl.zeros([BM], tl.float32)
+    k_base, v_base = k_ptr + b64 * k_b + g64 * k_g, v_ptr + b64 * v_b + g64 * v_g
+    k_offset = tl.arange(0, BN)[:, None] * k_s + d[None, :]
+    v_offset = tl.arange(0, BN)[:, None] * v_s + e[None, :]
     if not EXACT_SUMS:
         delta = tl.load(delta_ptr + at, mask=row_inside, other=0.0)
     for sweep in tl.static_range(0 if EXACT_SUMS else 1, 2):
@@ -149,11 +159,11 @@ def attention_backward_q(
             if masked:
                 first, last = full, listed
             for x in range(first, last):
-                col = tl.load(tiles + x) * BN + tl.arange(0, BN)
-                col64 = col.to(tl.int64)
+                first_col = tl.load(tiles + x) * BN
+                col = first_col + tl.arange(0, BN)
                 col_inside = col < S
-                k_at = k_ptr + b64 * k_b + g64 * k_g + col64[:, None] * k_s + d[None, :]
-                v_at = v_ptr + b64 * v_b + g64 * v_g + col64[:, None] * v_s + e[None, :]
+                k_at = k_base + first_col.to(tl.int64) * k_s + k_offset
+                v_at = v_base + first_col.to(tl.int64) * v_s + v_offset
                 k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
                 v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
                 if WIDEN:
@@ -161,13 +171,13 @@ def attention_backward_q(
                 kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[None, :]
                 inside = row_inside[:, None] & col_inside[None, :]
                 bias = bias_of_tile(
-                    qp, kp, row64[:, None], col64[None, :], inside, slope, bucket_ptr, weight,
+                    qp, kp, row[:, None], col[None, :], inside, slope, bucket_ptr, weight,
                     table, table_t, table_s, LINEAR, MAX_DISTANCE, TABLE,
                 )  # fmt: skip
                 visible = inside
                 if masked:
                     visible = visible_pairs(
-                        kp, row64[:, None], col64[None, :], inside, row_inside[:, None],
+                        kp, row[:, None], col[None, :], inside, row_inside[:, None],
                         start, stop, bits, bits_row, RANGES, BITS,
                     )  # fmt: skip
                 qk = tl.dot(q, k.T, input_precision=PRECISION)
@@ -198,7 +208,7 @@ def attention_backward_q(
                             sums = tl.sum(tl.where(inside & (found == y), ds, 0.0), 1)
                             d_weight += tl.where(bucket_numbers == y, tl.sum(sums, 0), 0.0)
                     ds = ds * slopes
-                    keys = without_odd(k, masked == 1)
+                    keys = without_odd(k, CAREFUL and masked == 1)
                     dq = tl.dot(ds.to(k.dtype), keys, dq, input_precision=PRECISION)
         if sweep == 0:
             if HAS_D_LSE:
@@ -216,7 +226,7 @@ def attention_backward_kv(
     q_ptr, k_ptr, v_ptr, d_out_ptr, max_ptr, sum_ptr, delta_ptr,
     dk_ptr, dv_ptr, d_column_ptr,
     q_pos_ptr, k_pos_ptr, start_ptr, stop_ptr, bits_ptr, counts_ptr, tiles_ptr,
-    slope_ptr, bucket_ptr, weight_ptr, table_ptr,
+    slope_ptr, bucket_ptr, weight_ptr, table_ptr, odd_ptr,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s, d_b, d_h, d_t,
     q_pos_b, k_pos_b, mask_b, mask_h, list_b, list_h, bits_row,
     weight_h, table_b, table_h, table_t, table_s,
@@ -225,6 +235,7 @@ def attention_backward_kv(
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
     SOFTCAP: tl.constexpr, LINEAR: tl.constexpr, MAX_DISTANCE: tl.constexpr, TABLE: tl.constexpr,
     PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, D_COLUMN: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys, summed over the query heads of the group, and for each head the
     sum of ds over the queries, which is the gradient of a bias per key.
@@ -245,8 +256,21 @@ def attention_backward_kv(
     if WIDEN:
         k, v = k.to(tl.float32), v.to(tl.float32)
     kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[:, None]
+    if CAREFUL:
+        found = tl.zeros([], tl.int32)
+        for member in range(group):
+            head = g64 * group + member
+            list_row = (b64 * list_b + head * list_h) * key_tiles + tile
+            full, listed = tl.load(counts_ptr + list_row * 2), tl.load(counts_ptr + list_row * 2 + 1)
+            odd = odd_ptr + (b64 * H + head) * query_blocks
+            blocks = tiles_ptr + list_row * query_blocks
+            found = found | holds_odd_tile(odd, blocks, full, listed).to(tl.int32)
+        if found == 0:
+            return
     dk = tl.zeros([BN, BLOCK_D], tl.float32)
     dv = tl.zeros([BN, BLOCK_E], tl.float32)
+    q_offset = tl.arange(0, BM)[:, None] * q_t + d[None, :]
+    d_offset = tl.arange(0, BM)[:, None] * d_t + e[None, :]
     for member in range(group):
         h = g * group + member
         h64 = h.to(tl.int64)
@@ -263,22 +287,23 @@ def attention_backward_kv(
         listed = tl.load(counts_ptr + list_row * 2 + 1)
         blocks = tiles_ptr + list_row * query_blocks
         d_column = tl.zeros([BN], tl.float32)
+        q_base, d_base = q_ptr + b64 * q_b + h64 * q_h, d_out_ptr + b64 * d_b + h64 * d_h
         for masked in tl.static_range(2):
             first, last = 0, full
             if masked:
                 first, last = full, listed
             for x in range(first, last):
-                row = tl.load(blocks + x) * BM + tl.arange(0, BM)
-                row64 = row.to(tl.int64)
+                first_row = tl.load(blocks + x) * BM
+                row = first_row + tl.arange(0, BM)
                 row_inside = row < T
-                q_at = q_ptr + b64 * q_b + h64 * q_h + row64[:, None] * q_t + d[None, :]
-                d_at = d_out_ptr + b64 * d_b + h64 * d_h + row64[:, None] * d_t + e[None, :]
+                q_at = q_base + first_row.to(tl.int64) * q_t + q_offset
+                d_at = d_base + first_row.to(tl.int64) * d_t + d_offset
                 q = tl.load(q_at, mask=row_inside[:, None] & (d < D)[None, :], other=0.0)
                 d_out = tl.load(d_at, mask=row_inside[:, None] & (e < E)[None, :], other=0.0)
                 if WIDEN:
                     q, d_out = q.to(tl.float32), d_out.to(tl.float32)
                 d_out = d_out.to(q.dtype)
-                at = (b64 * H + h) * T + row64
+                at = (b64 * H + h) * T + row
                 m = tl.load(max_ptr + at, mask=row_inside, other=float("inf"))[None, :]
                 total = tl.load(sum_ptr + at, mask=row_inside, other=0.0)
                 inverse_sum = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
@@ -286,13 +311,13 @@ def attention_backward_kv(
                 qp = tl.load(q_pos_ptr + b64 * q_pos_b + row, mask=row_inside, other=-1)[None, :]
                 inside = row_inside[None, :] & col_inside[:, None]
                 bias = bias_of_tile(
-                    qp, kp, row64[None, :], col64[:, None], inside, slope, bucket_ptr, weight,
+                    qp, kp, row[None, :], col[:, None], inside, slope, bucket_ptr, weight,
                     table, table_t, table_s, LINEAR, MAX_DISTANCE, TABLE,
                 )  # fmt: skip
                 visible = inside
                 if masked:
                     visible = visible_pairs(
-                        kp, row64[None, :], col64[:, None], inside, row_inside[None, :],
+                        kp, row[None, :], col[:, None], inside, row_inside[None, :],
                         start, stop, bits, bits_row, RANGES, BITS,
                     )  # fmt: skip
                 # in fp32 the same products as in the other kernels, whose roundings must cancel
@@ -306,12 +331,12 @@ def attention_backward_kv(
                     kq, bias, visible, m, inverse_sum[None, :], scale, softcap,
                     SOFTCAP, (LINEAR + MAX_DISTANCE + TABLE) > 0, masked == 1, PRECISE,
                 )  # fmt: skip
-                if masked:
+                if CAREFUL and masked:
                     # a gradient that is not finite reaches dv through delta, for visible pairs only
                     odd = is_not_finite(delta)
                     p = tl.where(visible & odd[None, :], float("nan"), p)
                 dv = tl.dot(
-                    p.to(q.dtype), without_odd(d_out, masked == 1), dv, input_precision=PRECISION
+                    p.to(q.dtype), without_odd(d_out, CAREFUL and masked == 1), dv, input_precision=PRECISION
                 )
                 ds = p * (dp - delta[None, :])
                 if masked:
@@ -319,7 +344,7 @@ def attention_backward_kv(
                 if D_COLUMN:
                     d_column += tl.sum(ds, 1)
                 ds = ds * slopes
-                rows = without_odd(q, masked == 1)
+                rows = without_odd(q, CAREFUL and masked == 1)
                 dk = tl.dot(ds.to(q.dtype), rows, dk, input_precision=PRECISION)
         if D_COLUMN:
             tl.store(d_column_ptr + (b64 * H + h) * S + col64, d_column, mask=col_inside)
@@ -384,13 +409,13 @@ def attention_backward_table(
                 if LINEAR:
                     slope = tl.load(slope_ptr + h)
                 bias = bias_of_tile(
-                    qp, kp, row64[:, None], col64[None, :], inside, slope, bucket_ptr,
+                    qp, kp, row[:, None], col[None, :], inside, slope, bucket_ptr,
                     weight_ptr + h64 * weight_h, table_ptr + b64 * table_b + h64 * table_h,
                     table_t, table_s, LINEAR, MAX_DISTANCE, True,
                 )  # fmt: skip
                 mask_row = (b64 * mask_b + h64 * mask_h) * T
                 visible = visible_pairs(
-                    kp, row64[:, None], col64[None, :], inside, row_inside[:, None],
+                    kp, row[:, None], col[None, :], inside, row_inside[:, None],
                     start_ptr + mask_row * RANGES, stop_ptr + mask_row * RANGES,
                     bits_ptr + mask_row * bits_row, bits_row, RANGES, BITS,
                 )  # fmt: skip

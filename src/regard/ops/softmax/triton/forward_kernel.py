@@ -23,6 +23,7 @@ from regard.ops.softmax.triton.scores import (
     LN2,
     LOG2E,
     bias_of_tile,
+    holds_odd_tile,
     is_not_finite,
     tanh,
     visible_pairs,
@@ -50,7 +51,7 @@ def add_odd_values(
             v = v.to(tl.float32)
             kp = tl.load(kp_ptr + col, mask=col_inside, other=-1)[None, :]
             visible = visible_pairs(
-                kp, row[:, None], col.to(tl.int64)[None, :],
+                kp, row[:, None], col[None, :],
                 row_inside[:, None] & col_inside[None, :], row_inside[:, None],
                 start, stop, bits, bits_row, RANGES, BITS,
             )  # fmt: skip
@@ -64,7 +65,7 @@ def add_odd_values(
 def attention_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, sum_ptr,
     q_pos_ptr, k_pos_ptr, start_ptr, stop_ptr, bits_ptr, counts_ptr, tiles_ptr,
-    slope_ptr, bucket_ptr, weight_ptr, table_ptr,
+    slope_ptr, bucket_ptr, weight_ptr, table_ptr, odd_ptr,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s,
     q_pos_b, k_pos_b, mask_b, mask_h, list_b, list_h, bits_row,
     weight_h, table_b, table_h, table_t, table_s,
@@ -72,13 +73,27 @@ def attention_forward(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
     SOFTCAP: tl.constexpr, LINEAR: tl.constexpr, MAX_DISTANCE: tl.constexpr, TABLE: tl.constexpr,
-    PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
 ):  # fmt: skip
+    """The output, lse, m and l of a block of queries.
+
+    A masked weight of 0 times a value that is not finite would be NaN. Values are looked at only
+    with CAREFUL: this second launch computes the blocks again that have a marked tile in their list
+    of tiles with masked pairs, and all others end at once.
+    """
     # the last blocks first: under a causal mask they take longest
     block = query_blocks - 1 - tl.program_id(0)
     b, h = tl.program_id(1) // H, tl.program_id(1) % H
     g = h // group
     b64, h64, g64 = b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
+    list_row = (b64 * list_b + h64 * list_h) * query_blocks + block
+    full = tl.load(counts_ptr + list_row * 2)
+    listed = tl.load(counts_ptr + list_row * 2 + 1)
+    tiles = tiles_ptr + list_row * key_tiles
+    if CAREFUL:
+        odd = odd_ptr + (b64 * (H // group) + g64) * key_tiles
+        if not holds_odd_tile(odd, tiles, full, listed):
+            return
     row = block * BM + tl.arange(0, BM)
     row64 = row.to(tl.int64)
     row_inside = row < T
@@ -96,34 +111,31 @@ def attention_forward(
     mask_row = (b64 * mask_b + h64 * mask_h) * T
     start, stop = start_ptr + mask_row * RANGES, stop_ptr + mask_row * RANGES
     bits = bits_ptr + mask_row * bits_row
-    list_row = (b64 * list_b + h64 * list_h) * query_blocks + block
-    full = tl.load(counts_ptr + list_row * 2)
-    listed = tl.load(counts_ptr + list_row * 2 + 1)
-    tiles = tiles_ptr + list_row * key_tiles
-
     # half precision: scores in units of ln 2, so that a weight is one multiply-add and 2^x
     UNIT: tl.constexpr = 1.0 if PRECISE else LOG2E
     TO_EXP2: tl.constexpr = LOG2E if PRECISE else 1.0
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_E], tl.float32)
-    odd_values = tl.zeros([], tl.int32)
+    # 64 bits for the tile, 32 bits within it
+    k_base, v_base = k_ptr + b64 * k_b + g64 * k_g, v_ptr + b64 * v_b + g64 * v_g
+    k_offset = tl.arange(0, BN)[:, None] * k_s + d[None, :]
+    v_offset = tl.arange(0, BN)[:, None] * v_s + e[None, :]
     for masked in tl.static_range(2):
         first, last = 0, full
         if masked:
             first, last = full, listed
         for x in range(first, last):
-            col = tl.load(tiles + x) * BN + tl.arange(0, BN)
-            col64 = col.to(tl.int64)
+            first_col = tl.load(tiles + x) * BN
+            col = first_col + tl.arange(0, BN)
             col_inside = col < S
-            k_at = k_ptr + b64 * k_b + g64 * k_g + col64[:, None] * k_s + d[None, :]
-            v_at = v_ptr + b64 * v_b + g64 * v_g + col64[:, None] * v_s + e[None, :]
+            k_at = k_base + first_col.to(tl.int64) * k_s + k_offset
+            v_at = v_base + first_col.to(tl.int64) * v_s + v_offset
             if masked:
                 k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
                 v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
-                odd = is_not_finite(v.to(tl.float32))
-                odd_values = tl.maximum(odd_values, tl.max(tl.max(odd.to(tl.int32), 1), 0))
-                v = tl.where(odd, 0.0, v)
+                if CAREFUL:
+                    v = tl.where(is_not_finite(v.to(tl.float32)), 0.0, v)
             else:  # a tile that sticks out of the keys is never full
                 k = tl.load(k_at, mask=(d < D)[None, :], other=0.0)
                 v = tl.load(v_at, mask=(e < E)[None, :], other=0.0)
@@ -137,7 +149,7 @@ def attention_forward(
                 if SOFTCAP:
                     s = softcap * tanh(s / softcap, PRECISE)
                 s += bias_of_tile(
-                    qp, kp, row64[:, None], col64[None, :], inside, slope, bucket_ptr, weight,
+                    qp, kp, row[:, None], col[None, :], inside, slope, bucket_ptr, weight,
                     table, table_t, table_s, LINEAR, MAX_DISTANCE, TABLE,
                 )  # fmt: skip
                 s = s * UNIT
@@ -145,7 +157,7 @@ def attention_forward(
                 s = s * (scale * UNIT)
             if masked:
                 visible = visible_pairs(
-                    kp, row64[:, None], col64[None, :], inside, row_inside[:, None],
+                    kp, row[:, None], col[None, :], inside, row_inside[:, None],
                     start, stop, bits, bits_row, RANGES, BITS,
                 )  # fmt: skip
                 s = tl.where(visible, s, float("-inf"))
@@ -159,10 +171,10 @@ def attention_forward(
             acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
             m = new_m
 
-    if odd_values > 0:
+    if CAREFUL:
         acc = add_odd_values(
-            acc, k_pos_ptr + b64 * k_pos_b, v_ptr + b64 * v_b + g64 * v_g, tiles, full, listed,
-            v_s, row64, e, row_inside, S, start, stop, bits, bits_row, E, BN, RANGES, BITS,
+            acc, k_pos_ptr + b64 * k_pos_b, v_base, tiles, full, listed,
+            v_s, row, e, row_inside, S, start, stop, bits, bits_row, E, BN, RANGES, BITS,
         )  # fmt: skip
     sees = m != float("-inf")
     m = tl.where(sees, m, 0.0)

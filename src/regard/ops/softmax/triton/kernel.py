@@ -75,6 +75,17 @@ class TritonKernel:
         """
         return 75 if call.q.device.type == "cuda" else None
 
+    def describe(self, call: Call) -> str:
+        """Return in one sentence how the kernel reads the mask, and its blocks."""
+        data = mask_data(call)
+        sizes = block_sizes("forward", call.q.dtype, call.D, call.E)
+        form = f"{data.ranges} ranges of positions for each query" if data.ranges else "positions"
+        form = "one bit for each pair" if data.bits is not None else form
+        return (
+            f"triton reads the mask as {form}, in blocks of {sizes.rows} queries and {sizes.keys} "
+            "keys, and compiles nothing for a new mask"
+        )
+
     def run(self, call: Call) -> KernelResult:
         """Run the forward kernel, and apply the sink."""
         bias_tensors = () if call.bias is None else call.bias.tensors()

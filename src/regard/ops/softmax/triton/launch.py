@@ -28,6 +28,7 @@ from regard.ops.softmax.triton.mask_data import (
     tile_lists,
     transposed_lists,
 )
+from regard.ops.softmax.triton.scores import mark_odd_tiles
 
 LOG2E = 1.4426950408889634
 
@@ -88,13 +89,14 @@ def sizes_of(call: Call, kind: Any) -> ProgramSizes:
 
 def run_forward(call: Call, bias: BiasData) -> ForwardResult:
     """Run the forward kernel."""
-    launch, result = forward_launch(call, bias)
-    launch.run()
+    launches, result = forward_launches(call, bias)
+    for launch in launches:
+        launch.run()
     return result._replace(out=result.out.to(call.result_dtype))
 
 
-def forward_launch(call: Call, bias: BiasData) -> tuple[Launch, ForwardResult]:
-    """Return the launch of the forward kernel, and the tensors that it will write."""
+def forward_launches(call: Call, bias: BiasData) -> tuple[list[Launch], ForwardResult]:
+    """Return the launches of the forward pass, and the tensors that they will write."""
     q, k, v = (dense_rows(x) for x in (call.q, call.k, call.v))
     sizes, data = sizes_of(call, "forward"), mask_data(call)
     lists = tile_lists(call, data, sizes.rows, sizes.keys)
@@ -105,19 +107,42 @@ def forward_launch(call: Call, bias: BiasData) -> tuple[Launch, ForwardResult]:
         q.new_empty(call.B, call.H, call.T, dtype=torch.float32) for _ in range(3)
     )
     blocks, tiles = lists.kinds.shape[2:]
+    odd = marks_of(v, sizes.keys)
     args = (
         q, k, v, out, lse, max_score, scaled_sum,
-        *_rule_tensors(q, data, lists, bias),
+        *_rule_tensors(q, data, lists, bias), odd,
         *_strides(q, k, v), *_rule_strides(data, lists, bias),
         call.H, call.H // call.G, call.T, call.S, blocks, tiles, call.scale, call.softcap or 0.0,
     )  # fmt: skip
-    launch = Launch(
-        attention_forward,
-        (blocks, call.B * call.H),
-        args,
-        {**constants(call, bias, data, sizes), **_resources(sizes)},
-    )
-    return launch, ForwardResult(out, lse, max_score, scaled_sum)
+    options = {**constants(call, bias, data, sizes), **_resources(sizes)}
+    launch = Launch(attention_forward, (blocks, call.B * call.H), args, options)
+    marks = [mark_launch(v, odd, sizes.keys)]
+    return with_care(launch, marks, call), ForwardResult(out, lse, max_score, scaled_sum)
+
+
+def with_care(launch: Launch, marks: list[Launch], call: Call) -> list[Launch]:
+    """Return a launch, and behind it the launches that compute blocks again in which a masked
+    number may not be finite; without masked pairs nothing is computed again.
+    """
+    first = launch._replace(options={**launch.options, "CAREFUL": False})
+    if call.sees_everything:
+        return [first]
+    return [first, *marks, launch._replace(options={**launch.options, "CAREFUL": True})]
+
+
+def marks_of(x: Tensor, size: int) -> Tensor:
+    """Return zeros for the tiles of `size` rows of x `[B, heads, n, width]`, int32 `[B, heads,
+    tiles]`.
+    """
+    return x.new_zeros(*x.shape[:2], -(-x.shape[2] // size), dtype=torch.int32)
+
+
+def mark_launch(x: Tensor, odd: Tensor, size: int) -> Launch:
+    """Return the launch that marks the tiles of x with a number that is not finite."""
+    width = x.shape[3]
+    options = {"WIDTH": width, "BLOCK_WIDTH": triton.next_power_of_2(width), "BLOCK": size}
+    args = (x, odd, *_strides(x), x.shape[1], x.shape[2])
+    return Launch(mark_odd_tiles, (odd.shape[2], x.shape[0] * x.shape[1]), args, options)
 
 
 class Gradients(NamedTuple):
@@ -197,20 +222,21 @@ def backward_launches(
         names = {"E": call.E, "BLOCK_E": shared["BLOCK_E"], "BM": sizes.rows}
         launches.append(Launch(row_deltas, grid, args, {**names, "HAS_D_LSE": has_d_lse}))
     rows = (q, k, v, d_out, saved.max_score, saved.scaled_sum, delta)
-    tensors = _rule_tensors(q, data, lists, bias)
+    tensors, odd = _rule_tensors(q, data, lists, bias), marks_of(k, sizes.keys)
     strides = (*_strides(q, k, v, d_out), *_rule_strides(data, lists, bias))
     lengths, factors = (call.H, call.H // call.G, call.T, call.S), (call.scale, call.softcap or 0.0)
     args = (
-        *rows, d_lse, dq, buffers["slopes"], buffers["weights"], *tensors, *strides, *lengths,
-        blocks, tiles, *factors,
+        *rows, d_lse, dq, buffers["slopes"], buffers["weights"], *tensors, odd, *strides,
+        *lengths, blocks, tiles, *factors,
     )  # fmt: skip
     of_bias = {
         "EXACT_SUMS": exact, "HAS_D_LSE": has_d_lse, "D_SLOPE": wanted.slopes,
         "D_WEIGHT": wanted.weights, "BUCKETS": buffers["weights"].shape[-1],
     }  # fmt: skip
-    launches.append(Launch(attention_backward_q, grid, args, {**options, **of_bias}))
+    launch = Launch(attention_backward_q, grid, args, {**options, **of_bias})
+    launches += with_care(launch, [mark_launch(k, odd, sizes.keys)], call)
     by_key = wanted.table and _is_per_key(call, bias)
-    launches.append(_backward_kv_launch(call, bias, data, rows, (dk, dv, buffers["column"]), by_key))
+    launches += (_backward_kv_launches(call, bias, data, rows, (dk, dv, buffers["column"]), by_key))
     if wanted.table and not by_key:
         assert bias.table is not None
         b, h = bias.table.shape[:2]
@@ -223,25 +249,28 @@ def backward_launches(
     return launches, Gradients(dq, dk, dv, buffers)
 
 
-def _backward_kv_launch(
+def _backward_kv_launches(
     call: Call,
     bias: BiasData,
     data: MaskData,
     rows: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
     by_key: bool,
-) -> Launch:
-    """Return the launch of the kernel of dk and dv."""
+) -> list[Launch]:
+    """Return the launches of the kernel of dk and dv."""
     sizes = sizes_of(call, "backward_kv")
     lists = transposed_lists(call, data, sizes.rows, sizes.keys)
     tiles, blocks = lists.kinds.shape[2:]
+    q, d_out = rows[0], rows[3]
+    odd = marks_of(q, sizes.rows)
     args = (
-        *rows, *results, *_rule_tensors(rows[0], data, lists, bias),
+        *rows, *results, *_rule_tensors(q, data, lists, bias), odd,
         *_strides(*rows[:4]), *_rule_strides(data, lists, bias),
         call.H, call.H // call.G, call.T, call.S, tiles, blocks, call.scale, call.softcap or 0.0,
     )  # fmt: skip
     options = {**constants(call, bias, data, sizes), **_resources(sizes), "D_COLUMN": by_key}
-    return Launch(attention_backward_kv, (tiles, call.B * call.G), args, options)
+    launch = Launch(attention_backward_kv, (tiles, call.B * call.G), args, options)
+    return with_care(launch, [mark_launch(x, odd, sizes.rows) for x in (q, d_out)], call)
 
 
 def _is_per_key(call: Call, bias: BiasData) -> bool:
@@ -264,8 +293,15 @@ def saved_of_whole(call: Call, whole: Partial) -> ForwardResult:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """Return x, copied if its last dimension is not contiguous."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """Return x, copied if its last dimension is not contiguous, or its rows are so far apart that a
+    tile of them would not fit into 32 bits.
+    """
+    dense = x.stride(-1) == 1 or x.shape[-1] == 1
+    return x if dense and abs(x.stride(2)) < MAX_ROW_STRIDE else x.contiguous()
+
+
+MAX_ROW_STRIDE = 2**22
+"""The largest distance of rows that a kernel reads; a tile has at most 256 rows."""
 
 
 def constants(call: Call, bias: BiasData, data: MaskData, sizes: ProgramSizes) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def bias_of_tile(
 
     Args:
         qp, kp: positions of queries and keys.
-        row, col: slots of queries and keys, as int64.
+        row, col: slots of queries and keys.
         inside: whether row and column are in the call.
         slope: the slope of the head.
         bucket: a pointer to the buckets of distances.
@@ -60,7 +60,7 @@ def bias_of_tile(
     if MAX_DISTANCE:
         bias += tl.load(weight + buckets_of_tile(qp, kp, bucket, MAX_DISTANCE))
     if TABLE:
-        at = table + row * table_row + col * table_col
+        at = table + row.to(tl.int64) * table_row + col.to(tl.int64) * table_col
         bias += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     return bias
 
@@ -81,7 +81,7 @@ def visible_pairs(
 
     Args:
         kp: positions of the keys; -1 behind the last one.
-        row, col: slots of queries and keys, as int64.
+        row, col: slots of queries and keys.
         inside: whether row and column are in the call.
         row_inside: whether the row is in the call.
         start, stop: pointers to the ranges of the batch row and the head.
@@ -99,8 +99,8 @@ def visible_pairs(
             found = found | ((kp >= first) & (kp < last))
         visible = visible & found
     if BITS:
-        octet = tl.load(bits + row * bits_row + col // 8, mask=inside, other=0).to(tl.int32)
-        visible = visible & (((octet >> (col % 8).to(tl.int32)) & 1) != 0)
+        octet = tl.load(bits + row.to(tl.int64) * bits_row + col // 8, mask=inside, other=0)
+        visible = visible & (((octet.to(tl.int32) >> (col % 8)) & 1) != 0)
     return visible
 
 
@@ -108,3 +108,29 @@ def visible_pairs(
 def is_not_finite(x):
     """Whether a number is NaN or infinite."""
     return (x != x) | (tl.abs(x) == float("inf"))
+
+
+@triton.jit
+def mark_odd_tiles(
+    x_ptr, odd_ptr, x_b, x_h, x_n, heads, n,
+    WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mark the tiles of x `[B, heads, n, WIDTH]` that hold a number that is not finite."""
+    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK_WIDTH)
+    at = x_ptr + b * x_b + h * x_h + row.to(tl.int64)[:, None] * x_n + column[None, :]
+    inside = (row < n)[:, None] & (column < WIDTH)[None, :]
+    odd = is_not_finite(tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(tl.int32)
+    program = (b * heads + h) * tl.num_programs(0) + tl.program_id(0)
+    # a second launch may mark the same tiles for another tensor
+    tl.store(odd_ptr + program, tl.max(tl.max(odd, 1), 0) | tl.load(odd_ptr + program))
+
+
+@triton.jit
+def holds_odd_tile(odd, tiles, first, last):
+    """Whether one of the listed tiles is marked."""
+    found = tl.zeros([], tl.int32)
+    for x in range(first, last):
+        found = found | tl.load(odd + tl.load(tiles + x))
+    return found != 0
