@@ -59,8 +59,8 @@ class Plan:
             by the kernels that run only if they are requested by name.
         flops: the FLOPs of computing every query-key pair, 2 B H T S (D + E).
         title: one line that describes the call.
-        notes: sentences on the call as a whole: how its kernel runs it, how second derivatives are computed, and why a
-            compiled graph would run it differently.
+        notes: sentences on the call as a whole: how its kernel runs it, how second derivatives are
+            computed, and why a compiled graph would run it differently.
     """
 
     kernel: str

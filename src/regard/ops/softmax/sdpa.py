@@ -129,7 +129,9 @@ class SdpaKernel:
                 f"fewer than {plural(MIN_KEYS, 'key')}, or nothing to compute "
                 f"({_describe_sizes(call)})"
             )
-        if reasons:
+        if (call.wants_lse or call.sink is not None) and call.q.device.type == "cuda":
+            reasons += no_lse_reasons(call.q.device)
+        if reasons:  # before a question that reads tensors
             return reasons
         if call.readable and not call.all_finite(*inputs_to_check(call)):
             return ["a NaN or infinity behind a mask would leak through 0 x NaN"]
@@ -273,15 +275,18 @@ def no_lse_reasons(device: torch.device) -> list[str]:
 
 def _is_flash_call(call: Call) -> bool:
     """Return whether torch's flash attention on a GPU serves a call: half precision, no mask or
-    the causal triangle over equal positions, and no bias; no tensor is read.
+    the causal triangle over equal positions, and no option that it does not have; no tensor is
+    read.
     """
     q, k = call.q_positions, call.k_positions
     triangle = isinstance(call.mask, masks.Causal) and isinstance(q, Span) and q == k
+    triangle = triangle and isinstance(k, Span) and k.start >= 0
     return (
         call.q.dtype in (torch.bfloat16, torch.float16)
         and max(call.D, call.E) <= MAX_FLASH_DIM
-        and call.bias is None
-        and (call.sees_everything or (triangle and q.start >= 0))
+        and not (call.wants_lse or call.dropout)
+        and (call.bias, call.softcap, call.sink) == (None, None, None)
+        and (call.sees_everything or triangle)
     )
 
 

@@ -35,7 +35,12 @@ def moved(made: Made) -> Made:
     sink = None if made.sink is None else made.sink.to(DEVICE)
     options = {**made.options, "sink": sink}
     return replace(
-        made, q=made.q.to(DEVICE), k=made.k.to(DEVICE), v=made.v.to(DEVICE), sink=sink, options=options
+        made,
+        q=made.q.to(DEVICE),
+        k=made.k.to(DEVICE),
+        v=made.v.to(DEVICE),
+        sink=sink,
+        options=options,
     )
 
 
@@ -179,7 +184,9 @@ def test_garbage_behind_a_mask_has_no_gradient(where: str) -> None:
 
 def inputs(B: int = 2) -> list[Tensor]:
     draw = torch.Generator().manual_seed(3)
-    return [torch.randn(B, h, n, 16, generator=draw).to(DEVICE) for h, n in ((4, 20), (2, 37), (2, 37))]
+    return [
+        torch.randn(B, h, n, 16, generator=draw).to(DEVICE) for h, n in ((4, 20), (2, 37), (2, 37))
+    ]
 
 
 def test_a_row_is_the_same_alone_and_in_a_batch() -> None:

@@ -39,7 +39,9 @@ def dense(data: MaskData) -> Tensor:
     visible = (k >= 0).expand(-1, -1, data.q_positions.shape[1], -1)
     if data.starts is not None:
         assert data.stops is not None
-        inside = (k[..., None] >= data.starts[:, :, :, None]) & (k[..., None] < data.stops[:, :, :, None])
+        inside = (k[..., None] >= data.starts[:, :, :, None]) & (
+            k[..., None] < data.stops[:, :, :, None]
+        )
         visible = visible & inside.any(-1)
     if data.bits is not None:
         j = torch.arange(k.shape[-1])
@@ -114,9 +116,7 @@ def test_many_ranges_become_bits() -> None:
     q = torch.zeros(1, 1, 40, 8)
     strided = masks.Fn(lambda q, k: (k % 2) == 0, "even")
     assert mask_data(make_call(q, q, q, mask=strided)).bits is not None
-    five = masks.Causal() & (
-        masks.Sinks(1) | masks.Prefix(3) & ~masks.Sinks(2) | masks.Window(2)
-    )
+    five = masks.Causal() & (masks.Sinks(1) | masks.Prefix(3) & ~masks.Sinks(2) | masks.Window(2))
     data = mask_data(make_call(q, q, q, mask=five))
     assert data.ranges in (2, 4)
     assert data.starts is not None
@@ -171,5 +171,5 @@ def test_a_table_that_would_be_too_large_is_refused() -> None:
     x = torch.empty(1, 32, 65536, 8, device="meta")
     rule = biases.FnBias(lambda q, k: (q - k).float(), ())
     call = replace(make_call(x, x, x), bias=rule)
-    assert why_no_bias_data(call) == ["a table of fn may take 512 GiB; limit 4.00 GiB"]
+    assert why_no_bias_data(call) == ["a table of fn(<lambda>) may take 512 GiB; limit 4.00 GiB"]
     assert why_no_bias_data(replace(call, bias=biases.ALiBi(32))) == []

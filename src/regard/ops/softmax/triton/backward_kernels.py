@@ -3,7 +3,8 @@
 The weights are computed again from the largest score m and the sum l of each row, or from an lse as
 m and l = 1. With delta = rowsum(dO O) - d_lse of each row,
 
-    p = e^(s - m) / l    dp = dO v^T    ds = p (dp - delta)    dq = ds k    dk = ds^T q    dv = p^T dO
+    p = e^(s - m) / l    dp = dO v^T    ds = p (dp - delta)
+    dq = ds k    dk = ds^T q    dv = p^T dO
 
 Each program owns the numbers that it writes, so that the gradients are the same in every run: there
 are no atomic operations. Masked pairs are selected away. As in the forward kernel, a second launch
@@ -122,7 +123,9 @@ def attention_backward_q(
     row_inside = row < T
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     q_mask, d_mask = row_inside[:, None] & (d < D)[None, :], row_inside[:, None] & (e < E)[None, :]
-    q = tl.load(q_ptr + b64 * q_b + h64 * q_h + row64[:, None] * q_t + d[None, :], mask=q_mask, other=0.0)
+    q = tl.load(
+        q_ptr + b64 * q_b + h64 * q_h + row64[:, None] * q_t + d[None, :], mask=q_mask, other=0.0
+    )
     d_at = d_out_ptr + b64 * d_b + h64 * d_h + row64[:, None] * d_t + e[None, :]
     d_out = tl.load(d_at, mask=d_mask, other=0.0)
     if WIDEN:
@@ -214,7 +217,9 @@ def attention_backward_q(
             if HAS_D_LSE:
                 delta -= tl.load(d_lse_ptr + at, mask=row_inside, other=0.0)
             tl.store(delta_ptr + at, delta, mask=row_inside)
-    tl.store(dq_ptr + at[:, None] * D + d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=q_mask)
+    tl.store(
+        dq_ptr + at[:, None] * D + d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=q_mask
+    )
     if D_SLOPE:
         tl.store(d_slope_ptr + program, tl.sum(d_slope, 0))
     if D_WEIGHT:
@@ -251,8 +256,12 @@ def attention_backward_kv(
     col_inside = col < S
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     k_mask, v_mask = col_inside[:, None] & (d < D)[None, :], col_inside[:, None] & (e < E)[None, :]
-    k = tl.load(k_ptr + b64 * k_b + g64 * k_g + col64[:, None] * k_s + d[None, :], mask=k_mask, other=0.0)
-    v = tl.load(v_ptr + b64 * v_b + g64 * v_g + col64[:, None] * v_s + e[None, :], mask=v_mask, other=0.0)
+    k = tl.load(
+        k_ptr + b64 * k_b + g64 * k_g + col64[:, None] * k_s + d[None, :], mask=k_mask, other=0.0
+    )
+    v = tl.load(
+        v_ptr + b64 * v_b + g64 * v_g + col64[:, None] * v_s + e[None, :], mask=v_mask, other=0.0
+    )
     if WIDEN:
         k, v = k.to(tl.float32), v.to(tl.float32)
     kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[:, None]
@@ -261,7 +270,10 @@ def attention_backward_kv(
         for member in range(group):
             head = g64 * group + member
             list_row = (b64 * list_b + head * list_h) * key_tiles + tile
-            full, listed = tl.load(counts_ptr + list_row * 2), tl.load(counts_ptr + list_row * 2 + 1)
+            full, listed = (
+                tl.load(counts_ptr + list_row * 2),
+                tl.load(counts_ptr + list_row * 2 + 1),
+            )
             odd = odd_ptr + (b64 * H + head) * query_blocks
             blocks = tiles_ptr + list_row * query_blocks
             found = found | holds_odd_tile(odd, blocks, full, listed).to(tl.int32)
@@ -336,7 +348,10 @@ def attention_backward_kv(
                     odd = is_not_finite(delta)
                     p = tl.where(visible & odd[None, :], float("nan"), p)
                 dv = tl.dot(
-                    p.to(q.dtype), without_odd(d_out, CAREFUL and masked == 1), dv, input_precision=PRECISION
+                    p.to(q.dtype),
+                    without_odd(d_out, CAREFUL and masked == 1),
+                    dv,
+                    input_precision=PRECISION,
                 )
                 ds = p * (dp - delta[None, :])
                 if masked:
@@ -349,7 +364,9 @@ def attention_backward_kv(
         if D_COLUMN:
             tl.store(d_column_ptr + (b64 * H + h) * S + col64, d_column, mask=col_inside)
     at = (b64 * G + g) * S + col64
-    tl.store(dk_ptr + at[:, None] * D + d[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=k_mask)
+    tl.store(
+        dk_ptr + at[:, None] * D + d[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=k_mask
+    )
     tl.store(dv_ptr + at[:, None] * E + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=v_mask)
 
 

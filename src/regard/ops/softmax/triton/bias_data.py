@@ -68,9 +68,10 @@ def bias_data(call: Call, bias: Bias | None) -> BiasData:
         slopes = alibi.slopes_on(device, torch.float32)
         result = result._replace(slopes=slopes, symmetric=alibi.symmetric)
     if t5 is not None:
-        options = (int(t5.table.shape[0]), t5.bidirectional, t5.max_distance)
         weights = t5.table.to(device, torch.float32).T
-        result = result._replace(buckets=_bucket_table(*options, device), weights=weights)
+        n = int(t5.table.shape[0])
+        found = _bucket_table(n, t5.max_distance, device, bidirectional=t5.bidirectional)
+        result = result._replace(buckets=found, weights=weights)
     if others:
         result = result._replace(table=sum_of_tables(call, others))
     return result
@@ -107,7 +108,7 @@ def _split(bias: Bias | None) -> tuple[ALiBi | None, T5Relative | None, list[Bia
 
 @lru_cache(8)
 def _bucket_table(
-    buckets: int, bidirectional: bool, max_distance: int, device: torch.device
+    buckets: int, max_distance: int, device: torch.device, *, bidirectional: bool
 ) -> Tensor:
     """Return the bucket of each distance from -max_distance to max_distance."""
     distances = torch.arange(-max_distance, max_distance + 1, device=device)

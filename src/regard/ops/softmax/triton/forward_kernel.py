@@ -188,6 +188,4 @@ def attention_forward(
     tl.store(max_ptr + at, m, mask=row_inside)
     tl.store(sum_ptr + at, tl.where(sees, total, 0.0), mask=row_inside)
     out_at = out_ptr + at[:, None] * E + e[None, :]
-    tl.store(
-        out_at, acc.to(out_ptr.dtype.element_ty), mask=row_inside[:, None] & (e < E)[None, :]
-    )
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_inside[:, None] & (e < E)[None, :])

@@ -116,7 +116,7 @@ class TritonKernel:
         """
         sizes, data = block_sizes("forward", call.q.dtype, call.D, call.E), mask_data(call)
         lists = tile_lists(call, data, sizes.rows, sizes.keys)
-        size = 3 * call.B * call.H * call.T * 4 + mask_bytes(call, data, lists)
+        size = 3 * call.B * call.H * call.T * 4 + mask_bytes(data, lists)
         table = bias_data(call, call.bias).table
         size += 0 if table is None else table.nbytes
         return WorkEstimate(count_pairs(call, lists, sizes.rows, sizes.keys), size)
@@ -209,7 +209,9 @@ def gradients(
         )
     trained = [x for x in leaves if x.requires_grad]
     pairs = [
-        (x, d) for x, d in zip(data.parts, d_data.parts, strict=True) if d is not None
+        (x, d)
+        for x, d in zip(data.parts, d_data.parts, strict=True)
+        if x is not None and d is not None
     ]
     if not trained or not pairs:
         return *d_qkv, *(None for _ in leaves)

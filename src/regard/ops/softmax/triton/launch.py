@@ -236,7 +236,9 @@ def backward_launches(
     launch = Launch(attention_backward_q, grid, args, {**options, **of_bias})
     launches += with_care(launch, [mark_launch(k, odd, sizes.keys)], call)
     by_key = wanted.table and _is_per_key(call, bias)
-    launches += (_backward_kv_launches(call, bias, data, rows, (dk, dv, buffers["column"]), by_key))
+    launches += _backward_kv_launches(
+        call, bias, data, rows, (dk, dv, buffers["column"]), by_key=by_key
+    )
     if wanted.table and not by_key:
         assert bias.table is not None
         b, h = bias.table.shape[:2]
@@ -255,6 +257,7 @@ def _backward_kv_launches(
     data: MaskData,
     rows: tuple[Tensor, ...],
     results: tuple[Tensor, ...],
+    *,
     by_key: bool,
 ) -> list[Launch]:
     """Return the launches of the kernel of dk and dv."""

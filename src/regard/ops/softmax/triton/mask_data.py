@@ -19,7 +19,7 @@ from torch import Tensor
 from regard import masks
 from regard.masks import EMPTY, FULL, PARTIAL, Mask
 from regard.ops.softmax.call import Call
-from regard.span import Positions, Span, as_tensor, find_empty_slots
+from regard.span import Positions, Span, as_tensor
 
 MAX_RANGES = 8
 """The largest number of key ranges of a query; a mask with more is stored as bits."""
@@ -106,12 +106,12 @@ def _is_constant(call: Call) -> bool:
 
 def _make_mask_data(mask: Mask, q: Positions, k: Positions, device: torch.device) -> MaskData:
     """Return a mask as ranges of positions, or as bits if it has none or too many."""
-    positions = [_to_int32(x, device) for x in (q, k)]
+    q_positions, k_positions = (_to_int32(x, device) for x in (q, k))
     if isinstance(mask, masks.Full) and isinstance(q, Span) and q.all_tokens:
-        return MaskData(*positions, None, None, None)
+        return MaskData(q_positions, k_positions, None, None, None)
     ranges = mask.intervals(q, device=device)
     if ranges is None or ranges.starts.shape[-1] > MAX_RANGES:
-        return MaskData(*positions, None, None, _mask_bits(mask, q, k, device))
+        return MaskData(q_positions, k_positions, None, None, _mask_bits(mask, q, k, device))
     starts, stops = ranges
     empty = starts >= stops
     starts = starts.clamp(max=LARGEST).masked_fill(empty, LARGEST).to(torch.int32)
@@ -120,7 +120,7 @@ def _make_mask_data(mask: Mask, q: Positions, k: Positions, device: torch.device
     n = starts.shape[-1]
     missing = (1 << (n - 1).bit_length()) - n
     starts = F.pad(starts, (0, missing), value=LARGEST).contiguous()
-    return MaskData(*positions, starts, F.pad(stops, (0, missing)).contiguous(), None)
+    return MaskData(q_positions, k_positions, starts, F.pad(stops, (0, missing)).contiguous(), None)
 
 
 _mask_data_of_spans = lru_cache(32)(_make_mask_data)
@@ -178,7 +178,8 @@ def tile_kinds(data: MaskData, rows: int, keys: int) -> Tensor:
     if data.starts is None:
         assert data.stops is None
         blocks = -(-data.q_positions.shape[1] // rows)
-        return (some.to(torch.int8) + whole.to(torch.int8)).expand(-1, -1, blocks, -1)
+        every: Tensor = some.to(torch.int8) + whole.to(torch.int8)
+        return every.expand(-1, -1, blocks, -1)
     assert data.stops is not None
     missing = -data.starts.shape[2] % rows
     reached = torch.zeros((), dtype=torch.bool, device=k.device)
@@ -201,7 +202,8 @@ def tile_kinds(data: MaskData, rows: int, keys: int) -> Tensor:
             (first.amax(-1)[..., None] <= k_min) & (last.amin(-1)[..., None] > k_max)
         )
     reached = reached & some
-    return reached.to(torch.int8) + (reached & covered & whole).to(torch.int8)
+    kinds: Tensor = reached.to(torch.int8) + (reached & covered & whole).to(torch.int8)
+    return kinds
 
 
 def _kinds_of_bits(data: MaskData, rows: int, keys: int) -> Tensor:
@@ -216,8 +218,9 @@ def _kinds_of_bits(data: MaskData, rows: int, keys: int) -> Tensor:
     every = every.unflatten(3, shape[1]).unflatten(2, shape[0]) == 255
     found = some.any(5).any(3)
     # the last byte is never 255 if S is no multiple of 8, and the tile then has slots behind S
-    assert S <= data.bits.shape[3] * 8
-    return found.to(torch.int8) + (found & every.all(5).all(3)).to(torch.int8)
+    assert data.bits.shape[3] * 8 >= S
+    kinds: Tensor = found.to(torch.int8) + (found & every.all(5).all(3)).to(torch.int8)
+    return kinds
 
 
 def make_lists(kinds: Tensor) -> TileLists:
@@ -240,12 +243,7 @@ def count_pairs(call: Call, lists: TileLists, rows: int, keys: int) -> int:
     return min(shared * tiles * rows * keys, call.B * call.H * call.T * call.S)
 
 
-def mask_bytes(call: Call, data: MaskData, lists: TileLists) -> int:
+def mask_bytes(data: MaskData, lists: TileLists) -> int:
     """Return the bytes of a mask as data."""
     tensors = [data.starts, data.stops, data.bits, data.q_positions, data.k_positions, *lists]
     return sum(x.nbytes for x in tensors if x is not None)
-
-
-def has_empty_queries(call: Call) -> bool:
-    """Return whether some query may hold no token, as far as that is known without reading."""
-    return find_empty_slots(call.q_positions, call.q.device) is not None

@@ -33,8 +33,20 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def bias_of_tile(
-    qp, kp, row, col, inside, slope, bucket, weight, table, table_row, table_col,
-    LINEAR: tl.constexpr, MAX_DISTANCE: tl.constexpr, TABLE: tl.constexpr,
+    qp,
+    kp,
+    row,
+    col,
+    inside,
+    slope,
+    bucket,
+    weight,
+    table,
+    table_row,
+    table_col,
+    LINEAR: tl.constexpr,
+    MAX_DISTANCE: tl.constexpr,
+    TABLE: tl.constexpr,
 ):
     """The bias of a tile: slopes times distances, the weights of buckets, and a table.
 
@@ -74,8 +86,17 @@ def buckets_of_tile(qp, kp, bucket, MAX_DISTANCE: tl.constexpr):
 
 @triton.jit
 def visible_pairs(
-    kp, row, col, inside, row_inside, start, stop, bits, bits_row,
-    RANGES: tl.constexpr, BITS: tl.constexpr,
+    kp,
+    row,
+    col,
+    inside,
+    row_inside,
+    start,
+    stop,
+    bits,
+    bits_row,
+    RANGES: tl.constexpr,
+    BITS: tl.constexpr,
 ):
     """Which pairs of a tile are visible.
 
