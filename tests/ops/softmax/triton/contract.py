@@ -21,6 +21,7 @@ from regard.ops.softmax.call import KernelResult, make_call
 from regard.ops.softmax.part_gradients import part_gradients
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.triton import TritonKernel
+from regard.ops.softmax.triton.launch import is_decoding
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.ops.softmax.test_contract import answers, gradient_answers, gradients
 from tests.rules import GRADIENT, assert_close_rule
@@ -95,6 +96,53 @@ def test_gradients(case: Case, dtype: torch.dtype) -> None:
         assert_close_rule(found[i], plain, right[i], GRADIENT, what=f"gradient of {name}")
     blind = ~made.visible.any(-1)
     assert torch.equal(found[0][blind], torch.zeros_like(found[0][blind]))
+
+
+def decoding(case: Case, i: int) -> Case:
+    """The case with one query, or a few."""
+    B, H, G, T, S, D, E = case.shape
+    return replace(case, shape=(B, H, G, min(T, 5 if i % 2 else 1), S, D, E))
+
+
+DECODED = [(decoding(x, i), DTYPES[i // 2 % 2]) for i, x in enumerate(CONTRACT) if i % 3 == 0]
+
+
+@pytest.mark.parametrize("case, dtype", DECODED, ids=ids(DECODED))
+def test_decoding(case: Case, dtype: torch.dtype) -> None:
+    """Split keys with packed heads; in the interpreter a span has one tile of 16 keys."""
+    made = make(case, dtype)
+    result = run(made)
+    assert is_decoding(moved(made).call())
+    assert_forward(result, case, dtype)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_decoding_passes_on_what_is_not_finite(where: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 16, generator=draw) for h, n in ((4, 1), (2, 40), (2, 40)))
+    {"q": q[0, 0, 0], "k": k[0, 0, 30], "v": v[0, 0, 30]}[where][3] = math.nan
+    v[0, 1, 20:36, 2] = math.inf
+    k[:, :, :10] = v[:, :, :10] = math.nan  # outside of the window
+    mask = masks.Causal() & masks.Window(15)
+    right = ReferenceKernel().run(make_call(q, k, v, mask=mask, wants_lse=True))
+    found = KERNEL.run(make_call(*(x.to(DEVICE) for x in (q, k, v)), mask=mask, wants_lse=True))
+    out = found.out.cpu()
+    assert right.out.isnan().any()
+    assert torch.equal(out.isnan(), right.out.isnan())
+    assert torch.equal(out.isinf(), right.out.isinf())
+    seen = right.out.isfinite()
+    torch.testing.assert_close(out[seen], right.out[seen], rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_decodes_to_the_same_digits_in_every_batch() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(3, h, n, 16, generator=draw).to(DEVICE) for h, n in ((4, 1), (2, 70), (2, 70))
+    )
+    whole = regard.attend(q, k, v, backend="triton")
+    for i in range(3):
+        row = slice(i, i + 1)
+        assert torch.equal(whole[row], regard.attend(q[row], k[row], v[row], backend="triton"))
 
 
 @pytest.mark.parametrize("case", [Case("window", sink=True), Case("fn"), Case("none")], ids=str)

@@ -56,7 +56,8 @@ def compile_launch(launch: Any, capability: int) -> Compiled:
             signature[name] = TYPES[arg.dtype]
         else:
             signature[name] = "fp32" if isinstance(arg, float) else "i32"
-        if isinstance(arg, Tensor) or (isinstance(arg, int) and arg and arg % 16 == 0):
+        looked_at = not launch.kernel.params[i].do_not_specialize
+        if isinstance(arg, Tensor) or (looked_at and isinstance(arg, int) and arg and arg % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constants = {name: x for name, x in launch.options.items() if name in names}
     options = {name: x for name, x in launch.options.items() if name not in names}
@@ -140,12 +141,53 @@ def test_a_block_that_does_not_fit_is_found() -> None:
     assert compile_launch(launch._replace(options=large), 90).shared > SHARED_LIMIT[90]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("D", [128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_decoding(dtype: torch.dtype, D: int, capability: int) -> None:
+    from regard.ops.softmax.triton.launch import decode_launches
+
+    q, k = torch.zeros(1, 8, 1, D, dtype=dtype), torch.zeros(1, 1, 2048, D, dtype=dtype)
+    call = make_call(q, k, k, **RICH | {"bias": biases.ALiBi(8)})
+    for launch in decode_launches(call, bias_data(call, call.bias))[0]:
+        found = compile_launch(launch, capability)
+        assert found.shared <= SHARED_LIMIT[capability]
+        assert found.spilled == 0, launch.kernel.__name__
+        if dtype == torch.bfloat16 and launch.kernel.__name__ == "attention_decode":
+            assert "mma.sync" in found.ptx
+            assert "cp.async" in found.ptx
+
+
+def test_nothing_is_compiled_for_another_length() -> None:
+    """The arguments by which triton keys its compiled kernels are the same for every length."""
+    from regard.ops.softmax.triton.launch import decode_launches
+
+    def key_of(S: int) -> list[object]:
+        q, k = (torch.zeros(1, h, n, 64, dtype=torch.bfloat16) for h, n in ((8, 1), (2, 4096)))
+        call = make_call(q, k[:, :, :S], k[:, :, :S], mask=masks.Causal())
+        launch = decode_launches(call, bias_data(call, None))[0][0]
+        looked_at = [
+            (x == 1, x % 16 == 0)
+            for x, param in zip(launch.args, launch.kernel.params, strict=False)
+            if isinstance(x, int) and not param.do_not_specialize
+        ]
+        return [looked_at, launch.options]
+
+    keys = [key_of(S) for S in (2, 16, 17, 512, 513, 4096)]
+    assert all(x == keys[0] for x in keys)
+    assert len(keys[0][0]) >= 9  # the strides of q, k and v
+
+
 def test_one_compiled_kernel_serves_every_mask_of_as_many_ranges() -> None:
     def options_of(mask: masks.Mask) -> dict[str, Any]:
         launch = launches_of(torch.bfloat16, 64, {"mask": mask})["forward"]
-        numbers = [x for x in launch.args if isinstance(x, (int, float))]
-        # the strides and sizes for which triton would compile another kernel
-        return {**launch.options, "ones": [x == 1 for x in numbers]}
+        looked_at = [
+            (x == 1, x % 16 == 0)
+            for x, param in zip(launch.args, launch.kernel.params, strict=False)
+            if isinstance(x, int) and not param.do_not_specialize
+        ]
+        return {**launch.options, "looked_at": looked_at}
 
     causal = options_of(masks.Causal())
     assert options_of(masks.Causal() & masks.Window(9)) == causal

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from regard.ops.softmax.triton.scores import (
     LOG2E,
+    UNSPECIALIZED,
     bias_of_tile,
     buckets_of_tile,
     holds_odd_tile,
@@ -64,7 +65,7 @@ def without_odd(x, MASKED: tl.constexpr):
     return tl.where(is_not_finite(x.to(tl.float32)), 0.0, x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def row_deltas(
     out_ptr, d_out_ptr, d_lse_ptr, delta_ptr, d_b, d_h, d_t, H, T,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BM: tl.constexpr, HAS_D_LSE: tl.constexpr,
@@ -84,7 +85,7 @@ def row_deltas(
     tl.store(delta_ptr + at, delta, mask=row < T)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_q(
     q_ptr, k_ptr, v_ptr, d_out_ptr, max_ptr, sum_ptr, delta_ptr, d_lse_ptr,
     dq_ptr, d_slope_ptr, d_weight_ptr,
@@ -226,7 +227,7 @@ def attention_backward_q(
         tl.store(d_weight_ptr + program * BUCKETS + bucket_numbers, d_weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_kv(
     q_ptr, k_ptr, v_ptr, d_out_ptr, max_ptr, sum_ptr, delta_ptr,
     dk_ptr, dv_ptr, d_column_ptr,
@@ -370,7 +371,7 @@ def attention_backward_kv(
     tl.store(dv_ptr + at[:, None] * E + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=v_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_table(
     q_ptr, k_ptr, v_ptr, d_out_ptr, max_ptr, sum_ptr, delta_ptr, d_table_ptr,
     q_pos_ptr, k_pos_ptr, start_ptr, stop_ptr, bits_ptr, kinds_ptr,

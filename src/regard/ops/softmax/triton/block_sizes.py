@@ -67,3 +67,19 @@ def block_sizes(kind: KernelKind, dtype: torch.dtype, D: int, E: int) -> Program
     """
     width = next(x for x in (64, 128, 256) if max(D, E) <= x)
     return _TABLE[kind, dtype.itemsize == 2, width]
+
+
+SPAN_KEYS = 512
+"""The keys of a program that decodes. The number is fixed, so that the order of sums depends on the
+keys alone."""
+
+
+def decode_sizes(dtype: torch.dtype, D: int, E: int) -> ProgramSizes:
+    """Return the sizes of the decoding kernel, whose rows are the queries of a group of heads.
+
+    >>> decode_sizes(torch.bfloat16, 128, 128)
+    ProgramSizes(rows=16, keys=64, warps=4, stages=3)
+    """
+    if dtype.itemsize == 2:
+        return ProgramSizes(16, 64, 4, 3) if max(D, E) <= 128 else ProgramSizes(16, 32, 4, 2)
+    return ProgramSizes(16, 32, 4, 2) if max(D, E) <= 128 else ProgramSizes(16, 16, 4, 2)

@@ -22,6 +22,7 @@ import triton.language as tl
 from regard.ops.softmax.triton.scores import (
     LN2,
     LOG2E,
+    UNSPECIALIZED,
     bias_of_tile,
     holds_odd_tile,
     is_not_finite,
@@ -61,7 +62,7 @@ def add_odd_values(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_forward(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, max_ptr, sum_ptr,
     q_pos_ptr, k_pos_ptr, start_ptr, stop_ptr, bits_ptr, counts_ptr, tiles_ptr,

@@ -94,9 +94,10 @@ class TritonKernel:
                 call, call.q, call.k, call.v, *bias_tensors
             )
         else:
-            from regard.ops.softmax.triton.launch import run_forward
+            from regard.ops.softmax.triton.launch import is_decoding, run_decode, run_forward
 
-            out, lse, *_ = run_forward(call, bias_data(call, call.bias))
+            run = run_decode if is_decoding(call) else run_forward
+            out, lse = run(call, bias_data(call, call.bias))[:2]
         return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
 
     def part_gradients(

@@ -19,7 +19,14 @@ from regard.ops.softmax.triton.backward_kernels import (
     row_deltas,
 )
 from regard.ops.softmax.triton.bias_data import BiasData
-from regard.ops.softmax.triton.block_sizes import INTERPRETED, ProgramSizes, block_sizes
+from regard.ops.softmax.triton.block_sizes import (
+    INTERPRETED,
+    SPAN_KEYS,
+    ProgramSizes,
+    block_sizes,
+    decode_sizes,
+)
+from regard.ops.softmax.triton.decode_kernels import attention_decode, join_spans
 from regard.ops.softmax.triton.forward_kernel import attention_forward
 from regard.ops.softmax.triton.mask_data import (
     MaskData,
@@ -93,6 +100,62 @@ def run_forward(call: Call, bias: BiasData) -> ForwardResult:
     for launch in launches:
         launch.run()
     return result._replace(out=result.out.to(call.result_dtype))
+
+
+MAX_PACKED_ROWS = 32
+"""The most queries of a group of heads, all together, that the decoding kernel takes."""
+
+
+def is_decoding(call: Call) -> bool:
+    """Return whether the decoding kernel runs a call: few queries, more keys, and no gradient."""
+    rows = call.H // call.G * call.T
+    return rows <= MAX_PACKED_ROWS and call.S > call.T and not call.has_gradient
+
+
+def run_decode(call: Call, bias: BiasData) -> tuple[Tensor, Tensor]:
+    """Run the decoding kernels, and return the output and the lse."""
+    launches, out, lse = decode_launches(call, bias)
+    for launch in launches:
+        launch.run()
+    return out.to(call.result_dtype), lse
+
+
+def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, Tensor]:
+    """Return the launches of a decoding step, and the output and lse that they will write."""
+    q, k, v = (dense_rows(x) for x in (call.q, call.k, call.v))
+    sizes = INTERPRETED if is_interpreted() else decode_sizes(call.q.dtype, call.D, call.E)
+    data = mask_data(call)
+    # the kinds of the tiles for all queries and heads: a program computes the heads of a group
+    kinds = tile_lists(call, data, triton.next_power_of_2(call.T), sizes.keys).kinds
+    kinds = kinds.amax((1, 2)).contiguous()  # [b,nK]
+    tiles, span_tiles = kinds.shape[1], max(1, SPAN_KEYS // sizes.keys)
+    if is_interpreted():
+        span_tiles = 1
+    spans = -(-tiles // span_tiles)
+    shape = (call.B, call.H, call.T)
+    part = q.new_empty(*shape, spans, call.E, dtype=torch.float32)
+    part_lse = q.new_empty(*shape, spans, dtype=torch.float32)
+    out = q.new_empty(*shape, call.E, dtype=torch.float32 if _widens(call) else call.result_dtype)
+    lse = q.new_empty(*shape, dtype=torch.float32)
+    lists = TileLists(kinds[:, None], kinds, kinds)
+    tensors, strides = _rule_tensors(q, data, lists, bias), _rule_strides(data, lists, bias)
+    group = call.H // call.G
+    args = (
+        q, k, v, part, part_lse, *tensors[:5], kinds, *tensors[7:], *_strides(q, k, v), *strides,
+        call.H, group, call.T, call.S, spans, tiles, call.scale, call.softcap or 0.0,
+    )  # fmt: skip
+    options = {**constants(call, bias, data, sizes), **_resources(sizes), "SPAN_TILES": span_tiles}
+    options["BM"] = max(16, triton.next_power_of_2(group * call.T))
+    width = triton.next_power_of_2(spans)
+    join = {"E": call.E, "BLOCK_E": options["BLOCK_E"], "BLOCK_SPANS": width}
+    return (
+        [
+            Launch(attention_decode, (spans, call.B * call.G), args, options),
+            Launch(join_spans, (out[..., 0].numel(), 1), (part, part_lse, out, lse, spans), join),
+        ],
+        out,
+        lse,
+    )
 
 
 def forward_launches(call: Call, bias: BiasData) -> tuple[list[Launch], ForwardResult]:

@@ -11,6 +11,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+UNSPECIALIZED = (
+    "H", "group", "T", "S", "B", "heads", "n", "query_blocks", "key_tiles", "spans",
+    "q_pos_b", "k_pos_b", "mask_b", "mask_h", "list_b", "list_h", "bits_row", "weight_h",
+    "table_b", "table_h", "table_rows", "table_heads",
+)  # fmt: skip
+"""Numbers whose values triton must not look at: it would compile a kernel again where one of them
+becomes 1 or a multiple of 16, as the number of keys does in every 16th step of decoding."""
+
 LOG2E = tl.constexpr(1.4426950408889634)
 """Weights are computed as powers of 2: e^x = 2^(x log2 e)."""
 LN2 = tl.constexpr(0.6931471805599453)
@@ -131,7 +139,7 @@ def is_not_finite(x):
     return (x != x) | (tl.abs(x) == float("inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def mark_odd_tiles(
     x_ptr, odd_ptr, x_b, x_h, x_n, heads, n,
     WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
