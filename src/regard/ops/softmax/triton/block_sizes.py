@@ -82,4 +82,4 @@ def decode_sizes(dtype: torch.dtype, D: int, E: int) -> ProgramSizes:
     """
     if dtype.itemsize == 2:
         return ProgramSizes(16, 64, 4, 3) if max(D, E) <= 128 else ProgramSizes(16, 32, 4, 2)
-    return ProgramSizes(16, 32, 4, 2) if max(D, E) <= 128 else ProgramSizes(16, 16, 4, 2)
+    return ProgramSizes(16, 16, 4, 2)

@@ -47,19 +47,24 @@ def add_values(acc, p, v, visible, PRECISION: tl.constexpr):
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_decode(
     q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr,
-    q_pos_ptr, k_pos_ptr, start_ptr, stop_ptr, bits_ptr, kinds_ptr,
+    q_pos_ptr, k_pos_ptr, start_ptr, stop_ptr, bits_ptr, bounds_ptr,
     slope_ptr, bucket_ptr, weight_ptr, table_ptr,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s,
     q_pos_b, k_pos_b, mask_b, mask_h, list_b, list_h, bits_row,
     weight_h, table_b, table_h, table_t, table_s,
-    H, group, T, S, spans, key_tiles, scale, softcap,
+    H, group, T, S, spans, scale, softcap,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
     SOFTCAP: tl.constexpr, LINEAR: tl.constexpr, MAX_DISTANCE: tl.constexpr, TABLE: tl.constexpr,
     PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
-    SPAN_TILES: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
-    """Attention of all queries of one group of heads over one span of keys: out and lse."""
+    """Attention of all queries of one group of heads over one span of keys: out and lse.
+
+    A masked weight of 0 times a value that is not finite is NaN. With CAREFUL, which is a second
+    launch, a program looks at what the first one wrote, and computes it again only if a number
+    there is not finite.
+    """
     span = tl.program_id(0)
     G = H // group
     b, g = tl.program_id(1) // G, tl.program_id(1) % G
@@ -86,53 +91,63 @@ def attention_decode(
     k_base, v_base = k_ptr + b64 * k_b + g64 * k_g, v_ptr + b64 * v_b + g64 * v_g
     k_offset = tl.arange(0, BN)[:, None] * k_s + d[None, :]
     v_offset = tl.arange(0, BN)[:, None] * v_s + e[None, :]
-    kinds = kinds_ptr + b64 * list_b * key_tiles
+    # the first tile of the span that some query sees, and one past the last
+    bounds = bounds_ptr + (b64 * list_b * spans + span) * 2
+    first_tile, last_tile = tl.load(bounds), tl.load(bounds + 1)
+    at = ((b64 * H + h64) * T + row) * spans + span
+    part_at = part_ptr + at[:, None] * E + e[None, :]
+    part_mask = row_inside[:, None] & (e < E)[None, :]
+    if CAREFUL:
+        odd = is_not_finite(tl.load(part_at, mask=part_mask, other=0.0)).to(tl.int32)
+        if tl.max(tl.max(odd, 1), 0) == 0:
+            return
     UNIT: tl.constexpr = 1.0 if PRECISE else LOG2E
     TO_EXP2: tl.constexpr = LOG2E if PRECISE else 1.0
     m = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, BLOCK_E], tl.float32)
-    for tile in range(span * SPAN_TILES, tl.minimum((span + 1) * SPAN_TILES, key_tiles)):
-        if tl.load(kinds + tile) != 0:
-            first_col = tile * BN
-            col = first_col + tl.arange(0, BN)
-            col_inside = col < S
-            k_at = k_base + first_col.to(tl.int64) * k_s + k_offset
-            v_at = v_base + first_col.to(tl.int64) * v_s + v_offset
-            k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
-            v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
-            if WIDEN:
-                k, v = k.to(tl.float32), v.to(tl.float32)
-            kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[None, :]
-            inside = row_inside[:, None] & col_inside[None, :]
-            s = tl.dot(q, k.T, input_precision=PRECISION) * scale
-            if SOFTCAP:
-                s = softcap * tanh(s / softcap, PRECISE)
-            if LINEAR or MAX_DISTANCE or TABLE:
-                s += bias_of_tile(
-                    qp, kp, row[:, None], col[None, :], inside, slope, bucket_ptr, weight,
-                    table, table_t, table_s, LINEAR, MAX_DISTANCE, TABLE,
-                )  # fmt: skip
-            visible = visible_pairs(
-                kp, row[:, None], col[None, :], inside, row_inside[:, None],
-                start, stop, bits, bits_row, RANGES, BITS,
+    for tile in range(first_tile, last_tile):
+        first_col = tile * BN
+        col = first_col + tl.arange(0, BN)
+        col_inside = col < S
+        k_at = k_base + first_col.to(tl.int64) * k_s + k_offset
+        v_at = v_base + first_col.to(tl.int64) * v_s + v_offset
+        k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
+        if WIDEN:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[None, :]
+        inside = row_inside[:, None] & col_inside[None, :]
+        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        if SOFTCAP:
+            s = softcap * tanh(s / softcap, PRECISE)
+        if LINEAR or MAX_DISTANCE or TABLE:
+            s += bias_of_tile(
+                qp, kp, row[:, None], col[None, :], inside, slope, bucket_ptr, weight,
+                table, table_t, table_s, LINEAR, MAX_DISTANCE, TABLE,
             )  # fmt: skip
-            s = tl.where(visible, s * UNIT, float("-inf"))
-            new_m = tl.maximum(m, tl.max(s, 1))
-            shift = tl.where(new_m == float("-inf"), 0.0, new_m)
-            p = tl.exp2((s - shift[:, None]) * TO_EXP2)
-            correction = tl.exp2((m - shift) * TO_EXP2)
-            total = total * correction + tl.sum(p, 1)
-            acc = add_values(acc * correction[:, None], p, v, visible, PRECISION)
-            m = new_m
+        visible = visible_pairs(
+            kp, row[:, None], col[None, :], inside, row_inside[:, None],
+            start, stop, bits, bits_row, RANGES, BITS,
+        )  # fmt: skip
+        s = tl.where(visible, s * UNIT, float("-inf"))
+        new_m = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+        p = tl.exp2((s - shift[:, None]) * TO_EXP2)
+        correction = tl.exp2((m - shift) * TO_EXP2)
+        total = total * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None]
+        if CAREFUL:
+            acc = add_values(acc, p, v, visible, PRECISION)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = new_m
     sees = (m != float("-inf")) | (total != 0.0)
     divisor = tl.where(sees, total, 1.0)
     m = tl.where(m == float("-inf"), 0.0, m)
     lse = tl.where(sees, m * (1.0 / UNIT) + tl.log2(divisor) * LN2, float("-inf"))
-    at = ((b64 * H + h64) * T + row) * spans + span
     tl.store(part_lse_ptr + at, lse, mask=row_inside)
-    part_at = part_ptr + at[:, None] * E + e[None, :]
-    tl.store(part_at, acc / divisor[:, None], mask=row_inside[:, None] & (e < E)[None, :])
+    tl.store(part_at, acc / divisor[:, None], mask=part_mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -127,35 +127,56 @@ def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, T
     data = mask_data(call)
     # the kinds of the tiles for all queries and heads: a program computes the heads of a group
     kinds = tile_lists(call, data, triton.next_power_of_2(call.T), sizes.keys).kinds
-    kinds = kinds.amax((1, 2)).contiguous()  # [b,nK]
-    tiles, span_tiles = kinds.shape[1], max(1, SPAN_KEYS // sizes.keys)
-    if is_interpreted():
-        span_tiles = 1
-    spans = -(-tiles // span_tiles)
+    span_tiles = 2 if is_interpreted() else SPAN_KEYS // sizes.keys
+    bounds = span_bounds(kinds.amax((1, 2)), span_tiles)
+    spans = bounds.shape[1]
     shape = (call.B, call.H, call.T)
     part = q.new_empty(*shape, spans, call.E, dtype=torch.float32)
     part_lse = q.new_empty(*shape, spans, dtype=torch.float32)
     out = q.new_empty(*shape, call.E, dtype=torch.float32 if _widens(call) else call.result_dtype)
     lse = q.new_empty(*shape, dtype=torch.float32)
-    lists = TileLists(kinds[:, None], kinds, kinds)
+    lists = TileLists(bounds[:, None], bounds, kinds)
     tensors, strides = _rule_tensors(q, data, lists, bias), _rule_strides(data, lists, bias)
     group = call.H // call.G
     args = (
-        q, k, v, part, part_lse, *tensors[:5], kinds, *tensors[7:], *_strides(q, k, v), *strides,
-        call.H, group, call.T, call.S, spans, tiles, call.scale, call.softcap or 0.0,
+        q, k, v, part, part_lse, *tensors[:5], bounds, *tensors[7:], *_strides(q, k, v),
+        *strides, call.H, group, call.T, call.S, spans, call.scale, call.softcap or 0.0,
     )  # fmt: skip
-    options = {**constants(call, bias, data, sizes), **_resources(sizes), "SPAN_TILES": span_tiles}
+    options = {**constants(call, bias, data, sizes), **_resources(sizes)}
     options["BM"] = max(16, triton.next_power_of_2(group * call.T))
     width = triton.next_power_of_2(spans)
     join = {"E": call.E, "BLOCK_E": options["BLOCK_E"], "BLOCK_SPANS": width}
+    launch = Launch(attention_decode, (spans, call.B * call.G), args, options)
     return (
         [
-            Launch(attention_decode, (spans, call.B * call.G), args, options),
+            *with_care(launch, [], call),
             Launch(join_spans, (out[..., 0].numel(), 1), (part, part_lse, out, lse, spans), join),
         ],
         out,
         lse,
     )
+
+
+def span_bounds(kinds: Tensor, span_tiles: int) -> Tensor:
+    """Return for each span of `span_tiles` tiles the first tile that is not empty, and one past the
+    last; both are equal if all are empty.
+
+    Args:
+        kinds: the kind of each tile for all queries and heads, `[b, nK]`.
+        span_tiles: the tiles of a span.
+
+    Returns:
+        int32 `[b, spans, 2]`.
+
+    >>> span_bounds(torch.tensor([[0, 1, 2, 0, 0, 0, 0, 2]]), 4).tolist()
+    [[[1, 3], [7, 8]]]
+    """
+    missing = -kinds.shape[1] % span_tiles
+    used = torch.nn.functional.pad(kinds != 0, (0, missing)).unflatten(1, (-1, span_tiles))
+    first, behind = used.int().argmax(2), used.flip(2).int().argmax(2)
+    start = torch.arange(used.shape[1], device=kinds.device) * span_tiles
+    last = torch.where(used.any(2), span_tiles - behind, first)
+    return torch.stack([start + first, start + last], -1).to(torch.int32).contiguous()
 
 
 def forward_launches(call: Call, bias: BiasData) -> tuple[list[Launch], ForwardResult]:
