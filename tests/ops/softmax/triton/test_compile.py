@@ -131,6 +131,27 @@ SMALL_BLOCKS = {("backward_q", 256), ("backward_kv", 256)}
 
 
 @pytest.mark.full
+def test_every_form_of_a_mask_and_a_bias_compiles() -> None:
+    """Bits, buckets and a table with their gradients, and the launches that look for NaN."""
+    from regard.ops.softmax.triton.launch import (
+        WantedGradients,
+        backward_launches,
+        forward_launches,
+    )
+
+    q, k = (torch.zeros(1, h, 256, 64, dtype=torch.bfloat16) for h in (4, 2))
+    bias = biases.T5Relative(torch.zeros(32, 4)) + biases.DenseBias(torch.zeros(1, 4, 256, 256))
+    mask = masks.Causal() & masks.Dilated(4, 3)
+    call = make_call(q, k, k, mask=mask, bias=bias + biases.ALiBi(4), softcap=2.0)
+    data = bias_data(call, call.bias)
+    forward, result = forward_launches(call, data)
+    wanted, d_lse = WantedGradients(True, True, True), torch.zeros(1, 4, 256)
+    backward, _ = backward_launches(call, data, result, torch.zeros_like(q), d_lse, wanted)
+    for launch in (*forward, *backward):
+        assert compile_launch(launch, 90).shared <= SHARED_LIMIT[90], launch.kernel.__name__
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 100])
 def test_other_gpus(capability: int) -> None:
     for name, launch in launches_of(torch.bfloat16, 128, PLAIN).items():

@@ -71,9 +71,9 @@ class TritonKernel:
 
     def priority(self, call: Call) -> float | None:
         """Return 75 on a GPU, behind torch's flash attention where it serves a call, and before
-        generated kernels; elsewhere the kernel runs only by name.
+        generated kernels; elsewhere 5, behind the reference.
         """
-        return 75 if call.q.device.type == "cuda" else None
+        return 75 if call.q.device.type == "cuda" else 5
 
     def describe(self, call: Call) -> str:
         """Return in one sentence how the kernel reads the mask, and its blocks."""
