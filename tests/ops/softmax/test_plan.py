@@ -21,7 +21,7 @@ def qkv(
     return [torch.zeros(B, H, T, D), torch.zeros(B, G, S, D), torch.zeros(B, G, S, E)]
 
 
-SHORT = ["sdpa", "tiled", "cpu", "flex", "gemm", "reference"]
+SHORT = ["sdpa", "tiled", "cpu", "flex", "gemm", "reference", "triton"]
 """The order for little memory."""
 
 

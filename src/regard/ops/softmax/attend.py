@@ -82,9 +82,9 @@ def attend(
             T positions of the keys.
         k_positions: the position of each key: a `regard.Span`, or an integer tensor `[B or 1, S]`.
             A position of -1 marks an empty slot, which no query sees. None: 0 to S - 1.
-        backend: the kernel: "cpu", "sdpa", "tiled", "flex", "gemm", "reference", or the name of a
-            registered kernel. "auto" takes the fastest kernel that supports the call; `regard.plan`
-            shows which one that is.
+        backend: the kernel: "cpu", "sdpa", "tiled", "flex", "gemm", "triton",
+            "reference", or the name of a registered kernel. "auto" takes the fastest kernel that
+            supports the call; `regard.plan` shows which one that is.
 
     Returns:
         The output `[B, H, T, E]` in the dtype of `q`.

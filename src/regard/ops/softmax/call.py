@@ -466,9 +466,10 @@ class Kernel(Protocol):
     (`priority`). `regard.register_kernel` accepts any object with these attributes. A kernel that
     computes score rules (`call.score`) also has a method `why_not_score(call)`, which returns the
     reasons against the rule; a kernel without it is given no call with a rule. A kernel with the
-    attribute `wide_output = True` returns the output in `call.result_dtype`. A kernel with the
-    method `part_gradients(call, whole, d_out, d_lse)` computes the gradients of some of the keys
-    from the output and the lse over all keys (`regard.ops.softmax.part_gradients`).
+    attribute `wide_output = True` returns the output in `call.result_dtype`. A kernel with a method
+    `describe(call)` says in one sentence how it would run a call, which `plan` shows. A kernel with
+    the method `part_gradients(call, whole, d_out, d_lse)` computes the gradients of some of the
+    keys from the output and the lse over all keys (`regard.ops.softmax.part_gradients`).
 
     Attributes:
         name: the name that `backend=` and `regard.plan` use.

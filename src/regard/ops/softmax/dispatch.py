@@ -24,6 +24,7 @@ from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.score_rules import without_rule
 from regard.ops.softmax.sdpa import SdpaKernel
 from regard.ops.softmax.tiled import TiledKernel
+from regard.ops.softmax.triton import TritonKernel
 from regard.span import Span, find_empty_slots
 
 KERNELS: tuple[Kernel, ...] = (
@@ -32,6 +33,7 @@ KERNELS: tuple[Kernel, ...] = (
     TiledKernel(),
     FlexKernel(),
     GemmKernel(),
+    TritonKernel(),
     ReferenceKernel(),
 )
 """The kernels of this package, in the order of their registration."""

@@ -4,6 +4,7 @@ the FLOPs and memory of each kernel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from regard import units
 from regard.cost import attention_flops
-from regard.ops.softmax.call import AttentionOptions, Call, WorkEstimate, make_call
+from regard.ops.softmax.call import AttentionOptions, Call, Kernel, WorkEstimate, make_call
 from regard.ops.softmax.definition import describe_second_derivatives
 from regard.ops.softmax.dispatch import (
     all_kernels,
@@ -58,8 +59,8 @@ class Plan:
             by the kernels that run only if they are requested by name.
         flops: the FLOPs of computing every query-key pair, 2 B H T S (D + E).
         title: one line that describes the call.
-        notes: sentences on the call as a whole: how second derivatives are computed, and why a
-            compiled graph would run it differently.
+        notes: sentences on the call as a whole: how its kernel runs it, how second derivatives are
+            computed, and why a compiled graph would run it differently.
     """
 
     kernel: str
@@ -145,12 +146,15 @@ def plan(
     dtype = str(q.dtype).removeprefix("torch.")
     title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
     title += "" if call.score is None else f", score {call.score}"
-    return Plan(choose_kernel(call, backend)[0].name, tuple(choices), total, title, _notes(call))
+    chosen, served = choose_kernel(call, backend)
+    return Plan(chosen.name, tuple(choices), total, title, _notes(call, chosen, served))
 
 
-def _notes(call: Call) -> tuple[str, ...]:
-    """Return the notes of a plan."""
-    notes = [describe_second_derivatives(call)] if call.has_gradient else []
+def _notes(call: Call, kernel: Kernel, served: Call) -> tuple[str, ...]:
+    """Return the notes of a plan: first what the kernel that would run says of the call."""
+    describe: Callable[[Call], str] | None = getattr(kernel, "describe", None)
+    notes = [text] if describe is not None and (text := describe(served)) else []
+    notes += [describe_second_derivatives(call)] if call.has_gradient else []
     if unheld := unpackable_parts(call):
         notes.append(f"in a compiled graph torch's operations run it: {'; '.join(unheld)}")
     return tuple(notes)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from threading import Lock
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import masks
@@ -127,7 +129,9 @@ class SdpaKernel:
                 f"fewer than {plural(MIN_KEYS, 'key')}, or nothing to compute "
                 f"({_describe_sizes(call)})"
             )
-        if reasons:
+        if (call.wants_lse or call.sink is not None) and call.q.device.type == "cuda":
+            reasons += no_lse_reasons(call.q.device)
+        if reasons:  # before a question that reads tensors
             return reasons
         if call.readable and not call.all_finite(*inputs_to_check(call)):
             return ["a NaN or infinity behind a mask would leak through 0 x NaN"]
@@ -140,8 +144,17 @@ class SdpaKernel:
         return []
 
     def priority(self, call: Call) -> float | None:
-        """Return 80: the usual choice."""
-        return 80
+        """Return 80, the usual choice; 30 on a GPU for calls that torch's flash attention does not
+        serve, behind kernels that skip masked tiles.
+        """
+        return 30 if call.q.device.type == "cuda" and not _is_flash_call(call) else 80
+
+    def describe(self, call: Call) -> str:
+        """Return which of torch's kernels runs the call on a GPU; "" on a CPU, which has one."""
+        if call.q.device.type != "cuda":
+            return ""
+        first = cuda_backends(call.q.dtype, masked=not _is_flash_call(call))[0]
+        return f"sdpa asks torch for its {first.replace('_', ' ').lower()} kernel, never for cuDNN"
 
     def run(self, call: Call) -> KernelResult:
         """Split the mask into key ranges and attend to each."""
@@ -260,11 +273,84 @@ def no_lse_reasons(device: torch.device) -> list[str]:
     )
 
 
+def _is_flash_call(call: Call) -> bool:
+    """Return whether torch's flash attention on a GPU serves a call: half precision, no mask or
+    the causal triangle over equal positions, and no option that it does not have; no tensor is
+    read.
+    """
+    q, k = call.q_positions, call.k_positions
+    triangle = isinstance(call.mask, masks.Causal) and isinstance(q, Span) and q == k
+    triangle = triangle and isinstance(k, Span) and k.start >= 0
+    return (
+        call.q.dtype in (torch.bfloat16, torch.float16)
+        and max(call.D, call.E) <= MAX_FLASH_DIM
+        and not (call.wants_lse or call.dropout)
+        and (call.bias, call.softcap, call.sink) == (None, None, None)
+        and (call.sees_everything or triangle)
+    )
+
+
+MAX_FLASH_DIM = 256
+"""The largest head dimension of torch's flash attention on a GPU."""
+
+
+def cuda_backends(dtype: torch.dtype, *, masked: bool) -> tuple[str, ...]:
+    """Return the names of torch's kernels for a call on a GPU, the first one to be used and those
+    that follow if torch refuses it.
+
+    torch's own choice is cuDNN on recent GPUs, which read a float32 mask beside bfloat16 queries
+    wrongly (pytorch#191612) and returned NaN gradients for some lengths (pytorch#196678).
+
+    Args:
+        dtype: the dtype of the queries.
+        masked: whether the call has a mask as a tensor.
+
+    >>> cuda_backends(torch.bfloat16, masked=False)
+    ('FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH')
+    >>> cuda_backends(torch.float64, masked=False)
+    ('MATH',)
+    """
+    if dtype == torch.float64:
+        return ("MATH",)
+    others = ("EFFICIENT_ATTENTION", "MATH")
+    return others if masked or dtype == torch.float32 else ("FLASH_ATTENTION", *others)
+
+
+_backend_lock = Lock()
+"""Held while torch's switches of kernels are set, because they belong to the whole process."""
+
+
+def attend_range_on_cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool
+) -> Tensor:
+    """Compute attention on a GPU with the kernel of torch that is named for it.
+
+    The mask is converted to the dtype of the queries, which is what torch's kernels read. A row
+    that sees nothing is computed without a mask and then set to 0, because its softmax is not
+    defined there, and neither is its gradient.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    blind = None
+    if mask is not None:
+        blind = (mask == -math.inf).all(-1, keepdim=True)
+        mask = mask.masked_fill(blind, 0).to(q.dtype)
+        mask = mask.expand(-1, -1, q.shape[2], -1)
+    names = cuda_backends(q.dtype, masked=mask is not None)
+    chosen = [getattr(SDPBackend, name) for name in names]
+    with _backend_lock, sdpa_kernel(chosen, set_priority=True):
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+        )
+    return out if blind is None else out.masked_fill(blind, 0)
+
+
 def attend_range(q: Tensor, k: Tensor, v: Tensor, key_range: KeyRange, scale: float) -> Tensor:
     """Compute attention over one key range with torch's public function."""
     k, v, mask = select_range(k, key_range), select_range(v, key_range), make_mask(key_range)
     if is_exporting_onnx():
         return _attend_range_in_onnx(q, k, v, mask, scale, causal=key_range.causal)
+    if q.device.type == "cuda":
+        return attend_range_on_cuda(q, k, v, mask, scale, causal=key_range.causal)
     (B, H, T, _), G = q.shape, k.shape[1]
     folded = _can_fold_heads(q, k, key_range, mask)
     if folded:

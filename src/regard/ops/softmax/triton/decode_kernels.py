@@ -1,0 +1,174 @@
+"""The decoding kernels: few queries against many keys, which are split among programs.
+
+A program computes one span of the keys for all query heads that share them, packed as the rows of
+one product, so that keys and values are read once. Spans begin at multiples of a fixed number of
+key slots, whatever the batch is: a row has the same digits alone and in a batch. A second kernel
+joins the parts of a row in their order:
+
+    lse = ln sum_p exp(lse_p)        out = sum_p exp(lse_p - lse) out_p
+
+Imported only where triton is installed.
+
+Source: Dao et al. 2023 (Flash-Decoding), and Milakov and Gimelshein 2018 (arXiv 1805.02867).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from regard.ops.softmax.triton.scores import (
+    LN2,
+    LOG2E,
+    UNSPECIALIZED,
+    bias_of_tile,
+    is_not_finite,
+    tanh,
+    visible_pairs,
+)
+
+
+@triton.jit
+def add_values(acc, p, v, visible, PRECISION: tl.constexpr):
+    """acc + p v, in which a value that is not finite reaches only the rows that see it."""
+    wide = v.to(tl.float32)
+    odd = is_not_finite(wide)
+    acc = tl.dot(p.to(v.dtype), tl.where(odd, 0.0, v), acc, input_precision=PRECISION)
+    if tl.max(tl.max(odd.to(tl.int32), 1), 0) > 0:
+        seen = visible.to(tl.float16)
+        # NaN counts as both infinities, whose sum is NaN
+        high = tl.dot(seen, (odd & ~(wide == float("-inf"))).to(tl.float16))
+        low = tl.dot(seen, (odd & ~(wide == float("inf"))).to(tl.float16))
+        acc = tl.where(high > 0.5, acc + float("inf"), acc)
+        acc = tl.where(low > 0.5, acc + float("-inf"), acc)
+    return acc
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def attention_decode(
+    q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr,
+    q_pos_ptr, k_pos_ptr, start_ptr, stop_ptr, bits_ptr, bounds_ptr,
+    slope_ptr, bucket_ptr, weight_ptr, table_ptr,
+    q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s,
+    q_pos_b, k_pos_b, mask_b, mask_h, list_b, list_h, bits_row,
+    weight_h, table_b, table_h, table_t, table_s,
+    H, group, T, S, spans, scale, softcap,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
+    SOFTCAP: tl.constexpr, LINEAR: tl.constexpr, MAX_DISTANCE: tl.constexpr, TABLE: tl.constexpr,
+    PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):  # fmt: skip
+    """Attention of all queries of one group of heads over one span of keys: out and lse.
+
+    A masked weight of 0 times a value that is not finite is NaN. With CAREFUL, which is a second
+    launch, a program looks at what the first one wrote, and computes it again only if a number
+    there is not finite.
+    """
+    span = tl.program_id(0)
+    G = H // group
+    b, g = tl.program_id(1) // G, tl.program_id(1) % G
+    b64, g64 = b.to(tl.int64), g.to(tl.int64)
+    # row r of the product is query r % T of head g * group + r // T
+    packed = tl.arange(0, BM)
+    row, h = packed % T, g * group + packed // T
+    row_inside = packed < group * T
+    h64 = h.to(tl.int64)
+    d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
+    q_at = q_ptr + b64 * q_b + (h64 * q_h + row.to(tl.int64) * q_t)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=row_inside[:, None] & (d < D)[None, :], other=0.0)
+    if WIDEN:
+        q = q.to(tl.float32)
+    qp = tl.load(q_pos_ptr + b64 * q_pos_b + row, mask=row_inside, other=-1)[:, None]
+    slope = 0.0
+    if LINEAR:
+        slope = tl.load(slope_ptr + h, mask=row_inside, other=0.0)[:, None]
+    weight = weight_ptr + (tl.where(row_inside, h64, 0) * weight_h)[:, None]
+    table = table_ptr + b64 * table_b + (h64 * table_h)[:, None]
+    mask_row = (b64 * mask_b + h64 * mask_h)[:, None] * T
+    start, stop = start_ptr + mask_row * RANGES, stop_ptr + mask_row * RANGES
+    bits = bits_ptr + mask_row * bits_row
+    k_base, v_base = k_ptr + b64 * k_b + g64 * k_g, v_ptr + b64 * v_b + g64 * v_g
+    k_offset = tl.arange(0, BN)[:, None] * k_s + d[None, :]
+    v_offset = tl.arange(0, BN)[:, None] * v_s + e[None, :]
+    # the first tile of the span that some query sees, and one past the last
+    bounds = bounds_ptr + (b64 * list_b * spans + span) * 2
+    first_tile, last_tile = tl.load(bounds), tl.load(bounds + 1)
+    at = ((b64 * H + h64) * T + row) * spans + span
+    part_at = part_ptr + at[:, None] * E + e[None, :]
+    part_mask = row_inside[:, None] & (e < E)[None, :]
+    if CAREFUL:
+        odd = is_not_finite(tl.load(part_at, mask=part_mask, other=0.0)).to(tl.int32)
+        if tl.max(tl.max(odd, 1), 0) == 0:
+            return
+    UNIT: tl.constexpr = 1.0 if PRECISE else LOG2E
+    TO_EXP2: tl.constexpr = LOG2E if PRECISE else 1.0
+    m = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BLOCK_E], tl.float32)
+    for tile in range(first_tile, last_tile):
+        first_col = tile * BN
+        col = first_col + tl.arange(0, BN)
+        col_inside = col < S
+        k_at = k_base + first_col.to(tl.int64) * k_s + k_offset
+        v_at = v_base + first_col.to(tl.int64) * v_s + v_offset
+        k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
+        v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
+        if WIDEN:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[None, :]
+        inside = row_inside[:, None] & col_inside[None, :]
+        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        if SOFTCAP:
+            s = softcap * tanh(s / softcap, PRECISE)
+        if LINEAR or MAX_DISTANCE or TABLE:
+            s += bias_of_tile(
+                qp, kp, row[:, None], col[None, :], inside, slope, bucket_ptr, weight,
+                table, table_t, table_s, LINEAR, MAX_DISTANCE, TABLE,
+            )  # fmt: skip
+        visible = visible_pairs(
+            kp, row[:, None], col[None, :], inside, row_inside[:, None],
+            start, stop, bits, bits_row, RANGES, BITS,
+        )  # fmt: skip
+        s = tl.where(visible, s * UNIT, float("-inf"))
+        new_m = tl.maximum(m, tl.max(s, 1))
+        shift = tl.where(new_m == float("-inf"), 0.0, new_m)
+        p = tl.exp2((s - shift[:, None]) * TO_EXP2)
+        correction = tl.exp2((m - shift) * TO_EXP2)
+        total = total * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None]
+        if CAREFUL:
+            acc = add_values(acc, p, v, visible, PRECISION)
+        else:
+            acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = new_m
+    sees = (m != float("-inf")) | (total != 0.0)
+    divisor = tl.where(sees, total, 1.0)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    lse = tl.where(sees, m * (1.0 / UNIT) + tl.log2(divisor) * LN2, float("-inf"))
+    tl.store(part_lse_ptr + at, lse, mask=row_inside)
+    tl.store(part_at, acc / divisor[:, None], mask=part_mask)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def join_spans(
+    part_ptr, part_lse_ptr, out_ptr, lse_ptr, spans,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SPANS: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of one row, in the order of their spans."""
+    row = tl.program_id(0).to(tl.int64)
+    e, n = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_SPANS)
+    lse_at = part_lse_ptr + row * spans
+    part_lse = tl.load(lse_at + n, mask=n < spans, other=float("-inf"))
+    m = tl.max(part_lse, 0)
+    m = tl.where(m == float("-inf"), 0.0, m)
+    total = tl.sum(tl.exp2((part_lse - m) * LOG2E), 0)
+    acc = tl.zeros([BLOCK_E], tl.float32)
+    for span in range(spans):
+        share = tl.exp2((tl.load(lse_at + span) - m) * LOG2E)
+        part = tl.load(part_ptr + (row * spans + span) * E + e, mask=e < E, other=0.0)
+        # a span that a row does not see holds 0 and has no share; NaN comes with a share of NaN
+        acc += tl.where(share == 0.0, 0.0, share * part)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * E + e, (acc / divisor).to(out_ptr.dtype.element_ty), mask=e < E)
+    tl.store(lse_ptr + row, tl.where(total == 0.0, float("-inf"), m + tl.log2(divisor) * LN2))

@@ -1,0 +1,256 @@
+"""The kernel "triton": flash attention on a GPU where masks and biases are data.
+
+This file imports no triton; `launch` does, when the first call runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from regard.ops.softmax.call import AutogradContext, Call, KernelResult, Partial, WorkEstimate
+from regard.ops.softmax.definition import differentiable_gradients
+from regard.ops.softmax.merge import apply_sink
+from regard.ops.softmax.triton.bias_data import BiasData, bias_data, why_no_bias_data
+from regard.ops.softmax.triton.block_sizes import MAX_HEAD_DIM, block_sizes
+from regard.ops.softmax.triton.mask_data import (
+    LARGEST,
+    count_pairs,
+    mask_bytes,
+    mask_data,
+    tile_lists,
+)
+from regard.span import Span
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes that the kernel supports."""
+
+MAX_BIT_BYTES = 2**31
+"""The largest mask that is stored as bits."""
+
+
+class TritonKernel:
+    """The kernel "triton": any mask, bias, softcap, sink and positions on a CUDA device, with
+    deterministic gradients for q, k, v and the bias. Nothing is compiled for a new mask.
+    """
+
+    name = "triton"
+    selects = True
+    wide_output = True
+
+    def why_not(self, call: Call) -> list[str]:
+        """Refuse other devices, dropout, taps, fp64, long head dimensions, graphs and tables that
+        are too large.
+        """
+        reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
+        device = call.q.device.type
+        if device != "cuda" and not (device == "cpu" and interprets()):
+            reasons.append(f"runs on cuda, not on {device}")
+        elif not has_triton():
+            reasons.append("triton is not installed: pip install 'regard[gpu]'")
+        if call.dropout:
+            reasons.append("no dropout")
+        if call.compiling:  # a question about sizes would specialise the graph
+            return [*reasons, "not inside a compiled graph"]
+        if not call.readable:
+            reasons.append("not inside a transform of torch.func, nor without values")
+        if call.q.dtype not in DTYPES:
+            reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')}")
+        if max(call.D, call.E) > MAX_HEAD_DIM:
+            reasons.append(f"head dimensions above {MAX_HEAD_DIM} (D {call.D}, E {call.E})")
+        if 0 in (call.B, call.T, call.S, call.E):
+            reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
+        if any(isinstance(x, Span) and x.stop > LARGEST for x in _positions(call)):
+            reasons.append(f"positions above {LARGEST - 1}")
+        return [*reasons, *why_no_bias_data(call), *_why_no_bits(call)]
+
+    def priority(self, call: Call) -> float | None:
+        """Return 75 on a GPU, behind torch's flash attention where it serves a call, and before
+        generated kernels; elsewhere 5, behind the reference.
+        """
+        return 75 if call.q.device.type == "cuda" else 5
+
+    def describe(self, call: Call) -> str:
+        """Return in one sentence how the kernel reads the mask, and its blocks."""
+        data = mask_data(call)
+        sizes = block_sizes("forward", call.q.dtype, call.D, call.E)
+        form = f"{data.ranges} ranges of positions for each query" if data.ranges else "positions"
+        form = "one bit for each pair" if data.bits is not None else form
+        return (
+            f"triton reads the mask as {form}, in blocks of {sizes.rows} queries and {sizes.keys} "
+            "keys, and compiles nothing for a new mask"
+        )
+
+    def run(self, call: Call) -> KernelResult:
+        """Run the forward kernel, and apply the sink."""
+        bias_tensors = () if call.bias is None else call.bias.tensors()
+        if call.has_gradient:
+            out, lse = TritonFunction.apply(  # type: ignore[no-untyped-call]
+                call, call.q, call.k, call.v, *bias_tensors
+            )
+        else:
+            from regard.ops.softmax.triton.launch import is_decoding, run_decode, run_forward
+
+            run = run_decode if is_decoding(call) else run_forward
+            out, lse = run(call, bias_data(call, call.bias))[:2]
+        return KernelResult(out if call.sink is None else apply_sink(out, lse, call.sink), lse)
+
+    def part_gradients(
+        self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of some of the keys; see `part_gradients.py`."""
+        from regard.ops.softmax.triton.launch import saved_of_whole
+
+        needs = [x.requires_grad for x in (() if call.bias is None else call.bias.tensors())]
+        return gradients(
+            call, saved_of_whole(call, whole), d_out.to(call.q.dtype), d_lse, needs, of_part=True
+        )
+
+    def work(self, call: Call) -> WorkEstimate:
+        """Return the pairs of the tiles that are not empty, and the bytes of the mask as data, of
+        the lse and of a written table.
+        """
+        sizes, data = block_sizes("forward", call.q.dtype, call.D, call.E), mask_data(call)
+        lists = tile_lists(call, data, sizes.rows, sizes.keys)
+        size = 3 * call.B * call.H * call.T * 4 + mask_bytes(data, lists)
+        table = bias_data(call, call.bias).table
+        size += 0 if table is None else table.nbytes
+        return WorkEstimate(count_pairs(call, lists, sizes.rows, sizes.keys), size)
+
+
+class _TritonContext(AutogradContext, Protocol):
+    """What `TritonFunction` keeps for its gradient."""
+
+    call: Call
+
+
+class TritonFunction(torch.autograd.Function):
+    """Autograd function for the output and lse, with gradients for q, k, v and the tensors of the
+    bias. It saves no scores.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _TritonContext, call: Call, q: Tensor, k: Tensor, v: Tensor, *bias_tensors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the output, and save what the backward pass needs."""
+        from regard.ops.softmax.triton.launch import run_forward
+
+        result = run_forward(call, bias_data(call, call.bias))
+        out, lse, max_score, scaled_sum = result
+        ctx.save_for_backward(q, k, v, out, lse, max_score, scaled_sum, *bias_tensors)
+        # autograd saves q, k and v already; the saved call holds their shapes only
+        shapes = {name: getattr(call, name).detach().to("meta") for name in "qkv"}
+        ctx.call = replace(call, sink=None, **shapes)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(
+        ctx: _TritonContext, d_out: Tensor | None, d_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the scores of all tiles again, and return the gradients; where they must be
+        differentiable, the definition computes them.
+        """
+        from regard.ops.softmax.triton.launch import ForwardResult
+
+        q, k, v, out, lse, max_score, scaled_sum, *learned = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, *differentiable_gradients(ctx.call, (q, k, v, *learned), d_out, d_lse)
+        bias = None if ctx.call.bias is None else ctx.call.bias.with_tensors(learned)
+        call = replace(ctx.call, q=q, k=k, v=v, bias=bias)
+        d_out = torch.zeros_like(out) if d_out is None else d_out.to(q.dtype)
+        saved = ForwardResult(out, lse, max_score, scaled_sum)
+        with torch.autocast(q.device.type, enabled=False):
+            found = gradients(call, saved, d_out, d_lse, ctx.needs_input_grad[4:])
+        return None, *(None if x is None else x.to(q.dtype) for x in found[:3]), *found[3:]
+
+
+def gradients(
+    call: Call,
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    needs: list[bool] | tuple[bool, ...],
+    *,
+    of_part: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k, v and the tensors of the bias.
+
+    The kernels return the gradients of the bias as data, and autograd carries them to its tensors.
+
+    Args:
+        call: the checked call.
+        saved: the output, the lse, and m and l of each row.
+        d_out: the gradient of the output.
+        d_lse: the gradient of the lse, or None.
+        needs: for each tensor of the bias, whether it needs a gradient.
+        of_part: the keys are some of those over which `saved` was computed.
+    """
+    from regard.ops.softmax.triton.launch import ForwardResult, WantedGradients, run_backward
+
+    bias, leaves = call.bias, []
+    data = BiasData()
+    if bias is not None:
+        with torch.enable_grad():
+            leaves = [
+                x.detach().requires_grad_(needed)
+                for x, needed in zip(bias.tensors(), needs, strict=True)
+            ]
+            data = bias_data(call, bias.with_tensors(leaves))
+    wanted = WantedGradients(*(x is not None and x.requires_grad for x in data.parts))
+    with torch.no_grad():
+        *d_qkv, d_data = run_backward(
+            call, data, ForwardResult(*saved), d_out, d_lse, wanted, of_part=of_part
+        )
+    trained = [x for x in leaves if x.requires_grad]
+    pairs = [
+        (x, d)
+        for x, d in zip(data.parts, d_data.parts, strict=True)
+        if x is not None and d is not None
+    ]
+    if not trained or not pairs:
+        return *d_qkv, *(None for _ in leaves)
+    found = iter(
+        torch.autograd.grad(
+            [x for x, _ in pairs], trained, [d for _, d in pairs], allow_unused=True
+        )
+    )
+    return *d_qkv, *(next(found) if x.requires_grad else None for x in leaves)
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether triton is installed."""
+    return find_spec("triton") is not None
+
+
+@cache
+def interprets() -> bool:
+    """Return whether triton interprets kernels on a CPU (TRITON_INTERPRET=1 before its import)."""
+    if not has_triton():
+        return False
+    from regard.ops.softmax.triton.launch import is_interpreted
+
+    return is_interpreted()
+
+
+def _positions(call: Call) -> tuple[object, object]:
+    """Return the positions of the queries and of the keys."""
+    return call.q_positions, call.k_positions
+
+
+def _why_no_bits(call: Call) -> list[str]:
+    """Return why a mask without ranges cannot be stored as bits, without reading a tensor."""
+    size = call.B * call.H * call.T * -(-call.S // 8)
+    if size <= MAX_BIT_BYTES:
+        return []
+    probe = call.mask.intervals(Span(0, 1))
+    if probe is None:
+        return [f"the bits of {call.mask} may take {size / 2**30:.3g} GiB; limit 2.00 GiB"]
+    return []

@@ -1,0 +1,249 @@
+"""A mask as data for a GPU kernel: the key ranges of each query, or one bit per pair, and for each
+block of queries the list of key tiles that it reads.
+
+One compiled kernel serves every mask, because nothing of a mask is code: its intervals become int32
+tensors. Tiles are classified in closed form from the ends of the intervals in a block, without the
+T x S mask. The result may call a tile PARTIAL that is full or empty, which costs time and changes
+no number; it never calls a tile FULL or EMPTY wrongly.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard import masks
+from regard.masks import EMPTY, FULL, PARTIAL, Mask
+from regard.ops.softmax.call import Call
+from regard.span import Positions, Span, as_tensor
+
+MAX_RANGES = 8
+"""The largest number of key ranges of a query; a mask with more is stored as bits."""
+
+LARGEST = 2**31 - 1
+"""The largest int32: the start of a range without keys, and the stop of a range without end."""
+
+_ROWS_TIMES_KEYS = 2**26
+"""The largest number of pairs of which a mask without intervals is evaluated at a time."""
+
+
+class MaskData(NamedTuple):
+    """Which keys each query sees, in one of three forms.
+
+    Args:
+        q_positions: int32 `[B or 1, T]`.
+        k_positions: int32 `[B or 1, S]`; below 0: an empty slot.
+        starts: the first position of each of n ranges, int32 `[B or 1, H or 1, T, n]`; None if the
+            mask has no ranges.
+        stops: the first position after each range, of the same shape.
+        bits: bit j % 8 of byte j // 8 says whether the query sees key slot j, uint8 `[B or 1, H or
+            1, T, ceil(S / 8)]`; None if the mask has ranges. Without ranges and bits, every query
+            sees every key slot that holds a token.
+    """
+
+    q_positions: Tensor
+    k_positions: Tensor
+    starts: Tensor | None
+    stops: Tensor | None
+    bits: Tensor | None
+
+    @property
+    def ranges(self) -> int:
+        """The number of ranges of a query."""
+        return 0 if self.starts is None else self.starts.shape[-1]
+
+
+class TileLists(NamedTuple):
+    """The key tiles that each block of queries reads, the full ones first.
+
+    Args:
+        counts: the number of full tiles, and of all tiles, int32 `[B or 1, H or 1, nQ, 2]`.
+        tiles: their numbers, int32 `[B or 1, H or 1, nQ, nK]`; entries behind the count have no
+            meaning.
+        kinds: EMPTY, PARTIAL or FULL, int8 `[B or 1, H or 1, nQ, nK]`.
+    """
+
+    counts: Tensor
+    tiles: Tensor
+    kinds: Tensor
+
+
+def mask_data(call: Call) -> MaskData:
+    """Return the mask of a call as data on its device; that of a mask without tensors over two
+    spans is kept.
+    """
+    q, k, device = call.q_positions, call.k_positions, call.q.device
+    if _is_constant(call):
+        return _mask_data_of_spans(call.mask, q, k, device)
+    return _make_mask_data(call.mask, q, k, device)
+
+
+def tile_lists(call: Call, data: MaskData, rows: int, keys: int) -> TileLists:
+    """Return for each block of `rows` queries the tiles of `keys` keys that it reads."""
+    if _is_constant(call):
+        spans = call.q_positions, call.k_positions
+        return _lists_of_spans(call.mask, *spans, call.q.device, rows, keys)
+    return make_lists(tile_kinds(data, rows, keys))
+
+
+def transposed_lists(call: Call, data: MaskData, rows: int, keys: int) -> TileLists:
+    """Return for each tile of `keys` keys the blocks of `rows` queries that read it."""
+    if _is_constant(call):
+        spans = call.q_positions, call.k_positions
+        return _transposed_lists_of_spans(call.mask, *spans, call.q.device, rows, keys)
+    return make_lists(tile_kinds(data, rows, keys).mT)
+
+
+def _is_constant(call: Call) -> bool:
+    """Return whether the data of a mask depends on numbers only, and may be kept."""
+    spans = isinstance(call.q_positions, Span) and isinstance(call.k_positions, Span)
+    return spans and call.mask.is_static
+
+
+def _make_mask_data(mask: Mask, q: Positions, k: Positions, device: torch.device) -> MaskData:
+    """Return a mask as ranges of positions, or as bits if it has none or too many."""
+    q_positions, k_positions = (_to_int32(x, device) for x in (q, k))
+    if isinstance(mask, masks.Full) and isinstance(q, Span) and q.all_tokens:
+        return MaskData(q_positions, k_positions, None, None, None)
+    ranges = mask.intervals(q, device=device)
+    if ranges is None or ranges.starts.shape[-1] > MAX_RANGES:
+        return MaskData(q_positions, k_positions, None, None, _mask_bits(mask, q, k, device))
+    starts, stops = ranges
+    empty = starts >= stops
+    starts = starts.clamp(max=LARGEST).masked_fill(empty, LARGEST).to(torch.int32)
+    stops = stops.clamp(max=LARGEST).masked_fill(empty, 0).to(torch.int32)
+    # one compiled kernel for 1, 2, 4 and 8 ranges: the others are filled up with empty ones
+    n = starts.shape[-1]
+    missing = (1 << (n - 1).bit_length()) - n
+    starts = F.pad(starts, (0, missing), value=LARGEST).contiguous()
+    return MaskData(q_positions, k_positions, starts, F.pad(stops, (0, missing)).contiguous(), None)
+
+
+_mask_data_of_spans = lru_cache(32)(_make_mask_data)
+
+
+@lru_cache(64)
+def _lists_of_spans(
+    mask: Mask, q: Span, k: Span, device: torch.device, rows: int, keys: int
+) -> TileLists:
+    """Return the tile lists of a mask without tensors over two spans."""
+    return make_lists(tile_kinds(_mask_data_of_spans(mask, q, k, device), rows, keys))
+
+
+@lru_cache(64)
+def _transposed_lists_of_spans(
+    mask: Mask, q: Span, k: Span, device: torch.device, rows: int, keys: int
+) -> TileLists:
+    """Return the same, for tiles of keys."""
+    return make_lists(tile_kinds(_mask_data_of_spans(mask, q, k, device), rows, keys).mT)
+
+
+def _to_int32(positions: Positions, device: torch.device) -> Tensor:
+    """Return positions as int32 `[B or 1, L]`; a larger number fails on the device, without a
+    synchronisation.
+    """
+    x = as_tensor(positions, device).to(device)
+    if x.dtype == torch.int64 and not isinstance(positions, Span) and not x.is_meta:
+        torch._assert_async((x < LARGEST).all(), f"a position is above {LARGEST - 1}")
+    # a query before position 0 that is a token keeps its position, which a bias reads
+    return x.clamp(min=-LARGEST).to(torch.int32).contiguous()
+
+
+def _mask_bits(mask: Mask, q: Positions, k: Positions, device: torch.device) -> Tensor:
+    """Return one bit per pair of slots, uint8 `[B or 1, H or 1, T, ceil(S / 8)]`."""
+    T, S = (len(x) if isinstance(x, Span) else x.shape[1] for x in (q, k))
+    place = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device)
+    step, parts = max(1, _ROWS_TIMES_KEYS // max(S, 1)), []
+    for start in range(0, T, step):
+        visible = mask.block(q, k, slice(start, min(start + step, T)), device=device)
+        octets = F.pad(visible, (0, -S % 8)).unflatten(-1, (-1, 8))
+        parts.append((octets.to(torch.uint8) * place).sum(-1, dtype=torch.uint8))
+    return torch.cat(parts, 2).contiguous()
+
+
+def tile_kinds(data: MaskData, rows: int, keys: int) -> Tensor:
+    """Classify the tiles of `rows` queries and `keys` keys: int8 `[B or 1, H or 1, nQ, nK]`."""
+    if data.bits is not None:
+        return _kinds_of_bits(data, rows, keys)
+    k = F.pad(data.k_positions, (0, -data.k_positions.shape[1] % keys), value=-1)
+    k = k.unflatten(-1, (-1, keys))  # [b,nK,keys]
+    k_max = k.amax(-1)[:, None, None]  # [b,1,1,nK]
+    k_min = k.masked_fill(k < 0, LARGEST).amin(-1)[:, None, None]
+    # a tile that sticks out of the keys has empty slots, and is never full
+    whole, some = (k >= 0).all(-1)[:, None, None], k_max >= 0
+    if data.starts is None:
+        assert data.stops is None
+        blocks = -(-data.q_positions.shape[1] // rows)
+        every: Tensor = some.to(torch.int8) + whole.to(torch.int8)
+        return every.expand(-1, -1, blocks, -1)
+    assert data.stops is not None
+    missing = -data.starts.shape[2] % rows
+    reached = torch.zeros((), dtype=torch.bool, device=k.device)
+    covered = reached
+    for n in range(data.ranges):
+        starts, stops = data.starts[..., n], data.stops[..., n]
+        first, last = (
+            F.pad(x, (0, missing), value=value).unflatten(-1, (-1, rows))
+            for x, value in ((starts, LARGEST), (stops, 0))
+        )
+        reached = reached | (
+            (first.amin(-1)[..., None] <= k_max) & (last.amax(-1)[..., None] > k_min)
+        )
+        # a row behind the last query is no reason against a full tile
+        first, last = (
+            F.pad(x, (0, missing), value=value).unflatten(-1, (-1, rows))
+            for x, value in ((starts, 0), (stops, LARGEST))
+        )
+        covered = covered | (
+            (first.amax(-1)[..., None] <= k_min) & (last.amin(-1)[..., None] > k_max)
+        )
+    reached = reached & some
+    kinds: Tensor = reached.to(torch.int8) + (reached & covered & whole).to(torch.int8)
+    return kinds
+
+
+def _kinds_of_bits(data: MaskData, rows: int, keys: int) -> Tensor:
+    """Classify the tiles of a mask that is stored as bits."""
+    assert data.bits is not None
+    T, S = data.bits.shape[2], data.k_positions.shape[1]
+    missing_rows, missing = -T % rows, -data.bits.shape[3] % (keys // 8)
+    shape = (-1, rows), (-1, keys // 8)
+    some = F.pad(data.bits, (0, missing, 0, missing_rows))
+    some = some.unflatten(3, shape[1]).unflatten(2, shape[0]) != 0  # [b,h,nQ,rows,nK,keys/8]
+    every = F.pad(F.pad(data.bits, (0, missing)), (0, 0, 0, missing_rows), value=255)
+    every = every.unflatten(3, shape[1]).unflatten(2, shape[0]) == 255
+    found = some.any(5).any(3)
+    # the last byte is never 255 if S is no multiple of 8, and the tile then has slots behind S
+    assert data.bits.shape[3] * 8 >= S
+    kinds: Tensor = found.to(torch.int8) + (found & every.all(5).all(3)).to(torch.int8)
+    return kinds
+
+
+def make_lists(kinds: Tensor) -> TileLists:
+    """Return the lists of tiles that are not empty, the full ones first.
+
+    >>> lists = make_lists(torch.tensor([[[[1, 0, 2, 1]]]], dtype=torch.int8))
+    >>> lists.counts.tolist(), lists.tiles[..., :3].tolist()
+    ([[[[1, 3]]]], [[[[2, 0, 3]]]])
+    """
+    order = kinds.argsort(dim=-1, descending=True, stable=True)
+    full = (kinds == FULL).sum(-1)
+    counts = torch.stack([full, full + (kinds == PARTIAL).sum(-1)], -1).to(torch.int32)
+    return TileLists(counts.contiguous(), order.to(torch.int32).contiguous(), kinds.contiguous())
+
+
+def count_pairs(call: Call, lists: TileLists, rows: int, keys: int) -> int:
+    """Return the pairs of the tiles in the lists, over all rows and heads."""
+    shared = call.B * call.H // (lists.kinds.shape[0] * lists.kinds.shape[1])
+    tiles = int((lists.kinds != EMPTY).sum())
+    return min(shared * tiles * rows * keys, call.B * call.H * call.T * call.S)
+
+
+def mask_bytes(data: MaskData, lists: TileLists) -> int:
+    """Return the bytes of a mask as data."""
+    tensors = [data.starts, data.stops, data.bits, data.q_positions, data.k_positions, *lists]
+    return sum(x.nbytes for x in tensors if x is not None)

@@ -1,0 +1,306 @@
+"""The contract of the Triton kernels: the definition, under every mask and option.
+
+`test_interpreter.py` runs this file in a process of its own, where triton interprets the kernels on
+CPU tensors; `test_gpu.py` runs it on a GPU. The device is in the environment.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard import biases, masks
+from regard.ops.softmax.call import KernelResult, make_call
+from regard.ops.softmax.part_gradients import part_gradients
+from regard.ops.softmax.reference import ReferenceKernel
+from regard.ops.softmax.triton import TritonKernel
+from regard.ops.softmax.triton.launch import is_decoding
+from tests.ops.softmax.cases import CONTRACT, Case, Made, make
+from tests.ops.softmax.test_contract import answers, gradient_answers, gradients
+from tests.rules import GRADIENT, assert_close_rule
+
+DEVICE = os.environ.get("REGARD_TRITON_DEVICE", "cpu")
+KERNEL = TritonKernel()
+DTYPES = (torch.float32, torch.float16)
+
+
+def moved(made: Made) -> Made:
+    """The same call with its tensors on the device; gradients reach the leaves on the CPU."""
+    sink = None if made.sink is None else made.sink.to(DEVICE)
+    options = {**made.options, "sink": sink}
+    return replace(
+        made,
+        q=made.q.to(DEVICE),
+        k=made.k.to(DEVICE),
+        v=made.v.to(DEVICE),
+        sink=sink,
+        options=options,
+    )
+
+
+def run(made: Made, **more: Any) -> KernelResult:
+    call = moved(made).call(wants_lse=True, **more)
+    assert KERNEL.why_not(call) == []
+    result = KERNEL.run(call)
+    assert result.lse is not None
+    return KernelResult(result.out.cpu(), result.lse.cpu())
+
+
+def assert_forward(result: KernelResult, case: Case, dtype: torch.dtype) -> None:
+    outs, lses, right = answers(case, dtype)
+    assert result.out.dtype == dtype
+    assert result.lse is not None
+    assert result.lse.dtype == torch.float32
+    assert_close_rule(result.out, outs, right[0], what="out")
+    assert_close_rule(result.lse, [x.to(torch.float32) for x in lses], right[1], what="lse")
+
+
+def ids(cells: list[tuple[Case, torch.dtype]]) -> list[str]:
+    return [f"{case}-{str(dtype).removeprefix('torch.')}" for case, dtype in cells]
+
+
+TRAINED = [(case, DTYPES[i // 2 % 2]) for i, case in enumerate(CONTRACT) if case.bias or i % 2]
+FORWARD = [(x, DTYPES[i // 2 % 2]) for i, x in enumerate(CONTRACT) if not (x.bias or i % 2)]
+if DEVICE != "cpu":  # a GPU takes no second for a case
+    TRAINED = FORWARD = [(x, dtype) for x in CONTRACT for dtype in (*DTYPES, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("case, dtype", FORWARD, ids=ids(FORWARD))
+def test_forward(case: Case, dtype: torch.dtype) -> None:
+    made = make(case, dtype)
+    result = run(made)
+    assert_forward(result, case, dtype)
+    blind = ~made.visible.any(-1)
+    assert torch.equal(result.out[blind], torch.zeros_like(result.out[blind]))
+
+
+@pytest.mark.parametrize("case, dtype", TRAINED, ids=ids(TRAINED))
+def test_gradients(case: Case, dtype: torch.dtype) -> None:
+    made = make(case, dtype, gradient=True)
+    result = run(made)
+    assert result.lse is not None
+    assert_forward(result, case, dtype)
+    found = gradients(made, result.out, result.lse)
+    several, right = gradient_answers(case, dtype)
+    learned = made.table is not None and not case.fixed_bias
+    names = ["q", "k", "v", *["sink"] * (made.sink is not None), *["bias"] * learned]
+    for i, name in enumerate(names):
+        plain = [g[i] for g in several]
+        assert_close_rule(found[i], plain, right[i], GRADIENT, what=f"gradient of {name}")
+    blind = ~made.visible.any(-1)
+    assert torch.equal(found[0][blind], torch.zeros_like(found[0][blind]))
+
+
+def decoding(case: Case, i: int) -> Case:
+    """The case with one query, or a few."""
+    B, H, G, T, S, D, E = case.shape
+    return replace(case, shape=(B, H, G, min(T, 5 if i % 2 else 1), S, D, E))
+
+
+DECODED = [(decoding(x, i), DTYPES[i // 2 % 2]) for i, x in enumerate(CONTRACT) if i % 3 == 0]
+
+
+@pytest.mark.parametrize("case, dtype", DECODED, ids=ids(DECODED))
+def test_decoding(case: Case, dtype: torch.dtype) -> None:
+    """Split keys with packed heads; in the interpreter a span has one tile of 16 keys."""
+    made = make(case, dtype)
+    result = run(made)
+    assert is_decoding(moved(made).call())
+    assert_forward(result, case, dtype)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_decoding_passes_on_what_is_not_finite(where: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, 16, generator=draw) for h, n in ((4, 1), (2, 40), (2, 40)))
+    {"q": q[0, 0, 0], "k": k[0, 0, 30], "v": v[0, 0, 30]}[where][3] = math.nan
+    v[0, 1, 20:36, 2] = math.inf
+    k[:, :, :10] = v[:, :, :10] = math.nan  # outside of the window
+    mask = masks.Causal() & masks.Window(15)
+    right = ReferenceKernel().run(make_call(q, k, v, mask=mask, wants_lse=True))
+    found = KERNEL.run(make_call(*(x.to(DEVICE) for x in (q, k, v)), mask=mask, wants_lse=True))
+    out = found.out.cpu()
+    assert right.out.isnan().any()
+    assert torch.equal(out.isnan(), right.out.isnan())
+    assert torch.equal(out.isinf(), right.out.isinf())
+    seen = right.out.isfinite()
+    torch.testing.assert_close(out[seen], right.out[seen], rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_decodes_to_the_same_digits_in_every_batch() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(3, h, n, 16, generator=draw).to(DEVICE) for h, n in ((4, 1), (2, 70), (2, 70))
+    )
+    whole = regard.attend(q, k, v, backend="triton")
+    for i in range(3):
+        row = slice(i, i + 1)
+        assert torch.equal(whole[row], regard.attend(q[row], k[row], v[row], backend="triton"))
+
+
+@pytest.mark.parametrize("case", [Case("window", sink=True), Case("fn"), Case("none")], ids=str)
+def test_bfloat16(case: Case) -> None:
+    """In the interpreter the kernels compute in fp32 what they load, so that this tests launches
+    and conversions; on a GPU it tests the arithmetic.
+    """
+    assert_forward(run(make(case, torch.bfloat16)), case, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mask": masks.Causal() & masks.Window(8)},
+        {"mask": masks.Window(7)},
+        {"softcap": 2.0},
+        {"sink": None},
+        {"scale": 0.3},
+        {"bias": biases.ALiBi(4)},
+    ],
+    ids=str,
+)
+def test_a_wrong_call_is_far(wrong: dict[str, Any]) -> None:
+    """The negative control: the rule tells every option from its neighbour."""
+    case = Case("window", sink=True)
+    made = make(case, torch.float32)
+    made.options.update(wrong)
+    if "sink" in wrong:
+        made.sink = None
+    with pytest.raises(AssertionError, match="error"):
+        assert_forward(run(made), case, torch.float32)
+
+
+def test_a_wrong_gradient_is_far() -> None:
+    case = Case("window", bias="alibi")
+    made = make(case, torch.float32, gradient=True)
+    result = run(made)
+    assert result.lse is not None
+    found = gradients(made, result.out, result.lse)
+    several, right = gradient_answers(replace(case, mask="causal"), torch.float32)
+    for i in range(4):
+        with pytest.raises(AssertionError, match="error"):
+            assert_close_rule(found[i], [g[i] for g in several], right[i], GRADIENT)
+
+
+SEEN = masks.Causal() & masks.Window(8)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_numbers_that_are_not_finite_reach_who_sees_them(where: str, bad: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 40, n, generator=draw) for n in (16, 16, 24))
+    {"q": q, "k": k, "v": v}[where][0, 0, 20, 3] = bad
+    v[0, 0, 30, 3] = -math.inf if where == "v" else 0.0
+    right = ReferenceKernel().run(make_call(q, k, v, mask=SEEN, wants_lse=True))
+    on_device = (x.to(DEVICE) for x in (q, k, v))
+    found = KERNEL.run(make_call(*on_device, mask=SEEN, wants_lse=True))
+    out = found.out.cpu()
+    assert not right.out.isfinite().all() or (where, bad) == ("q", -math.inf)
+    assert torch.equal(out.isnan(), right.out.isnan())
+    assert torch.equal(out.isinf(), right.out.isinf())
+    seen = right.out.isfinite()
+    torch.testing.assert_close(out[seen], right.out[seen], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_garbage_behind_a_mask_has_no_gradient(where: str) -> None:
+    draw = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 24, 16, generator=draw) for _ in range(3))
+    queries = torch.arange(24)[None].clone()
+    keys = queries.clone()
+    queries[:, 20:] = keys[:, 20:] = -1
+    found = []
+    for garbage in (0.0, math.nan):
+        leaves = [x.clone() for x in (q, k, v)]
+        leaves["qkv".index(where)][:, :, 20:] = garbage
+        leaves = [x.to(DEVICE).requires_grad_() for x in leaves]
+        positions = {"q_positions": queries.to(DEVICE), "k_positions": keys.to(DEVICE)}
+        call = make_call(*leaves, mask=masks.Causal(), wants_lse=True, **positions)
+        out = KERNEL.run(call).out
+        grads = torch.autograd.grad(out[:, :, :20].pow(2).sum(), leaves)
+        found.append((out[:, :, :20], *grads))
+    for clean, dirty in zip(*found, strict=True):
+        assert torch.equal(clean, dirty)
+
+
+def inputs(B: int = 2) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    return [
+        torch.randn(B, h, n, 16, generator=draw).to(DEVICE) for h, n in ((4, 20), (2, 37), (2, 37))
+    ]
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
+    q, k, v = inputs()
+    whole = KERNEL.run(make_call(q, k, v, mask=SEEN)).out
+    alone = KERNEL.run(make_call(q[1:], k[1:], v[1:], mask=SEEN)).out
+    assert torch.equal(whole[1:], alone)
+
+
+def test_gradients_are_the_same_in_every_run() -> None:
+    found = []
+    for _ in range(2):
+        leaves = [x.requires_grad_() for x in inputs()]
+        table = torch.randn(8, 4, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+        t5 = biases.T5Relative(table.requires_grad_(), max_distance=16)
+        slopes = torch.tensor([0.5, 0.1, 0.2, 0.3], device=DEVICE, requires_grad=True)
+        bias = t5 + biases.ALiBi(slopes=slopes)
+        out = KERNEL.run(make_call(*leaves, mask=SEEN, bias=bias)).out
+        found.append(torch.autograd.grad(out.pow(2).sum(), (*leaves, table, slopes)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_the_gradients_of_parts_are_those_of_the_whole() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs())
+    queries, keys = torch.arange(17, 37)[None], torch.arange(37)[None]
+    options: dict[str, Any] = {"mask": SEEN, "softcap": 3.0, "backend": "triton"}
+    draw = torch.Generator().manual_seed(5)
+    d_out = torch.randn(2, 4, 20, 16, generator=draw).to(DEVICE)
+    d_lse = torch.randn(2, 4, 20, generator=draw).to(DEVICE)
+    positions = {"q_positions": queries.to(DEVICE)}
+    whole = regard.attend_partial(q, k, v, **positions, k_positions=keys.to(DEVICE), **options)
+    right = torch.autograd.grad((whole.out * d_out).sum() + (whole.lse * d_lse).sum(), (q, k, v))
+    halves, d_q = [], torch.zeros_like(q)
+    whole = regard.ops.softmax.call.Partial(*(x.detach() for x in whole))
+    for part in (slice(0, 19), slice(19, 37)):
+        of_part = {**positions, "k_positions": keys[:, part].to(DEVICE), **options}
+        g = part_gradients(q, k[:, :, part], v[:, :, part], whole, (d_out, d_lse), **of_part)
+        d_q += g[0]
+        halves.append(g[1:])
+    joined = [torch.cat(x, 2) for x in zip(*halves, strict=True)]
+    for a, b in zip((d_q, *joined), right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_in_fp32_join_to_the_whole() -> None:
+    q, k, v = (x.half() for x in inputs())
+    queries = torch.arange(17, 37, device=DEVICE)[None]
+    keys = torch.arange(37, device=DEVICE)[None]
+    parts = [
+        regard.attend_partial(
+            q, k[:, :, x], v[:, :, x], mask=SEEN, q_positions=queries, k_positions=keys[:, x],
+            out_dtype=torch.float32, backend="triton",
+        )
+        for x in (slice(0, 19), slice(19, 37))
+    ]  # fmt: skip
+    assert parts[0].out.dtype == torch.float32
+    whole = regard.attend(q, k, v, mask=SEEN, backend="triton")
+    torch.testing.assert_close(regard.merge(parts).out.half(), whole, rtol=2e-3, atol=2e-3)
+
+
+def test_second_derivatives_are_those_of_the_definition() -> None:
+    found = []
+    for backend in ("triton", "reference"):
+        leaves = [x.requires_grad_() for x in inputs(1)]
+        out = regard.attend(*leaves, mask=SEEN, backend=backend)
+        first = torch.autograd.grad(out.pow(2).sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(x.pow(2).sum() for x in first), leaves))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
