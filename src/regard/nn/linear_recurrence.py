@@ -5,9 +5,9 @@ rules. They keep a state of fixed size instead of a cache of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,13 @@ from regard.ops.linear.linear_attention import (
 from regard.span import Positions, Span
 from regard.tracing import tap
 from regard.units import plural
+
+GateActivation: TypeAlias = Literal["silu", "sigmoid"]
+"""The function of an output gate."""
+_GATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+}
 
 
 @runtime_checkable
@@ -81,7 +88,7 @@ class RecurrenceRule(Protocol):
 class Recurrent(Mixer):
     """A linear recurrence as a mechanism: projection, recurrence rule, norm, gate and output map.
 
-    q, k, v = project(x);  z, state = rule(x, q, k, v, state);  z' = norm(z) * silu(gate(x));
+    q, k, v = project(x);  z, state = rule(x, q, k, v, state);  z' = norm(z) * f(gate(x));
     out = output(heads of z' concatenated)
 
     Args:
@@ -92,13 +99,14 @@ class Recurrent(Mixer):
         output: a module [B,T,H*E] -> [B,T,M].
         norm: a module on heads [B,H,T,E] that normalises the last dim; None applies none.
         gate: the output gate, a `HeadProjection` of x to H heads of E; None applies none.
+        gate_activation: f, "silu" or "sigmoid".
         documents: the documents of packed text, by position: each starts with an empty state, and
             nothing passes from one to the next. None is one document. It may be replaced between
             calls.
 
     Raises:
-        ArgumentError: the gate does not have the heads that the rule returns; in a call, documents
-            have another number of batch rows.
+        ArgumentError: the gate does not have the heads that the rule returns, or its activation is
+            unknown; in a call, documents have another number of batch rows.
 
     >>> import torch
     >>> from regard.nn.linear_recurrence import DeltaRule
@@ -124,6 +132,7 @@ class Recurrent(Mixer):
         *,
         norm: nn.Module | None = None,
         gate: HeadProjection | None = None,
+        gate_activation: GateActivation = "silu",
         documents: Document | None = None,
     ) -> None:
         super().__init__()
@@ -136,7 +145,13 @@ class Recurrent(Mixer):
                 "rule returns"
             )
         self.project, self.rule, self.output = project, rule, output
+        if gate_activation not in _GATE_ACTIVATIONS:
+            raise ArgumentError(
+                f"gate_activation is {gate_activation!r}; it must be one of "
+                f"{', '.join(_GATE_ACTIVATIONS)}"
+            )
         self.norm, self.gate, self.documents = norm, gate, documents
+        self.gate_activation = gate_activation
 
     def check_cache(self, cache: Cache) -> None:
         """Check that the cache is a `State`, not a cache of tokens.
@@ -201,7 +216,10 @@ class Recurrent(Mixer):
         """Apply the norm and the output gate to heads z [B,H,T,E]."""
         z = self.project.postprocess(z, x)
         z = z if self.norm is None else self.norm(z)
-        return z if self.gate is None else z * F.silu(self.gate(x, positions))
+        if self.gate is None:
+            return z
+        gate: Tensor = self.gate(x, positions)
+        return z * _GATE_ACTIVATIONS[self.gate_activation](gate)
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
         """Return the coefficients that the rule gives to the values, with the state before and
