@@ -76,10 +76,13 @@ class ConvolvedQKV(GroupedValueQKV):
         q, k, v: as for `GroupedValueQKV`; the steps on heads follow the convolution.
         convolution: a `CausalConvolution` over the channels of all heads: first those of the
             queries, then those of the keys and of the values.
+        value_gate: a `HeadProjection` of x to the value heads, whose sigmoid multiplies the values;
+            None applies none.
 
     Raises:
         ArgumentError: the heads do not fit together, a projection has a module before its split
-            into heads, or the convolution has another number of channels.
+            into heads, the convolution has another number of channels, or the gate other heads than
+            the values.
 
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (2, 2, 4))
     >>> project = ConvolvedQKV(q, k, v, CausalConvolution(16, 4))
@@ -96,6 +99,8 @@ class ConvolvedQKV(GroupedValueQKV):
         k: HeadProjection,
         v: HeadProjection,
         convolution: CausalConvolution,
+        *,
+        value_gate: HeadProjection | None = None,
     ) -> None:
         super().__init__(q, k, v)
         for name, part in {"q": q, "k": k, "v": v}.items():
@@ -110,7 +115,14 @@ class ConvolvedQKV(GroupedValueQKV):
                 f"the convolution has {convolution.weight.shape[0]} channels; q, k and v have "
                 f"{channels} together"
             )
-        self.convolution = convolution
+        if value_gate is not None and (value_gate.heads, value_gate.head_dim) != (
+            v.heads,
+            v.head_dim,
+        ):
+            raise ArgumentError(
+                f"value_gate is {value_gate.extra_repr()}; it must be {v.extra_repr()}, as v is"
+            )
+        self.convolution, self.value_gate = convolution, value_gate
 
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
         """Compute the queries, keys and values of tokens, with the state of the convolution.
@@ -131,6 +143,8 @@ class ConvolvedQKV(GroupedValueQKV):
                 own = step(own, positions)
             heads.append(own)
         q, k, v = heads
+        if self.value_gate is not None:
+            v = v * self.value_gate(x, positions).sigmoid()
         return ProjectedQKV(q, k, v, state)
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
@@ -164,6 +178,9 @@ class ConvolvedQKV(GroupedValueQKV):
             )
             steps.append(run_steps(part.steps, first, query.positions, letter))
         q, k, v = steps
+        if self.value_gate is not None:
+            gated = v[-1].values * self.value_gate(query.x, query.positions)[0].sigmoid()
+            v = (*v, MechanismStep("gated", "v_j ← sigmoid(W x_j) * v_j", gated))
         return InputSteps(q, k, v, first_rotary(self.q.steps))
 
     def _split(self, y: Tensor) -> list[Tensor]:

@@ -158,7 +158,7 @@ def _solve_reads(
 
 def _strict_products(c: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     """Return the products of c_i and k_j after the decay from token j to token i - 1, for j < i,
-    and 0 elsewhere: `[..., C, C]`.
+    and 0 for other pairs: `[..., C, C]`.
     """
     next_c = F.pad(c[..., 1:, :], (0, 0, 0, 1))
     return F.pad(products_after_decay(next_c, k, g)[..., :-1, :], (0, 0, 1, 0))

@@ -20,6 +20,7 @@ from regard.ops.linear.linear_recurrence import (
     zero_empty_slots,
 )
 from regard.span import Positions
+from regard.units import plural
 
 
 def mesa(
@@ -82,8 +83,8 @@ def mesa(
     (B, H, T, D), E = k.shape, v.shape[-1]
     if q.shape[1] != H or v.shape[1] != H:
         raise ArgumentError(
-            f"q has {q.shape[1]} heads, k {H} and v {v.shape[1]}; a Mesa layer has as many key and "
-            "value heads as query heads: repeat them"
+            f"q has {plural(q.shape[1], 'head')}, k {H} and v {v.shape[1]}; a Mesa layer "
+            "has as many key and value heads as query heads: repeat them"
         )
     meaning = "one number per head and token"
     check_tensor_shape("beta", beta, ((B, H, T),), meaning, k)

@@ -22,6 +22,7 @@ from regard.ops.linear.linear_recurrence import (
     zero_empty_slots,
 )
 from regard.span import Positions
+from regard.units import plural
 
 Gates: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -86,8 +87,8 @@ def titans_memory(
     (B, H, T, D), E = k.shape, v.shape[-1]
     if q.shape[1] != H or v.shape[1] != H:
         raise ArgumentError(
-            f"q has {q.shape[1]} heads, k {H} and v {v.shape[1]}; a memory of Titans has as many "
-            "key and value heads as query heads: repeat them"
+            f"q has {plural(q.shape[1], 'head')}, k {H} and v {v.shape[1]}; a memory of "
+            "Titans has as many key and value heads as query heads: repeat them"
         )
     gates = {"step": step, "log_decay": log_decay, "log_momentum": log_momentum}
     for name, gate in gates.items():
