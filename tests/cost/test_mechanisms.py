@@ -49,6 +49,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("kimi_delta", {"value_heads": 8, "value_dim": 6, "rank": 5, "lower_bound": -5.0}),
     ("gated_delta_2", {"value_heads": 8, "kernel": 3}),
     ("comba", {"value_heads": 8, "head_dim": 6}),
+    ("delta_product", {}),
+    ("delta_product", {"value_heads": 8, "value_dim": 6, "writes": 3, "kernel": 2}),
     ("preconditioned_delta", {"value_dim": 6, "rank": 3}),
     ("mesa", {"head_dim": 4}),
     ("titans_linear", {"value_dim": 6}),

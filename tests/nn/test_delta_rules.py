@@ -1,5 +1,5 @@
-"""The rules of Gated DeltaNet-2, Comba, preconditioned Kimi Delta Attention, the Mesa layer and Titans
-as modules, against their formulas written out from the weights.
+"""The rules of Gated DeltaNet-2, Comba, preconditioned Kimi Delta Attention, DeltaProduct, the Mesa
+layer and Titans as modules, against their formulas written out from the weights.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import regard
 from regard.caches import Growing
+from regard.nn.delta_product import DeltaProductRule, SeveralKeysQKV
 from regard.nn.delta_rules import (
     BottleneckProjection,
     ChannelLogDecay,
@@ -89,6 +90,25 @@ def titans_formula(rule: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Ten
     return titans_loop(q, k, v, step, g, e, by_gradient=False).out
 
 
+def product(rule: Any, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The reflections of each token as one matrix, in loops."""
+    n, out = rule.writes, torch.zeros(2, H, T, E, dtype=torch.float64)
+    g = scalar_decay(rule.decay, x).exp()
+    beta = rule.max_beta * sigmoid(x @ rule.beta_proj.weight.T).unflatten(-1, (H, n))
+    keys, values = k.unflatten(-1, (n, D)), v.unflatten(-1, (n, E))
+    keys = keys / (keys.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    for b in range(2):
+        for h in range(H):
+            S = torch.zeros(D, E, dtype=torch.float64)
+            for t in range(T):
+                S = g[b, h, t] * S
+                for i in range(n):
+                    key, strength = keys[b, h, t, i], beta[b, t, h, i]
+                    S = S - strength * torch.outer(key, key @ S - values[b, h, t, i])
+                out[b, h, t] = S.T @ q[b, h, t] / D**0.5
+    return out
+
+
 def decay() -> ChannelLogDecay:
     return ChannelLogDecay(M, H, D, 3)
 
@@ -97,6 +117,7 @@ RULES: dict[str, tuple[Callable[[], Any], Callable[..., Tensor]]] = {
     "erase": (lambda: EraseRule(M, H, D, decay=decay()), erase),
     "comba": (lambda: CombaRule(M, H, H), comba_formula),
     "preconditioned": (lambda: PreconditionedDeltaRule(M, H, decay=decay()), preconditioned),
+    "product": (lambda: DeltaProductRule(M, H, writes=2), product),
     "mesa": (lambda: MesaRule(M, H, D), mesa_formula),
     "titans": (lambda: TitansRule(M, H), titans_formula),
 }
@@ -120,6 +141,8 @@ def inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_its_formula_and_every_parameter_matters(name: str) -> None:
     rule, (x, q, k, v) = rule_of(name), inputs()
+    if name == "product":
+        k, v = torch.cat([k, k.flip(2)], -1), torch.cat([v, v.flip(2)], -1)
     right = RULES[name][1](rule, x, q, k, v)
     for form in ("recurrent", "chunk", "parallel"):
         found, _ = rule(x, q, k, v, None, None, form)
@@ -198,6 +221,13 @@ def test_refusals() -> None:
         layer(x, backend="sdpa")
     with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a convolution needs"):
         layer(x, cache=Growing())
+    with pytest.raises(
+        regard.ArgumentError, match=r"groups=2, writes=0\): each must be at least 1"
+    ):
+        DeltaProductRule(M, H, writes=0)
+    heads = convolved_qkv(M, H, H, None, D, E, 4)
+    with pytest.raises(regard.ArgumentError, match="with 2 writes per token, keys and values must"):
+        SeveralKeysQKV(heads.q, heads.k, heads.v, heads.convolution, writes=2)
     with pytest.raises(regard.ArgumentError, match="value heads"):
         comba(M, H, value_heads=3)
     part = convolved_qkv(M, H, H, None, D, E, 4)

@@ -118,6 +118,30 @@ def preconditioned_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSp
     return CountedSpec(weights, (), shape, name, D * (E + 1), "D (E + 1)", flops, formula)
 
 
+def delta_product(dim: int, shape: HeadShape, kernel: int, writes: int) -> CountedSpec:
+    """Return the spec of DeltaProduct with `writes` keys and values per token.
+
+    >>> delta_product(32, HeadShape(4, 4, 8, 8), 4, 2).state.value
+    736
+
+    Source: Siems et al. 2025 (arXiv 2502.10297).
+    """
+    N, more = shape.states, (writes - 1) * shape.key_maps(1)
+    gates = dim * (N * (writes + 1) + shape.outputs * shape.value_dim)
+    own = ParameterCounts(gates + more * (dim + kernel), 2 * N)
+    channels = convolution_of(shape, kernel).channels + more
+    spec = delta_product_spec(_weights(dim, shape, kernel, own), shape, writes)
+    return replace(spec, convolution=ShortConvolution(channels, kernel))
+
+
+def delta_product_spec(weights: ParameterCounts, shape: HeadShape, writes: int) -> CountedSpec:
+    """Return the spec of DeltaProduct with these parameters: one decay and several corrections."""
+    O, N, D, E = shape.outputs, shape.states, shape.head_dim, shape.value_dim
+    flops = O * 2 * D * E + N * (writes * (4 * D * E + 2 * E) + D * E)
+    formula = f"{O} x 2 D E + {N} x ({writes} x (4 D E + 2 E) + D E), D = {D}, E = {E}"
+    return CountedSpec(weights, (), shape, "DeltaProduct", D * E, "D E", flops, formula)
+
+
 def mesa(dim: int, shape: HeadShape, kernel: int) -> CountedSpec:
     """Return the spec of the Mesa layer, with its gates and its regularisation per channel.
 

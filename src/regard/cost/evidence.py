@@ -85,6 +85,7 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
     ),
     "gated_delta_2": QualityEvidence(_NO_COMPARISON),
     "comba": QualityEvidence(_NO_COMPARISON),
+    "delta_product": QualityEvidence(_NO_COMPARISON),
     "preconditioned_delta": QualityEvidence(_NO_COMPARISON),
     "mesa": QualityEvidence(_NO_COMPARISON),
     "titans_linear": QualityEvidence(_NO_COMPARISON),

@@ -27,7 +27,7 @@ from regard.untrusted_text import short_repr
 
 OPTIONS_WITHOUT_COST = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
-    | {"lower_bound"}
+    | {"lower_bound", "max_beta"}
 )
 """Options of the catalogue that do not change the cost."""
 MAX_SIZE = 1 << 40
@@ -154,6 +154,12 @@ def _with_channel_gates(
     return SpecBuilder(build_spec, optional=optional)
 
 
+def _delta_product(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    shape = _head_shape(dim, heads, options)
+    kernel, writes = options.get("kernel", 4), options.get("writes", 2)
+    return delta_rules.delta_product(dim, shape, kernel, writes)
+
+
 def _short_convolution(dim: int, heads: int, options: MechanismOptions) -> Spec:  # noqa: ARG001
     return delta_rules.short_convolution(dim, options.get("kernel", 3))
 
@@ -188,6 +194,7 @@ MECHANISMS: dict[str, SpecBuilder] = {
     "kimi_delta": _with_channel_gates(delta_rules.kimi_delta, value_heads=True),
     "gated_delta_2": _with_channel_gates(delta_rules.gated_delta_2, value_heads=True),
     "comba": _convolved(delta_rules.comba, value_heads=True),
+    "delta_product": SpecBuilder(_delta_product, optional=_CONVOLVED | {"value_heads", "writes"}),
     "preconditioned_delta": _with_channel_gates(delta_rules.preconditioned_delta),
     "mesa": _convolved(delta_rules.mesa),
     "titans_linear": _convolved(delta_rules.titans_linear),

@@ -152,6 +152,7 @@ class Recurrent(Mixer):
             )
         self.norm, self.gate, self.documents = norm, gate, documents
         self.gate_activation = gate_activation
+        self.explain_refusal = getattr(rule, "explain_refusal", None)
 
     def check_cache(self, cache: Cache) -> None:
         """Check that the cache is a `State`, not a cache of tokens.

@@ -6,6 +6,7 @@ from regard.nn.variants.bounded_memory import infini, infini_delta, streaming
 from regard.nn.variants.cross import bahdanau, cross_attention, luong
 from regard.nn.variants.delta_rules import (
     comba,
+    delta_product,
     gated_delta_2,
     kimi_delta,
     preconditioned_delta,
@@ -78,6 +79,7 @@ __all__ = [
     "cope",
     "cross_attention",
     "delta_net",
+    "delta_product",
     "differential",
     "dilated",
     "dsa",

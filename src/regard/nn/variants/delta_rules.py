@@ -5,6 +5,8 @@ Attention, Gated DeltaNet-2, Comba and preconditioned Kimi Delta Attention.
 from __future__ import annotations
 
 from regard.argument_checks import resolve_head_dim
+from regard.nn.causal_convolution import CausalConvolution
+from regard.nn.delta_product import DeltaProductRule, SeveralKeysQKV
 from regard.nn.delta_rules import (
     BottleneckProjection,
     ChannelLogDecay,
@@ -169,6 +171,66 @@ def comba(
         norm=RMSNorm(E),
         gate=HeadProjection(dim, outputs, E),
         gate_activation="sigmoid",
+    )
+
+
+@variant(
+    family="linear",
+    equation="S' = exp(g) S; S' <- S' + beta_i k_i (v_i - S'^T k_i)^T for i = 1..n; S = S'; z = "
+    "norm(S^T q / sqrt(D)) * silu(W_g x); q, k, v after a convolution",
+    source="Siems et al. 2025 (arXiv 2502.10297), section 3",
+)
+def delta_product(
+    dim: int,
+    heads: int,
+    *,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    value_heads: int | None = None,
+    kernel: int = 4,
+    writes: int = 2,
+    max_beta: float = 2.0,
+) -> Recurrent:
+    """DeltaProduct: the gated delta rule with several corrections of the state per token, so that a
+    token can rotate what is stored.
+
+    x [B,T,M] -> [B,T,M]; a cache stores H D E values at any length, and the last inputs of the
+    convolution.
+
+    Args:
+        dim, heads, head_dim, value_dim, value_heads, kernel: as for `kimi_delta`.
+        writes: the keys and values of a token, each with a beta of its own.
+        max_beta: the upper bound of beta, above 0 and at most 2; at 2 a correction can be a
+            reflection.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: as for `kimi_delta`, or max_beta is out of range.
+
+    >>> delta_product(32, 4, writes=3).describe().state.formula
+    'G D E, G = 4, D = 8, E = 8 + c (k - 1) = 224 x 3'
+
+    Source: Siems et al. 2025 (arXiv 2502.10297), section 3.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    E, N = D if value_dim is None else value_dim, heads if value_heads is None else value_heads
+    rule = DeltaProductRule(dim, N, writes=writes, max_beta=max_beta)
+    project = SeveralKeysQKV(
+        HeadProjection(dim, heads, D, L2Norm()),
+        HeadProjection(dim, heads, writes * D),
+        HeadProjection(dim, N, writes * E),
+        CausalConvolution(heads * D + writes * (heads * D + N * E), kernel),
+        writes=writes,
+    )
+    outputs = max(heads, N)
+    return Recurrent(
+        project,
+        rule,
+        output_projection(dim, outputs, E),
+        norm=RMSNorm(E),
+        gate=HeadProjection(dim, outputs, E),
     )
 
 

@@ -236,6 +236,17 @@ USAGE: dict[str, Usage] = {
             "d": "learned share of the key that is erased, one for each head",
         },
     ),
+    "delta_product": Usage(
+        "none that is released",
+        "states must be tracked, as in permutations, which one correction cannot follow",
+        "speed matters: two corrections cost nearly twice as much as gated_delta_net",
+        symbols={
+            "g": "logarithm of the decay",
+            "S'": "the state after its decay and some corrections",
+            "n": "number of corrections per token",
+            "i": "index of a correction",
+        },
+    ),
     "preconditioned_delta": Usage(
         "none that is released",
         "keys are badly scaled, so that some channels learn faster than others",
