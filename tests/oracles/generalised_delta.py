@@ -120,7 +120,7 @@ def mesa_loop(
     """Mesa in the dtype of its inputs, by a solver for general matrices or by the inverse."""
     (B, H, T, D), E = q.shape, v.shape[-1]
     out = q.new_zeros(B, H, T, E)
-    firsts, seconds = q.new_zeros(B, H, D, D), q.new_zeros(B, H, D, E)
+    firsts, seconds = q.new_zeros(B, H, D, E), q.new_zeros(B, H, D, D)
     for b in range(B):
         for h in range(H):
             A, C = q.new_zeros(D, D), q.new_zeros(D, E)
@@ -133,7 +133,7 @@ def mesa_loop(
                 matrix, query = A + torch.diag(ridge[h]), q[b, h, t]
                 x = torch.linalg.solve(matrix, query) if solve else matrix.inverse() @ query
                 out[b, h, t] = C.T @ x
-            firsts[b, h], seconds[b, h] = A, C
+            firsts[b, h], seconds[b, h] = C, A
     return Solved(out, firsts, seconds)
 
 

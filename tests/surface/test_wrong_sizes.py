@@ -212,9 +212,9 @@ OPS: dict[Callable[..., Any], Call] = {
             "log_decay": DECAY,
             "ridge": randn(G, D).abs() + 1,
             "k_positions": at(T),
-            "state": (randn(B, G, D, D), STATE),
+            "state": (STATE, randn(B, G, D, D)),
         },
-        ROW_WORDS | {"q": "B G T D", "ridge": "G D", "state.0": "B G D D", "state.1": "B G D E"},
+        ROW_WORDS | {"q": "B G T D", "ridge": "G D", "state.0": "B G D E", "state.1": "B G D D"},
         loose=(*ANY_FLOAT, "ridge:dtype", "q:dtype"),
     ),
     linear.titans_memory: Call(

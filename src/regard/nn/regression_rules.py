@@ -68,7 +68,7 @@ class MesaRule(nn.Module):
         positions: Positions | None,
         form: str,
     ) -> tuple[Float[Tensor, "B H T E"], Parts]:
-        """Return the results [B,H,T,E] and the state (A, C) after the last token."""
+        """Return the results [B,H,T,E] and the state (C, A) after the last token."""
         beta = at_least_float32(self.beta_proj(x)).sigmoid().transpose(1, 2)
         g = F.logsigmoid(at_least_float32(self.decay_proj(x))).transpose(1, 2)
         ridge = F.softplus(at_least_float32(self.ridge)) + self.least_ridge

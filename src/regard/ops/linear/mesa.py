@@ -31,11 +31,11 @@ def mesa(
     log_decay: Float[Tensor, "B H T"],
     ridge: Float[Tensor, "H D"],
     *,
-    state: tuple[Float[Tensor, "B H D D"] | Float[Tensor, "B H D E"], ...] | None = None,
+    state: tuple[Float[Tensor, "B H D E"] | Float[Tensor, "B H D D"], ...] | None = None,
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 16,
-) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B H D D"], Float[Tensor, "B H D E"]]]:
+) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B H D E"], Float[Tensor, "B H D D"]]]:
     """Compute the Mesa layer: at each token, the linear map that best predicts the past values from
     the past keys is applied to the query.
 
@@ -54,7 +54,7 @@ def mesa(
         beta: the weight of a token in the regression, at least 0, `[B, H, T]`.
         log_decay: g, the logarithm of the decay factor, `[B, H, T]`, at most 0.
         ridge: the regularisation of each key channel, above 0, `[H, D]`.
-        state: (A, C) as an earlier call returned it, in fp32 (fp64 for fp64 inputs); None: zeros.
+        state: (C, A) as an earlier call returned it, in fp32 (fp64 for fp64 inputs); None: zeros.
             It is not changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
             nothing, and their outputs are 0.
@@ -64,7 +64,7 @@ def mesa(
         chunk: the number of tokens in a chunk, at least 1; a chunk holds that many matrices A.
 
     Returns:
-        The output `[B, H, T, E]` in the dtype of q, and the state (A, C) after the last token.
+        The output `[B, H, T, E]` in the dtype of q, and the state (C, A) after the last token.
         Sums are in fp32 (fp64 for fp64 inputs).
 
     Raises:
@@ -90,7 +90,7 @@ def mesa(
     check_tensor_shape("beta", beta, ((B, H, T),), meaning, k)
     check_tensor_shape("log_decay", log_decay, ((B, H, T),), meaning, k)
     check_tensor_shape("ridge", ridge, ((H, D),), "one number per head and key channel", k)
-    A, C = initial_state(state, {"A": (B, H, D, D), "C": (B, H, D, E)}, k)
+    C, A = initial_state(state, {"C": (B, H, D, E), "A": (B, H, D, D)}, k)
     empty, dtype, wide = empty_slot_mask(k_positions, q), q.dtype, A.dtype
     q, k, v = (zero_empty_slots(x, empty).to(wide) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
@@ -117,7 +117,7 @@ def mesa(
             answers.append(solution.masked_fill(info[..., None] != 0, torch.nan))
         solved = torch.cat(answers, 2) if answers else q
         out, C = linear_recurrence(solved, written, v, g, C, form=form, chunk=64)
-    return zero_empty_slots(out.to(dtype), empty), (A + bad.sum(2)[..., None], C)
+    return zero_empty_slots(out.to(dtype), empty), (C, A + bad.sum(2)[..., None])
 
 
 def _key_sums(k: Tensor, written: Tensor, g: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
