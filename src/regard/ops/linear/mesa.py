@@ -103,7 +103,7 @@ def mesa(
         # A product would carry a NaN to earlier tokens, so sums are of finite numbers; the
         # recurrence below marks the outputs.
         bad = (0 * written.detach() + 0 * k.detach()).sum(-1, keepdim=True)
-        bad = bad + (0 * g.detach()).nan_to_num(torch.nan).masked_fill(g.detach() == -torch.inf, 0)
+        bad = bad + (0 * g.detach()).masked_fill(g.detach() == -torch.inf, 0)
         keys, weighted = (x.masked_fill(~bad.isfinite(), 0) for x in (k, written))
         decays = g.masked_fill(~(g < torch.inf), 0)
         ridges = torch.diag_embed(ridge.to(wide))[:, None]  # [H,1,D,D]

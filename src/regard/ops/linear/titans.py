@@ -171,7 +171,8 @@ def _chunked(
     from_start = e.cumsum(-2).exp()
     r = P @ from_start
     products = (k @ k.mT) * _before(W)
-    right = torch.cat([v, k * _before(p, 1.0), k * _before(r)], -1) * theta
+    parts = (v, k * _before(p, 1.0), k * _before(r))
+    right = torch.cat(parts, -1) * theta
     solved = torch.linalg.solve_triangular(theta * products, right, upper=False, unitriangular=True)
     written, by_M, by_N = solved.split([v.shape[-1], k.shape[-1], k.shape[-1]], -1)
     weights, outputs = (q @ k.mT) * W, []
