@@ -71,6 +71,7 @@ def variants(c: Case) -> list[Case]:
     return [c, c._replace(a=None), c._replace(g=c.g[..., 0]), c._replace(g=c.g[..., 0], a=None)]
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("heads", [(4, 2, 2), (2, 2, 4), (4, 1, 2)])
 def test_every_form_is_the_definition_for_every_chunk_size(heads: tuple[int, int, int]) -> None:
     H, G, N = heads
@@ -175,6 +176,7 @@ def test_a_state_splits_a_run_anywhere() -> None:
                 assert_same(last, S)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_rounding_is_that_of_the_plain_loop(form: str) -> None:
     for scale in (1e-3, 1.0, 1e3):
@@ -208,7 +210,7 @@ def test_gradients_round_as_those_of_plain_math() -> None:
                 assert_close_rule(found, usual, right, GRADIENT, f"{form} {i}")
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_gradcheck(form: str) -> None:
     c = case(B=1, H=2, G=1, N=2, T=5, D=3, E=2)
@@ -219,13 +221,14 @@ def test_gradcheck(form: str) -> None:
         out, (last,) = generalised_delta_rule(q, k, v, c, g, a=a, state=(S,), form=form, chunk=2)
         return torch.cat([out.flatten(), last.flatten()])
 
-    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
     assert torch.autograd.gradcheck(
         lambda q, k, v, c, g: generalised_delta_rule(q, k, v, c, g, form=form, chunk=2)[0],
         leaves[:5],
     )
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("floor", [-5.0, -5.914, -40.0])
 def test_strong_decays_do_not_overflow_in_chunks_of_64(floor: float, dtype: torch.dtype) -> None:
@@ -273,6 +276,7 @@ def test_a_cleared_channel_and_the_past_alone() -> None:
         assert bool(out[:, :, 13:].isnan().all())
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 7.0])
 def test_padding_changes_nothing_and_gives_0(garbage: float) -> None:
     """The decay of an empty slot is masked too, not only its key and value."""
