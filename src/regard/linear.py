@@ -6,19 +6,29 @@ result: token by token, in chunks, and in parallel.
 
 from __future__ import annotations
 
+from regard.ops.linear.delta_product import delta_product
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
+from regard.ops.linear.generalised_delta_rule import generalised_delta_rule
 from regard.ops.linear.linear_attention import (
     FEATURE_MAPS,
     gated_linear,
     linear_attention,
     retention,
 )
+from regard.ops.linear.mesa import mesa
+from regard.ops.linear.short_convolution import short_convolution
+from regard.ops.linear.titans import titans_memory
 
 __all__ = [
     "FEATURE_MAPS",
+    "delta_product",
     "delta_rule",
     "gated_delta_rule",
     "gated_linear",
+    "generalised_delta_rule",
     "linear_attention",
+    "mesa",
     "retention",
+    "short_convolution",
+    "titans_memory",
 ]

@@ -19,12 +19,15 @@ from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain
 from regard.inspect.explain.captured_run import capture_site
 from regard.inspect.explain.random_model import random_model
-from regard.nn.explainable import effective_row
+from regard.nn.explainable import effective_row, explainable
 from regard.nn.variants import VARIANTS
 from regard.view import explanation_text
 
 TEXT = "a fluffy blue creature roamed the verdant forest and slept"
 LINEAR = {"delta_net", "gated_delta_net", "linear_attention", "retention", "gated_linear"}
+LINEAR |= {"kimi_delta", "gated_delta_2", "comba", "preconditioned_delta", "mesa", "titans_linear"}
+NO_ROW = [name for name, x in VARIANTS.items() if explainable(x.example()).explain_refusal]
+"""Mechanisms without a row of weights for each head."""
 ROUNDING = 2e-5
 """Of sums of some 30 products of fp32 numbers of size 1 to 10: 30 x 10 x 2^-24 is 1.8e-5."""
 
@@ -44,8 +47,16 @@ def test_a_score_rule_is_refused_by_name(name: str) -> None:
         found(name)
 
 
+@pytest.mark.parametrize("name", NO_ROW)
+def test_a_mechanism_without_a_row_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"is a \w+, which has no .*; .*, or explain a layer of"
+    ):
+        found(name)
+
+
 @pytest.mark.full(keep=10)
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in SCORED])
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in {*SCORED, *NO_ROW}])
 def test_every_mechanism_is_explained(name: str) -> None:
     """Its row, mixed over its values, is what the mechanism gave; it travels as JSON; its page has
     80 columns.

@@ -31,6 +31,8 @@ from tests.nn.catalogue import CAUSAL, example, tokens
 T = 17
 CHUNKS = (5, 3, *[1] * 9)
 NO_SOFTMAX = {"delta_net", "gated_delta_net", "linear_attention", "retention", "gated_linear"}
+NO_SOFTMAX |= {"kimi_delta", "gated_delta_2", "comba", "preconditioned_delta", "mesa"}
+NO_SOFTMAX |= {"delta_product", "titans_linear", "short_convolution"}
 
 
 def in_chunks(

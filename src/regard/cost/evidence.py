@@ -78,6 +78,18 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
         _LINEAR.format(figures="55.3, against 52.3 of a softmax transformer"),
         "Yang et al. 2025 (arXiv 2412.06464), table 3",
     ),
+    "kimi_delta": QualityEvidence(
+        "48B parameters, 3B active, 1.4T tokens, in three of four layers: MMLU-Pro 51.0, against "
+        "47.2 with latent attention in all layers and 47.9 with Gated DeltaNet",
+        "Kimi Team 2025 (arXiv 2510.26692), figure 1",
+    ),
+    "gated_delta_2": QualityEvidence(_NO_COMPARISON),
+    "comba": QualityEvidence(_NO_COMPARISON),
+    "delta_product": QualityEvidence(_NO_COMPARISON),
+    "preconditioned_delta": QualityEvidence(_NO_COMPARISON),
+    "mesa": QualityEvidence(_NO_COMPARISON),
+    "titans_linear": QualityEvidence(_NO_COMPARISON),
+    "short_convolution": QualityEvidence(_NO_COMPARISON),
     "infini": QualityEvidence(
         "language models on PG19 with segments of 2,048: perplexity 9.65, against 11.88 of "
         "Transformer-XL",

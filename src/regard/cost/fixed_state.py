@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from regard.cost.softmax import attention_flops, causal_pairs
 from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
 from regard.deprecation import renamed_parameters
+from regard.units import plural
 
 
 def linear_state(
@@ -227,14 +228,17 @@ class DeltaSpec(RecurrentSpec):
 
     Attributes:
         gated: whether each token decays the state.
+        mechanism: the name of the mechanism; "" is that of the rule.
     """
 
     gated: bool = False
+    mechanism: str = ""
 
     @property
     def name(self) -> str:
         """The name of the mechanism, with its heads."""
-        return self._label("gated delta rule" if self.gated else "delta rule")
+        rule = "gated delta rule" if self.gated else "delta rule"
+        return self._label(self.mechanism or rule)
 
     @property
     def state(self) -> Quantity:
@@ -250,6 +254,68 @@ class DeltaSpec(RecurrentSpec):
         decay = " + D E" if self.gated else ""
         formula = f"{O} x 2 D E + {N} x (4 D E + 2 E{decay}), D = {D}, E = {E}"
         return Quantity(delta_flops(O, N, D, E, gated=self.gated), formula)
+
+
+@dataclass(frozen=True)
+class CountedSpec(RecurrentSpec):
+    """A recurrence whose state and FLOPs are given as numbers.
+
+    Attributes:
+        mechanism: the name of the mechanism.
+        values: the number of values of the state of one value head.
+        values_formula: its formula, in the letters D and E.
+        flops: the FLOPs of one token.
+        flops_formula: their formula.
+    """
+
+    mechanism: str
+    values: int
+    values_formula: str
+    flops: int
+    flops_formula: str
+
+    @property
+    def name(self) -> str:
+        """The name of the mechanism, with its heads."""
+        return self._label(self.mechanism)
+
+    @property
+    def state(self) -> Quantity:
+        """The number of values of the states of all value heads."""
+        (_, _, D, E), N = self._sizes, self.shape.states
+        formula = f"{self._states} {self.values_formula}, {self._states} = {N}, D = {D}, E = {E}"
+        return self._with_past(Quantity(N * self.values, formula))
+
+    def token(self) -> Quantity:
+        """Return the FLOPs of one token."""
+        return Quantity(self.flops, self.flops_formula)
+
+
+@dataclass(frozen=True)
+class ConvolutionSpec(RecurrentSpec):
+    """A short convolution between two gates, which keeps nothing but the last few tokens.
+
+    >>> ConvolutionSpec(
+    ...     ParameterCounts(), (), HeadShape(1, 1, 8, 8), convolution=ShortConvolution(8, 3)
+    ... ).state.value
+    16
+    """
+
+    @property
+    def name(self) -> str:
+        """The name of the mechanism, with its sizes."""
+        c, k = self.convolution.channels, self.convolution.kernel
+        return f"short convolution, {plural(c, 'channel')} over {plural(k, 'token')}"
+
+    @property
+    def state(self) -> Quantity:
+        """The number of values of the past tokens that the filters reach."""
+        c, k = self.convolution.channels, self.convolution.kernel
+        return Quantity(self.convolution.past, f"c (k - 1) = {c} x {k - 1}")
+
+    def token(self) -> Quantity:
+        """Return the FLOPs of the two gates; the filters count as a matrix."""
+        return Quantity(2 * self.convolution.channels, f"2 c = 2 x {self.convolution.channels}")
 
 
 def linear_attention(dim: int, shape: HeadShape) -> LinearSpec:

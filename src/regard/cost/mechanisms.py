@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regard.argument_checks import check_value_heads, divisors
-from regard.cost import fixed_state
+from regard.cost import delta_rules, fixed_state, state_space
 from regard.cost.fixed_state import InfiniSpec
 from regard.cost.latent import LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
@@ -27,6 +27,7 @@ from regard.untrusted_text import short_repr
 
 OPTIONS_WITHOUT_COST = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
+    | {"lower_bound", "max_beta"}
 )
 """Options of the catalogue that do not change the cost."""
 MAX_SIZE = 1 << 40
@@ -120,7 +121,47 @@ def _delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
 
 
 def _gated_delta_net(dim: int, heads: int, options: MechanismOptions) -> Spec:
-    return fixed_state.gated_delta_net(dim, _head_shape(dim, heads, options))
+    shape = _head_shape(dim, heads, options)
+    if (kernel := options.get("kernel")) is not None:
+        return state_space.convolved_gated_delta_net(dim, shape, kernel)
+    return fixed_state.gated_delta_net(dim, shape)
+
+
+def _convolved(
+    build: Callable[[int, HeadShape, int], Spec], *, value_heads: bool = False
+) -> SpecBuilder:
+    """A mechanism with a short convolution over its queries, keys and values."""
+
+    def build_spec(dim: int, heads: int, options: MechanismOptions) -> Spec:
+        return build(dim, _head_shape(dim, heads, options), options.get("kernel", 4))
+
+    return SpecBuilder(
+        build_spec, optional=_CONVOLVED | ({"value_heads"} if value_heads else set())
+    )
+
+
+def _with_channel_gates(
+    build: Callable[[int, HeadShape, int, int], Spec], *, value_heads: bool = False
+) -> SpecBuilder:
+    """A mechanism with a short convolution, and gates per channel through a bottleneck."""
+
+    def build_spec(dim: int, heads: int, options: MechanismOptions) -> Spec:
+        shape = _head_shape(dim, heads, options)
+        rank = options.get("rank", shape.head_dim)
+        return build(dim, shape, options.get("kernel", 4), rank)
+
+    optional = _CONVOLVED | {"rank"} | ({"value_heads"} if value_heads else set())
+    return SpecBuilder(build_spec, optional=optional)
+
+
+def _delta_product(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    shape = _head_shape(dim, heads, options)
+    kernel, writes = options.get("kernel", 4), options.get("writes", 2)
+    return delta_rules.delta_product(dim, shape, kernel, writes)
+
+
+def _short_convolution(dim: int, heads: int, options: MechanismOptions) -> Spec:  # noqa: ARG001
+    return delta_rules.short_convolution(dim, options.get("kernel", 3))
 
 
 def _infini(*, delta: bool) -> SpecBuilder:
@@ -131,6 +172,7 @@ def _infini(*, delta: bool) -> SpecBuilder:
     return SpecBuilder(build, optional=frozenset({"groups", "head_dim", "segment"}))
 
 
+_CONVOLVED = frozenset({"head_dim", "value_dim", "kernel"})
 _SIZES = frozenset({"groups", "head_dim", "value_dim", "value_heads"})
 MECHANISMS: dict[str, SpecBuilder] = {
     "mha": SpecBuilder(_softmax, optional=frozenset({"head_dim", "window"})),
@@ -148,7 +190,15 @@ MECHANISMS: dict[str, SpecBuilder] = {
     "retention": SpecBuilder(_retention, optional=_SIZES),
     "gated_linear": SpecBuilder(_gated_linear, optional=_SIZES | {"rank"}),
     "delta_net": SpecBuilder(_delta_net, optional=_SIZES),
-    "gated_delta_net": SpecBuilder(_gated_delta_net, optional=_SIZES),
+    "gated_delta_net": SpecBuilder(_gated_delta_net, optional=_SIZES | {"kernel"}),
+    "kimi_delta": _with_channel_gates(delta_rules.kimi_delta, value_heads=True),
+    "gated_delta_2": _with_channel_gates(delta_rules.gated_delta_2, value_heads=True),
+    "comba": _convolved(delta_rules.comba, value_heads=True),
+    "delta_product": SpecBuilder(_delta_product, optional=_CONVOLVED | {"value_heads", "writes"}),
+    "preconditioned_delta": _with_channel_gates(delta_rules.preconditioned_delta),
+    "mesa": _convolved(delta_rules.mesa),
+    "titans_linear": _convolved(delta_rules.titans_linear),
+    "short_convolution": SpecBuilder(_short_convolution, optional=frozenset({"kernel"})),
     "infini": _infini(delta=False),
     "infini_delta": _infini(delta=True),
     "nsa": SpecBuilder(

@@ -24,6 +24,7 @@ from regard.nn.blocks import (
     ScaledPreNorm,
     SharedNormBlock,
 )
+from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
 from regard.nn.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
@@ -55,6 +56,7 @@ from regard.nn.projections import (
     Projection,
     SeparateQKV,
 )
+from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV
 from regard.nn.selected_attention import NSA, SelectedAttention
 from regard.nn.streaming_attention import StreamingAttention
 
@@ -68,8 +70,10 @@ __all__ = [
     "Block",
     "BlockCaches",
     "CappedLogits",
+    "CausalConvolution",
     "ClippedQKV",
     "ClippedSwiGLU",
+    "ConvolvedQKV",
     "CrossAttention",
     "DecoderBlock",
     "DifferentialProjection",
@@ -79,6 +83,7 @@ __all__ = [
     "FusedQKV",
     "GatedFeedForward",
     "GatedProjection",
+    "GroupedValueQKV",
     "HeadNorm",
     "HeadProjection",
     "IdentityProjection",

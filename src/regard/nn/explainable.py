@@ -232,10 +232,13 @@ class Explainable:
     Attributes:
         output: the module that joins the heads [*,H*E] -> [*,M].
         replaces_calls: whether the last of several calls for one query replaces the others.
+        explain_refusal: why no row of weights exists, as words that follow the name of the
+            mechanism; None if one does.
     """
 
     output: nn.Module
     replaces_calls: bool = False
+    explain_refusal: str | None = None
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the steps that computed the queries, keys and values of a call. By default, they
@@ -267,7 +270,8 @@ class Explainable:
     @property
     def has_own_row(self) -> bool:
         """Whether the mechanism computes its rows itself, because it runs no softmax kernel."""
-        return type(self).explain_row is not Explainable.explain_row
+        own = type(self).explain_row is not Explainable.explain_row
+        return own or self.explain_refusal is not None
 
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int

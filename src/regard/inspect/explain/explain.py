@@ -561,6 +561,11 @@ def _mechanism_row(
 
     The keys are in the order of their tokens.
     """
+    if mechanism.explain_refusal is not None:
+        raise ArgumentError(
+            f"{target.site.place} is a {type(target.site.attention).__name__}, which "
+            f"{mechanism.explain_refusal}"
+        )
     run = layer_run(captured)
     if missing := [name for name in ("q", "k", "v", "z") if name not in run.taps]:
         raise ArgumentError(

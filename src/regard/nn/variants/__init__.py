@@ -4,6 +4,13 @@ them.
 
 from regard.nn.variants.bounded_memory import infini, infini_delta, streaming
 from regard.nn.variants.cross import bahdanau, cross_attention, luong
+from regard.nn.variants.delta_rules import (
+    comba,
+    delta_product,
+    gated_delta_2,
+    kimi_delta,
+    preconditioned_delta,
+)
 from regard.nn.variants.linear_recurrence import (
     delta_net,
     gated_delta_net,
@@ -24,6 +31,7 @@ from regard.nn.variants.masked import (
     sparse_strided,
 )
 from regard.nn.variants.registry import VARIANTS, Variant, build
+from regard.nn.variants.regression import mesa, short_convolution, titans_linear
 from regard.nn.variants.scored import (
     cope,
     entmax,
@@ -67,25 +75,30 @@ __all__ = [
     "build",
     "causal",
     "chunked",
+    "comba",
     "cope",
     "cross_attention",
     "delta_net",
+    "delta_product",
     "differential",
     "dilated",
     "dsa",
     "entmax",
     "gated",
+    "gated_delta_2",
     "gated_delta_net",
     "gated_linear",
     "gpt",
     "gqa",
     "infini",
     "infini_delta",
+    "kimi_delta",
     "learned_sink",
     "linear_attention",
     "local_global",
     "longformer",
     "luong",
+    "mesa",
     "mha",
     "mha_per_head",
     "mla",
@@ -93,6 +106,7 @@ __all__ = [
     "mqa",
     "nsa",
     "packed",
+    "preconditioned_delta",
     "prefix_lm",
     "qk_norm",
     "qk_norm_after_rotary",
@@ -100,6 +114,7 @@ __all__ = [
     "relu_attention",
     "retention",
     "scalable_softmax",
+    "short_convolution",
     "sigmoid_attention",
     "single_head",
     "sliding_window",
@@ -112,6 +127,7 @@ __all__ = [
     "streaming",
     "t5",
     "talking_heads",
+    "titans_linear",
     "top_k",
     "weightless",
 ]

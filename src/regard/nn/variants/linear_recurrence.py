@@ -11,10 +11,10 @@ from torch import nn
 from regard.argument_checks import resolve_head_dim
 from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
+from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.linear_recurrence import (
     DeltaRule,
     GatedLinearRule,
-    GroupedValueQKV,
     L2Norm,
     LinearAttentionRule,
     LogDecay,
@@ -24,6 +24,7 @@ from regard.nn.linear_recurrence import (
 )
 from regard.nn.norms import HeadNorm, RMSNorm
 from regard.nn.projections import HeadProjection
+from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 from regard.ops.linear.linear_attention import FeatureMap
@@ -284,15 +285,18 @@ def gated_delta_net(
     value_heads: int | None = None,
     normalise_keys: bool = True,
     max_beta: float = 1.0,
+    kernel: int | None = None,
 ) -> Recurrent:
     """Gated DeltaNet: the delta rule on a state that decays with each token, and an output gate.
 
-    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length. Unlike the paper's model, it
-    has no short convolution.
+    x [B,T,M] -> [B,T,M]; a cache stores G D E values at any length, and with a convolution its last
+    inputs.
 
     Args:
         dim, heads, groups, head_dim, value_dim, value_heads, normalise_keys, max_beta: as for
             `delta_net`.
+        kernel: the tokens of a short causal convolution over queries, keys and values; 4 in the
+            paper and in Qwen3-Next. None applies none.
 
     Returns:
         The module.
@@ -309,7 +313,11 @@ def gated_delta_net(
     """
     D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim
-    project = _swish_qkv(dim, heads, G, value_heads, D, E, normalise=normalise_keys)
+    if kernel is None:
+        project = _swish_qkv(dim, heads, G, value_heads, D, E, normalise=normalise_keys)
+    else:
+        steps = (L2Norm(),) if normalise_keys else ()
+        project = convolved_qkv(dim, heads, G, value_heads, D, E, kernel, *steps)
     N, outputs = project.value_heads, max(heads, project.value_heads)
     rule = DeltaRule(dim, N, decay=LogDecay(dim, N), max_beta=max_beta)
     gate = HeadProjection(dim, outputs, E)
@@ -331,6 +339,26 @@ def _grouped_value_qkv(
         HeadProjection(dim, groups, D, *steps),
         HeadProjection(dim, groups if value_heads is None else value_heads, E),
     )
+
+
+def convolved_qkv(
+    dim: int,
+    heads: int,
+    groups: int,
+    value_heads: int | None,
+    D: int,
+    E: int,
+    kernel: int,
+    *steps: nn.Module,
+) -> ConvolvedQKV:
+    """Build projections to query, key and value heads with a short convolution and a swish
+    activation, then steps on queries and keys.
+    """
+    N = groups if value_heads is None else value_heads
+    plain = _grouped_value_qkv(dim, heads, groups, N, D, E, *steps)
+    channels = (heads + groups) * D + N * E
+    convolution = CausalConvolution(channels, kernel)
+    return ConvolvedQKV(plain.q, plain.k, plain.v, convolution)
 
 
 def _swish_qkv(

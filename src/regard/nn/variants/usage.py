@@ -106,6 +106,7 @@ _ENCODER = {
     "c": "context: the weighted sum of the encoder states",
     "v": "learned vector",
 }
+_DECAYED = {"g": "logarithm of the decay", "S'": "the state after its decay"}
 _STRIDE = {"l": "the stride"}
 
 USAGE: dict[str, Usage] = {
@@ -199,6 +200,102 @@ USAGE: dict[str, Usage] = {
             "g": "logarithm of the decay",
             "A": "learned rate of the decay, one for each head",
             "S'": "the state after its decay",
+        },
+    ),
+    "kimi_delta": Usage(
+        "Kimi Linear, in three of four layers; GLM-5 Next, with a lower bound of the decay",
+        "long contexts with a state of fixed size, where each channel must forget at its own speed",
+        "as the only mechanism, where exact recall matters; or one decay per head is enough",
+        symbols=_DECAYED
+        | {
+            "A": "learned rate of the decay, one for each head",
+            "W_1": "first matrix of the decay",
+            "W_2": "second matrix of the decay",
+        },
+    ),
+    "gated_delta_2": Usage(
+        "none that is released",
+        "to study whether erasing and writing need gates of their own",
+        "a released model with a known quality is wanted: take kimi_delta",
+        symbols=_DECAYED
+        | {
+            "e": "gate of each key channel that is erased",
+            "w": "gate of each value channel that is written",
+            "W_e": "learned matrix of the erase gate",
+            "W_w": "learned matrix of the write gate",
+        },
+    ),
+    "comba": Usage(
+        "none that is released",
+        "to study a delta rule with feedback to its queries, at the cost of gated_delta_net",
+        "a released model with a known quality is wanted: take gated_delta_net",
+        symbols=_DECAYED
+        | {
+            "p": "key that is erased",
+            "c": "learned share of p in the queries, one for each head",
+            "d": "learned share of the key that is erased, one for each head",
+        },
+    ),
+    "delta_product": Usage(
+        "none that is released",
+        "states must be tracked, as in permutations, which one correction cannot follow",
+        "speed matters: two corrections cost nearly twice as much as gated_delta_net",
+        symbols={
+            "g": "logarithm of the decay",
+            "S'": "the state after its decay and some corrections",
+            "n": "number of corrections per token",
+            "i": "index of a correction",
+        },
+    ),
+    "preconditioned_delta": Usage(
+        "none that is released",
+        "keys are badly scaled, so that some channels learn faster than others",
+        "a released model with a known quality is wanted: take kimi_delta",
+        symbols=_DECAYED
+        | {
+            "A": "decayed sum of the squares of the keys",
+            "h": "logarithm of the decay of A",
+            "a": "share of a key in A",
+            "mu": "factor of each written key channel",
+            "r": "logarithm of A, less its centre",
+            "c": "learned centre, one for each head",
+        },
+    ),
+    "mesa": Usage(
+        "none that is released; the paper trained models of 1B parameters",
+        "the best linear map from past keys to values is wanted at every token",
+        "speed matters: every token solves a system of D equations in every head",
+        symbols={
+            "A": "decayed sum of the products of keys",
+            "C": "decayed sum of the products of keys and values",
+            "r": "learned regularisation of each key channel",
+            "y": "solution of the system",
+            "g": "logarithm of the decay",
+            "beta": "weight of a token in the regression",
+        },
+    ),
+    "titans_linear": Usage(
+        "none that is released",
+        "to study momentum and forgetting in a memory that learns while it reads",
+        "momentum is not needed: gated_delta_net has half its state",
+        symbols={
+            "N": "momentum of the memory",
+            "e": "logarithm of what remains of the momentum",
+            "g": "logarithm of the decay",
+            "beta": "step size of a token",
+        },
+    ),
+    "short_convolution": Usage(
+        "LFM2 and LFM3, in most layers",
+        "small models on small devices, beside layers of attention that look further back",
+        "as the only mechanism: nothing beyond the last few tokens reaches the result",
+        symbols={
+            "c": "gate of the result",
+            "e": "gate of the input",
+            "u": "input of the convolution",
+            "y": "result of the convolution",
+            "f": "learned filters, one for each channel",
+            "l": "distance to an earlier token",
         },
     ),
     "sliding_window": Usage(
@@ -511,6 +608,7 @@ _SYMBOL = re.compile(r"[A-Za-z]+[0-9]?(?:_[A-Za-z0-9]+)?(?:\^[QKV]\b)?'?")
 _ENGLISH = frozenset(
     {"a", "after", "all", "and", "as", "block", "blocks", "by", "compressed", "document", "each"}
     | {"earlier", "every", "for", "global", "globals", "heads", "in", "infini", "keys", "largest"}
+    | {"convolution"}
     | {"layer", "memory", "of", "or", "over", "query", "random", "rotated", "same", "segment"}
     | {"selected", "split", "th", "the", "then", "token", "tokens", "way", "window", "with"}
 )

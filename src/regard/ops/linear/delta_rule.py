@@ -139,9 +139,9 @@ def chunked(
     start, end = (None, None) if g is None else (decay_since_start(g), decay_until_end(g))
     write, erase = _solve_updates(k, v, beta, g, start)
     q = q.movedim(-4, -3)  # [B,G,P or 1,n,R,C,D]
-    weights = _decayed_products(q, k.unsqueeze(-3), None if g is None else g.unsqueeze(-3)).flatten(
-        -3, -2
-    )  # [B,G,P or 1,n,R*C,C]
+    weights = products_after_decay(
+        q, k.unsqueeze(-3), None if g is None else g.unsqueeze(-3)
+    ).flatten(-3, -2)  # [B,G,P or 1,n,R*C,C]
     if start is not None and end is not None and by_channel:
         q, k = q * start.unsqueeze(-3), k * end
     q, outputs = q.flatten(-3, -2), []  # [B,G,P or 1,n,R*C,D]
@@ -169,7 +169,7 @@ def _solve_updates(
     C, D]`.
     The arguments are split into n chunks of C tokens; start is exp(c), or None without a decay.
     """
-    system = beta * _decayed_products(k, k, g)
+    system = beta * products_after_decay(k, k, g)
     decayed_keys = k if start is None else k * start
     # unitriangular: torch takes the diagonal to be 1 and does not read it
     solved = torch.linalg.solve_triangular(
@@ -182,7 +182,7 @@ def _solve_updates(
     return write, erase
 
 
-def _decayed_products(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
+def products_after_decay(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     """Return the products of x_i and k_j, both `[..., C, D]`, after the decay from token j to token
     i, for j <= i, and 0 for j > i: `[..., C, C]`.
     """

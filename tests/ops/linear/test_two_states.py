@@ -1,0 +1,195 @@
+"""Recurrences with two states, the Mesa layer and the linear memory of Titans: every form against
+the loops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import regard
+from regard.linear import delta_rule, mesa, titans_memory
+from tests.fixture_f import decays, example, strengths
+from tests.oracles.generalised_delta import mesa_loop, titans_loop
+from tests.rules import GRADIENT, assert_close_rule
+
+FORMS = ("recurrent", "chunk", "parallel")
+Inputs = tuple[Tensor, ...]
+OPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
+    "mesa": (mesa, mesa_loop, {"solve": True}, {"solve": False}),
+    "titans": (titans_memory, titans_loop, {"by_gradient": True}, {"by_gradient": False}),
+}
+"""Each op, its loops, and two orders of their sums."""
+
+
+def case(name: str, T: int = 11, D: int = 4, E: int = 3, dtype: Any = torch.float64) -> Inputs:
+    make = torch.Generator().manual_seed(T)
+
+    def randn(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=make, dtype=torch.float64)
+
+    q, k, v = randn(2, 2, T, D), randn(2, 2, T, D), randn(2, 2, T, E)
+    k = k / k.norm(dim=-1, keepdim=True)
+    step, g, e = randn(2, 2, T).sigmoid(), -randn(2, 2, T).exp() / 4, -randn(2, 2, T).exp()
+    last = randn(2, D).exp() + 0.25 if name == "mesa" else e
+    return tuple(x.to(dtype) for x in (q, k, v, step, g, last))
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_fixed_example(form: str) -> None:
+    (q, k, v), g, beta = example(), decays(), strengths()
+    ridge = torch.ones(1, 3, dtype=torch.float64)
+    for chunk in (1, 2, 3, 4):
+        out, _ = mesa(q, k, v, beta, g, ridge, form=form, chunk=chunk)
+        expected = (0.0516209626, 0.1525829291)
+        assert out[0, 0, -1].tolist() == pytest.approx(expected, abs=1e-9)
+        keeps = torch.full_like(beta, math.log(0.9))
+        out, _ = titans_memory(q, k, v, beta, keeps, keeps, scale=1.0, form=form, chunk=chunk)
+        expected = (-0.3762280646, -0.1460705369)
+        assert out[0, 0, -1].tolist() == pytest.approx(expected, abs=1e-9)
+    assert mesa_loop(q, k, v, beta, g, ridge).out[0, 0, -1, 0] == pytest.approx(0.0516209626)
+    loop = titans_loop(q, k, v, beta, keeps, keeps, scale=1.0, by_gradient=False)
+    assert loop.out[0, 0, -1, 0] == pytest.approx(-0.3762280646)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_form_is_the_definition_and_a_state_splits_a_run(name: str) -> None:
+    run, loop, one, _ = OPS[name]
+    for T in (0, 1, 11):
+        inputs = case(name, T)
+        exact = loop(*inputs, **one)
+        for form in FORMS:
+            for chunk in (1, 2, 4, 9, 16) if form == "chunk" else (16,):
+                out, states = run(*inputs, form=form, chunk=chunk)
+                for found, right in zip((out, *states), exact, strict=True):
+                    assert float((found - right).abs().sum()) < 1e-10
+                for cut in (0, 1, 5, T):
+                    parts = [
+                        [x if x.ndim == 2 else x[:, :, where] for x in inputs]
+                        for where in (slice(0, cut), slice(cut, T))
+                    ]
+                    first, middle = run(*parts[0], form=form, chunk=chunk)
+                    second, last = run(*parts[1], state=middle, form=form, chunk=chunk)
+                    assert float((torch.cat([first, second], 2) - exact.out).abs().sum()) < 1e-10
+                    for found, right in zip(last, exact[1:], strict=True):
+                        assert float((found - right).abs().max()) < 1e-10
+
+
+def test_titans_without_momentum_and_forgetting_is_the_delta_rule() -> None:
+    q, k, v, step, g, _ = case("titans", 40)
+    none = torch.full_like(g, -math.inf)
+    for form in FORMS:
+        out, (M, N) = titans_memory(q, k, v, step, 0 * g, none, form=form, chunk=16)
+        right, (S,) = delta_rule(q, k, v, step)
+        assert float((out - right).abs().max()) < 1e-12
+        assert float((M - S).abs().max()) < 1e-12
+        assert bool(N.ne(0).any())
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", OPS)
+def test_rounding_and_gradients_are_those_of_plain_math(name: str, form: str) -> None:
+    run, loop, one, other = OPS[name]
+    inputs = case(name, 24, dtype=torch.float32)
+    wide = [x.double() for x in inputs]
+    exact = loop(*wide, **one)
+    out, states = run(*inputs, form=form, chunk=8)
+    plains = [loop(*inputs, **order) for order in (one, other)]
+    for i, found in enumerate((out, *states)):
+        assert_close_rule(found, [plain[i] for plain in plains], exact[i], what=f"{name} {i}")
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).double()
+
+    def gradients(rule: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in given]
+        return list(torch.autograd.grad((rule(*leaves) * weight.to(leaves[0])).sum(), leaves))
+
+    rules = [{"by_gradient": False}] if name == "titans" else [one, other]
+    right = gradients(lambda *x: loop(*x, **rules[0]).out, wide)
+    usual = [gradients(lambda *x, o=o: loop(*x, **o).out, list(inputs)) for o in rules]
+    mine = gradients(lambda *x: run(*x, form=form, chunk=8)[0], list(inputs))
+    for i, (found, exactly, *plain) in enumerate(zip(mine, right, *usual, strict=True)):
+        assert_close_rule(found, plain, exactly, GRADIENT, f"{name} {form} {i}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+def test_gradcheck(name: str, form: str) -> None:
+    run, *_ = OPS[name]
+    leaves = [x[:1, :1] if x.ndim > 2 else x[:1] for x in case(name, 5, 3, 2)]
+    leaves = [x.clone().requires_grad_() for x in leaves]
+
+    def call(*x: Tensor) -> Tensor:
+        out, states = run(*x, form=form, chunk=2)
+        return torch.cat([part.flatten() for part in (out, *states)])
+
+    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, 7.0])
+@pytest.mark.parametrize("name", OPS)
+def test_an_empty_slot_changes_neither_state(name: str, garbage: float) -> None:
+    """Titans adds its momentum to the memory at every token: not at an empty slot."""
+    run, loop, one, _ = OPS[name]
+    positions = torch.stack([torch.arange(11), torch.arange(11)])
+    positions[0, :4], positions[0, 4:] = -1, torch.arange(7)
+    positions[1, [2, 5, 6, 10]] = -1
+    empty, inputs = positions < 0, case(name)
+    for x in inputs:
+        if x.ndim > 2:
+            x.masked_fill_(empty[:, None, :].reshape(2, 1, 11, *[1] * (x.ndim - 3)), garbage)
+    exact = loop(*(x.nan_to_num(0, 0, 0) for x in inputs), real=~empty, **one)
+    leaves = [x.requires_grad_() for x in inputs]
+    for form in FORMS:
+        out, states = run(*leaves, form=form, chunk=4, k_positions=positions)
+        for found, right in zip((out, *states), exact, strict=True):
+            assert float((found.detach() - right).abs().max()) < 1e-11
+        for x in torch.autograd.grad(out.sum() + states[0].sum() + states[1].sum(), leaves):
+            assert bool(x.isfinite().all())
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_nan_reaches_nothing_in_front_of_it(name: str) -> None:
+    run, *_ = OPS[name]
+    clean = run(*case(name))[0]
+    for which in range(5):
+        inputs = case(name)
+        inputs[which][:, :, 6:] = math.nan
+        for form in FORMS:
+            out, states = run(*inputs, form=form, chunk=4)
+            assert float((out[:, :, :6] - clean[:, :, :6]).abs().max()) < 1e-12
+            assert bool(out[:, :, 6:].isnan().all())
+            if which:  # a query is in no state
+                assert any(bool(x.isnan().any()) for x in states)
+
+
+@pytest.mark.full
+def test_strong_decays_and_wrong_variants() -> None:
+    for name, (run, loop, one, other) in OPS.items():
+        inputs = list(case(name, 70))
+        inputs[4] = inputs[4] - 1000 * (torch.arange(70) % 3 == 0)
+        exact = loop(*inputs, **one).out
+        for form in FORMS:
+            assert float((run(*inputs, form=form, chunk=64)[0] - exact).abs().max()) < 1e-9
+        plain = [loop(*inputs, **order).out for order in (one, other)]
+        for i, change in ((3, 1.1), (4, 0.5), (5, 1.5)):
+            wrong = [x * change if j == i else x for j, x in enumerate(inputs)]
+            with pytest.raises(AssertionError, match="error"):
+                assert_close_rule(run(*wrong)[0], plain, exact)
+
+
+def test_refusals() -> None:
+    for name, (run, *_) in OPS.items():
+        q, k, v, step, g, last = case(name)
+        with pytest.raises(regard.ArgumentError, match="q has 4 heads, k 2 and v 2; a"):
+            run(torch.cat([q, q], 1), k, v, step, g, last)
+    q, k, v, beta, g, ridge = case("mesa")
+    assert bool(mesa(q, k, v, beta, g, -100 * ridge)[0].isnan().any()), "not positive definite"
