@@ -5,7 +5,7 @@ rules. They keep a state of fixed size instead of a cache of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -118,7 +118,7 @@ class GroupedValueQKV(SeparateQKV):
 class Recurrent(Mixer):
     """A linear recurrence as a mechanism: projection, recurrence rule, norm, gate and output map.
 
-    q, k, v = project(x);  z, state = rule(x, q, k, v, state);  z' = norm(z) * silu(gate(x));
+    q, k, v = project(x);  z, state = rule(x, q, k, v, state);  z' = norm(z) * act(gate(x));
     out = output(heads of z' concatenated)
 
     Args:
@@ -129,6 +129,7 @@ class Recurrent(Mixer):
         output: a module [B,T,H*E] -> [B,T,M].
         norm: a module on heads [B,H,T,E] that normalises the last dim; None applies none.
         gate: the output gate, a `HeadProjection` of x to H heads of E; None applies none.
+        gate_activation: the function act of the gate.
 
     Raises:
         ArgumentError: the gate does not have the heads that the rule returns.
@@ -157,6 +158,7 @@ class Recurrent(Mixer):
         *,
         norm: nn.Module | None = None,
         gate: HeadProjection | None = None,
+        gate_activation: Callable[[Tensor], Tensor] = F.silu,
     ) -> None:
         super().__init__()
         value_heads = project.value_heads if isinstance(project, GroupedValueQKV) else None
@@ -168,7 +170,7 @@ class Recurrent(Mixer):
                 "rule returns"
             )
         self.project, self.rule, self.output = project, rule, output
-        self.norm, self.gate = norm, gate
+        self.norm, self.gate, self.gate_activation = norm, gate, gate_activation
 
     def check_cache(self, cache: Cache) -> None:
         """Check that the cache is a `State`, not a cache of tokens.
@@ -201,12 +203,21 @@ class Recurrent(Mixer):
         """Apply the norm and the output gate to heads z [B,H,T,E]."""
         z = self.project.postprocess(z, x)
         z = z if self.norm is None else self.norm(z)
-        return z if self.gate is None else z * F.silu(self.gate(x, positions))
+        return z if self.gate is None else z * self.gate_activation(self.gate(x, positions))
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
         """Return the coefficients that the rule gives to the values, with the state before and
-        after the query. They exist for every rule, because each is linear in the values.
+        after the query. They exist for every rule that is linear in the values and has one row for
+        all channels of a head.
+
+        Raises:
+            ArgumentError: the rule has no such row.
         """
+        if (reason := getattr(self.rule, "no_row_reason", None)) is not None:
+            raise ArgumentError(
+                f"{type(self.rule).__name__} {reason}; explain another mechanism, for example "
+                "rwkv6 or gated_linear"
+            )
         T, outputs = run.q.shape[2], self.heads.outputs
         query, key = (head // (outputs // x.shape[1]) for x in (run.q, run.k))
 
@@ -221,9 +232,11 @@ class Recurrent(Mixer):
         weights = effective_row(lambda unit: run_rule(unit)[0], run.v, head, row)
         is_visible = torch.arange(T) <= row
         dots = (run.k[0, key].double() @ run.q[0, query, row].double()).cpu()
-        scores, scale = [MechanismStep("dot", "", dots)], run.q.shape[-1] ** -0.5
+        own_scale = getattr(self.rule, "scale", None)
+        scale = run.q.shape[-1] ** -0.5 if own_scale is None else float(own_scale)
+        scores = [MechanismStep("dot", "", dots)]
         if isinstance(self.rule, LinearAttentionRule):
-            unnormalised = LinearAttentionRule(self.rule.feature_map, normalise=False)
+            unnormalised = self.rule.unnormalised()
             raw = effective_row(lambda unit: run_rule(unit, rule=unnormalised)[0], run.v, head, row)
             scores.append(MechanismStep("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
             scale = 1.0 if self.rule.normalise else self.rule.scale
@@ -309,9 +322,15 @@ class LinearAttentionRule(nn.Module):
             form=form,
         )
 
+    def unnormalised(self) -> LinearAttentionRule:
+        """Return this rule without the division by the sum of the weights."""
+        return LinearAttentionRule(self.feature_map, normalise=False)
+
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""
-        return LinearSpec(weights, (), shape, normalised=self.normalise)
+        count = getattr(self.feature_map, "feature_count", None)
+        features = None if count is None else count(shape.head_dim)
+        return LinearSpec(weights, (), shape, normalised=self.normalise, features=features)
 
     def extra_repr(self) -> str:
         """Return the feature map, and whether the weights are normalised."""
@@ -325,6 +344,7 @@ class RetentionRule(nn.Module):
     Args:
         groups: the key/value heads G; with more value heads than key heads, the value heads N.
         decay: the decay gamma per token of each head, from 0 to 1; None is 1 - 2^(-5-g).
+        scale: the factor on the queries; None is 1/sqrt(D).
 
     Raises:
         ArgumentError: groups is less than 1, or decay is not G numbers from 0 to 1.
@@ -336,8 +356,11 @@ class RetentionRule(nn.Module):
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 6 and 8.
     """
 
-    def __init__(self, groups: int, decay: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, groups: int, decay: Sequence[float] | None = None, *, scale: float | None = None
+    ) -> None:
         super().__init__()
+        check_number("scale", scale, float("-inf"), float("inf"), "finite")
         if groups < 1:
             raise ArgumentError(f"RetentionRule(groups={groups}): groups must be at least 1")
         if decay is not None:
@@ -353,6 +376,7 @@ class RetentionRule(nn.Module):
                         "(never forget)"
                     )
         self.decay = None if decay is None else tuple(float(gamma) for gamma in decay)
+        self.scale = scale
 
     def forward(
         self,
@@ -368,7 +392,16 @@ class RetentionRule(nn.Module):
         decay = None
         if self.decay is not None:
             decay = torch.tensor(self.decay, dtype=torch.float64, device=k.device)
-        return retention(q, k, v, decay=decay, state=state, k_positions=positions, form=form)
+        return retention(
+            q,
+            k,
+            v,
+            decay=decay,
+            scale=self.scale,
+            state=state,
+            k_positions=positions,
+            form=form,
+        )
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""

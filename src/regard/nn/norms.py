@@ -129,11 +129,14 @@ class HeadNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(heads, dim))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "B H T E"]) -> Float[Tensor, "B H T E"]:
+    def forward(
+        self, x: Float[Tensor, "B H T E"], positions: object = None
+    ) -> Float[Tensor, "B H T E"]:
         """Normalise each head of each token separately.
 
         Args:
             x: heads [B,H,T,E].
+            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
 
         Returns:
             The normalised heads [B,H,T,E].
@@ -158,3 +161,55 @@ class HeadNorm(nn.Module):
         """Return the number of heads, their size and the epsilon."""
         heads, dim = self.weight.shape
         return f"{plural(heads, 'head')} of {dim}, eps={self.eps}"
+
+
+class JoinedHeadsRMSNorm(RMSNorm):
+    """An `RMSNorm` of all heads of a token together.
+
+    y = x / sqrt(mean(x^2) + eps) * weight, over the H E channels of a token, in fp32 or better
+
+    Args:
+        heads: the number of heads H.
+        head_dim: the size of one head E.
+        eps: added to the mean square.
+
+    Raises:
+        ArgumentError: heads or head_dim is less than 1, or eps is negative.
+
+    >>> norm = JoinedHeadsRMSNorm(2, 1, eps=0.0)
+    >>> norm(torch.tensor([7.0, 1.0])[None, :, None, None]).flatten().tolist()
+    [1.399999976158142, 0.20000000298023224]
+
+    Source: MiniMax 2025 (arXiv 2501.08313), figure 4; Qin et al. 2024 (arXiv 2404.07904).
+    """
+
+    def __init__(self, heads: int, head_dim: int, *, eps: float = 1e-6) -> None:
+        super().__init__(heads * head_dim, eps=eps)
+        self.heads, self.head_dim = heads, head_dim
+
+    def forward(
+        self, x: Float[Tensor, "B H T E"], positions: object = None
+    ) -> Float[Tensor, "B H T E"]:
+        """Normalise the joined heads of each token.
+
+        Args:
+            x: heads [B,H,T,E].
+            positions: ignored.
+
+        Returns:
+            The normalised heads [B,H,T,E].
+
+        Raises:
+            ArgumentError: x does not have these heads and this dim.
+        """
+        if x.ndim != 4 or (x.shape[1], x.shape[3]) != (self.heads, self.head_dim):
+            raise ArgumentError(
+                f"x is {tuple(x.shape)}; this norm needs [batch, {self.heads}, length, "
+                f"{self.head_dim}]"
+            )
+        joined = super().forward(x.transpose(1, 2).flatten(2))
+        return joined.unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """Return the number of heads, their size and the epsilon."""
+        return f"{plural(self.heads, 'head')} of {self.head_dim}, eps={self.eps}"
