@@ -13,6 +13,7 @@ from regard.ops.linear.linear_attention import (
     linear_attention,
     retention,
 )
+from regard.ops.linear.short_convolution import short_convolution
 
 __all__ = [
     "FEATURE_MAPS",
@@ -21,4 +22,5 @@ __all__ = [
     "gated_linear",
     "linear_attention",
     "retention",
+    "short_convolution",
 ]

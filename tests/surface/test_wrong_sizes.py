@@ -165,6 +165,19 @@ OPS: dict[Callable[..., Any], Call] = {
     linear.gated_linear: recurrence(linear.gated_linear, log_decay=-randn(B, G, T, D).sigmoid()),
     linear.delta_rule: recurrence(linear.delta_rule, beta=BETA),
     linear.gated_delta_rule: recurrence(linear.gated_delta_rule, beta=BETA, log_decay=DECAY),
+    linear.short_convolution: Call(
+        linear.short_convolution,
+        {
+            "x": randn(B, T, M),
+            "weight": randn(M, 4),
+            "bias": randn(M),
+            "state": (randn(B, 3, M),),
+            "positions": at(T),
+        },
+        {"state.0": "B n1 c", "positions": "B T"},
+        bound="n1",
+        loose=("positions:device",),
+    ),
     memory.infini_attention: Call(
         lambda **given: memory.infini_attention(**given, segment=4),
         {
@@ -405,6 +418,13 @@ MODULES: dict[str, Call] = {
         {"x": "B H T D"},
         bound="H D",
         loose=("x:dtype",),
+    ),
+    "CausalConvolution": Call(
+        parts.CausalConvolution(M, 4),
+        X | {"state": (randn(B, 3, M),), "positions": at(T)},
+        {"state.0": "B n1 M", "x": "B T M", "positions": "B T"},
+        bound="n1 M",
+        loose=LOOSE,
     ),
     "HeadProjection": Call(parts.HeadProjection(M, H, D), X | {"positions": None}, bound="M"),
     "PerHeadProjection": Call(parts.PerHeadProjection(M, H, D), X | {"positions": None}, bound="M"),

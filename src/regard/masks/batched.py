@@ -14,6 +14,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks.base import Lengths, Mask, Refusal, check_batch_rows, check_int, check_ints, to_4d
 from regard.masks.tiling import UNBOUNDED, Intervals
 from regard.process_state import is_exporting_onnx
+from regard.span import Positions, as_tensor
 
 Rows = TypeVar("Rows", bound=tuple[Any, ...])
 
@@ -190,6 +191,23 @@ class Document(Mask):
         flat, bounds = doc.reshape(B, t), bounds.expand(B, -1)
         starts, stops = (bounds.gather(1, flat - i).reshape(doc.shape) for i in (1, 0))
         return Intervals(starts, torch.where(inside, stops, starts))
+
+    def begins(self, positions: Positions) -> Bool[Tensor, "#B T"]:
+        """Return which tokens are the first of a document: those whose position is a bound.
+
+        Args:
+            positions: positions of T tokens.
+
+        Returns:
+            A bool tensor `[B or 1, T]`.
+
+        >>> from regard.span import Span
+        >>> Document((0, 3, 5)).begins(Span(2, 4)).tolist()
+        [[False, True, False, True]]
+        """
+        tensor = as_tensor(positions)
+        bounds = padded_table(self._rows, None, tensor)
+        return (tensor[:, :, None] == bounds[:, None]).any(-1)
 
     def refusal(self) -> Refusal:
         """Explain that the key is in another document."""

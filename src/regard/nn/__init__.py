@@ -22,6 +22,7 @@ from regard.nn.blocks import (
     Residual,
     SandwichNorm,
 )
+from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
 from regard.nn.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
@@ -53,6 +54,7 @@ from regard.nn.projections import (
     Projection,
     SeparateQKV,
 )
+from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV
 from regard.nn.selected_attention import NSA, SelectedAttention
 from regard.nn.streaming_attention import StreamingAttention
 
@@ -66,8 +68,10 @@ __all__ = [
     "Block",
     "BlockCaches",
     "CappedLogits",
+    "CausalConvolution",
     "ClippedQKV",
     "ClippedSwiGLU",
+    "ConvolvedQKV",
     "CrossAttention",
     "DecoderBlock",
     "DifferentialProjection",
@@ -77,6 +81,7 @@ __all__ = [
     "FusedQKV",
     "GatedFeedForward",
     "GatedProjection",
+    "GroupedValueQKV",
     "HeadNorm",
     "HeadProjection",
     "IdentityProjection",

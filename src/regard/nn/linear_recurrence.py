@@ -14,16 +14,19 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number, check_value_heads
+from regard.argument_checks import check_number
 from regard.caches import Cache, Parts, State
 from regard.cost import Spec
-from regard.cost.fixed_state import DeltaSpec, LinearSpec
+from regard.cost.fixed_state import DeltaSpec, LinearSpec, RecurrentSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks import Document
 from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effective_row
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
-from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
+from regard.nn.packed_documents import over_documents
+from regard.nn.projections import HeadProjection, Projection
+from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV, project_tokens
 from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.linear_attention import (
@@ -75,46 +78,6 @@ class RecurrenceRule(Protocol):
         """
 
 
-class GroupedValueQKV(SeparateQKV):
-    """A projection with more value heads than key heads, for a recurrence: each value head has a
-    state, and value head h uses key head h // (N/G).
-
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k: a `HeadProjection` to G key heads; G divides H.
-        v: a `HeadProjection` to N value heads; G divides N, and of H and N one divides the other.
-        key_transform: as for `SeparateQKV`.
-
-    Raises:
-        ArgumentError: the numbers of heads do not fit together, or q and k differ in head dim.
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (2, 2, 4))
-    >>> GroupedValueQKV(q, k, v).shape.memory, GroupedValueQKV(q, k, v).value_heads
-    ((4, 8), 4)
-
-    Source: the library flash-linear-attention, grouped value attention; Qwen3-Next.
-    """
-
-    def _check_heads(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
-        """Raise unless the numbers of heads fit together, and q and k have one head dim."""
-        check_value_heads(q.heads, k.heads, v.heads)
-        if q.head_dim != k.head_dim:
-            raise ArgumentError(
-                f"q is {q.extra_repr()}, k is {k.extra_repr()}; they must have the same head dim"
-            )
-
-    @property
-    def value_heads(self) -> int:
-        """N, the number of value heads."""
-        return self.v.heads
-
-    @property
-    def shape(self) -> ProjectionShape:
-        """H, G, D and E; a recurrence stores none of the G D + N E values of a token."""
-        memory = (self.k.heads * self.k.head_dim, self.v.heads * self.v.head_dim)
-        return super().shape._replace(memory=memory)
-
-
 class Recurrent(Mixer):
     """A linear recurrence as a mechanism: projection, recurrence rule, norm, gate and output map.
 
@@ -124,15 +87,20 @@ class Recurrent(Mixer):
     Args:
         project: a `Projection` to H query heads and G key/value heads, with every step on a head;
             a `GroupedValueQKV` has N value heads, and the result then O = max(H, N) heads instead
-            of H.
+            of H; a `ConvolvedQKV` has a short convolution, whose state follows that of the rule.
         rule: a module with the interface of `RecurrenceRule`.
         output: a module [B,T,H*E] -> [B,T,M].
         norm: a module on heads [B,H,T,E] that normalises the last dim; None applies none.
         gate: the output gate, a `HeadProjection` of x to H heads of E; None applies none.
         gate_activation: the function act of the gate.
+        gate_before_norm: whether z' = norm(z * act(gate(x))) instead, as in Mamba-2.
+        documents: the documents of packed text, by position: each starts with an empty state, and
+            nothing passes from one to the next. None is one document. It may be replaced between
+            calls.
 
     Raises:
-        ArgumentError: the gate does not have the heads that the rule returns.
+        ArgumentError: the gate does not have the heads that the rule returns; in a call, documents
+            have another number of batch rows.
 
     >>> import torch
     >>> from regard.nn.linear_recurrence import DeltaRule
@@ -159,6 +127,8 @@ class Recurrent(Mixer):
         norm: nn.Module | None = None,
         gate: HeadProjection | None = None,
         gate_activation: Callable[[Tensor], Tensor] = F.silu,
+        gate_before_norm: bool = False,
+        documents: Document | None = None,
     ) -> None:
         super().__init__()
         value_heads = project.value_heads if isinstance(project, GroupedValueQKV) else None
@@ -171,6 +141,7 @@ class Recurrent(Mixer):
             )
         self.project, self.rule, self.output = project, rule, output
         self.norm, self.gate, self.gate_activation = norm, gate, gate_activation
+        self.gate_before_norm, self.documents = gate_before_norm, documents
 
     def check_cache(self, cache: Cache) -> None:
         """Check that the cache is a `State`, not a cache of tokens.
@@ -188,22 +159,57 @@ class Recurrent(Mixer):
         the recurrence; "reference" means "recurrent".
         """
         assert cache is None or isinstance(cache, State)
-        q = tap("q", self.project.query(x, positions))
-        k, v = self.project.recall(self.project.remember(x, positions), positions)
-        k, v = tap("k", k), tap("v", v)
         form = "recurrent" if backend == "reference" else backend
         before = None if cache is None else cache.state
-        z, after = self.rule(x, q, k, v, before, positions, form)
+        ruled, past = None, None
+        if before is not None and isinstance(self.project, ConvolvedQKV):
+            ruled, past = before[:-1], before[-1:]
+        elif before is not None:
+            ruled = before
+
+        def project(
+            part: tuple[Tensor, ...], positions: Positions, state: Parts | None
+        ) -> tuple[tuple[Tensor, ...], Parts]:
+            q, k, v, state = project_tokens(self.project, part[0], positions, state)
+            return (q, k, v), state
+
+        (q, k, v), past = over_documents(self.documents, project, (x,), positions, past)
+        q, k, v = tap("q", q), tap("k", k), tap("v", v)
+        z, after = self._recur((x, q, k, v), ruled, positions, form)
         if cache is not None:
-            cache.store(after, positions)
+            cache.store((*after, *past), positions)
         z = tap("z", self._norm_and_gate(z, x, positions))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def _recur(
+        self,
+        inputs: tuple[Tensor, ...],
+        state: Parts | None,
+        positions: Positions,
+        form: str,
+        rule: RecurrenceRule | None = None,
+    ) -> tuple[Tensor, Parts]:
+        """Run the rule over x, q, k and v, in every document from an empty state."""
+        rule = self.rule if rule is None else rule
+
+        def run(
+            part: tuple[Tensor, ...], positions: Positions, state: Parts | None
+        ) -> tuple[tuple[Tensor, ...], Parts]:
+            x, q, k, v = part
+            z, state = rule(x, q, k, v, state, positions, form)
+            return (z,), state
+
+        (z,), state = over_documents(self.documents, run, inputs, positions, state)
+        return z, state
 
     def _norm_and_gate(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
         """Apply the norm and the output gate to heads z [B,H,T,E]."""
         z = self.project.postprocess(z, x)
+        factor = None if self.gate is None else self.gate_activation(self.gate(x, positions))
+        if factor is not None and self.gate_before_norm:
+            z = z * factor
         z = z if self.norm is None else self.norm(z)
-        return z if self.gate is None else z * self.gate_activation(self.gate(x, positions))
+        return z if factor is None or self.gate_before_norm else z * factor
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
         """Return the coefficients that the rule gives to the values, with the state before and
@@ -224,8 +230,8 @@ class Recurrent(Mixer):
         def run_rule(
             v: Tensor, n: int = T, rule: RecurrenceRule = self.rule
         ) -> tuple[Tensor, Parts]:
-            q, k = run.q[:, :, :n], run.k[:, :, :n]
-            return rule(run.x[:, :n], q, k, v[:, :, :n], None, Span(0, n), "auto")
+            inputs = tuple(tensor[..., :n, :] for tensor in (run.x, run.q, run.k, v))
+            return self._recur(inputs, None, Span(0, n), "auto", rule)
 
         result, _ = run_rule(run.v)
         z = self._norm_and_gate(result, run.x, Span(0, T))
@@ -266,7 +272,10 @@ class Recurrent(Mixer):
     @property
     def spec(self) -> Spec:
         """The cost of this layer, according to its rule."""
-        return self.rule.spec(count_weights(self), self.heads)
+        spec = self.rule.spec(count_weights(self), self.heads)
+        if isinstance(self.project, ConvolvedQKV) and isinstance(spec, RecurrentSpec):
+            spec = replace(spec, convolution=self.project.convolution.cost)
+        return spec
 
 
 class LinearAttentionRule(nn.Module):

@@ -16,6 +16,7 @@ from regard.cost import Description, Spec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
+from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import Explainable
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.process_state import is_compiling, is_exporting_onnx
@@ -173,8 +174,11 @@ def count_weights(module: nn.Module, *counted_separately: nn.Module | None) -> P
 
 
 def _count_matrix_weights(module: nn.Module) -> int:
-    """Count the weights of all linear maps in a module."""
-    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+    """Count the weights of all linear maps in a module, and those of short convolutions, of which a
+    token multiplies each once, too.
+    """
+    kinds = (nn.Linear, CausalConvolution)
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, kinds))
 
 
 @dataclass(frozen=True)

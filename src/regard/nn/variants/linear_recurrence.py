@@ -14,7 +14,6 @@ from regard.errors import ArgumentError
 from regard.nn.linear_recurrence import (
     DeltaRule,
     GatedLinearRule,
-    GroupedValueQKV,
     L2Norm,
     LinearAttentionRule,
     LogDecay,
@@ -24,6 +23,7 @@ from regard.nn.linear_recurrence import (
 )
 from regard.nn.norms import HeadNorm, RMSNorm
 from regard.nn.projections import HeadProjection
+from regard.nn.recurrent_projections import GroupedValueQKV
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 from regard.ops.linear.linear_attention import FeatureMap

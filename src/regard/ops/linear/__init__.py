@@ -9,6 +9,7 @@ from regard.ops.linear.linear_attention import (
     linear_attention,
     retention,
 )
+from regard.ops.linear.short_convolution import short_convolution
 
 __all__ = [
     "FEATURE_MAPS",
@@ -17,4 +18,5 @@ __all__ = [
     "gated_linear",
     "linear_attention",
     "retention",
+    "short_convolution",
 ]

@@ -1,0 +1,86 @@
+"""`CausalConvolution`, the short convolution as a module with filters of its own."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.caches import Parts
+from regard.cost.fixed_state import ShortConvolution
+from regard.errors import ArgumentError
+from regard.ops.linear.short_convolution import Activation, short_convolution
+from regard.span import Positions
+
+
+class CausalConvolution(nn.Module):
+    """A causal convolution over the last few tokens, with one filter per channel. It has a state:
+    the inputs of the last n - 1 tokens.
+
+    y_t = activation(bias + sum_{i < n} weight[:, n - 1 - i] * x_{t - i})
+
+    Args:
+        channels: the number of channels c.
+        kernel: the number of tokens n of a filter, the present one included.
+        bias: whether each channel has a bias.
+        activation: "silu" for x sigmoid(x), or None.
+
+    Raises:
+        ArgumentError: a size is less than 1, or the activation is unknown.
+
+    >>> convolution = CausalConvolution(3, 4)
+    >>> y, state = convolution(torch.ones(1, 5, 3), None, None)
+    >>> last, state = convolution(torch.ones(1, 1, 3), state, None)
+    >>> y.shape, [tuple(part.shape) for part in state], torch.equal(last[:, 0], y[:, 4])
+    (torch.Size([1, 5, 3]), [(1, 3, 3)], True)
+
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3; Gu and Dao 2023 (arXiv 2312.00752),
+    section 3.4.
+    """
+
+    def __init__(
+        self, channels: int, kernel: int, *, bias: bool = False, activation: Activation = "silu"
+    ) -> None:
+        super().__init__()
+        if min(channels, kernel) < 1:
+            raise ArgumentError(
+                f"CausalConvolution(channels={channels}, kernel={kernel}): each must be at least 1"
+            )
+        if activation not in ("silu", None):
+            raise ArgumentError(f"activation is {activation!r}; it must be 'silu' or None")
+        bound = kernel**-0.5  # the initial values of torch.nn.Conv1d
+        self.weight = nn.Parameter(torch.empty(channels, kernel).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound)) if bias else None
+        self.activation = activation
+
+    def forward(
+        self, x: Float[Tensor, "B T c"], state: Parts | None, positions: Positions | None
+    ) -> tuple[Float[Tensor, "B T c"], Parts]:
+        """Convolve the tokens of a call.
+
+        Args:
+            x: the channels of the tokens [B,T,c].
+            state: the state after the tokens before; None at the start of a text.
+            positions: positions of the tokens; slots at -1 are empty.
+
+        Returns:
+            The convolved channels [B,T,c], and the state after the last token.
+        """
+        return short_convolution(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            state=state,
+            positions=positions,
+        )
+
+    @property
+    def cost(self) -> ShortConvolution:
+        """The sizes of the convolution, for the cost of a layer."""
+        return ShortConvolution(*self.weight.shape)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the activation."""
+        channels, kernel = self.weight.shape
+        return f"{channels} channels, kernel={kernel}, activation={self.activation!r}"

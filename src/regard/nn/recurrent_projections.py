@@ -1,0 +1,213 @@
+"""Projections of a recurrence: more value heads than key heads (`GroupedValueQKV`), and a short
+convolution over the queries, keys and values of the last few tokens (`ConvolvedQKV`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.argument_checks import check_value_heads
+from regard.caches import Parts
+from regard.errors import ArgumentError
+from regard.nn.causal_convolution import CausalConvolution
+from regard.nn.explainable import (
+    InputSteps,
+    MechanismStep,
+    MechanismSteps,
+    ProjectionQuery,
+    first_rotary,
+    projection_step,
+    run_steps,
+)
+from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
+from regard.span import Positions
+
+
+class GroupedValueQKV(SeparateQKV):
+    """A projection with more value heads than key heads, for a recurrence: each value head has a
+    state, and value head h uses key head h // (N/G).
+
+    Args:
+        q: a `HeadProjection` to H query heads.
+        k: a `HeadProjection` to G key heads; G divides H.
+        v: a `HeadProjection` to N value heads; G divides N, and of H and N one divides the other.
+        key_transform: as for `SeparateQKV`.
+
+    Raises:
+        ArgumentError: the numbers of heads do not fit together, or q and k differ in head dim.
+
+    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (2, 2, 4))
+    >>> GroupedValueQKV(q, k, v).shape.memory, GroupedValueQKV(q, k, v).value_heads
+    ((4, 8), 4)
+
+    Source: the library flash-linear-attention, grouped value attention; Qwen3-Next.
+    """
+
+    def _check_heads(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
+        """Raise unless the numbers of heads fit together, and q and k have one head dim."""
+        check_value_heads(q.heads, k.heads, v.heads)
+        if q.head_dim != k.head_dim:
+            raise ArgumentError(
+                f"q is {q.extra_repr()}, k is {k.extra_repr()}; they must have the same head dim"
+            )
+
+    @property
+    def value_heads(self) -> int:
+        """N, the number of value heads."""
+        return self.v.heads
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """H, G, D and E; a recurrence stores none of the G D + N E values of a token."""
+        memory = (self.k.heads * self.k.head_dim, self.v.heads * self.v.head_dim)
+        return super().shape._replace(memory=memory)
+
+
+class ConvolvedQKV(GroupedValueQKV):
+    """A projection whose queries, keys and values pass through a short causal convolution before
+    they are split into heads. It has a state, the inputs of the convolution of the last tokens.
+
+    [q; k; v] = convolution([W_q x; W_k x; W_v x]), then the steps of each head
+
+    Args:
+        q, k, v: as for `GroupedValueQKV`; the steps on heads follow the convolution.
+        convolution: a `CausalConvolution` over the channels of all heads: first those of the
+            queries, then those of the keys and of the values.
+
+    Raises:
+        ArgumentError: the heads do not fit together, a projection has a module before its split
+            into heads, or the convolution has another number of channels.
+
+    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (2, 2, 4))
+    >>> project = ConvolvedQKV(q, k, v, CausalConvolution(16, 4))
+    >>> inputs = project.project(torch.zeros(1, 5, 8), None, None)
+    >>> inputs.v.shape, [tuple(part.shape) for part in inputs.state]
+    (torch.Size([1, 4, 5, 2]), [(1, 3, 16)])
+
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3; Qwen3-Next; Kimi Linear.
+    """
+
+    def __init__(
+        self,
+        q: HeadProjection,
+        k: HeadProjection,
+        v: HeadProjection,
+        convolution: CausalConvolution,
+    ) -> None:
+        super().__init__(q, k, v)
+        for name, part in {"q": q, "k": k, "v": v}.items():
+            if not isinstance(part.flat, torch.nn.Identity):
+                raise ArgumentError(
+                    f"{name} has a {type(part.flat).__name__} before its split into heads, where "
+                    "the convolution runs; give it as a step on heads"
+                )
+        channels = sum(part.heads * part.head_dim for part in (q, k, v))
+        if convolution.weight.shape[0] != channels:
+            raise ArgumentError(
+                f"the convolution has {convolution.weight.shape[0]} channels; q, k and v have "
+                f"{channels} together"
+            )
+        self.convolution = convolution
+
+    def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
+        """Compute the queries, keys and values of tokens, with the state of the convolution.
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of the tokens.
+            state: the state after the tokens before; None at the start of a text.
+
+        Returns:
+            The queries, keys and values, and the state after the last token.
+        """
+        y = torch.cat([part.linear(x) for part in (self.q, self.k, self.v)], -1)
+        y, state = self.convolution(y, state, positions)
+        heads = []
+        for part, own in zip((self.q, self.k, self.v), self._split(y), strict=True):
+            for step in part.steps:
+                own = step(own, positions)
+            heads.append(own)
+        q, k, v = heads
+        return ProjectedQKV(q, k, v, state)
+
+    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
+        """Return the queries [B,H,T,D] of the tokens x at the start of a text."""
+        return self.project(x, positions, None).q
+
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
+        """Return the keys [B,G,S,D] and the values [B,N,S,E] of the tokens x at the start of a
+        text.
+        """
+        return self.project(x, positions, None)[1:3]
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of queries, keys and values: linear map, convolution, steps on heads."""
+        parts: dict[Literal["q", "k", "v"], HeadProjection] = {
+            "q": self.q,
+            "k": self.k,
+            "v": self.v,
+        }
+        y = torch.cat([part.linear(query.x) for part in parts.values()], -1)
+        convolved, _ = self.convolution(y, None, query.positions)
+        function = self.convolution.activation or ""
+        steps: list[MechanismSteps] = []
+        before_after = zip(self._split(y), self._split(convolved), strict=True)
+        for (letter, part), (before, after) in zip(parts.items(), before_after, strict=True):
+            i = "i" if letter == "q" else "j"
+            equation = f"{letter}_{i} ← {function}(sum_l c_l * {letter}_{{{i}-l}})"
+            first = (
+                projection_step(letter, before[0]),
+                MechanismStep("convolved", equation, after[0]),
+            )
+            steps.append(run_steps(part.steps, first, query.positions, letter))
+        q, k, v = steps
+        return InputSteps(q, k, v, first_rotary(self.q.steps))
+
+    def _split(self, y: Tensor) -> list[Tensor]:
+        """Split channels [B,T,c] into the heads of queries, keys and values."""
+        parts = (self.q, self.k, self.v)
+        split = y.split([part.heads * part.head_dim for part in parts], -1)
+        return [
+            own.unflatten(-1, (part.heads, part.head_dim)).transpose(1, 2)
+            for part, own in zip(parts, split, strict=True)
+        ]
+
+
+class ProjectedQKV(NamedTuple):
+    """The queries, keys and values of some tokens, and the state of their projection.
+
+    Attributes:
+        q: queries [B,H,T,D].
+        k: keys [B,G,T,D].
+        v: values [B,N,T,E].
+        state: the state after the last token; () for a projection without one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    state: Parts
+
+
+def project_tokens(
+    project: Projection, x: Tensor, positions: Positions, state: Parts | None
+) -> ProjectedQKV:
+    """Compute queries, keys and values with a projection that may have a state.
+
+    Args:
+        project: the projection.
+        x: hidden states [B,T,M].
+        positions: positions of the tokens.
+        state: the state of the projection after the tokens before; None at the start of a text.
+
+    Returns:
+        The queries, keys and values, and the state after the last token.
+    """
+    if isinstance(project, ConvolvedQKV):
+        return project.project(x, positions, state)
+    q = project.query(x, positions)
+    k, v = project.recall(project.remember(x, positions), positions)
+    return ProjectedQKV(q, k, v, ())
