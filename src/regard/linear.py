@@ -7,20 +7,38 @@ result: token by token, in chunks, and in parallel.
 from __future__ import annotations
 
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
+from regard.ops.linear.feature_maps import (
+    PowerFeatures,
+    RandomFeatures,
+    TaylorFeatures,
+    cosine_features,
+)
+from regard.ops.linear.gated_slots import gated_slots, log_sum_exp_gates
 from regard.ops.linear.linear_attention import (
     FEATURE_MAPS,
     gated_linear,
     linear_attention,
     retention,
 )
+from regard.ops.linear.mlstm import mlstm
+from regard.ops.linear.rwkv import rwkv4, rwkv6
 from regard.ops.linear.short_convolution import short_convolution
 
 __all__ = [
     "FEATURE_MAPS",
+    "PowerFeatures",
+    "RandomFeatures",
+    "TaylorFeatures",
+    "cosine_features",
     "delta_rule",
     "gated_delta_rule",
     "gated_linear",
+    "gated_slots",
     "linear_attention",
+    "log_sum_exp_gates",
+    "mlstm",
     "retention",
+    "rwkv4",
+    "rwkv6",
     "short_convolution",
 ]

@@ -213,7 +213,9 @@ class LinearSpec(RecurrentSpec):
         (_, G, D, E), N, d = self._sizes, self.shape.states, self._letter
         value = linear_state(G, D, E, normalised=self.normalised, value_heads=N)
         if self.normalised and N != G:
-            return self._with_past(Quantity(value, f"N {d} E + G {d} = {N} x {D} x {E} + {G} x {D}"))
+            return self._with_past(
+                Quantity(value, f"N {d} E + G {d} = {N} x {D} x {E} + {G} x {D}")
+            )
         each = f"({E} + 1)" if self.normalised else f"{E}"
         letters = f"{self._states} {d} {'(E + 1)' if self.normalised else 'E'}"
         return self._with_past(Quantity(value, f"{letters} = {N} x {D} x {each}"))

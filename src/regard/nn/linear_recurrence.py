@@ -26,7 +26,12 @@ from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effecti
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection, Projection
-from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV, project_tokens
+from regard.nn.recurrent_projections import (
+    ConvolvedQKV,
+    GroupedValueQKV,
+    TokenShiftQKV,
+    project_tokens,
+)
 from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.linear_attention import (
@@ -162,7 +167,7 @@ class Recurrent(Mixer):
         form = "recurrent" if backend == "reference" else backend
         before = None if cache is None else cache.state
         ruled, past = None, None
-        if before is not None and isinstance(self.project, ConvolvedQKV):
+        if before is not None and isinstance(self.project, (ConvolvedQKV, TokenShiftQKV)):
             ruled, past = before[:-1], before[-1:]
         elif before is not None:
             ruled = before
@@ -237,7 +242,9 @@ class Recurrent(Mixer):
         z = self._norm_and_gate(result, run.x, Span(0, T))
         weights = effective_row(lambda unit: run_rule(unit)[0], run.v, head, row)
         is_visible = torch.arange(T) <= row
-        dots = (run.k[0, key].double() @ run.q[0, query, row].double()).cpu()
+        written = getattr(self.rule, "written_keys", None)
+        keys = run.k if written is None else written(run.k)
+        dots = (keys[0, key].double() @ run.q[0, query, row].double()).cpu()
         own_scale = getattr(self.rule, "scale", None)
         scale = run.q.shape[-1] ** -0.5 if own_scale is None else float(own_scale)
         scores = [MechanismStep("dot", "", dots)]
@@ -273,8 +280,10 @@ class Recurrent(Mixer):
     def spec(self) -> Spec:
         """The cost of this layer, according to its rule."""
         spec = self.rule.spec(count_weights(self), self.heads)
-        if isinstance(self.project, ConvolvedQKV) and isinstance(spec, RecurrentSpec):
-            spec = replace(spec, convolution=self.project.convolution.cost)
+        if isinstance(self.project, (ConvolvedQKV, TokenShiftQKV)) and isinstance(
+            spec, RecurrentSpec
+        ):
+            spec = replace(spec, convolution=self.project.cost)
         return spec
 
 

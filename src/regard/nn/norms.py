@@ -164,28 +164,34 @@ class HeadNorm(nn.Module):
 
 
 class JoinedHeadsRMSNorm(RMSNorm):
-    """An `RMSNorm` of all heads of a token together.
+    """An `RMSNorm` of all heads of a token together, or of groups of neighbouring heads.
 
     y = x / sqrt(mean(x^2) + eps) * weight, over the H E channels of a token, in fp32 or better
 
     Args:
         heads: the number of heads H.
         head_dim: the size of one head E.
+        groups: the number of groups of H / groups heads, each of which has its own mean.
         eps: added to the mean square.
 
     Raises:
-        ArgumentError: heads or head_dim is less than 1, or eps is negative.
+        ArgumentError: a size is less than 1, groups does not divide heads, or eps is negative.
 
     >>> norm = JoinedHeadsRMSNorm(2, 1, eps=0.0)
     >>> norm(torch.tensor([7.0, 1.0])[None, :, None, None]).flatten().tolist()
     [1.399999976158142, 0.20000000298023224]
 
-    Source: MiniMax 2025 (arXiv 2501.08313), figure 4; Qin et al. 2024 (arXiv 2404.07904).
+    Source: MiniMax 2025 (arXiv 2501.08313), figure 4; in groups: Dao and Gu 2024 (arXiv
+    2405.21060), section 7.3.
     """
 
-    def __init__(self, heads: int, head_dim: int, *, eps: float = 1e-6) -> None:
+    def __init__(self, heads: int, head_dim: int, *, groups: int = 1, eps: float = 1e-6) -> None:
+        if groups < 1 or heads % groups:
+            raise ArgumentError(
+                f"groups is {groups}; it must be at least 1 and divide the number of heads, {heads}"
+            )
         super().__init__(heads * head_dim, eps=eps)
-        self.heads, self.head_dim = heads, head_dim
+        self.heads, self.head_dim, self.groups = heads, head_dim, groups
 
     def forward(
         self, x: Float[Tensor, "B H T E"], positions: object = None
@@ -207,7 +213,14 @@ class JoinedHeadsRMSNorm(RMSNorm):
                 f"x is {tuple(x.shape)}; this norm needs [batch, {self.heads}, length, "
                 f"{self.head_dim}]"
             )
-        joined = super().forward(x.transpose(1, 2).flatten(2))
+        joined = x.transpose(1, 2).flatten(2)
+        if self.groups == 1:
+            joined = super().forward(joined)
+        else:
+            wide = joined.to(torch.promote_types(x.dtype, torch.float32))
+            grouped = wide.unflatten(2, (self.groups, -1))
+            grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
+            joined = (grouped.flatten(2) * self.weight).to(x.dtype)
         return joined.unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
 
     def extra_repr(self) -> str:

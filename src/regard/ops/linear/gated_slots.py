@@ -55,7 +55,7 @@ def log_sum_exp_gates(
 
     Source: Peng et al. 2021 (arXiv 2110.02488), section 3; Qin et al. 2024 (arXiv 2405.21022).
     """
-    B, G, T, m = logits.shape
+    (B, G), m = logits.shape[:2], logits.shape[3]
     (first,) = initial_state(state, {"L": (B, G, m)}, logits)
     if state is None:
         first = torch.full_like(first, FLOOR)
@@ -76,7 +76,7 @@ def gated_slots(
     log_decay: Float[Tensor, "B G T m"],
     *,
     scale: float | None = None,
-    state: tuple[Float[Tensor, "B G #d #e"], ...] | None = None,
+    state: tuple[Tensor, ...] | None = None,
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 64,

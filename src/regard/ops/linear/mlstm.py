@@ -31,11 +31,11 @@ def mlstm(
     log_forget: Float[Tensor, "B N T"],
     *,
     scale: float | None = None,
-    state: tuple[Float[Tensor, "B N *d"], ...] | None = None,
+    state: tuple[Tensor, ...] | None = None,
     k_positions: Positions | None = None,
     form: str = "auto",
     chunk: int = 64,
-) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N *d"], ...]]:
+) -> tuple[Float[Tensor, "B O T E"], tuple[Tensor, ...]]:
     """Compute the matrix memory of xLSTM (mLSTM).
 
     C_t = f_t C_{t-1} + i_t k_t v_t^T,  n_t = f_t n_{t-1} + i_t k_t
@@ -89,8 +89,7 @@ def mlstm(
     with torch.autocast(q.device.type, enabled=False):
         first = m[..., None, None]  # [B,N,1,1]
         decays, logits = (
-            torch.cat(x, 2).detach()
-            for x in ((torch.zeros_like(first), forget), (first, write))
+            torch.cat(x, 2).detach() for x in ((torch.zeros_like(first), forget), (first, write))
         )
         maximum = running_maximum(decays, logits)
         # The result does not depend on m, and neither does its gradient. The two maxima are

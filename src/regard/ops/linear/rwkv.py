@@ -178,9 +178,7 @@ def rwkv4(
     with torch.autocast(k.device.type, enabled=False):
         for start in range(0, T, size):
             part = slice(start, min(start + size, T))
-            out, sums = _rwkv4_chunk(
-                keys[:, :, part], values[:, :, part], g[:, :, part], u, sums
-            )
+            out, sums = _rwkv4_chunk(keys[:, :, part], values[:, :, part], g[:, :, part], u, sums)
             outputs.append(out)
     out = torch.cat(outputs, 2) if outputs else torch.zeros_like(values)
     return zero_empty_slots(out.to(k.dtype), empty), tuple(sums)
