@@ -24,7 +24,9 @@ from regard.nn.variants import VARIANTS
 from regard.view import explanation_text
 
 TEXT = "a fluffy blue creature roamed the verdant forest and slept"
-LINEAR = {"delta_net", "gated_delta_net", "linear_attention", "retention", "gated_linear"}
+LINEAR = {name for name, entry in VARIANTS.items() if entry.family == "linear"}
+NO_ROW = {"rwkv4"}
+"""Mechanisms whose channels have rows of their own."""
 ROUNDING = 2e-5
 """Of sums of some 30 products of fp32 numbers of size 1 to 10: 30 x 10 x 2^-24 is 1.8e-5."""
 
@@ -44,8 +46,13 @@ def test_a_score_rule_is_refused_by_name(name: str) -> None:
         found(name)
 
 
+def test_a_rule_with_a_row_for_each_channel_is_refused_by_name() -> None:
+    with pytest.raises(ArgumentError, match="RWKV4Rule has a row of weights for each channel"):
+        found("rwkv4")
+
+
 @pytest.mark.full(keep=10)
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name not in SCORED])
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n not in {*SCORED, *NO_ROW}])
 def test_every_mechanism_is_explained(name: str) -> None:
     """Its row, mixed over its values, is what the mechanism gave; it travels as JSON; its page has
     80 columns.
