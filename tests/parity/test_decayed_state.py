@@ -90,9 +90,11 @@ def test_lightning_attention_of_minimax(layer: int) -> None:
     assert close(padded[1, 6:], ours(x[1:, 6:])[0], 1e-12)
     # Theirs clears the values of the padding, and a state of zeros decays to zeros.
     assert close(padded[mask], theirs(x, no_positions, mask)[0][mask], 1e-6)
-    rates = lightning_rates(HEADS, layer, 5)
-    scaled = RetentionRule(HEADS, [2.718281828459045**-rate for rate in rates])
-    assert_far_when(ours, x, right, lambda: setattr(ours, "rule", scaled))
+    # A wrong scale alone would not show: the norm over all heads divides it out.
+    usual = RetentionRule(HEADS, scale=1.0)
+    assert_far_when(ours, x, right, lambda: setattr(ours, "rule", usual))
+    ours, _ = lightning(layer, 5)
+    assert_far_when(ours, x, right, lambda: setattr(ours, "gate_activation", nn.functional.silu))
 
 
 def test_the_rates_of_lightning_attention() -> None:

@@ -1,14 +1,14 @@
-"""Count what recurrences with decayed sums store and compute: RWKV-4, RWKV-6, the matrix memory of
-xLSTM, gated slots and LightNet.
+"""Count what recurrences with decayed sums store and compute: lightning attention, HGRN2, LightNet,
+Mamba-2, RWKV-4, RWKV-6, the matrix memory of xLSTM, gated slots, and kernels of the score.
 
 As in `fixed_state`, FLOPs are those of one token in the recurrent form; gates are not counted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from regard.cost.fixed_state import RecurrentSpec
+from regard.cost.fixed_state import LinearSpec, RecurrentSpec, ShortConvolution
 from regard.cost.spec import HeadShape, ParameterCounts, Quantity
 
 
@@ -140,3 +140,110 @@ def lightnet_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     state = Quantity(G * D * (E + 1), f"G D (E + 1) = {G} x {D} x ({E} + 1)")
     work = Quantity((2 * H + 3 * G) * D * E, f"(2 H + 3 G) D E = (2 x {H} + 3 x {G}) x {D} x {E}")
     return CountedSpec(weights, (), shape, "LightNet", state, work)
+
+
+def mamba2(dim: int, shape: HeadShape, kernel: int = 4) -> LinearSpec:
+    """Return the spec of Mamba-2: G query and key heads, N value heads, a convolution over all of
+    their channels, a step size per value head, and a gated norm.
+
+    >>> mamba2(32, HeadShape(1, 1, 8, 16, value_heads=4)).state.value
+    752
+
+    Source: Dao and Gu 2024 (arXiv 2405.21060), section 7.
+    """
+    N, values = shape.states, shape.states * shape.value_dim
+    channels = 2 * shape.groups * shape.head_dim + values
+    own = ParameterCounts(
+        matrices=dim * (values + N) + channels * kernel, biases=channels + 3 * N, norms=values
+    )
+    convolution = ShortConvolution(channels, kernel)
+    return LinearSpec(
+        shape.maps(dim) + own, (), shape, "Mamba-2", decayed=True, convolution=convolution
+    )
+
+
+def lightning(dim: int, shape: HeadShape) -> LinearSpec:
+    """Return the spec of lightning attention: an output gate, and a norm over all heads.
+
+    Source: MiniMax 2025 (arXiv 2501.08313), section 2.2.
+    """
+    values = shape.outputs * shape.value_dim
+    weights = shape.maps(dim) + ParameterCounts(dim * values, norms=values)
+    return LinearSpec(weights, (), shape, "retention", decayed=True)
+
+
+def hgrn2(dim: int, shape: HeadShape) -> LinearSpec:
+    """Return the spec of HGRN2: the maps, and a norm over all heads.
+
+    Source: Qin et al. 2024 (arXiv 2404.07904).
+    """
+    weights = shape.maps(dim) + ParameterCounts(norms=shape.outputs * shape.value_dim)
+    return LinearSpec(weights, (), shape, "HGRN2", decayed=True)
+
+
+def lightnet(dim: int, shape: HeadShape) -> CountedSpec:
+    """Return the spec of LightNet: an output gate, and one norm that all heads share.
+
+    Source: Qin et al. 2024 (arXiv 2405.21022).
+    """
+    gates = dim * shape.outputs * shape.value_dim
+    return lightnet_spec(shape.maps(dim) + ParameterCounts(gates, norms=shape.value_dim), shape)
+
+
+def rwkv4(dim: int, shape: HeadShape) -> CountedSpec:
+    """Return the spec of RWKV-4: a share of the present token in each channel of three inputs, and
+    a decay and a bonus in each channel.
+
+    Source: Peng et al. 2023 (arXiv 2305.13048).
+    """
+    own = ParameterCounts(biases=3 * dim + 2 * shape.groups * shape.head_dim)
+    return replace(rwkv4_spec(shape.maps(dim) + own, shape), convolution=ShortConvolution(dim, 2))
+
+
+def rwkv6(dim: int, shape: HeadShape, rank: int = 64) -> CountedSpec:
+    """Return the spec of RWKV-6: as RWKV-4, with decays through a bottleneck of size `rank`, an
+    output gate, and a norm with weight and bias per head.
+
+    Source: Peng et al. 2024 (arXiv 2404.05892).
+    """
+    channels = shape.groups * shape.head_dim
+    own = ParameterCounts(
+        matrices=dim * channels + rank * (dim + channels),
+        biases=3 * dim + 2 * channels,
+        norms=2 * channels,
+    )
+    return replace(rwkv6_spec(shape.maps(dim) + own, shape), convolution=ShortConvolution(dim, 2))
+
+
+def mlstm(dim: int, shape: HeadShape) -> CountedSpec:
+    """Return the spec of the matrix memory of xLSTM: two gates with bias per head, an output gate,
+    and a norm with weight and bias per head.
+
+    Source: Beck et al. 2025 (arXiv 2503.13427).
+    """
+    H, values = shape.heads, shape.heads * shape.value_dim
+    own = ParameterCounts(dim * (values + 2 * H), 2 * H, 2 * values)
+    return mlstm_spec(shape.maps(dim) + own, shape)
+
+
+def slots(dim: int, shape: HeadShape, count: int = 64, *, summed: bool = False) -> CountedSpec:
+    """Return the spec of gated slots, with one norm that all heads share, or with `summed` of ABC,
+    without a norm.
+
+    Source: Zhang et al. 2024 (arXiv 2409.07146); Peng et al. 2021 (arXiv 2110.02488).
+    """
+    norms = 0 if summed else shape.value_dim
+    own = ParameterCounts(dim * shape.groups * count, norms=norms)
+    return slots_spec(shape.maps(dim) + own, shape, count, summed=summed)
+
+
+def kernel_attention(dim: int, shape: HeadShape, features: int, *, norms: int = 0) -> LinearSpec:
+    """Return the spec of normalised linear attention with F features per head.
+
+    >>> kernel_attention(32, HeadShape(4, 4, 4, 8), features=15).state.value
+    540
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236).
+    """
+    weights = shape.maps(dim) + ParameterCounts(norms=norms)
+    return LinearSpec(weights, (), shape, normalised=True, features=features)
