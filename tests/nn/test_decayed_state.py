@@ -190,6 +190,7 @@ def far(x: Tensor, y: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", LAYERS)
+@torch.no_grad()
 def test_a_layer_is_its_equation(name: str) -> None:
     m, x = example(variants.VARIANTS[name]), tokens(T, B=1)
     assert far(m(x)[0], written_out(name, m, x[0])) < 1e-10

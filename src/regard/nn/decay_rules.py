@@ -42,7 +42,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _by_head(x: Float[Tensor, "B T n"], heads: int) -> Float[Tensor, "B G T d"]:
     """Split the channels of tokens into heads, in fp32 or better."""
-    return _wide(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+    return torch.unflatten(_wide(x), -1, (heads, -1)).transpose(1, 2)
 
 
 class HGRN2Rule(nn.Module):
@@ -513,9 +513,10 @@ class CosineRule(LinearAttentionRule):
     ) -> tuple[Float[Tensor, "B O T E"], Parts]:
         """Return the results [B,H,T,E] and the state after the last token."""
         where = positions if positions is not None else torch.arange(q.shape[2])[None]
-        features = (cosine_features(_wide(part), where, self.period) for part in (q, k))
+        queries, keys = (cosine_features(_wide(part), where, self.period) for part in (q, k))
         z, state = linear_attention(
-            *features,
+            queries,
+            keys,
             _wide(v),
             feature_map="identity",
             normalise=self.normalise,

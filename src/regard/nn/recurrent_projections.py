@@ -25,6 +25,7 @@ from regard.nn.explainable import (
     run_steps,
 )
 from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
+from regard.ops.gemv import check_linear_map
 from regard.ops.linear.short_convolution import short_convolution
 from regard.span import Positions
 
@@ -221,6 +222,8 @@ class TokenShiftQKV(GroupedValueQKV):
         Returns:
             The queries, keys and values, and the state after the last token.
         """
+        if not torch.is_autocast_enabled(x.device.type):
+            check_linear_map(x, self.mix, None)
         # a filter that returns the token before
         before = x.new_tensor([1.0, 0.0]).expand(x.shape[-1], 2)
         shifted, state = short_convolution(
@@ -243,11 +246,12 @@ class TokenShiftQKV(GroupedValueQKV):
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the queries, keys and values, each as one step."""
         q, k, v, _ = self.project(query.x, query.positions, None)
-        name, steps = "mixed with the token before", []
-        for letter, i, part in (("q", "i", q), ("k", "j", k), ("v", "j", v)):
+
+        def step(letter: str, i: str, heads: Tensor) -> MechanismSteps:
             equation = f"{letter}_{i} ← W (c * x_{i} + (1 - c) * x_{{{i}-1}})"
-            steps.append((MechanismStep(name, equation, part[0]),))
-        return InputSteps(*steps, None)
+            return (MechanismStep("mixed with the token before", equation, heads[0]),)
+
+        return InputSteps(step("q", "i", q), step("k", "j", k), step("v", "j", v))
 
     @property
     def cost(self) -> ShortConvolution:

@@ -21,10 +21,10 @@ from regard.nn.decay_rules import (
     RWKV6Rule,
     SlotRule,
 )
-from regard.nn.linear_recurrence import GroupedValueQKV, Recurrent, RetentionRule, Swish
+from regard.nn.linear_recurrence import Recurrent, RetentionRule, Swish
 from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.projections import HeadProjection, SeparateQKV
-from regard.nn.recurrent_projections import ConvolvedQKV, TokenShiftQKV
+from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV, TokenShiftQKV
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 

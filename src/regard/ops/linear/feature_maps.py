@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from regard.argument_checks import check_positions, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, as_tensor
 
@@ -185,7 +186,8 @@ class RandomFeatures:
             )
         y = x * self.dim**-0.25
         exponents = y @ self.directions.to(y).mT - y.square().sum(-1, keepdim=True) / 2
-        return exponents.exp() * self.count**-0.5
+        features: Tensor = exponents.exp() * self.count**-0.5
+        return features
 
     def feature_count(self, dim: int) -> int:
         """Return the number of features F, which does not depend on D."""
@@ -212,7 +214,8 @@ def cosine_features(
         The features `[B, n, T, 2 D]`.
 
     Raises:
-        ArgumentError: period is less than 1.
+        ArgumentError, ArgumentTypeError: x is not a 4-D floating-point tensor, positions do not fit
+            it, or period is less than 1.
 
     >>> x = torch.tensor([[1.0], [1.0]])[None, None]
     >>> phi = cosine_features(x, torch.tensor([[0, 4]]), 6)[0, 0]
@@ -221,6 +224,10 @@ def cosine_features(
 
     Source: Qin et al. 2022 (arXiv 2202.08791), equations 8 to 10.
     """
+    check_tensor("x", x)
+    if x.ndim != 4:
+        raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, heads, length, dim]")
+    check_positions("positions", positions, x.shape[0], x.shape[2])
     if period < 1:
         raise ArgumentError(f"period is {period}; it must be at least 1")
     where = as_tensor(positions, x.device).clamp(min=0)

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.argument_checks import check_finite
+from regard.argument_checks import check_finite, check_positions, check_tensor
+from regard.errors import ArgumentError
 from regard.ops.linear.linear_recurrence import (
     check_call,
     check_tensor_shape,
@@ -47,7 +48,8 @@ def log_sum_exp_gates(
         last token.
 
     Raises:
-        ArgumentError, ArgumentTypeError: the state has other sizes or another dtype.
+        ArgumentError, ArgumentTypeError: logits are not a 4-D floating-point tensor, positions do
+            not fit them, or the state has other sizes or another dtype.
 
     >>> g, _ = log_sum_exp_gates(torch.zeros(1, 1, 3, 1))
     >>> (1 - g.exp()).round(decimals=5).flatten().tolist()  # a mean of 1, 2 and 3 inputs
@@ -55,7 +57,13 @@ def log_sum_exp_gates(
 
     Source: Peng et al. 2021 (arXiv 2110.02488), section 3; Qin et al. 2024 (arXiv 2405.21022).
     """
+    check_tensor("logits", logits)
+    if logits.ndim != 4:
+        shape = tuple(logits.shape)
+        raise ArgumentError(f"logits are {shape}; they must be [batch, heads, length, slots]")
     (B, G), m = logits.shape[:2], logits.shape[3]
+    if k_positions is not None:
+        check_positions("k_positions", k_positions, B, logits.shape[2])
     (first,) = initial_state(state, {"L": (B, G, m)}, logits)
     if state is None:
         first = torch.full_like(first, FLOOR)
@@ -121,6 +129,7 @@ def gated_slots(
     """
     check_call(q, k, v, scale, k_positions, form, chunk)
     (B, G, T, D), E = k.shape, v.shape[3]
+    check_tensor("log_decay", log_decay)
     m = log_decay.shape[-1]
     check_tensor_shape("v", v, ((B, G, T, E),), "one value per key", k)
     check_tensor_shape("log_decay", log_decay, ((B, G, T, m),), "one number per slot", k)

@@ -91,8 +91,10 @@ def rwkv6(
     with torch.autocast(q.device.type, enabled=False):
         # An empty token in front moves every query one token back.
         front, back = (0, 0, 1, 0), (0, 0, 0, 1)
-        shifted = [F.pad(x, front) for x in (keys, values, log_decay.to(dtype))]
-        before, S = linear_recurrence(F.pad(queries, back), *shifted, S, form=form, chunk=chunk)
+        first, then, g = (F.pad(x, front) for x in (keys, values, log_decay.to(dtype)))
+        before, S = linear_recurrence(
+            F.pad(queries, back), first, then, g, S, form=form, chunk=chunk
+        )
         grouped = group_heads(queries, keys * bonus.to(dtype)[:, None], values)
         own = (grouped.q * grouped.k[:, :, :, None]).sum(-1, keepdim=True)
         out = before[:, :, :-1] + (own * grouped.v[:, :, :, None]).flatten(1, 3)
@@ -162,7 +164,7 @@ def rwkv4(
     check_tensor_shape("v", v, ((B, G, T, D),), "one value per key and channel", k)
     for name, x in (("log_decay", log_decay), ("bonus", bonus)):
         check_tensor_shape(name, x, ((G, D),), "one number per key head and channel", k)
-    sizes = dict.fromkeys(("a", "b", "m"), (B, G, D))
+    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("a", "b", "m"), (B, G, D))
     sums = _Weighted(*initial_state(state, sizes, k))
     if state is None:
         sums = sums._replace(maximum=torch.full_like(sums.maximum, FLOOR))
