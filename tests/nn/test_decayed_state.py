@@ -189,6 +189,7 @@ def far(x: Tensor, y: Tensor) -> float:
     return float((x - y).detach().abs().max()) / float(y.detach().abs().max())
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_a_layer_is_its_equation(name: str) -> None:
@@ -198,6 +199,7 @@ def test_a_layer_is_its_equation(name: str) -> None:
     assert far(m(x.flip(1))[0], written_out(name, m, x[0])) > 1e-2
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", ["mamba2", "rwkv4", "abc", "mlstm", "lightnet", "gsa"])
 def test_packed_documents_do_not_see_one_another(name: str) -> None:
     m, x = example(variants.VARIANTS[name]), tokens(T, B=1)
@@ -218,6 +220,7 @@ def test_a_lower_bound_of_the_forget_gates() -> None:
     assert far(m(x)[0], written_out("hgrn2", m, x[0])) < 1e-10
 
 
+@pytest.mark.full
 def test_half_precision_states_are_float32() -> None:
     for name in LAYERS:
         m = example(variants.VARIANTS[name], dtype=torch.bfloat16)

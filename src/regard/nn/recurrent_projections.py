@@ -222,7 +222,8 @@ class TokenShiftQKV(GroupedValueQKV):
         Returns:
             The queries, keys and values, and the state after the last token.
         """
-        if not torch.is_autocast_enabled(x.device.type):
+        device = self.mix.device
+        if x.device != device or not torch.is_autocast_enabled(device.type):
             check_linear_map(x, self.mix, None)
         # a filter that returns the token before
         before = x.new_tensor([1.0, 0.0]).expand(x.shape[-1], 2)

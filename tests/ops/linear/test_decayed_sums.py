@@ -115,7 +115,7 @@ def test_the_fixed_example(name: str) -> None:
     assert all(float((found - other).abs().max()) > 1e-2 for other in others)
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("G", [1, 2])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_form_is_the_definition_for_every_chunk_size(name: str, G: int) -> None:
@@ -128,7 +128,7 @@ def test_every_form_is_the_definition_for_every_chunk_size(name: str, G: int) ->
             assert_same(out, exact, bound(name))
 
 
-@pytest.mark.full(keep="each")
+@pytest.mark.full(keep=4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("T", [0, 1, 9, 70])
 @pytest.mark.parametrize("name", NAMES)
@@ -228,6 +228,7 @@ def poisoned(c: Inputs, slots: list[int]) -> Inputs:
     return out
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_neither_writes_nor_decays(name: str) -> None:
     c = RECURRENCES[name].draw(2, 2, 1, 9, 1.0)
@@ -248,6 +249,7 @@ def test_padding_neither_writes_nor_decays(name: str) -> None:
     assert not bool(out.any())
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", NAMES)
 def test_low_precision_is_summed_in_fp32(name: str, dtype: torch.dtype) -> None:
@@ -294,6 +296,7 @@ def test_large_gates_and_keys_do_not_overflow() -> None:
             assert_close_rule(out, plain, exact, what=f"{name} {form}")
 
 
+@pytest.mark.full
 def test_nan_reaches_no_earlier_token() -> None:
     for name, recurrence in RECURRENCES.items():
         c = recurrence.draw(1, 1, 1, 20, 1.0)
@@ -363,6 +366,7 @@ def test_one_slot_of_abc_is_a_weighted_mean() -> None:
     assert_same(out[0, 0, -1], z[0, 0].softmax(0)[:, 0] @ c["v"][0, 0])
 
 
+@pytest.mark.full
 def test_random_features_are_softmax_on_average() -> None:
     """Over 200 seeds of 64 features: within four standard errors, and the spread falls with R."""
     torch.manual_seed(0)

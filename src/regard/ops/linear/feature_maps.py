@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations_with_replacement
 
 import torch
@@ -168,13 +168,13 @@ class RandomFeatures:
                 f"RandomFeatures(dim={self.dim}, count={self.count}): each must be at least 1"
             )
         draw = torch.Generator().manual_seed(self.seed)
-        options = {"generator": draw, "dtype": torch.float64, "device": "cpu"}
+        normal = partial(torch.randn, generator=draw, dtype=torch.float64, device="cpu")
         blocks = -(-self.count // self.dim)
-        gaussian = torch.randn(blocks, self.dim, self.dim, **options)
+        gaussian = normal(blocks, self.dim, self.dim)
         # the sign of a column of Q depends on the library: the diagonal of R fixes it
         q, r = torch.linalg.qr(gaussian)
         q = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None, :]
-        lengths = torch.randn(blocks, self.dim, self.dim, **options).norm(dim=-1, keepdim=True)
+        lengths = normal(blocks, self.dim, self.dim).norm(dim=-1, keepdim=True)
         directions = (q * lengths).flatten(0, 1)[: self.count]
         object.__setattr__(self, "directions", directions)
 
