@@ -19,10 +19,11 @@ from torch import Tensor
 
 from regard.argument_checks import check_positions, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.process_state import constant_in_graphs
 from regard.span import Positions, as_tensor
 
 
-@torch.compiler.assume_constant_result  # a compiled graph has the numbers as constants
+@constant_in_graphs
 def monomials(dim: int, power: int) -> tuple[tuple[tuple[int, ...], ...], tuple[float, ...]]:
     """Return the monomials of a degree in `dim` variables, and the square root of how often each
     occurs in the expanded power (x_1 + ... + x_dim)^power.
@@ -103,7 +104,14 @@ class PowerFeatures:
         return _power_features(x, self.power)
 
     def feature_count(self, dim: int) -> int:
-        """Return the number of features F of D channels."""
+        """Return the number of features of a head.
+
+        Args:
+            dim: D, the number of channels.
+
+        Returns:
+            F, the number of features.
+        """
         return math.comb(dim + self.power - 1, self.power)
 
 
@@ -128,7 +136,14 @@ class TaylorFeatures:
         return torch.cat([torch.ones_like(x[..., :1]), y, squares], -1)
 
     def feature_count(self, dim: int) -> int:
-        """Return the number of features F of D channels."""
+        """Return the number of features of a head.
+
+        Args:
+            dim: D, the number of channels.
+
+        Returns:
+            F, the number of features.
+        """
         return 1 + dim + dim * (dim + 1) // 2
 
 
@@ -190,7 +205,14 @@ class RandomFeatures:
         return features
 
     def feature_count(self, dim: int) -> int:
-        """Return the number of features F, which does not depend on D."""
+        """Return the number of features of a head.
+
+        Args:
+            dim: D, the number of channels, on which it does not depend.
+
+        Returns:
+            F, the number of features.
+        """
         return self.count
 
 

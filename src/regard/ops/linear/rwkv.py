@@ -90,10 +90,10 @@ def rwkv6(
     queries = queries * scale
     with torch.autocast(q.device.type, enabled=False):
         # An empty token in front moves every query one token back.
-        front, back = (0, 0, 1, 0), (0, 0, 0, 1)
-        first, then, g = (F.pad(x, front) for x in (keys, values, log_decay.to(dtype)))
+        prepend, append = (0, 0, 1, 0), (0, 0, 0, 1)
+        first, then, g = (F.pad(x, prepend) for x in (keys, values, log_decay.to(dtype)))
         before, S = linear_recurrence(
-            F.pad(queries, back), first, then, g, S, form=form, chunk=chunk
+            F.pad(queries, append), first, then, g, S, form=form, chunk=chunk
         )
         grouped = group_heads(queries, keys * bonus.to(dtype)[:, None], values)
         own = (grouped.q * grouped.k[:, :, :, None]).sum(-1, keepdim=True)
