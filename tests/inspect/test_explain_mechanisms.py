@@ -24,8 +24,7 @@ from regard.nn.variants import VARIANTS
 from regard.view import explanation_text
 
 TEXT = "a fluffy blue creature roamed the verdant forest and slept"
-LINEAR = {"delta_net", "gated_delta_net", "linear_attention", "retention", "gated_linear"}
-LINEAR |= {"kimi_delta", "gated_delta_2", "comba", "preconditioned_delta", "mesa", "titans_linear"}
+LINEAR = {name for name, entry in VARIANTS.items() if entry.family == "linear"}
 NO_ROW = [name for name, x in VARIANTS.items() if explainable(x.example()).explain_refusal]
 """Mechanisms without a row of weights for each head."""
 ROUNDING = 2e-5

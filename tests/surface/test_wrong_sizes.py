@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,8 +84,8 @@ def softmax(function: Callable[..., Any], *without: str, **more: Any) -> Call:
     return Call(function, given, WORDS, bound="H", loose=LOOSE)
 
 
-def recurrence(function: Callable[..., Any], **gates: torch.Tensor) -> Call:
-    given = {**ROWS, **gates, "k_positions": at(T), "state": (STATE,)}
+def recurrence(function: Callable[..., Any], **gates: Any) -> Call:
+    given = {**ROWS, "k_positions": at(T), "state": (STATE,), **gates}
     return Call(
         function,
         given,
@@ -92,6 +93,10 @@ def recurrence(function: Callable[..., Any], **gates: torch.Tensor) -> Call:
         bound="H",
         loose=(*ANY_FLOAT, "q:dtype"),
     )
+
+
+def with_letters(call: Call, letters: dict[str, str], *loose: str) -> Call:
+    return replace(call, letters=call.letters | letters, loose=(*call.loose, *loose))
 
 
 def laid_out() -> Call:
@@ -163,6 +168,56 @@ OPS: dict[Callable[..., Any], Call] = {
     ),
     linear.retention: recurrence(linear.retention, decay=-randn(G).sigmoid()),
     linear.gated_linear: recurrence(linear.gated_linear, log_decay=-randn(B, G, T, D).sigmoid()),
+    linear.rwkv6: with_letters(
+        recurrence(linear.rwkv6, log_decay=-randn(B, G, T, D).sigmoid(), bonus=randn(G, D)),
+        {"log_decay": "B G T D", "bonus": "G D"},
+        "bonus:dtype",
+    ),
+    linear.rwkv4: Call(
+        linear.rwkv4,
+        {
+            "k": ROWS["k"],
+            "v": ROWS["k"].flip(2),
+            "log_decay": -randn(G, D).sigmoid(),
+            "bonus": randn(G, D),
+            "k_positions": at(T),
+            "state": (randn(B, G, D), randn(B, G, D).exp(), randn(B, G, D)),
+        },
+        {"k": "B G T D", "v": "B G T D", "log_decay": "G D", "bonus": "G D", "k_positions": "B T"}
+        | dict.fromkeys(("state.0", "state.1", "state.2"), "B G D"),
+        loose=(*ANY_FLOAT, "bonus:dtype"),
+    ),
+    linear.mlstm: with_letters(
+        recurrence(
+            linear.mlstm,
+            log_input=randn(B, G, T),
+            log_forget=-randn(B, G, T).sigmoid(),
+            state=(STATE, randn(B, G, D), randn(B, G)),
+        ),
+        {"log_input": "B G T", "log_forget": "B G T", "state.1": "B G D", "state.2": "B G"},
+        "log_input:dtype",
+        "log_forget:dtype",
+    ),
+    linear.gated_slots: with_letters(
+        recurrence(
+            linear.gated_slots,
+            log_decay=-randn(B, G, T, 5).sigmoid(),
+            state=(randn(B, G, D, 5), randn(B, G, 5, E)),
+        ),
+        {"log_decay": "B G T N", "state.0": "B G D N", "state.1": "B G N E"},
+    ),
+    linear.log_sum_exp_gates: Call(
+        linear.log_sum_exp_gates,
+        {"logits": randn(B, G, T, 5), "k_positions": at(T), "state": (randn(B, G, 5),)},
+        {"logits": "B G T N", "k_positions": "B T", "state.0": "B G N"},
+        loose=("k_positions:device",),
+    ),
+    linear.cosine_features: Call(
+        lambda x, positions: linear.cosine_features(x, positions, 7),
+        {"x": Q, "positions": at(T)},
+        {"x": "B H T D", "positions": "B T"},
+        loose=("positions:device", "x:dtype", "x:device"),
+    ),
     linear.delta_rule: recurrence(linear.delta_rule, beta=BETA),
     linear.gated_delta_rule: recurrence(linear.gated_delta_rule, beta=BETA, log_decay=DECAY),
     linear.generalised_delta_rule: Call(

@@ -31,6 +31,11 @@ _LINEAR = (
     "1.3B parameters and 100B tokens, mean accuracy of common-sense tasks: {figures}; tasks that "
     "ask for an exact earlier token stay behind softmax attention"
 )
+_BEHIND_GATED_DELTA = QualityEvidence(
+    "models of 0.4B and 1.3B parameters: behind Gated DeltaNet in perplexity and in the mean "
+    "accuracy of common-sense tasks, at both sizes",
+    "Yang et al. 2025 (arXiv 2412.06464), table 3",
+)
 
 QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
     "mha": QualityEvidence(
@@ -90,6 +95,20 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
     "mesa": QualityEvidence(_NO_COMPARISON),
     "titans_linear": QualityEvidence(_NO_COMPARISON),
     "short_convolution": QualityEvidence(_NO_COMPARISON),
+    "lightning": QualityEvidence(_NO_COMPARISON),
+    "hgrn2": _BEHIND_GATED_DELTA,
+    "mamba2": _BEHIND_GATED_DELTA,
+    "lightnet": QualityEvidence(_NO_COMPARISON),
+    "rwkv4": QualityEvidence(_NO_COMPARISON),
+    "rwkv6": QualityEvidence(_NO_COMPARISON),
+    "mlstm": QualityEvidence(_NO_COMPARISON),
+    "gsa": QualityEvidence(_NO_COMPARISON),
+    "abc": QualityEvidence(_NO_COMPARISON),
+    "based": QualityEvidence(_NO_COMPARISON),
+    "rebased": QualityEvidence(_NO_COMPARISON),
+    "power_attention": QualityEvidence(_NO_COMPARISON),
+    "performer": QualityEvidence(_NO_COMPARISON),
+    "cosformer": QualityEvidence(_NO_COMPARISON),
     "infini": QualityEvidence(
         "language models on PG19 with segments of 2,048: perplexity 9.65, against 11.88 of "
         "Transformer-XL",

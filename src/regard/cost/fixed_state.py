@@ -181,6 +181,7 @@ class LinearSpec(RecurrentSpec):
         mechanism: the name of the mechanism.
         normalised: whether the state has a normaliser.
         decayed: whether each token decays the state.
+        features: F, the number of features of a head; None is D. The state has F rows.
 
     >>> layer = linear_attention(32, HeadShape(4, 2, 8, 8))
     >>> layer.state.value, layer.cached(10) == layer.cached(10**6), layer.weights.total
@@ -190,6 +191,7 @@ class LinearSpec(RecurrentSpec):
     mechanism: str = "linear attention"
     normalised: bool = False
     decayed: bool = False
+    features: int | None = None
 
     @property
     def name(self) -> str:
@@ -197,29 +199,41 @@ class LinearSpec(RecurrentSpec):
         return self._label(self.mechanism)
 
     @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        H, G, D, E = super()._sizes
+        return H, G, D if self.features is None else self.features, E
+
+    @property
+    def _letter(self) -> str:
+        """The letter of the number of rows of the state: D, or F with more features."""
+        return "D" if self.features is None else "F"
+
+    @property
     def state(self) -> Quantity:
         """The number of values of the state matrices, and of the normaliser if there is one."""
-        (_, G, D, E), N = self._sizes, self.shape.states
+        (_, G, D, E), N, d = self._sizes, self.shape.states, self._letter
         value = linear_state(G, D, E, normalised=self.normalised, value_heads=N)
         if self.normalised and N != G:
-            return self._with_past(Quantity(value, f"N D E + G D = {N} x {D} x {E} + {G} x {D}"))
+            return self._with_past(
+                Quantity(value, f"N {d} E + G {d} = {N} x {D} x {E} + {G} x {D}")
+            )
         each = f"({E} + 1)" if self.normalised else f"{E}"
-        letters = f"{self._states} D {'(E + 1)' if self.normalised else 'E'}"
+        letters = f"{self._states} {d} {'(E + 1)' if self.normalised else 'E'}"
         return self._with_past(Quantity(value, f"{letters} = {N} x {D} x {each}"))
 
     def token(self) -> Quantity:
         """Return the FLOPs of one read per query head and one write per key/value head, without
         feature maps.
         """
-        (H, G, D, E), N = self._sizes, self.shape.states
+        (H, G, D, E), N, d = self._sizes, self.shape.states, self._letter
         flops = linear_flops(
             H, G, D, E, normalised=self.normalised, decayed=self.decayed, value_heads=N
         )
-        read = "2 D E + 2 D + E" if self.normalised else "2 D E"
-        write = "3 D E" if self.decayed else "2 D E"
-        writes = f"{N} x ({write}{' + D' * (self.normalised and N == G)})"
-        writes += f" + {G} x D" * (self.normalised and N != G)
-        return Quantity(flops, f"{self.shape.outputs} x ({read}) + {writes}, D = {D}, E = {E}")
+        read = f"2 {d} E + 2 {d} + E" if self.normalised else f"2 {d} E"
+        write = f"3 {d} E" if self.decayed else f"2 {d} E"
+        writes = f"{N} x ({write}{f' + {d}' * (self.normalised and N == G)})"
+        writes += f" + {G} x {d}" * (self.normalised and N != G)
+        return Quantity(flops, f"{self.shape.outputs} x ({read}) + {writes}, {d} = {D}, E = {E}")
 
 
 @dataclass(frozen=True)

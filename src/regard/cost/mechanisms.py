@@ -8,12 +8,13 @@ feed-forward layers or experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from regard.argument_checks import check_value_heads, divisors
-from regard.cost import delta_rules, fixed_state, state_space
+from regard.cost import decayed_state, delta_rules, fixed_state, state_space
 from regard.cost.fixed_state import InfiniSpec
 from regard.cost.latent import LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
@@ -28,6 +29,7 @@ from regard.untrusted_text import short_repr
 OPTIONS_WITHOUT_COST = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
     | {"lower_bound", "max_beta"}
+    | {"layer", "layers", "lower_bound", "gate_cap", "seed", "period"}
 )
 """Options of the catalogue that do not change the cost."""
 MAX_SIZE = 1 << 40
@@ -164,6 +166,87 @@ def _short_convolution(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return delta_rules.short_convolution(dim, options.get("kernel", 3))
 
 
+def _lightning(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    return decayed_state.lightning(dim, _head_shape(dim, heads, options))
+
+
+def _hgrn2(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    return decayed_state.hgrn2(dim, _head_shape(dim, heads, options))
+
+
+def _lightnet(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    return decayed_state.lightnet(dim, _head_shape(dim, heads, options))
+
+
+def _mamba2(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    G, D = options.get("groups", 1), options.get("head_dim", 128)
+    E = options.get("value_dim")
+    if E is None:
+        if 2 * dim % heads:
+            raise ArgumentError(
+                f"2 dim is {2 * dim}; it must be divisible by heads = {heads}, or give value_dim"
+            )
+        E = 2 * dim // heads
+    check_value_heads(G, G, heads)
+    shape = HeadShape(G, G, D, E, heads)
+    return decayed_state.mamba2(dim, shape, options.get("kernel", 4))
+
+
+def _rwkv4(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    return decayed_state.rwkv4(dim, _head_shape(dim, heads, options))
+
+
+def _rwkv6(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    return decayed_state.rwkv6(dim, _head_shape(dim, heads, options), options.get("rank", 64))
+
+
+def _mlstm(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    shape = _head_shape(dim, heads, options, value_factor=2, head_dim_divisor=2)
+    return decayed_state.mlstm(dim, shape)
+
+
+def _slots(*, summed: bool) -> SpecBuilder:
+    def build(dim: int, heads: int, options: MechanismOptions) -> Spec:
+        count = options.get("slots", 64)
+        return decayed_state.slots(dim, _head_shape(dim, heads, options), count, summed=summed)
+
+    return SpecBuilder(build, optional=frozenset({"groups", "head_dim", "slots"}))
+
+
+def _narrow_kernel(dim: int, heads: int, options: MechanismOptions) -> HeadShape:
+    """Return the heads of Based and ReBased: D is 16 and E is M / H by default."""
+    E = _head_shape(dim, heads, {}).head_dim if "value_dim" not in options else 1
+    return _head_shape(dim, heads, {"head_dim": 16, "value_dim": E, **options})
+
+
+def _based(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    shape = _narrow_kernel(dim, heads, options)
+    D = shape.head_dim
+    return decayed_state.kernel_attention(dim, shape, 1 + D + D * (D + 1) // 2)
+
+
+def _rebased(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    shape = _narrow_kernel(dim, heads, options)
+    D = shape.head_dim
+    return decayed_state.kernel_attention(dim, shape, D * (D + 1) // 2, norms=4 * heads * D)
+
+
+def _power(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    shape, power = _head_shape(dim, heads, options), options.get("power", 2)
+    features = math.comb(shape.head_dim + power - 1, power)
+    return decayed_state.kernel_attention(dim, shape, features)
+
+
+def _performer(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    shape = _head_shape(dim, heads, options)
+    return decayed_state.kernel_attention(dim, shape, options.get("features", 256))
+
+
+def _cosformer(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    shape = _head_shape(dim, heads, options)
+    return decayed_state.kernel_attention(dim, shape, 2 * shape.head_dim)
+
+
 def _infini(*, delta: bool) -> SpecBuilder:
     def build(dim: int, heads: int, options: MechanismOptions) -> Spec:
         segment = options.get("segment", 2048)
@@ -199,6 +282,26 @@ MECHANISMS: dict[str, SpecBuilder] = {
     "mesa": _convolved(delta_rules.mesa),
     "titans_linear": _convolved(delta_rules.titans_linear),
     "short_convolution": SpecBuilder(_short_convolution, optional=frozenset({"kernel"})),
+    "lightning": SpecBuilder(_lightning, optional=frozenset({"head_dim"})),
+    "hgrn2": SpecBuilder(_hgrn2, optional=frozenset({"head_dim", "value_dim"})),
+    "lightnet": SpecBuilder(_lightnet, optional=frozenset({"head_dim", "value_dim"})),
+    "mamba2": SpecBuilder(
+        _mamba2, optional=frozenset({"groups", "head_dim", "value_dim", "kernel"})
+    ),
+    "rwkv4": SpecBuilder(_rwkv4, optional=frozenset({"head_dim"})),
+    "rwkv6": SpecBuilder(_rwkv6, optional=frozenset({"head_dim", "rank"})),
+    "mlstm": SpecBuilder(_mlstm, optional=frozenset({"head_dim", "value_dim"})),
+    "gsa": _slots(summed=False),
+    "abc": _slots(summed=True),
+    "based": SpecBuilder(_based, optional=frozenset({"groups", "head_dim", "value_dim"})),
+    "rebased": SpecBuilder(_rebased, optional=frozenset({"head_dim", "value_dim"})),
+    "power_attention": SpecBuilder(
+        _power, optional=frozenset({"groups", "head_dim", "value_dim", "power"})
+    ),
+    "performer": SpecBuilder(
+        _performer, optional=frozenset({"groups", "head_dim", "value_dim", "features"})
+    ),
+    "cosformer": SpecBuilder(_cosformer, optional=frozenset({"groups", "head_dim", "value_dim"})),
     "infini": _infini(delta=False),
     "infini_delta": _infini(delta=True),
     "nsa": SpecBuilder(

@@ -26,7 +26,12 @@ from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effecti
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection, Projection
-from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV, project_tokens
+from regard.nn.recurrent_projections import (
+    ConvolvedQKV,
+    GroupedValueQKV,
+    TokenShiftQKV,
+    project_tokens,
+)
 from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.linear_attention import (
@@ -100,6 +105,7 @@ class Recurrent(Mixer):
         norm: a module on heads [B,H,T,E] that normalises the last dim; None applies none.
         gate: the output gate, a `HeadProjection` of x to H heads of E; None applies none.
         gate_activation: f, "silu" or "sigmoid".
+        gate_before_norm: whether z' = norm(z * f(gate(x))) instead, as in Mamba-2.
         documents: the documents of packed text, by position: each starts with an empty state, and
             nothing passes from one to the next. None is one document. It may be replaced between
             calls.
@@ -133,6 +139,7 @@ class Recurrent(Mixer):
         norm: nn.Module | None = None,
         gate: HeadProjection | None = None,
         gate_activation: GateActivation = "silu",
+        gate_before_norm: bool = False,
         documents: Document | None = None,
     ) -> None:
         super().__init__()
@@ -151,7 +158,7 @@ class Recurrent(Mixer):
                 f"{', '.join(_GATE_ACTIVATIONS)}"
             )
         self.norm, self.gate, self.documents = norm, gate, documents
-        self.gate_activation = gate_activation
+        self.gate_activation, self.gate_before_norm = gate_activation, gate_before_norm
         self.explain_refusal = getattr(rule, "explain_refusal", None)
 
     def check_cache(self, cache: Cache) -> None:
@@ -173,7 +180,7 @@ class Recurrent(Mixer):
         form = "recurrent" if backend == "reference" else backend
         before = None if cache is None else cache.state
         ruled, past = None, None
-        if before is not None and isinstance(self.project, ConvolvedQKV):
+        if before is not None and isinstance(self.project, (ConvolvedQKV, TokenShiftQKV)):
             ruled, past = before[:-1], before[-1:]
         elif before is not None:
             ruled = before
@@ -216,15 +223,18 @@ class Recurrent(Mixer):
     def _norm_and_gate(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
         """Apply the norm and the output gate to heads z [B,H,T,E]."""
         z = self.project.postprocess(z, x)
+        factor: Tensor | None = None
+        if self.gate is not None:
+            factor = _GATE_ACTIVATIONS[self.gate_activation](self.gate(x, positions))
+        if factor is not None and self.gate_before_norm:
+            z = z * factor
         z = z if self.norm is None else self.norm(z)
-        if self.gate is None:
-            return z
-        gate: Tensor = self.gate(x, positions)
-        return z * _GATE_ACTIVATIONS[self.gate_activation](gate)
+        return z if factor is None or self.gate_before_norm else z * factor
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
         """Return the coefficients that the rule gives to the values, with the state before and
-        after the query. They exist for every rule, because each is linear in the values.
+        after the query. They exist for every rule that is linear in the values and has one row for
+        all channels of a head; the others say so in `explain_refusal`.
         """
         T, outputs = run.q.shape[2], self.heads.outputs
         query, key = (head // (outputs // x.shape[1]) for x in (run.q, run.k))
@@ -239,10 +249,14 @@ class Recurrent(Mixer):
         z = self._norm_and_gate(result, run.x, Span(0, T))
         weights = effective_row(lambda unit: run_rule(unit)[0], run.v, head, row)
         is_visible = torch.arange(T) <= row
-        dots = (run.k[0, key].double() @ run.q[0, query, row].double()).cpu()
-        scores, scale = [MechanismStep("dot", "", dots)], run.q.shape[-1] ** -0.5
+        written = getattr(self.rule, "written_keys", None)
+        keys = run.k if written is None else written(run.k)
+        dots = (keys[0, key].double() @ run.q[0, query, row].double()).cpu()
+        own_scale = getattr(self.rule, "scale", None)
+        scale = run.q.shape[-1] ** -0.5 if own_scale is None else float(own_scale)
+        scores = [MechanismStep("dot", "", dots)]
         if isinstance(self.rule, LinearAttentionRule):
-            unnormalised = LinearAttentionRule(self.rule.feature_map, normalise=False)
+            unnormalised = self.rule.unnormalised()
             raw = effective_row(lambda unit: run_rule(unit, rule=unnormalised)[0], run.v, head, row)
             scores.append(MechanismStep("unnormalised", "a_ij = φ(q_i) · φ(k_j)", raw))
             scale = 1.0 if self.rule.normalise else self.rule.scale
@@ -273,8 +287,10 @@ class Recurrent(Mixer):
     def spec(self) -> Spec:
         """The cost of this layer, according to its rule."""
         spec = self.rule.spec(count_weights(self), self.heads)
-        if isinstance(self.project, ConvolvedQKV) and isinstance(spec, RecurrentSpec):
-            spec = replace(spec, convolution=self.project.convolution.cost)
+        if isinstance(self.project, (ConvolvedQKV, TokenShiftQKV)) and isinstance(
+            spec, RecurrentSpec
+        ):
+            spec = replace(spec, convolution=self.project.cost)
         return spec
 
 
@@ -331,9 +347,15 @@ class LinearAttentionRule(nn.Module):
             form=form,
         )
 
+    def unnormalised(self) -> LinearAttentionRule:
+        """Return this rule without the division by the sum of the weights."""
+        return LinearAttentionRule(self.feature_map, normalise=False)
+
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""
-        return LinearSpec(weights, (), shape, normalised=self.normalise)
+        count = getattr(self.feature_map, "feature_count", None)
+        features = None if count is None else count(shape.head_dim)
+        return LinearSpec(weights, (), shape, normalised=self.normalise, features=features)
 
     def extra_repr(self) -> str:
         """Return the feature map, and whether the weights are normalised."""
@@ -347,6 +369,7 @@ class RetentionRule(nn.Module):
     Args:
         groups: the key/value heads G; with more value heads than key heads, the value heads N.
         decay: the decay gamma per token of each head, from 0 to 1; None is 1 - 2^(-5-g).
+        scale: the factor on the queries; None is 1/sqrt(D).
 
     Raises:
         ArgumentError: groups is less than 1, or decay is not G numbers from 0 to 1.
@@ -358,8 +381,11 @@ class RetentionRule(nn.Module):
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 6 and 8.
     """
 
-    def __init__(self, groups: int, decay: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, groups: int, decay: Sequence[float] | None = None, *, scale: float | None = None
+    ) -> None:
         super().__init__()
+        check_number("scale", scale, float("-inf"), float("inf"), "finite")
         if groups < 1:
             raise ArgumentError(f"RetentionRule(groups={groups}): groups must be at least 1")
         if decay is not None:
@@ -375,6 +401,7 @@ class RetentionRule(nn.Module):
                         "(never forget)"
                     )
         self.decay = None if decay is None else tuple(float(gamma) for gamma in decay)
+        self.scale = scale
 
     def forward(
         self,
@@ -390,7 +417,16 @@ class RetentionRule(nn.Module):
         decay = None
         if self.decay is not None:
             decay = torch.tensor(self.decay, dtype=torch.float64, device=k.device)
-        return retention(q, k, v, decay=decay, state=state, k_positions=positions, form=form)
+        return retention(
+            q,
+            k,
+            v,
+            decay=decay,
+            scale=self.scale,
+            state=state,
+            k_positions=positions,
+            form=form,
+        )
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""

@@ -153,11 +153,14 @@ class HeadNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(heads, dim))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "B H T E"]) -> Float[Tensor, "B H T E"]:
+    def forward(
+        self, x: Float[Tensor, "B H T E"], positions: object = None
+    ) -> Float[Tensor, "B H T E"]:
         """Normalise each head of each token separately.
 
         Args:
             x: heads [B,H,T,E].
+            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
 
         Returns:
             The normalised heads [B,H,T,E].
@@ -182,3 +185,68 @@ class HeadNorm(nn.Module):
         """Return the number of heads, their size and the epsilon."""
         heads, dim = self.weight.shape
         return f"{plural(heads, 'head')} of {dim}, eps={self.eps}"
+
+
+class JoinedHeadsRMSNorm(RMSNorm):
+    """An `RMSNorm` of all heads of a token together, or of groups of neighbouring heads.
+
+    y = x / sqrt(mean(x^2) + eps) * weight, over the H E channels of a token, in fp32 or better
+
+    Args:
+        heads: the number of heads H.
+        head_dim: the size of one head E.
+        groups: the number of groups of H / groups heads, each of which has its own mean.
+        eps: added to the mean square.
+
+    Raises:
+        ArgumentError: a size is less than 1, groups does not divide heads, or eps is negative.
+
+    >>> norm = JoinedHeadsRMSNorm(2, 1, eps=0.0)
+    >>> norm(torch.tensor([7.0, 1.0])[None, :, None, None]).flatten().tolist()
+    [1.399999976158142, 0.20000000298023224]
+
+    Source: MiniMax 2025 (arXiv 2501.08313), figure 4; in groups: Dao and Gu 2024 (arXiv
+    2405.21060), section 7.3.
+    """
+
+    def __init__(self, heads: int, head_dim: int, *, groups: int = 1, eps: float = 1e-6) -> None:
+        if groups < 1 or heads % groups:
+            raise ArgumentError(
+                f"groups is {groups}; it must be at least 1 and divide the number of heads, {heads}"
+            )
+        super().__init__(heads * head_dim, eps=eps)
+        self.heads, self.head_dim, self.groups = heads, head_dim, groups
+
+    def forward(
+        self, x: Float[Tensor, "B H T E"], positions: object = None
+    ) -> Float[Tensor, "B H T E"]:
+        """Normalise the joined heads of each token.
+
+        Args:
+            x: heads [B,H,T,E].
+            positions: ignored.
+
+        Returns:
+            The normalised heads [B,H,T,E].
+
+        Raises:
+            ArgumentError: x does not have these heads and this dim.
+        """
+        if x.ndim != 4 or (x.shape[1], x.shape[3]) != (self.heads, self.head_dim):
+            raise ArgumentError(
+                f"x is {tuple(x.shape)}; this norm needs [batch, {self.heads}, length, "
+                f"{self.head_dim}]"
+            )
+        joined = x.transpose(1, 2).flatten(2)
+        if self.groups == 1:
+            joined = super().forward(joined)
+        else:
+            wide = joined.to(torch.promote_types(x.dtype, torch.float32))
+            grouped = wide.unflatten(2, (self.groups, -1))
+            grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
+            joined = (grouped.flatten(2) * self.weight).to(x.dtype)
+        return joined.unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """Return the number of heads, their size and the epsilon."""
+        return f"{plural(self.heads, 'head')} of {self.head_dim}, eps={self.eps}"

@@ -1,5 +1,6 @@
-"""Projections of a recurrence: more value heads than key heads (`GroupedValueQKV`), and a short
-convolution over the queries, keys and values of the last few tokens (`ConvolvedQKV`).
+"""Projections of a recurrence: more value heads than key heads (`GroupedValueQKV`), a short
+convolution over the queries, keys and values of the last few tokens (`ConvolvedQKV`), and a mix of
+each token with the one before it (`TokenShiftQKV`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_value_heads
 from regard.caches import Parts
+from regard.cost.fixed_state import ShortConvolution
 from regard.errors import ArgumentError
 from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import (
@@ -23,6 +25,8 @@ from regard.nn.explainable import (
     run_steps,
 )
 from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
+from regard.ops.gemv import check_linear_map
+from regard.ops.linear.short_convolution import short_convolution
 from regard.span import Positions
 
 
@@ -124,6 +128,11 @@ class ConvolvedQKV(GroupedValueQKV):
             )
         self.convolution, self.value_gate = convolution, value_gate
 
+    @property
+    def cost(self) -> ShortConvolution:
+        """The sizes of the convolution."""
+        return self.convolution.cost
+
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
         """Compute the queries, keys and values of tokens, with the state of the convolution.
 
@@ -193,6 +202,81 @@ class ConvolvedQKV(GroupedValueQKV):
         ]
 
 
+class TokenShiftQKV(GroupedValueQKV):
+    """A projection of a mix of each token with the one before it, as in RWKV. It has a state, the
+    hidden states of the last token.
+
+    q_t = W_q (c_q x_t + (1 - c_q) x_{t-1}), and likewise k and v, with c per channel
+
+    Args:
+        q, k, v: as for `GroupedValueQKV`.
+
+    Raises:
+        ArgumentError: the heads do not fit together.
+
+    >>> q, k, v = (HeadProjection(8, 2, 4) for _ in "qkv")
+    >>> inputs = TokenShiftQKV(q, k, v).project(torch.zeros(1, 5, 8), None, None)
+    >>> inputs.q.shape, [tuple(part.shape) for part in inputs.state]
+    (torch.Size([1, 2, 5, 4]), [(1, 1, 8)])
+
+    Source: Peng et al. 2023 (arXiv 2305.13048), equations 11 to 13.
+    """
+
+    def __init__(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
+        super().__init__(q, k, v)
+        dim = q.linear.in_features
+        # channels start with shares of the present token from 0 to 1
+        self.mix = torch.nn.Parameter(torch.linspace(0, 1, dim).repeat(3, 1))
+
+    def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
+        """Compute the queries, keys and values of tokens, with the last token as the state.
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of the tokens.
+            state: the state after the tokens before; None at the start of a text.
+
+        Returns:
+            The queries, keys and values, and the state after the last token.
+        """
+        device = self.mix.device
+        if x.device != device or not torch.is_autocast_enabled(device.type):
+            check_linear_map(x, self.mix, None)
+        # a filter that returns the token before
+        before = x.new_tensor([1.0, 0.0]).expand(x.shape[-1], 2)
+        shifted, state = short_convolution(
+            x, before, None, activation=None, state=state, positions=positions
+        )
+        parts = zip((self.q, self.k, self.v), self.mix, strict=True)
+        q, k, v = (part(x * c + shifted * (1 - c), positions) for part, c in parts)
+        return ProjectedQKV(q, k, v, state)
+
+    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
+        """Return the queries [B,H,T,D] of the tokens x at the start of a text."""
+        return self.project(x, positions, None).q
+
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
+        """Return the keys [B,G,S,D] and the values [B,N,S,E] of the tokens x at the start of a
+        text.
+        """
+        return self.project(x, positions, None)[1:3]
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the queries, keys and values, each as one step."""
+        q, k, v, _ = self.project(query.x, query.positions, None)
+
+        def step(letter: str, i: str, heads: Tensor) -> MechanismSteps:
+            equation = f"{letter}_{i} ← W (c * x_{i} + (1 - c) * x_{{{i}-1}})"
+            return (MechanismStep("mixed with the token before", equation, heads[0]),)
+
+        return InputSteps(step("q", "i", q), step("k", "j", k), step("v", "j", v))
+
+    @property
+    def cost(self) -> ShortConvolution:
+        """The sizes of the state: one past token of M channels."""
+        return ShortConvolution(self.mix.shape[1], 2)
+
+
 class ProjectedQKV(NamedTuple):
     """The queries, keys and values of some tokens, and the state of their projection.
 
@@ -223,7 +307,7 @@ def project_tokens(
     Returns:
         The queries, keys and values, and the state after the last token.
     """
-    if isinstance(project, ConvolvedQKV):
+    if isinstance(project, (ConvolvedQKV, TokenShiftQKV)):
         return project.project(x, positions, state)
     q = project.query(x, positions)
     k, v = project.recall(project.remember(x, positions), positions)

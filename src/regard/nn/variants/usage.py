@@ -92,7 +92,7 @@ FUNCTIONS = frozenset(
         "min",
         "mod",
     }
-    | {"mean", "abs", "product"}
+    | {"mean", "abs", "product", "cos"}
     | {"diag", "concat", "dot", "general", "T"}
 )
 """Functions and words with a common meaning; T is a transpose."""
@@ -297,6 +297,130 @@ USAGE: dict[str, Usage] = {
             "f": "learned filters, one for each channel",
             "l": "distance to an earlier token",
         },
+    ),
+    "lightning": Usage(
+        "MiniMax-Text-01 and MiniMax-M1, in seven of eight layers",
+        "very long contexts with fixed decays, beside some layers of full attention",
+        "tokens must be forgotten by their content: take gated_linear or gated_delta_net",
+        symbols={
+            "r_h": "rate at which the state of head h decays",
+            "l": "index of the layer",
+            "L": "number of layers",
+        },
+    ),
+    "hgrn2": Usage(
+        "research models of up to 3B parameters",
+        "forget gates and keys should share their parameters",
+        "exact recall matters: take gated_delta_net, with some layers of full attention",
+        symbols={
+            "f": "forget gate of each channel",
+            "W_f": "learned matrix of the forget gates",
+            "b": "lower bound of the forget gates",
+        },
+    ),
+    "lightnet": Usage(
+        "research models of up to 1B parameters",
+        "the weights of the past should be a softmax in each key channel, with a fixed state",
+        "recent tokens matter more than old ones: only larger keys make the state forget",
+        symbols={"L": "running log-sum-exp of the keys", "L'": "its value before the token"},
+    ),
+    "mamba2": Usage(
+        "Mamba-2, Codestral Mamba, Bamba, Granite 4, Nemotron-H, Zamba2, Falcon-H1",
+        "long contexts at the speed of a state of fixed size, beside some layers of attention",
+        "as the only mechanism, where exact recall matters",
+        symbols={
+            "s": "step size of a head and token",
+            "A": "learned rate of the decay, one for each head",
+            "d": "learned weight of the skip, one for each head",
+            "conv": "short causal convolution",
+        },
+    ),
+    "rwkv4": Usage(
+        "RWKV-4 Pile and Raven, of up to 14B parameters",
+        "to load or study RWKV-4: its state is the smallest of all",
+        "a new model: a state with a matrix for each head, as in rwkv6, recalls far more",
+        symbols={
+            "a": "decayed sum of the values of a channel",
+            "b": "decayed sum of the weights of a channel",
+            "u": "learned bonus of the present token",
+            "r": "learned rate of the decay of a channel",
+            "c": "learned share of the present token",
+            "x'": "hidden states of the token before",
+        },
+    ),
+    "rwkv6": Usage(
+        "RWKV-6 Finch, of up to 14B parameters",
+        "the state must decide by content how fast each channel forgets",
+        "exact recall matters: take gated_delta_net, with some layers of full attention",
+        symbols={
+            "u": "learned weight of the present token, one for each key channel",
+            "r": "logarithm of the rate of the decay",
+            "c": "learned share of the present token",
+            "x'": "hidden states of the token before",
+            "W_1": "first matrix of the decay",
+            "W_2": "second matrix of the decay",
+        },
+    ),
+    "mlstm": Usage(
+        "xLSTM 7B",
+        "single tokens must be able to overwrite the memory by a large input gate",
+        "existing kernels must serve the model: the running maximum of its gates needs its own",
+        symbols={
+            "C": "memory of a head, a matrix with a row for each channel of a key",
+            "n": "sum of the keys in the memory",
+            "f": "forget gate",
+            "i": "input gate",
+            "W_i": "learned matrix of the input gate",
+            "W_f": "learned matrix of the forget gate",
+        },
+    ),
+    "gsa": Usage(
+        "research models of up to 7B parameters, some converted from Mistral 7B",
+        "a trained softmax model is converted to a state of fixed size",
+        "many different tokens must be recalled: there are only as many slots",
+        symbols={
+            "K": "keys of the slots, one for each column",
+            "V": "values of the slots, one for each row",
+            "a": "decay of each slot",
+        },
+    ),
+    "abc": Usage(
+        "none that is released; translation and language models of the paper",
+        "to see softmax attention over a memory of fixed size",
+        "a new model: take gsa, whose slots forget",
+        symbols={
+            "K": "keys of the slots, one for each column",
+            "V": "values of the slots, one for each row",
+            "a": "decay of each slot",
+        },
+    ),
+    "based": Usage(
+        "Based, research models of up to 1.3B parameters",
+        "recall must be traded against the size of the state, beside sliding windows",
+        "heads are wide: the state grows with the square of the head dim",
+    ),
+    "rebased": Usage(
+        "research models of up to 0.4B parameters",
+        "weights must be able to reach 0, which the Taylor series of Based cannot",
+        "heads are wide: the state grows with the square of the head dim",
+    ),
+    "power_attention": Usage(
+        "research models, and PowerCoder 3B",
+        "the size of the state should be chosen apart from the number of parameters",
+        "memory of the state is the limit: a wide head with power 4 has millions of values",
+        symbols={"m": "the power, an even number"},
+    ),
+    "performer": Usage(
+        "research models of 2020 to 2022, for proteins, images and speech",
+        "a softmax model is approximated without training it again, and its scores are small",
+        "scores are large, as in most language models: the variance grows exponentially with them",
+        symbols={"phi": "random features of a query or key", "w": "random directions"},
+    ),
+    "cosformer": Usage(
+        "research models of 2022",
+        "near tokens should weigh more without a decay to learn, in texts of a known length",
+        "texts may be longer than the period: weights become negative there",
+        symbols={"pi": "3.14159", "m": "the period"},
     ),
     "sliding_window": Usage(
         "Mistral 7B v0.1",

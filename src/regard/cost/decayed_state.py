@@ -1,0 +1,249 @@
+"""Count what recurrences with decayed sums store and compute: lightning attention, HGRN2, LightNet,
+Mamba-2, RWKV-4, RWKV-6, the matrix memory of xLSTM, gated slots, and kernels of the score.
+
+As in `fixed_state`, FLOPs are those of one token in the recurrent form; gates are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from regard.cost.fixed_state import LinearSpec, RecurrentSpec, ShortConvolution
+from regard.cost.spec import HeadShape, ParameterCounts, Quantity
+
+
+@dataclass(frozen=True)
+class CountedSpec(RecurrentSpec):
+    """A recurrence whose state and whose FLOPs per token were counted from its sizes.
+
+    Attributes:
+        mechanism: the name of the mechanism.
+        values: the number of values of the state, without those of a convolution.
+        work: the FLOPs of one token.
+
+    >>> rwkv4_spec(ParameterCounts(), HeadShape(4, 4, 8, 8)).state.value
+    96
+    """
+
+    mechanism: str
+    values: Quantity
+    work: Quantity
+
+    @property
+    def name(self) -> str:
+        """The name of the mechanism, with its heads."""
+        return self._label(self.mechanism)
+
+    @property
+    def state(self) -> Quantity:
+        """The number of values of the state, and of a convolution's past inputs."""
+        return self._with_past(self.values)
+
+    def token(self) -> Quantity:
+        """Return the FLOPs of one token."""
+        return self.work
+
+
+def rwkv4_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+    """Return the spec of RWKV-4: three numbers per channel, two decayed sums and one maximum.
+
+    Each channel adds the bonus (1), adds the token to both sums (3), divides (1), decays both sums
+    (2), adds the token (3), and applies the receptance (1).
+
+    >>> rwkv4_spec(ParameterCounts(), HeadShape(4, 4, 8, 8)).step(1).value
+    352
+
+    Source: Peng et al. 2023 (arXiv 2305.13048), equations 20 to 25.
+    """
+    G, D = shape.groups, shape.head_dim
+    state = Quantity(3 * G * D, f"3 G D = 3 x {G} x {D}")
+    return CountedSpec(
+        weights, (), shape, "RWKV-4", state, Quantity(11 * G * D, f"11 G D = 11 x {G} x {D}")
+    )
+
+
+def rwkv6_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+    """Return the spec of RWKV-6: a read is 2 D E, the token itself 3 D + 2 E, a write 3 D E.
+
+    >>> rwkv6_spec(ParameterCounts(), HeadShape(1, 1, 4, 4)).step(1).value
+    100
+
+    Source: Peng et al. 2024 (arXiv 2404.05892), equation 18.
+    """
+    O, N, D, E = shape.outputs, shape.states, shape.head_dim, shape.value_dim
+    letter = "G" if shape.groups == N else "N"
+    work = O * (2 * D * E + 3 * D + 2 * E) + N * 3 * D * E
+    formula = f"{O} x (2 D E + 3 D + 2 E) + {N} x 3 D E, D = {D}, E = {E}"
+    state = Quantity(N * D * E, f"{letter} D E = {N} x {D} x {E}")
+    return CountedSpec(weights, (), shape, "RWKV-6", state, Quantity(work, formula))
+
+
+def mlstm_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+    """Return the spec of the matrix memory of xLSTM: a matrix, a sum of keys and a maximum per
+    head.
+
+    A read is C^T q, n . q and a division: 2 D E + 2 D + E. A write decays C and n, and adds the
+    token to both: 3 D E + 3 D.
+
+    >>> mlstm_spec(ParameterCounts(), HeadShape(1, 1, 4, 4)).state.value
+    21
+
+    Source: Beck et al. 2024 (arXiv 2405.04517), equations 19 to 27.
+    """
+    O, N, D, E = shape.outputs, shape.states, shape.head_dim, shape.value_dim
+    letter = "G" if shape.groups == N else "N"
+    state = Quantity(N * (D * E + D + 1), f"{letter} (D E + D + 1) = {N} x ({D} x {E} + {D} + 1)")
+    work = O * (2 * D * E + 2 * D + E) + N * (3 * D * E + 3 * D)
+    formula = f"{O} x (2 D E + 2 D + E) + {N} x (3 D E + 3 D), D = {D}, E = {E}"
+    return CountedSpec(weights, (), shape, "mLSTM", state, Quantity(work, formula))
+
+
+def slots_spec(
+    weights: ParameterCounts, shape: HeadShape, slots: int, *, summed: bool = False
+) -> CountedSpec:
+    """Return the spec of gated slots: m keys and values per head, and with `summed` a running
+    log-sum-exp per slot.
+
+    Two reads per query head, 2 m (D + E); two decays and writes per key/value head, 3 m (D + E).
+
+    >>> slots_spec(ParameterCounts(), HeadShape(1, 1, 4, 4), 2).state.value
+    16
+
+    Source: Zhang et al. 2024 (arXiv 2409.07146), section 3.
+    """
+    H, G, D, E, m = shape.heads, shape.groups, shape.head_dim, shape.value_dim, slots
+    each = f"(D + E{' + 1' if summed else ''})"
+    numbers = f"({D} + {E}{' + 1' if summed else ''})"
+    state = Quantity(G * m * (D + E + summed), f"G m {each} = {G} x {m} x {numbers}")
+    work = (2 * H + 3 * G) * m * (D + E)
+    formula = f"(2 H + 3 G) m (D + E) = (2 x {H} + 3 x {G}) x {m} x ({D} + {E})"
+    return CountedSpec(
+        weights,
+        (),
+        shape,
+        f"{m} {'ABC' if summed else 'gated'} slots",
+        state,
+        Quantity(work, formula),
+    )
+
+
+def lightnet_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+    """Return the spec of LightNet: the state of gated linear attention, and a running log-sum-exp
+    per key channel.
+
+    >>> lightnet_spec(ParameterCounts(), HeadShape(1, 1, 4, 4)).state.value
+    20
+
+    Source: Qin et al. 2024 (arXiv 2405.21022), section 3.
+    """
+    H, G, D, E = shape.heads, shape.groups, shape.head_dim, shape.value_dim
+    state = Quantity(G * D * (E + 1), f"G D (E + 1) = {G} x {D} x ({E} + 1)")
+    work = Quantity((2 * H + 3 * G) * D * E, f"(2 H + 3 G) D E = (2 x {H} + 3 x {G}) x {D} x {E}")
+    return CountedSpec(weights, (), shape, "LightNet", state, work)
+
+
+def mamba2(dim: int, shape: HeadShape, kernel: int = 4) -> LinearSpec:
+    """Return the spec of Mamba-2: G query and key heads, N value heads, a convolution over all of
+    their channels, a step size per value head, and a gated norm.
+
+    >>> mamba2(32, HeadShape(1, 1, 8, 16, value_heads=4)).state.value
+    752
+
+    Source: Dao and Gu 2024 (arXiv 2405.21060), section 7.
+    """
+    N, values = shape.states, shape.states * shape.value_dim
+    channels = 2 * shape.groups * shape.head_dim + values
+    own = ParameterCounts(
+        matrices=dim * (values + N) + channels * kernel, biases=channels + 3 * N, norms=values
+    )
+    convolution = ShortConvolution(channels, kernel)
+    return LinearSpec(
+        shape.maps(dim) + own, (), shape, "Mamba-2", decayed=True, convolution=convolution
+    )
+
+
+def lightning(dim: int, shape: HeadShape) -> LinearSpec:
+    """Return the spec of lightning attention: an output gate, and a norm over all heads.
+
+    Source: MiniMax 2025 (arXiv 2501.08313), section 2.2.
+    """
+    values = shape.outputs * shape.value_dim
+    weights = shape.maps(dim) + ParameterCounts(dim * values, norms=values)
+    return LinearSpec(weights, (), shape, "retention", decayed=True)
+
+
+def hgrn2(dim: int, shape: HeadShape) -> LinearSpec:
+    """Return the spec of HGRN2: the maps, and a norm over all heads.
+
+    Source: Qin et al. 2024 (arXiv 2404.07904).
+    """
+    weights = shape.maps(dim) + ParameterCounts(norms=shape.outputs * shape.value_dim)
+    return LinearSpec(weights, (), shape, "HGRN2", decayed=True)
+
+
+def lightnet(dim: int, shape: HeadShape) -> CountedSpec:
+    """Return the spec of LightNet: an output gate, and one norm that all heads share.
+
+    Source: Qin et al. 2024 (arXiv 2405.21022).
+    """
+    gates = dim * shape.outputs * shape.value_dim
+    return lightnet_spec(shape.maps(dim) + ParameterCounts(gates, norms=shape.value_dim), shape)
+
+
+def rwkv4(dim: int, shape: HeadShape) -> CountedSpec:
+    """Return the spec of RWKV-4: a share of the present token in each channel of three inputs, and
+    a decay and a bonus in each channel.
+
+    Source: Peng et al. 2023 (arXiv 2305.13048).
+    """
+    own = ParameterCounts(biases=3 * dim + 2 * shape.groups * shape.head_dim)
+    return replace(rwkv4_spec(shape.maps(dim) + own, shape), convolution=ShortConvolution(dim, 2))
+
+
+def rwkv6(dim: int, shape: HeadShape, rank: int = 64) -> CountedSpec:
+    """Return the spec of RWKV-6: as RWKV-4, with decays through a bottleneck of size `rank`, an
+    output gate, and a norm with weight and bias per head.
+
+    Source: Peng et al. 2024 (arXiv 2404.05892).
+    """
+    channels = shape.groups * shape.head_dim
+    own = ParameterCounts(
+        matrices=dim * channels + rank * (dim + channels),
+        biases=3 * dim + 2 * channels,
+        norms=2 * channels,
+    )
+    return replace(rwkv6_spec(shape.maps(dim) + own, shape), convolution=ShortConvolution(dim, 2))
+
+
+def mlstm(dim: int, shape: HeadShape) -> CountedSpec:
+    """Return the spec of the matrix memory of xLSTM: two gates with bias per head, an output gate,
+    and a norm with weight and bias per head.
+
+    Source: Beck et al. 2025 (arXiv 2503.13427).
+    """
+    H, values = shape.heads, shape.heads * shape.value_dim
+    own = ParameterCounts(dim * (values + 2 * H), 2 * H, 2 * values)
+    return mlstm_spec(shape.maps(dim) + own, shape)
+
+
+def slots(dim: int, shape: HeadShape, count: int = 64, *, summed: bool = False) -> CountedSpec:
+    """Return the spec of gated slots, with one norm that all heads share, or with `summed` of ABC,
+    without a norm.
+
+    Source: Zhang et al. 2024 (arXiv 2409.07146); Peng et al. 2021 (arXiv 2110.02488).
+    """
+    norms = 0 if summed else shape.value_dim
+    own = ParameterCounts(dim * shape.groups * count, norms=norms)
+    return slots_spec(shape.maps(dim) + own, shape, count, summed=summed)
+
+
+def kernel_attention(dim: int, shape: HeadShape, features: int, *, norms: int = 0) -> LinearSpec:
+    """Return the spec of normalised linear attention with F features per head.
+
+    >>> kernel_attention(32, HeadShape(4, 4, 4, 8), features=15).state.value
+    540
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236).
+    """
+    weights = shape.maps(dim) + ParameterCounts(norms=norms)
+    return LinearSpec(weights, (), shape, normalised=True, features=features)

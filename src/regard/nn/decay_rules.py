@@ -1,0 +1,542 @@
+"""Rules of recurrences whose state is a decayed sum: HGRN2, LightNet, RWKV-4, RWKV-6, Mamba-2, the
+matrix memory of xLSTM, gated slots, and cosFormer. `regard.nn.linear_recurrence.Recurrent` runs
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.argument_checks import check_number
+from regard.caches import Parts
+from regard.cost.decayed_state import (
+    CountedSpec,
+    lightnet_spec,
+    mlstm_spec,
+    rwkv4_spec,
+    rwkv6_spec,
+    slots_spec,
+)
+from regard.cost.fixed_state import LinearSpec
+from regard.cost.spec import HeadShape, ParameterCounts
+from regard.errors import ArgumentError
+from regard.nn.linear_recurrence import LinearAttentionRule
+from regard.ops.linear.feature_maps import cosine_features
+from regard.ops.linear.gated_slots import gated_slots, log_sum_exp_gates
+from regard.ops.linear.linear_attention import gated_linear, linear_attention
+from regard.ops.linear.mlstm import mlstm
+from regard.ops.linear.rwkv import rwkv4, rwkv6
+from regard.span import Positions
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Convert a tensor to float32, unless it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _by_head(x: Float[Tensor, "B T n"], heads: int) -> Float[Tensor, "B G T d"]:
+    """Split the channels of tokens into heads, in fp32 or better."""
+    return torch.unflatten(_wide(x), -1, (heads, -1)).transpose(1, 2)
+
+
+class HGRN2Rule(nn.Module):
+    """The rule of HGRN2: gated linear attention whose key is what the forget gate leaves free.
+
+    f = b + (1 - b) sigmoid(k);  S <- diag(f) S + (1 - f) v^T;  z = S^T q / sqrt(D)
+
+    Args:
+        lower_bound: b, the smallest forget gate, at least 0 and below 1; upper layers of the paper
+            have a larger one.
+
+    Raises:
+        ArgumentError: lower_bound is not at least 0 and below 1.
+
+    >>> k = torch.zeros(1, 1, 3, 1)  # all gates are 1/2
+    >>> HGRN2Rule()(k[0], k + 1, k, k + 1, None, None, "auto")[0].flatten().tolist()
+    [0.5, 0.75, 0.875]
+
+    Source: Qin et al. 2024 (arXiv 2404.07904), equation 5; lower bounds: arXiv 2311.04823.
+    """
+
+    def __init__(self, lower_bound: float = 0.0) -> None:
+        super().__init__()
+        check_number("lower_bound", lower_bound, -1e-300, 1.0, "at least 0 and below 1")
+        self.lower_bound = lower_bound
+
+    def written_keys(self, k: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T D"]:
+        """Return the keys 1 - f that the state receives, from the logits of the gates."""
+        return (1 - self.lower_bound) * torch.sigmoid(-_wide(k))
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B N T E"],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,H,T,E] and the state (S,) after the last token."""
+        g = F.logsigmoid(_wide(k))
+        if self.lower_bound:
+            g = torch.log(self.lower_bound + (1 - self.lower_bound) * g.exp())
+        keys = self.written_keys(k)
+        z, state = gated_linear(
+            _wide(q), keys, _wide(v), g, state=state, k_positions=positions, form=form
+        )
+        return z.to(q.dtype), state
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
+        """Return the cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, "HGRN2", decayed=True)
+
+    def extra_repr(self) -> str:
+        """Return the lower bound of the forget gates."""
+        return f"lower_bound={self.lower_bound}"
+
+
+class LightNetRule(nn.Module):
+    """The rule of LightNet: gated linear attention whose decays come from a running log-sum-exp, so
+    that in each channel of the keys the weights of all tokens are a softmax.
+
+    L_t = log(exp(k_1) + ... + exp(k_t));  S <- diag(exp(L_{t-1} - L_t)) S + exp(k_t - L_t) v_t^T
+
+    >>> k = torch.zeros(1, 1, 3, 1)
+    >>> v = torch.tensor([3.0, 5.0, 10.0])[None, None, :, None]
+    >>> z, _ = LightNetRule()(k[0], k + 1, k, v, None, None, "auto")
+    >>> z.round(decimals=5).flatten().tolist()  # equal weights: the mean
+    [3.0, 4.0, 6.0]
+
+    Source: Qin et al. 2024 (arXiv 2405.21022), section 3.
+    """
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B N T E"],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,H,T,E] and the state (S, L) after the last token."""
+        sums, total = (None, None) if state is None else (state[:1], state[1:])
+        g, total = log_sum_exp_gates(k, state=total, k_positions=positions)
+        keys = -torch.expm1(g)
+        z, sums = gated_linear(
+            _wide(q), keys, _wide(v), g, state=sums, k_positions=positions, form=form
+        )
+        return z.to(q.dtype), (*sums, *total)
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+        """Return the cost of a layer with this rule."""
+        return lightnet_spec(weights, shape)
+
+
+class RWKV6Rule(nn.Module):
+    """The rule of RWKV-6: each token computes a decay for every channel by a low-rank map, and
+    reads itself with a learned weight.
+
+    z = S^T q + (q . (u k)) v;  S <- diag(exp(g)) S + k v^T;  g = -exp(w + W_2 tanh(W_1 x))
+
+    Args:
+        dim: the model dim M.
+        heads: the heads H.
+        head_dim: the head dim D.
+        rank: the rank of the map from M to H D.
+
+    Raises:
+        ArgumentError: a size is less than 1.
+
+    >>> rule = RWKV6Rule(8, 2, 3)
+    >>> rule.log_decay(torch.zeros(1, 5, 8)).shape
+    torch.Size([1, 2, 5, 3])
+
+    Source: Peng et al. 2024 (arXiv 2404.05892), section 4.
+    """
+
+    scale = 1.0
+
+    def __init__(self, dim: int, heads: int, head_dim: int, *, rank: int = 64) -> None:
+        super().__init__()
+        if min(dim, heads, head_dim, rank) < 1:
+            raise ArgumentError(
+                f"RWKV6Rule(dim={dim}, heads={heads}, head_dim={head_dim}, rank={rank}): each must "
+                "be at least 1"
+            )
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, heads * head_dim, bias=False)
+        # channels start with memories of different lengths
+        self.decay = nn.Parameter(torch.linspace(-6, -1, heads * head_dim))
+        self.bonus = nn.Parameter(torch.full((heads, head_dim), 0.5))
+
+    def log_decay(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T D"]:
+        """Return the logarithms of the decays [B,H,T,D] for tokens x [B,T,M]; they are below 0."""
+        rate = _wide(self.decay) + _wide(self.up(torch.tanh(self.down(x))))
+        return -_by_head(rate, self.bonus.shape[0]).exp()
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B N T E"],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,H,T,E] and the state (S,) after the last token."""
+        g = self.log_decay(x)
+        return rwkv6(q, k, v, g, self.bonus, state=state, k_positions=positions, form=form)
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+        """Return the cost of a layer with this rule."""
+        return rwkv6_spec(weights, shape)
+
+
+class RWKV4Rule(nn.Module):
+    """The rule of RWKV-4: in each channel a mean of the values, with weights that decay at a
+    learned rate; the query, called receptance, is a gate.
+
+    z = sigmoid(q) (a + exp(u + k) v) / (b + exp(u + k));  a <- exp(-exp(w)) a + exp(k) v,
+    b <- exp(-exp(w)) b + exp(k)
+
+    Args:
+        heads: the heads H; the channels of a head do not interact.
+        head_dim: the head dim D.
+
+    Raises:
+        ArgumentError: a size is less than 1.
+
+    >>> x, k = torch.zeros(1, 3, 2), torch.zeros(1, 1, 3, 2)
+    >>> z, _ = RWKV4Rule(1, 2)(x, k + 100, k, k + 7, None, None, "auto")
+    >>> z.round(decimals=5).unique().tolist()
+    [7.0]
+
+    Source: Peng et al. 2023 (arXiv 2305.13048), equations 14 to 18.
+    """
+
+    explain_refusal = (
+        "has no row of weights for a head as a whole: each channel has its own; read the state in "
+        "its cache, or explain a layer of attention"
+    )
+    """Why `Recurrent.explain_row` cannot give a row."""
+
+    def __init__(self, heads: int, head_dim: int) -> None:
+        super().__init__()
+        if min(heads, head_dim) < 1:
+            raise ArgumentError(
+                f"RWKV4Rule(heads={heads}, head_dim={head_dim}): each must be at least 1"
+            )
+        # channels start with memories of different lengths
+        self.decay = nn.Parameter(torch.linspace(-5, 3, heads * head_dim).view(heads, head_dim))
+        self.bonus = nn.Parameter(torch.full((heads, head_dim), math.log(0.3)))
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B N T E"],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,H,T,D] and the state (a, b, m) after the last token."""
+        g = -_wide(self.decay).exp()
+        z, state = rwkv4(k, v, g, self.bonus, state=state, k_positions=positions, form=form)
+        return torch.sigmoid(q) * z, state
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+        """Return the cost of a layer with this rule."""
+        return rwkv4_spec(weights, shape)
+
+
+class Mamba2Rule(nn.Module):
+    """The rule of Mamba-2 (SSD): one decay per head from a step size, which also scales what a
+    token writes, and a skip from the value to the result.
+
+    S <- exp(-s exp(A)) S + k (s v)^T;  z = S^T q + d v;  s = softplus(W x + b)
+
+    Here k, q and v are the paper's B, C and x.
+
+    Args:
+        dim: the model dim M.
+        heads: the value heads N.
+
+    Raises:
+        ArgumentError: a size is less than 1.
+
+    >>> Mamba2Rule(8, 2).step(torch.zeros(1, 5, 8)).shape
+    torch.Size([1, 2, 5])
+
+    Source: Dao and Gu 2024 (arXiv 2405.21060), section 7 and listing 2.
+    """
+
+    scale = 1.0
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        if min(dim, heads) < 1:
+            raise ArgumentError(f"Mamba2Rule(dim={dim}, heads={heads}): each must be at least 1")
+        self.linear = nn.Linear(dim, heads, bias=False)
+        self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
+        step = torch.empty(heads).uniform_(math.log(0.001), math.log(0.1)).exp()
+        # This is the inverse of softplus: softplus(dt_bias) = step.
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+        self.skip = nn.Parameter(torch.ones(heads))
+
+    def step(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B N T"]:
+        """Return the step sizes s [B,N,T] of tokens x [B,T,M]; they are above 0."""
+        return F.softplus(_wide(self.linear(x)) + _wide(self.dt_bias)).transpose(1, 2)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B N T E"],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
+        step = self.step(x)[..., None]
+        g = -_wide(self.A_log).exp()[:, None, None] * step
+        z, state = gated_linear(
+            _wide(q),
+            _wide(k),
+            _wide(v) * step,
+            g,
+            scale=1.0,
+            state=state,
+            k_positions=positions,
+            form=form,
+        )
+        skip = _wide(self.skip)[:, None, None] * _wide(v)
+        z = z + skip.repeat_interleave(z.shape[1] // v.shape[1], 1)
+        return z.to(q.dtype), state
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
+        """Return the cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, "Mamba-2", decayed=True)
+
+
+class MLSTMRule(nn.Module):
+    """The rule of the matrix memory of xLSTM: exponential input gates, sigmoid forget gates, and a
+    running sum of keys that bounds the result.
+
+    C <- f C + i k v^T, n <- f n + i k;  z = C^T q / max(|n . q|, 1) with q / sqrt(D);
+    i = exp(cap(W_i x + b_i)), f = sigmoid(cap(W_f x + b_f)), cap(y) = c tanh(y / c)
+
+    Args:
+        dim: the model dim M.
+        heads: the heads H.
+        gate_cap: c, the bound of the gates' logits; None applies none.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a size is less than 1, or gate_cap is not above 0.
+
+    >>> log_input, log_forget = MLSTMRule(8, 2).gates(torch.zeros(1, 5, 8))
+    >>> log_input.shape, bool((log_forget < 0).all())
+    (torch.Size([1, 2, 5]), True)
+
+    Source: Beck et al. 2024 (arXiv 2405.04517), section 2.3; the cap: Beck et al. 2025 (arXiv
+    2503.13427), section 3.2.
+    """
+
+    def __init__(self, dim: int, heads: int, *, gate_cap: float | None = 15.0) -> None:
+        super().__init__()
+        if min(dim, heads) < 1:
+            raise ArgumentError(f"MLSTMRule(dim={dim}, heads={heads}): each must be at least 1")
+        if gate_cap is not None:
+            check_number("gate_cap", gate_cap, 0, float("inf"), "greater than 0")
+        self.input_gate, self.forget_gate = nn.Linear(dim, heads), nn.Linear(dim, heads)
+        with torch.no_grad():  # an untrained layer writes little and keeps it
+            self.input_gate.bias.fill_(-10.0)
+            self.forget_gate.bias.copy_(torch.linspace(3.0, 6.0, heads))
+        self.gate_cap = gate_cap
+
+    def gates(self, x: Float[Tensor, "B T M"]) -> tuple[Tensor, Tensor]:
+        """Return the logarithms of the input and the forget gates [B,H,T] of tokens x [B,T,M]."""
+        logits = [_wide(gate(x)).transpose(1, 2) for gate in (self.input_gate, self.forget_gate)]
+        if self.gate_cap is not None:
+            logits = [self.gate_cap * torch.tanh(y / self.gate_cap) for y in logits]
+        return logits[0], F.logsigmoid(logits[1])
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B N T E"],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,H,T,E] and the state (C, n, m) after the last token."""
+        return mlstm(q, k, v, *self.gates(x), state=state, k_positions=positions, form=form)
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+        """Return the cost of a layer with this rule."""
+        return mlstm_spec(weights, shape)
+
+    def extra_repr(self) -> str:
+        """Return the bound of the gates' logits."""
+        return f"gate_cap={self.gate_cap}"
+
+
+class SlotRule(nn.Module):
+    """The rule of gated slot attention, and of attention with bounded memory (ABC): a softmax over
+    a few slots, into which every token is written.
+
+    K <- K diag(a) + k (1 - a)^T, V <- diag(a) V + (1 - a) v^T;  z = V^T softmax(K^T q / sqrt(D))
+
+    With gates "sigmoid", a = sigmoid(W x)^(1/temperature). With "softmax", 1 - a is the share of
+    the token in the sum of exp(W x) over all tokens up to it, so that a slot is a weighted mean.
+
+    Args:
+        dim: the model dim M.
+        groups: the key/value heads G.
+        slots: the slots m of each head.
+        gates: "sigmoid" (gated slot attention) or "softmax" (ABC).
+        temperature: a larger temperature keeps sigmoid gates closer to 1.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a size is less than 1, gates is unknown, or temperature is
+            not above 0.
+
+    >>> x, k = torch.zeros(1, 3, 8), torch.ones(1, 1, 3, 2)
+    >>> z, _ = SlotRule(8, 1, 4, gates="softmax")(x, k, k, k, None, None, "auto")
+    >>> z.round(decimals=5).unique().tolist()
+    [1.0]
+
+    Source: Zhang et al. 2024 (arXiv 2409.07146), section 3; ABC: Peng et al. 2021 (arXiv
+    2110.02488), section 3.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        groups: int,
+        slots: int,
+        *,
+        gates: Literal["sigmoid", "softmax"] = "sigmoid",
+        temperature: float = 8.0,
+    ) -> None:
+        super().__init__()
+        if min(dim, groups, slots) < 1:
+            raise ArgumentError(
+                f"SlotRule(dim={dim}, groups={groups}, slots={slots}): each must be at least 1"
+            )
+        if gates not in ("sigmoid", "softmax"):
+            raise ArgumentError(f"gates is {gates!r}; it must be 'sigmoid' or 'softmax'")
+        check_number("temperature", temperature, 0, float("inf"), "greater than 0")
+        self.linear = nn.Linear(dim, groups * slots, bias=False)
+        self.groups, self.slots = groups, slots
+        self.gates, self.temperature = gates, temperature
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B N T E"],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,H,T,E] and the state after the last token: (K, V), and the running
+        log-sum-exp with gates "softmax".
+        """
+        logits = _by_head(self.linear(x), self.groups)
+        slots, total = (None, None) if state is None else (state[:2], state[2:])
+        sums: Parts = ()
+        if self.gates == "sigmoid":
+            g = F.logsigmoid(logits) / self.temperature
+        else:
+            g, sums = log_sum_exp_gates(logits, state=total, k_positions=positions)
+        z, slots = gated_slots(q, k, v, g, state=slots, k_positions=positions, form=form)
+        return z, (*slots, *sums)
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
+        """Return the cost of a layer with this rule."""
+        return slots_spec(weights, shape, self.slots, summed=self.gates == "softmax")
+
+    def extra_repr(self) -> str:
+        """Return the number of slots and the kind of gates."""
+        return f"slots={self.slots}, gates={self.gates!r}"
+
+
+class CosineRule(LinearAttentionRule):
+    """The rule of cosFormer: linear attention whose weights fall with the distance as a cosine.
+
+    a_ij = relu(q_i) . relu(k_j) cos(pi (i - j) / (2 period)), divided by the sum of the row
+
+    Args:
+        period: the distance at which a weight reaches 0, in tokens; texts must not be longer,
+            because weights beyond it are negative.
+        normalise: whether the weights are divided by their sum.
+
+    Raises:
+        ArgumentError: period is less than 1.
+
+    >>> x = torch.ones(1, 1, 3, 2)
+    >>> z, _ = CosineRule(8)(x[0], x, x, x, None, None, "auto")
+    >>> z.round(decimals=5).unique().tolist()
+    [1.0]
+
+    Source: Qin et al. 2022 (arXiv 2202.08791), section 3.
+    """
+
+    def __init__(self, period: int, *, normalise: bool = True) -> None:
+        super().__init__("identity", normalise=normalise)
+        if period < 1:
+            raise ArgumentError(f"period is {period}; it must be at least 1")
+        self.period = period
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B N T E"],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,H,T,E] and the state after the last token."""
+        where = positions if positions is not None else torch.arange(q.shape[2])[None]
+        queries, keys = (cosine_features(_wide(part), where, self.period) for part in (q, k))
+        z, state = linear_attention(
+            queries,
+            keys,
+            _wide(v),
+            feature_map="identity",
+            normalise=self.normalise,
+            state=state,
+            k_positions=positions,
+            form=form,
+        )
+        return z.to(q.dtype), state
+
+    def unnormalised(self) -> CosineRule:
+        """Return this rule without the division by the sum of the weights."""
+        return CosineRule(self.period, normalise=False)
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
+        """Return the cost of a layer with this rule."""
+        features = 2 * shape.head_dim
+        return LinearSpec(weights, (), shape, normalised=self.normalise, features=features)
+
+    def extra_repr(self) -> str:
+        """Return the period of the cosine."""
+        return f"period={self.period}"

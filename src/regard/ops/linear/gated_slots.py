@@ -1,0 +1,201 @@
+"""Gated slot attention: the past is kept in a few slots, each with a key and a value, and a softmax
+over the slots reads them. `log_sum_exp_gates` gives the gates of ABC and LightNet.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.argument_checks import check_finite, check_positions, check_tensor
+from regard.errors import ArgumentError
+from regard.ops.linear.linear_recurrence import (
+    check_call,
+    check_tensor_shape,
+    chunk_size,
+    decay_since_start,
+    decay_until_end,
+    empty_slot_mask,
+    initial_state,
+    linear_recurrence,
+    split_into_chunks,
+    state_dtype,
+    zero_empty_slots,
+)
+from regard.ops.linear.scans import FLOOR, running_log_sum_exp
+from regard.span import Positions
+
+
+def log_sum_exp_gates(
+    logits: Float[Tensor, "B G T m"],
+    *,
+    state: tuple[Float[Tensor, "B G m"], ...] | None = None,
+    k_positions: Positions | None = None,
+) -> tuple[Float[Tensor, "B G T m"], tuple[Float[Tensor, "B G m"]]]:
+    """Compute the logarithms of the decays that make a state with the input gate 1 - exp(g) the
+    mean of its inputs, weighted by exp(logits).
+
+    L_t = log(exp(z_1) + ... + exp(z_t));  g_t = L_{t-1} - L_t;  1 - exp(g_t) = exp(z_t - L_t)
+
+    Args:
+        logits: z `[B, G, T, m]`.
+        state: (L,) as an earlier call returned it, `[B, G, m]`; None: no tokens.
+        k_positions: positions of the tokens; slots at -1 are empty: their decay is 1.
+
+    Returns:
+        The log decays `[B, G, T, m]` in fp32 (fp64 for fp64 logits), at most 0, and L after the
+        last token.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: logits are not a 4-D floating-point tensor, positions do
+            not fit them, or the state has other sizes or another dtype.
+
+    >>> g, _ = log_sum_exp_gates(torch.zeros(1, 1, 3, 1))
+    >>> (1 - g.exp()).round(decimals=5).flatten().tolist()  # a mean of 1, 2 and 3 inputs
+    [1.0, 0.5, 0.3333300054073334]
+
+    Source: Peng et al. 2021 (arXiv 2110.02488), section 3; Qin et al. 2024 (arXiv 2405.21022).
+    """
+    check_tensor("logits", logits)
+    if logits.ndim != 4:
+        shape = tuple(logits.shape)
+        raise ArgumentError(f"logits are {shape}; they must be [batch, heads, length, slots]")
+    (B, G), m = logits.shape[:2], logits.shape[3]
+    if k_positions is not None:
+        check_positions("k_positions", k_positions, B, logits.shape[2])
+    (first,) = initial_state(state, {"L": (B, G, m)}, logits)
+    if state is None:
+        first = torch.full_like(first, FLOOR)
+    empty = empty_slot_mask(k_positions, logits)
+    z = logits.to(state_dtype(logits))
+    if empty is not None:
+        z = z.masked_fill(empty[:, None, :, None], FLOOR)
+    total = running_log_sum_exp(torch.cat([first[:, :, None], z], 2))
+    # exp(g) = 1 / (1 + exp(z - L_{t-1})): no difference of two large sums
+    g = torch.nn.functional.logsigmoid(total[:, :, :-1] - z)
+    return zero_empty_slots(g, empty), (total[:, :, -1].contiguous(),)
+
+
+def gated_slots(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B G T E"],
+    log_decay: Float[Tensor, "B G T m"],
+    *,
+    scale: float | None = None,
+    state: tuple[Tensor, ...] | None = None,
+    k_positions: Positions | None = None,
+    form: str = "auto",
+    chunk: int = 64,
+) -> tuple[Float[Tensor, "B H T E"], tuple[Tensor, Tensor]]:
+    """Compute gated slot attention: m slots of keys and values, into each of which a token is
+    written with the weight 1 - a, where a is the decay of the slot.
+
+    K_t = K_{t-1} diag(a_t) + k_t (1 - a_t)^T,  V_t = diag(a_t) V_{t-1} + (1 - a_t) v_t^T
+    o_t = V_t^T softmax(scale K_t^T q_t),  a_t = exp(g_t)
+
+    Both sums are gated linear attention. With the gates of `log_sum_exp_gates` it is attention with
+    bounded memory (ABC).
+
+    Args:
+        q: queries `[B, H, T, D]`; query head h reads the slots of key/value head h // (H/G).
+        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
+        v: values `[B, G, T, E]`.
+        log_decay: g, the logarithm of the decay of each slot, `[B, G, T, m]`, at most 0.
+        scale: the factor on the queries; None: 1/sqrt(D).
+        state: (K, V) as an earlier call returned them, K `[B, G, D, m]` and V `[B, G, m, E]` in
+            fp32 (fp64 for fp64 inputs); None: zeros. It is not changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
+            nothing, and their outputs are 0.
+        form: "auto", "recurrent", "chunk" or "parallel", as in `gated_linear`.
+        chunk: the number of tokens in a chunk, at least 1; it is rounded up to a power of 2.
+
+    Returns:
+        The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
+        fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
+            computed.
+
+    >>> one = torch.ones(1, 1, 3, 1)
+    >>> out, (K, V) = gated_slots(one, one, one, torch.full((1, 1, 3, 2), 0.5).log())
+    >>> out.flatten().tolist(), V.shape  # each token fills half of what is free
+    ([0.5, 0.75, 0.875], torch.Size([1, 1, 2, 1]))
+
+    Source: Zhang et al. 2024 (arXiv 2409.07146), equations 10 to 12; ABC: Peng et al. 2021 (arXiv
+    2110.02488).
+    """
+    check_call(q, k, v, scale, k_positions, form, chunk)
+    (B, G, T, D), E = k.shape, v.shape[3]
+    check_tensor("log_decay", log_decay)
+    m = log_decay.shape[-1]
+    check_tensor_shape("v", v, ((B, G, T, E),), "one value per key", k)
+    check_tensor_shape("log_decay", log_decay, ((B, G, T, m),), "one number per slot", k)
+    K, V = initial_state(state, {"K": (B, G, D, m), "V": (B, G, m, E)}, k)
+    empty, dtype = empty_slot_mask(k_positions, q), state_dtype(k)
+    q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
+    check_finite(query=q, key=k, value=v)
+    g = log_decay.to(dtype)
+    write = -torch.expm1(g)
+    queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
+    size = chunk_size(form, chunk, T)
+    with torch.autocast(q.device.type, enabled=False):
+        grouped = queries.unflatten(1, (G, -1))  # [B,G,R,T,D]
+        logits, K = _decayed_values(grouped, k.to(dtype), write, g, K, size)
+        weights = logits.flatten(1, 2).softmax(-1)
+        out, V = linear_recurrence(weights, write, v, g, V, form=form, chunk=chunk)
+    return zero_empty_slots(out.to(q.dtype), empty), (K, V)
+
+
+def _decayed_values(
+    q: Float[Tensor, "B G R T D"],
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B G T E"],
+    g: Float[Tensor, "B G T E"],
+    state: Float[Tensor, "B G D E"],
+    size: int | None,
+) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
+    """Compute S <- S diag(exp(g)) + k v^T, o = S^T q: a recurrence in which each channel of the
+    values decays, where `linear_recurrence` decays the channels of the keys.
+
+    Args:
+        q, k, v, g: queries, keys, values, and the logarithms of the decays of the values.
+        state: S before the first token.
+        size: the number of tokens in a chunk, rounded up to a power of 2; None computes token by
+            token.
+
+    Returns:
+        The outputs, and the state after the last token.
+    """
+    T = k.shape[2]
+    if size is None or T == 0:
+        outputs = []
+        for t in range(T):
+            decayed = state * g[:, :, t, None].exp()
+            state = decayed + k[:, :, t, :, None] * v[:, :, t, None]
+            outputs.append(q[:, :, :, t] @ state)  # [B,G,R,E]
+        return (torch.stack(outputs, 3) if outputs else q @ state[:, :, None]), state.clone()
+    size = 1 << (min(size, T) - 1).bit_length()
+    q = split_into_chunks(q, size)  # [B,G,R,n,C,D]
+    k, v, g = (split_into_chunks(x[:, :, None], size) for x in (k, v, g))  # [B,G,1,n,C,d]
+    out = (q * k).sum(-1, keepdim=True) * v
+    length = 1
+    while length < size:
+        # In each pair of blocks, the queries of the second read the keys of the first.
+        (_, later_q), (first_k, _), (first_v, _), (first_g, later_g) = (
+            torch.unflatten(x, -2, (-1, 2, length)).unbind(-3) for x in (q, k, v, g)
+        )
+        across = (later_q @ first_k.mT) @ (first_v * decay_until_end(first_g))
+        across = across * decay_since_start(later_g)
+        out = out + torch.stack([torch.zeros_like(across), across], -3).flatten(-4, -2)
+        length *= 2
+    start = decay_since_start(g)
+    writes = (k.mT @ (v * decay_until_end(g)))[:, :, 0]  # [B,G,n,D,E]
+    states = []
+    for i in range(k.shape[3]):
+        states.append(state)
+        state = state * start[:, :, 0, i, -1:] + writes[:, :, i]
+    out = out + (q @ torch.stack(states, 2)[:, :, None]) * start
+    return out.flatten(3, 4)[:, :, :, :T], state

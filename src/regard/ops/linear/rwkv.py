@@ -1,0 +1,208 @@
+"""The recurrences of RWKV-4 and RWKV-6, in which the present token has a weight of its own, the
+bonus, and the state decays after it was read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from regard.argument_checks import check_finite
+from regard.ops.linear.linear_recurrence import (
+    check_call,
+    check_tensor_shape,
+    chunk_size,
+    empty_slot_mask,
+    initial_state,
+    linear_recurrence,
+    state_dtype,
+    zero_empty_slots,
+)
+from regard.ops.linear.scans import FLOOR, decayed_sum, running_maximum
+from regard.ops.linear.value_heads import group_heads
+from regard.span import Positions
+
+
+def rwkv6(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B N T E"],
+    log_decay: Float[Tensor, "B N T #D"],
+    bonus: Float[Tensor, "G D"],
+    *,
+    scale: float = 1.0,
+    state: tuple[Float[Tensor, "B N D E"], ...] | None = None,
+    k_positions: Positions | None = None,
+    form: str = "auto",
+    chunk: int = 64,
+) -> tuple[Float[Tensor, "B O T E"], tuple[Float[Tensor, "B N D E"]]]:
+    """Compute the recurrence of RWKV-6: a token reads the state before it and itself with the
+    weight `bonus`; then the state decays, and the token is added.
+
+    o_t = scale (S_{t-1} + diag(u) k_t v_t^T)^T q_t;  S_t = diag(exp(g_t)) S_{t-1} + k_t v_t^T
+
+    Heads are as in `gated_linear`, whose result at token t - 1 for the query of token t is the
+    first part. RWKV calls q the receptance r.
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
+        v: values `[B, N, T, E]`; G divides N.
+        log_decay: g, the logarithm of the decay factor, `[B, N, T, D]` with one number per key
+            channel, or `[B, N, T, 1]` with one for all channels, of any floating dtype.
+        bonus: u, the weight of the present token in each key channel, `[G, D]`.
+        scale: the factor on the queries.
+        state: (S,) as an earlier call returned it, S `[B, N, D, E]` in fp32 (fp64 for fp64 inputs);
+            None: zeros. It is not changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
+            nothing, and their outputs are 0.
+        form: "auto", "recurrent", "chunk" or "parallel", as in `gated_linear`.
+        chunk: the number of tokens in a chunk, at least 1.
+
+    Returns:
+        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
+        Sums are in fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
+            computed.
+
+    >>> one, half = torch.ones(1, 1, 3, 1), torch.full((1, 1, 3, 1), 0.5).log()
+    >>> rwkv6(one, one, one, half, torch.tensor([[10.0]]))[0].flatten().tolist()
+    [10.0, 11.0, 11.5]
+
+    Source: Peng et al. 2024 (arXiv 2404.05892), equation 18.
+    """
+    check_call(q, k, v, scale, k_positions, form, chunk)
+    (B, G, T, D), (N, E) = k.shape, v.shape[1::2]
+    meaning = "one number per key channel and token, or one for all channels"
+    check_tensor_shape("log_decay", log_decay, ((B, N, T, D), (B, N, T, 1)), meaning, k)
+    check_tensor_shape("bonus", bonus, ((G, D),), "one number per key head and channel", k)
+    (S,) = initial_state(state, {"S": (B, N, D, E)}, k)
+    empty, dtype = empty_slot_mask(k_positions, q), state_dtype(k)
+    q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
+    check_finite(query=q, key=k, value=v)
+    queries, keys, values = (x.to(dtype) for x in (q, k, v))
+    queries = queries * scale
+    with torch.autocast(q.device.type, enabled=False):
+        # An empty token in front moves every query one token back.
+        prepend, append = (0, 0, 1, 0), (0, 0, 0, 1)
+        first, then, g = (F.pad(x, prepend) for x in (keys, values, log_decay.to(dtype)))
+        before, S = linear_recurrence(
+            F.pad(queries, append), first, then, g, S, form=form, chunk=chunk
+        )
+        grouped = group_heads(queries, keys * bonus.to(dtype)[:, None], values)
+        own = (grouped.q * grouped.k[:, :, :, None]).sum(-1, keepdim=True)
+        out = before[:, :, :-1] + (own * grouped.v[:, :, :, None]).flatten(1, 3)
+    return zero_empty_slots(out.to(q.dtype), empty), (S,)
+
+
+class _Weighted(NamedTuple):
+    """Sums of values and of weights, both divided by exp(maximum), each `[B, G, ..., D]`."""
+
+    values: Tensor
+    weights: Tensor
+    maximum: Tensor
+
+
+def rwkv4(
+    k: Float[Tensor, "B G T D"],
+    v: Float[Tensor, "B G T D"],
+    log_decay: Float[Tensor, "G D"],
+    bonus: Float[Tensor, "G D"],
+    *,
+    state: tuple[Float[Tensor, "B G D"], ...] | None = None,
+    k_positions: Positions | None = None,
+    form: str = "auto",
+    chunk: int = 64,
+) -> tuple[Float[Tensor, "B G T D"], tuple[Float[Tensor, "B G D"], ...]]:
+    """Compute the recurrence of RWKV-4: in each channel, the mean of the values up to each token,
+    weighted by exp(k) and by how long ago they were.
+
+    o_t = (a_{t-1} + exp(u + k_t) v_t) / (b_{t-1} + exp(u + k_t));
+    a_t = exp(g) a_{t-1} + exp(k_t) v_t,  b_t = exp(g) b_{t-1} + exp(k_t)
+
+    There are no queries: each channel has a softmax of its own, over the logits k_j + (t - 1 - j) g
+    of earlier tokens and u + k_t. The sums are kept relative to their largest term, so that no
+    exponential overflows. Every token decays the state once, even where positions have gaps.
+
+    Args:
+        k: keys `[B, G, T, D]`.
+        v: values `[B, G, T, D]`.
+        log_decay: g, the logarithm of the decay of each channel, `[G, D]`; at most 0.
+        bonus: u, added to the key of the present token, `[G, D]`.
+        state: the state that an earlier call returned: (a, b, m), each `[B, G, D]` in fp32 (fp64
+            for fp64 inputs), where a and b are divided by exp(m). None: no tokens. It is not
+            changed.
+        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
+            nothing, and their outputs are 0.
+        form: "recurrent" is the definition, token by token; "parallel" joins spans of tokens in
+            log2(T) steps; "chunk" does so in chunks; "auto" takes "recurrent" for up to 8 tokens,
+            else "chunk". All give the same result.
+        chunk: the number of tokens in a chunk, at least 1.
+
+    Returns:
+        The output `[B, G, T, D]` in the dtype of k, and the state after the last token.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
+            computed.
+
+    >>> k, v = torch.zeros(1, 1, 3, 1), torch.tensor([1.0, 3.0, 5.0])[None, None, :, None]
+    >>> none = torch.zeros(1, 1)
+    >>> rwkv4(k, v, none, none)[0].flatten().tolist()  # without decay and bonus: the mean
+    [1.0, 2.0, 3.0]
+
+    Source: Peng et al. 2023 (arXiv 2305.13048), equations 16 and 20 to 25.
+    """
+    check_call(k, k, v, None, k_positions, form, chunk)
+    B, G, T, D = k.shape
+    check_tensor_shape("v", v, ((B, G, T, D),), "one value per key and channel", k)
+    for name, x in (("log_decay", log_decay), ("bonus", bonus)):
+        check_tensor_shape(name, x, ((G, D),), "one number per key head and channel", k)
+    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("a", "b", "m"), (B, G, D))
+    sums = _Weighted(*initial_state(state, sizes, k))
+    if state is None:
+        sums = sums._replace(maximum=torch.full_like(sums.maximum, FLOOR))
+    empty, dtype = empty_slot_mask(k_positions, k), state_dtype(k)
+    k, v = (zero_empty_slots(x, empty) for x in (k, v))
+    check_finite(key=k, value=v)
+    keys, values = k.to(dtype), v.to(dtype)
+    g = log_decay.to(dtype)[None, :, None].expand(1 if empty is None else empty.shape[0], G, T, D)
+    g = zero_empty_slots(g, empty)
+    if empty is not None:
+        keys = keys.masked_fill(empty[:, None, :, None], FLOOR)
+    u, size, outputs = bonus.to(dtype)[:, None], chunk_size(form, chunk, T) or 1, []
+    with torch.autocast(k.device.type, enabled=False):
+        for start in range(0, T, size):
+            part = slice(start, min(start + size, T))
+            out, sums = _rwkv4_chunk(keys[:, :, part], values[:, :, part], g[:, :, part], u, sums)
+            outputs.append(out)
+    out = torch.cat(outputs, 2) if outputs else torch.zeros_like(values)
+    return zero_empty_slots(out.to(k.dtype), empty), tuple(sums)
+
+
+def _rwkv4_chunk(
+    k: Tensor, v: Tensor, g: Tensor, u: Tensor, sums: _Weighted
+) -> tuple[Tensor, _Weighted]:
+    """Return the outputs of a chunk `[B, G, C, D]`, and the sums after its last token."""
+    g = g.expand_as(k)
+    # The first entry is the state before the chunk, and entry t + 1 the state after token t.
+    start = [x[:, :, None] for x in sums]
+    decays, logits = torch.cat([torch.zeros_like(start[2]), g], 2), torch.cat([start[2], k], 2)
+    maximum = running_maximum(decays.detach(), logits.detach())
+    # relative to the running maximum, each step decays by at most 1
+    decay = (decays[:, :, 1:] + maximum[:, :, :-1] - maximum[:, :, 1:]).exp()
+    decay = torch.cat([torch.ones_like(start[2]), decay], 2)
+    weight = (k - maximum[:, :, 1:]).exp()
+    weights = decayed_sum(decay, torch.cat([start[1], weight], 2))
+    values = decayed_sum(decay, torch.cat([start[0], weight * v], 2))
+    a, b, m = (x[:, :, :-1] for x in (values, weights, maximum))
+    top = torch.maximum(m, (u + k).detach())
+    past, own = (m - top).exp(), (u + k - top).exp()
+    out = (past * a + own * v) / (past * b + own)
+    return out, _Weighted(*(x[:, :, -1].contiguous() for x in (values, weights, maximum)))
