@@ -485,6 +485,111 @@ USAGE: dict[str, Usage] = {
             "l": "position of a key from j to i",
         },
     ),
+    "head_gate": Usage(
+        "LFM3",
+        "as gated, where a gate for each channel costs too many parameters",
+        "a checkpoint without the gate is continued",
+        _EIGHT,
+    ),
+    "softplus_gate": Usage(
+        "Laguna",
+        "to load such a checkpoint, or where a head must be able to grow",
+        "a new model: sigmoid gates are bounded and better studied; take head_gate or gated",
+        _EIGHT,
+    ),
+    "biased_gate": Usage(
+        "Beam",
+        "to load such a checkpoint",
+        "a new model: take gated; no published comparison shows a gain of the bias",
+        _EIGHT,
+        {"b_h": "learned bias of the gates of a head"},
+    ),
+    "differential_v2": Usage(
+        "none that is released; Microsoft trained language models with it",
+        "noise in long contexts hurts, and decoding must cost what gqa costs",
+        "public checkpoints matter, or twice the matrix of the queries is too much",
+        _EIGHT,
+        {
+            "q1": "queries of the first head of a pair",
+            "q2": "queries of the second head of a pair",
+            "l": "weight of the second head, for each token",
+            "W_l": "learned matrix of that weight",
+        },
+    ),
+    "exclusive": Usage(
+        "NeoMME, with learned weights",
+        "training from scratch: the paper measures a lower loss, more so for longer texts",
+        "a checkpoint without it is continued, or two years of experience are wanted",
+        _EIGHT,
+        {"u": "the token's own value, scaled to length 1"},
+    ),
+    "nope": Usage(
+        "every fourth layer of SmolLM 3, Command A and Llama 4",
+        "as some layers of a model, whose other layers have positions",
+        "as the only layers: they learn order from the mask alone, and longer texts break it",
+        _EIGHT,
+    ),
+    "irope": Usage(
+        "Command A and Cohere 2 (with a window), SmolLM 3 (without), Llama 4 (with chunks)",
+        "contexts become longer than those of training",
+        "the context is short, or a checkpoint with rotary positions everywhere is continued",
+        _EIGHT,
+        {**_WINDOW, "n": "distance of two layers without positions"},
+    ),
+    "position_temperature": Usage(
+        "Ministral 3, Mistral Large 4, Inkling; the global layers of Llama 4 and Beam",
+        "contexts far beyond the training length, where the softmax becomes flat",
+        "texts stay shorter than the length from which the factor grows: it is then 1",
+        _EIGHT,
+        {"tau": "factor of a query, which grows with its position"},
+    ),
+    "value_norm": Usage(
+        "Gemma 3n and Gemma 4",
+        "values grow in training, as queries and keys do without a norm",
+        "a checkpoint without these norms is continued",
+        _EIGHT,
+    ),
+    "keys_as_values": Usage(
+        "the global layers of the larger Gemma 4 models",
+        "parameters are scarce: one matrix less for each layer",
+        "the cache is the limit: it is as large as that of gqa",
+        _EIGHT,
+    ),
+    "shared_kv": Usage(
+        "DeepSeek-V4, below its compressed and selected keys",
+        "the cache decides how many users fit: it is half of that of mqa",
+        "a head needs values that differ from its keys, and the cache fits",
+        symbols={"R_j": "rotation to the position of the key", "R_i": "rotation to the query"},
+    ),
+    "clip_qkv": Usage(
+        "OLMo, DBRX; MPT",
+        "to load such a checkpoint",
+        "a new model: a clipped number has no gradient; take qk_norm",
+        _EIGHT,
+        {"c": "the limit", "clip": "limits each number to -c .. c"},
+    ),
+    "l2_clip": Usage(
+        "Inkling 2",
+        "scores must stay bounded, and short vectors should stay short",
+        "a new model without reason to differ: qk_norm is better studied",
+        _EIGHT,
+        {
+            "c": "the limit of the length",
+            "clip": "limits the length of a vector to c",
+            "s_h": "learned factor of a head",
+        },
+    ),
+    "ngpt": Usage(
+        "none that is released; the paper trained models of 0.5B and 1B parameters",
+        "the whole model is normalised, as in the paper",
+        "the other matrices are not normalised after each step: take qk_norm",
+        _EIGHT,
+        {
+            "s_h": "learned factors of a query head, one for each channel",
+            "r_g": "learned factors of a key head",
+            "unit": "the vector scaled to length 1",
+        },
+    ),
     "mla": Usage(
         "DeepSeek-V2, V3 and R1, Kimi K2, MiniCPM3",
         "the cache decides how many users fit, and the quality of mha is wanted",
@@ -513,6 +618,7 @@ _ENGLISH = frozenset(
     | {"earlier", "every", "for", "global", "globals", "heads", "in", "infini", "keys", "largest"}
     | {"layer", "memory", "of", "or", "over", "query", "random", "rotated", "same", "segment"}
     | {"selected", "split", "th", "the", "then", "token", "tokens", "way", "window", "with"}
+    | {"are", "bias", "head", "number", "one", "positions", "without"}
 )
 """Words of the equations that are no symbols."""
 
