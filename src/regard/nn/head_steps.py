@@ -153,15 +153,15 @@ class WeightlessRMSNorm(nn.Module):
 class L2Clip(nn.Module):
     """A limit on the length of each vector: longer ones are scaled to it.
 
-    y = s_h x min(1, c / |x|), computed in fp32 or better
+    y = u min(1, c / |u|), u = s * x, computed in fp32 or better
 
     Args:
         limit: the limit c, above 0.
-        heads: the number of heads that have a learned factor s_h each, which starts at 1; None has
+        factors: the heads and the head dim of the learned factors s, which start at 1; None has
             none.
 
     Raises:
-        ArgumentError: limit is not above 0, or heads is less than 1.
+        ArgumentError: limit is not above 0, or a size is less than 1.
 
     >>> L2Clip(1.0)(torch.tensor([[3.0, 4.0], [0.3, 0.4]])).tolist()
     [[0.6000000238418579, 0.800000011920929], [0.30000001192092896, 0.4000000059604645]]
@@ -169,28 +169,29 @@ class L2Clip(nn.Module):
     Source: the code of Inkling 2 in transformers.
     """
 
-    def __init__(self, limit: float, *, heads: int | None = None) -> None:
+    def __init__(self, limit: float, *, factors: tuple[int, int] | None = None) -> None:
         super().__init__()
         check_number("limit", limit, 0, math.inf, "above 0; leave the step out for no limit")
-        if heads is not None and heads < 1:
-            raise ArgumentError(f"heads is {heads}; it must be at least 1, or None for no factors")
+        if factors is not None and min(factors) < 1:
+            raise ArgumentError(
+                f"factors is {factors}; it must be (heads, head dim), or None for no factors"
+            )
         self.limit = limit
-        self.weight = None if heads is None else nn.Parameter(torch.ones(heads))
+        self.weight = None if factors is None else nn.Parameter(torch.ones(factors))
 
     def forward(self, x: Tensor, positions: object = None) -> Tensor:
         """Limit the lengths of x [..., D], or of heads [B,H,L,D]; positions are ignored."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.weight is not None:
+            wide = wide * self.weight.to(wide.dtype)[:, None]
         # the square of the length, at least that of the limit, has a gradient at 0
         square = wide.square().sum(-1, keepdim=True).clamp(min=self.limit**2)
-        y = wide * (self.limit * square.rsqrt())
-        if self.weight is not None:
-            y = y * self.weight.to(y.dtype)[:, None, None]
-        return y.to(x.dtype)
+        return (wide * (self.limit * square.rsqrt())).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Return the limit, and the number of learned factors."""
-        heads = "" if self.weight is None else f", heads={len(self.weight)}"
-        return f"limit={self.limit:g}{heads}"
+        """Return the limit, and the sizes of the learned factors."""
+        sizes = "" if self.weight is None else f", factors={tuple(self.weight.shape)}"
+        return f"limit={self.limit:g}{sizes}"
 
 
 class UnitNorm(nn.Module):

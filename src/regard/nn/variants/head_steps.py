@@ -360,8 +360,8 @@ def clip_qkv(
 
 @variant(
     family="softmax",
-    equation="q_h = s_h clip(W_q x)_h, k_g = clip(W_k x)_g, clip(x) = x min(1, c / sqrt(x dot x)), "
-    "v_g = norm(W_v x)_g",
+    equation="q_h = clip(s_h (W_q x)_h), k_g = clip(W_k x)_g, v_g = norm(W_v x)_g, clip(x) = x "
+    "min(1, c / sqrt(x dot x))",
     source="The code of Inkling 2 in transformers, 2026",
     groups=2,
 )
@@ -378,7 +378,7 @@ def l2_clip(
     one stays as it is. Values are normalised. Inkling 2 has relative logits in place of rotary
     positions.
 
-    x [B,T,M] -> [B,T,M]; before the factors s_h, scores are at most c^2 / sqrt(D).
+    x [B,T,M] -> [B,T,M]; scores are at most c^2 / sqrt(D).
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
@@ -402,7 +402,7 @@ def l2_clip(
         heads,
         groups,
         D,
-        q_steps=(L2Clip(limit, heads=heads), rotary),
+        q_steps=(L2Clip(limit, factors=(heads, D)), rotary),
         k_steps=(L2Clip(limit), rotary),
         v_steps=(WeightlessRMSNorm(),),
     )

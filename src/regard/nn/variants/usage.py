@@ -576,7 +576,7 @@ USAGE: dict[str, Usage] = {
         {
             "c": "the limit of the length",
             "clip": "limits the length of a vector to c",
-            "s_h": "learned factor of a head",
+            "s_h": "learned factors of a query head, one for each channel",
         },
     ),
     "ngpt": Usage(
