@@ -18,7 +18,6 @@ from regard.nn.variants import VARIANTS, gqa, keys_as_values, value_norm
 from regard.span import Span
 from tests.parity.layers import assert_far, assert_near
 
-
 M, H, G, D, T = 32, 4, 2, 8, 11
 
 

@@ -37,11 +37,20 @@ from regard.nn.feed_forward import (
     SwiGLU,
 )
 from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.head_finishes import (
+    FinishedProjection,
+    HeadGate,
+    InverseRotary,
+    OwnValueRemoval,
+    PairDifference,
+)
+from regard.nn.head_steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
 from regard.nn.infini_attention import InfiniAttention
 from regard.nn.latent_projection import LatentProjection
 from regard.nn.linear import Linear, set_fp32_product
 from regard.nn.linear_recurrence import Recurrent
 from regard.nn.longformer import Longformer
+from regard.nn.multi_axis_attention import MultiAxisAttention, MultiAxisProjection
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.projections import (
     ClippedQKV,
@@ -55,6 +64,7 @@ from regard.nn.projections import (
 )
 from regard.nn.selected_attention import NSA, SelectedAttention
 from regard.nn.streaming_attention import StreamingAttention
+from regard.nn.tied_values import KeysAsValues, SharedKeyValue
 
 if TYPE_CHECKING:
     from regard.nn import variants
@@ -74,27 +84,37 @@ __all__ = [
     "EncoderStateProjection",
     "ExpertGroups",
     "FeedForward",
+    "FinishedProjection",
     "FusedQKV",
     "GatedFeedForward",
     "GatedProjection",
+    "HeadGate",
     "HeadNorm",
     "HeadProjection",
     "IdentityProjection",
     "InfiniAttention",
     "InputEmbedding",
+    "InverseRotary",
+    "KeysAsValues",
+    "L2Clip",
     "LatentProjection",
     "Linear",
     "Longformer",
     "MoE",
+    "MultiAxisAttention",
+    "MultiAxisProjection",
     "NormedResidual",
     "OffsetRMSNorm",
     "OutputNorm",
+    "OwnValueRemoval",
+    "PairDifference",
     "ParallelBlock",
     "PerHeadProjection",
     "PostNorm",
     "PreNorm",
     "PrefixRecomputer",
     "Projection",
+    "QueryTemperature",
     "RMSNorm",
     "Recurrent",
     "Residual",
@@ -102,11 +122,14 @@ __all__ = [
     "SandwichNorm",
     "SelectedAttention",
     "SeparateQKV",
+    "SharedKeyValue",
     "SigmoidRouter",
     "SinusoidalPositions",
     "SoftmaxRouter",
     "StreamingAttention",
     "SwiGLU",
+    "UnitNorm",
+    "WeightlessRMSNorm",
     "rotary_projection",
     "set_fp32_product",
     "variants",

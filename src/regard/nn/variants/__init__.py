@@ -41,6 +41,7 @@ from regard.nn.variants.masked import (
     sparse_fixed,
     sparse_strided,
 )
+from regard.nn.variants.multi_axis import mrope, rope_2d
 from regard.nn.variants.registry import VARIANTS, Variant, build
 from regard.nn.variants.scored import (
     cope,
@@ -117,6 +118,7 @@ __all__ = [
     "mla",
     "moba",
     "mqa",
+    "mrope",
     "ngpt",
     "nope",
     "nsa",
@@ -128,6 +130,7 @@ __all__ = [
     "qk_norm_flat",
     "relu_attention",
     "retention",
+    "rope_2d",
     "scalable_softmax",
     "shared_kv",
     "sigmoid_attention",

@@ -543,6 +543,29 @@ USAGE: dict[str, Usage] = {
         _EIGHT,
         {"tau": "factor of a query, which grows with its position"},
     ),
+    "mrope": Usage(
+        "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, GLM-4.5V and others that read images and videos",
+        "images and videos stand between text, and one rotation should serve all",
+        "there is only text: it is then gqa, with one number more for each token in the cache",
+        _EIGHT,
+        {
+            "R": "rotation to the coordinates of a token",
+            "t": "coordinate in time",
+            "h": "index of a query head; alone, the coordinate in height",
+            "w": "coordinate in width",
+        },
+    ),
+    "rope_2d": Usage(
+        "the image encoders of Pixtral, Qwen2-VL and Kimi-VL",
+        "an encoder reads images of any size and shape",
+        "the tokens are text, which has one order",
+        _EIGHT,
+        {
+            "R": "rotation to the row and column of a patch",
+            "h": "index of a query head; alone, the row",
+            "w": "the column",
+        },
+    ),
     "value_norm": Usage(
         "Gemma 3n and Gemma 4",
         "values grow in training, as queries and keys do without a norm",
@@ -618,7 +641,20 @@ _ENGLISH = frozenset(
     | {"earlier", "every", "for", "global", "globals", "heads", "in", "infini", "keys", "largest"}
     | {"layer", "memory", "of", "or", "over", "query", "random", "rotated", "same", "segment"}
     | {"selected", "split", "th", "the", "then", "token", "tokens", "way", "window", "with"}
-    | {"are", "bias", "head", "number", "one", "positions", "without"}
+    | {
+        "are",
+        "bias",
+        "half",
+        "head",
+        "number",
+        "one",
+        "others",
+        "pair",
+        "pairs",
+        "positions",
+        "rotates",
+        "without",
+    }
 )
 """Words of the equations that are no symbols."""
 
