@@ -1,5 +1,6 @@
 """Steps on heads and on their results beside the classes of transformers that have them, with the
-same weights, in fp64 (norms, gates and softmax run in fp32 on their side); each with a wrong variant that must be far.
+same weights, in fp64, though norms, gates and softmax run in fp32 on their side; each with a wrong
+variant that must be far.
 """
 
 from __future__ import annotations

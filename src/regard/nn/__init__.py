@@ -62,6 +62,14 @@ from regard.nn.projections import (
     Projection,
     SeparateQKV,
 )
+from regard.nn.remapped_attention import (
+    DistanceMap,
+    DualChunk,
+    LMInfinite,
+    RemappedAttention,
+    ReRoPE,
+    SelfExtend,
+)
 from regard.nn.selected_attention import NSA, SelectedAttention
 from regard.nn.streaming_attention import StreamingAttention
 from regard.nn.tied_values import KeysAsValues, SharedKeyValue
@@ -81,6 +89,8 @@ __all__ = [
     "CrossAttention",
     "DecoderBlock",
     "DifferentialProjection",
+    "DistanceMap",
+    "DualChunk",
     "EncoderStateProjection",
     "ExpertGroups",
     "FeedForward",
@@ -97,6 +107,7 @@ __all__ = [
     "InverseRotary",
     "KeysAsValues",
     "L2Clip",
+    "LMInfinite",
     "LatentProjection",
     "Linear",
     "Longformer",
@@ -116,11 +127,14 @@ __all__ = [
     "Projection",
     "QueryTemperature",
     "RMSNorm",
+    "ReRoPE",
     "Recurrent",
+    "RemappedAttention",
     "Residual",
     "Router",
     "SandwichNorm",
     "SelectedAttention",
+    "SelfExtend",
     "SeparateQKV",
     "SharedKeyValue",
     "SigmoidRouter",

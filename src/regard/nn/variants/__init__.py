@@ -43,6 +43,7 @@ from regard.nn.variants.masked import (
 )
 from regard.nn.variants.multi_axis import mrope, rope_2d
 from regard.nn.variants.registry import VARIANTS, Variant, build
+from regard.nn.variants.remapped import dual_chunk, lm_infinite, rerope, self_extend
 from regard.nn.variants.scored import (
     cope,
     entmax,
@@ -95,6 +96,7 @@ __all__ = [
     "differential_v2",
     "dilated",
     "dsa",
+    "dual_chunk",
     "entmax",
     "exclusive",
     "gated",
@@ -110,6 +112,7 @@ __all__ = [
     "l2_clip",
     "learned_sink",
     "linear_attention",
+    "lm_infinite",
     "local_global",
     "longformer",
     "luong",
@@ -129,9 +132,11 @@ __all__ = [
     "qk_norm_after_rotary",
     "qk_norm_flat",
     "relu_attention",
+    "rerope",
     "retention",
     "rope_2d",
     "scalable_softmax",
+    "self_extend",
     "shared_kv",
     "sigmoid_attention",
     "single_head",

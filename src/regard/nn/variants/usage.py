@@ -566,6 +566,53 @@ USAGE: dict[str, Usage] = {
             "w": "the column",
         },
     ),
+    "dual_chunk": Usage(
+        "Qwen2 and Qwen2.5-1M, beyond their training length",
+        "a trained model must read longer texts without training, and near order matters",
+        "the model can be trained further, or yarn reaches far enough: it is one call",
+        {"groups": 8, "chunk": 8192, "length": 16384},
+        {
+            "R_d": "rotation by the distance d",
+            "d": "distance between query and key",
+            "c": "size of a chunk",
+            "n": "largest position of a query",
+        },
+    ),
+    "self_extend": Usage(
+        "no model is trained with it; it extends Llama 2, Mistral and Phi-2",
+        "a trained model must read longer texts without training",
+        "speed matters: all keys are rotated again in each step; take yarn",
+        {"groups": 8, "group": 8, "window": 1024},
+        {
+            "R_d": "rotation by the distance d",
+            "d": "distance between query and key",
+            "W": "the number of nearest keys",
+            "n": "the number of positions that become one",
+        },
+    ),
+    "rerope": Usage(
+        "no model is trained with it; it extends Llama 2 and Baichuan",
+        "the order of far tokens does not matter, and the text is longer than those of training",
+        "far order matters: all far keys seem to be at one distance; take dual_chunk",
+        {"groups": 8, "window": 1024},
+        {
+            "R_d": "rotation by the distance d",
+            "d": "distance between query and key",
+            "W": "the largest distance",
+        },
+    ),
+    "lm_infinite": Usage(
+        "no model is trained with it; it runs Llama 2, MPT and GPT-J without end",
+        "a trained model must read a stream without end, as with streaming",
+        "the answer is further back than the window: those keys are gone",
+        {"groups": 8, "sinks": 4, "window": 4096},
+        {
+            **_WINDOW,
+            "R_d": "rotation by the distance d",
+            "d": "distance between query and key",
+            "s": "number of first tokens that stay",
+        },
+    ),
     "value_norm": Usage(
         "Gemma 3n and Gemma 4",
         "values grow in training, as queries and keys do without a norm",
@@ -641,20 +688,8 @@ _ENGLISH = frozenset(
     | {"earlier", "every", "for", "global", "globals", "heads", "in", "infini", "keys", "largest"}
     | {"layer", "memory", "of", "or", "over", "query", "random", "rotated", "same", "segment"}
     | {"selected", "split", "th", "the", "then", "token", "tokens", "way", "window", "with"}
-    | {
-        "are",
-        "bias",
-        "half",
-        "head",
-        "number",
-        "one",
-        "others",
-        "pair",
-        "pairs",
-        "positions",
-        "rotates",
-        "without",
-    }
+    | {"are", "before", "bias", "blocks", "chunk", "floor", "half", "head", "number", "one"}
+    | {"others", "pair", "pairs", "positions", "rotates", "without"}
 )
 """Words of the equations that are no symbols."""
 
