@@ -52,8 +52,8 @@ class EarlierChunks(Mask):
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return whether the chunk of k is one of these chunks before that of q."""
         before = q // self.size - k // self.size
-        near = before >= self.first
-        return near if self.last is None else near & (before <= self.last)
+        is_early = before >= self.first
+        return is_early if self.last is None else is_early & (before <= self.last)
 
     def _intervals(self, q: Tensor) -> Intervals:
         chunk = q // self.size

@@ -286,12 +286,17 @@ class PairDifference(Explainable, HeadFinish):
         self.linear = Linear(dim, heads, bias=False)
 
     def heads(self, H: int) -> int:
-        """Return H / 2."""
+        """Return H / 2, because two heads of attention become one."""
         return H // 2
 
     def factor(self, x: Tensor) -> Tensor:
-        """Return the weight of the second head of each pair [B,H,T,1] for hidden states
-        [B,T,M].
+        """Compute the weight of the second head of each pair.
+
+        Args:
+            x: hidden states [B,T,M].
+
+        Returns:
+            The weights [B,H,T,1], between 0 and 1.
         """
         factor: Tensor = self.linear(x).sigmoid().transpose(1, 2)[..., None]
         return factor
@@ -398,5 +403,5 @@ class InverseRotary(HeadFinish):
         rotary = self.rotary
         # the factor on cos and sin was applied to the values already; a rotation back divides by it
         factor = 1 / rotary.rotary_factor
-        result: Tensor = rotate(z, -positions, rotary.inv_freq, layout=rotary.layout, factor=factor)
-        return result
+        moved: Tensor = rotate(z, -positions, rotary.inv_freq, layout=rotary.layout, factor=factor)
+        return moved

@@ -146,7 +146,7 @@ class WeightlessRMSNorm(nn.Module):
         return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Return the epsilon."""
+        """Return the number that is added to the mean square."""
         return f"eps={self.eps}"
 
 

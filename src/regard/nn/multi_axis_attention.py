@@ -134,16 +134,16 @@ class MultiAxisAttention(Attention):
 
     def _carried_shift(self, x: Tensor, cache: Cache) -> Tensor:
         """Return the shift [B,1] behind the last token of each row of a cache."""
-        none = Span(0, 0)
+        none = cache.next(0)
         # an update with no token changes nothing, and returns what any kind of cache holds
-        memory, held = cache.update(self.project.remember(x[:, :0], none), none)
+        memory, k_positions = cache.update(self.project.remember(x[:, :0], none), none)
         shifts = memory[2][:, 0, :, 0]
-        if isinstance(held, Span):
+        if isinstance(k_positions, Span):
             return shifts[:, -1:].round().to(torch.int64)
-        held = as_tensor(held, shifts.device).expand(shifts.shape[0], -1)
-        last = held.argmax(1, keepdim=True)
+        k_positions = as_tensor(k_positions, shifts.device).expand(shifts.shape[0], -1)
+        last = k_positions.argmax(1, keepdim=True)
         shift = shifts.gather(1, last).round().to(torch.int64)
-        return shift.masked_fill(held.amax(1, keepdim=True) <= EMPTY, 0)
+        return shift.masked_fill(k_positions.amax(1, keepdim=True) <= EMPTY, 0)
 
     def _attend(
         self,

@@ -83,7 +83,11 @@ class DistanceMap(ABC):
 
     @abstractmethod
     def parts(self) -> tuple[RemappedPart, ...]:
-        """Return the parts."""
+        """Divide the pairs of queries and keys.
+
+        Returns:
+            The parts, each with its mask and the positions of its queries and keys.
+        """
 
     @property
     @abstractmethod
@@ -164,7 +168,7 @@ class DualChunk(DistanceMap):
 
     @property
     def mask(self) -> Mask:
-        """The causal mask."""
+        """The causal mask, because no key is hidden."""
         return Causal()
 
     @property
@@ -223,7 +227,7 @@ class SelfExtend(DistanceMap):
 
     @property
     def mask(self) -> Mask:
-        """The causal mask."""
+        """The causal mask, because no key is hidden."""
         return Causal()
 
     @property
@@ -266,7 +270,7 @@ class ReRoPE(DistanceMap):
 
     @property
     def mask(self) -> Mask:
-        """The causal mask."""
+        """The causal mask, because no key is hidden."""
         return Causal()
 
     @property

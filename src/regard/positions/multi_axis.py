@@ -257,7 +257,7 @@ def _chunks(sections: tuple[int, ...]) -> tuple[int, ...]:
 def _turns(sections: tuple[int, ...]) -> tuple[int, ...]:
     """Return the axis of each pair if the axes take turns; the first axis has what remains."""
     n, axes = sum(sections), len(sections)
-    found = [0] * n
+    axis_of_pair = [0] * n
     for axis in range(1, axes):
         for i in range(axis, axes * sections[axis], axes):
             if i >= n:
@@ -265,5 +265,5 @@ def _turns(sections: tuple[int, ...]) -> tuple[int, ...]:
                     f"sections are {sections}; an interleaved order has room for at most "
                     f"{n // axes} pairs of each axis after the first"
                 )
-            found[i] = axis
-    return tuple(found)
+            axis_of_pair[i] = axis
+    return tuple(axis_of_pair)

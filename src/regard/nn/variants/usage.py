@@ -519,7 +519,7 @@ USAGE: dict[str, Usage] = {
     "exclusive": Usage(
         "NeoMME, with learned weights",
         "training from scratch: the paper measures a lower loss, more so for longer texts",
-        "a checkpoint without it is continued, or two years of experience are wanted",
+        "a checkpoint without it is continued, or a method with a longer record is wanted",
         _EIGHT,
         {"u": "the token's own value, scaled to length 1"},
     ),
