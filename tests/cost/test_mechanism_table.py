@@ -137,7 +137,9 @@ def test_every_choice_has_evidence_and_can_be_counted() -> None:
     assert all(row.report.decode_flops > 0 for row in rows)
     sourced = [x for x in QUALITY_EVIDENCE.values() if x.source]
     assert all("arXiv" in x.source for x in sourced)
-    assert len(sourced) == len(QUALITY_EVIDENCE) - 1  # the window alone has no comparison
+    unknown = {name for name, x in QUALITY_EVIDENCE.items() if not x.source}
+    assert {"sliding_window", "head_gate", "mrope"} <= unknown
+    assert len(sourced) >= 13
 
 
 def test_the_command_prints_the_rows_of_the_library(

@@ -16,6 +16,7 @@ from regard.argument_checks import divisors
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.latent import LatentSpec
 from regard.cost.mechanism_table import MechanismCost, mechanism_cost, replace_attention
+from regard.cost.head_parts import HEAD_PARTS
 from regard.cost.mechanisms import MECHANISMS, Sizes
 from regard.cost.model import ModelSpec
 from regard.cost.report import Setting
@@ -412,4 +413,5 @@ _SUGGESTIONS: dict[str, Callable[[int, int, int], Suggestion]] = {
     "gated_delta_net": _gated_delta,
     "infini": _segment,
     "infini_delta": _segment,
+    **{name: _groups for name in HEAD_PARTS if name != "shared_kv"},
 }
