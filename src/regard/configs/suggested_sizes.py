@@ -14,9 +14,9 @@ from typing import Any
 
 from regard.argument_checks import divisors
 from regard.configs.published import PUBLISHED_MODELS, model_of
+from regard.cost.head_parts import HEAD_PARTS
 from regard.cost.latent import LatentSpec
 from regard.cost.mechanism_table import MechanismCost, mechanism_cost, replace_attention
-from regard.cost.head_parts import HEAD_PARTS
 from regard.cost.mechanisms import MECHANISMS, Sizes
 from regard.cost.model import ModelSpec
 from regard.cost.report import Setting

@@ -366,7 +366,8 @@ class OwnValueRemoval(HeadFinish):
                 part * self.alpha.to(wide).tanh().unflatten(0, grouped.shape[1:3])[..., None, None]
             )
         # a slot without a token has no meaning, and its garbage must not become an error
-        return (grouped - part).flatten(1, 2).to(z.dtype)
+        result: Tensor = (grouped - part).flatten(1, 2).to(z.dtype)
+        return result
 
 
 class InverseRotary(HeadFinish):
