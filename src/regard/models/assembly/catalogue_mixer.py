@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.masks import Mask, Window
 from regard.nn.attention import Attention
 from regard.nn.gated_projections import DifferentialProjection, GatedProjection
-from regard.nn.head_finishes import FinishedProjection, HeadFinish
+from regard.nn.head_finishes import FinishedProjection, HeadFinish, PairDifference
 from regard.nn.mixer import Mixer
 from regard.nn.projections import FusedQKV, HeadProjection, Projection, SeparateQKV
 from regard.nn.variants import VARIANTS, Variant
@@ -121,11 +121,20 @@ def _scheme_refusal(mixer: Mixer, scheme: PositionScheme) -> str | None:
     assert isinstance(mixer, Attention)
     if mixer.bias is not None and not isinstance(mixer.bias, ALiBi):
         return f"this {name} gets its positions from the bias {mixer.bias}"
-    if scheme == "alibi" and isinstance(mixer.project, DifferentialProjection):
+    if scheme == "alibi" and _subtracts_patterns(mixer.project):
         return (
             "the two patterns of differential attention need one slope, and ALiBi has one for each"
         )
     return None
+
+
+def _subtracts_patterns(project: Projection) -> bool:
+    """Return whether each head is the difference of two attention patterns."""
+    if isinstance(project, DifferentialProjection):
+        return True
+    return isinstance(project, FinishedProjection) and any(
+        isinstance(step, PairDifference) for step in project.finishes
+    )
 
 
 def _plain_projections(mixer: Mixer) -> Sequence[HeadProjection | FusedQKV] | None:
