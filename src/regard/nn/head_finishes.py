@@ -274,7 +274,7 @@ class PairDifference(Explainable, HeadFinish):
     >>> step(z, tokens).flatten().tolist()
     [-0.5, 0.5]
 
-    Source: Ye 2026, "Differential Transformer V2" (code: microsoft/unilm, Diff-Transformer-V2).
+    Source: Microsoft 2026, "Differential Transformer V2" (code: microsoft/unilm, Diff-Transformer-V2).
     """
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -343,7 +343,7 @@ class OwnValueRemoval(HeadFinish):
     >>> OwnValueRemoval(4, learned=True).alpha.shape
     torch.Size([4])
 
-    Source: Zhai 2026 (arXiv 2603.09078); the learned weight: the code of NeoMME.
+    Source: XSA 2026 (arXiv 2603.09078); the learned weight: the code of NeoMME.
     """
 
     def __init__(self, heads: int, *, learned: bool = False) -> None:

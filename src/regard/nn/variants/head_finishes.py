@@ -129,7 +129,7 @@ def biased_gate(
     family="softmax",
     equation="z_h = softmax(q1 k^T / sqrt(D)) v - l softmax(q2 k^T / sqrt(D)) v, l = "
     "sigmoid(W_l x)_h",
-    source="Ye 2026, Differential Transformer V2 (code: microsoft/unilm, Diff-Transformer-V2)",
+    source="Microsoft 2026, Differential Transformer V2 (code: microsoft/unilm, Diff-Transformer-V2)",
     groups=2,
 )
 def differential_v2(
@@ -154,7 +154,7 @@ def differential_v2(
     >>> differential_v2(32, 4, groups=2).project.shape
     ProjectionShape(H=8, G=2, D=8, E=8, memory=(16, 16))
 
-    Source: Ye 2026, Differential Transformer V2.
+    Source: Microsoft 2026, Differential Transformer V2.
     """
     D = resolve_head_dim(dim, heads, head_dim)
     check_groups(heads, groups)  # G divides H, so that both heads of a pair have the same keys
@@ -164,7 +164,7 @@ def differential_v2(
 @variant(
     family="softmax",
     equation="z'_h = z_h - (z_h dot u) u, u = v / sqrt(v dot v) of the same token",
-    source="Zhai 2026 (arXiv 2603.09078)",
+    source="XSA 2026 (arXiv 2603.09078)",
     groups=2,
 )
 def exclusive(
@@ -195,7 +195,7 @@ def exclusive(
     >>> exclusive(32, 4, groups=2, learned=True).project.finishes[0].alpha.shape
     torch.Size([4])
 
-    Source: Zhai 2026 (arXiv 2603.09078).
+    Source: XSA 2026 (arXiv 2603.09078).
     """
     D = resolve_head_dim(dim, heads, head_dim)
     return _finished(dim, heads, groups, D, base, OwnValueRemoval(heads, learned=learned))

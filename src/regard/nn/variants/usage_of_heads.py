@@ -43,7 +43,7 @@ HEAD_USAGE: dict[str, Usage] = {
     ),
     "exclusive": Usage(
         "NeoMME, with learned weights",
-        "training from scratch: the paper measures a lower loss, more so for longer texts",
+        "training from scratch, where heads should add what the token itself does not have",
         "a checkpoint without it is continued, or a method with a longer record is wanted",
         _EIGHT,
         {"u": "the token's own value, scaled to length 1"},
