@@ -274,7 +274,7 @@ class PairDifference(Explainable, HeadFinish):
     >>> step(z, tokens).flatten().tolist()
     [-0.5, 0.5]
 
-    Source: Microsoft 2026, "Differential Transformer V2" (code: microsoft/unilm, Diff-Transformer-V2).
+    Source: Microsoft 2026, "Differential Transformer V2" (code: microsoft/unilm).
     """
 
     def __init__(self, dim: int, heads: int) -> None:

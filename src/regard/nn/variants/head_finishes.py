@@ -129,7 +129,7 @@ def biased_gate(
     family="softmax",
     equation="z_h = softmax(q1 k^T / sqrt(D)) v - l softmax(q2 k^T / sqrt(D)) v, l = "
     "sigmoid(W_l x)_h",
-    source="Microsoft 2026, Differential Transformer V2 (code: microsoft/unilm, Diff-Transformer-V2)",
+    source="Microsoft 2026, Differential Transformer V2 (code: microsoft/unilm)",
     groups=2,
 )
 def differential_v2(
