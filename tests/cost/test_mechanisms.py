@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from regard.cost.fixed_state import InfiniSpec
+from regard.cost.head_parts import HEAD_PARTS
 from regard.cost.latent import LatentSpec
 from regard.cost.mechanisms import MECHANISMS, mechanism_spec
 from regard.cost.selected import NSASpec
@@ -72,6 +73,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("cosformer", {"groups": 2}),
     ("infini", {"segment": 8, "groups": 2}),
     ("infini_delta", {"segment": 8}),
+    *((name, {"groups": 2}) for name in HEAD_PARTS if name != "mrope"),
+    ("shared_kv", {}),
+    ("mrope", {"groups": 2, "head_dim": 16}),
     ("nsa", {"groups": 2, **SIZES}),
     ("nsa", {"groups": 1, "head_dim": 6, **SIZES}),
 ]

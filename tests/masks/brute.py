@@ -105,6 +105,9 @@ WITH_INTERVALS = {
     "window, two sides": Case(
         masks.Window(3, ahead=1), lambda q, k, b, h: k in (q - 2, q - 1, q, q + 1)
     ),
+    "earlier chunks": Case(
+        masks.EarlierChunks(3, 1, 2), lambda q, k, b, h: k // 3 in (q // 3 - 1, q // 3 - 2)
+    ),
     "chunk": Case(masks.Chunk(5), lambda q, k, b, h: k in range(q - q % 5, q - q % 5 + 5)),
     "prefix": Case(masks.Prefix(3), lambda q, k, b, h: k in (0, 1, 2)),
     "prefix per row": Case(masks.Prefix((2, 5)), lambda q, k, b, h: k < (2, 5)[b]),

@@ -16,7 +16,7 @@ from regard.registry import is_builtin
 
 KNOWN = (
     "prefix, document, padding, blockcausal, blockdiffusion, heads, full, causal, window, "
-    "chunk, dilated, sinks, global, strided, bigbird, neighborhood"
+    "chunk, dilated, sinks, global, strided, bigbird, earlierchunks, neighborhood"
 )
 """The masks of this package that text can name."""
 

@@ -424,6 +424,7 @@ EXEMPT: dict[Callable[..., Any], str] = {
     top_k_mask: "it takes any shape",
     check_linear_map: "it is the check",
     positions.long_term_decay: "it takes one tensor, of any length",
+    positions.next_text_positions: "it takes one tensor, of any sizes, and checks its rank",
 }
 MODULES_OF_OPS = (
     "regard",

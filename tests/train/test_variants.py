@@ -134,6 +134,7 @@ def test_which_mechanisms_a_decoder_can_have() -> None:
         "luong",
         "mha_per_head",
         "prefix_lm",
+        "rope_2d",
         "single_head",
         "weightless",
     ]
@@ -209,6 +210,13 @@ TAKES = {
         ("gqa", "mha", "gpt", "qk_norm", "gated", "softcap", "alibi", "dilated"), "ran"
     ),
     "differential": "rn",
+    "differential_v2": "rn",
+    "head_gate": "ran",
+    "nope": "ran",
+    "shared_kv": "",
+    "keys_as_values": "",
+    "mrope": "",
+    "rerope": "",
     "linear_attention": "n",
     "delta_net": "n",
     "longformer": "n",
@@ -426,6 +434,7 @@ def test_flags_become_a_config() -> None:
             (
                 "--kv-heads is not an option of mha, whose number of key/value heads is fixed; "
                 "mechanisms that have it are "
+                ""
             ),
         ),
         (

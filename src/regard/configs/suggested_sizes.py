@@ -14,6 +14,7 @@ from typing import Any
 
 from regard.argument_checks import divisors
 from regard.configs.published import PUBLISHED_MODELS, model_of
+from regard.cost.head_parts import HEAD_PARTS
 from regard.cost.latent import LatentSpec
 from regard.cost.mechanism_table import MechanismCost, mechanism_cost, replace_attention
 from regard.cost.mechanisms import MECHANISMS, Sizes
@@ -412,4 +413,5 @@ _SUGGESTIONS: dict[str, Callable[[int, int, int], Suggestion]] = {
     "gated_delta_net": _gated_delta,
     "infini": _segment,
     "infini_delta": _segment,
+    **{name: _groups for name in HEAD_PARTS if name != "shared_kv"},
 }

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from regard.cost.head_parts import HEAD_PARTS
+
 
 @dataclass(frozen=True)
 class QualityEvidence:
@@ -124,5 +126,6 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
         "0.443 with full attention",
         "Yuan et al. 2025 (arXiv 2502.11089), table 1",
     ),
+    **{name: QualityEvidence(_NO_COMPARISON) for name in HEAD_PARTS},
 }
 """The evidence for each mechanism that `regard cost` counts, by its name in the catalogue."""

@@ -16,6 +16,7 @@ from typing import Any
 from regard.argument_checks import check_value_heads, divisors
 from regard.cost import decayed_state, delta_rules, fixed_state, state_space
 from regard.cost.fixed_state import InfiniSpec
+from regard.cost.head_parts import HEAD_PARTS, HeadParts
 from regard.cost.latent import LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.selected import NSASpec
@@ -256,6 +257,21 @@ def _infini(*, delta: bool) -> SpecBuilder:
 
 
 _CONVOLVED = frozenset({"head_dim", "value_dim", "kernel"})
+
+
+def _head_parts(build: HeadParts, *, shared: bool = False) -> SpecBuilder:
+    """Return the builder of a mechanism of `HEAD_PARTS`; `shared` vectors are 1 by default."""
+
+    def spec(dim: int, heads: int, options: MechanismOptions) -> Spec:
+        default = {"groups": 1} if shared else {}
+        return build(dim, _head_shape(dim, heads, {**default, **options}))
+
+    sizes = frozenset({"head_dim"})
+    if shared:
+        return SpecBuilder(spec, optional=sizes | {"groups"})
+    return SpecBuilder(spec, frozenset({"groups"}), sizes)
+
+
 _SIZES = frozenset({"groups", "head_dim", "value_dim", "value_heads"})
 MECHANISMS: dict[str, SpecBuilder] = {
     "mha": SpecBuilder(_softmax, optional=frozenset({"head_dim", "window"})),
@@ -309,6 +325,7 @@ MECHANISMS: dict[str, SpecBuilder] = {
         frozenset({"groups"}),
         frozenset({"head_dim", "compress", "stride", "select", "count", "window"}),
     ),
+    **{name: _head_parts(build, shared=name == "shared_kv") for name, build in HEAD_PARTS.items()},
 }
 """The mechanisms that can be counted, by their names in the catalogue."""
 

@@ -20,6 +20,7 @@ from regard.masks.convert import (
     to_drop,
 )
 from regard.masks.custom import Dense, Fn, Heads
+from regard.masks.earlier_chunks import EarlierChunks
 from regard.masks.neighborhood import Neighborhood
 from regard.masks.parse import parse
 from regard.masks.patterns import Causal, Chunk, Dilated, Full, Global, Sinks, Strided, Window
@@ -43,6 +44,7 @@ __all__ = [
     "Dense",
     "Dilated",
     "Document",
+    "EarlierChunks",
     "Fn",
     "Full",
     "Global",

@@ -40,11 +40,20 @@ from regard.nn.feed_forward import (
     SwiGLU,
 )
 from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.head_finishes import (
+    FinishedProjection,
+    HeadGate,
+    InverseRotary,
+    OwnValueRemoval,
+    PairDifference,
+)
+from regard.nn.head_steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
 from regard.nn.infini_attention import InfiniAttention
 from regard.nn.latent_projection import LatentProjection
 from regard.nn.linear import Linear, set_fp32_product
 from regard.nn.linear_recurrence import Recurrent
 from regard.nn.longformer import Longformer
+from regard.nn.multi_axis_attention import MultiAxisAttention, MultiAxisProjection
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.projections import (
     ClippedQKV,
@@ -57,8 +66,17 @@ from regard.nn.projections import (
     SeparateQKV,
 )
 from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV
+from regard.nn.remapped_attention import (
+    DistanceMap,
+    DualChunk,
+    LMInfinite,
+    RemappedAttention,
+    ReRoPE,
+    SelfExtend,
+)
 from regard.nn.selected_attention import NSA, SelectedAttention
 from regard.nn.streaming_attention import StreamingAttention
+from regard.nn.tied_values import KeysAsValues, SharedKeyValue
 
 if TYPE_CHECKING:
     from regard.nn import variants
@@ -77,45 +95,64 @@ __all__ = [
     "CrossAttention",
     "DecoderBlock",
     "DifferentialProjection",
+    "DistanceMap",
+    "DualChunk",
     "EncoderStateProjection",
     "ExpertGroups",
     "FeedForward",
+    "FinishedProjection",
     "FusedQKV",
     "GatedFeedForward",
     "GatedProjection",
     "GroupedValueQKV",
+    "HeadGate",
     "HeadNorm",
     "HeadProjection",
     "IdentityProjection",
     "InfiniAttention",
     "InputEmbedding",
+    "InverseRotary",
+    "KeysAsValues",
+    "L2Clip",
+    "LMInfinite",
     "LatentProjection",
     "Linear",
     "Longformer",
     "MoE",
+    "MultiAxisAttention",
+    "MultiAxisProjection",
     "NormedResidual",
     "OffsetRMSNorm",
     "OutputNorm",
+    "OwnValueRemoval",
+    "PairDifference",
     "ParallelBlock",
     "PerHeadProjection",
     "PostNorm",
     "PreNorm",
     "PrefixRecomputer",
     "Projection",
+    "QueryTemperature",
     "RMSNorm",
+    "ReRoPE",
     "Recurrent",
+    "RemappedAttention",
     "Residual",
     "Router",
     "SandwichNorm",
     "ScaledPreNorm",
     "SelectedAttention",
+    "SelfExtend",
     "SeparateQKV",
+    "SharedKeyValue",
     "SharedNormBlock",
     "SigmoidRouter",
     "SinusoidalPositions",
     "SoftmaxRouter",
     "StreamingAttention",
     "SwiGLU",
+    "UnitNorm",
+    "WeightlessRMSNorm",
     "rotary_projection",
     "set_fp32_product",
     "variants",

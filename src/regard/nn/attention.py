@@ -15,7 +15,13 @@ from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
 from regard.nn.mixer import AcrossRanks, MaskVisibility, Mixer, count_weights
-from regard.nn.projections import Projection, adjust_query, attention_spec, select_form
+from regard.nn.projections import (
+    Projection,
+    adjust_query,
+    attention_spec,
+    postprocess,
+    select_form,
+)
 from regard.ops.softmax import attend
 from regard.scores import ScoreRule
 from regard.span import Positions, slot_count
@@ -118,7 +124,8 @@ class Attention(Mixer):
         k, v = project.recall(memory, k_positions)
         if is_traced:
             k, v = tap("k", k), tap("v", v)
-        z = project.postprocess(self._attend(q, k, v, positions, k_positions, backend), x)
+        z = self._attend(q, k, v, positions, k_positions, backend)
+        z = postprocess(project, z, x, positions)
         z = tap("z", z) if is_traced else z
         out: Tensor = self.output(z.transpose(1, 2).flatten(2))
         return tap("out", out) if is_traced else out

@@ -155,6 +155,36 @@ def adjust_query(
     return cast("AdjustsQuery", project).adjust_query(q, positions, k_positions) if adjusts else q
 
 
+@runtime_checkable
+class PostprocessesAtPositions(Projection, Protocol):
+    """Interface of a projection whose last step on the result of attention depends on the positions
+    of the queries, for example because it rotates the result back.
+    """
+
+    def postprocess_at(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
+        """Return the heads [B,H',T,E'] of the result z [B,H,T,E] for hidden states x [B,T,M] at
+        `positions`.
+        """
+
+
+def postprocess(project: Projection, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
+    """Run the last step of a projection, with positions if it takes them
+    (`PostprocessesAtPositions`).
+
+    Args:
+        project: a projection.
+        z: the result of attention [B,H,T,E].
+        x: the hidden states [B,T,M] of the queries.
+        positions: positions of their tokens.
+
+    Returns:
+        The heads [B,H',T,E'] that the output map concatenates and projects.
+    """
+    if hasattr(type(project), "postprocess_at"):
+        return cast("PostprocessesAtPositions", project).postprocess_at(z, x, positions)
+    return project.postprocess(z, x)
+
+
 class ProjectionShape(NamedTuple):
     """The sizes of the tensors that a projection computes.
 

@@ -29,7 +29,13 @@ from regard.nn.explainable import (
     first_rotary,
 )
 from regard.nn.mixer import Mixer, count_weights
-from regard.nn.projections import HeadProjection, Projection, adjust_query, select_form
+from regard.nn.projections import (
+    HeadProjection,
+    Projection,
+    adjust_query,
+    postprocess,
+    select_form,
+)
 from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.selection.lightning_indexer import (
     check_topk,
@@ -293,7 +299,7 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
             k_positions=k_positions,
             backend=backend,
         )
-        z = tap("z", project.postprocess(z, x))
+        z = tap("z", postprocess(project, z, x, positions))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     @property

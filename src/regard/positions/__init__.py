@@ -3,6 +3,11 @@ and formulas for the length that a rotary base supports.
 """
 
 from regard.deprecation import renamed
+from regard.positions.multi_axis import (
+    MultiAxisRotary,
+    multi_axis_positions,
+    next_text_positions,
+)
 from regard.positions.rotary import Rotary, rope_frequencies, rotate
 from regard.positions.scalings import (
     NTK,
@@ -34,6 +39,7 @@ __all__ = [
     "LinearScaling",
     "Llama3",
     "LongRoPE",
+    "MultiAxisRotary",
     "RopeFrequencies",
     "Rotary",
     "Scaling",
@@ -44,6 +50,8 @@ __all__ = [
     "critical_dimension",
     "extrapolation_length",
     "long_term_decay",
+    "multi_axis_positions",
+    "next_text_positions",
     "pair_index",
     "rope_frequencies",
     "rotate",

@@ -144,7 +144,12 @@ def test_the_reference_of_onnx_agrees_about_the_node() -> None:
 
 
 PAST = ("sliding_window", "mla", "learned_sink", "streaming", "differential", "alibi", "gpt", "t5")
-LAYERS = ("longformer", "packed", "prefix_lm", "chunked", "bigbird", "softcap", "gated")
+LAYERS = (
+    *("longformer", "packed", "prefix_lm", "chunked", "bigbird", "softcap", "gated"),
+    *("exclusive", "shared_kv", "mrope", "position_temperature"),
+)
+REMAPPED = ("dual_chunk", "lm_infinite")
+"""Mechanisms of several calls with other rotations."""
 SCORED = ("sigmoid_attention", "relu_attention", "entmax", "scalable_softmax")
 """Mechanisms with a score rule."""
 NOT_WRITTEN = ("softpick", "stick_breaking", "talking_heads", "top_k", "cope")
@@ -251,13 +256,28 @@ def test_additive_attention_is_refused() -> None:
         traced_onnx_file(Both(), (randn(2, 6, 32), randn(2, 5, 32)), ((1, "T"), (1, "S")))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", REMAPPED)
+def test_parts_with_other_rotations(name: str) -> None:
+    module = example(VARIANTS[name], dtype=torch.float32)
+    wide = copy.deepcopy(module).double()
+    run = onnx_session(traced_onnx_file(module, (randn(2, 8, 32),), ((1, "T"),)))
+    for n in (1, 4, 19):
+        x = randn(2, n, 32)
+        with torch.no_grad():
+            assert_close_rule(run(x)[0], [module(x)], wide(x.double()), what=name)
+
+
 def test_the_catalogue_is_served_or_refused() -> None:
     """Every mechanism is in a test of this file or of the tables, or cannot cache."""
-    named = {*PAST, *LAYERS, *SCORED, *NOT_WRITTEN, *REFUSED, "gqa", "bahdanau"}
+    named = {*PAST, *LAYERS, *REMAPPED, *SCORED, *NOT_WRITTEN, *REFUSED, "gqa", "bahdanau"}
     alike = {  # the same class with another option
         "cross_attention", "luong", "local_global", "dilated", "sparse_strided", "sparse_fixed",
         "weightless", "single_head", "causal", "mha", "mha_per_head", "mqa", "qk_norm",
         "qk_norm_after_rotary", "qk_norm_flat",
+        "nope", "irope", "head_gate", "softplus_gate", "biased_gate", "differential_v2",
+        "value_norm", "keys_as_values", "clip_qkv", "l2_clip", "ngpt", "rope_2d",
+        "self_extend", "rerope",
     }  # fmt: skip
     assert set(VARIANTS) == named | alike
 

@@ -23,7 +23,7 @@ from regard.inspect.explain.explanation import TensorSummary, to_json_value
 from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.blocks import PostNorm
-from regard.nn.projections import adjust_query, select_form
+from regard.nn.projections import adjust_query, postprocess, select_form
 from regard.nn.variants.registry import find_variant
 from regard.process_state import seeded
 from regard.span import Span
@@ -164,7 +164,9 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
     z = stage(
         "z",
         "weights v, by the layer's kernel",
-        lambda: project.postprocess(attend(q, k, v, mask=mask, sink=sink, **options), x),
+        lambda: postprocess(
+            project, attend(q, k, v, mask=mask, sink=sink, **options), x, positions
+        ),
     )
     stage("out", "W_O [z_1 .. z_H]", lambda: attention.output(z.transpose(1, 2).flatten(2)))
     return stages

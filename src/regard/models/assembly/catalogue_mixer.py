@@ -15,8 +15,9 @@ from regard.errors import ArgumentError
 from regard.masks import Mask, Window
 from regard.nn.attention import Attention
 from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.head_finishes import FinishedProjection, HeadFinish, PairDifference
 from regard.nn.mixer import Mixer
-from regard.nn.projections import FusedQKV, HeadProjection, SeparateQKV
+from regard.nn.projections import FusedQKV, HeadProjection, Projection, SeparateQKV
 from regard.nn.variants import VARIANTS, Variant
 from regard.nn.variants.registry import check_options, find_variant, option_names
 from regard.positions import Rotary
@@ -120,21 +121,43 @@ def _scheme_refusal(mixer: Mixer, scheme: PositionScheme) -> str | None:
     assert isinstance(mixer, Attention)
     if mixer.bias is not None and not isinstance(mixer.bias, ALiBi):
         return f"this {name} gets its positions from the bias {mixer.bias}"
-    if scheme == "alibi" and isinstance(mixer.project, DifferentialProjection):
+    if scheme == "alibi" and _subtracts_patterns(mixer.project):
         return (
             "the two patterns of differential attention need one slope, and ALiBi has one for each"
         )
     return None
 
 
+def _subtracts_patterns(project: Projection) -> bool:
+    """Return whether each head is the difference of two attention patterns."""
+    if isinstance(project, DifferentialProjection):
+        return True
+    return isinstance(project, FinishedProjection) and any(
+        isinstance(step, PairDifference) for step in project.finishes
+    )
+
+
 def _plain_projections(mixer: Mixer) -> Sequence[HeadProjection | FusedQKV] | None:
     """Return the projections of queries and keys; None if they are not plain softmax heads."""
     if type(mixer) is not Attention:
         return None
-    project = mixer.project.project if isinstance(mixer.project, GatedProjection) else mixer.project
+    project = _without_finishes(mixer.project)
     if isinstance(project, SeparateQKV) and project.key_transform is None:
         return project.q, project.k
     return (project,) if isinstance(project, FusedQKV) else None
+
+
+def _without_finishes(project: Projection) -> Projection:
+    """Return the projection inside gates and other steps on the result, unless a step is defined
+    together with the positions.
+    """
+    if isinstance(project, GatedProjection):
+        return project.project
+    if isinstance(project, FinishedProjection) and not any(
+        isinstance(step, HeadFinish) and step.is_positional for step in project.finishes
+    ):
+        return project.project
+    return project
 
 
 def _with_mask_and_bias(attention: Attention, mask: Mask | None, bias: Bias | None) -> Attention:

@@ -8,32 +8,9 @@ of this file asks for it, and for the meaning of every symbol of every equation.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
-
-@dataclass(frozen=True)
-class Usage:
-    """What a reader should know before choosing a mechanism.
-
-    Attributes:
-        models: public models that use it.
-        choose: when it is a good choice.
-        avoid: when it is not.
-        options: sizes of a published model, for the options that have no default.
-        symbols: symbols of the equation that have another meaning in other equations.
-
-    >>> USAGE["mqa"].models
-    'PaLM, StarCoder, Falcon 7B, Gemma 2B'
-    """
-
-    models: str
-    choose: str
-    avoid: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    symbols: Mapping[str, str] = field(default_factory=dict)
-
+from regard.nn.variants.usage_of_heads import HEAD_USAGE
+from regard.nn.variants.usage_row import Usage
 
 SYMBOLS: dict[str, str] = {
     "x": "hidden states, one row a token",
@@ -706,6 +683,7 @@ USAGE: dict[str, Usage] = {
             "l": "position of a key from j to i",
         },
     ),
+    **HEAD_USAGE,
     "mla": Usage(
         "DeepSeek-V2, V3 and R1, Kimi K2, MiniCPM3",
         "the cache decides how many users fit, and the quality of mha is wanted",
@@ -735,6 +713,8 @@ _ENGLISH = frozenset(
     | {"convolution"}
     | {"layer", "memory", "of", "or", "over", "query", "random", "rotated", "same", "segment"}
     | {"selected", "split", "th", "the", "then", "token", "tokens", "way", "window", "with"}
+    | {"are", "before", "bias", "blocks", "chunk", "floor", "half", "head", "number", "one"}
+    | {"others", "pair", "pairs", "positions", "rotates", "without"}
 )
 """Words of the equations that are no symbols."""
 
