@@ -106,6 +106,11 @@ _ENCODER = {
     "c": "context: the weighted sum of the encoder states",
     "v": "learned vector",
 }
+_SUM_L = {
+    "q_i": "query i",
+    "k_j": "key j",
+    "sum_l": "sum over the tokens after j, up to i",
+}
 _STRIDE = {"l": "the stride"}
 
 USAGE: dict[str, Usage] = {
@@ -483,6 +488,103 @@ USAGE: dict[str, Usage] = {
             "q_i": "query i",
             "e": "learned embeddings, one for each number",
             "l": "position of a key from j to i",
+        },
+    ),
+    "forgetting": Usage(
+        "none that is released as an assistant; the paper trained models up to 760M parameters",
+        "recent text should count more, by gates that the tokens compute, and without positions",
+        "old tokens must be found exactly wherever they are, or positions are needed",
+        _EIGHT,
+        {"f_l": "forget gate of token l", "l": "position of a token after j, up to i", **_SUM_L},
+    ),
+    "cable": Usage(
+        "none that is released; the paper trained small language models",
+        "as forgetting: ALiBi is wanted, with slopes that depend on the text",
+        "as forgetting, which is the same mechanism with another sign of the gate",
+        _EIGHT,
+        {"f_l": "slope of token l", "l": "position of a token after j, up to i", **_SUM_L},
+    ),
+    "kerple": Usage(
+        "none that is released; the paper trained GPT models of 162M parameters",
+        "a model must run beyond its training length, and far keys must not vanish as with ALiBi",
+        "the order of far tokens matters exactly: the penalty hardly changes there",
+        _EIGHT,
+        {
+            "r1_h": "learned size of the penalty of head h",
+            "r2_h": "learned growth of the penalty near the query",
+        },
+    ),
+    "fire": Usage(
+        "none that is released; the paper trained models up to 350M parameters",
+        "a model must run beyond its training length with a learned function of the distance",
+        "speed matters: every pair runs a small network",
+        _EIGHT,
+        {
+            "mlp": "learned network with one hidden layer and one result per head",
+            "c": "learned growth of small distances",
+            "L": "learned position up to which the divisor is constant",
+        },
+    ),
+    "shaw": Usage(
+        "Music Transformer; Wav2Vec2-BERT; translation models of the paper",
+        "short distances matter each for itself, and far ones only as far",
+        "a text is long: all tokens beyond the table look equally far",
+        _EIGHT,
+        {
+            "q_i": "query i",
+            "k_j": "key j",
+            "a": "learned vectors, one for each distance",
+            "clip": "the nearest distance that has a vector",
+        },
+    ),
+    "transformer_xl": Usage(
+        "Transformer-XL, XLNet",
+        "an old checkpoint needs it, or distances need no largest value",
+        "speed matters: rotary positions cost nothing per pair, and this one doubles heads or more",
+        _EIGHT,
+        {
+            "q_i": "query i",
+            "k_j": "key j",
+            "u": "learned vector, added to the query for content",
+            "w": "learned vector, added to the query for positions",
+            "W_r": "learned map of sinusoids to keys of distances",
+            "r": "sinusoids of a distance",
+        },
+    ),
+    "deberta": Usage(
+        "DeBERTa, DeBERTa-v2 and v3, mDeBERTa",
+        "an encoder must understand word order well, as in question answering and tagging",
+        "text is generated, or fused kernels matter: each pair needs two products more",
+        symbols={
+            "q_i": "query i",
+            "k_j": "key j",
+            "K_r": "keys of the buckets of distances",
+            "Q_r": "queries of the buckets of distances",
+            "d": "bucket of a distance",
+        },
+    ),
+    "relative_logits": Usage(
+        "Inkling",
+        "every token should choose which distances it looks at",
+        "keys beyond the extent must be told apart by their distance",
+        _EIGHT,
+        {
+            "q_i": "query i",
+            "k_j": "key j",
+            "r_i": "mixture of profiles that token i computes",
+            "P": "learned profiles of biases by distance",
+        },
+    ),
+    "dynamic_mask": Usage(
+        "Doge",
+        "tokens should say themselves how important they are for all later ones",
+        "contexts are longer than the window of the paper, whose selection is not part of it",
+        _EIGHT,
+        {
+            "q_i": "query i",
+            "k_j": "key j",
+            "a_g": "learned factor of key/value head g",
+            "v_j": "values of token j, of all heads",
         },
     ),
     "mla": Usage(
