@@ -21,6 +21,7 @@ from regard.nn.data_bias import (
     SinusoidKeyProjection,
 )
 from regard.nn.norms import RMSNorm
+from regard.nn.path_projection import PathProjection, SelectiveProjection
 from regard.nn.projections import HeadProjection
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
@@ -408,6 +409,82 @@ def dynamic_mask(
     q, k = (HeadProjection(dim, n, D, RMSNorm(D), Rotary(D, base)) for n in (heads, groups))
     return Attention(
         DynamicMaskProjection(q, k, HeadProjection(dim, groups, D)),
+        output_projection(dim, heads, D),
+        mask=Causal(),
+    )
+
+
+@variant(
+    family="softmax",
+    equation="z = softmax(q_i^T (product_l H_l) k_j / sqrt(D) + causal) v, H_l = E - b_l w_l w_l^T",
+    source="Yang et al. 2025 (arXiv 2505.16381), equations 2 and 3",
+    groups=2,
+)
+def path(dim: int, heads: int, *, groups: int, head_dim: int | None = None) -> Attention:
+    """PaTH: every token between a key and a query changes the key by a reflection that it computes.
+
+    x [B,T,M] -> [B,T,M]; causal. The reflections replace position encodings.
+
+    Args:
+        dim, heads, groups, head_dim: as for `gqa`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: as for `gqa`.
+
+    >>> path(32, 4, groups=2).project.shape.memory
+    (16, 16, 16, 2)
+
+    Source: Yang et al. 2025 (arXiv 2505.16381), equations 2 and 3.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    w = HeadProjection(dim, groups, D)
+    return Attention(
+        PathProjection(*_heads(dim, heads, groups, D), w, dim),
+        output_projection(dim, heads, D),
+        mask=Causal(),
+    )
+
+
+@variant(
+    family="softmax",
+    equation="z = softmax(s_ij - sum_l relu(s0_lj) + causal) v, j < l < i",
+    source="Leviathan et al. 2024 (arXiv 2410.02703), section 3",
+    groups=2,
+)
+def selective(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+) -> Attention:
+    """Selective attention: the scores of the first head say which earlier tokens a token hides from
+    all later ones.
+
+    x [B,T,M] -> [B,T,M]; causal, with rotary positions. It has no parameters of its own.
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: as for `gqa`.
+
+    >>> selective(32, 4, groups=2).project.shape.memory
+    (16, 16, 8)
+
+    Source: Leviathan et al. 2024 (arXiv 2410.02703), section 3.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    q, k = (HeadProjection(dim, n, D, Rotary(D, base)) for n in (heads, groups))
+    return Attention(
+        SelectiveProjection(q, k, HeadProjection(dim, groups, D)),
         output_projection(dim, heads, D),
         mask=Causal(),
     )

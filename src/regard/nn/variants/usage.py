@@ -587,6 +587,32 @@ USAGE: dict[str, Usage] = {
             "v_j": "values of token j, of all heads",
         },
     ),
+    "path": Usage(
+        "none that is released; the paper trained models of 760M parameters",
+        "states must be tracked over a text, which rotary positions cannot do",
+        "long texts are decoded: each token solves a system over all keys",
+        _EIGHT,
+        {
+            "q_i": "query i",
+            "k_j": "key j",
+            "H_l": "reflection of token l, after j and up to i",
+            "product_l": "product over the tokens after j, up to i, the last one first",
+            "E": "the identity matrix",
+            "b_l": "strength of the reflection, between 0 and 2",
+            "w_l": "unit vector that token l computes",
+        },
+    ),
+    "selective": Usage(
+        "none that is released; the paper trained small language models",
+        "tokens become useless once others have replaced them, and no parameters may be added",
+        "long texts are decoded: the sums of all earlier tokens are computed again in each step",
+        _EIGHT,
+        {
+            "sum_l": "sum over the tokens after j and before i",
+            "s0_lj": "score of query l and key j in the first head",
+            "l": "position of a token after j and before i",
+        },
+    ),
     "mla": Usage(
         "DeepSeek-V2, V3 and R1, Kimi K2, MiniCPM3",
         "the cache decides how many users fit, and the quality of mha is wanted",
