@@ -28,11 +28,12 @@ from regard.nn.data_bias import (
     sums_up_to,
 )
 from regard.nn.gated_projections import GatedProjection
+from regard.nn.path_projection import PathProjection, SelectiveProjection, path_scores
 from regard.nn.streaming_attention import StreamingAttention
 from regard.nn.variants import VARIANTS
 from regard.positions import Rotary
 from regard.span import Span
-from tests.fixture_f import decays, example
+from tests.fixture_f import decays, example, strengths, vectors
 from tests.nn.catalogue import randomise, tokens
 from tests.oracles import data_bias as oracle
 from tests.oracles.oracle import softmax_attention
@@ -51,6 +52,7 @@ NAMES = [
     "relative_logits",
     "dynamic_mask",
 ]
+DENSE = ["path", "selective"]
 BiasAt = Callable[[int, int, int, int], float]
 
 
@@ -138,7 +140,7 @@ def test_a_mechanism_equals_its_loops(name: str) -> None:
 
 
 @pytest.mark.full(keep=2)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + DENSE)
 def test_the_gradients_of_tiles_are_those_of_the_definition(name: str) -> None:
     """Through several tiles in fp32, beside the reference in fp32 and in fp64."""
     m64 = randomise(VARIANTS[name].example().double(), 5)
@@ -345,3 +347,62 @@ def test_streaming_refuses_a_bias_that_would_not_move() -> None:
     )
     with pytest.raises(ArgumentError, match="StreamingAttention got the bias forget"):
         m(torch.randn(1, 3, 32))
+
+
+def test_the_fixed_example_of_path() -> None:
+    q, k, v = example()
+    w = torch.nn.functional.normalize(vectors(), dim=-1)
+    beta, at = 2 * strengths(), torch.arange(4)[None]
+    scores = path_scores(q, k, w, beta, at, at)
+    loops = oracle.path_scores(*(x[0, 0].tolist() for x in (q, k, w, beta)))
+    for i in range(4):
+        assert scores[0, 0, i, : i + 1].tolist() == pytest.approx(loops[i], abs=1e-12)
+    bias = (scores - q @ k.mT) / math.sqrt(3)
+    out = regard.attend(q, k, v, mask=Causal(), bias=bias)[0, 0, -1]
+    assert out.tolist() == pytest.approx((0.1682502313, 0.2112331173), abs=1e-9)
+    half = path_scores(q, k, w, beta / 2, at, at)
+    assert (half - scores).tril().abs().max() > 0.01, "negative control: beta without its 2"
+
+
+def test_the_fixed_example_of_selective_attention() -> None:
+    q, k, v = example()
+    project = SelectiveProjection(*(HeadProjection(3, 1, 3) for _ in range(3)))
+    bias: Any = project.data_bias(q[0], q, (k, v, q), Span(0, 4), Span(0, 4))
+    taken = oracle.selective(q[0, 0].tolist(), k[0, 0].tolist())
+    for i in range(4):
+        found = bias.tensor[0, 0, i, : i + 1].tolist()
+        assert found == pytest.approx(taken[i], abs=1e-12)
+    out = regard.attend(q, k, v, mask=Causal(), bias=bias)[0, 0, -1]
+    assert out.tolist() == pytest.approx((0.2496779004, 0.3431021665), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["path", "selective"])
+def test_scores_that_other_tokens_change_equal_their_loops(name: str) -> None:
+    m: Any = randomise(VARIANTS[name].example().double(), 5).requires_grad_(False).eval()
+    x, at, p = tokens(9, B=1, seed=3), Span(0, 9), m.project
+    q, k, v = inputs(m, x)
+    if name == "path":
+        _, _, w, beta = p.remember(x, at)
+        plain, changed = q[0] @ k[0].repeat_interleave(2, 0).mT / math.sqrt(D), []
+        for h in range(H):
+            own = (q[0, h], k[0, h // 2], w[0, h // 2], beta[0, h // 2, :, 0])
+            rows = oracle.path_scores(*(y.tolist() for y in own))
+            changed.append([[s / math.sqrt(D) for s in row] for row in rows])
+
+        def bias(b: int, h: int, i: int, j: int) -> float:
+            return changed[h][i][j] - float(plain[h, i, j])
+
+    else:
+        taken = oracle.selective(q[0, 0].tolist(), k[0, 0].tolist())
+
+        def bias(b: int, h: int, i: int, j: int) -> float:
+            return taken[i][j]
+
+    answer = softmax_attention(q, k, v, visible=lambda b, h, i, j: j <= i, bias=bias)
+    with regard.Trace("z") as trace:
+        m(x)
+    assert (trace["z"] - answer.out).abs().max() < 1e-11
+    without = softmax_attention(q, k, v, visible=lambda b, h, i, j: j <= i)
+    assert (trace["z"] - without.out).abs().max() > 1e-3, "negative control"
+    with pytest.raises(ArgumentError, match=r"both must have the same heads"):
+        PathProjection(*heads(), HeadProjection(32, H, D), 32)

@@ -73,15 +73,41 @@ def deberta_bucket(distance: int, buckets: int, longest: int) -> int:
 def disentangled(
     q: Vector, k: Vector, K: Matrix, Q: Matrix, buckets: int, longest: int, i: int, j: int
 ) -> float:
-    """q . K_r[d(i - j)] + k . Q_r[d(j - i)], without the scale."""
-    there, back = (
-        min(max(deberta_bucket(d, buckets, longest) + buckets, 0), 2 * buckets - 1)
-        for d in (i - j, j - i)
-    )
-    return dot(q, K[there]) + dot(k, Q[back])
+    """q . K_r[d(i - j)] + k . Q_r[d(i - j)], without the scale."""
+    bucket = min(max(deberta_bucket(i - j, buckets, longest) + buckets, 0), 2 * buckets - 1)
+    return dot(q, K[bucket]) + dot(k, Q[bucket])
 
 
 def importance(v: Vector, w: Vector, a: float) -> float:
     """exp(a softplus(w . v))."""
     x = dot(w, v)
     return math.exp(a * (max(x, 0) + math.log1p(math.exp(-abs(x)))))
+
+
+def path_scores(q: Matrix, k: Matrix, w: Matrix, beta: Vector) -> Matrix:
+    """q_i^T H_i ... H_{j+1} k_j for j <= i: the key is reflected by one token after the other."""
+    rows = []
+    for i, query in enumerate(q):
+        row = []
+        for j in range(i + 1):
+            key = list(k[j])
+            for t in range(j + 1, i + 1):
+                part = beta[t] * dot(w[t], key)
+                key = [x - part * y for x, y in zip(key, w[t], strict=True)]
+            row.append(dot(query, key))
+        rows.append(row)
+    return rows
+
+
+def selective(q: Matrix, k: Matrix) -> Matrix:
+    """What tokens before query i take from key j <= i; a token takes nothing from itself, nor from
+    the first one.
+    """
+    scale = 1 / math.sqrt(len(q[0]))
+    return [
+        [
+            -math.fsum(max(0.0, scale * dot(q[m], k[j])) for m in range(j + 1, i)) if j else 0.0
+            for j in range(i + 1)
+        ]
+        for i in range(len(q))
+    ]

@@ -64,8 +64,8 @@ def check_log_buckets(buckets: int, max_distance: int) -> None:
 class RelativeLogits(Bias):
     """A bias from a table of numbers by distance that every query (or every key) has for itself.
 
-    bias_ij = logits[..., i, clip(first + i - j)], or with `of_keys` logits[..., j, clip(first + j -
-    i)], where i and j inside the index are positions, and the row of the table is the slot of the
+    bias_ij = logits[..., i, clip(first + i - j)], or with `of_keys` logits[..., j, clip(first + i -
+    j)], where i and j inside the index are positions, and the row of the table is the slot of the
     query or the key in the call
 
     Shaw's relative keys, DeBERTa's two terms and learned banks of biases by distance are such
@@ -137,7 +137,7 @@ class RelativeLogits(Bias):
         """Look up the entry of each pair in the row of its query or its key."""
         q = as_tensor(slice_positions(q_positions, rows), device)[:, None, :, None]
         k = as_tensor(slice_positions(k_positions, columns), device)[:, None, None, :]
-        distance, own = (k - q, columns) if self.of_keys else (q - k, rows)
+        distance, own = q - k, columns if self.of_keys else rows
         if self.buckets is not None and self.max_distance is not None:
             distance = deberta_bucket(
                 distance, buckets=self.buckets, max_distance=self.max_distance

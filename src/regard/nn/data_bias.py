@@ -283,7 +283,10 @@ class DisentangledProjection(SeparateQKV):
     """DeBERTa's projection: scores are the sum of content to content, content to position, and
     position to content.
 
-    s_ij = (q_i . k_j + q_i . K_r[d(i - j)] + k_j . Q_r[d(j - i)]) / sqrt(3 D)
+    s_ij = (q_i . k_j + q_i . K_r[d(i - j)] + k_j . Q_r[d(i - j)]) / sqrt(3 D)
+
+    The paper writes the last index as d(j - i); the released models have d(i - j), and so has this
+    class.
 
     d is `deberta_bucket`, clipped to the table: distances up to buckets / 2 are their own bucket,
     and larger ones share logarithmic buckets. Attention has the scale 1 / sqrt(3 D).

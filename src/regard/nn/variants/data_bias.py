@@ -281,7 +281,7 @@ def transformer_xl(
 
 @variant(
     family="softmax",
-    equation="z = softmax((q_i k_j + q_i K_r[d(i - j)] + k_j Q_r[d(j - i)]) / sqrt(3 D)) v",
+    equation="z = softmax((q_i k_j + q_i K_r[d(i - j)] + k_j Q_r[d(i - j)]) / sqrt(3 D)) v",
     source="He et al. 2020 (arXiv 2006.03654), equation 4",
     causal=False,
     buckets=4,
