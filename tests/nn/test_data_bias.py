@@ -97,7 +97,12 @@ def bias_by_loops(name: str, m: Any, x: Tensor) -> BiasAt:
         profiles = (r @ p.profiles).tolist()
         return lambda b, h, i, j: oracle.relative(profiles[b][h][i], i, j)
     v, W, a = p.v.linear(x).tolist(), p.delta.weight.tolist(), p.a.tolist()
-    return lambda b, h, i, j: oracle.importance(v[b][j], W[h // group], a[h // group])
+
+    def kept(b: int, h: int, i: int, j: int) -> float:
+        row = [oracle.importance(y, W[h // group], a[h // group]) for y in v[b][: i + 1]]
+        return row[j] if j <= i and row[j] in sorted(row)[-p.keep :] else -math.inf
+
+    return kept
 
 
 def inputs(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

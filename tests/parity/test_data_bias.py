@@ -122,7 +122,8 @@ def test_relative_logits_of_inkling() -> None:
     assert_far(bias.block(Span(1, T), Span(0, T)), expected)
 
 
-def test_doge() -> None:
+@pytest.mark.parametrize("keep", [64, 5])
+def test_doge(keep: int) -> None:
     modeling = pytest.importorskip("transformers.models.doge.modeling_doge")
     from transformers import DogeConfig
 
@@ -134,7 +135,7 @@ def test_doge() -> None:
         num_hidden_layers=1,
         intermediate_size=8,
         vocab_size=8,
-        keep_window_size=64,
+        keep_window_size=keep,
     )
     config._attn_implementation = "eager"
     theirs: nn.Module = modeling.DogeAttention(config, 0).eval().requires_grad_(False)
@@ -154,8 +155,13 @@ def test_doge() -> None:
     rotary = modeling.DogeRotaryEmbedding(config)(x, torch.arange(T)[None])
     causal = Causal().block(Span(0, T), Span(0, T))
     expected = theirs(x, rotary, causal.expand(2, 1, T, T))[0]
-    build = dynamic_mask(M, 4, groups=2, head_dim=6, base=config.rope_parameters["rope_theta"])
+    build = dynamic_mask(
+        M, 4, groups=2, head_dim=6, keep=keep, base=config.rope_parameters["rope_theta"]
+    )
     for norm in (build.project.q.steps[0], build.project.k.steps[0]):
         norm.eps = config.rms_norm_eps
     assert_near(copied(build, own)(x), expected)
     assert_far(copied(build, own | {"project.a": 0 * own["project.a"]})(x), expected)
+    if keep == 5:
+        build.project.keep = 6
+        assert_far(copied(build, own)(x), expected)

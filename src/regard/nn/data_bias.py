@@ -454,14 +454,17 @@ class DynamicMaskProjection(SeparateQKV):
 
     s_ij = scale q_i . k_j + exp(a_g softplus(W_g v_j + b_g))
 
-    g is the key/value head of the query head; v_j are the values of all G heads of token j.
+    g is the key/value head of the query head; v_j are the values of all G heads of token j. If
+    there are more than `keep` keys, a query sees only the `keep` keys up to its own position that
+    have the largest biases; of equal ones, those in earlier slots. The bias of the others is -inf.
 
     Args:
         q: a `HeadProjection` to H query heads.
         k, v: `HeadProjection`s to G key and value heads.
+        keep: the number of keys that a query sees.
 
     Raises:
-        ArgumentError: the heads do not fit one another.
+        ArgumentError: keep is below 1, or the heads do not fit one another.
 
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> DynamicMaskProjection(q, k, v).a.shape
@@ -470,16 +473,41 @@ class DynamicMaskProjection(SeparateQKV):
     Source: Shi et al. 2025 (arXiv 2508.02124); `DogeAttention` of transformers.
     """
 
-    def __init__(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, v: HeadProjection, *, keep: int = 2048
+    ) -> None:
         super().__init__(q, k, v)
+        if keep < 1:
+            raise ArgumentError(f"keep is {keep}; it must be at least 1")
+        self.keep = keep
         self.a = nn.Parameter(torch.zeros(v.heads))
         self.delta = Linear(v.heads * v.head_dim, v.heads, bias=False)
 
     def data_bias(
         self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
     ) -> Bias:
-        """Return the bias of each key [B,H,1,S], computed from the cached values."""
+        """Return the bias of each key [B,H,1,S], computed from the cached values; with a selection
+        [B,H,T,S].
+        """
         delta = self.delta(memory[1].transpose(1, 2).flatten(2)).mT  # [B,G,S]
-        per_group = torch.exp(self.a[:, None] * F.softplus(delta))
-        repeats = self.q.heads // self.v.heads
-        return DenseBias(per_group.repeat_interleave(repeats, dim=1)[:, :, None])
+        bias = torch.exp(self.a[:, None] * F.softplus(delta))[:, :, None]
+        if bias.shape[-1] > self.keep:
+            at, k_at = (as_tensor(p, q.device).expand(len(q), -1) for p in (positions, k_positions))
+            seen = (k_at[:, None] <= at[:, :, None]) & (k_at >= 0)[:, None]  # [B,T,S]
+            bias = _largest(bias, seen[:, None], self.keep)
+        return DenseBias(bias.repeat_interleave(self.q.heads // self.v.heads, dim=1))
+
+    def extra_repr(self) -> str:
+        """Return the number of keys that a query sees."""
+        return f"keep={self.keep}"
+
+
+def _largest(bias: Tensor, seen: Tensor, keep: int) -> Tensor:
+    """Return the bias [B,G,1,S] for each query, with -inf for all but the largest of the keys that
+    it sees [B,1,T,S]; a key that it does not see keeps its bias.
+    """
+    with torch.no_grad():
+        among = torch.where(seen, bias, -torch.inf)
+        order = among.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
+        kept = torch.zeros_like(among, dtype=torch.bool).scatter(-1, order, True)
+    return torch.where(kept | ~seen, bias, -torch.inf)

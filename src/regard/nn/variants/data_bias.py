@@ -373,9 +373,10 @@ def relative_logits(
 
 @variant(
     family="softmax",
-    equation="z = softmax(q_i k_j / sqrt(D) + exp(a_g softplus(W v_j)) + causal) v",
+    equation="z = softmax(s_ij + e_j + causal, topk of e) v, e_j = exp(a_g softplus(W v_j))",
     source="Shi et al. 2025 (arXiv 2508.02124); Doge in transformers",
     groups=2,
+    keep=6,
 )
 def dynamic_mask(
     dim: int,
@@ -383,22 +384,23 @@ def dynamic_mask(
     *,
     groups: int,
     head_dim: int | None = None,
+    keep: int = 2048,
     base: float = 10000.0,
 ) -> Attention:
-    """Dynamic mask attention of Doge: the values of a token give its key a bias.
+    """Dynamic mask attention of Doge: the values of a token give its key a bias, and a query sees
+    the keys with the largest biases.
 
-    x [B,T,M] -> [B,T,M]; causal, with normed heads and rotary positions. This is the mechanism for
-    contexts up to its window of 2048 keys; beyond, the paper also drops the keys with the smallest
-    biases.
+    x [B,T,M] -> [B,T,M]; causal, with normed heads and rotary positions.
 
     Args:
         dim, heads, groups, head_dim, base: as for `gqa`.
+        keep: the number of keys that a query sees.
 
     Returns:
         The module.
 
     Raises:
-        ArgumentError: as for `gqa`.
+        ArgumentError: as for `gqa`, or keep is below 1.
 
     >>> dynamic_mask(32, 4, groups=2).project.a.shape
     torch.Size([2])
@@ -408,7 +410,7 @@ def dynamic_mask(
     D = resolve_head_dim(dim, heads, head_dim)
     q, k = (HeadProjection(dim, n, D, RMSNorm(D), Rotary(D, base)) for n in (heads, groups))
     return Attention(
-        DynamicMaskProjection(q, k, HeadProjection(dim, groups, D)),
+        DynamicMaskProjection(q, k, HeadProjection(dim, groups, D), keep=keep),
         output_projection(dim, heads, D),
         mask=Causal(),
     )

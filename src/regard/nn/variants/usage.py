@@ -578,11 +578,11 @@ USAGE: dict[str, Usage] = {
     "dynamic_mask": Usage(
         "Doge",
         "tokens should say themselves how important they are for all later ones",
-        "contexts are longer than the window of the paper, whose selection is not part of it",
+        "a key may become important only for some queries: its bias is the same for all",
         _EIGHT,
         {
-            "q_i": "query i",
-            "k_j": "key j",
+            "e_j": "bias of key j",
+            "e": "biases of the keys up to the query",
             "a_g": "learned factor of key/value head g",
             "v_j": "values of token j, of all heads",
         },
