@@ -328,11 +328,16 @@ class DisentangledProjection(SeparateQKV):
         self.relative_k = HeadProjection(dim, q.heads, q.head_dim, bias=True)
         self.relative_q = HeadProjection(dim, q.heads, q.head_dim, bias=True)
         # the bias checks the sizes
-        RelativeLogits(torch.zeros(1, 1, 1, 2 * buckets), **self._table)
+        self._bias(torch.zeros(1, 1, 1, 2 * buckets), of_keys=False)
 
-    @property
-    def _table(self) -> dict[str, int]:
-        return {"first": self.buckets, "buckets": self.buckets, "max_distance": self.max_distance}
+    def _bias(self, logits: Tensor, *, of_keys: bool) -> RelativeLogits:
+        return RelativeLogits(
+            logits,
+            self.buckets,
+            of_keys,
+            buckets=self.buckets,
+            max_distance=self.max_distance,
+        )
 
     def data_bias(
         self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
@@ -345,9 +350,7 @@ class DisentangledProjection(SeparateQKV):
             one(self.embedding[None], None) for one in (self.relative_k, self.relative_q)
         )
         own, of_keys = q @ relative_k.mT * scale, memory[0] @ relative_q.mT * scale
-        return RelativeLogits(own, **self._table) + RelativeLogits(
-            of_keys, of_keys=True, **self._table
-        )
+        return self._bias(own, of_keys=False) + self._bias(of_keys, of_keys=True)
 
     def extra_repr(self) -> str:
         """Return the buckets."""

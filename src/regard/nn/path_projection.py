@@ -57,7 +57,8 @@ def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, at: Tensor, k_at:
     solved = torch.linalg.solve_triangular(
         system, of_query, upper=False, left=False, unitriangular=True
     )
-    return q @ k.mT - solved @ taken
+    scores: Tensor = q @ k.mT - solved @ taken
+    return scores
 
 
 class PathProjection(ProjectionWithMemory):

@@ -587,6 +587,19 @@ USAGE: dict[str, Usage] = {
             "v_j": "values of token j, of all heads",
         },
     ),
+    "signed_softmax": Usage(
+        "none that is released; the paper trained small language models",
+        "a head should be able to subtract values as well as to add them",
+        "weights must be a mean of values, or fused kernels matter",
+        _EIGHT,
+        {
+            "sign": "1 for a positive score, -1 for a negative one",
+            "sum_l": "sum over the visible keys",
+            "sum_j": "sum over the visible keys",
+            "s_il": "score of query i and key l",
+            "v_j": "values of key j",
+        },
+    ),
     "path": Usage(
         "none that is released; the paper trained models of 760M parameters",
         "states must be tracked over a text, which rotary positions cannot do",
