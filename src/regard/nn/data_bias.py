@@ -353,7 +353,7 @@ class DisentangledProjection(SeparateQKV):
         return self._bias(own, of_keys=False) + self._bias(of_keys, of_keys=True)
 
     def extra_repr(self) -> str:
-        """Return the buckets."""
+        """Return the number of buckets and the largest distance."""
         return f"buckets={self.buckets}, max_distance={self.max_distance}"
 
 
@@ -416,8 +416,9 @@ class SinusoidKeyProjection(SeparateQKV):
         """Return the keys with the sinusoids of their positions, and the values."""
         k, v = super().recall(memory, positions)
         sin, cos = self._sinusoids(positions, k)
-        own = torch.cat([cos, sin], dim=-1)
-        return torch.cat([k, own.expand(*k.shape[:3], -1)], dim=-1), v
+        own = torch.cat([cos, sin], dim=-1).expand(*k.shape[:3], -1)
+        channels = k, own  # of each key
+        return torch.cat(channels, dim=-1), v
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the steps of `SeparateQKV`, and the sinusoids as the last step of queries and
