@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number
+from regard.argument_checks import check_number, check_positions
 from regard.biases import Bias, DenseBias, ForgetBias
 from regard.biases.relative_logits import RelativeLogits
 from regard.caches import Parts
@@ -37,7 +37,7 @@ class HasDataBias(Projection, Protocol):
         Args:
             x: the hidden states [B,T,M] of the queries.
             q: the queries [B,H,T,D].
-            memory: the parts of all keys, as `remember` returned them and the cache stored them.
+            memory: what `remember` returned for each key and the cache stored.
             positions: positions of the queries.
             k_positions: positions of the keys.
 
@@ -65,6 +65,8 @@ def data_bias(
     """
     if not hasattr(type(project), "data_bias"):
         return None
+    check_positions("positions", positions, q.shape[0], q.shape[2])
+    check_positions("k_positions", k_positions, q.shape[0], memory[0].shape[2])
     return cast("HasDataBias", project).data_bias(x, q, memory, positions, k_positions)
 
 
@@ -435,9 +437,10 @@ class SinusoidKeyProjection(SeparateQKV):
     def _sinusoids(self, positions: Positions | None, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sines and the cosines [B or 1,1,L,R/2] of positions, computed in fp64."""
         assert positions is not None, "the module gives positions"
-        at = positions.tensor(like.device) if isinstance(positions, Span) else positions
+        check_positions("positions", positions, like.shape[0], like.shape[2])
+        place = positions.tensor(like.device) if isinstance(positions, Span) else positions
         even = torch.arange(0, self.size, 2, device=like.device, dtype=torch.float64)
-        angle = at.to(like.device)[:, None, :, None] * self.base ** (-even / self.size)
+        angle = place.to(like.device)[:, None, :, None] * self.base ** (-even / self.size)
         return angle.sin().to(like.dtype), angle.cos().to(like.dtype)
 
     @property
@@ -496,9 +499,11 @@ class DynamicMaskProjection(SeparateQKV):
         delta = self.delta(memory[1].transpose(1, 2).flatten(2)).mT  # [B,G,S]
         bias = torch.exp(self.a[:, None] * F.softplus(delta))[:, :, None]
         if bias.shape[-1] > self.keep:
-            at, k_at = (as_tensor(p, q.device).expand(len(q), -1) for p in (positions, k_positions))
-            seen = (k_at[:, None] <= at[:, :, None]) & (k_at >= 0)[:, None]  # [B,T,S]
-            bias = _largest(bias, seen[:, None], self.keep)
+            q_at, k_at = (
+                as_tensor(p, q.device).expand(len(q), -1) for p in (positions, k_positions)
+            )
+            visible = (k_at[:, None] <= q_at[:, :, None]) & (k_at >= 0)[:, None]  # [B,T,S]
+            bias = _largest(bias, visible[:, None], self.keep)
         return DenseBias(bias.repeat_interleave(self.q.heads // self.v.heads, dim=1))
 
     def extra_repr(self) -> str:
@@ -506,12 +511,12 @@ class DynamicMaskProjection(SeparateQKV):
         return f"keep={self.keep}"
 
 
-def _largest(bias: Tensor, seen: Tensor, keep: int) -> Tensor:
+def _largest(bias: Tensor, visible: Tensor, keep: int) -> Tensor:
     """Return the bias [B,G,1,S] for each query, with -inf for all but the largest of the keys that
     it sees [B,1,T,S]; a key that it does not see keeps its bias.
     """
     with torch.no_grad():
-        among = torch.where(seen, bias, -torch.inf)
+        among = torch.where(visible, bias, -torch.inf)
         order = among.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
-        kept = torch.zeros_like(among, dtype=torch.bool).scatter(-1, order, True)
-    return torch.where(kept | ~seen, bias, -torch.inf)
+        is_kept = torch.zeros_like(among, dtype=torch.bool).scatter(-1, order, True)
+    return torch.where(is_kept | ~visible, bias, -torch.inf)

@@ -19,7 +19,9 @@ from regard.nn.projections import HeadProjection, ProjectionShape
 from regard.span import Positions, as_tensor
 
 
-def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, at: Tensor, k_at: Tensor) -> Tensor:
+def path_scores(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, q_at: Tensor, k_at: Tensor
+) -> Tensor:
     """Compute the scores of PaTH without the scale: q_i^T H_i ... H_{j+1} k_j, with the reflections
     H_t = I - beta_t w_t w_t^T of the tokens after j up to i.
 
@@ -32,15 +34,15 @@ def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, at: Tensor, k_at:
         k: keys [B,H,S,D].
         w: unit vectors [B,H,S,D], one per key.
         beta: the strength of each reflection [B,H,S], 0 for an empty slot.
-        at: positions of the queries [B,T].
+        q_at: positions of the queries [B,T].
         k_at: positions of the keys [B,S], in increasing order.
 
     Returns:
         The scores [B,H,T,S]; those of keys after the query are q . k.
 
     >>> one = torch.ones(1, 1, 2, 1)
-    >>> at = torch.arange(2)[None]
-    >>> path_scores(one, one, one, torch.full((1, 1, 2), 0.5), at, at)[0, 0].tolist()
+    >>> q_at = torch.arange(2)[None]
+    >>> path_scores(one, one, one, torch.full((1, 1, 2), 0.5), q_at, q_at)[0, 0].tolist()
     [[1.0, 1.0], [0.5, 1.0]]
 
     Source: Yang et al. 2025 (arXiv 2505.16381), section 3.2.
@@ -51,8 +53,8 @@ def path_scores(q: Tensor, k: Tensor, w: Tensor, beta: Tensor, at: Tensor, k_at:
     system = (beta[..., None] * (w @ w.mT)).tril(-1) + torch.eye(S, dtype=wide, device=q.device)
     # what token l takes from key j on the way to later tokens, j before l
     taken = (beta[..., None] * (w @ k.mT)).tril(-1)
-    seen = k_at[:, None, None, :] <= at[:, None, :, None]
-    of_query = torch.where(seen, q @ w.mT, 0)
+    is_visible = k_at[:, None, None, :] <= q_at[:, None, :, None]
+    of_query = torch.where(is_visible, q @ w.mT, 0)
     # the system is solved for the queries, of which a decoding step has one
     solved = torch.linalg.solve_triangular(
         system, of_query, upper=False, left=False, unitriangular=True
@@ -109,7 +111,7 @@ class PathProjection(ProjectionWithMemory):
         """Return what the reflections add to the scores, [B,H,T,S]."""
         k, _, w, beta = memory
         B, (H, G) = q.shape[0], (q.shape[1], k.shape[1])
-        at, k_at = (as_tensor(p, q.device).expand(B, -1) for p in (positions, k_positions))
+        q_at, k_at = (as_tensor(p, q.device).expand(B, -1) for p in (positions, k_positions))
         order = k_at.argsort(dim=-1, stable=True)
         empty = (k_at < 0)[:, None, :, None]
         k, w, beta = (
@@ -117,11 +119,11 @@ class PathProjection(ProjectionWithMemory):
             for y in (k, w, beta)
         )
         k_at = k_at.gather(-1, order)
-        q = torch.where((at < 0)[:, None, :, None], 0, q)
+        q = torch.where((q_at < 0)[:, None, :, None], 0, q)
         (k, w, beta), bad = _without_non_finite(k, w, beta)
-        scores = path_scores(q, k, w, beta[..., 0], at, k_at)
+        scores = path_scores(q, k, w, beta[..., 0], q_at, k_at)
         added = scores - (q.to(scores.dtype) @ k.to(scores.dtype).mT)
-        added = _with_nan(added, bad, k_at[:, None, :] <= at[:, :, None])
+        added = _with_nan(added, bad, k_at[:, None, :] <= q_at[:, :, None])
         back = order.argsort(dim=-1)[:, None, None, :].expand(added.shape)
         return DenseBias(added.gather(-1, back) * q.shape[-1] ** -0.5)
 
@@ -165,7 +167,7 @@ class SelectiveProjection(ProjectionWithMemory):
         """Return what earlier tokens take from the score of each key, [B,1,T,S]."""
         k, _, q0 = memory
         B, scale = q.shape[0], q.shape[-1] ** -0.5
-        at, k_at = (as_tensor(p, q.device).expand(B, -1) for p in (positions, k_positions))
+        q_at, k_at = (as_tensor(p, q.device).expand(B, -1) for p in (positions, k_positions))
         empty = (k_at < 0)[:, None, :, None]
         k0, q0 = torch.where(empty, 0, k[:, :1]), torch.where(empty, 0, q0)
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -173,7 +175,7 @@ class SelectiveProjection(ProjectionWithMemory):
         hidden = F.relu(q0.to(wide) * scale @ k0.to(wide).mT)  # [B,1,S,S]: token l, key j
         before = (k_at[:, None, :] < k_at[:, :, None]) & (k_at > 0)[:, None, :]
         hidden = torch.where(before[:, None], hidden, 0)
-        earlier = (k_at[:, None, :] < at[:, :, None]) & (k_at >= 0)[:, None, :]  # [B,T,S]
+        earlier = (k_at[:, None, :] < q_at[:, :, None]) & (k_at >= 0)[:, None, :]  # [B,T,S]
         return DenseBias(_with_nan(-(earlier[:, None].to(wide) @ hidden), bad, earlier))
 
     @property

@@ -67,15 +67,15 @@ def rule_row(row: KernelRow) -> RuleRow:
     s = s.masked_fill(~block.visible, -torch.inf)
     steps.append(masked._replace(values=to_array(s[0, head, 0])))
     weights = _weights(rule, s, block, row.call.step.sink)
-    own, seen = to_array(weights[0, head, 0]), visible_values(row)
+    own, values = to_array(weights[0, head, 0]), visible_values(row)
     checks = {
         "weights of the recorded run": max_difference(own, row.call.weights[head]),
-        "output of the kernel": max_difference(own @ seen, row.out),
+        "output of the kernel": max_difference(own @ values, row.out),
     }
     if set(rule.stages) <= {"scores", "selection"}:
         parts = softmax(steps[-1].values, row.sink)
         checks["softmax of the last scores"] = max_difference(parts.weights, own)
-        blocks = online_softmax(steps[-1].values, seen)
+        blocks = online_softmax(steps[-1].values, values)
         return RuleRow(
             "softmax", tuple(steps), replace(parts, sink=row.sink, online=blocks), checks
         )

@@ -566,7 +566,7 @@ USAGE: dict[str, Usage] = {
     "relative_logits": Usage(
         "Inkling",
         "every token should choose which distances it looks at",
-        "keys beyond the extent must be told apart by their distance",
+        "distances beyond the extent must have different biases",
         _EIGHT,
         {
             "q_i": "query i",
