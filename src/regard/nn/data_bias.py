@@ -463,7 +463,10 @@ class DynamicMaskProjection(SeparateQKV):
 
     g is the key/value head of the query head; v_j are the values of all G heads of token j. If
     there are more than `keep` keys, a query sees only the `keep` keys up to its own position that
-    have the largest biases; of equal ones, those in earlier slots. The bias of the others is -inf.
+    have the largest biases; of those that are equal but for the last 6 bits, the ones in earlier
+    slots. The bias of the others is -inf.
+    The selection knows positions and empty slots, but no mask of the module: with several
+    documents in one row, keys of other documents are counted, too.
 
     Args:
         q: a `HeadProjection` to H query heads.
@@ -516,7 +519,12 @@ def _largest(bias: Tensor, visible: Tensor, keep: int) -> Tensor:
     it sees [B,1,T,S]; a key that it does not see keeps its bias.
     """
     with torch.no_grad():
-        among = torch.where(visible, bias, -torch.inf)
+        # Equal tokens have equal biases but for rounding, which differs between a chunk and a whole
+        # pass. Without the last 6 bits they are equal, and the earlier slot comes first.
+        mantissa, exponent = torch.frexp(bias.float() if bias.element_size() < 4 else bias)
+        steps = 2.0**-6 / torch.finfo(mantissa.dtype).eps
+        rounded = torch.ldexp((mantissa * steps).round() / steps, exponent)
+        among = torch.where(visible, rounded, -torch.inf)
         order = among.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
         is_kept = torch.zeros_like(among, dtype=torch.bool).scatter(-1, order, True)
     return torch.where(is_kept | ~visible, bias, -torch.inf)
