@@ -27,6 +27,7 @@ def copied(ours: Any, tensors: dict[str, Tensor]) -> Any:
     return ours.eval().requires_grad_(False)
 
 
+@pytest.mark.full
 def test_deberta() -> None:
     from transformers import DebertaV2Config
     from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
@@ -70,6 +71,7 @@ def test_deberta() -> None:
     assert_far(mine(buckets=4, max_distance=9), expected)
 
 
+@pytest.mark.full
 def test_xlnet() -> None:
     """The content stream, both ways; its rel_shift is a gather at i - j."""
     from transformers import XLNetConfig
@@ -122,6 +124,7 @@ def test_relative_logits_of_inkling() -> None:
     assert_far(bias.block(Span(1, T), Span(0, T)), expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keep", [64, 5])
 def test_doge(keep: int) -> None:
     modeling = pytest.importorskip("transformers.models.doge.modeling_doge")
