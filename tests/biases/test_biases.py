@@ -6,7 +6,19 @@ import pytest
 import torch
 
 from regard import biases
-from regard.biases import BIASES, ALiBi, Bias, DenseBias, FnBias, Sum, T5Relative
+from regard.biases import (
+    BIASES,
+    FIRE,
+    ALiBi,
+    Bias,
+    DenseBias,
+    FnBias,
+    ForgetBias,
+    Kerple,
+    RelativeLogits,
+    Sum,
+    T5Relative,
+)
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.registry import is_builtin
 from regard.serialization import from_data
@@ -44,6 +56,12 @@ def every():
         DenseBias(torch.randn(1, 3, 1, 7)),
         FnBias(slope, (torch.randn(3),)),
         FnBias(squares),
+        Kerple(torch.randn(3), torch.randn(3)),
+        FIRE(*(torch.randn(n) for n in ((1,), (1,), (5,), (5,), (3, 5), (3,)))),
+        ForgetBias(torch.randn(2, 3, 4), torch.randn(2, 1, 7)),
+        RelativeLogits(torch.randn(2, 3, 4, 5), 1),
+        RelativeLogits(torch.randn(1, 1, 7, 9), 4, True, "zero"),
+        RelativeLogits(torch.randn(2, 1, 4, 8), 4, False, "clip", 4, 12),
         ALiBi(3) + DenseBias(torch.randn(2, 1, 4, 7)) + T5Relative(TABLE),
     ]
 
@@ -57,10 +75,10 @@ def uncovered(cases):
 def test_every_bias_has_a_case():
     assert uncovered(every()) == set()
     assert uncovered(every()[2:]) == set()  # the sum has one, too
-    assert uncovered(every()[2:8]) == {"alibi", "sum"}
+    assert uncovered([*every()[2:8], *every()[8:-1]]) == {"alibi", "sum"}
 
 
-@pytest.mark.parametrize("n", range(9))
+@pytest.mark.parametrize("n", range(15))
 def test_every_block_is_a_part_of_the_whole(n):
     bias = every()[n]
     bias.require(2, 3, 4, 7)
@@ -79,7 +97,7 @@ def test_every_block_is_a_part_of_the_whole(n):
     assert bias.block(holes[:, 3:], holes).isfinite().all()
 
 
-@pytest.mark.parametrize("n", range(9))
+@pytest.mark.parametrize("n", range(15))
 def test_every_bias_takes_other_tensors(n):
     bias = every()[n]
     others = [torch.randn_like(x) for x in bias.tensors()]
@@ -97,7 +115,7 @@ def test_every_bias_takes_other_tensors(n):
 
 
 @pytest.mark.full(keep=3)
-@pytest.mark.parametrize("n", range(9))
+@pytest.mark.parametrize("n", range(15))
 def test_every_bias_compiles_whole(n):
     bias = every()[n]
 

@@ -15,6 +15,7 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
+import regard
 from regard.errors import ArgumentError
 from regard.inspect import Explanation, explain
 from regard.inspect.explain.captured_run import capture_site
@@ -36,14 +37,47 @@ def found(name: str, **where: Any) -> Explanation:
 
 
 SCORED = [name for name, x in VARIANTS.items() if getattr(x.example(), "score", None) is not None]
-"""Mechanisms with a score rule, which an explanation cannot compute from q and k."""
+"""Mechanisms with a score rule."""
+
+SOFTMAX_OF_A_RULE = {"scalable_softmax", "top_k", "cope"}
+"""Those whose weights are a softmax of the scores that their rule gives."""
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", SCORED)
-def test_a_score_rule_is_refused_by_name(name: str) -> None:
-    rule = VARIANTS[name].example().score
-    with pytest.raises(ArgumentError, match=f"has the score rule {rule.kind}"):
-        found(name)
+def test_a_score_rule_is_explained_step_by_step(name: str) -> None:
+    """The rule's steps and weights are those of the recorded run, and give the output of the
+    mechanism; the row without the rule is another one.
+    """
+    f = found(name, head=1, query=9)
+    assert f.check < ROUNDING, f.checks
+    assert "weights of the recorded run" in f.checks
+    assert f.kind == ("softmax" if name in SOFTMAX_OF_A_RULE else "linear")
+    module, x = parts(name)
+    rules = [one for one in module.score.steps() if one.stages[0] in ("scores", "selection")]
+    assert [step.name for step in f.scores][2 : 2 + len(rules)] == [one.kind for one in rules]
+    named = {step.name: step.values for step in f.scores}
+    weights = regard.attention_weights(
+        *(torch.from_numpy(x[part])[None] for part in "qk"),
+        mask=module.mask,
+        score=module._score(),
+        scale=module.project.shape.D**-0.5,
+    )[0, 1, 9]
+    assert_near(f, weights.detach().numpy())
+    seen = np.arange(len(f.weights)) <= 9
+    without = np.exp(named["scaled"] - named["scaled"][seen].max()) * seen
+    if name != "talking_heads" or not _is_identity(module):
+        assert np.abs(f.weights - without / without.sum()).max() > 1e-3, "negative control"
+    assert f.counterfactuals == ()
+    out = StringIO()
+    data = json.loads(json.dumps(f.as_dict(), allow_nan=False))
+    explanation_text.show(data, Console(file=out, width=80, color_system=None))
+    assert max(map(cell_len, out.getvalue().splitlines())) <= 80
+    assert ("a_ij" in out.getvalue()) == (f.kind == "linear")
+
+
+def _is_identity(module: Any) -> bool:
+    return all(torch.equal(x, torch.eye(len(x))) for x in module.score_tensors)
 
 
 @pytest.mark.parametrize("name", NO_ROW)

@@ -111,7 +111,7 @@ def test_selected_rows_go_on_as_those_rows(name: str) -> None:
         assert_close(module(x[rows][:, 9:], None, cache), forward(module, x[rows])[:, 9:])
 
 
-EXACT_ZEROS = ("relu_attention", "softpick", "entmax", "top_k")
+EXACT_ZEROS = ("dynamic_mask", "relu_attention", "softpick", "entmax", "top_k")
 """Mechanisms that may give a visible key no weight."""
 
 

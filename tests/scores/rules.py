@@ -122,6 +122,13 @@ def _entmax(alpha: float) -> Callable[[list[Tensor]], list[Tensor]]:
     return weights
 
 
+def _signed(row: list[Tensor]) -> list[Tensor]:
+    largest = max(abs(s.item()) for s in row)
+    sizes = [torch.exp(abs(s) - largest) for s in row]
+    total = torch.stack(sizes).sum()
+    return [x / total if s > 0 else -x / total for s, x in zip(row, sizes, strict=True)]
+
+
 def _stick(row: list[Tensor]) -> list[Tensor]:
     left, weights = torch.ones_like(row[0]), []
     for s in row:  # from the nearest key on
@@ -175,6 +182,7 @@ MADE: dict[str, tuple[Callable[..., Meant], tuple[tuple[int, ...], ...]]] = {
     "softpick": (lambda: Meant(scores.Softpick(), Steps(normalise=_softpick)), ()),
     "sparsemax": (lambda: Meant(scores.Entmax(2.0), Steps(normalise=_entmax(2.0))), ()),
     "entmax": (lambda: Meant(scores.Entmax(), Steps(normalise=_entmax(1.5))), ()),
+    "signed": (lambda: Meant(scores.SignedSoftmax(), Steps(normalise=_signed)), ()),
     "stick": (lambda: Meant(scores.StickBreaking(), Steps(normalise=_stick)), ()),
     "scalable": (
         lambda: Meant(scores.ScalableSoftmax(0.43), Steps(scalable=lambda h: 0.43)),

@@ -12,24 +12,14 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 import regard
 from regard import scores
 from regard.masks import Causal, Window
 from regard.scores import ScoreRule
+from tests.fixture_f import example, vectors
 
-
-def example() -> tuple[Tensor, Tensor, Tensor]:
-    t, d, e = torch.arange(4.0).double()[:, None], torch.arange(3), torch.arange(2)
-    return (
-        torch.sin(t + 2 * d + 1)[None, None],
-        torch.cos(2 * t + d)[None, None],
-        torch.sin(3 * t + e + 1)[None, None],
-    )
-
-
-W = torch.cos(torch.arange(4.0).double()[:, None] - torch.arange(3))
+W = vectors()[0, 0]
 """Embeddings of CoPE: w[t, d] = cos(t - d)."""
 
 EXPECTED: dict[str, tuple[ScoreRule | None, tuple[float, float]]] = {

@@ -434,7 +434,6 @@ def test_flags_become_a_config() -> None:
             (
                 "--kv-heads is not an option of mha, whose number of key/value heads is fixed; "
                 "mechanisms that have it are "
-                ""
             ),
         ),
         (

@@ -3,19 +3,28 @@
 from regard.biases.alibi import ALiBi, alibi_slopes
 from regard.biases.base import BIASES, Bias, Sum
 from regard.biases.custom import DenseBias, FnBias
+from regard.biases.fire import FIRE
+from regard.biases.forget import ForgetBias
+from regard.biases.kerple import Kerple
+from regard.biases.relative_logits import RelativeLogits, deberta_bucket
 from regard.biases.t5 import T5Relative, t5_bucket
 from regard.deprecation import renamed
 from regard.registry import import_all
 
 __all__ = [
     "BIASES",
+    "FIRE",
     "ALiBi",
     "Bias",
     "DenseBias",
     "FnBias",
+    "ForgetBias",
+    "Kerple",
+    "RelativeLogits",
     "Sum",
     "T5Relative",
     "alibi_slopes",
+    "deberta_bucket",
     "t5_bucket",
 ]
 

@@ -14,6 +14,7 @@ from regard.caches import Cache, Parts, for_reach
 from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
+from regard.nn.data_bias import data_bias
 from regard.nn.mixer import AcrossRanks, MaskVisibility, Mixer, count_weights
 from regard.nn.projections import (
     Projection,
@@ -124,7 +125,10 @@ class Attention(Mixer):
         k, v = project.recall(memory, k_positions)
         if is_traced:
             k, v = tap("k", k), tap("v", v)
-        z = self._attend(q, k, v, positions, k_positions, backend)
+        bias = self._bias()
+        if (own := data_bias(project, x, q, memory, positions, k_positions)) is not None:
+            bias = own if bias is None else bias + own
+        z = self._attend(q, k, v, bias, positions, k_positions, backend)
         z = postprocess(project, z, x, positions)
         z = tap("z", z) if is_traced else z
         out: Tensor = self.output(z.transpose(1, 2).flatten(2))
@@ -135,6 +139,7 @@ class Attention(Mixer):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        bias: Bias | None,
         positions: Positions,
         k_positions: Positions,
         backend: str,
@@ -149,7 +154,7 @@ class Attention(Mixer):
             k,
             v,
             mask=self.mask,
-            bias=None if self.bias is None else self._bias(),
+            bias=bias,
             score=None if self.score is None else self._score(),
             scale=scale,
             softcap=self.softcap,

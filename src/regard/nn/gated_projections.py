@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.argument_checks import check_groups
+from regard.biases import Bias
 from regard.caches import Parts
 from regard.cost.softmax import VisibleKeys
 from regard.cost.spec import ParameterCounts, Spec
 from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
+from regard.nn.data_bias import data_bias
 from regard.nn.explainable import CallWeights, HeadMix, LayerRun, MixTerm
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
@@ -107,6 +109,19 @@ class GatedProjection(ProjectionModule):
             The adjusted queries.
         """
         return adjust_query(self.project, q, positions, k_positions)
+
+    def data_bias(
+        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
+    ) -> Bias | None:
+        """Return the bias that the wrapped projection computes from the tokens, or None.
+
+        Args:
+            x, q, memory, positions, k_positions: as for `regard.nn.data_bias.HasDataBias`.
+
+        Returns:
+            The bias, or None.
+        """
+        return data_bias(self.project, x, q, memory, positions, k_positions)
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
         """Return the cost of attention through this projection.

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from regard.biases import Bias
 from regard.caches import Cache, Parts
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
@@ -150,9 +151,10 @@ class MultiAxisAttention(Attention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        bias: Bias | None,
         positions: Positions,
         k_positions: Positions,
         backend: str,
     ) -> Tensor:
         """Attend by the order of the tokens."""
-        return super()._attend(q, k, v, order_of(positions), k_positions, backend)
+        return super()._attend(q, k, v, bias, order_of(positions), k_positions, backend)

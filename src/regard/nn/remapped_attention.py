@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Chunk, EarlierChunks, Mask, Sinks, Window
 from regard.masks.base import check_int
@@ -383,17 +384,23 @@ class RemappedAttention(Attention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        bias: Bias | None,
         positions: Positions,
         k_positions: Positions,
         backend: str,
     ) -> Tensor:
         """Attend in one call while no distance is changed; otherwise in one call for each part."""
+        if bias is not None:
+            raise ArgumentError(
+                f"{type(self).__name__} got the bias {bias} of its projection; its positions move, "
+                "and a bias would not follow them: use a projection without data_bias"
+            )
         if (
             isinstance(positions, Span)
             and not is_exporting()  # an exported program serves every length
             and positions.stop <= self.distances.unchanged
         ):
-            return super()._attend(q, k, v, positions, k_positions, backend)
+            return super()._attend(q, k, v, None, positions, k_positions, backend)
         if not requested_taps().isdisjoint(("scores", "pattern")):
             raise ArgumentError(
                 f"a trace asks for scores or patterns of a {type(self).__name__}, which has no "

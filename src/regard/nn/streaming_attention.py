@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Sinks, Window
 from regard.masks.base import check_int
@@ -87,6 +88,7 @@ class StreamingAttention(Attention):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        bias: Bias | None,
         positions: Positions,
         k_positions: Positions,
         backend: str,
@@ -94,6 +96,11 @@ class StreamingAttention(Attention):
         """Attend in one call while no token is evicted; otherwise attend to the sinks and to the
         recent tokens separately and merge the two exactly.
         """
+        if bias is not None:
+            raise ArgumentError(
+                f"StreamingAttention got the bias {bias} of its projection; its positions move, "
+                "and a bias would not follow them: use a projection without data_bias"
+            )
         if is_tracing_onnx():
             raise ArgumentError(
                 "torch.onnx.export(dynamo=False) was given a StreamingAttention, whose sinks are "
@@ -101,12 +108,12 @@ class StreamingAttention(Attention):
             )
         evicted = self._evicted(q, positions)
         if evicted is None:
-            return super()._attend(q, k, v, positions, k_positions, backend)
+            return super()._attend(q, k, v, None, positions, k_positions, backend)
         q_sinks = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
         if not requested_taps().isdisjoint(("scores", "pattern")):
             # A trace needs the scores of both parts in one call.
             q, k = stack_query_forms(q, q_sinks, k, k_positions, self.sinks)
-            return super()._attend(q, k, v, positions, k_positions, backend)
+            return super()._attend(q, k, v, None, positions, k_positions, backend)
         attend_to = partial(
             attend_partial,
             scale=self.scale,

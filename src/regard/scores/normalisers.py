@@ -1,6 +1,6 @@
-"""Rules that replace the softmax: `Sigmoid`, `ReLU`, `Softpick`, `Entmax`, `StickBreaking`. Another
-normaliser is a subclass of `ScoreRule` with the stage "normaliser" (softmax with one added to the
-denominator needs none: it is a sink of 0).
+"""Rules that replace the softmax: `Sigmoid`, `ReLU`, `Softpick`, `Entmax`, `SignedSoftmax`,
+`StickBreaking`. Another normaliser is a subclass of `ScoreRule` with the stage "normaliser"
+(softmax with one added to the denominator needs none: it is a sink of 0).
 """
 
 from __future__ import annotations
@@ -235,6 +235,40 @@ class Entmax(ScoreRule):
         return tau.gather(-1, support - 1)
 
     def select_heads(self, heads: slice) -> Entmax:
+        """Return the same rule, which is the same for every head."""
+        return self
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SignedSoftmax(ScoreRule):
+    """Signed weights: a softmax of the sizes of the scores, with the signs of the scores.
+
+    p_ij = sign(s_ij) exp(|s_ij|) / sum_l exp(|s_il|)
+
+    A key with a negative score takes its values away. The sizes of a row sum to 1. A score of
+    exactly 0 has the weight 0.
+
+    >>> import torch, regard
+    >>> q, k = torch.ones(1, 1, 1, 1), torch.tensor([1.0, -1.0]).view(1, 1, 2, 1)
+    >>> regard.attention_weights(q, k, score=regard.scores.SignedSoftmax()).flatten().tolist()
+    [0.5, -0.5]
+
+    Source: Lv et al. 2024 (arXiv 2411.07176), equation 4.
+    """
+
+    stages: ClassVar[tuple[Stage, ...]] = ("normaliser",)
+    scope: ClassVar[Scope] = "row"
+
+    def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
+        """Return the softmax of the sizes, with the signs."""
+        if s.shape[-1] == 0:
+            return s
+        sign = torch.where(block.visible, s.detach().sign(), 0)
+        # the size of a hidden score must not be the largest one
+        sizes = torch.where(block.visible, s * sign, torch.finfo(s.dtype).min)
+        return sign * sizes.softmax(-1)
+
+    def select_heads(self, heads: slice) -> SignedSoftmax:
         """Return the same rule, which is the same for every head."""
         return self
 

@@ -62,6 +62,7 @@ from regard.inspect.explain.prepared_run import (
     prepare_run,
 )
 from regard.inspect.explain.recorded_row import explain_recorded_row
+from regard.inspect.explain.rule_row import rule_row
 from regard.inspect.record.place_labels import Labels
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Recording
@@ -391,7 +392,8 @@ def _assemble(
     if explained.recorded is not None:
         one, calls = explained.recorded
         H, G = one.call.place.H, one.call.groups
-        others = counterfactuals(one, row.weights, output.mixed, explained.key)
+        if one.call.step.score is None:  # other mechanisms have no such rule
+            others = counterfactuals(one, row.weights, output.mixed, explained.key)
         heads = head_patterns(one.call, head, MAX_PATTERN_TOKENS)
         mix = mix_of_rows(mechanism, run, calls, one.call, head, target.i, len(target.columns.ids))
     else:
@@ -504,21 +506,20 @@ def _recorded_row(
             "choose another layer or place, or implement explain_row in the mechanism "
             "(regard.nn.explainable.Explainable.explain_row)"
         )
-    if rules := sorted({str(each.step.score) for each in calls if each.step.score is not None}):
-        raise ArgumentError(
-            f"{target.site.place} has the score rule {', '.join(rules)}: an explanation computes "
-            "its row from q and k without score rules; record(...) the run, whose weights are "
-            "those of the rule"
-        )
-    # an edit may name a branch of the place, such as layers.3.window, instead of the place itself
-    if inner := sorted({name for each in calls for name in each.step.edited}):
+    # An edit may name a branch of the place, such as layers.3.window, instead of the place itself.
+    # A call with a score rule always keeps its scores and weights, edited or not.
+    plain = [each for each in calls if each.step.score is None]
+    if inner := sorted({name for each in plain for name in each.step.edited}):
         raise ArgumentError(_cannot_show(inner, target.site))
     names = call_names(calls)
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
     counted = effective_calls(target.site, calls)
     chosen = main_call(counted, head) if call is None else calls[call_index(call, names)]
     number, row, step = calls.index(chosen), kernel_row(chosen, head), chosen.step
-    steps, softmax, checks = score_and_compare(row)
+    if step.score is None:
+        kind, (steps, softmax, checks) = "softmax", score_and_compare(row)
+    else:
+        kind, steps, softmax, checks = rule_row(row)
     chain = row.chain
     positions = chosen.keys.tolist()
     j, rule = find_key(target, key, softmax.weights, positions, chain.visible)
@@ -545,6 +546,7 @@ def _recorded_row(
         columns,
         step.q.dtype,
         checks,
+        kind=kind,
         kernel=step.kernel,
         key_kind=chosen.place.key_kind,
         call=number,

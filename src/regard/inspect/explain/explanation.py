@@ -24,7 +24,7 @@ EQUATIONS: dict[str, str] = {
     "biased": "s_ij ← s_ij + b_ij",
     "masked": "s_ij ← -∞ where the mask forbids it",
     "additive": "s_ij = w · tanh(q_i + k_j) = Σ w[d] tanh(q_i[d] + k_j[d])  over dims d",
-    "effective": "z_i = Σ a_ij v_j,  a_ij: factor of v_j in the state that q_i reads",
+    "effective": "z_i = Σ a_ij v_j,  a_ij: factor of v_j in z_i",
     "softmax": "p_ij = exp(s_ij - m_i) / Σ exp(s_ij - m_i) = exp(s_ij - lse_i),  m_i = max s_ij",
     "online": "m' = max(m, s), r = e^(m-m'), l' = r l + Σ e^(s-m'), o' = r o + Σ e^(s-m') v",
     "mix": "z_i = Σ p_ij v_j  over keys j",

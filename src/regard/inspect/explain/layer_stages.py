@@ -23,6 +23,7 @@ from regard.inspect.explain.explanation import TensorSummary, to_json_value
 from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.blocks import PostNorm
+from regard.nn.data_bias import data_bias
 from regard.nn.projections import adjust_query, postprocess, select_form
 from regard.nn.variants.registry import find_variant
 from regard.process_state import seeded
@@ -138,8 +139,9 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
     k, v = both
     stages += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
     scale = project.shape.D**-0.5 if attention.scale is None else attention.scale
+    bias, own = attention._bias(), data_bias(project, x, q, memory, positions, positions)
     options: dict[str, Any] = {
-        "bias": attention._bias(),
+        "bias": bias if own is None else own if bias is None else bias + own,
         "scale": scale,
         "softcap": attention.softcap,
         "score": attention._score(),

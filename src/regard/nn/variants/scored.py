@@ -21,6 +21,7 @@ from regard.scores import (
     ScalableSoftmax,
     ScoreRule,
     Sigmoid,
+    SignedSoftmax,
     Softpick,
     StickBreaking,
     TalkingHeads,
@@ -192,6 +193,41 @@ def entmax(
     Source: Peters et al. 2019 (arXiv 1905.05702), equation 9.
     """
     return _scored(dim, heads, groups, head_dim, Entmax(alpha), base=base)
+
+
+@variant(
+    family="softmax",
+    equation="p_ij = sign(s_ij) exp(abs(s_ij)) / sum_l exp(abs(s_il)); z = sum_j p_ij v_j",
+    source="Lv et al. 2024 (arXiv 2411.07176), equation 4",
+    groups=2,
+)
+def signed_softmax(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+) -> Attention:
+    """Signed attention weights (Cog attention): a key with a negative score takes its values away.
+
+    x [B,T,M] -> [B,T,M]; causal, with rotary positions.
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: as for `gqa`.
+
+    >>> signed_softmax(32, 4, groups=2).score
+    signedsoftmax()
+
+    Source: Lv et al. 2024 (arXiv 2411.07176), equation 4.
+    """
+    return _scored(dim, heads, groups, head_dim, SignedSoftmax(), base=base)
 
 
 @variant(

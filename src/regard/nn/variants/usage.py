@@ -84,6 +84,11 @@ _ENCODER = {
     "v": "learned vector",
 }
 _DECAYED = {"g": "logarithm of the decay", "S'": "the state after its decay"}
+_SUM_L = {
+    "q_i": "query i",
+    "k_j": "key j",
+    "sum_l": "sum over the tokens after j, up to i",
+}
 _STRIDE = {"l": "the stride"}
 
 USAGE: dict[str, Usage] = {
@@ -684,6 +689,142 @@ USAGE: dict[str, Usage] = {
         },
     ),
     **HEAD_USAGE,
+    "forgetting": Usage(
+        "none that is released as an assistant; the paper trained models up to 760M parameters",
+        "recent text should count more, by gates that the tokens compute, and without positions",
+        "old tokens must be found exactly wherever they are, or positions are needed",
+        _EIGHT,
+        {"f_l": "forget gate of token l", "l": "position of a token after j, up to i", **_SUM_L},
+    ),
+    "cable": Usage(
+        "none that is released; the paper trained small language models",
+        "as forgetting: ALiBi is wanted, with slopes that depend on the text",
+        "as forgetting, which is the same mechanism with another sign of the gate",
+        _EIGHT,
+        {"f_l": "slope of token l", "l": "position of a token after j, up to i", **_SUM_L},
+    ),
+    "kerple": Usage(
+        "none that is released; the paper trained GPT models of 162M parameters",
+        "a model must run beyond its training length, and far keys must not vanish as with ALiBi",
+        "the order of far tokens matters exactly: the penalty hardly changes there",
+        _EIGHT,
+        {
+            "r1_h": "learned size of the penalty of head h",
+            "r2_h": "learned growth of the penalty near the query",
+        },
+    ),
+    "fire": Usage(
+        "none that is released; the paper trained models up to 350M parameters",
+        "a model must run beyond its training length with a learned function of the distance",
+        "speed matters: every pair runs a small network",
+        _EIGHT,
+        {
+            "mlp": "learned network with one hidden layer and one result per head",
+            "c": "learned growth of small distances",
+            "L": "learned position up to which the divisor is constant",
+        },
+    ),
+    "shaw": Usage(
+        "Music Transformer; Wav2Vec2-BERT; translation models of the paper",
+        "short distances matter each for itself, and far ones only as far",
+        "a text is long: all tokens beyond the table look equally far",
+        _EIGHT,
+        {
+            "q_i": "query i",
+            "k_j": "key j",
+            "a": "learned vectors, one for each distance",
+            "clip": "the nearest distance that has a vector",
+        },
+    ),
+    "transformer_xl": Usage(
+        "Transformer-XL, XLNet",
+        "an old checkpoint needs it, or distances need no largest value",
+        "speed matters: rotary positions cost nothing per pair, and this one doubles heads or more",
+        _EIGHT,
+        {
+            "q_i": "query i",
+            "k_j": "key j",
+            "u": "learned vector, added to the query for content",
+            "w": "learned vector, added to the query for positions",
+            "W_r": "learned map of sinusoids to keys of distances",
+            "r": "sinusoids of a distance",
+        },
+    ),
+    "deberta": Usage(
+        "DeBERTa, DeBERTa-v2 and v3, mDeBERTa",
+        "an encoder must understand word order well, as in question answering and tagging",
+        "text is generated, or fused kernels matter: each pair needs two products more",
+        symbols={
+            "q_i": "query i",
+            "k_j": "key j",
+            "K_r": "keys of the buckets of distances",
+            "Q_r": "queries of the buckets of distances",
+            "d": "bucket of a distance",
+        },
+    ),
+    "relative_logits": Usage(
+        "Inkling",
+        "every token should choose which distances it looks at",
+        "distances beyond the extent must have different biases",
+        _EIGHT,
+        {
+            "q_i": "query i",
+            "k_j": "key j",
+            "r_i": "mixture of profiles that token i computes",
+            "P": "learned profiles of biases by distance",
+        },
+    ),
+    "dynamic_mask": Usage(
+        "Doge",
+        "tokens should say themselves how important they are for all later ones",
+        "a key may become important only for some queries: its bias is the same for all",
+        _EIGHT,
+        {
+            "e_j": "bias of key j",
+            "e": "biases of the keys up to the query",
+            "a_g": "learned factor of key/value head g",
+            "v_j": "values of token j, of all heads",
+        },
+    ),
+    "signed_softmax": Usage(
+        "none that is released; the paper trained small language models",
+        "a head should be able to subtract values as well as to add them",
+        "weights must be a mean of values, or fused kernels matter",
+        _EIGHT,
+        {
+            "sign": "1 for a positive score, -1 for a negative one",
+            "sum_l": "sum over the visible keys",
+            "sum_j": "sum over the visible keys",
+            "s_il": "score of query i and key l",
+            "v_j": "values of key j",
+        },
+    ),
+    "path": Usage(
+        "none that is released; the paper trained models of 760M parameters",
+        "states must be tracked over a text, which rotary positions cannot do",
+        "long texts are decoded: each token solves a system over all keys",
+        _EIGHT,
+        {
+            "q_i": "query i",
+            "k_j": "key j",
+            "H_l": "reflection of token l, after j and up to i",
+            "product_l": "product over the tokens after j, up to i, the last one first",
+            "E": "the identity matrix",
+            "b_l": "strength of the reflection, between 0 and 2",
+            "w_l": "unit vector that token l computes",
+        },
+    ),
+    "selective": Usage(
+        "none that is released; the paper trained small language models",
+        "tokens become useless once others have replaced them, and no parameters may be added",
+        "long texts are decoded: the sums of all earlier tokens are computed again in each step",
+        _EIGHT,
+        {
+            "sum_l": "sum over the tokens after j and before i",
+            "s0_lj": "score of query l and key j in the first head",
+            "l": "position of a token after j and before i",
+        },
+    ),
     "mla": Usage(
         "DeepSeek-V2, V3 and R1, Kimi K2, MiniCPM3",
         "the cache decides how many users fit, and the quality of mha is wanted",

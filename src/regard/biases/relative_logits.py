@@ -1,0 +1,177 @@
+"""`RelativeLogits`: a bias that each query, or each key, has for every distance."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from regard.argument_checks import check_tensor
+from regard.biases.base import ALL_SLOTS, Bias
+from regard.errors import ArgumentError
+from regard.span import Positions, as_tensor, slice_positions
+
+
+def deberta_bucket(
+    distance: Int[Tensor, "*L"], *, buckets: int, max_distance: int
+) -> Int[Tensor, "*L"]:
+    """Return DeBERTa's logarithmic bucket of each distance i - j (query minus key).
+
+    With m = buckets // 2, a distance |d| <= m is its own bucket, and a larger one has the bucket
+    m + ceil((m - 1) ln(|d| / m) / ln((max_distance - 1) / m)), with the sign of d.
+
+    Args:
+        distance: query positions minus key positions, integers of any shape.
+        buckets: the number of buckets of one direction.
+        max_distance: the distance whose bucket is the last one of the table.
+
+    Returns:
+        The buckets, in the shape of `distance`; a distance beyond `max_distance` has one that is
+        outside of the table.
+
+    Raises:
+        ArgumentError: buckets is below 4, or max_distance is not above it.
+
+    >>> far = torch.tensor([-200, 5, 129, 200, 300, 511])
+    >>> deberta_bucket(far, buckets=256, max_distance=512).tolist()
+    [-169, 5, 129, 169, 207, 255]
+
+    Source: He et al. 2020 (arXiv 2006.03654) and the released code of DeBERTa-v2.
+    """
+    check_log_buckets(buckets, max_distance)
+    m = buckets // 2
+    far = distance.abs().clamp(min=m).double()
+    log = torch.log(far / m) / math.log((max_distance - 1) / m) * (m - 1)
+    return torch.where(
+        distance.abs() <= m, distance, distance.sign() * (torch.ceil(log).long() + m)
+    )
+
+
+def check_log_buckets(buckets: int, max_distance: int) -> None:
+    """Raise unless there are at least 4 buckets, and max_distance is above them."""
+    if buckets < 4 or max_distance <= buckets:
+        raise ArgumentError(
+            f"buckets is {buckets} and max_distance is {max_distance}; there must be at least 4 "
+            "buckets, and max_distance must be above their number"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RelativeLogits(Bias):
+    """A bias from a table of numbers by distance that every query (or every key) has for itself.
+
+    bias_ij = logits[..., i, clip(first + i - j)], or with `of_keys` logits[..., j, clip(first + i -
+    j)], where i and j inside the index are positions, and the row of the table is the slot of the
+    query or the key in the call
+
+    Shaw's relative keys, DeBERTa's two terms and learned banks of biases by distance are such
+    tables: products of a query, or of a key, with one vector per distance.
+
+    Args:
+        logits: float `[B or 1, H or 1, T or S, N]`, a number for each query (or key) and entry.
+        first: the entry of the distance 0.
+        of_keys: whether the rows of the table belong to keys.
+        outside: "clip": a distance outside of the table has its nearest entry; "zero": it has none,
+            and the bias is 0.
+        buckets: with `max_distance`, the number of DeBERTa's logarithmic buckets
+            (`deberta_bucket`), which replace distances; None uses distances themselves.
+        max_distance: as for `deberta_bucket`.
+
+    Raises:
+        ArgumentError: logits is not 4-D, `first` is not one of its entries, `outside` is unknown,
+            or buckets and max_distance do not fit; in a call, a size differs.
+        ArgumentTypeError: logits is not a float tensor.
+
+    >>> from regard.span import Span
+    >>> bias = RelativeLogits(torch.tensor([[10.0, 20.0, 30.0]]).view(1, 1, 1, 3), outside="zero")
+    >>> bias.block(Span(3, 1), Span(0, 5)).flatten().tolist()
+    [0.0, 30.0, 20.0, 10.0, 0.0]
+
+    Source: Shaw et al. 2018 (arXiv 1803.02155), equation 5; He et al. 2020 (arXiv 2006.03654),
+    equation 4.
+    """
+
+    kind: ClassVar[str] = "relative"
+
+    logits: Tensor
+    first: int = 0
+    of_keys: bool = False
+    outside: str = "clip"
+    buckets: int | None = None
+    max_distance: int | None = None
+
+    def __post_init__(self) -> None:
+        check_tensor("logits", self.logits)
+        if self.logits.ndim != 4:
+            raise ArgumentError(
+                f"logits is {tuple(self.logits.shape)}; it must be [B or 1, H or 1, T or S, N]"
+            )
+        if not 0 <= self.first < self.logits.shape[3]:
+            raise ArgumentError(
+                f"first is {self.first}; it must be an entry from 0 to {self.logits.shape[3] - 1}"
+            )
+        if self.outside not in ("clip", "zero"):
+            raise ArgumentError(f"outside is {self.outside!r}; it must be 'clip' or 'zero'")
+        if (self.buckets is None) != (self.max_distance is None):
+            raise ArgumentError(
+                f"buckets is {self.buckets} and max_distance is {self.max_distance}; give both, or "
+                "none"
+            )
+        if self.buckets is not None and self.max_distance is not None:
+            check_log_buckets(self.buckets, self.max_distance)
+
+    def block(
+        self,
+        q_positions: Positions,
+        k_positions: Positions,
+        rows: slice = ALL_SLOTS,
+        columns: slice = ALL_SLOTS,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> Float[Tensor, "b h t s"]:
+        """Look up the entry of each pair in the row of its query or its key."""
+        q = as_tensor(slice_positions(q_positions, rows), device)[:, None, :, None]
+        k = as_tensor(slice_positions(k_positions, columns), device)[:, None, None, :]
+        distance, own = q - k, columns if self.of_keys else rows
+        if self.buckets is not None and self.max_distance is not None:
+            distance = deberta_bucket(
+                distance, buckets=self.buckets, max_distance=self.max_distance
+            )
+        entry, last = distance + self.first, self.logits.shape[3] - 1
+        table = self.logits[:, :, own].to(device=q.device, dtype=dtype)
+        b = max(table.shape[0], entry.shape[0])
+        index = entry.clamp(0, last).expand(b, table.shape[1], -1, -1)
+        table = table.expand(b, -1, -1, -1)
+        if self.of_keys:
+            values = table.gather(3, index.mT).mT
+        else:
+            values = table.gather(3, index)
+        return values if self.outside == "clip" else values * ((entry >= 0) & (entry <= last))
+
+    @property
+    def by_slot(self) -> bool:
+        """True, because rows of the table are indices in the call."""
+        return True
+
+    def require(self, B: int, H: int, T: int, S: int) -> None:
+        """Check that the table fits the call."""
+        b, h, n, _ = self.logits.shape
+        own = S if self.of_keys else T
+        if b not in (1, B) or h not in (1, H) or n != own:
+            raise ArgumentError(
+                f"logits is {tuple(self.logits.shape)}; for this call it must be ({B} or 1, {H} or "
+                f"1, {own}, entries)"
+            )
+
+    def select_heads(self, heads: slice) -> RelativeLogits:
+        """Return the bias with the tables of these heads."""
+        return self if self.logits.shape[1] == 1 else replace(self, logits=self.logits[:, heads])
+
+    def __str__(self) -> str:
+        own = ", keys" * self.of_keys
+        return f"relative({'x'.join(map(str, self.logits.shape))}{own})"
