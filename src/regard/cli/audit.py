@@ -42,7 +42,8 @@ def print_audit(report: Audit, console: Console) -> None:
         console.print()
         title = f"{translate_message(f.severity)} {f.name}"
         console.print(title, style=style, highlight=False, markup=False)
-        console.print(f"  {f.sentence}", highlight=False, markup=False)
+        sentence = translate_message(f.sentence)
+        console.print(f"  {sentence}", highlight=False, markup=False)
         console.print(table, highlight=False)
     console.print()
     for known in report.accepted:
@@ -57,7 +58,11 @@ def print_audit(report: Audit, console: Console) -> None:
         if skipped:
             table = Table(title, translate("why"), box=None, padding=(0, 1), header_style=style)
             for check in skipped:
-                table.add_row(check.name, _unstyled(translate_message(check.why)), style=style)
+                table.add_row(
+                    translate_message(check.name),
+                    _unstyled(translate_message(check.why)),
+                    style=style,
+                )
             console.print(table, highlight=False)
     console.print(translate_message(report.counts()))
     if not report.findings and report.untried:
