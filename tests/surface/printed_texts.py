@@ -22,6 +22,7 @@ from typing import get_args
 import typer
 
 import regard
+from regard import figures
 from regard.audit import FAULTS
 from regard.bench.cases import CASES
 from regard.bench.render import COLUMNS
@@ -36,7 +37,7 @@ from regard.nn.variants.registry import option_meanings
 from regard.nn.variants.usage import USAGE, equation_symbols
 from regard.notation import GLOSSARY
 from regard.train.tasks import TASKS
-from regard.view import cost_text, layer_text
+from regard.view import attention_diagram, cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
 NOT_MET = {
@@ -117,6 +118,8 @@ def data_texts() -> Iterator[str]:
     yield from (*VERDICTS, *get_args(Role), "yes", "no")
     yield from STEP_NAMES
     yield from AXES
+    yield from (name for name, _ in attention_diagram.HEAD)
+    yield from (*figures.ANIMALS, *figures.FOODS)
     yield from (entry.meaning for entry in GLOSSARY.values())
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())

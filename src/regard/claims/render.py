@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 
 from regard.claims.claim import VERDICTS, Claim, Criterion, Outcome
@@ -48,7 +49,8 @@ def outcome_text(outcome: Outcome) -> str:
     for check in outcome.checks:
         mark = pad_cells(_mark(check), 12)
         measured = f"{mark}{format_value(check):>10}  {pad_cells(_bounds(check), 16)}"
-        lines.append(f"  {measured}  {translate_message(check.quantity)}{_spread(check)}")
+        quantity = translate_message(check.quantity) + _spread(check)
+        lines.append(wrap(quantity, line_width(), indent=f"  {measured}  ", hang=" " * 14))
     if outcome.table:
         table = [[translate_message(str(cell)) for cell in row] for row in outcome.table]
         lines.append(format_table(table, indent="    "))
@@ -60,13 +62,21 @@ def outcome_text(outcome: Outcome) -> str:
 
 
 def _labelled(label: str, text: str) -> str:
-    """Return a line with a label in front of a text of the claim."""
-    return f"  {pad_cells(label, 12)}{translate_message(text)}"
+    """Return lines with a label in front of a text of the claim."""
+    hang = " " * 14
+    return wrap(
+        translate_message(text), line_width(), indent=f"  {pad_cells(label, 12)}", hang=hang
+    )
 
 
 def _bounds(check: Criterion) -> str:
     """Return the bounds of a criterion in the reader's language."""
-    return translate_message(check.bounds)
+    low, high = f"{check.low:.4g}", f"{check.high:.4g}"
+    if math.isinf(check.low):
+        return "" if math.isinf(check.high) else translate("at most {bound}", bound=high)
+    if math.isinf(check.high):
+        return translate("at least {bound}", bound=low)
+    return translate("{low} to {high}", low=low, high=high)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

@@ -25,7 +25,11 @@ def print_audit(report: Audit, console: Console) -> None:
     """Print the result of an audit: the faults, and then the checks that were not made."""
     from rich.table import Table
 
-    called = translate("{target}, called {how}", target=report.target, how=report.called)
+    masked = ", causal mask given"
+    how = report.called.removesuffix(masked)
+    if how != report.called:
+        how += translate(", causal mask given")
+    called = translate("{target}, called {how}", target=report.target, how=how)
     console.print(called, highlight=False, markup=False)
     for f in report.findings:
         table = Table(show_header=False, box=None, padding=(0, 1))

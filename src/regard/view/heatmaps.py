@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from rich.cells import cell_len
 
+from regard.language import translate
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting, terminal
 from regard.view.plotting import Drawing
@@ -154,7 +155,7 @@ class HeadWeights:
         scale = plotting.weight_scale(columns)
         axes.pcolormesh(cells, cmap=colours, norm=scale, gid="cells")
         axes.invert_yaxis()
-        axes.set_xlabel("key", fontsize=13, color=palette.LIGHT["soft"], labelpad=6)
+        axes.set_xlabel(translate("key"), fontsize=13, color=palette.LIGHT["soft"], labelpad=6)
         for axis, count, words in (
             (axes.xaxis, columns, names[1]),
             (axes.yaxis, rows, names[0]),

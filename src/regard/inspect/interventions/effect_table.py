@@ -22,6 +22,8 @@ from regard.language import translate, translate_message
 from regard.text_table import format_table, line_width, wrap
 from regard.untrusted_text import escape_controls
 
+AXES = {"head": "attention head"}
+"""Names of axes that mean something else elsewhere, as the catalogue has them."""
 ENDINGS = (".csv", ".json", ".npy", ".png", ".svg", ".pdf")
 """The endings of files that `EffectTable.to` writes."""
 
@@ -232,7 +234,7 @@ class EffectTable:
             head += translate("; the other run: {value}", value=f"{self.target:.4g}")
         best = self.top(n)
         names = list(best[0]) if best else []
-        lines = [[translate_message(name) for name in names]] + [
+        lines = [[translate(AXES.get(name, name)) for name in names]] + [
             [f"{x:.4g}" if isinstance(x, float) else escape_controls(str(x)) for x in cell.values()]
             for cell in best
         ]
