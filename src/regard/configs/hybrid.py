@@ -166,10 +166,25 @@ class Qwen3NextConfig(HybridConfig):
         )
 
 
+PICTURES = frozenset(
+    {
+        "text_config",
+        "vision_config",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    }
+)
+"""Keys of a model that also reads images, which the language model does not have."""
+
+
 def _language_model(raw: Raw) -> Raw:
     """Return the config of the language model, from that of a model that also reads images."""
     text = raw.get("text_config")
-    return dict(text) if isinstance(text, Mapping) else raw
+    if not isinstance(text, Mapping):
+        return raw
+    return {key: value for key, value in raw.items() if key not in PICTURES} | dict(text)
 
 
 @dataclass(frozen=True)

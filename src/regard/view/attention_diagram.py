@@ -167,7 +167,7 @@ def _inputs(left: float, y: float, width: float) -> Iterator[str]:
         if name != "v":
             yield _arrow(left + (i + 0.5) * third, y, left + (i + 0.5) * third, y - 48)
     # a narrow head has no room for the long name
-    name = "three projections of x" if width >= BOX else "projections of x"
+    name = translate("three projections of x" if width >= BOX else "projections of x")
     yield _text(left + width / 2, y + 48, name, "soft")
 
 
