@@ -163,8 +163,8 @@ def dropout_weights() -> Chart:
     """
     weights = _causal_weights()
     generator = torch.Generator().manual_seed(26)  # empties a row
-    kept = torch.rand(weights.shape, generator=generator) >= DROPPED
-    after = weights * kept / (1 - DROPPED)
+    visible = torch.rand(weights.shape, generator=generator) >= DROPPED
+    after = weights * visible / (1 - DROPPED)
     rows = [
         translate("{word}, sum {total}", word=word, total=f"{float(row.sum()):.2f}")
         for part in (weights, after)

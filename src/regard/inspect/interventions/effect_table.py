@@ -23,7 +23,7 @@ from regard.text_table import format_table, line_width, wrap
 from regard.untrusted_text import escape_controls
 
 AXES = {"head": "attention head"}
-"""Names of axes that mean something else elsewhere, as the catalogue has them."""
+"""Names of axes as the catalogue has them: "head" alone is the output head of a model there."""
 ENDINGS = (".csv", ".json", ".npy", ".png", ".svg", ".pdf")
 """The endings of files that `EffectTable.to` writes."""
 
