@@ -30,7 +30,7 @@ from regard.claims.claim import VERDICTS, Role
 from regard.cli import COMMANDS
 from regard.cli import app as application
 from regard.cli.audit import COUNTS
-from regard.configs.published import PUBLISHED_MODELS
+from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_meanings
@@ -57,6 +57,7 @@ RESULTS = (
     "inspect/explain",
     "inspect/interventions",
     "inspect/metrics",
+    "inspect/record/comparison.py",
     "models/convert",
 )
 """Folders of modules that write what a command prints: all their texts."""
@@ -107,6 +108,7 @@ def data_texts() -> Iterator[str]:
     yield from application.TYPER_MESSAGES
     yield from (*cost_text.TITLES, *cost_text.KINDS)
     yield from (x.finding for x in QUALITY_EVIDENCE.values())
+    yield from SIZES_NOT_PUBLISHED.values()
     yield from (model.note for model in PUBLISHED_MODELS.values() if model.note)
     for entry in VARIANTS.values():
         usage = USAGE[entry.name]
