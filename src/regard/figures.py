@@ -1,4 +1,5 @@
-"""The figures of the documentation, computed by the library: `python -m regard.figures FOLDER`.
+"""The figures of the documentation, computed by the library: `python -m regard.figures FOLDER`,
+with labels in English, or with `--lang zh` in Chinese.
 
 A figure is a function without arguments in `FIGURES`; its name is the name of the file. They are
 the pictures of the course in docs/learn, in the order of its chapters. The first ones show six
@@ -20,10 +21,16 @@ from regard.biases import alibi_slopes
 from regard.configs.suggested_sizes import BaseModel, mechanism_costs
 from regard.cost import CostReport, Setting, model_of
 from regard.errors import RegardError
+from regard.language import (
+    LANGUAGES,
+    language_of_locale,
+    translate,
+    translate_count,
+    use_language,
+)
 from regard.positions import NTK, LinearScaling, YaRN, rope_frequencies, sinusoidal
 from regard.span import Span
 from regard.standard_output import run_program
-from regard.units import plural
 from regard.view import attention_diagram, charts
 from regard.view.charts import Chart, Line, Picture
 from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure, MaskPanels
@@ -39,6 +46,8 @@ EMBEDDINGS = (
     (0.05, 0.80, 0.55),
 )
 TRANSLATED = ("你的", "旅程", "始于", "一步")
+DROPPED = 0.5
+"""The share of weights that `dropout_weights` drops."""
 ANIMALS, FOODS = ("cat", "rabbit", "dog"), ("fish", "carrot", "bone")
 
 
@@ -49,7 +58,7 @@ def heads() -> Chart:
             CachedHeads("MHA", 32, 32, 2 * 32 * 128),
             CachedHeads("GQA", 32, 8, 2 * 8 * 128),
             CachedHeads("MQA", 32, 1, 2 * 128),
-            CachedHeads("MLA", 32, 0, 512 + 64, "latent 512, key 64"),
+            CachedHeads("MLA", 32, 0, 512 + 64, translate("latent 512, key 64")),
         )
     )
 
@@ -63,20 +72,24 @@ def self_attention() -> Chart:
     """Return the weights of six words for one another, without learned matrices."""
     x = torch.tensor(EMBEDDINGS)[None, None]
     weights = attention_weights(x, x, scale=1.0)[0, 0]
-    title = "self-attention: rows and columns are one sentence"
+    title = translate("self-attention: rows and columns are one sentence")
     return HeadWeights(_rows(weights), title, WORDS, WORDS)
 
 
-def causal_pattern() -> Chart:
-    """Return the weights of the six words in a causal head with linear maps from a fixed seed."""
+def _causal_weights() -> Tensor:
+    """Return the weights [6, 6] of the causal head that chapter 3 begins with."""
     x = torch.tensor(EMBEDDINGS)
     generator = torch.Generator().manual_seed(789)
     bound = 3**-0.5  # that of nn.Linear with three inputs
     w_q, w_k = (torch.empty(2, 3).uniform_(-bound, bound, generator=generator) for _ in range(2))
     q, k = (x @ w.T for w in (w_q, w_k))
-    weights = attention_weights(q[None, None], k[None, None], mask=masks.Causal())[0, 0]
-    title = "a causal head: nothing above the diagonal, rows sum to 1"
-    return HeadWeights(_rows(weights), title, WORDS, WORDS)
+    return attention_weights(q[None, None], k[None, None], mask=masks.Causal())[0, 0]
+
+
+def causal_pattern() -> Chart:
+    """Return the weights of the six words in a causal head with linear maps from a fixed seed."""
+    title = translate("a causal head: nothing above the diagonal, rows sum to 1")
+    return HeadWeights(_rows(_causal_weights()), title, WORDS, WORDS)
 
 
 def cross_attention() -> Chart:
@@ -85,14 +98,17 @@ def cross_attention() -> Chart:
     q = torch.randn(1, 1, len(TRANSLATED), 16, generator=generator)
     k = torch.randn(1, 1, len(WORDS), 16, generator=generator)
     weights = attention_weights(q, k)[0, 0]
-    title = "cross-attention: rows are the answer, columns the source"
+    title = translate("cross-attention: rows are the answer, columns the source")
     return HeadWeights(_rows(weights), title, TRANSLATED, WORDS)
 
 
 def scale_effect() -> Chart:
     """Return the largest of 512 weights over the size of a head, with and without the scale."""
     sizes, lines = (4, 16, 64, 256, 1024), []
-    for name, scale in (("without the scale", 1.0), ("divided by sqrt(d)", None)):
+    for name, scale in (
+        (translate("without the scale"), 1.0),
+        (translate("divided by sqrt(d)"), None),
+    ):
         points = []
         for size in sizes:
             generator = torch.Generator().manual_seed(0)
@@ -100,8 +116,10 @@ def scale_effect() -> Chart:
             largest = attention_weights(q, k, scale=scale).amax(-1).mean()
             points.append((float(size), float(largest)))
         lines.append(Line(name, tuple(points)))
-    title = "the largest of 512 weights, mean over queries"
-    return Picture(title, "size of the head, d", "largest weight", tuple(lines), "x")
+    title = translate("the largest of 512 weights, mean over queries")
+    return Picture(
+        title, translate("size of the head, d"), translate("largest weight"), tuple(lines), "x"
+    )
 
 
 def trained_relations() -> Chart:
@@ -127,18 +145,44 @@ def trained_relations() -> Chart:
         optimiser.zero_grad()
         error.backward()
         optimiser.step()
-    rows = [f"{name} {when}" for when in ("before", "after") for name in ANIMALS]
-    title = "before and after training: who reads whom"
-    return HeadWeights(_rows(torch.cat([before, weights()])), title, rows, (*ANIMALS, *FOODS))
+    names = tuple(map(translate, ANIMALS))
+    rows = [translate("{name} before", name=name) for name in names]
+    rows += [translate("{name} after", name=name) for name in names]
+    title = translate("before and after training: who reads whom")
+    return HeadWeights(
+        _rows(torch.cat([before, weights()])),
+        title,
+        rows,
+        tuple(map(translate, (*ANIMALS, *FOODS))),
+    )
+
+
+def dropout_weights() -> Chart:
+    """Return the weights of the causal head before and after a dropout of half of them: what is
+    left is doubled, so that the rows sum to 1 on average only.
+    """
+    weights = _causal_weights()
+    generator = torch.Generator().manual_seed(26)  # empties a row
+    visible = torch.rand(weights.shape, generator=generator) >= DROPPED
+    after = weights * visible / (1 - DROPPED)
+    rows = [
+        translate("{word}, sum {total}", word=word, total=f"{float(row.sum()):.2f}")
+        for part in (weights, after)
+        for word, row in zip(WORDS, part, strict=True)
+    ]
+    title = translate("above: weights; below: after dropout, p = 0.5, the others x 2")
+    return HeadWeights(_rows(torch.cat([weights, after])), title, rows, WORDS)
 
 
 def sinusoids() -> Chart:
     """Return the sinusoidal positions of 24 tokens with 32 numbers each."""
     values = sinusoidal(24, 32)
-    title = "sinusoidal positions: fast dims left, slow dims right"
-    rows = [f"position {t}" if t % 4 == 0 else "" for t in range(24)]
+    title = translate("sinusoidal positions: fast dims left, slow dims right")
+    rows = [translate("position {t}", t=t) if t % 4 == 0 else "" for t in range(24)]
     columns = [str(d) if d % 4 == 0 else "" for d in range(32)]
-    return EffectMap(values.double().numpy(), rows, columns, title, "dim", "value")
+    return EffectMap(
+        values.double().numpy(), rows, columns, title, translate("dim"), translate("value")
+    )
 
 
 def cache_growth() -> Chart:
@@ -155,8 +199,8 @@ def cache_growth() -> Chart:
         )
         for row in mechanism_costs(names, base, Setting())
     )
-    title = "the cache of one sequence, 32 layers of width 4,096, bf16"
-    return Picture(title, "context, tokens", "cache, bytes", lines, "xy")
+    title = translate("the cache of one sequence, 32 layers of width 4,096, bf16")
+    return Picture(title, translate("context, tokens"), translate("cache, bytes"), lines, "xy")
 
 
 def rotary_angles() -> Chart:
@@ -164,22 +208,32 @@ def rotary_angles() -> Chart:
     frequencies = rope_frequencies(64).inv_freq
     lines = tuple(
         Line(
-            f"pair {pair}",
+            translate("pair {n}", n=pair),
             tuple((float(t), float(torch.cos(t * frequencies[pair]))) for t in range(41)),
         )
         for pair in (0, 6, 10, 16, 31)
     )
-    return Picture("rotary positions: cos(t x frequency), D = 64", "position t", "cosine", lines)
+    return Picture(
+        translate("rotary positions: cos(t x frequency), D = 64"),
+        translate("position t"),
+        translate("cosine"),
+        lines,
+    )
 
 
 def alibi_penalty() -> Chart:
     """Return the penalty of ALiBi for each head over the distance."""
     slopes = alibi_slopes(8)
     lines = tuple(
-        Line(f"head {h}", tuple((float(d), -slope * d) for d in range(65)))
+        Line(translate("head {n}", n=h), tuple((float(d), -slope * d) for d in range(65)))
         for h, slope in enumerate(slopes)
     )
-    return Picture("ALiBi: what is added to a score, 8 heads", "distance", "penalty", lines)
+    return Picture(
+        translate("ALiBi: what is added to a score, 8 heads"),
+        translate("distance"),
+        translate("penalty"),
+        lines,
+    )
 
 
 def sparse_patterns() -> Chart:
@@ -187,13 +241,13 @@ def sparse_patterns() -> Chart:
     span = Span(0, 24)
     causal = masks.Causal()
     shown = {
-        "causal": causal,
-        "window of 6": causal & masks.Window(6),
-        "window and 2 sinks": causal & (masks.Window(6) | masks.Sinks(2)),
-        "every 5th, and the last 5": causal & masks.Strided(5),
+        translate("causal"): causal,
+        translate("window of 6"): causal & masks.Window(6),
+        translate("window and 2 sinks"): causal & (masks.Window(6) | masks.Sinks(2)),
+        translate("every 5th, and the last 5"): causal & masks.Strided(5),
     }
     panels = [MaskFigure(m.block(span, span)[0, 0].numpy(), name) for name, m in shown.items()]
-    return MaskPanels(panels, "sparse patterns: rows are queries, columns are keys")
+    return MaskPanels(panels, translate("sparse patterns: rows are queries, columns are keys"))
 
 
 def linear_work() -> Chart:
@@ -210,8 +264,8 @@ def linear_work() -> Chart:
         )
         for row in mechanism_costs(names, base, Setting())
     )
-    title = "the work of one more token, 8B model"
-    return Picture(title, "context, tokens", "GFLOP", lines, "xy")
+    title = translate("the work of one more token, 8B model")
+    return Picture(title, translate("context, tokens"), "GFLOP", lines, "xy")
 
 
 def context_scaling() -> Chart:
@@ -220,23 +274,25 @@ def context_scaling() -> Chart:
     """
     plain = rope_frequencies(128).inv_freq
     ways = {
-        "interpolation": LinearScaling(16.0),
-        "NTK-aware": NTK(16.0),
+        translate("interpolation"): LinearScaling(16.0),
+        translate("NTK-aware"): NTK(16.0),
         "YaRN": YaRN(16.0, 4096),
     }
     lines = []
     for name, scaling in ways.items():
         ratio = rope_frequencies(128, scaling=scaling).inv_freq / plain
         lines.append(Line(name, tuple((float(i), float(ratio[i])) for i in range(0, 64, 3))))
-    title = "16 times the trained length: factor on each frequency"
-    return Picture(title, "rotary pair, fast to slow", "factor", tuple(lines))
+    title = translate("16 times the trained length: factor on each frequency")
+    return Picture(title, translate("rotary pair, fast to slow"), translate("factor"), tuple(lines))
 
 
 def infini_segments() -> Chart:
     """Return the keys that softmax sees in Infini-attention; the memory has the rest."""
     positions = Span(0, 24)
     visible = (masks.Causal() & masks.Chunk(8)).block(positions, positions)[0, 0].numpy()
-    return MaskFigure(visible, "Infini-attention, segments of 8: earlier ones are in the memory")
+    return MaskFigure(
+        visible, translate("Infini-attention, segments of 8: earlier ones are in the memory")
+    )
 
 
 FIGURES: dict[str, Callable[[], Chart]] = {
@@ -245,6 +301,7 @@ FIGURES: dict[str, Callable[[], Chart]] = {
     "scale": scale_effect,
     "trained-relations": trained_relations,
     "causal-pattern": causal_pattern,
+    "dropout": dropout_weights,
     "sinusoids": sinusoids,
     "rotary-angles": rotary_angles,
     "alibi-penalty": alibi_penalty,
@@ -258,41 +315,62 @@ FIGURES: dict[str, Callable[[], Chart]] = {
 """The name of each figure, which is the name of its file, and the function that draws it."""
 
 
+DIAGRAMS: dict[str, Callable[[], str]] = {
+    "blocks": attention_diagram.svg,
+    "transformer-block": attention_diagram.block_svg,
+    "two-forms": attention_diagram.two_forms_svg,
+}
+"""The name of each block diagram, and the function that returns it as SVG text."""
+FIGURE_FILES = tuple(f"{name}.svg" for name in (*DIAGRAMS, *FIGURES))
+"""The files that the command writes."""
+
+
 def figure_texts() -> dict[str, str]:
-    """Return every figure as SVG text, by the name of its file.
+    """Return every figure as SVG text, by the name of its file, in the current language.
 
     >>> sorted(FIGURES)[:3]
     ['alibi-penalty', 'cache-growth', 'causal-pattern']
     """
-    drawn = {f"{name}.svg": charts.svg(make()) for name, make in FIGURES.items()}
-    diagrams = {
-        "blocks.svg": attention_diagram.svg(),
-        "transformer-block.svg": attention_diagram.block_svg(),
-        "two-forms.svg": attention_diagram.two_forms_svg(),
-    }
-    return {**diagrams, **drawn}
+    diagrams = {f"{name}.svg": draw() for name, draw in DIAGRAMS.items()}
+    return diagrams | {f"{name}.svg": charts.svg(make()) for name, make in FIGURES.items()}
+
+
+USAGE = f"usage: python -m regard.figures FOLDER [--lang {'|'.join(LANGUAGES)}]; FOLDER must exist"
+
+
+def _arguments(arguments: list[str]) -> tuple[Path | None, str]:
+    """Return the folder, if there is exactly one, and the language."""
+    rest, lang = list(arguments), language_of_locale()
+    if "--lang" in rest[:-1]:
+        place = rest.index("--lang")
+        lang = rest[place + 1]
+        del rest[place : place + 2]
+    return Path(rest[0]) if len(rest) == 1 else None, lang
 
 
 def main(arguments: list[str]) -> int:
     """Write all figures to a folder.
 
     Args:
-        arguments: the folder.
+        arguments: the folder, and `--lang` with a language; without it the locale decides.
 
     Returns:
         The exit code: 0, or 2 for wrong usage.
     """
-    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        print("usage: python -m regard.figures FOLDER, with a folder that exists", file=sys.stderr)
+    folder, lang = _arguments(arguments)
+    if folder is None or not folder.is_dir() or lang not in LANGUAGES:
+        print(USAGE, file=sys.stderr)
         return 2
-    texts = figure_texts()
-    try:
-        for name, text in texts.items():
-            (Path(arguments[0]) / name).write_text(text, encoding="utf-8")
-    except (OSError, RegardError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{plural(len(texts), 'figure')} in {arguments[0]}")
+    with use_language(lang):
+        try:
+            texts = figure_texts()
+            for name, text in texts.items():
+                (folder / name).write_text(text, encoding="utf-8")
+        except (OSError, RegardError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        written = translate_count(len(texts), "figure")
+        print(translate("{figures} in {folder}", figures=written, folder=folder))
     return 0
 
 

@@ -216,7 +216,8 @@ class _Pattern(NamedTuple):
     """A text of the catalogue as a pattern of finished messages."""
 
     weight: int  # characters that are fixed: the pattern with the most is the right one
-    pattern: re.Pattern[str]
+    fixed: tuple[str, ...]  # what a message must contain, which is quicker to see
+    pattern: str
     names: tuple[str, ...]
     text: str
 
@@ -229,8 +230,10 @@ def _translate_fixed(message: str) -> str:
     texts = _texts()
     if message in texts or not re.search("[a-z]{2}", message):
         return texts.get(message, message)
-    for _, pattern, names, text in _patterns(language()):
-        match = pattern.fullmatch(message)
+    for _, fixed, pattern, names, text in _patterns(language()):
+        if not all(part in message for part in fixed):
+            continue
+        match = re.fullmatch(pattern, message, re.DOTALL)
         if match is not None:
             values = {
                 name: _translate_fixed(value) if value != message else value
@@ -270,5 +273,6 @@ def _patterns(lang: str) -> list[_Pattern]:
         weight = sum(len(re.sub(r"\W", "", part)) for part in fixed)
         if weight < MIN_FIXED and counted is None:
             continue
-        patterns.append(_Pattern(weight, re.compile(source, re.DOTALL), tuple(names), text))
+        needed = () if counted is not None else tuple(fixed)
+        patterns.append(_Pattern(weight, needed, source, tuple(names), text))
     return sorted(patterns, key=lambda one: -one.weight)

@@ -149,6 +149,15 @@ _PIECES = re.compile(
 )
 
 
+def pad_cells(text: str, width: int) -> str:
+    """Pad a text on the right to a width in terminal cells.
+
+    >>> pad_cells("论断", 6)
+    '论断  '
+    """
+    return _pad(text, width, on_the_left=True)
+
+
 def _pad(cell: str, width: int, *, on_the_left: bool) -> str:
     spaces = " " * (width - display_width(cell))
     return cell + spaces if on_the_left else spaces + cell

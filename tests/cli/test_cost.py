@@ -15,6 +15,7 @@ import pytest
 
 import regard
 from regard.cli import main
+from regard.cli.app import run
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import MACHINES
@@ -325,6 +326,7 @@ CODE = """
 import contextlib, json, sys
 before = {*sys.modules}
 from regard.cli import main
+from regard.cli.app import run
 with contextlib.suppress(SystemExit):
     main(["cost", "gpt3", "--json"])
 print(json.dumps(sorted({*sys.modules} - before)), file=sys.stderr)
@@ -366,3 +368,16 @@ def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:
     ours = {name.split(".")[1] for name in found if name.startswith("regard.")}
     assert ours <= {*LIGHT}
     assert len(found) <= 450
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("mistral-medium-3", "has not published the sizes"), ("Gemma-4-31B", "not counted yet")],
+)
+def test_a_model_without_known_sizes_says_why(
+    name: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["cost", name]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert reason in error
+    assert "--layers" in error

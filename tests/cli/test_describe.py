@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from regard.cli import main
+from regard.cli.app import run
 from regard.cli.describe import FAMILIES
+from regard.configs.suggested_sizes import ALIASES
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.usage import USAGE
 
@@ -118,3 +120,25 @@ def test_wrong_usage(
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setenv("NO_COLOR", "1")
     assert message in said(capsys, *arguments, code=2)
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("linear", "linear_attention"),
+        ("Gated-Delta", "gated_delta_net"),
+        ("WINDOW", "sliding_window"),
+    ],
+)
+def test_short_names_are_those_of_cost(
+    short: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["describe", short]) == 0
+    assert capsys.readouterr().out.startswith(f"{name}: ")
+    assert set(ALIASES.values()) <= set(VARIANTS)
+
+
+def test_families_are_in_a_teaching_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["describe"]) == 0
+    headings = [x for x in capsys.readouterr().out.splitlines() if x and not x.startswith(" ")]
+    assert [*dict.fromkeys(headings)] == list(FAMILIES)

@@ -390,6 +390,13 @@ def test_the_heads_are_listed_in_chinese(capsys: pytest.CaptureFixture[str]) -> 
     assert len(rows) == 12
 
 
-def test_the_full_walk_is_english(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", TEXT, "--full", "--lang", "zh"]) == 2
-    assert "--full，它只有英文" in capsys.readouterr().err
+def test_the_full_walk_in_chinese(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line of the English walk has its line, no sentence stays English, and none is wide."""
+    assert run(["explain", TEXT, "--full"]) == 0
+    english = capsys.readouterr().out.splitlines()
+    assert run(["explain", TEXT, "--full", "--lang", "zh"]) == 0
+    chinese = capsys.readouterr().out.splitlines()
+    headings = [[x for x in lines if x.startswith("━━")] for lines in (english, chinese)]
+    assert len(headings[0]) == len(headings[1]) > 10
+    assert max(map(cell_len, chinese)) <= 80
+    assert [x for x in chinese if re.search("[a-z]{3,} [a-z]{2,} [a-z]{2,}", x)] == []

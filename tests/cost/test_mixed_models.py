@@ -26,6 +26,8 @@ from tests.cost.tiny import COUNTED
 # that are not counted (vision, a second token's layer) go
 PUBLISHED: dict[str, tuple[float, float | None, float]] = {
     "qwen3-next-80b-a3b": (80, 3.5, 0.03),
+    "qwen3.5-9b": (9, None, 0.01),
+    "qwen3.5-35b-a3b": (35, 3, 0.04),
     "kimi-linear-48b-a3b": (48, 3, 0.04),
     "granite-4.0-h-micro": (3.2, None, 0.02),
     "granite-4.0-h-tiny": (7, None, 0.02),

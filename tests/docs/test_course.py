@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from regard.figures import FIGURE_FILES
 from tests.docs.test_docs import BLOCK
 from tests.docs.test_seeds import IDS, anchors, is_command
 
@@ -45,8 +46,18 @@ def code(text: str) -> list[tuple[str, str]]:
 
 
 def links(text: str) -> list[str]:
-    """The links of a page outside of its first paragraphs, whatever the language of their aim."""
-    return [x.replace(".zh-CN.", ".").partition("#")[0] for x in LINK.findall(text)]
+    """The links of a page, whatever the language of their aim."""
+    found = (x.replace(".zh-CN.", ".").partition("#")[0] for x in LINK.findall(text))
+    return [x.replace("images/zh/", "images/") for x in found]
+
+
+def test_a_chinese_page_shows_the_chinese_figures() -> None:
+    """Every figure that the library draws; those that were trained for have English labels."""
+    drawn = {path.name for path in (ROOT / "docs" / "images" / "zh").iterdir()}
+    assert drawn == set(FIGURE_FILES)
+    for page in sorted((ROOT / "docs").rglob("*.zh-CN.md")):
+        shown = re.findall(r"images/([\w-]+\.svg)", read(page))
+        assert [name for name in shown if name in drawn] == [], page.name
 
 
 def differences(english: str, translated: str) -> list[str]:

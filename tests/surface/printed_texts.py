@@ -3,7 +3,8 @@
 - the help of the commands: their paragraphs, options, defaults, panels and examples;
 - the first argument of every `translate` and the noun of every `translate_count`;
 - every string of `regard/cli` with two or more words;
-- the messages of the errors that the modules of `RAISING` raise.
+- every string of the modules of `RESULTS` with two or more words;
+- the messages of the errors that a command can meet: of all modules but those of `NOT_MET`.
 
 An f-string becomes a text with placeholders: `{name}` for a variable, the number of the place for
 another expression, and `{hint}` for a call of `suggest`.
@@ -14,53 +15,71 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import typer
 
 import regard
+from regard import figures
 from regard.audit import FAULTS
 from regard.bench.cases import CASES
 from regard.bench.render import COLUMNS
+from regard.claims.claim import VERDICTS, Role
 from regard.cli import COMMANDS
 from regard.cli import app as application
 from regard.cli.audit import COUNTS
-from regard.configs.published import PUBLISHED_MODELS
+from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_meanings
 from regard.nn.variants.usage import USAGE, equation_symbols
 from regard.notation import GLOSSARY
 from regard.train.tasks import TASKS
-from regard.view import cost_text, layer_text
+from regard.view import attention_diagram, cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
-RAISING = (
-    "argument_checks.py",
-    "compare/mechanisms.py",
-    "configs/published.py",
-    "configs/suggested_sizes.py",
-    "cost",
-    "files/atomic_write.py",
-    "files/regular_files.py",
-    "files/strict_json.py",
-    "inspect/explain/head_choice.py",
-    "inspect/record/recorded_place.py",
-    "language.py",
-    "masks/parse.py",
+NOT_MET = {
+    "integrations/pytorch": "a program calls it",
+    "models/step_reader.py": "why_not gives these reasons to a program",
+    "ops": "a model calls it, with arguments that the model has checked",
+    "parallel": "a program on several ranks calls it",
+    "scores": "a program writes these rules",
+}
+"""Modules, and folders of modules, whose errors no command prints, and why; `MET` are exceptions
+among them.
+"""
+MET = ("parallel/plan.py", "parallel/spawn.py")
+RESULTS = (
+    "audit",
+    "claims",
+    "inspect/explain",
+    "inspect/interventions",
+    "inspect/metrics",
+    "inspect/record/comparison.py",
     "models/convert",
-    "models/hub.py",
-    "models/load.py",
-    "nn/variants/registry.py",
-    "parallel/plan.py",
-    "view/plotting.py",
 )
-"""Modules, and folders of modules, whose errors a user of the commands often meets."""
+"""Folders of modules that write what a command prints: all their texts."""
 LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
 """What makes a string a text: two words."""
 
 
-NOT_PRINTED = ("bold red", "bold yellow", "{1}; did you mean {2}?")
+STEP_NAMES = ("input", "projected", "rotated")
+"""Steps of q, k and v that are words; the others are names of functions, such as l2norm."""
+AXES = (
+    *("layer", "head", "position", "key", "effect", "logit", "place", "query", "term", "token"),
+    "probability {known}",
+)
+"""Rows, columns and quantities of tables of effects that are single words."""
+SHAPED = ("Float", "Int", "Bool", "Shaped")
+"""Types of tensors, whose shape is a text."""
+NOT_PRINTED = (
+    "bold red",
+    "bold yellow",
+    "{1}; did you mean {2}?",
+    "{1}, {2} passed, {n_open} could not be made, {n_other} {5} not apply",  # see COUNTS
+)
 """Styles, and what is translated in its parts."""
 
 
@@ -89,6 +108,7 @@ def data_texts() -> Iterator[str]:
     yield from application.TYPER_MESSAGES
     yield from (*cost_text.TITLES, *cost_text.KINDS)
     yield from (x.finding for x in QUALITY_EVIDENCE.values())
+    yield from SIZES_NOT_PUBLISHED.values()
     yield from (model.note for model in PUBLISHED_MODELS.values() if model.note)
     for entry in VARIANTS.values():
         usage = USAGE[entry.name]
@@ -97,6 +117,11 @@ def data_texts() -> Iterator[str]:
         yield from equation_symbols(entry.name, entry.equation).values()
         yield f"{entry.family} attention"
     yield from COUNTS
+    yield from (*VERDICTS, *get_args(Role), "yes", "no")
+    yield from STEP_NAMES
+    yield from AXES
+    yield from (name for name, _ in attention_diagram.HEAD)
+    yield from (*figures.ANIMALS, *figures.FOODS)
     yield from (entry.meaning for entry in GLOSSARY.values())
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())
@@ -111,18 +136,24 @@ def _files(*places: str) -> Iterator[Path]:
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
+@cache
+def _parsed(path: Path) -> ast.Module:
+    """Return the tree of a source file; every kind of text reads the same trees."""
+    return ast.parse(path.read_text("utf-8"))
+
+
 def translated_calls() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the text of every call of `translate` with the names of its values, and `{n} noun` of
-    every call of `translate_count`.
+    """Yield the text of every call of `translate` and `translate_styled` with the names of its
+    values, and `{n} noun` of every call of `translate_count`.
     """
     for path in _files("."):
         source = path.read_text("utf-8")
         if "translate" not in source or path.name == "language.py":
             continue
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(_parsed(path)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            if node.func.id == "translate":
+            if node.func.id in ("translate", "translate_styled"):
                 names = tuple(str(keyword.arg) for keyword in node.keywords)
                 for text in _choices(node.args[0]):
                     yield text, names
@@ -141,13 +172,22 @@ def _choices(node: ast.AST) -> Iterator[str]:
 def command_strings() -> Iterator[str]:
     """Yield the texts in the modules of the commands."""
     for path in _files("cli"):
-        yield from _texts(ast.parse(path.read_text("utf-8")))
+        yield from _texts(_parsed(path))
+
+
+def result_texts() -> Iterator[str]:
+    """Yield the texts in the modules of `RESULTS`: titles, quantities, remarks, reasons."""
+    for path in _files(*RESULTS):
+        yield from _texts(_parsed(path))
 
 
 def raised_messages() -> Iterator[str]:
-    """Yield the messages of the errors of `RAISING`, and what is put into them."""
-    for path in _files(*RAISING):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    """Yield the messages of the errors that a command can meet, and what is put into them."""
+    for path in _files("."):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name not in MET and name.startswith(tuple(NOT_MET)):
+            continue
+        for node in ast.walk(_parsed(path)):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 yield from _texts(node.exc)
             elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and path.name == "folder.py":
@@ -169,13 +209,29 @@ def _texts(tree: ast.AST) -> Iterator[str]:
             yield counted
         text = _text(node)
         if text is None:
-            waiting += ast.iter_child_nodes(node)
+            waiting += _children(node)
             continue
         if node in documents:
             continue
         waiting += _expressions(node)
         if text not in NOT_PRINTED and LATIN_ONLY.search(re.sub(r"\{\w+\}", " ", text)):
             yield text
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the parts of an expression or a statement that can have texts: no annotation, no type
+    (the shape of a tensor is a string), and no message of an assertion.
+    """
+    if isinstance(node, ast.Assert):
+        return
+    if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") in SHAPED:
+        return
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "cast":
+        yield from node.args[1:]
+        return
+    skipped = (getattr(node, name, None) for name in ("annotation", "returns"))
+    left_out = [part for part in skipped if part is not None]
+    yield from (part for part in ast.iter_child_nodes(node) if part not in left_out)
 
 
 def _counted_noun(node: ast.AST) -> str | None:

@@ -187,7 +187,7 @@ def test_a_mistyped_model_comes_before_options_that_do_not_fit(
     assert "did you mean 'llama-3-8b'" in error
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full(keep=["regard.notation"])  # it starts without torch
 @pytest.mark.parametrize("program", [x for x in PROGRAMS if x not in SLOW])
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
 def test_a_reader_that_leaves_is_no_failure(program: str) -> None:

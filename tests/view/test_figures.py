@@ -11,10 +11,12 @@ import pytest
 from regard.biases import alibi_slopes
 from regard.figures import (
     ANIMALS,
+    FIGURE_FILES,
     FIGURES,
     alibi_penalty,
     cache_growth,
     context_scaling,
+    dropout_weights,
     figure_texts,
     linear_work,
     main,
@@ -24,6 +26,7 @@ from regard.figures import (
     trained_relations,
 )
 from regard.figures import causal_pattern as causal_figure
+from regard.language import LANGUAGES, use_language
 from regard.view.charts import Picture
 from regard.view.heads_figure import MaskPanels
 from regard.view.heatmaps import HeadWeights
@@ -40,10 +43,37 @@ def structure(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 @pytest.mark.full
-def test_the_stored_figures_are_those_of_the_library() -> None:
-    for name, text in figure_texts().items():
-        stored = (IMAGES / name).read_text(encoding="utf-8")
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_the_stored_figures_are_those_of_the_library(lang: str) -> None:
+    folder = IMAGES / lang if lang != "en" else IMAGES
+    with use_language(lang):
+        texts = figure_texts()
+    assert set(texts) == set(FIGURE_FILES)
+    for name, text in texts.items():
+        stored = (folder / name).read_text(encoding="utf-8")
         assert structure(stored) == structure(text), f"{name}: run python -m regard.figures again"
+
+
+@pytest.mark.full
+def test_labels_follow_the_language() -> None:
+    """In Chinese no label has two English words, except the names of mechanisms and formulas."""
+    with use_language("zh"):
+        words = {name: structure(text)[0] for name, text in figure_texts().items()}
+    english = re.compile("[a-z]{3,} [a-z]{2,}")
+    assert [x for found in words.values() for x in found if english.search(x)] == []
+    chinese = re.compile("[\u4e00-\u9fff]")
+    assert [name for name, found in words.items() if not any(map(chinese.search, found))] == []
+
+
+def test_dropout_doubles_what_it_keeps_and_can_empty_a_row() -> None:
+    figure = dropout_weights()
+    assert isinstance(figure, HeadWeights)
+    before, after = np.array(figure.weights).reshape(2, 6, 6)
+    assert np.allclose(before.sum(1), 1, atol=1e-6)
+    kept = after > 0
+    assert np.allclose(after[kept], 2 * before[kept])
+    assert 0 < kept.sum() < (before > 0).sum()
+    assert (after.sum(1) == 0).sum() == 1
 
 
 def test_a_causal_head_sees_no_later_word_and_sums_to_one() -> None:
@@ -113,4 +143,5 @@ def test_lines_have_the_numbers_of_the_library() -> None:
 def test_the_command_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main([str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.startswith("usage: python -m regard.figures FOLDER")
+    assert main([str(tmp_path), "--lang", "fr"]) == 2
     assert "heads" in FIGURES

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 
 from regard.claims.claim import VERDICTS, Claim, Criterion, Outcome
-from regard.text_table import format_table, line_width, wrap
-from regard.units import plural
+from regard.language import translate, translate_count, translate_message
+from regard.text_table import format_table, line_width, pad_cells, wrap
 from regard.view.html_page import Section
 
 COLUMNS = ("claim", "verdict", "check", "value", "least", "most", "low", "high", "answer", "role")
@@ -24,8 +25,9 @@ def list_claims(claims: Sequence[Claim]) -> str:
     width, hang = line_width(), " " * 24
     lines: list[str] = []
     for claim in claims:
-        lines.append(wrap(_sources(claim), width, indent=f"  {claim.id:<22}", hang=hang))
-        lines.append(wrap(claim.statement, width, indent=hang, hang=hang))
+        sources = translate_message(_sources(claim))
+        lines.append(wrap(sources, width, indent=f"  {claim.id:<22}", hang=hang))
+        lines.append(wrap(translate_message(claim.statement), width, indent=hang, hang=hang))
     return "\n".join(lines)
 
 
@@ -38,18 +40,43 @@ def outcome_text(outcome: Outcome) -> str:
     'minus-infinity: holds with limits'
     """
     claim = outcome.claim
-    reused = " (reused from an earlier run)" if outcome.reused else ""
+    reused = translate(" (reused from an earlier run)") if outcome.reused else ""
     lines = [
-        f"{claim.id}: {outcome.verdict}{reused}",
-        f"  statement   {claim.statement}",
-        f"  prediction  {claim.prediction}",
+        f"{claim.id}{translate(': ')}{translate_message(outcome.verdict)}{reused}",
+        _labelled(translate("statement"), claim.statement),
+        _labelled(translate("prediction"), claim.prediction),
     ]
     for check in outcome.checks:
-        measured = f"{_mark(check):<12}{format_value(check):>10}  {check.bounds:<16}"
-        lines.append(f"  {measured}  {check.quantity}{_spread(check)}")
-    lines += [format_table(outcome.table, indent="    ")] if outcome.table else []
-    lines += [f"  scope       {claim.scope}", f"  takeaway    {claim.takeaway}"]
+        mark = pad_cells(_mark(check), 12)
+        measured = f"{mark}{format_value(check):>10}  {pad_cells(_bounds(check), 16)}"
+        quantity = translate_message(check.quantity) + _spread(check)
+        lines.append(wrap(quantity, line_width(), indent=f"  {measured}  ", hang=" " * 14))
+    if outcome.table:
+        table = [[translate_message(str(cell)) for cell in row] for row in outcome.table]
+        lines.append(format_table(table, indent="    "))
+    lines += [
+        _labelled(translate("scope"), claim.scope),
+        _labelled(translate("takeaway"), claim.takeaway),
+    ]
     return "\n".join(lines)
+
+
+def _labelled(label: str, text: str) -> str:
+    """Return lines with a label in front of a text of the claim."""
+    hang = " " * 14
+    return wrap(
+        translate_message(text), line_width(), indent=f"  {pad_cells(label, 12)}", hang=hang
+    )
+
+
+def _bounds(check: Criterion) -> str:
+    """Return the bounds of a criterion in the reader's language."""
+    low, high = f"{check.low:.4g}", f"{check.high:.4g}"
+    if math.isinf(check.low):
+        return "" if math.isinf(check.high) else translate("at most {bound}", bound=high)
+    if math.isinf(check.high):
+        return translate("at least {bound}", bound=low)
+    return translate("{low} to {high}", low=low, high=high)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -60,9 +87,13 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     """
     verdicts = [outcome.verdict for outcome in outcomes]
     counts = [verdicts.count(verdict) for verdict in VERDICTS]
-    return (
-        f"{plural(len(verdicts), 'claim')}: {counts[0]} hold, {counts[1]} hold with limits, "
-        f"{counts[2]} undecided, {counts[3]} do not hold"
+    return translate(
+        "{claims}: {hold} hold, {limited} hold with limits, {open} undecided, {false} do not hold",
+        claims=translate_count(len(verdicts), "claim"),
+        hold=counts[0],
+        limited=counts[1],
+        open=counts[2],
+        false=counts[3],
     )
 
 
@@ -94,20 +125,29 @@ def outcome_section(outcome: Outcome) -> Section:
     """
     claim = outcome.claim
     good = {VERDICTS[0]: True, VERDICTS[3]: False}.get(outcome.verdict)
-    rows = [(_mark(c), format_value(c), c.bounds, c.quantity + _spread(c)) for c in outcome.checks]
+    rows = [
+        (_mark(c), format_value(c), _bounds(c), translate_message(c.quantity) + _spread(c))
+        for c in outcome.checks
+    ]
     texts = {
-        "statement": claim.statement,
-        "prediction": claim.prediction,
-        "scope": claim.scope,
-        "takeaway": claim.takeaway,
-        "source": _sources(claim),
+        translate("statement"): claim.statement,
+        translate("prediction"): claim.prediction,
+        translate("scope"): claim.scope,
+        translate("takeaway"): claim.takeaway,
+        translate("source"): _sources(claim),
     }
+    texts = {name: translate_message(text) for name, text in texts.items()}
     return Section(
         claim.id,
-        outcome.verdict,
+        translate_message(outcome.verdict),
         good,
         texts,
-        ("answer", "measured", "expected if the statement is true", "quantity"),
+        (
+            translate("answer"),
+            translate("measured"),
+            translate("expected if the statement is true"),
+            translate("quantity"),
+        ),
         rows,
         (outcome.picture,),
         outcome.table,
@@ -132,9 +172,13 @@ def _mark(check: Criterion) -> str:
     """Return the answer to a criterion, with its role in front unless the role is "claim"."""
     if check.role == "reported":
         return ""
-    return check.answer if check.role == "claim" else f"{check.role} {check.answer}"
+    answer = translate_message(check.answer)
+    return answer if check.role == "claim" else f"{translate_message(check.role)} {answer}"
 
 
 def _spread(check: Criterion) -> str:
     """Return the spread of the measurements in parentheses; "" if there is none."""
-    return "" if check.spread is None else f" ({check.spread[0]:.4g} to {check.spread[1]:.4g})"
+    if check.spread is None:
+        return ""
+    least, most = (f"{x:.4g}" for x in check.spread)
+    return translate(" ({least} to {most})", least=least, most=most)

@@ -11,7 +11,8 @@ import typer
 
 from regard.cli.options import note
 from regard.errors import ArgumentError
-from regard.units import plural
+from regard.language import translate, translate_count
+from regard.text_table import line_width, wrap
 
 if TYPE_CHECKING:
     from regard.bench.machine import MachineFacts
@@ -58,7 +59,7 @@ def list_claims() -> str:
     from regard.claims import CLAIMS
     from regard.claims.render import list_claims as claim_listing
 
-    return "claims\n" + claim_listing(list(CLAIMS.values()))
+    return translate("claims") + "\n" + claim_listing(list(CLAIMS.values()))
 
 
 def check(options: dict[str, object]) -> None:
@@ -99,7 +100,8 @@ def run(options: dict[str, Any], command: str) -> None:
     exit_code = 0
     try:
         for i, claim in enumerate(claims):
-            _report(f"claim {claim.id} ({i + 1}/{len(claims)})")
+            number = f"{i + 1}/{len(claims)}"
+            _report(translate("claim {name} ({number})", name=claim.id, number=number))
             outcomes += run_claims(session, [claim], options["budget"], options["seed"])
             if not options["json"]:
                 _print_outcome(outcomes[-1])
@@ -138,10 +140,14 @@ def _write(
         }
         typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
     else:
-        typer.echo(
-            f"{summary(outcomes)}; {_machine_text(machine_facts)}, budget "
-            f"{options['budget']:g}, seed {options['seed']}"
+        text = translate(
+            "{counts}; {machine}, budget {budget}, seed {seed}",
+            counts=summary(outcomes),
+            machine=_machine_text(machine_facts),
+            budget=f"{options['budget']:g}",
+            seed=options["seed"],
         )
+        typer.echo(wrap(text, line_width()))
     if options["csv"] is not None:
         write(options["csv"], as_csv(outcomes))
     if options["html"] is not None:
@@ -150,7 +156,7 @@ def _write(
             **{k: f"{v:g}" for k, v in setting.items()},
         }
         page = page_of(
-            "Claims about attention",
+            translate("Claims about attention"),
             summary(outcomes),
             facts,
             command,
@@ -160,11 +166,9 @@ def _write(
 
 
 def _machine_text(machine_facts: MachineFacts) -> str:
-    return (
-        f"{machine_facts['processor']}, {plural(machine_facts['threads'], 'thread')}, torch "
-        f"{machine_facts['torch']}, regard "
-        f"{machine_facts['regard']}"
-    )
+    threads = translate_count(machine_facts["threads"], "thread")
+    versions = f"torch {machine_facts['torch']}, regard {machine_facts['regard']}"
+    return f"{machine_facts['processor']}, {threads}, {versions}"
 
 
 def _report(line: str) -> None:

@@ -25,7 +25,11 @@ def print_audit(report: Audit, console: Console) -> None:
     """Print the result of an audit: the faults, and then the checks that were not made."""
     from rich.table import Table
 
-    called = translate("{target}, called {how}", target=report.target, how=report.called)
+    masked = ", causal mask given"
+    how = report.called.removesuffix(masked)
+    if how != report.called:
+        how += translate(", causal mask given")
+    called = translate("{target}, called {how}", target=report.target, how=how)
     console.print(called, highlight=False, markup=False)
     for f in report.findings:
         table = Table(show_header=False, box=None, padding=(0, 1))
@@ -42,7 +46,8 @@ def print_audit(report: Audit, console: Console) -> None:
         console.print()
         title = f"{translate_message(f.severity)} {f.name}"
         console.print(title, style=style, highlight=False, markup=False)
-        console.print(f"  {f.sentence}", highlight=False, markup=False)
+        sentence = translate_message(f.sentence)
+        console.print(f"  {sentence}", highlight=False, markup=False)
         console.print(table, highlight=False)
     console.print()
     for known in report.accepted:
@@ -57,7 +62,11 @@ def print_audit(report: Audit, console: Console) -> None:
         if skipped:
             table = Table(title, translate("why"), box=None, padding=(0, 1), header_style=style)
             for check in skipped:
-                table.add_row(check.name, _unstyled(translate_message(check.why)), style=style)
+                table.add_row(
+                    translate_message(check.name),
+                    _unstyled(translate_message(check.why)),
+                    style=style,
+                )
             console.print(table, highlight=False)
     console.print(translate_message(report.counts()))
     if not report.findings and report.untried:

@@ -250,11 +250,6 @@ def explain(
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     _check_lang(lang)
-    if full and html is None and lang not in (None, "en"):
-        raise typer.BadParameter(
-            "does not apply to --full, which is written in English; leave one of them out",
-            param_hint="--lang",
-        )
     if html is None and (beside or beside_model):
         raise typer.BadParameter(
             "compares two runs on the page; add --html FILE", param_hint="--beside"

@@ -239,7 +239,7 @@ def _check(task: str, texts: list[str], options: Mapping[str, Any], out: Path | 
     count = len(texts)
     if (task != "taps" and not count) or (task != "measure" and count > 1):
         raise typer.BadParameter(
-            f"{task} got {count} texts; give {'at least one' if task == 'measure' else 'one'}",
+            f"{task} got {count} texts; give {'at least 1' if task == 'measure' else '1'}",
             param_hint="TEXT",
         )
     for name in options:

@@ -68,6 +68,10 @@ CONFIG_MODULES = {
     "qwen2": "llama",
     "qwen2_moe": "mixtures",
     "qwen3": "llama",
+    "qwen3_5": "hybrid",
+    "qwen3_5_moe": "hybrid",
+    "qwen3_5_moe_text": "hybrid",
+    "qwen3_5_text": "hybrid",
     "qwen3_moe": "llama",
     "qwen3_next": "hybrid",
     "regard": "regard",
@@ -95,6 +99,10 @@ COUNTED_ONLY = frozenset(
         "minimax",
         "ministral3",
         "nemotron_h",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
         "qwen3_next",
     }
 )

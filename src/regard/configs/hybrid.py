@@ -1,5 +1,5 @@
 """The configs of models that mix layers with softmax attention and layers with a state of fixed
-size: Qwen3-Next, Granite 4, Jamba, Falcon-H1, Nemotron-H and MiniMax-Text-01.
+size: Qwen3-Next, Qwen3.5, Granite 4, Jamba, Falcon-H1, Nemotron-H and MiniMax-Text-01.
 
 Each class names the kind of every layer, and what a layer of a kind costs. `regard cost` counts
 these families; `regard.load` does not load them.
@@ -164,6 +164,64 @@ class Qwen3NextConfig(HybridConfig):
             DenseSpec(M, self.shared_expert_intermediate_size),
             shared_gate=True,
         )
+
+
+PICTURES = frozenset(
+    {
+        "text_config",
+        "vision_config",
+        "image_token_id",
+        "video_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+    }
+)
+"""Keys of a model that also reads images, which the language model does not have."""
+
+
+def _language_model(raw: Raw) -> Raw:
+    """Return the config of the language model, from that of a model that also reads images."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return raw
+    return {key: value for key, value in raw.items() if key not in PICTURES} | dict(text)
+
+
+@dataclass(frozen=True)
+class Qwen35MoeConfig(Qwen3NextConfig):
+    """The keys of the language model of Qwen3.5 with experts: the layers of Qwen3-Next.
+
+    The config.json of a model that also reads images has them in `text_config`.
+    """
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text", "qwen3_5_moe")
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys of the language model, as for Qwen3-Next."""
+        return super().normalize_keys(_language_model(raw))
+
+
+@dataclass(frozen=True)
+class Qwen35Config(Qwen35MoeConfig):
+    """The keys of the language model of Qwen3.5 with dense feed-forward layers."""
+
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_text", "qwen3_5")
+    zero: ClassVar[tuple[str, ...]] = (
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "num_experts",
+        "num_experts_per_tok",
+    )
+
+    def feed_forward(self) -> FeedForwardSpec:
+        """Return the sizes of the dense layer."""
+        return DenseSpec(self.hidden_size, self.intermediate_size)
 
 
 @dataclass(frozen=True)

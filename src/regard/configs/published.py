@@ -454,6 +454,15 @@ PUBLISHED_MODELS: dict[str, PublishedModel] = (
 """Name -> config and source."""
 
 
+SIZES_NOT_PUBLISHED = {
+    "mistral-medium": "Mistral AI has not published the sizes of Mistral Medium",
+    "gemma-4": (
+        "Gemma 4 has heads of another size in its global layers, which are not counted yet"
+    ),
+}
+"""Beginnings of the names of models that readers ask for, and why no sizes stand here."""
+
+
 def model_of(source: str) -> ModelSpec:
     """Return the sizes of a published model, of a config.json, or of a folder with one.
 
@@ -481,6 +490,11 @@ def model_of(source: str) -> ModelSpec:
     path = Path(source)
     if path.exists() or path.suffix == ".json":
         return read_sizes_file(path)
+    for beginning, reason in SIZES_NOT_PUBLISHED.items():
+        if name.startswith(beginning):
+            raise ArgumentError(
+                f"{reason}; give sizes of your own: regard cost --layers 60 --dim 8192 --heads 64"
+            )
     hint = suggest(name, PUBLISHED_MODELS, most=4, cutoff=0.4, otherwise=".")
     raise ArgumentError(
         f"{source!r} is neither a known model nor a path{hint} regard cost --list prints the known "

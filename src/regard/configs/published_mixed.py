@@ -49,6 +49,23 @@ QWEN_NEXT: Keys = _sizes(
 )
 
 
+QWEN35_MOE: Keys = _sizes(
+    "qwen3_5_moe_text",
+    2048,
+    40,
+    16,
+    2,
+    512,
+    248320,
+    head_dim=256,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    num_experts=256,
+    num_experts_per_tok=8,
+)
+QWEN35: Keys = _sizes("qwen3_5_text", 4096, 32, 16, 4, 12288, 248320, head_dim=256)
+
+
 def _kimi_linear() -> Keys:
     sizes = _sizes("kimi_linear", 2304, 27, 32, 32, 9216, 163840)
     latent = {
@@ -200,11 +217,22 @@ _LLAMA4 = "Meta 2025, model card of Llama 4; config.json of meta-llama/Llama-4"
 _GRANITE = "IBM 2025, model cards of Granite 4.0; config.json of ibm-granite/granite-4.0-h"
 _FALCON = "Falcon LLM Team 2025 (arXiv 2507.22448), table 1; config.json of tiiuae/Falcon-H1"
 _GLM46 = _glm(5120, 92, 12288, 1536, 160, first_k_dense_replace=3, use_qk_norm=True)
+QWEN35_NOTE = "without the vision tower and the layer for a second token"
 MIXED: dict[str, Row] = {
     "qwen3-next-80b-a3b": (
         QWEN_NEXT,
         "Qwen Team 2025, model card and config.json of Qwen/Qwen3-Next-80B-A3B",
         NO_MTP,
+    ),
+    "qwen3.5-9b": (
+        QWEN35,
+        "the default configuration of qwen3_5_text in transformers 5.23 (Qwen3.5-9B)",
+        QWEN35_NOTE,
+    ),
+    "qwen3.5-35b-a3b": (
+        QWEN35_MOE,
+        "the default configuration of qwen3_5_moe_text in transformers 5.23 (Qwen3.5-35B-A3B)",
+        QWEN35_NOTE,
     ),
     "kimi-linear-48b-a3b": (
         _kimi_linear(),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
-from regard.units import plural
+from regard.language import translate, translate_count, translate_message
 from regard.view import palette
 
 HEAD = (
@@ -30,9 +30,16 @@ def svg(heads: int = 3) -> str:
     """
     rows = HIGH - 96
     parts = [
-        *_paper(WIDE, HIGH, "Scaled dot-product attention, and several heads of it"),
-        _text(116, 28, "one head", "ink"),
-        _text(470, 28, f"{plural(heads, 'head')}, each with its own projections", "ink"),
+        *_paper(WIDE, HIGH, translate("Scaled dot-product attention, and several heads of it")),
+        _text(116, 28, translate("one head"), "ink"),
+        _text(
+            470,
+            28,
+            translate(
+                "{heads}, each with its own projections", heads=translate_count(heads, "head")
+            ),
+            "ink",
+        ),
         *_column(32, rows, HEAD, BOX),
         *_inputs(32, rows + 44, BOX),
     ]
@@ -45,7 +52,7 @@ def svg(heads: int = 3) -> str:
     top = rows - len(HEAD) * STEP
     parts += [_arrow(left + width / 2, top + 26, middle, top - 6) for left in lefts]
     parts += [
-        *_box(middle - 110, top - 38, 220, "concat, output projection", "z"),
+        *_box(middle - 110, top - 38, 220, translate("concat, output projection"), "z"),
         _arrow(middle, top - 38, middle, top - 56),
     ]
     return "\n".join([*parts, "</svg>", ""])
@@ -60,26 +67,26 @@ def block_svg() -> str:
     """
     high, path, side = 452, 130, 220
     parts = [
-        *_paper(560, high, "A Transformer block"),
-        _text(path, high - 14, "x, one vector for each token", "ink"),
+        *_paper(560, high, translate("A Transformer block")),
+        _text(path, high - 14, translate("x, one vector for each token"), "ink"),
         _arrow(path, high - 34, path, 34),
-        _text(path, 22, "to the next block", "ink"),
+        _text(path, 22, translate("to the next block"), "ink"),
     ]
     sublayers = (
-        ("attention", "reads other tokens", "s"),
-        ("feed-forward", "each token alone", "z"),
+        (translate("attention"), translate("reads other tokens"), "s"),
+        (translate("feed-forward"), translate("each token alone"), "z"),
     )
     for i, (name, what, role) in enumerate(sublayers):
         bottom = high - 60 - i * 190
         parts += [
             _arrow(path, bottom, side, bottom),
-            *_box(side, bottom - 16, 120, "norm", "q"),
+            *_box(side, bottom - 16, 120, translate("norm"), "q"),
             _arrow(side + 60, bottom - 16, side + 60, bottom - 46),
             *_box(side, bottom - 80, 120, name, role),
             _text(side + 220, bottom - 60, what, "soft"),
             _arrow(side + 60, bottom - 80, side + 60, bottom - 120),
             _arrow(side + 60, bottom - 120, path, bottom - 120),
-            _text(path - 56, bottom - 116, "+ added", "ink"),
+            _text(path - 56, bottom - 116, translate("+ added"), "ink"),
         ]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -92,33 +99,38 @@ def two_forms_svg() -> str:
     """
     high = 330
     parts = [
-        *_paper(WIDE, high, "A list of heads, and one projection that is split into heads"),
-        _text(170, 28, "a list of heads", "ink"),
-        _text(550, 28, "one projection, split into heads", "ink"),
+        *_paper(
+            WIDE, high, translate("A list of heads, and one projection that is split into heads")
+        ),
+        _text(170, 28, translate("a list of heads"), "ink"),
+        _text(550, 28, translate("one projection, split into heads"), "ink"),
     ]
     rows = (high - 72, high - 142, high - 212)
     for i in range(2):  # the list: each head has matrices and a width of its own
         left = 60 + i * 120
         parts += [
-            *_box(left, rows[0], 100, f"W of head {i}", "q"),
+            *_box(left, rows[0], 100, translate("W of head {n}", n=i), "q"),
             _arrow(left + 50, rows[0], left + 50, rows[1] + 32),
-            *_box(left, rows[1], 100, "2 numbers", "s"),
+            *_box(left, rows[1], 100, translate("2 numbers"), "s"),
             _arrow(left + 50, rows[1], 170, rows[2] + 32),
         ]
-    parts += [*_box(90, rows[2], 160, "concat: 4 numbers", "z"), _arrow(170, rows[2], 170, 52)]
-    parts += [*_box(450, rows[0], 200, "one W for all heads", "q")]
+    parts += [
+        *_box(90, rows[2], 160, translate("concat: 4 numbers"), "z"),
+        _arrow(170, rows[2], 170, 52),
+    ]
+    parts += [*_box(450, rows[0], 200, translate("one W for all heads"), "q")]
     for i in range(2):
         left = 450 + i * 110
         parts += [
             _arrow(left + 45, rows[0], left + 45, rows[1] + 32),
-            *_box(left, rows[1], 90, "1 number", "s"),
+            *_box(left, rows[1], 90, translate("1 number"), "s"),
             _arrow(left + 45, rows[1], left + 45, rows[2] + 32),
         ]
     parts += [
-        *_box(450, rows[2], 200, "concat, output projection", "z"),
+        *_box(450, rows[2], 200, translate("concat, output projection"), "z"),
         _arrow(550, rows[2], 550, 52),
-        _text(170, high - 14, "scale 1/sqrt(2) in each head", "soft"),
-        _text(550, high - 14, "2 in total, scale 1 in each head", "soft"),
+        _text(170, high - 14, translate("scale 1/sqrt(2) in each head"), "soft"),
+        _text(550, high - 14, translate("2 in total, scale 1 in each head"), "soft"),
     ]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -140,7 +152,8 @@ def _column(
     narrow = 2 * width / 3
     for i, (name, role) in enumerate(steps):
         y = bottom - (i + 1) * STEP + 26
-        yield from _box(left, y, width if i == len(steps) - 1 else narrow, name, role)
+        box = width if i == len(steps) - 1 else narrow
+        yield from _box(left, y, box, translate_message(name), role)
         if i:
             yield _arrow(left + narrow / 2, y + STEP, left + narrow / 2, y + 32)
     yield _arrow(left + 5 * width / 6, bottom + 44, left + 5 * width / 6, y + 32)
@@ -154,7 +167,7 @@ def _inputs(left: float, y: float, width: float) -> Iterator[str]:
         if name != "v":
             yield _arrow(left + (i + 0.5) * third, y, left + (i + 0.5) * third, y - 48)
     # a narrow head has no room for the long name
-    name = "three projections of x" if width >= BOX else "projections of x"
+    name = translate("three projections of x" if width >= BOX else "projections of x")
     yield _text(left + width / 2, y + 48, name, "soft")
 
 

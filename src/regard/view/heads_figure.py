@@ -5,13 +5,14 @@ and which keys each query sees under a mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool
 
 from regard import units
+from regard.language import translate, translate_count
 from regard.view import palette, plotting
 from regard.view.plotting import Drawing
 
@@ -58,7 +59,7 @@ class HeadsFigure:
     Args:
         mechanisms: the panels, from left to right.
         bytes_per_value: the bytes of one cached value.
-        title: the text above.
+        title: the text above; by default, what the figure shows.
 
     >>> HeadsFigure((CachedHeads("MQA", 8, 1, 256),)).captions
     ['512 B a token']
@@ -66,12 +67,15 @@ class HeadsFigure:
 
     mechanisms: Sequence[CachedHeads]
     bytes_per_value: int = 2
-    title: str = "what a cache holds for each token of one layer"
+    title: str = field(
+        default_factory=lambda: translate("what a cache holds for each token of one layer")
+    )
 
     @property
     def captions(self) -> list[str]:
         """The line below each panel: the bytes that a token takes in the cache."""
-        return [f"{units.size(x.values * self.bytes_per_value)} a token" for x in self.mechanisms]
+        sizes = (units.size(x.values * self.bytes_per_value) for x in self.mechanisms)
+        return [translate("{size} a token", size=size) for size in sizes]
 
     def draw(self) -> Drawing:
         """Return the figure, with a tooltip for each panel."""
@@ -94,7 +98,7 @@ def _panel(axes: Axes, one: CachedHeads) -> None:
     heads, groups = one.drawn
     columns = [(h + 0.5) / heads * 0.9 + 0.05 for h in range(heads)]
     axes.text(0.05, 0.97, one.name, color=palette.LIGHT["ink"], fontsize=14, va="center")
-    label = units.plural(one.heads, "query head")
+    label = translate_count(one.heads, "query head")
     axes.text(0.05, 0.86, label, color=palette.LIGHT["soft"], fontsize=12, va="center")
     for x in columns:
         _box(axes, x, 0.74, 0.7 / heads, 0.10, "q")
@@ -105,12 +109,13 @@ def _panel(axes: Axes, one: CachedHeads) -> None:
         for x in places:
             _box(axes, x, 0.38, 0.7 / heads, 0.10, "k")
             _box(axes, x, 0.24, 0.7 / heads, 0.10, "v")
-        below = f"cached: {units.plural(one.groups, 'key/value head')}"
+        heads_kept = translate_count(one.groups, "key/value head")
+        below = translate("cached: {what}", what=heads_kept)
     else:
         for x in columns:
             axes.plot((x, 0.5), (0.68, 0.38), color=palette.LIGHT["soft"], linestyle=(0, (4, 3)))
         _box(axes, 0.5, 0.32, 0.7, 0.12, "s")
-        below = f"cached: {one.latent}"
+        below = translate("cached: {what}", what=one.latent)
     axes.text(0.05, 0.06, below, color=palette.LIGHT["soft"], fontsize=12, va="center")
 
 
@@ -119,7 +124,7 @@ def _box(axes: Axes, x: float, y: float, wide: float, high: float, role: str) ->
 
     corner = (x - wide / 2, y - high / 2)
     axes.add_patch(Rectangle(corner, wide, high, color=palette.LIGHT[role], linewidth=0))
-    text = role if role in "qkv" else "latent"
+    text = role if role in "qkv" else translate("latent")
     axes.text(x, y, text, color="#ffffff", fontsize=11, ha="center", va="center")
 
 
@@ -150,8 +155,8 @@ class MaskFigure:
         plotting.write_at(figure, 16, 28, self.title, role="ink", size=15)
         axes = plotting.new_axes(figure, 66, wide - 66 - columns * side, 62, 48)
         self.fill(axes, lines=side > 6)
-        axes.set_ylabel("query", color=palette.LIGHT["soft"])
-        axes.set_xlabel("key", color=palette.LIGHT["soft"])
+        axes.set_ylabel(translate("query"), color=palette.LIGHT["soft"])
+        axes.set_xlabel(translate("key"), color=palette.LIGHT["soft"])
         return Drawing(figure)
 
     def fill(self, axes: Axes, *, lines: bool = True) -> None:
@@ -196,7 +201,12 @@ class MaskPanels:
     @property
     def captions(self) -> list[str]:
         """The line below each panel: how many pairs are visible."""
-        return [f"{int(x.visible.sum()):,} of {x.visible.size:,} pairs" for x in self.masks]
+        return [
+            translate(
+                "{n} of {all} pairs", n=f"{int(x.visible.sum()):,}", all=f"{x.visible.size:,}"
+            )
+            for x in self.masks
+        ]
 
     def draw(self) -> Drawing:
         """Return the figure; rows are queries, columns are keys."""

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from rich.cells import cell_len
 
+from regard.language import translate
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting, terminal
 from regard.view.plotting import Drawing
@@ -148,13 +149,13 @@ class HeadWeights:
         axes.grid(visible=False)
         plotting.write_at(figure, 16, 26, self.title, role="ink", size=14)
         lowest = plotting.power_of_two(plotting.lowest_weight(columns))
-        note = f"query; colours logarithmic from {lowest} to 1"
+        note = translate("query; colours logarithmic from {lowest} to 1", lowest=lowest)
         plotting.write_at(figure, 16, 46, note, size=12)
         colours = plotting.weight_colours()
         scale = plotting.weight_scale(columns)
         axes.pcolormesh(cells, cmap=colours, norm=scale, gid="cells")
         axes.invert_yaxis()
-        axes.set_xlabel("key", fontsize=13, color=palette.LIGHT["soft"], labelpad=6)
+        axes.set_xlabel(translate("key"), fontsize=13, color=palette.LIGHT["soft"], labelpad=6)
         for axis, count, words in (
             (axes.xaxis, columns, names[1]),
             (axes.yaxis, rows, names[0]),
@@ -223,8 +224,13 @@ class EffectMap:
         below = 46 + (max(map(cell_len, columns)) * 6.6 if long_columns else 0)
         finite = self.values[np.isfinite(self.values)]
         largest = float(np.abs(finite).max()) if finite.size else 0.0
-        low = "0" if (finite >= 0).all() else f"{-largest:.3g} (orange)"
-        scale = f"{self.quantity}, from {low} to {largest:.3g} (blue)"
+        low = f"{-largest:.3g}"
+        scale = translate(
+            "{quantity}, from {low} to {high} (blue)",
+            quantity=self.quantity,
+            low="0" if (finite >= 0).all() else translate("{low} (orange)", low=low),
+            high=f"{largest:.3g}",
+        )
         heading = max(cell_len(escape_controls(x)) for x in (self.title, scale))
         wide = max(left + wide_count * wide_cell + 20, 40 + plotting.LETTER_WIDTH * heading)
         figure = plotting.new_figure(wide, 62 + count * side + below)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from regard.errors import FileError
 from regard.files.atomic_write import write_user_file
+from regard.language import language
 from regard.text_table import display_width
 from regard.untrusted_text import escape_controls
 from regard.view import palette
@@ -242,7 +243,8 @@ def write(drawing: Drawing, path: Path, title: str) -> int:
         The number of bytes written.
 
     Raises:
-        FileError: the ending is not in `FORMATS`, or the file cannot be written.
+        FileError: the ending is not in `FORMATS`, the file cannot be written, or its labels are
+            Chinese and no font has their characters.
     """
     check_format(path)
     kind = path.suffix.lower()
@@ -252,6 +254,11 @@ def write(drawing: Drawing, path: Path, title: str) -> int:
         else:
             nothing = {".pdf": {"CreationDate": None}, ".png": {"Software": None}}[kind]
             fonts = _chinese_fonts() if _is_wide(drawing.figure) else ()
+            if _is_wide(drawing.figure) and not fonts and language() == "zh":
+                raise FileError(
+                    f"{path}: no font with Chinese characters is installed, so that its labels "
+                    "would be boxes; install one (fonts-noto-cjk), write a .svg, or use --lang en"
+                )
             with _settings(drawing.figure, title, fonts=fonts):
                 drawing.figure.savefig(place, format=kind[1:], dpi=144, metadata=nothing)
     return path.stat().st_size

@@ -12,6 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.style import Style
 from rich.text import Text
 
+from regard.language import translate
 from regard.untrusted_text import escape_controls
 from regard.view.palette import TERMINAL
 
@@ -107,6 +108,15 @@ def cell(text: str, width: int) -> str:
     return set_cell_size(text, width - 1) + "…"
 
 
+def right(text: str, width: int) -> str:
+    """Pad a text on the left to a width in terminal cells.
+
+    >>> right("权重", 6)
+    '  权重'
+    """
+    return " " * (width - cell_len(text)) + text
+
+
 def subscripts(equation: str) -> str:
     """Return an equation with `_i`, `_j` and `_ij` as Unicode subscripts.
 
@@ -135,7 +145,7 @@ def style(role: str, *, bold: bool = False) -> Style:
 def heading(title: str) -> Text:
     """Return a line across the page that starts a section."""
     return Text.assemble(
-        ("━━ ", "dim"), (title, "bold"), (f" {'━' * (WIDTH - len(title) - 4)}", "dim")
+        ("━━ ", "dim"), (title, "bold"), (f" {'━' * (WIDTH - cell_len(title) - 4)}", "dim")
     )
 
 
@@ -180,10 +190,17 @@ def wrapped(text: str, width: int = WIDTH) -> Lines:
 
 def legend(what: str) -> Text:
     """Return the legend of the shades, in one line."""
-    low = " ".join(
+    shades = " ".join(
         f"{shade} {step:g}+" for shade, step in zip(SHADES[1:], SHADE_STEPS, strict=True)
     )
-    return Text(f"{INDENT}{what} blank below {SHADE_STEPS[0]:g}, {low}, {MASKED} masked", "dim")
+    text = translate(
+        "{what} blank below {least}, {shades}, {hatch} masked",
+        what=what,
+        least=f"{SHADE_STEPS[0]:g}",
+        shades=shades,
+        hatch=MASKED,
+    )
+    return Text(INDENT + text, "dim")
 
 
 def strip(title: str, values: Sequence[float], role: str, top: float | None = None) -> Lines:
@@ -199,13 +216,18 @@ def strip(title: str, values: Sequence[float], role: str, top: float | None = No
     n, shown = fold(values, STRIP_WIDTH)
     wide = max(1, STRIP_WIDTH // len(shown))
     full = max(map(abs, values), default=0.0) if top is None else top
-    numbers = f"min {number(min(values))}  max {number(max(values))}  norm {number(norm(values))}"
-    space = WIDTH - len(INDENT) - len(numbers) - 2
+    numbers = translate(
+        "min {min}  max {max}  norm {norm}",
+        min=number(min(values)),
+        max=number(max(values)),
+        norm=number(norm(values)),
+    )
+    space = WIDTH - len(INDENT) - cell_len(numbers) - 2
     yield Text.assemble(INDENT, (cell(title, space), style(role)), "  ", (numbers, "dim"))
     up, down = columns([value for value in shown for _ in range(wide)], full)
     end = f" ±{number(full)}"
     yield Text.assemble(INDENT, (up, style(role)), (end, "dim"))
-    folded = f" {n} dims each" if n > 1 else ""
+    folded = " " + translate("{n} dims each", n=n) if n > 1 else ""
     yield Text.assemble(INDENT, (down, style(role)), (folded, "dim"))
 
 
@@ -219,10 +241,10 @@ def large_pattern(data: Data) -> Lines:
     before each row.
     """
     n, cells = data["pool"], data["patterns"][data["head"]]
-    yield Text.assemble(
-        f"{INDENT}rows are queries, columns are keys 0 .. {len(data['pieces']) - 1}",
-        f"; cells: largest weight of {n} x {n}" if n > 1 else "",
-    )
+    text = translate("rows are queries, columns are keys 0 .. {last}", last=len(data["pieces"]) - 1)
+    if n > 1:
+        text += translate("; cells: largest weight of {n} x {n}", n=n)
+    yield Text(INDENT + text)
     wide = len(cells[0])
     ruler = "".join(f"{column * n:<10}" for column in range(0, wide, 5))
     yield Text(f"{' ' * 14}{ruler[: 2 * wide].rstrip()}", "dim")
@@ -247,21 +269,22 @@ def small_patterns(data: Data) -> Lines:
         h for h, cells in enumerate(patterns) if any(p is not None for row in cells for p in row)
     ]
     if heads == [data["head"]] and len(patterns) > 1:
-        yield Text(f"{INDENT}the other heads are not drawn: the text is long", "dim")
+        text = translate("the other heads are not drawn: the text is long")
+        yield Text(INDENT + text, "dim")
         return
     longest = max(len(data["patterns"][0]), len(data["patterns"][0][0]))
     side = data["pool"] * max(1, -(-longest // MAX_SMALL_CELLS))
-    pooled = f"; each cell is the largest weight of {side} x {side}" if side > 1 else ""
-    yield Text(f"{INDENT}every head of the layer{pooled}")
+    text = translate("every head of the layer")
+    if side > 1:
+        text += translate("; each cell is the largest weight of {n} x {n}", n=side)
+    yield Text(INDENT + text)
     for first in range(0, len(patterns), PATTERNS_PER_LINE):
         group = list(enumerate(patterns))[first : first + PATTERNS_PER_LINE]
         titles = Text(INDENT)
         for h, _ in group:
             here = h == data["head"]
-            titles.append(
-                f"{'▶' if here else ' '}head {h}".ljust(2 * MAX_SMALL_CELLS + 3),
-                "bold" if here else "dim",
-            )
+            name = f"{'▶' if here else ' '}{translate('head {n}', n=h)}"
+            titles.append(cell(name, 2 * MAX_SMALL_CELLS + 3), "bold" if here else "dim")
         yield titles
         for row in range(len(patterns[0])):
             line = Text(INDENT)

@@ -22,6 +22,8 @@ from regard.language import translate, translate_message
 from regard.text_table import format_table, line_width, wrap
 from regard.untrusted_text import escape_controls
 
+AXES = {"head": "attention head"}
+"""Names of axes as the catalogue has them: "head" alone is the output head of a model there."""
 ENDINGS = (".csv", ".json", ".npy", ".png", ".svg", ".pdf")
 """The endings of files that `EffectTable.to` writes."""
 
@@ -225,19 +227,19 @@ class EffectTable:
         Returns:
             The lines, without a line break at the end.
         """
-        head, width = self.quantity, line_width()
+        head, width = translate_message(self.quantity), line_width()
         if self.baseline is not None:
             head += translate("; unchanged: {value}", value=f"{self.baseline:.4g}")
         if self.target is not None:
             head += translate("; the other run: {value}", value=f"{self.target:.4g}")
         best = self.top(n)
         names = list(best[0]) if best else []
-        lines = [names] + [
+        lines = [[translate(AXES.get(name, name)) for name in names]] + [
             [f"{x:.4g}" if isinstance(x, float) else escape_controls(str(x)) for x in cell.values()]
             for cell in best
         ]
         left = range(max(len(names) - 1, 0))
-        texts = [escape_controls(self.title), head]
+        texts = [translate_message(escape_controls(self.title)), head]
         notes = [translate("note: {note}", note=translate_message(note)) for note in self.notes]
         table = format_table(lines, left=left, width=width, names=max(len(names) - 1, 1))
         return "\n".join(

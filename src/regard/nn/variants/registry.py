@@ -14,6 +14,7 @@ from typing import Literal, ParamSpec, TypeAlias, TypeVar
 
 from torch import nn
 
+from regard.configs.suggested_sizes import ALIASES
 from regard.deprecation import renamed_attribute
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
@@ -110,17 +111,21 @@ def variant(
 
 
 def find_variant(name: str) -> Variant:
-    """Return the mechanism of this name, in upper or lower case, with - or _ between words.
+    """Return the mechanism of this name, or of a short name such as `linear`.
+
+    Args:
+        name: in upper or lower case, with - or _ between words.
 
     Raises:
         ArgumentError: no mechanism has this name.
 
-    >>> find_variant("MQA").family
-    'softmax'
+    >>> find_variant("MQA").family, find_variant("Gated-Delta").name
+    ('softmax', 'gated_delta_net')
     """
     name = name.lower().replace("-", "_")
+    name = ALIASES.get(name, name)
     if name not in VARIANTS:
-        hint = suggest(name, VARIANTS, otherwise=".")
+        hint = suggest(name, [*ALIASES, *VARIANTS], otherwise=".")
         raise ArgumentError(
             f"no mechanism is named {name!r}{hint} The catalogue has {', '.join(VARIANTS)}"
         )
