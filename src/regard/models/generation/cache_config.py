@@ -217,13 +217,13 @@ class CacheConfig:
         if not self.kind.needs_widths:
             return self.kind.for_layer(LayerSize(self.max_context, rows))
         mixer = layer.get_submodule("attention")
-        shape = mixer.project.shape if isinstance(mixer, Attention) else None
-        if shape is None or len(shape.memory) > 2:
+        parts = mixer.project.shape.parts if isinstance(mixer, Attention) else ((0, 0),) * 3
+        if len(parts) > 2:
             raise ArgumentError(
                 f"{type(mixer).__name__} stores more than keys and values, which "
                 f"cache={self.cache!r} does not support; choose another one"
             )
-        widths = [size // (shape.G if len(shape.memory) > 1 else 1) for size in shape.memory]
+        widths = [width for _, width in parts]
         return self.kind.for_layer(LayerSize(self.max_context, rows, tuple(widths)))
 
 

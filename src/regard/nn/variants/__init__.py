@@ -36,6 +36,7 @@ from regard.nn.variants.scored import (
     top_k,
 )
 from regard.nn.variants.selected_keys import dsa, moba, nsa
+from regard.nn.variants.small_memory import grouped_latent, gta, mfa, mlra, tpa
 from regard.nn.variants.softmax import (
     alibi,
     causal,
@@ -79,6 +80,8 @@ __all__ = [
     "gated_linear",
     "gpt",
     "gqa",
+    "grouped_latent",
+    "gta",
     "infini",
     "infini_delta",
     "learned_sink",
@@ -86,9 +89,11 @@ __all__ = [
     "local_global",
     "longformer",
     "luong",
+    "mfa",
     "mha",
     "mha_per_head",
     "mla",
+    "mlra",
     "moba",
     "mqa",
     "nsa",
@@ -113,5 +118,6 @@ __all__ = [
     "t5",
     "talking_heads",
     "top_k",
+    "tpa",
     "weightless",
 ]
