@@ -178,6 +178,8 @@ NO_TOKENS = {
     "Memory": "a recurrence's state and the tokens of the open segment, which its module alone "
     "can read",
     "Cross": "the other sequence, stored once",
+    "Shared": "the memory of an earlier layer, which is lent for one call",
+    "Recorded": "another cache, for the length of one call",
 }
 """Public caches that are not in the suite, and why."""
 

@@ -16,6 +16,7 @@ from regard.caches.paged import Paged, PagePool
 from regard.caches.quantized import Quantised
 from regard.caches.ring import Ring, Streaming, for_reach
 from regard.caches.save_load import load, save
+from regard.caches.shared import Recorded, Shared
 from regard.caches.state import Memory, State
 from regard.deprecation import renamed
 from regard.registry import import_all
@@ -34,7 +35,9 @@ __all__ = [
     "Paged",
     "Parts",
     "Quantised",
+    "Recorded",
     "Ring",
+    "Shared",
     "State",
     "Streaming",
     "for_reach",

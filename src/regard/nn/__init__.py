@@ -54,6 +54,7 @@ from regard.nn.projections import (
     SeparateQKV,
 )
 from regard.nn.selected_attention import NSA, SelectedAttention
+from regard.nn.shared_memory import SharedMemoryAttention
 from regard.nn.streaming_attention import StreamingAttention
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ __all__ = [
     "SandwichNorm",
     "SelectedAttention",
     "SeparateQKV",
+    "SharedMemoryAttention",
     "SigmoidRouter",
     "SinusoidalPositions",
     "SoftmaxRouter",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
@@ -209,7 +210,18 @@ class CacheConfig:
                     f"has no mask to restrict; cache={self.cache!r} cannot serve this model: "
                     f"choose one of {', '.join(name for name, kind in CACHES if not kind.evicts)}"
                 )
-            layer.attention = _with_mask(layer.attention, extra_mask)
+            # readers of another layer's keys need them as they are, at their own positions
+            shares = i in restricted.memory_from
+            layer.attention = _with_mask(layer.attention, extra_mask, in_place=shares)
+        for i, source in enumerate(restricted.memory_from):
+            if source is None:
+                continue
+            before, now, reader = (
+                cast("Attention", network.layers[n].get_submodule("attention"))
+                for network, n in ((decoder, source), (restricted, source), (restricted, i))
+            )
+            if now.mask != before.mask:
+                reader.mask = extra_mask if reader.mask is None else reader.mask & extra_mask
         return restricted
 
     def _layer_cache(self, layer: nn.Module, rows: int) -> Cache:
@@ -227,10 +239,12 @@ class CacheConfig:
         return self.kind.for_layer(LayerSize(self.max_context, rows, tuple(widths)))
 
 
-def _with_mask(attention: Attention, mask: Mask) -> Attention:
-    """Add a mask to the attention, or make it a `StreamingAttention` where that is possible."""
+def _with_mask(attention: Attention, mask: Mask, *, in_place: bool = False) -> Attention:
+    """Add a mask to the attention, or make it a `StreamingAttention` where that is possible, unless
+    `in_place`.
+    """
     bound = mask.reach()
-    if bound.sinks and attention.mask == Causal() and attention.bias is None:
+    if not in_place and bound.sinks and attention.mask == Causal() and attention.bias is None:
         try:
             return StreamingAttention(
                 attention.project,  # type: ignore[arg-type]
