@@ -178,6 +178,17 @@ NO_TOKENS = {
     "Memory": "a recurrence's state and the tokens of the open segment, which its module alone "
     "can read",
     "Cross": "the other sequence, stored once",
+    **dict.fromkeys(
+        (
+            "Evicting",
+            "HeavyHitterCache",
+            "LastQueryCache",
+            "ObservedWindowCache",
+            "SmallKeyNormCache",
+            "KeyDifferenceCache",
+        ),
+        "the tokens that a rule leaves, which its module alone can read",
+    ),
     "Shared": "the memory of an earlier layer, which is lent for one call",
     "Recorded": "another cache, for the length of one call",
 }

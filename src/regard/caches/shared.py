@@ -45,7 +45,7 @@ class Recorded(Cache):
         return self.returned
 
     def crop(self, length: int) -> None:
-        """Crop the inner cache."""
+        """Remove the last tokens of the inner cache."""
         check_crop(length)
         if self.inner is not None:
             self.inner.crop(length)
@@ -127,11 +127,11 @@ class Shared(Cache):
         check_crop(length)
 
     def contents(self) -> Contents:
-        """Return nothing."""
+        """Return no contents, because nothing is stored."""
         return {}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Forget what was lent."""
+        """Remove the memory that was lent."""
         self._lent = None
 
     def __len__(self) -> int:

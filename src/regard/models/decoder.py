@@ -8,7 +8,8 @@ from typing import cast
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.caches import Cache, Recorded, Shared, rollback_on_error
+from regard.caches import Cache, Shared, rollback_on_error
+from regard.caches.shared import Recorded
 from regard.errors import ArgumentError
 from regard.models.compiled_step import try_step
 from regard.nn import Block, InputEmbedding
@@ -216,19 +217,19 @@ class Decoder(nn.Module):
 
 def _check_memory_from(memory_from: Sequence[int | None], layers: int) -> tuple[int | None, ...]:
     """Return for each layer the layer whose memory it reads, after a check."""
-    found = tuple(memory_from) or (None,) * layers
-    if len(found) != layers:
+    sources = tuple(memory_from) or (None,) * layers
+    if len(sources) != layers:
         raise ArgumentError(
-            f"memory_from has length {len(found)} for {plural(layers, 'layer')}; give one entry "
+            f"memory_from has length {len(sources)} for {plural(layers, 'layer')}; give one entry "
             "per layer"
         )
-    for i, source in enumerate(found):
-        if source is not None and not (0 <= source < i and found[source] is None):
+    for i, source in enumerate(sources):
+        if source is not None and not (0 <= source < i and sources[source] is None):
             raise ArgumentError(
                 f"layer {i} reads the memory of layer {source}; it must be an earlier layer that "
                 "stores its own"
             )
-    return found
+    return sources
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:

@@ -25,6 +25,7 @@ from regard.nn.blocks import (
 from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
 from regard.nn.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
+from regard.nn.evicting_attention import EvictingAttention
 from regard.nn.feed_forward import (
     ClippedSwiGLU,
     ExpertGroups,
@@ -54,7 +55,6 @@ from regard.nn.projections import (
     SeparateQKV,
 )
 from regard.nn.selected_attention import NSA, SelectedAttention
-from regard.nn.shared_memory import SharedMemoryAttention
 from regard.nn.streaming_attention import StreamingAttention
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ __all__ = [
     "DecoderBlock",
     "DifferentialProjection",
     "EncoderStateProjection",
+    "EvictingAttention",
     "ExpertGroups",
     "FeedForward",
     "FusedQKV",
@@ -103,7 +104,6 @@ __all__ = [
     "SandwichNorm",
     "SelectedAttention",
     "SeparateQKV",
-    "SharedMemoryAttention",
     "SigmoidRouter",
     "SinusoidalPositions",
     "SoftmaxRouter",

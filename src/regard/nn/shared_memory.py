@@ -48,7 +48,7 @@ class QueryProjection(ProjectionModule):
         super().__init__()
         if groups < 1 or q.heads % groups:
             raise ArgumentError(
-                f"groups is {groups} for {q.heads} x {q.head_dim} queries; it must divide the heads"
+                f"groups is {groups}, and q is {q.extra_repr()}; groups must divide the query heads"
             )
         self.q, self.groups = q, groups
         self.value_dim = q.head_dim if value_dim is None else value_dim

@@ -145,8 +145,8 @@ def share_memory(decoder: Decoder, memory_from: Sequence[int | None]) -> Decoder
         _, G2, D2, E2, _ = other.project.shape
         if (G, D, E) != (G2, D2, E2):
             raise ArgumentError(
-                f"layer {i} has {G} x {D} keys and {G} x {E} values, and layer {source} has "
-                f"{G2} x {D2} and {G2} x {E2}; both must be the same"
+                f"layer {i} has (groups, key dim, value dim) = {(G, D, E)}, and layer {source} has "
+                f"{(G2, D2, E2)}; both must be the same"
             )
         shared.layers[i].attention = reader
     return shared

@@ -4,6 +4,7 @@ them.
 
 from regard.nn.variants.bounded_memory import infini, infini_delta, streaming
 from regard.nn.variants.cross import bahdanau, cross_attention, luong
+from regard.nn.variants.evicting import h2o, key_norm, keydiff, snapkv, tova
 from regard.nn.variants.linear_recurrence import (
     delta_net,
     gated_delta_net,
@@ -82,8 +83,11 @@ __all__ = [
     "gqa",
     "grouped_latent",
     "gta",
+    "h2o",
     "infini",
     "infini_delta",
+    "key_norm",
+    "keydiff",
     "learned_sink",
     "linear_attention",
     "local_global",
@@ -108,6 +112,7 @@ __all__ = [
     "sigmoid_attention",
     "single_head",
     "sliding_window",
+    "snapkv",
     "softcap",
     "softpick",
     "sparse_fixed",
@@ -118,6 +123,7 @@ __all__ = [
     "t5",
     "talking_heads",
     "top_k",
+    "tova",
     "tpa",
     "weightless",
 ]

@@ -569,6 +569,52 @@ USAGE: dict[str, Usage] = {
             "i": "index of the latent that serves head h in branch j",
         },
     ),
+    "h2o": Usage(
+        "a cache policy of serving systems, on models that were trained without it",
+        "the cache must stay small on a trained model, and some tokens matter throughout the text",
+        "later questions may need any token: what was evicted cannot be found again",
+        {},
+        {
+            "n": "how many of the newest tokens stay",
+            "p_tj": "weight that query t gave to key j",
+            "sum_t": "sum over all queries so far",
+            "t": "position of a query, the last one in j > t - n",
+        },
+    ),
+    "tova": Usage(
+        "a cache policy of serving systems, on models that were trained without it",
+        "as h2o, where what matters changes along the text",
+        "as h2o; one query decides alone what is lost",
+        {},
+        {"p_tj": "weight that the last query t gave to key j"},
+    ),
+    "snapkv": Usage(
+        "a cache policy of serving systems, on models that were trained without it",
+        "a long prompt ends with the question: its last tokens say what matters",
+        "the question comes later than the eviction: its tokens cannot be known",
+        {},
+        {
+            "w": "number of last queries, which decide",
+            "mean": "mean over the neighbours of key j",
+            "p_tj": "weight that query t gave to key j",
+            "sum_t": "sum over the last w queries",
+            "t": "position of a query, the last one in j > t - w",
+        },
+    ),
+    "key_norm": Usage(
+        "a cache policy of serving systems, on models that were trained without it",
+        "no attention weights are at hand, as with fused kernels",
+        "the model has QK-norm: all its keys have about the same norm",
+        {},
+        {"k_j": "key j"},
+    ),
+    "keydiff": Usage(
+        "a cache policy of serving systems, on models that were trained without it",
+        "no attention weights are at hand, and a prompt is read in pieces",
+        "as h2o; similar keys may hold different values",
+        {},
+        {"k_j": "key j", "c": "mean direction of the held keys"},
+    ),
 }
 """The row of each mechanism, by its name in the catalogue."""
 
