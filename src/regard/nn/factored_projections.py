@@ -105,7 +105,7 @@ class TensorProductHeads(nn.Module):
         R, H, D = self.rank, self.heads, self.head_dim
         a, b = factors[:, 0].split_with_sizes((R * H, R * D), dim=-1)
         a, b = torch.unflatten(a, -1, (R, H)), torch.unflatten(b, -1, (R, D))
-        return (a.mT @ b).transpose(1, 2) / R  # [B,L,H,D] -> [B,H,L,D]
+        return (a.transpose(-2, -1) @ b).transpose(1, 2) / R  # [B,L,H,D] -> [B,H,L,D]
 
     def forward(
         self, x: Float[Tensor, "B L M"], positions: Positions | None

@@ -143,7 +143,10 @@ def test_the_reference_of_onnx_agrees_about_the_node() -> None:
     assert_same_calls(module, found, [qkv(3, 9), qkv(8, 8)])
 
 
-PAST = ("sliding_window", "mla", "learned_sink", "streaming", "differential", "alibi", "gpt", "t5")
+PAST = (
+    "sliding_window", "mla", "learned_sink", "streaming", "differential", "alibi", "gpt", "t5",
+    "tpa", "mfa", "gta", "grouped_latent", "mlra",
+)  # fmt: skip
 LAYERS = ("longformer", "packed", "prefix_lm", "chunked", "bigbird", "softcap", "gated")
 SCORED = ("sigmoid_attention", "relu_attention", "entmax", "scalable_softmax")
 """Mechanisms with a score rule."""
@@ -218,7 +221,7 @@ def test_operations_that_cannot_be_written_raise_an_error(name: str) -> None:
 
 REFUSED = (
     "infini", "longformer", "nsa", "moba", "dsa", "linear_attention", "retention", "gated_linear",
-    "delta_net", "gated_delta_net", "infini_delta",
+    "delta_net", "gated_delta_net", "infini_delta", "h2o", "tova", "snapkv", "key_norm", "keydiff",
 )  # fmt: skip
 
 
