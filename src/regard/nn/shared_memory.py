@@ -110,7 +110,7 @@ class SharedMemoryAttention(Attention):
     >>> import torch
     >>> from regard.span import Span
     >>> layer = SharedMemoryAttention(
-    ...     QueryProjection(HeadProjection(8, 4, 2), 2), nn.Linear(8, 8, bias=False))
+    ...     QueryProjection(HeadProjection(8, 4, 2), 2), torch.nn.Linear(8, 8, bias=False))
     >>> cache = layer.new_cache()
     >>> cache.lend((torch.zeros(1, 2, 5, 2), torch.zeros(1, 2, 5, 2)), Span(0, 5))
     >>> layer(torch.zeros(1, 1, 8), Span(4, 1), cache).shape
