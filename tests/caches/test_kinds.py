@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 import regard
-from regard.caches import CACHES, Cache, Fixed, Growing, LayerSize, Paged, make_full_cache
+from regard.caches import CACHES, Cache, Evicting, Fixed, Growing, LayerSize, Paged, make_full_cache
 from regard.caches.base import check_same_layout, check_update
 from regard.caches.quantization import QuantizedGroups, dequantize, group_shapes
 from regard.cli.generate import generate
@@ -34,7 +34,11 @@ NAMES = {
 
 
 def test_the_names() -> None:
-    assert {name for name, kind in CACHES if is_builtin(kind)} == set(NAMES)
+    builtin = {name: kind for name, kind in CACHES if is_builtin(kind)}
+    assert {name for name, kind in builtin.items() if not issubclass(kind, Evicting)} == set(NAMES)
+    evicting = set(builtin) - set(NAMES)
+    assert evicting == {"h2o", "tova", "snapkv", "key_norm", "keydiff"}
+    assert all(builtin[name].evicts and builtin[name].min_context == 8 for name in evicting)
 
 
 @pytest.mark.parametrize("name", NAMES)

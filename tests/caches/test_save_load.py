@@ -213,7 +213,7 @@ def test_a_class_that_load_would_not_know(tmp_path: Path) -> None:
     with pytest.raises(regard.ArgumentError) as error:
         save(Foreign(), tmp_path / "a")
     assert str(error.value).startswith(
-        "Foreign cannot be saved: load knows Cross, Fixed, Growing, "
+        "Foreign cannot be saved: load knows Cross, Evicting, Fixed, Growing, "
     )
     assert str(error.value).endswith(
         "give the class a `kind` of its own, or save its contents() yourself"
@@ -254,7 +254,7 @@ def streaming() -> Cache:
 FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | None]] = {
     "unknown class": (
         lambda h, t: h.update({"class": "os.system"}),
-        "the class 'os.system' is unknown; known: Cross, Fixed, ",
+        "the class 'os.system' is unknown; known: Cross, Evicting, Fixed, ",
         None,
     ),
     "a protocol": (lambda h, t: h.update({"class": "Cache"}), "the class 'Cache' is unknown", None),

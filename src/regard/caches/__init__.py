@@ -12,10 +12,12 @@ from regard.caches.base import (
     rollback_on_error,
 )
 from regard.caches.contiguous import Cross, Fixed, Growing, Latent
+from regard.caches.eviction import Evicting
 from regard.caches.paged import Paged, PagePool
 from regard.caches.quantized import Quantised
 from regard.caches.ring import Ring, Streaming, for_reach
 from regard.caches.save_load import load, save
+from regard.caches.shared import Shared
 from regard.caches.state import Memory, State
 from regard.deprecation import renamed
 from regard.registry import import_all
@@ -25,6 +27,7 @@ __all__ = [
     "Cache",
     "Contents",
     "Cross",
+    "Evicting",
     "Fixed",
     "Growing",
     "Latent",
@@ -35,6 +38,7 @@ __all__ = [
     "Parts",
     "Quantised",
     "Ring",
+    "Shared",
     "State",
     "Streaming",
     "for_reach",

@@ -311,7 +311,8 @@ CacheKind = Annotated[
     typer.Option(
         help=(
             "Kind of KV cache: growing, fixed, paged or quantised, which refuse more "
-            "tokens than --max-context; ring or streaming, which drop old tokens."
+            "tokens than --max-context; ring or streaming, which drop old tokens; h2o, tova, "
+            "snapkv, key_norm or keydiff, which drop the tokens that a rule finds least important."
         ),
         show_default="growing",
         rich_help_panel=CONTEXT,

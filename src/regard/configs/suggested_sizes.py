@@ -43,6 +43,7 @@ WINDOW_MODEL = "mistral-7b-v0.1"
 """The published model in which every layer has a window."""
 NSA_PAPER = "Yuan et al. 2025 (arXiv 2502.11089), section 4.1"
 INFINI_PAPER = "Munkhdalai et al. 2024 (arXiv 2404.07143), section 3"
+LOW_RANK_MODEL = "the config.json of Step-3"
 GATED_DELTA_MODEL = "the config.json of Qwen3-Next-80B-A3B"
 
 ALIASES = {
@@ -56,6 +57,11 @@ MAIN_OPTION = {
     "sliding_window": "window",
     "local_global": "window",
     "mla": "kv_rank",
+    "tpa": "rank",
+    "mfa": "q_rank",
+    "gta": "groups",
+    "grouped_latent": "latents",
+    "mlra": "latents",
     "nsa": "count",
     "infini": "segment",
     "infini_delta": "segment",
@@ -390,6 +396,21 @@ def _latents(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
     return {option: (x, name) for option, x in values.items() if isinstance(x, int)}
 
 
+def _low_rank_query(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
+    return {"q_rank": (2048, LOW_RANK_MODEL), "head_dim": (256, LOW_RANK_MODEL)}
+
+
+def _split_latents(latents: int) -> Callable[[int, int, int], Suggestion]:
+    """Return the sizes of MLA with its latent divided into n latents."""
+
+    def suggest_sizes(dim: int, heads: int, groups: int) -> Suggestion:
+        whole = _latents(dim, heads, groups)
+        rank, source = whole["kv_rank"]
+        return {**whole, "kv_rank": (rank // latents, f"1/{latents} of {source}")}
+
+    return suggest_sizes
+
+
 def _selected_blocks(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
     shared = min(divisors(heads), key=lambda g: (abs(math.log(16 * g / heads)), g))
     sizes = {"compress": 32, "stride": 16, "select": 64, "count": 16, "window": 512}
@@ -409,6 +430,10 @@ _SUGGESTIONS: dict[str, Callable[[int, int, int], Suggestion]] = {
     "sliding_window": _window,
     "local_global": _local_global,
     "mla": _latents,
+    "mfa": _low_rank_query,
+    "gta": _groups,
+    "grouped_latent": _split_latents(2),
+    "mlra": _split_latents(4),
     "nsa": _selected_blocks,
     "gated_delta_net": _gated_delta,
     "infini": _segment,

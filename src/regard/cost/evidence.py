@@ -59,6 +59,11 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
         "multi-head attention, with 4 % of its cache",
         "DeepSeek-AI 2024 (arXiv 2405.04434), appendix D.2",
     ),
+    "tpa": QualityEvidence(_NO_COMPARISON),
+    "mfa": QualityEvidence(_NO_COMPARISON),
+    "gta": QualityEvidence(_NO_COMPARISON),
+    "grouped_latent": QualityEvidence(_NO_COMPARISON),
+    "mlra": QualityEvidence(_NO_COMPARISON),
     "sliding_window": QualityEvidence(_NO_COMPARISON),
     "local_global": QualityEvidence(
         "the perplexity hardly changes with up to 7 local layers for each global one",

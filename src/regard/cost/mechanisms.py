@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regard.argument_checks import check_value_heads, divisors
-from regard.cost import decayed_state, delta_rules, fixed_state, state_space
+from regard.cost import decayed_state, delta_rules, factored, fixed_state, state_space
 from regard.cost.fixed_state import InfiniSpec
 from regard.cost.head_parts import HEAD_PARTS, HeadParts
 from regard.cost.latent import LatentSpec
@@ -98,6 +98,36 @@ def _latent(dim: int, heads: int, options: MechanismOptions) -> Spec:
         raise ArgumentError(f"form is {form!r}; it must be auto, expand or absorb")
     sizes = {name: options[name] for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")}
     return LatentSpec.of(dim, heads, **sizes, q_rank=options.get("q_rank"), form=form)
+
+
+def _tensor_products(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    D, rank = _head_shape(dim, heads, options).head_dim, options.get("rank", 2)
+    q_rank = options.get("q_rank", 6)
+    return factored.FactoredSpec.of_sizes(dim, heads, D, q_rank=q_rank, ranks=(rank, rank))
+
+
+def _low_rank_query(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    return factored.low_rank_query(dim, heads, options["head_dim"], options["q_rank"])
+
+
+def _tied(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    shape = _head_shape(dim, heads, options)
+    return factored.TiedSpec.of_sizes(dim, heads, shape.groups, shape.head_dim)
+
+
+def _latent_groups(*, latents: int, branches: int) -> SpecBuilder:
+    """Return the builder of attention with several latents; the arguments are its defaults."""
+    required = frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"})
+
+    def build(dim: int, heads: int, options: MechanismOptions) -> Spec:
+        sizes = {name: options[name] for name in required}
+        n, b = options.get("latents", latents), options.get("branches", branches)
+        return factored.GroupedLatentSpec.of_sizes(
+            dim, heads, n, **sizes, q_rank=options.get("q_rank"), branches=b
+        )
+
+    own = {"latents", "q_rank"} | ({"branches"} if branches > 1 else set())
+    return SpecBuilder(build, required, frozenset(own))
 
 
 def _nsa(dim: int, heads: int, options: MechanismOptions) -> Spec:
@@ -285,6 +315,11 @@ MECHANISMS: dict[str, SpecBuilder] = {
         frozenset({"kv_rank", "nope_dim", "rope_dim", "value_dim"}),
         frozenset({"q_rank", "form"}),
     ),
+    "tpa": SpecBuilder(_tensor_products, optional=frozenset({"head_dim", "rank", "q_rank"})),
+    "mfa": SpecBuilder(_low_rank_query, frozenset({"q_rank", "head_dim"})),
+    "gta": SpecBuilder(_tied, frozenset({"groups"}), frozenset({"head_dim"})),
+    "grouped_latent": _latent_groups(latents=2, branches=1),
+    "mlra": _latent_groups(latents=4, branches=4),
     "linear_attention": SpecBuilder(_linear_attention, optional=_SIZES),
     "retention": SpecBuilder(_retention, optional=_SIZES),
     "gated_linear": SpecBuilder(_gated_linear, optional=_SIZES | {"rank"}),

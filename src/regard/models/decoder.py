@@ -8,12 +8,14 @@ from typing import cast
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.caches import Cache, rollback_on_error
+from regard.caches import Cache, Shared, rollback_on_error
+from regard.caches.shared import Recorded
 from regard.errors import ArgumentError
 from regard.models.compiled_step import try_step
 from regard.nn import Block, InputEmbedding
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.process_state import is_compiling
+from regard.sequence_scope import current_scope
 from regard.span import Positions, Span
 from regard.tracing import is_tracing, named_scope, tap
 from regard.units import plural
@@ -28,10 +30,14 @@ class Decoder(nn.Module):
         norm: the norm after the last block; an `nn.Identity` for post-norm blocks.
         head: a module [B, T, M] -> [B, T, V], which may share the embedding's weight. None, as in a
             base model that was saved alone, gives hidden states only.
+        memory_from: for each layer the number of the earlier layer whose keys and values it reads
+            (`regard.models.assembly.shared_memory`), or None if it stores its own; () is None for
+            all. A reading layer gets what the earlier one saw in the same call.
 
     Raises:
-        ArgumentError: when called: ids are not [B, T] or outside the vocabulary, caches are not one
-            per layer, or logits are asked for and there is no head.
+        ArgumentError: `memory_from` has not one entry for each layer, or an entry does not name an
+            earlier layer that stores its own. When called: ids are not [B, T] or outside the
+            vocabulary, caches are not one per layer, or logits are asked for and there is no head.
 
     >>> import torch
     >>> decoder = Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), nn.Linear(4, 7))
@@ -45,10 +51,13 @@ class Decoder(nn.Module):
         layers: Sequence[Block],
         norm: nn.Module,
         head: nn.Module | None,
+        memory_from: Sequence[int | None] = (),
     ) -> None:
         super().__init__()
         self.embed, self.layers = embed, nn.ModuleList(layers)
         self.norm, self.head = norm, head
+        self.memory_from = _check_memory_from(memory_from, len(layers))
+        self._lenders = frozenset(i for i in self.memory_from if i is not None)
 
     def forward(
         self,
@@ -158,8 +167,16 @@ class Decoder(nn.Module):
     ) -> Tensor:
         x, is_traced = self.embed(ids, positions), is_tracing()
         x = tap("embed", x) if is_traced else x
+        lent: dict[int, Recorded] = {}
+        if self._lenders and current_scope() is not None:
+            raise ArgumentError(
+                "this decoder shares keys and values between layers, which does not run over "
+                "several ranks; close regard.parallel.sequence"
+            )
         for i, layer in enumerate(self.layers):
             cache = caches[i] if caches is not None else None
+            if self._lenders:
+                cache = self._shared_cache(i, cache, lent)
             if not is_traced:
                 x = layer(x, positions, cache, backend=backend)
                 continue
@@ -174,9 +191,45 @@ class Decoder(nn.Module):
         logits: Tensor = head(x)
         return tap("logits", logits) if is_traced else logits
 
+    def _shared_cache(self, i: int, cache: Cache | None, lent: dict[int, Recorded]) -> Cache | None:
+        """Return the cache of layer i with the memory of the earlier layer that it reads, or with a
+        record for the layers that read it.
+        """
+        source = self.memory_from[i]
+        if source is None:
+            if i not in self._lenders:
+                return cache
+            lent[i] = Recorded(cache)
+            return lent[i]
+        shared, states = Shared() if cache is None else cache, lent[source].returned
+        if not isinstance(shared, Shared) or states is None:
+            raise ArgumentError(
+                f"layer {i} reads the memory of layer {source}, but its cache is a "
+                f"{type(shared).__name__}, or layer {source} stores none; use new_caches()"
+            )
+        shared.lend(*states)
+        return shared
+
     def new_caches(self) -> list[Cache]:
         """Create an empty cache for each layer, of the kind that suits its attention."""
         return [cast("Block", layer).new_cache() for layer in self.layers]
+
+
+def _check_memory_from(memory_from: Sequence[int | None], layers: int) -> tuple[int | None, ...]:
+    """Return for each layer the layer whose memory it reads, after a check."""
+    sources = tuple(memory_from) or (None,) * layers
+    if len(sources) != layers:
+        raise ArgumentError(
+            f"memory_from has length {len(sources)} for {plural(layers, 'layer')}; give one entry "
+            "per layer"
+        )
+    for i, source in enumerate(sources):
+        if source is not None and not (0 <= source < i and sources[source] is None):
+            raise ArgumentError(
+                f"layer {i} reads the memory of layer {source}; it must be an earlier layer that "
+                "stores its own"
+            )
+    return sources
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:

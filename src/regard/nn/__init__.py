@@ -28,6 +28,7 @@ from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
 from regard.nn.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
+from regard.nn.evicting_attention import EvictingAttention
 from regard.nn.feed_forward import (
     ClippedSwiGLU,
     ExpertGroups,
@@ -98,6 +99,7 @@ __all__ = [
     "DistanceMap",
     "DualChunk",
     "EncoderStateProjection",
+    "EvictingAttention",
     "ExpertGroups",
     "FeedForward",
     "FinishedProjection",

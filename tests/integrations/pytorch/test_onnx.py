@@ -143,7 +143,10 @@ def test_the_reference_of_onnx_agrees_about_the_node() -> None:
     assert_same_calls(module, found, [qkv(3, 9), qkv(8, 8)])
 
 
-PAST = ("sliding_window", "mla", "learned_sink", "streaming", "differential", "alibi", "gpt", "t5")
+PAST = (
+    *("sliding_window", "mla", "learned_sink", "streaming", "differential", "alibi", "gpt", "t5"),
+    *("tpa", "mfa", "gta", "grouped_latent", "mlra"),
+)
 LAYERS = (
     *("longformer", "packed", "prefix_lm", "chunked", "bigbird", "softcap", "gated"),
     *("exclusive", "shared_kv", "mrope", "position_temperature"),
@@ -222,9 +225,10 @@ def test_operations_that_cannot_be_written_raise_an_error(name: str) -> None:
 
 
 REFUSED = (
-    "infini", "longformer", "nsa", "moba", "dsa", "infini_delta",
+    *("infini", "infini_delta", "longformer", "nsa", "moba", "dsa"),
+    *("h2o", "tova", "snapkv", "key_norm", "keydiff"),
     *(name for name, entry in VARIANTS.items() if entry.family == "linear"),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -287,7 +287,8 @@ def test_errors_of_rooms() -> None:
         (
             ("rings", 8),
             (
-                "cache is 'rings'; it must be growing, fixed, paged, quantised, ring, streaming; "
+                "cache is 'rings'; it must be growing, fixed, paged, quantised, h2o, tova, snapkv, "
+                "key_norm, keydiff, ring, streaming; "
                 "did you mean 'ring'?"
             ),
         ),

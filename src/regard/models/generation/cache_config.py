@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import cast
 
 from torch import nn
 
-from regard.caches import CACHES, Cache, Growing, Latent, LayerSize
+from regard.caches import CACHES, Cache, Evicting, Growing, Latent, LayerSize
 from regard.deprecation import renamed_attribute
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
 from regard.models.decoder import Decoder
-from regard.nn import Attention, StreamingAttention
+from regard.nn import Attention, EvictingAttention, StreamingAttention
 from regard.nn.dynamic_rotary import PerRowRotary
 from regard.units import plural
 
@@ -33,9 +34,18 @@ class CacheConfig:
     "quantised"  every token, 8 bits except the last 128: not exact     raises at the beginning
     "ring"       the last max_context tokens (a sliding window)         continues without limit
     "streaming"  the first 4 tokens and the last max_context - 4        continues without limit
+    "h2o"        those with the most attention so far, and the newest   continues without limit
+    "tova"       those to which the last query attends most             continues without limit
+    "snapkv"     those to which the last queries attend most            continues without limit
+    "key_norm"   those whose keys have the smallest norm                continues without limit
+    "keydiff"    those whose keys differ most from the mean direction   continues without limit
     ===========  =====================================================  =======================
 
     To use your own cache class, give its `kind`.
+
+    The last five choose tokens for each key/value head (`regard.caches.eviction`): when max_context
+    tokens are held, an eighth of them is evicted, for good. Up to max_context tokens the result is
+    that of "growing".
 
     "ring" and "streaming" change the result after max_context tokens, in the same way for every
     chunk size: a layer whose mask is unbounded gets a bounded one (see `restrict`).
@@ -150,7 +160,7 @@ class CacheConfig:
             One cache per layer.
         """
         own_caches = decoder.new_caches()
-        if self == CacheConfig() or self.extra_mask is not None:
+        if self == CacheConfig() or self.extra_mask is not None or issubclass(self.kind, Evicting):
             return own_caches
         return [
             self._layer_cache(layer, rows) if isinstance(cache, (Growing, Latent)) else cache
@@ -195,9 +205,14 @@ class CacheConfig:
                 'so that cached keys become invalid when it changes; only cache="growing" supports '
                 "that"
             )
-        extra_mask = self.extra_mask
-        if extra_mask is None:
+        extra_mask, evicts = self.extra_mask, issubclass(self.kind, Evicting)
+        if extra_mask is None and not evicts:
             return decoder
+        if evicts and any(source is not None for source in decoder.memory_from):
+            raise ArgumentError(
+                f"cache={self.cache!r} evicts tokens by the attention of one layer, but layers of "
+                'this model share their keys; choose "ring" or a cache that keeps every token'
+            )
         shared = {id(x): x for x in (*decoder.parameters(), *decoder.buffers())}
         restricted = copy.deepcopy(decoder, shared)
         for i, layer in enumerate(restricted.layers):
@@ -209,28 +224,68 @@ class CacheConfig:
                     f"has no mask to restrict; cache={self.cache!r} cannot serve this model: "
                     f"choose one of {', '.join(name for name, kind in CACHES if not kind.evicts)}"
                 )
-            layer.attention = _with_mask(layer.attention, extra_mask)
+            if extra_mask is None:
+                layer.attention = self._evicting(i, layer.attention)
+                continue
+            # readers of another layer's keys need them as they are, at their own positions
+            shares = i in restricted.memory_from
+            layer.attention = _with_mask(layer.attention, extra_mask, in_place=shares)
+        for i, source in enumerate(restricted.memory_from):
+            if source is None:
+                continue
+            before, now, reader = (
+                cast("Attention", network.layers[n].get_submodule("attention"))
+                for network, n in ((decoder, source), (restricted, source), (restricted, i))
+            )
+            if extra_mask is not None and now.mask != before.mask:
+                reader.mask = extra_mask if reader.mask is None else reader.mask & extra_mask
         return restricted
+
+    def _evicting(self, i: int, attention: Attention) -> EvictingAttention:
+        """Return the attention of layer i with the eviction rule of this cache."""
+        assert self.max_context is not None, "the constructor requires it"
+        kind = cast("type[Evicting]", self.kind)
+        interval = max(1, self.max_context // 8)
+        budget = self.max_context - interval
+        plain = type(attention) is Attention and attention.mask == Causal()
+        if not plain or attention.bias is not None or attention.score is not None:
+            raise ArgumentError(
+                f"layer {i} is {type(attention).__name__} with mask {attention.mask}, bias "
+                f"{attention.bias} and score {attention.score}; cache={self.cache!r} evicts tokens "
+                'of causal attention without bias or score rule only; choose "ring"'
+            )
+        return EvictingAttention(
+            attention.project,
+            attention.output,
+            rule=kind.rule_for(budget),
+            budget=budget,
+            interval=interval,
+            scale=attention.scale,
+            softcap=attention.softcap,
+            sink=attention.sink,
+        ).train(attention.training)
 
     def _layer_cache(self, layer: nn.Module, rows: int) -> Cache:
         """Create the cache of a layer that keeps every token, for so many rows."""
         if not self.kind.needs_widths:
             return self.kind.for_layer(LayerSize(self.max_context, rows))
         mixer = layer.get_submodule("attention")
-        shape = mixer.project.shape if isinstance(mixer, Attention) else None
-        if shape is None or len(shape.memory) > 2:
+        parts = mixer.project.shape.parts if isinstance(mixer, Attention) else ((0, 0),) * 3
+        if len(parts) > 2:
             raise ArgumentError(
                 f"{type(mixer).__name__} stores more than keys and values, which "
                 f"cache={self.cache!r} does not support; choose another one"
             )
-        widths = [size // (shape.G if len(shape.memory) > 1 else 1) for size in shape.memory]
+        widths = [width for _, width in parts]
         return self.kind.for_layer(LayerSize(self.max_context, rows, tuple(widths)))
 
 
-def _with_mask(attention: Attention, mask: Mask) -> Attention:
-    """Add a mask to the attention, or make it a `StreamingAttention` where that is possible."""
+def _with_mask(attention: Attention, mask: Mask, *, in_place: bool = False) -> Attention:
+    """Add a mask to the attention, or make it a `StreamingAttention` where that is possible, unless
+    `in_place`.
+    """
     bound = mask.reach()
-    if bound.sinks and attention.mask == Causal() and attention.bias is None:
+    if not in_place and bound.sinks and attention.mask == Causal() and attention.bias is None:
         try:
             return StreamingAttention(
                 attention.project,  # type: ignore[arg-type]

@@ -35,6 +35,7 @@ from regard.nn.variants.delta_rules import (
     kimi_delta,
     preconditioned_delta,
 )
+from regard.nn.variants.evicting import h2o, key_norm, keydiff, snapkv, tova
 from regard.nn.variants.feature_maps import based, cosformer, performer, power_attention, rebased
 from regard.nn.variants.head_finishes import (
     biased_gate,
@@ -90,6 +91,7 @@ from regard.nn.variants.scored import (
     top_k,
 )
 from regard.nn.variants.selected_keys import dsa, moba, nsa
+from regard.nn.variants.small_memory import grouped_latent, gta, mfa, mlra, tpa
 from regard.nn.variants.softmax import (
     alibi,
     causal,
@@ -149,13 +151,18 @@ __all__ = [
     "gated_linear",
     "gpt",
     "gqa",
+    "grouped_latent",
     "gsa",
+    "gta",
+    "h2o",
     "head_gate",
     "hgrn2",
     "infini",
     "infini_delta",
     "irope",
     "kerple",
+    "key_norm",
+    "keydiff",
     "keys_as_values",
     "kimi_delta",
     "l2_clip",
@@ -169,9 +176,11 @@ __all__ = [
     "luong",
     "mamba2",
     "mesa",
+    "mfa",
     "mha",
     "mha_per_head",
     "mla",
+    "mlra",
     "mlstm",
     "moba",
     "mqa",
@@ -207,6 +216,7 @@ __all__ = [
     "signed_softmax",
     "single_head",
     "sliding_window",
+    "snapkv",
     "softcap",
     "softpick",
     "softplus_gate",
@@ -219,6 +229,8 @@ __all__ = [
     "talking_heads",
     "titans_linear",
     "top_k",
+    "tova",
+    "tpa",
     "transformer_xl",
     "value_norm",
     "weightless",

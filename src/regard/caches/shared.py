@@ -1,0 +1,138 @@
+"""Caches for layers that read the keys and values of an earlier layer: `Shared` stores nothing, and
+`Recorded` shows what another cache returned.
+
+A reader gets what the earlier layer saw in the same call, not the earlier layer's cache: a ring has
+forgotten tokens that the first queries of a long call may see, and a cache that has already
+advanced would number them wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from regard.caches.base import Cache, Contents, Parts, check_crop
+from regard.errors import ArgumentError
+from regard.span import Positions, Span
+
+
+class Recorded(Cache):
+    """Another cache for the length of one call, with a record of what it returned.
+
+    Args:
+        inner: the cache; None stores nothing and returns the new tokens, as a call without a cache.
+
+    Raises:
+        ArgumentError: an update is refused by the inner cache.
+
+    >>> import torch
+    >>> recorded = Recorded(None)
+    >>> _ = recorded.update((torch.zeros(1, 1, 3, 2),), Span(0, 3))
+    >>> recorded.returned[1]
+    Span(start=0, length=3)
+    """
+
+    def __init__(self, inner: Cache | None) -> None:
+        self.inner = inner
+        self.returned: tuple[Parts, Positions] | None = None
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Store the memory in the inner cache, and keep and return what it returns."""
+        visible = memory, positions
+        self.returned = visible if self.inner is None else self.inner.update(memory, positions)
+        return self.returned
+
+    def crop(self, length: int) -> None:
+        """Remove the last tokens of the inner cache."""
+        check_crop(length)
+        if self.inner is not None:
+            self.inner.crop(length)
+
+    def contents(self) -> Contents:
+        """Return the contents of the inner cache."""
+        return {} if self.inner is None else self.inner.contents()
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Replace the contents of the inner cache."""
+        if self.inner is not None:
+            self.inner.fill(contents)
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """A copy of the inner cache, so that a fork is independent."""
+        return {"inner": None if self.inner is None else self.inner.fork()}
+
+    def mark(self) -> object:
+        """Return a snapshot of the inner cache."""
+        return None if self.inner is None else self.inner.mark()
+
+    def restore(self, mark: Any) -> None:
+        """Undo the update that came after a snapshot of the inner cache."""
+        if self.inner is not None:
+            self.inner.restore(mark)
+
+    def __len__(self) -> int:
+        return 0 if self.inner is None else len(self.inner)
+
+
+class Shared(Cache):
+    """The cache of a layer that reads the keys and values of an earlier layer. It stores nothing.
+
+    `Decoder` lends it the memory of the earlier layer before each call of the reader.
+
+    Raises:
+        ArgumentError: an update stores memory of its own, or no memory is lent.
+
+    >>> import torch
+    >>> cache = Shared()
+    >>> cache.lend((torch.zeros(1, 1, 3, 2),), Span(0, 3))
+    >>> _, positions = cache.update((), Span(2, 1))
+    >>> positions, cache.bytes
+    (Span(start=0, length=3), 0)
+
+    Source: Brandon et al. 2024 (arXiv 2405.12981); Sun et al. 2024 (arXiv 2405.05254).
+    """
+
+    def __init__(self) -> None:
+        self._lent: tuple[Parts, Positions] | None = None
+
+    def lend(self, memory: Parts, positions: Positions) -> None:
+        """Give the next update its result.
+
+        Args:
+            memory: the memory of the earlier layer that is visible in this call.
+            positions: its positions.
+        """
+        self._lent = memory, positions
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Return the memory that was lent, once."""
+        lent, self._lent = self._lent, None
+        if memory:
+            raise ArgumentError(
+                "a Shared cache stores no memory, because its layer reads that of an earlier "
+                "layer; give a layer with keys and values of its own a Growing cache"
+            )
+        if lent is None:
+            raise ArgumentError(
+                "a layer reads the memory of an earlier layer, and none was lent in this call; "
+                "call the Decoder, which passes it from layer to layer"
+            )
+        return lent
+
+    def crop(self, length: int) -> None:
+        """Check the length; there is nothing to remove."""
+        check_crop(length)
+
+    def contents(self) -> Contents:
+        """Return no contents, because nothing is stored."""
+        return {}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Remove the memory that was lent."""
+        self._lent = None
+
+    def __len__(self) -> int:
+        return 0

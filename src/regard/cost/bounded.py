@@ -1,0 +1,107 @@
+"""Count softmax attention whose cache evicts tokens by a rule (H2O, TOVA, SnapKV and others)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from regard.cost.softmax import attention_flops, causal_pairs
+from regard.cost.spec import CacheContents, HeadShape, Quantity, Spec
+
+
+def held_tokens(context: int, budget: int, interval: int) -> int:
+    """Return how many tokens the last token sees, itself included: all until budget + interval,
+    then between budget + 1 and budget + interval.
+
+    >>> [held_tokens(t, 4, 2) for t in (1, 6, 7, 8, 9)]
+    [1, 6, 5, 6, 5]
+    """
+    full = budget + interval
+    return context if context <= full else budget + (context - full - 1) % interval + 1
+
+
+def held_pairs(context: int, budget: int, interval: int) -> int:
+    """Return the query-key pairs of the first `context` tokens: the sum of `held_tokens`.
+
+    >>> held_pairs(50, 4, 3) == sum(held_tokens(t, 4, 3) for t in range(1, 51))
+    True
+    """
+    full = budget + interval
+    if context <= full:
+        return causal_pairs(context, context)
+    cycles, rest = divmod(context - full, interval)
+    later = cycles * causal_pairs(interval, full) + rest * budget + causal_pairs(rest, rest)
+    return causal_pairs(full, full) + later
+
+
+@dataclass(frozen=True)
+class EvictingSpec(Spec):
+    """Softmax attention with a cache of budget + interval tokens per head, from which a rule evicts
+    `interval` tokens when it is full.
+
+    Attributes:
+        shape: H, G, D and E.
+        budget: the tokens that stay.
+        interval: the tokens between two evictions.
+        observed: the number of last queries that the rule looks at; the cache stores them.
+        accumulates: whether every query adds its weights to sums, which the cache stores.
+
+    >>> from regard.cost.spec import ParameterCounts
+    >>> shape = HeadShape(4, 2, 8, 8)
+    >>> spec = EvictingSpec(ParameterCounts(), shape.parts, shape, 60, 4, 0, False)
+    >>> spec.cached(10**6).values, spec.cached(10).values
+    (2048, 2048)
+
+    Source: Zhang et al. 2023 (arXiv 2306.14048), algorithm 1.
+    """
+
+    shape: HeadShape
+    budget: int
+    interval: int
+    observed: int
+    accumulates: bool
+
+    @property
+    def name(self) -> str:
+        """The heads and the budget."""
+        return f"{self.shape.label}, budget {self.budget:,} + {self.interval:,}"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether old tokens are dropped, which they are."""
+        return True
+
+    def tokens(self, context: int) -> Quantity:
+        """Return the number of slots, which are allocated at once."""
+        return Quantity(self.budget + self.interval, "budget + interval")
+
+    @property
+    def state(self) -> Quantity:
+        """The queries that the rule looks at: w H D values."""
+        H, D, w = self.shape.heads, self.shape.head_dim, self.observed
+        return Quantity(w * H * D, f"w H D = {w} x {H} x {D}" if w else "")
+
+    def read(self, context: int) -> CacheContents:
+        """Return the keys and values of the held tokens."""
+        n = held_tokens(context, self.budget, self.interval)
+        return CacheContents(self.parts, n, bounded=True)
+
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of attention to the held tokens, of the weights that are summed, and of
+        the share of an eviction.
+        """
+        n = held_tokens(context, self.budget, self.interval)
+        H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
+        formula = f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E})"
+        again = int(self.accumulates) + self.observed / self.interval
+        if not again:
+            return Quantity(attention_flops(H * n, D, E), formula)
+        weights = int(2 * H * n * D * again)
+        return Quantity(attention_flops(H * n, D, E) + weights, f"{formula} + {weights} (scores)")
+
+    def prefill_flops(self, context: int) -> int:
+        """Return the FLOPs of attention over all pairs, and of the scores of all evictions."""
+        H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
+        pairs, full = held_pairs(context, self.budget, self.interval), self.budget + self.interval
+        evictions = 0 if context < full else 1 + (context - full) // self.interval
+        again = pairs * int(self.accumulates) + evictions * self.observed * full
+        return attention_flops(H * pairs, D, E) + 2 * H * D * again

@@ -1,0 +1,188 @@
+"""Count attention to keys and values that a cache stores in fewer values than one key and one value
+per head: factors of tensor products, tied keys, and several latents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from regard.cost.latent import Form, LatentSpec
+from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import HeadShape, ParameterCounts, Quantity
+from regard.units import plural
+
+
+def product_flops(keys: int, heads: int, dim: int, rank: int) -> int:
+    """Return the FLOPs of the products of stored factors of some keys: 2 S R H D.
+
+    >>> product_flops(1, 32, 128, 2)
+    16384
+    """
+    return 2 * keys * rank * heads * dim
+
+
+@dataclass(frozen=True)
+class FactoredSpec(SoftmaxSpec):
+    """Tensor product attention (TPA): a cache stores the two factors of keys and of values.
+
+    Attributes:
+        ranks: the number of products R of keys and of values.
+
+    >>> layer = FactoredSpec.of_sizes(4096, 32, 128, q_rank=6, ranks=(2, 2))
+    >>> layer.values_per_token.value
+    640
+
+    Source: Zhang et al. 2025 (arXiv 2501.06425), table 1.
+    """
+
+    ranks: tuple[int, int] = field(kw_only=True)
+
+    @classmethod
+    def of_sizes(
+        cls, dim: int, heads: int, head_dim: int, *, q_rank: int | None, ranks: tuple[int, int]
+    ) -> FactoredSpec:
+        """Return the spec with the matrices of the factors and of the output.
+
+        Args:
+            dim, heads, head_dim: M, H and D.
+            q_rank: the number of products of queries; None computes queries directly.
+            ranks: the numbers of products of keys and of values.
+        """
+        sizes = heads + head_dim
+        queries = heads * head_dim if q_rank is None else q_rank * sizes
+        matrices = dim * (queries + sum(ranks) * sizes + heads * head_dim)
+        parts = tuple((1, rank * sizes) for rank in ranks)
+        shape = HeadShape(heads, heads, head_dim, head_dim)
+        return cls(ParameterCounts(matrices), parts, shape, ranks=ranks)
+
+    @property
+    def name(self) -> str:
+        """The name of the mechanism, with its heads and its ranks."""
+        heads = plural(self.shape.heads, "head")
+        return f"TPA {heads} of {self.shape.head_dim}, ranks {self.ranks}"
+
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of one query: the products of all visible keys and values, and attention
+        to them.
+        """
+        attention, n = super().step(context), self.visible_keys(context)
+        H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
+        R_k, R_v = self.ranks
+        products = product_flops(n, H, D, R_k) + product_flops(n, H, E, R_v)
+        formula = f"2 H n (R_k D + R_v E) = 2 x {H} x {n} x ({R_k * D + R_v * E}) (products)"
+        return Quantity(attention.value + products, f"{formula} + {attention.formula}")
+
+    def prefill_flops(self, context: int) -> int:
+        """Return the FLOPs of attention over all pairs, and of the products of all tokens."""
+        H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
+        products = product_flops(context, H, D, self.ranks[0])
+        products += product_flops(context, H, E, self.ranks[1])
+        return super().prefill_flops(context) + products
+
+
+@dataclass(frozen=True)
+class TiedSpec(SoftmaxSpec):
+    """Grouped-tied attention (GTA): a cache stores the values of G heads, and one rotated half of a
+    key.
+
+    >>> TiedSpec.of_sizes(4096, 32, 8, 128).values_per_token.value
+    1088
+
+    Source: Zadouri et al. 2025 (arXiv 2505.21487), table 1.
+    """
+
+    @classmethod
+    def of_sizes(cls, dim: int, heads: int, groups: int, head_dim: int) -> TiedSpec:
+        """Return the spec with the matrices of queries, values, the rotated half and the output."""
+        shape = HeadShape(heads, groups, head_dim, head_dim)
+        half = head_dim // 2
+        matrices = dim * (2 * heads * head_dim + groups * head_dim + half)
+        return cls(ParameterCounts(matrices), ((1, groups * head_dim), (1, half)), shape)
+
+    @property
+    def name(self) -> str:
+        """The name of the mechanism, with its heads."""
+        s = self.shape
+        return f"GTA {s.label.partition(' ')[2]}"
+
+
+def low_rank_query(dim: int, heads: int, head_dim: int, rank: int) -> SoftmaxSpec:
+    """Return the spec of multi-matrix factorization attention (MFA): one key/value head, and
+    queries through a latent of `rank` values with a norm.
+
+    >>> low_rank_query(4096, 64, 256, 2048).values_per_token.value
+    512
+
+    Source: Hu et al. 2024 (arXiv 2412.19255), section 3.2.
+    """
+    shape = HeadShape(heads, 1, head_dim, head_dim)
+    matrices = rank * (dim + heads * head_dim) + dim * (2 + heads) * head_dim
+    weights = ParameterCounts(matrices, norms=rank)
+    return SoftmaxSpec(weights, shape.parts, shape)
+
+
+@dataclass(frozen=True)
+class GroupedLatentSpec(LatentSpec):
+    """Latent attention with n latents per token, each read by some of the heads, or by all heads in
+    branches whose results are added; `heads` counts the heads of all branches.
+
+    Attributes:
+        latents: n, the number of latents, each of `kv_rank` values.
+
+    >>> layer = GroupedLatentSpec.of_sizes(2048, 16, 2, 256, 128, 64, 128)
+    >>> layer.values_per_token.value  # 2 latents of 256 and one rotary key of 64
+    576
+
+    Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.2.
+    """
+
+    latents: int = field(kw_only=True)
+
+    @classmethod
+    def of_sizes(
+        cls,
+        dim: int,
+        heads: int,
+        latents: int,
+        kv_rank: int,
+        nope_dim: int,
+        rope_dim: int,
+        value_dim: int,
+        *,
+        q_rank: int | None = None,
+        branches: int = 1,
+        form: Form = "auto",
+    ) -> GroupedLatentSpec:
+        """Return the spec with the usual matrices and the norms of all latents.
+
+        Args:
+            dim, heads: M and H.
+            latents: n, the number of latents.
+            kv_rank, nope_dim, rope_dim, value_dim, form: as in `LatentSpec`.
+            q_rank: the size of the latent of the queries; None computes queries from x directly.
+            branches: the number of results that are added in each head.
+        """
+        query = heads * (nope_dim + rope_dim)
+        queries = dim * query if q_rank is None else q_rank * (dim + query)
+        up = kv_rank * branches * heads * (nope_dim + value_dim)
+        down = dim * (latents * kv_rank + rope_dim)
+        matrices = queries + down + up + heads * value_dim * dim
+        norms = latents * kv_rank + (q_rank or 0)
+        weights = ParameterCounts(matrices, norms=norms, counted_separately=up)
+        parts = ((1, latents * kv_rank), (1, rope_dim))
+        H = branches * heads
+        sizes = (H, kv_rank, nope_dim, rope_dim, value_dim)
+        return cls(weights, parts, *sizes, form, latents=latents)
+
+    @property
+    def name(self) -> str:
+        """The name of the mechanism, with its heads and its latents."""
+        n = self.latents
+        heads = plural(self.heads, "head")
+        return f"latents {n} x {self.kv_rank} + {self.rope_dim}, {heads}"
+
+    @property
+    def values_per_token(self) -> Quantity:
+        """The values of all latents and of the rotary key."""
+        n, r, rope = self.latents, self.kv_rank, self.rope_dim
+        return Quantity(n * r + rope, f"n r + d_rope = {n} x {r} + {rope}")

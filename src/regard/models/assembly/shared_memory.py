@@ -1,0 +1,152 @@
+"""Which layers of a decoder read the keys and values of an earlier one, and a decoder in which they
+do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from regard.errors import ArgumentError
+from regard.models.decoder import Decoder
+from regard.nn import Block
+from regard.nn.attention import Attention
+from regard.nn.shared_memory import without_own_memory
+from regard.units import plural
+
+
+def cross_layer(layers: int, every: int) -> tuple[int | None, ...]:
+    """Return the pattern of cross-layer attention (CLA): every n-th layer stores keys and values,
+    and the layers up to the next one read them.
+
+    Args:
+        layers: the number of layers.
+        every: n; 1 shares nothing.
+
+    Returns:
+        For each layer the layer whose memory it reads; None stores its own.
+
+    Raises:
+        ArgumentError: a number is less than 1.
+
+    >>> cross_layer(5, 2)
+    (None, 0, None, 2, None)
+
+    Source: Brandon et al. 2024 (arXiv 2405.12981), section 3.
+    """
+    if min(layers, every) < 1:
+        raise ArgumentError(f"layers is {layers} and every {every}; both must be at least 1")
+    return tuple(i - i % every if i % every else None for i in range(layers))
+
+
+def you_only_cache_once(layers: int) -> tuple[int | None, ...]:
+    """Return the pattern of YOCO: the first layer of the upper half stores the only global keys and
+    values, and all later layers read them.
+
+    The lower half has mechanisms with a bounded cache, such as windows or retention.
+
+    Args:
+        layers: the number of layers, at least 2.
+
+    Returns:
+        For each layer the layer whose memory it reads; None stores its own.
+
+    Raises:
+        ArgumentError: there are fewer than 2 layers.
+
+    >>> you_only_cache_once(6)
+    (None, None, None, None, 3, 3)
+
+    Source: Sun et al. 2024 (arXiv 2405.05254), section 2.
+    """
+    if layers < 2:
+        raise ArgumentError(f"layers is {layers}; it must be at least 2")
+    half = layers // 2
+    return tuple(half if i > half else None for i in range(layers))
+
+
+def last_layers(kinds: Sequence[str], shared: int) -> tuple[int | None, ...]:
+    """Return the pattern of Gemma 3n and Gemma 4: each of the last layers reads the last layer of
+    its kind that stores keys and values.
+
+    Args:
+        kinds: the kind of each layer, such as "sliding_attention" and "full_attention".
+        shared: the number of last layers without keys and values of their own.
+
+    Returns:
+        For each layer the layer whose memory it reads; None stores its own.
+
+    Raises:
+        ArgumentError: shared is not between 0 and the number of layers, or no storing layer has the
+            kind of a sharing one.
+
+    >>> last_layers(["window", "window", "full", "window", "full"], 2)
+    (None, None, None, 1, 2)
+
+    Source: `num_kv_shared_layers` of the published code of Gemma 3n.
+    """
+    first = len(kinds) - shared
+    if not 0 <= shared < max(1, len(kinds)):
+        raise ArgumentError(
+            f"shared is {shared} for {plural(len(kinds), 'layer')}; it must be at least 0 and less"
+        )
+    stored = {kind: i for i, kind in enumerate(kinds[:first])}
+    missing = [kind for kind in kinds[first:] if kind not in stored]
+    if missing:
+        raise ArgumentError(
+            f"no layer before {first} has the kind {missing[0]!r}, which a later layer shares; "
+            "share fewer layers"
+        )
+    return tuple(stored[kind] if i >= first else None for i, kind in enumerate(kinds))
+
+
+def share_memory(decoder: Decoder, memory_from: Sequence[int | None]) -> Decoder:
+    """Return a decoder whose layers read the keys and values of earlier layers.
+
+    The layers keep their queries, outputs and all other parts; the key and value maps of a reading
+    layer are left out.
+
+    Args:
+        decoder: a decoder of softmax attention with separate projections; its parts are reused, and
+            its reading layers are changed.
+        memory_from: for each layer the layer whose memory it reads; None stores its own.
+
+    Returns:
+        The decoder with shared memory.
+
+    Raises:
+        ArgumentError: there is not one entry for each layer, an entry does not name an earlier
+            layer that stores keys and values, heads differ, or a layer's attention cannot read
+            another's.
+
+    >>> import torch
+    >>> from regard.models.families.regard import Config, build
+    >>> config = Config(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=4,
+    ...     num_attention_heads=2, attention="gqa", attention_options={"groups": 1})
+    >>> decoder = share_memory(build(config), cross_layer(4, 2))
+    >>> [cache.bytes for cache in decoder.new_caches()], decoder(torch.tensor([[1, 2]])).shape
+    ([0, 0, 0, 0], torch.Size([1, 2, 9]))
+
+    Source: Brandon et al. 2024 (arXiv 2405.12981).
+    """
+    layers = [cast("Block", layer) for layer in decoder.layers]
+    shared = Decoder(decoder.embed, layers, decoder.norm, decoder.head, memory_from)
+    for i, source in enumerate(shared.memory_from):
+        if source is None:
+            continue
+        own, other = (shared.layers[n].get_submodule("attention") for n in (i, source))
+        if not isinstance(own, Attention) or not isinstance(other, Attention):
+            raise ArgumentError(
+                f"layer {i} is {type(own).__name__} and reads layer {source}, which is "
+                f"{type(other).__name__}; both must be softmax attention with SeparateQKV"
+            )
+        reader = without_own_memory(own)
+        _, G, D, E, _ = reader.project.shape
+        _, G2, D2, E2, _ = other.project.shape
+        if (G, D, E) != (G2, D2, E2):
+            raise ArgumentError(
+                f"layer {i} has (groups, key dim, value dim) = {(G, D, E)}, and layer {source} has "
+                f"{(G2, D2, E2)}; both must be the same"
+            )
+        shared.layers[i].attention = reader
+    return shared
