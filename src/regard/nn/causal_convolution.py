@@ -66,10 +66,13 @@ class CausalConvolution(nn.Module):
         Returns:
             The convolved channels [B,T,c], and the state after the last token.
         """
+        weight, bias = self.weight, self.bias
+        if torch.is_autocast_enabled(x.device.type):  # the maps before it gave x another dtype
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return short_convolution(
             x,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             activation=self.activation,
             state=state,
             positions=positions,
