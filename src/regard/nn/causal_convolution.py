@@ -66,10 +66,16 @@ class CausalConvolution(nn.Module):
         Returns:
             The convolved channels [B,T,c], and the state after the last token.
         """
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            # the maps before it gave x another dtype than that of the filters
+            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         return short_convolution(
             x,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             activation=self.activation,
             state=state,
             positions=positions,
