@@ -32,7 +32,7 @@ from regard.ops.linear.gated_slots import gated_slots, log_sum_exp_gates
 from regard.ops.linear.linear_attention import gated_linear, linear_attention
 from regard.ops.linear.mlstm import mlstm
 from regard.ops.linear.rwkv import rwkv4, rwkv6
-from regard.span import Positions
+from regard.span import Positions, Span
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -514,7 +514,7 @@ class CosineRule(LinearAttentionRule):
         form: str,
     ) -> tuple[Float[Tensor, "B O T E"], Parts]:
         """Return the results [B,H,T,E] and the state after the last token."""
-        where = positions if positions is not None else torch.arange(q.shape[2])[None]
+        where = Span(0, q.shape[2]) if positions is None else positions
         queries, keys = (cosine_features(_wide(part), where, self.period) for part in (q, k))
         z, state = linear_attention(
             queries,
