@@ -94,7 +94,7 @@ class TrainingProblem(ModelProblem):
         network = NanoGptStyle(self, fused=False).to(dtype)
         with self.autocast() if dtype == torch.float32 else torch.enable_grad():
             loss = network.loss(self.rows)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         wanted = torch.float64 if dtype == torch.float64 else self.dtype
         return _outputs(wanted, loss, *network.compared)
 
@@ -124,7 +124,7 @@ def _prepare_loss(
         network.zero_grad(set_to_none=True)
         with problem.autocast():
             loss = loss_of(problem.rows)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     return PreparedCall(step, lambda loss: _outputs(problem.dtype, loss, *compared))

@@ -321,7 +321,7 @@ class _Guards:
         records = [m.stored_weight for m in everything if isinstance(m, StoredWeightMixin)]
         stored = [x for y in records for x in y.tensors().values()]
         self._parameters = [x for m in everything for x in m._parameters.values() if x is not None]
-        self._tensors: list[Tensor] = stored + self._parameters
+        self._tensors: list[Tensor] = [*stored, *self._parameters]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._layouts = list(map(_layout_of, self._parameters))
 
