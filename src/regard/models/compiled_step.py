@@ -320,10 +320,8 @@ class _Guards:
         self._owners, self._names, self._values = (list(x) for x in zip(*named, strict=True))
         records = [m.stored_weight for m in everything if isinstance(m, StoredWeightMixin)]
         stored = [x for y in records for x in y.tensors().values()]
-        self._parameters: list[Tensor] = [
-            x for m in everything for x in m._parameters.values() if x is not None
-        ]
-        self._tensors: list[Tensor] = stored + self._parameters
+        self._parameters = [x for m in everything for x in m._parameters.values() if x is not None]
+        self._tensors: list[Tensor] = [*stored, *self._parameters]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._layouts = list(map(_layout_of, self._parameters))
 
