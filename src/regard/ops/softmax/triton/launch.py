@@ -22,7 +22,7 @@ from regard.ops.softmax.triton.bias_data import BiasData
 from regard.ops.softmax.triton.block_sizes import (
     INTERPRETED,
     SPAN_KEYS,
-    ProgramSizes,
+    LaunchSizes,
     block_sizes,
     decode_sizes,
 )
@@ -89,7 +89,7 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def sizes_of(call: Call, kind: Any) -> ProgramSizes:
+def sizes_of(call: Call, kind: Any) -> LaunchSizes:
     """Return the block sizes of a kernel for a call."""
     return INTERPRETED if is_interpreted() else block_sizes(kind, call.q.dtype, call.D, call.E)
 
@@ -365,7 +365,7 @@ def _is_per_key(call: Call, bias: BiasData) -> bool:
     return bias.table is not None and bias.table.shape[2] == 1 < call.T
 
 
-def _resources(sizes: ProgramSizes) -> dict[str, int]:
+def _resources(sizes: LaunchSizes) -> dict[str, int]:
     """Return the options of a launch that are no argument of the kernel."""
     return {"num_warps": sizes.warps, "num_stages": sizes.stages}
 
@@ -391,7 +391,7 @@ MAX_ROW_STRIDE = 2**22
 """The largest distance of rows that a kernel reads; a tile has at most 256 rows."""
 
 
-def constants(call: Call, bias: BiasData, data: MaskData, sizes: ProgramSizes) -> dict[str, Any]:
+def constants(call: Call, bias: BiasData, data: MaskData, sizes: LaunchSizes) -> dict[str, Any]:
     """Return the arguments for which a kernel is compiled; nothing of the mask but the number of
     its ranges is among them.
     """
