@@ -24,7 +24,7 @@ from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.score_rules import without_rule
 from regard.ops.softmax.sdpa import SdpaKernel
 from regard.ops.softmax.tiled import TiledKernel
-from regard.ops.softmax.triton import TritonKernel
+from regard.ops.softmax.triton.kernel import TritonKernel
 from regard.span import Span, find_empty_slots
 
 KERNELS: tuple[Kernel, ...] = (

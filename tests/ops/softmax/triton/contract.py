@@ -20,7 +20,7 @@ from regard import biases, masks
 from regard.ops.softmax.call import KernelResult, make_call
 from regard.ops.softmax.part_gradients import part_gradients
 from regard.ops.softmax.reference import ReferenceKernel
-from regard.ops.softmax.triton import TritonKernel
+from regard.ops.softmax.triton.kernel import TritonKernel
 from regard.ops.softmax.triton.launch import is_decoding
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.ops.softmax.test_contract import answers, gradient_answers, gradients

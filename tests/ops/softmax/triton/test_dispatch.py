@@ -12,7 +12,8 @@ from regard import biases, masks
 from regard.ops.softmax import dispatch
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.sdpa import SdpaKernel, attend_range_on_cuda, cuda_backends
-from regard.ops.softmax.triton import TritonKernel, kernel
+from regard.ops.softmax.triton import kernel
+from regard.ops.softmax.triton.kernel import TritonKernel
 from regard.span import Span
 from tests.oracles.plain import plain_attention
 

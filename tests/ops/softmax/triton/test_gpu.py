@@ -12,7 +12,7 @@ import torch
 
 import regard
 from regard import biases, masks
-from regard.ops.softmax.triton import TritonKernel
+from regard.ops.softmax.triton.kernel import TritonKernel
 
 HERE = Path(__file__).parent
 CAUSAL = masks.Causal()

@@ -6,9 +6,3 @@ buckets or a table. `forward_kernel` and `backward_kernels` contain the loops, `
 share, `block_sizes` a reviewed table, and `launch` the arguments of a launch. The last four import
 triton, and only `kernel` imports them, when a call runs.
 """
-
-from __future__ import annotations
-
-from regard.ops.softmax.triton.kernel import TritonKernel
-
-__all__ = ["TritonKernel"]

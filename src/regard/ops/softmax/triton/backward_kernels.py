@@ -75,14 +75,14 @@ def row_deltas(
     row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     inside = (row < T)[:, None] & (e < E)[None, :]
-    at = (b * H + h) * T + row
-    out = tl.load(out_ptr + at[:, None] * E + e[None, :], mask=inside, other=0.0)
+    offset = (b * H + h) * T + row
+    out = tl.load(out_ptr + offset[:, None] * E + e[None, :], mask=inside, other=0.0)
     d_at = d_out_ptr + b * d_b + h * d_h + row[:, None] * d_t + e[None, :]
     d_out = tl.load(d_at, mask=inside, other=0.0)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     if HAS_D_LSE:
-        delta -= tl.load(d_lse_ptr + at, mask=row < T, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + at, delta, mask=row < T)
+        delta -= tl.load(d_lse_ptr + offset, mask=row < T, other=0.0).to(tl.float32)
+    tl.store(delta_ptr + offset, delta, mask=row < T)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -132,9 +132,9 @@ def attention_backward_q(
     if WIDEN:
         q, d_out = q.to(tl.float32), d_out.to(tl.float32)
     d_out = d_out.to(q.dtype)
-    at = (b64 * H + h) * T + row64
-    m = tl.load(max_ptr + at, mask=row_inside, other=float("inf"))[:, None]
-    total = tl.load(sum_ptr + at, mask=row_inside, other=0.0)
+    offset = (b64 * H + h) * T + row64
+    m = tl.load(max_ptr + offset, mask=row_inside, other=float("inf"))[:, None]
+    total = tl.load(sum_ptr + offset, mask=row_inside, other=0.0)
     inverse_sum = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     qp = tl.load(q_pos_ptr + b64 * q_pos_b + row, mask=row_inside, other=-1)[:, None]
     slope = 0.0
@@ -156,7 +156,7 @@ def attention_backward_q(
     k_offset = tl.arange(0, BN)[:, None] * k_s + d[None, :]
     v_offset = tl.arange(0, BN)[:, None] * v_s + e[None, :]
     if not EXACT_SUMS:
-        delta = tl.load(delta_ptr + at, mask=row_inside, other=0.0)
+        delta = tl.load(delta_ptr + offset, mask=row_inside, other=0.0)
     for sweep in tl.static_range(0 if EXACT_SUMS else 1, 2):
         for masked in tl.static_range(2):
             first, last = 0, full
@@ -205,21 +205,23 @@ def attention_backward_q(
                             distance = tl.abs(distance)
                         d_slope -= tl.sum(ds * distance.to(tl.float32), 1)
                     if D_WEIGHT:
-                        found = buckets_of_tile(qp, kp, bucket_ptr, MAX_DISTANCE)
-                        lowest = tl.min(tl.min(tl.where(inside, found, BUCKETS), 1), 0)
-                        highest = tl.max(tl.max(tl.where(inside, found, -1), 1), 0)
+                        matching = buckets_of_tile(qp, kp, bucket_ptr, MAX_DISTANCE)
+                        lowest = tl.min(tl.min(tl.where(inside, matching, BUCKETS), 1), 0)
+                        highest = tl.max(tl.max(tl.where(inside, matching, -1), 1), 0)
                         for y in range(lowest, highest + 1):
-                            sums = tl.sum(tl.where(inside & (found == y), ds, 0.0), 1)
+                            sums = tl.sum(tl.where(inside & (matching == y), ds, 0.0), 1)
                             d_weight += tl.where(bucket_numbers == y, tl.sum(sums, 0), 0.0)
                     ds = ds * slopes
                     keys = without_odd(k, CAREFUL and masked == 1)
                     dq = tl.dot(ds.to(k.dtype), keys, dq, input_precision=PRECISION)
         if sweep == 0:
             if HAS_D_LSE:
-                delta -= tl.load(d_lse_ptr + at, mask=row_inside, other=0.0)
-            tl.store(delta_ptr + at, delta, mask=row_inside)
+                delta -= tl.load(d_lse_ptr + offset, mask=row_inside, other=0.0)
+            tl.store(delta_ptr + offset, delta, mask=row_inside)
     tl.store(
-        dq_ptr + at[:, None] * D + d[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=q_mask
+        dq_ptr + offset[:, None] * D + d[None, :],
+        (dq * scale).to(dq_ptr.dtype.element_ty),
+        mask=q_mask,
     )
     if D_SLOPE:
         tl.store(d_slope_ptr + program, tl.sum(d_slope, 0))
@@ -267,7 +269,7 @@ def attention_backward_kv(
         k, v = k.to(tl.float32), v.to(tl.float32)
     kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[:, None]
     if CAREFUL:
-        found = tl.zeros([], tl.int32)
+        matching = tl.zeros([], tl.int32)
         for member in range(group):
             head = g64 * group + member
             list_row = (b64 * list_b + head * list_h) * key_tiles + tile
@@ -277,8 +279,8 @@ def attention_backward_kv(
             )
             odd = odd_ptr + (b64 * H + head) * query_blocks
             blocks = tiles_ptr + list_row * query_blocks
-            found = found | holds_odd_tile(odd, blocks, full, listed).to(tl.int32)
-        if found == 0:
+            matching = matching | holds_odd_tile(odd, blocks, full, listed).to(tl.int32)
+        if matching == 0:
             return
     dk = tl.zeros([BN, BLOCK_D], tl.float32)
     dv = tl.zeros([BN, BLOCK_E], tl.float32)
@@ -316,11 +318,11 @@ def attention_backward_kv(
                 if WIDEN:
                     q, d_out = q.to(tl.float32), d_out.to(tl.float32)
                 d_out = d_out.to(q.dtype)
-                at = (b64 * H + h) * T + row
-                m = tl.load(max_ptr + at, mask=row_inside, other=float("inf"))[None, :]
-                total = tl.load(sum_ptr + at, mask=row_inside, other=0.0)
+                offset = (b64 * H + h) * T + row
+                m = tl.load(max_ptr + offset, mask=row_inside, other=float("inf"))[None, :]
+                total = tl.load(sum_ptr + offset, mask=row_inside, other=0.0)
                 inverse_sum = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
-                delta = tl.load(delta_ptr + at, mask=row_inside, other=0.0)
+                delta = tl.load(delta_ptr + offset, mask=row_inside, other=0.0)
                 qp = tl.load(q_pos_ptr + b64 * q_pos_b + row, mask=row_inside, other=-1)[None, :]
                 inside = row_inside[None, :] & col_inside[:, None]
                 bias = bias_of_tile(
@@ -364,11 +366,13 @@ def attention_backward_kv(
                 dk = tl.dot(ds.to(q.dtype), rows, dk, input_precision=PRECISION)
         if D_COLUMN:
             tl.store(d_column_ptr + (b64 * H + h) * S + col64, d_column, mask=col_inside)
-    at = (b64 * G + g) * S + col64
+    offset = (b64 * G + g) * S + col64
     tl.store(
-        dk_ptr + at[:, None] * D + d[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=k_mask
+        dk_ptr + offset[:, None] * D + d[None, :],
+        (dk * scale).to(dk_ptr.dtype.element_ty),
+        mask=k_mask,
     )
-    tl.store(dv_ptr + at[:, None] * E + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=v_mask)
+    tl.store(dv_ptr + offset[:, None] * E + e[None, :], dv.to(dv_ptr.dtype.element_ty), mask=v_mask)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -416,11 +420,11 @@ def attention_backward_table(
                     q, k = q.to(tl.float32), k.to(tl.float32)
                     v, d_out = v.to(tl.float32), d_out.to(tl.float32)
                 d_out = d_out.to(q.dtype)
-                at = (b64 * H + h) * T + row64
-                m = tl.load(max_ptr + at, mask=row_inside, other=float("inf"))[:, None]
-                total = tl.load(sum_ptr + at, mask=row_inside, other=0.0)
+                offset = (b64 * H + h) * T + row64
+                m = tl.load(max_ptr + offset, mask=row_inside, other=float("inf"))[:, None]
+                total = tl.load(sum_ptr + offset, mask=row_inside, other=0.0)
                 inverse_sum = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
-                delta = tl.load(delta_ptr + at, mask=row_inside, other=0.0)[:, None]
+                delta = tl.load(delta_ptr + offset, mask=row_inside, other=0.0)[:, None]
                 qp = tl.load(q_pos_ptr + b64 * q_pos_b + row, mask=row_inside, other=-1)[:, None]
                 kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[None, :]
                 slope = 0.0

@@ -70,8 +70,8 @@ def bias_data(call: Call, bias: Bias | None) -> BiasData:
     if t5 is not None:
         weights = t5.table.to(device, torch.float32).T
         n = int(t5.table.shape[0])
-        found = _bucket_table(n, t5.max_distance, device, bidirectional=t5.bidirectional)
-        result = result._replace(buckets=found, weights=weights)
+        matching = _bucket_table(n, t5.max_distance, device, bidirectional=t5.bidirectional)
+        result = result._replace(buckets=matching, weights=weights)
     if others:
         result = result._replace(table=sum_of_tables(call, others))
     return result
@@ -112,7 +112,7 @@ def _bucket_table(
 ) -> Tensor:
     """Return the bucket of each distance from -max_distance to max_distance."""
     distances = torch.arange(-max_distance, max_distance + 1, device=device)
-    found = t5_bucket(
+    matching = t5_bucket(
         distances, buckets=buckets, bidirectional=bidirectional, max_distance=max_distance
     )
-    return found.to(torch.int32)
+    return matching.to(torch.int32)

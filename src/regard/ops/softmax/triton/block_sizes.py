@@ -13,7 +13,7 @@ import torch
 KernelKind: TypeAlias = Literal["forward", "backward_q", "backward_kv"]
 
 
-class ProgramSizes(NamedTuple):
+class LaunchSizes(NamedTuple):
     """The sizes of a program.
 
     Args:
@@ -29,41 +29,41 @@ class ProgramSizes(NamedTuple):
     stages: int
 
 
-INTERPRETED = ProgramSizes(16, 16, 4, 1)
+INTERPRETED = LaunchSizes(16, 16, 4, 1)
 """Small blocks for triton's interpreter, where small calls have several of them."""
 
 # (kind, half precision, largest head dimension) -> sizes; compiled for sm_80, sm_90 and sm_100 by
 # tests/ops/softmax/triton/test_compile.py, and not yet measured on a GPU
-_TABLE: dict[tuple[KernelKind, bool, int], ProgramSizes] = {
-    ("forward", True, 64): ProgramSizes(128, 64, 8, 3),
-    ("forward", True, 128): ProgramSizes(128, 64, 8, 3),
-    ("forward", True, 256): ProgramSizes(64, 32, 8, 2),
-    ("forward", False, 64): ProgramSizes(64, 32, 8, 2),
-    ("forward", False, 128): ProgramSizes(32, 16, 8, 2),
-    ("forward", False, 256): ProgramSizes(16, 16, 8, 1),
-    ("backward_q", True, 64): ProgramSizes(128, 64, 8, 2),
-    ("backward_q", True, 128): ProgramSizes(64, 64, 8, 2),
-    ("backward_q", True, 256): ProgramSizes(32, 32, 8, 1),
-    ("backward_q", False, 64): ProgramSizes(32, 32, 8, 1),
-    ("backward_q", False, 128): ProgramSizes(16, 16, 8, 1),
-    ("backward_q", False, 256): ProgramSizes(16, 16, 8, 1),
-    ("backward_kv", True, 64): ProgramSizes(64, 64, 8, 1),
-    ("backward_kv", True, 128): ProgramSizes(32, 64, 8, 2),
-    ("backward_kv", True, 256): ProgramSizes(32, 32, 8, 1),
-    ("backward_kv", False, 64): ProgramSizes(32, 32, 8, 1),
-    ("backward_kv", False, 128): ProgramSizes(32, 32, 8, 1),
-    ("backward_kv", False, 256): ProgramSizes(16, 16, 8, 1),
+_TABLE: dict[tuple[KernelKind, bool, int], LaunchSizes] = {
+    ("forward", True, 64): LaunchSizes(128, 64, 8, 3),
+    ("forward", True, 128): LaunchSizes(128, 64, 8, 3),
+    ("forward", True, 256): LaunchSizes(64, 32, 8, 2),
+    ("forward", False, 64): LaunchSizes(64, 32, 8, 2),
+    ("forward", False, 128): LaunchSizes(32, 16, 8, 2),
+    ("forward", False, 256): LaunchSizes(16, 16, 8, 1),
+    ("backward_q", True, 64): LaunchSizes(128, 64, 8, 2),
+    ("backward_q", True, 128): LaunchSizes(64, 64, 8, 2),
+    ("backward_q", True, 256): LaunchSizes(32, 32, 8, 1),
+    ("backward_q", False, 64): LaunchSizes(32, 32, 8, 1),
+    ("backward_q", False, 128): LaunchSizes(16, 16, 8, 1),
+    ("backward_q", False, 256): LaunchSizes(16, 16, 8, 1),
+    ("backward_kv", True, 64): LaunchSizes(64, 64, 8, 1),
+    ("backward_kv", True, 128): LaunchSizes(32, 64, 8, 2),
+    ("backward_kv", True, 256): LaunchSizes(32, 32, 8, 1),
+    ("backward_kv", False, 64): LaunchSizes(32, 32, 8, 1),
+    ("backward_kv", False, 128): LaunchSizes(32, 32, 8, 1),
+    ("backward_kv", False, 256): LaunchSizes(16, 16, 8, 1),
 }
 
 MAX_HEAD_DIM = 256
 """The largest D and E that the table has a row for."""
 
 
-def block_sizes(kind: KernelKind, dtype: torch.dtype, D: int, E: int) -> ProgramSizes:
+def block_sizes(kind: KernelKind, dtype: torch.dtype, D: int, E: int) -> LaunchSizes:
     """Return the block sizes for a kernel, a dtype and head dimensions up to `MAX_HEAD_DIM`.
 
     >>> block_sizes("forward", torch.bfloat16, 128, 128)
-    ProgramSizes(rows=128, keys=64, warps=8, stages=3)
+    LaunchSizes(rows=128, keys=64, warps=8, stages=3)
     """
     width = next(x for x in (64, 128, 256) if max(D, E) <= x)
     return _TABLE[kind, dtype.itemsize == 2, width]
@@ -74,12 +74,12 @@ SPAN_KEYS = 512
 keys alone."""
 
 
-def decode_sizes(dtype: torch.dtype, D: int, E: int) -> ProgramSizes:
+def decode_sizes(dtype: torch.dtype, D: int, E: int) -> LaunchSizes:
     """Return the sizes of the decoding kernel, whose rows are the queries of a group of heads.
 
     >>> decode_sizes(torch.bfloat16, 128, 128)
-    ProgramSizes(rows=16, keys=64, warps=4, stages=3)
+    LaunchSizes(rows=16, keys=64, warps=4, stages=3)
     """
     if dtype.itemsize == 2:
-        return ProgramSizes(16, 64, 4, 3) if max(D, E) <= 128 else ProgramSizes(16, 32, 4, 2)
-    return ProgramSizes(16, 16, 4, 2)
+        return LaunchSizes(16, 64, 4, 3) if max(D, E) <= 128 else LaunchSizes(16, 32, 4, 2)
+    return LaunchSizes(16, 16, 4, 2)

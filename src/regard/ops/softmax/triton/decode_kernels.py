@@ -35,10 +35,10 @@ def add_values(acc, p, v, visible, PRECISION: tl.constexpr):
     odd = is_not_finite(wide)
     acc = tl.dot(p.to(v.dtype), tl.where(odd, 0.0, v), acc, input_precision=PRECISION)
     if tl.max(tl.max(odd.to(tl.int32), 1), 0) > 0:
-        seen = visible.to(tl.float16)
+        sees_key = visible.to(tl.float16)
         # NaN counts as both infinities, whose sum is NaN
-        high = tl.dot(seen, (odd & ~(wide == float("-inf"))).to(tl.float16))
-        low = tl.dot(seen, (odd & ~(wide == float("inf"))).to(tl.float16))
+        high = tl.dot(sees_key, (odd & ~(wide == float("-inf"))).to(tl.float16))
+        low = tl.dot(sees_key, (odd & ~(wide == float("inf"))).to(tl.float16))
         acc = tl.where(high > 0.5, acc + float("inf"), acc)
         acc = tl.where(low > 0.5, acc + float("-inf"), acc)
     return acc
@@ -94,8 +94,8 @@ def attention_decode(
     # the first tile of the span that some query sees, and one past the last
     bounds = bounds_ptr + (b64 * list_b * spans + span) * 2
     first_tile, last_tile = tl.load(bounds), tl.load(bounds + 1)
-    at = ((b64 * H + h64) * T + row) * spans + span
-    part_at = part_ptr + at[:, None] * E + e[None, :]
+    offset = ((b64 * H + h64) * T + row) * spans + span
+    part_at = part_ptr + offset[:, None] * E + e[None, :]
     part_mask = row_inside[:, None] & (e < E)[None, :]
     if CAREFUL:
         odd = is_not_finite(tl.load(part_at, mask=part_mask, other=0.0)).to(tl.int32)
@@ -146,7 +146,7 @@ def attention_decode(
     divisor = tl.where(sees, total, 1.0)
     m = tl.where(m == float("-inf"), 0.0, m)
     lse = tl.where(sees, m * (1.0 / UNIT) + tl.log2(divisor) * LN2, float("-inf"))
-    tl.store(part_lse_ptr + at, lse, mask=row_inside)
+    tl.store(part_lse_ptr + offset, lse, mask=row_inside)
     tl.store(part_at, acc / divisor[:, None], mask=part_mask)
 
 

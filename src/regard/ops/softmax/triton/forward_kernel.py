@@ -184,9 +184,9 @@ def attention_forward(
     divisor = tl.where(sees, total, 1.0)
     acc = acc / divisor[:, None]
     lse = tl.where(sees, m * (1.0 / UNIT) + tl.log2(divisor) * LN2, float("-inf"))
-    at = (b64 * H + h) * T + row64
-    tl.store(lse_ptr + at, lse, mask=row_inside)
-    tl.store(max_ptr + at, m, mask=row_inside)
-    tl.store(sum_ptr + at, tl.where(sees, total, 0.0), mask=row_inside)
-    out_at = out_ptr + at[:, None] * E + e[None, :]
+    offset = (b64 * H + h) * T + row64
+    tl.store(lse_ptr + offset, lse, mask=row_inside)
+    tl.store(max_ptr + offset, m, mask=row_inside)
+    tl.store(sum_ptr + offset, tl.where(sees, total, 0.0), mask=row_inside)
+    out_at = out_ptr + offset[:, None] * E + e[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=row_inside[:, None] & (e < E)[None, :])

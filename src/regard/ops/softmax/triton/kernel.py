@@ -26,6 +26,7 @@ from regard.ops.softmax.triton.mask_data import (
     tile_lists,
 )
 from regard.span import Span
+from regard.units import plural
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel supports."""
@@ -71,7 +72,7 @@ class TritonKernel:
 
     def priority(self, call: Call) -> float | None:
         """Return 75 on a GPU, behind torch's flash attention where it serves a call, and before
-        generated kernels; elsewhere 5, behind the reference.
+        generated kernels; 5 on other devices, behind the reference.
         """
         return 75 if call.q.device.type == "cuda" else 5
 
@@ -79,11 +80,12 @@ class TritonKernel:
         """Return in one sentence how the kernel reads the mask, and its blocks."""
         data = mask_data(call)
         sizes = block_sizes("forward", call.q.dtype, call.D, call.E)
+        rows, keys = plural(sizes.rows, "query", "queries"), plural(sizes.keys, "key")
         form = f"{data.ranges} ranges of positions for each query" if data.ranges else "positions"
         form = "one bit for each pair" if data.bits is not None else form
         return (
-            f"triton reads the mask as {form}, in blocks of {sizes.rows} queries and {sizes.keys} "
-            "keys, and compiles nothing for a new mask"
+            f"triton reads the mask as {form}, in blocks of {rows} and {keys}, "
+            "and compiles nothing for a new mask"
         )
 
     def run(self, call: Call) -> KernelResult:
@@ -167,8 +169,8 @@ class TritonFunction(torch.autograd.Function):
         d_out = torch.zeros_like(out) if d_out is None else d_out.to(q.dtype)
         saved = ForwardResult(out, lse, max_score, scaled_sum)
         with torch.autocast(q.device.type, enabled=False):
-            found = gradients(call, saved, d_out, d_lse, ctx.needs_input_grad[4:])
-        return None, *(None if x is None else x.to(q.dtype) for x in found[:3]), *found[3:]
+            matching = gradients(call, saved, d_out, d_lse, ctx.needs_input_grad[4:])
+        return None, *(None if x is None else x.to(q.dtype) for x in matching[:3]), *matching[3:]
 
 
 def gradients(
@@ -216,12 +218,12 @@ def gradients(
     ]
     if not trained or not pairs:
         return *d_qkv, *(None for _ in leaves)
-    found = iter(
+    matching = iter(
         torch.autograd.grad(
             [x for x, _ in pairs], trained, [d for _, d in pairs], allow_unused=True
         )
     )
-    return *d_qkv, *(next(found) if x.requires_grad else None for x in leaves)
+    return *d_qkv, *(next(matching) if x.requires_grad else None for x in leaves)
 
 
 @cache

@@ -22,7 +22,7 @@ from regard.ops.softmax.triton.bias_data import BiasData
 from regard.ops.softmax.triton.block_sizes import (
     INTERPRETED,
     SPAN_KEYS,
-    ProgramSizes,
+    LaunchSizes,
     block_sizes,
     decode_sizes,
 )
@@ -72,7 +72,7 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
     def run(self) -> None:
-        """Run the kernel."""
+        """Run the kernel with these arguments on the current device."""
         self.kernel[self.grid](*self.args, **self.options)
 
 
@@ -89,13 +89,13 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def sizes_of(call: Call, kind: Any) -> ProgramSizes:
+def sizes_of(call: Call, kind: Any) -> LaunchSizes:
     """Return the block sizes of a kernel for a call."""
     return INTERPRETED if is_interpreted() else block_sizes(kind, call.q.dtype, call.D, call.E)
 
 
 def run_forward(call: Call, bias: BiasData) -> ForwardResult:
-    """Run the forward kernel."""
+    """Run the forward kernels of a call, and return what they wrote."""
     launches, result = forward_launches(call, bias)
     for launch in launches:
         launch.run()
@@ -258,11 +258,11 @@ def run_backward(
     """Run the backward kernels, and return dq, dk and dv in `call.result_dtype`, and the gradients
     of the parts of the bias; the arguments are those of `backward_launches`.
     """
-    launches, found = backward_launches(call, bias, saved, d_out, d_lse, wanted, of_part=of_part)
+    launches, matching = backward_launches(call, bias, saved, d_out, d_lse, wanted, of_part=of_part)
     for launch in launches:
         launch.run()
-    d_q, d_k, d_v = (x.to(call.result_dtype) for x in found[:3])
-    return d_q, d_k, d_v, _sum_buffers(call, bias, wanted, found.buffers)
+    d_q, d_k, d_v = (x.to(call.result_dtype) for x in matching[:3])
+    return d_q, d_k, d_v, _sum_buffers(call, bias, wanted, matching.buffers)
 
 
 def backward_launches(
@@ -365,7 +365,7 @@ def _is_per_key(call: Call, bias: BiasData) -> bool:
     return bias.table is not None and bias.table.shape[2] == 1 < call.T
 
 
-def _resources(sizes: ProgramSizes) -> dict[str, int]:
+def _resources(sizes: LaunchSizes) -> dict[str, int]:
     """Return the options of a launch that are no argument of the kernel."""
     return {"num_warps": sizes.warps, "num_stages": sizes.stages}
 
@@ -391,7 +391,7 @@ MAX_ROW_STRIDE = 2**22
 """The largest distance of rows that a kernel reads; a tile has at most 256 rows."""
 
 
-def constants(call: Call, bias: BiasData, data: MaskData, sizes: ProgramSizes) -> dict[str, Any]:
+def constants(call: Call, bias: BiasData, data: MaskData, sizes: LaunchSizes) -> dict[str, Any]:
     """Return the arguments for which a kernel is compiled; nothing of the mask but the number of
     its ranges is among them.
     """
@@ -424,7 +424,7 @@ def _rule_tensors(
     dummy: Tensor, data: MaskData, lists: TileLists, bias: BiasData
 ) -> tuple[Tensor, ...]:
     """Return positions, mask and bias as arguments; `dummy` stands for what is not used."""
-    given = (
+    arguments = (
         data.q_positions, data.k_positions, data.starts, data.stops, data.bits,
         lists.counts, lists.tiles,
         None if bias.slopes is None else bias.slopes.detach().contiguous(),
@@ -432,7 +432,7 @@ def _rule_tensors(
         None if bias.weights is None else bias.weights.detach().contiguous(),
         None if bias.table is None else bias.table.detach(),
     )  # fmt: skip
-    return tuple(dummy if x is None else x for x in given)
+    return tuple(dummy if x is None else x for x in arguments)
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -216,10 +216,10 @@ def _kinds_of_bits(data: MaskData, rows: int, keys: int) -> Tensor:
     some = some.unflatten(3, shape[1]).unflatten(2, shape[0]) != 0  # [b,h,nQ,rows,nK,keys/8]
     every = F.pad(F.pad(data.bits, (0, missing)), (0, 0, 0, missing_rows), value=255)
     every = every.unflatten(3, shape[1]).unflatten(2, shape[0]) == 255
-    found = some.any(5).any(3)
+    matching = some.any(5).any(3)
     # the last byte is never 255 if S is no multiple of 8, and the tile then has slots behind S
     assert data.bits.shape[3] * 8 >= S
-    kinds: Tensor = found.to(torch.int8) + (found & every.all(5).all(3)).to(torch.int8)
+    kinds: Tensor = matching.to(torch.int8) + (matching & every.all(5).all(3)).to(torch.int8)
     return kinds
 
 

@@ -80,8 +80,8 @@ def bias_of_tile(
     if MAX_DISTANCE:
         bias += tl.load(weight + buckets_of_tile(qp, kp, bucket, MAX_DISTANCE))
     if TABLE:
-        at = table + row.to(tl.int64) * table_row + col.to(tl.int64) * table_col
-        bias += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        offset = table + row.to(tl.int64) * table_row + col.to(tl.int64) * table_col
+        bias += tl.load(offset, mask=inside, other=0.0).to(tl.float32)
     return bias
 
 
@@ -121,12 +121,12 @@ def visible_pairs(
     """
     visible = inside & (kp >= 0)
     if RANGES:
-        found = inside & (kp < 0) & (kp >= 0)
+        matching = inside & (kp < 0) & (kp >= 0)
         for i in tl.static_range(RANGES):
             first = tl.load(start + row * RANGES + i, mask=row_inside, other=2147483647)
             last = tl.load(stop + row * RANGES + i, mask=row_inside, other=0)
-            found = found | ((kp >= first) & (kp < last))
-        visible = visible & found
+            matching = matching | ((kp >= first) & (kp < last))
+        visible = visible & matching
     if BITS:
         octet = tl.load(bits + row.to(tl.int64) * bits_row + col // 8, mask=inside, other=0)
         visible = visible & (((octet.to(tl.int32) >> (col % 8)) & 1) != 0)
@@ -148,9 +148,9 @@ def mark_odd_tiles(
     b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_WIDTH)
-    at = x_ptr + b * x_b + h * x_h + row.to(tl.int64)[:, None] * x_n + column[None, :]
+    offset = x_ptr + b * x_b + h * x_h + row.to(tl.int64)[:, None] * x_n + column[None, :]
     inside = (row < n)[:, None] & (column < WIDTH)[None, :]
-    odd = is_not_finite(tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(tl.int32)
+    odd = is_not_finite(tl.load(offset, mask=inside, other=0.0).to(tl.float32)).to(tl.int32)
     program = (b * heads + h) * tl.num_programs(0) + tl.program_id(0)
     # a second launch may mark the same tiles for another tensor
     tl.store(odd_ptr + program, tl.max(tl.max(odd, 1), 0) | tl.load(odd_ptr + program))
@@ -159,7 +159,7 @@ def mark_odd_tiles(
 @triton.jit
 def holds_odd_tile(odd, tiles, first, last):
     """Whether one of the listed tiles is marked."""
-    found = tl.zeros([], tl.int32)
+    matching = tl.zeros([], tl.int32)
     for x in range(first, last):
-        found = found | tl.load(odd + tl.load(tiles + x))
-    return found != 0
+        matching = matching | tl.load(odd + tl.load(tiles + x))
+    return matching != 0
