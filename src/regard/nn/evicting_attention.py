@@ -133,7 +133,7 @@ class EvictingAttention(Attention):
     ) -> Tensor:
         """Attend in one call, through the mask of what each query would find in the cache."""
         if isinstance(positions, Span) and positions.length <= self.capacity:
-            return self._attend(q, k, v, positions, positions, backend)
+            return self._attend(q, k, v, None, positions, positions, backend)
         with torch.no_grad():
             visible = self._visible(q.detach(), k.detach(), positions)
         sees = visible.repeat_interleave(q.shape[1] // k.shape[1], 1)

@@ -245,7 +245,8 @@ class JoinedHeadsRMSNorm(RMSNorm):
             grouped = wide.unflatten(2, (self.groups, -1))
             grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
             joined = (grouped.flatten(2) * self.weight).to(x.dtype)
-        return joined.unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
+        heads: Tensor = joined.unflatten(2, (self.heads, self.head_dim))
+        return heads.transpose(1, 2)
 
     def extra_repr(self) -> str:
         """Return the number of heads, their size and the epsilon."""
