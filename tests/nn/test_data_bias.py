@@ -27,7 +27,9 @@ from regard.nn.data_bias import (
     data_bias,
     sums_up_to,
 )
+from regard.nn.evicting_attention import EvictingAttention
 from regard.nn.gated_projections import GatedProjection
+from regard.nn.head_finishes import FinishedProjection, HeadGate
 from regard.nn.path_projection import PathProjection, SelectiveProjection, path_scores
 from regard.nn.streaming_attention import StreamingAttention
 from regard.nn.variants import VARIANTS
@@ -411,3 +413,48 @@ def test_scores_that_other_tokens_change_equal_their_loops(name: str) -> None:
     assert (trace["z"] - without.out).abs().max() > 1e-3, "negative control"
     with pytest.raises(ArgumentError, match=r"both must have the same heads"):
         PathProjection(*heads(), HeadProjection(32, H, D), 32)
+
+
+@pytest.mark.parametrize("name", ["infini", "gated_linear", "moba", "h2o"])
+def test_a_mechanism_that_adds_no_bias_refuses_one_from_tokens(name: str) -> None:
+    """Also behind a gate; the gate alone is taken."""
+    layer = VARIANTS[name].example()
+    plain = VARIANTS["gqa"].example(groups=4).project
+    biased = RelativeLogitProjection(
+        *(HeadProjection(32, 4, 8) for _ in "qkv"), HeadProjection(32, 4, 5), extent=6
+    )
+    for project in (biased, GatedProjection(biased, HeadProjection(32, 4, 8, bias=False))):
+        with pytest.raises(ArgumentError, match="RelativeLogitProjection, which computes a bias"):
+            rebuilt(layer, project)
+    gated = GatedProjection(plain, HeadProjection(32, 4, 8, bias=False))
+    if name == "h2o":
+        assert rebuilt(layer, gated).project is gated
+
+
+def rebuilt(layer: Any, project: Any) -> Any:
+    """A mechanism of the same class with another projection."""
+    if isinstance(layer, EvictingAttention):
+        return EvictingAttention(project, layer.output, rule=layer.rule, budget=8)
+    if hasattr(layer, "rule"):
+        return type(layer)(project, layer.rule, layer.output)
+    if hasattr(layer, "selector"):
+        return type(layer)(project, layer.selector, layer.output)
+    return type(layer)(project, layer.output, segment=8)
+
+
+def test_a_finish_keeps_the_bias_of_its_projection() -> None:
+    torch.manual_seed(0)
+    m = VARIANTS["forgetting"].example()
+    x = torch.randn(1, 9, 32)
+    gate = HeadGate(32, 4)
+    z = m.project
+    m.project = FinishedProjection(z, gate)
+    heads = m.project.query(x, Span(0, 9))
+    memory = m.project.remember(x, Span(0, 9))
+    bias = data_bias(m.project, x, heads, memory, Span(0, 9), Span(0, 9))
+    assert isinstance(bias, ForgetBias)
+    without = copy.deepcopy(m)
+    without.project.__class__ = type(
+        "NoBias", (FinishedProjection,), {"data_bias": lambda *_: None}
+    )
+    assert (m(x) - without(x)).abs().max() > 1e-3

@@ -6,42 +6,10 @@ As in `fixed_state`, FLOPs are those of one token in the recurrent form; gates a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from regard.cost.fixed_state import LinearSpec, RecurrentSpec, ShortConvolution
+from regard.cost.fixed_state import CountedSpec, LinearSpec, ShortConvolution
 from regard.cost.spec import HeadShape, ParameterCounts, Quantity
-
-
-@dataclass(frozen=True)
-class CountedSpec(RecurrentSpec):
-    """A recurrence whose state and whose FLOPs per token were counted from its sizes.
-
-    Attributes:
-        mechanism: the name of the mechanism.
-        values: the number of values of the state, without those of a convolution.
-        work: the FLOPs of one token.
-
-    >>> rwkv4_spec(ParameterCounts(), HeadShape(4, 4, 8, 8)).state.value
-    96
-    """
-
-    mechanism: str
-    values: Quantity
-    work: Quantity
-
-    @property
-    def name(self) -> str:
-        """The name of the mechanism, with its heads."""
-        return self._label(self.mechanism)
-
-    @property
-    def state(self) -> Quantity:
-        """The number of values of the state, and of a convolution's past inputs."""
-        return self._with_past(self.values)
-
-    def token(self) -> Quantity:
-        """Return the FLOPs of one token."""
-        return self.work
 
 
 def rwkv4_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:

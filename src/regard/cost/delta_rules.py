@@ -15,7 +15,7 @@ from regard.cost.fixed_state import (
     DeltaSpec,
     ShortConvolution,
 )
-from regard.cost.spec import HeadShape, ParameterCounts
+from regard.cost.spec import HeadShape, ParameterCounts, Quantity
 
 
 def convolution_of(shape: HeadShape, kernel: int) -> ShortConvolution:
@@ -96,6 +96,16 @@ def comba(dim: int, shape: HeadShape, kernel: int) -> DeltaSpec:
     )
 
 
+def _counted(
+    weights: ParameterCounts, shape: HeadShape, mechanism: str, state: Quantity, work: Quantity
+) -> CountedSpec:
+    """Return the spec of a recurrence from the state of one value head and the FLOPs of a token."""
+    N, D, E = shape.states, shape.head_dim, shape.value_dim
+    letter = "G" if shape.groups == N else "N"
+    formula = f"{letter} {state.formula}, {letter} = {N}, D = {D}, E = {E}"
+    return CountedSpec(weights, (), shape, mechanism, Quantity(N * state.value, formula), work)
+
+
 def preconditioned_delta(dim: int, shape: HeadShape, kernel: int, rank: int) -> CountedSpec:
     """Return the spec of preconditioned Kimi Delta Attention.
 
@@ -115,7 +125,9 @@ def preconditioned_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSp
     flops = N * (7 * D * E + 2 * E + 12 * D)
     formula = f"{N} x (7 D E + 2 E + 12 D), D = {D}, E = {E}"
     name = "preconditioned delta rule"
-    return CountedSpec(weights, (), shape, name, D * (E + 1), "D (E + 1)", flops, formula)
+    return _counted(
+        weights, shape, name, Quantity(D * (E + 1), "D (E + 1)"), Quantity(flops, formula)
+    )
 
 
 def delta_product(dim: int, shape: HeadShape, kernel: int, writes: int) -> CountedSpec:
@@ -139,7 +151,9 @@ def delta_product_spec(weights: ParameterCounts, shape: HeadShape, writes: int) 
     O, N, D, E = shape.outputs, shape.states, shape.head_dim, shape.value_dim
     flops = O * 2 * D * E + N * (writes * (4 * D * E + 2 * E) + D * E)
     formula = f"{O} x 2 D E + {N} x ({writes} x (4 D E + 2 E) + D E), D = {D}, E = {E}"
-    return CountedSpec(weights, (), shape, "DeltaProduct", D * E, "D E", flops, formula)
+    return _counted(
+        weights, shape, "DeltaProduct", Quantity(D * E, "D E"), Quantity(flops, formula)
+    )
 
 
 def mesa(dim: int, shape: HeadShape, kernel: int) -> CountedSpec:
@@ -160,7 +174,9 @@ def mesa_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     H, D, E = shape.heads, shape.head_dim, shape.value_dim
     flops = H * (5 * D * D + 5 * D * E + D**3 // 3)
     formula = f"{H} x (5 D^2 + 5 D E + D^3 / 3), D = {D}, E = {E}"
-    return CountedSpec(weights, (), shape, "Mesa", D * (D + E), "D (D + E)", flops, formula)
+    return _counted(
+        weights, shape, "Mesa", Quantity(D * (D + E), "D (D + E)"), Quantity(flops, formula)
+    )
 
 
 def titans_linear(dim: int, shape: HeadShape, kernel: int) -> CountedSpec:
@@ -178,7 +194,9 @@ def titans_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     H, D, E = shape.heads, shape.head_dim, shape.value_dim
     formula = f"{H} x (9 D E + 2 E), D = {D}, E = {E}"
     flops = H * (9 * D * E + 2 * E)
-    return CountedSpec(weights, (), shape, "Titans linear", 2 * D * E, "2 D E", flops, formula)
+    return _counted(
+        weights, shape, "Titans linear", Quantity(2 * D * E, "2 D E"), Quantity(flops, formula)
+    )
 
 
 def short_convolution(dim: int, kernel: int) -> ConvolutionSpec:

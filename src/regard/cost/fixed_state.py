@@ -272,21 +272,22 @@ class DeltaSpec(RecurrentSpec):
 
 @dataclass(frozen=True)
 class CountedSpec(RecurrentSpec):
-    """A recurrence whose state and FLOPs are given as numbers.
+    """A recurrence whose state and whose FLOPs per token were counted from its sizes.
 
     Attributes:
         mechanism: the name of the mechanism.
-        values: the number of values of the state of one value head.
-        values_formula: its formula, in the letters D and E.
-        flops: the FLOPs of one token.
-        flops_formula: their formula.
+        values: the number of values of the state, without those of a convolution.
+        work: the FLOPs of one token.
+
+    >>> three = Quantity(3 * 4 * 8, "3 G D = 3 x 4 x 8")  # the sums of RWKV-4
+    >>> shape = HeadShape(4, 4, 8, 8)
+    >>> CountedSpec(ParameterCounts(), (), shape, "RWKV-4", three, Quantity(352, "")).state.value
+    96
     """
 
     mechanism: str
-    values: int
-    values_formula: str
-    flops: int
-    flops_formula: str
+    values: Quantity
+    work: Quantity
 
     @property
     def name(self) -> str:
@@ -295,14 +296,12 @@ class CountedSpec(RecurrentSpec):
 
     @property
     def state(self) -> Quantity:
-        """The number of values of the states of all value heads."""
-        (_, _, D, E), N = self._sizes, self.shape.states
-        formula = f"{self._states} {self.values_formula}, {self._states} = {N}, D = {D}, E = {E}"
-        return self._with_past(Quantity(N * self.values, formula))
+        """The number of values of the state, and of a convolution's past inputs."""
+        return self._with_past(self.values)
 
     def token(self) -> Quantity:
         """Return the FLOPs of one token."""
-        return Quantity(self.flops, self.flops_formula)
+        return self.work
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,26 @@ def data_bias(
     return cast("HasDataBias", project).data_bias(x, q, memory, positions, k_positions)
 
 
+def refuse_data_bias(project: Projection, mechanism: str) -> None:
+    """Check that a projection computes no bias, for a mechanism that would not add it.
+
+    Args:
+        project: a projection.
+        mechanism: the name of the mechanism, for the message.
+
+    Raises:
+        ArgumentError: the projection has a `data_bias`.
+    """
+    inner: Projection = project
+    while isinstance(wrapped := getattr(inner, "project", None), Projection):
+        inner = wrapped  # a gate or a finish around another projection
+    if hasattr(type(inner), "data_bias"):
+        raise ArgumentError(
+            f"project is {type(inner).__name__}, which computes a bias from the tokens, and "
+            f"{mechanism} adds none; use regard.nn.Attention, which does"
+        )
+
+
 class ProjectionWithMemory(SeparateQKV):
     """Base class of projections that store more than keys and values for each token."""
 

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from regard.argument_checks import check_number
 from regard.caches import Parts
 from regard.cost.decayed_state import (
-    CountedSpec,
     lightnet_spec,
     mlstm_spec,
     rwkv4_spec,
     rwkv6_spec,
     slots_spec,
 )
-from regard.cost.fixed_state import LinearSpec
+from regard.cost.fixed_state import CountedSpec, LinearSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.linear_recurrence import LinearAttentionRule

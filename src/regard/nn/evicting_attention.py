@@ -15,6 +15,7 @@ from regard.cost.bounded import EvictingSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dense
 from regard.nn.attention import Attention
+from regard.nn.data_bias import refuse_data_bias
 from regard.nn.mixer import AcrossRanks, count_weights
 from regard.nn.projections import Projection
 from regard.ops.softmax import Partial, attend, attend_partial, attention_weights, merge
@@ -103,6 +104,7 @@ class EvictingAttention(Attention):
                 f"{type(project).__name__} stores parts of {memory} per token; eviction needs keys "
                 f"and values per head, ({G * D}, {G * E}), whose rotation is final"
             )
+        refuse_data_bias(project, "EvictingAttention")
         super().__init__(project, output, mask=Causal(), scale=scale, softcap=softcap, sink=sink)
         self.rule, self.budget, self.interval = rule, budget, interval
 

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regard.biases import Bias
 from regard.caches import Parts
 from regard.cost.softmax import VisibleKeys
 from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
+from regard.nn.data_bias import data_bias
 from regard.nn.explainable import CallWeights, Explainable, HeadMix, LayerRun, MixTerm
 from regard.nn.linear import Linear
 from regard.nn.projections import (
@@ -134,6 +136,19 @@ class FinishedProjection(ProjectionModule):
             The adjusted queries.
         """
         return adjust_query(self.project, q, positions, k_positions)
+
+    def data_bias(
+        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
+    ) -> Bias | None:
+        """Return the bias of the wrapped projection, if it computes one from tokens.
+
+        Args:
+            x, q, memory, positions, k_positions: as for `regard.nn.data_bias.HasDataBias`.
+
+        Returns:
+            The bias, or None.
+        """
+        return data_bias(self.project, x, q, memory, positions, k_positions)
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """Run the steps without positions; a step that needs them raises an `ArgumentError`."""

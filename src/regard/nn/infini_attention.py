@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from regard.caches import Cache, Memory
 from regard.cost.fixed_state import InfiniSpec
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn.data_bias import refuse_data_bias
 from regard.nn.explainable import (
     CallWeights,
     HeadMix,
@@ -131,6 +132,7 @@ class InfiniAttention(Mixer):
         update: UpdateRule = "linear",
         empty: EmptyMemoryRule = "zero",
     ) -> None:
+        refuse_data_bias(project, "InfiniAttention")
         super().__init__()
         check_options(segment, update, empty)
         check_unrotated(project, "the memory is written without positions")

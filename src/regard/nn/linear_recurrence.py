@@ -22,6 +22,7 @@ from regard.cost.spec import HeadShape, ParameterCounts
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Document
+from regard.nn.data_bias import refuse_data_bias
 from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effective_row
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.packed_documents import over_documents
@@ -142,6 +143,7 @@ class Recurrent(Mixer):
         gate_before_norm: bool = False,
         documents: Document | None = None,
     ) -> None:
+        refuse_data_bias(project, "Recurrent")
         super().__init__()
         value_heads = project.value_heads if isinstance(project, GroupedValueQKV) else None
         self.heads = replace(project.shape.heads, value_heads=value_heads)

@@ -19,6 +19,7 @@ from regard.cost.spec import HeadShape
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
+from regard.nn.data_bias import refuse_data_bias
 from regard.nn.explainable import (
     CallWeights,
     HeadMix,
@@ -272,6 +273,7 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
         *,
         scale: float | None = None,
     ) -> None:
+        refuse_data_bias(project, "SelectedAttention")
         super().__init__()
         self.project, self.selector, self.output, self.scale = project, selector, output, scale
 
