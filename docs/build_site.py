@@ -60,6 +60,7 @@ SECTIONS = (
         "选择",
         (
             "docs/which-attention.md",
+            "docs/catalogue.md",
             "docs/cost.md",
             "docs/compare.md",
             "docs/claims.md",
