@@ -267,8 +267,8 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         "a sum of biases has a term of type NoneType",
     ),
     "bias unknown": (
-        lambda d, t: step(d).update(bias={"kerple": 1}),
-        "a bias with ['kerple'] is unknown",
+        lambda d, t: step(d).update(bias={"tisa": 1}),
+        "a bias with ['tisa'] is unknown",
     ),
     "bias heads": (
         lambda d, t: (

@@ -25,6 +25,7 @@ from regard.masks import (
     Dense,
     Dilated,
     Document,
+    EarlierChunks,
     Fn,
     Full,
     Global,
@@ -405,6 +406,19 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
             "Neighborhood has a grid of 2 x 4 = 8 positions, but there are 9 keys; give the shape "
             "of the grid whose tokens are the keys"
         ),
+    ),
+    (
+        lambda: EarlierChunks(2, 3, 2),
+        ArgumentError,
+        (
+            "EarlierChunks first is 3 and last is 2; last must be at least first, or None for "
+            "every earlier chunk"
+        ),
+    ),
+    (
+        lambda: EarlierChunks(2, 0),
+        ArgumentError,
+        "EarlierChunks first is 0; it must be 1 or more: the query's own chunk is Chunk(size)",
     ),
     (
         lambda: Dense(BOOL).require(1, 1, 3, 3),

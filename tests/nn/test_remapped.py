@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks import Causal, EarlierChunks
+from regard.masks import Causal
 from regard.nn import (
     DistanceMap,
     DualChunk,
@@ -182,8 +182,6 @@ def test_a_trace_of_scores_is_refused() -> None:
         (lambda: SelfExtend(2, 5), "window is 5 and group is 2; group must divide window, such as"),
         (lambda: ReRoPE(0), "window is 0; it must be 1 or more"),
         (lambda: LMInfinite(0, 4), "sinks is 0; it must be 1 or more"),
-        (lambda: EarlierChunks(2, 3, 2), "EarlierChunks first is 3 and last is 2; last must be at"),
-        (lambda: EarlierChunks(2, 0), "EarlierChunks first is 0; it must be 1 or more"),
     ],
 )
 def test_what_is_refused(make: Any, message: str) -> None:

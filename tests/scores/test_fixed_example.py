@@ -61,6 +61,16 @@ def test_relu_weights(power: float) -> None:
     assert (s > 0).any()
 
 
+def test_signed_softmax_weights() -> None:
+    q, k, _ = example()
+    s = (q @ k.mT)[0, 0, -1] / math.sqrt(3)
+    p = regard.attention_weights(q, k, mask=Causal(), score=scores.SignedSoftmax())[0, 0, -1]
+    total = sum(math.exp(abs(x)) for x in s.tolist())
+    signed = [math.copysign(math.exp(abs(x)), x) / total for x in s.tolist()]
+    assert p.tolist() == pytest.approx(signed, abs=1e-12)
+    assert (s < 0).any()
+
+
 def test_stick_breaking_weights() -> None:
     q, k, _ = example()
     p = regard.attention_weights(q, k, mask=Causal() & ~Window(1), score=scores.StickBreaking())

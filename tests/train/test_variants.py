@@ -131,6 +131,7 @@ def test_which_mechanisms_a_decoder_can_have() -> None:
     assert sorted(set(VARIANTS) - set(decoder_variants())) == [
         "bahdanau",
         "cross_attention",
+        "deberta",
         "luong",
         "mha_per_head",
         "prefix_lm",

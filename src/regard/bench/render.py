@@ -210,7 +210,7 @@ def memory_table(results: Iterable[CaseResult]) -> str:
     >>> row = PeerResult("regard", "timed", figures=figures, seconds=0.25)
     >>> result = CaseResult("peak-memory", "", "", torch.float16, "cpu", rows=(row,))
     >>> memory_table([result]).splitlines()[1].split()[3:]
-    ['1', 'MiB', '3', 'MiB', '1.00']
+    ['1.00', 'MiB', '3.00', 'MiB', '1.00']
     """
     rows = []
     for result in results:

@@ -148,7 +148,7 @@ class RelativeLogits(Bias):
         index = entry.clamp(0, last).expand(b, table.shape[1], -1, -1)
         table = table.expand(b, -1, -1, -1)
         if self.of_keys:
-            values = table.gather(3, index.mT).mT
+            values = table.gather(3, index.transpose(-1, -2)).transpose(-1, -2)
         else:
             values = table.gather(3, index)
         return values if self.outside == "clip" else values * ((entry >= 0) & (entry <= last))

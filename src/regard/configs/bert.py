@@ -104,7 +104,7 @@ class RobertaConfig(BertConfig):
     pad_token_id: int = 1
 
     model_types: ClassVar[tuple[str, ...]] = ("roberta", "xlm-roberta", "camembert")
-    ignored: ClassVar[frozenset[str]] = BertConfig.ignored | {"output_past"}
+    ignored: ClassVar[frozenset[str]] = BertConfig.ignored
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "add_cross_attention": (False,),
         "is_decoder": (False,),

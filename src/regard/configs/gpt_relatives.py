@@ -253,7 +253,7 @@ class OPTConfig(ModelConfig):
     tie_word_embeddings: bool = True
 
     model_types: ClassVar[tuple[str, ...]] = ("opt",)
-    ignored: ClassVar[frozenset[str]] = frozenset({"init_std", "layerdrop", "prefix"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"init_std", "layerdrop"})
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "_remove_final_layer_norm": (False,),
         "do_layer_norm_before": (True,),

@@ -284,7 +284,6 @@ class Cohere2Config(CohereConfig):
             "order_of_interleaved_layers",
             "position_embedding_type",
             "rotary_pct",
-            "cache_implementation",
         }
     )
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {

@@ -20,6 +20,7 @@ from regard.caches import Parts
 from regard.errors import ArgumentError
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.linear import Linear
+from regard.nn.mixer import check_onnx_export
 from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
 from regard.span import Positions, Span, as_tensor
 from regard.units import plural
@@ -152,7 +153,7 @@ class ForgettingProjection(ProjectionWithMemory):
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the keys, the values, and the logarithm of each token's gate [B,H,S,1]."""
-        f = self.f(x).mT[..., None]
+        f = self.f(x).transpose(-1, -2)[..., None]
         f = f.to(torch.promote_types(f.dtype, torch.float32))
         g = F.logsigmoid(f) if self.gate == "sigmoid" else -F.softplus(f)
         return *super().remember(x, positions), g
@@ -242,7 +243,7 @@ class RelativeKeyProjection(SeparateQKV):
         self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
     ) -> Bias:
         """Return the products of each query with the vectors, [B,H,T,left + right + 1]."""
-        return RelativeLogits(q @ self.table.mT * q.shape[-1] ** -0.5, self.right)
+        return RelativeLogits(q @ self.table.transpose(-1, -2) * q.shape[-1] ** -0.5, self.right)
 
     def extra_repr(self) -> str:
         """Return the distances with a vector of their own."""
@@ -371,7 +372,10 @@ class DisentangledProjection(SeparateQKV):
         relative_k, relative_q = (
             one(self.embedding[None], None) for one in (self.relative_k, self.relative_q)
         )
-        own, of_keys = q @ relative_k.mT * scale, memory[0] @ relative_q.mT * scale
+        own, of_keys = (
+            q @ relative_k.transpose(-1, -2) * scale,
+            memory[0] @ relative_q.transpose(-1, -2) * scale,
+        )
         return self._bias(own, of_keys=False) + self._bias(of_keys, of_keys=True)
 
     def extra_repr(self) -> str:
@@ -519,7 +523,8 @@ class DynamicMaskProjection(SeparateQKV):
         """Return the bias of each key [B,H,1,S], computed from the cached values; with a selection
         [B,H,T,S].
         """
-        delta = self.delta(memory[1].transpose(1, 2).flatten(2)).mT  # [B,G,S]
+        check_onnx_export(self, "selects keys only if there are more than `keep` of them")
+        delta = self.delta(memory[1].transpose(1, 2).flatten(2)).transpose(-1, -2)  # [B,G,S]
         bias = torch.exp(self.a[:, None] * F.softplus(delta))[:, :, None]
         if bias.shape[-1] > self.keep:
             q_at, k_at = (

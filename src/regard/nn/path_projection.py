@@ -50,16 +50,18 @@ def path_scores(
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, w, beta = (x.to(wide) for x in (q, k, w, beta))
     S = k.shape[2]
-    system = (beta[..., None] * (w @ w.mT)).tril(-1) + torch.eye(S, dtype=wide, device=q.device)
+    system = (beta[..., None] * (w @ w.transpose(-1, -2))).tril(-1) + torch.eye(
+        S, dtype=wide, device=q.device
+    )
     # what token l takes from key j on the way to later tokens, j before l
-    taken = (beta[..., None] * (w @ k.mT)).tril(-1)
+    taken = (beta[..., None] * (w @ k.transpose(-1, -2))).tril(-1)
     is_visible = k_at[:, None, None, :] <= q_at[:, None, :, None]
-    of_query = torch.where(is_visible, q @ w.mT, 0)
+    of_query = torch.where(is_visible, q @ w.transpose(-1, -2), 0)
     # the system is solved for the queries, of which a decoding step has one
     solved = torch.linalg.solve_triangular(
         system, of_query, upper=False, left=False, unitriangular=True
     )
-    scores: Tensor = q @ k.mT - solved @ taken
+    scores: Tensor = q @ k.transpose(-1, -2) - solved @ taken
     return scores
 
 
@@ -102,7 +104,7 @@ class PathProjection(ProjectionWithMemory):
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the keys, the values, the unit vectors [B,G,S,D] and beta [B,G,S,1]."""
         w = F.normalize(self.w(x, positions), dim=-1)
-        beta = 2 * torch.sigmoid(self.beta(x)).mT[..., None]
+        beta = 2 * torch.sigmoid(self.beta(x)).transpose(-1, -2)[..., None]
         return *super().remember(x, positions), w, beta
 
     def data_bias(
@@ -122,7 +124,7 @@ class PathProjection(ProjectionWithMemory):
         q = torch.where((q_at < 0)[:, None, :, None], 0, q)
         (k, w, beta), bad = _without_non_finite(k, w, beta)
         scores = path_scores(q, k, w, beta[..., 0], q_at, k_at)
-        added = scores - (q.to(scores.dtype) @ k.to(scores.dtype).mT)
+        added = scores - (q.to(scores.dtype) @ k.to(scores.dtype).transpose(-1, -2))
         added = _with_nan(added, bad, k_at[:, None, :] <= q_at[:, :, None])
         back = order.argsort(dim=-1)[:, None, None, :].expand(added.shape)
         return DenseBias(added.gather(-1, back) * q.shape[-1] ** -0.5)
@@ -172,7 +174,9 @@ class SelectiveProjection(ProjectionWithMemory):
         k0, q0 = torch.where(empty, 0, k[:, :1]), torch.where(empty, 0, q0)
         wide = torch.promote_types(q.dtype, torch.float32)
         (k0, q0), bad = _without_non_finite(k0, q0)
-        hidden = F.relu(q0.to(wide) * scale @ k0.to(wide).mT)  # [B,1,S,S]: token l, key j
+        hidden = F.relu(
+            q0.to(wide) * scale @ k0.to(wide).transpose(-1, -2)
+        )  # [B,1,S,S]: token l, key j
         before = (k_at[:, None, :] < k_at[:, :, None]) & (k_at > 0)[:, None, :]
         hidden = torch.where(before[:, None], hidden, 0)
         earlier = (k_at[:, None, :] < q_at[:, :, None]) & (k_at >= 0)[:, None, :]  # [B,T,S]

@@ -150,12 +150,14 @@ PAST = (
 LAYERS = (
     *("longformer", "packed", "prefix_lm", "chunked", "bigbird", "softcap", "gated"),
     *("exclusive", "shared_kv", "mrope", "position_temperature"),
+    *("cable", "deberta", "fire", "forgetting", "kerple"),
+    *("relative_logits", "selective", "shaw", "signed_softmax", "transformer_xl"),
 )
 REMAPPED = ("dual_chunk", "lm_infinite")
 """Mechanisms of several calls with other rotations."""
 SCORED = ("sigmoid_attention", "relu_attention", "entmax", "scalable_softmax")
 """Mechanisms with a score rule."""
-NOT_WRITTEN = ("softpick", "stick_breaking", "talking_heads", "top_k", "cope")
+NOT_WRITTEN = ("softpick", "stick_breaking", "talking_heads", "top_k", "cope", "path")
 """Score rules with operations that the tracing exporter of torch cannot write."""
 
 
@@ -205,14 +207,9 @@ def test_decoding_with_a_file_is_one_pass() -> None:
 @pytest.mark.full(keep=3)
 @pytest.mark.parametrize("name", [*(x for x in LAYERS if x != "longformer"), *SCORED])
 def test_layers_without_a_past(name: str) -> None:
-    thing = Thing(
-        name,
-        lambda: example(VARIANTS[name], dtype=torch.float32),
-        lambda n: (randn(2, n, 32),),
-        ((1, "T"),),
-        layer=True,
-    )
-    file = file_of(thing.make(), thing.inputs(6), 1, dynamo=False)
+    module = example(VARIANTS[name], dtype=torch.float32)
+    thing = Thing(name, lambda: module, lambda n: (randn(2, n, 32),), ((1, "T"),), layer=True)
+    file = file_of(module, thing.inputs(6), 1, dynamo=False)
     assert_follows(thing, onnx_session(file), (1, 6, 19, 40))
 
 
@@ -260,6 +257,12 @@ def test_additive_attention_is_refused() -> None:
         traced_onnx_file(Both(), (randn(2, 6, 32), randn(2, 5, 32)), ((1, "T"), (1, "S")))
 
 
+def test_a_selection_by_a_bias_of_the_tokens_is_refused() -> None:
+    module = VARIANTS["dynamic_mask"].example()
+    with pytest.raises(ArgumentError, match="was given a DynamicMaskProjection, which selects"):
+        traced_onnx_file(module, (randn(2, 6, 32),), ((1, "T"),))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", REMAPPED)
 def test_parts_with_other_rotations(name: str) -> None:
@@ -274,7 +277,8 @@ def test_parts_with_other_rotations(name: str) -> None:
 
 def test_the_catalogue_is_served_or_refused() -> None:
     """Every mechanism is in a test of this file or of the tables, or cannot cache."""
-    named = {*PAST, *LAYERS, *REMAPPED, *SCORED, *NOT_WRITTEN, *REFUSED, "gqa", "bahdanau"}
+    named = {*PAST, *LAYERS, *REMAPPED, *SCORED, *NOT_WRITTEN, *REFUSED}
+    named |= {"gqa", "bahdanau", "dynamic_mask"}
     alike = {  # the same class with another option
         "cross_attention", "luong", "local_global", "dilated", "sparse_strided", "sparse_fixed",
         "weightless", "single_head", "causal", "mha", "mha_per_head", "mqa", "qk_norm",

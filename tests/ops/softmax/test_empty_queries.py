@@ -37,6 +37,7 @@ MASKS: dict[str, Mask | Tensor | None] = {
     "Padding": masks.Padding.right([S, 30]),
     "Sinks": masks.Sinks(3),
     "Global": masks.Global((0, 25)),
+    "EarlierChunks": masks.EarlierChunks(8),
     "Dilated": masks.Dilated(30, 2),
     "BlockCausal": masks.BlockCausal(6),
     "BlockDiffusion": masks.BlockDiffusion(4, 20),

@@ -49,9 +49,9 @@ class EffectTable:
     >>> print(table)
     ablation
     effect; unchanged: -1
-    layer  head  effect
-    0      1         -2
-    0      0        0.5
+    layer  attention head  effect
+    0      1                   -2
+    0      0                  0.5
     """
 
     title: str

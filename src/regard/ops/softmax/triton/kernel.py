@@ -48,6 +48,8 @@ class TritonKernel:
         """Refuse other devices, dropout, taps, fp64, long head dimensions, graphs and tables that
         are too large.
         """
+        if call.compiling:  # a question about sizes would specialise the graph
+            return ["not inside a compiled graph"]
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         device = call.q.device.type
         if device != "cuda" and not (device == "cpu" and interprets()):
@@ -56,8 +58,6 @@ class TritonKernel:
             reasons.append("triton is not installed: pip install 'regard[gpu]'")
         if call.dropout:
             reasons.append("no dropout")
-        if call.compiling:  # a question about sizes would specialise the graph
-            return [*reasons, "not inside a compiled graph"]
         if not call.readable:
             reasons.append("not inside a transform of torch.func, nor without values")
         if call.q.dtype not in DTYPES:
