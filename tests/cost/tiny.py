@@ -312,6 +312,20 @@ TINY: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {**LLAMA, "model_type": "qwen3"},
+    "qwen3_next": {
+        **LLAMA,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 5,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     "regard": OWN,
     "regard, learned": {
         **OWN,
@@ -359,20 +373,6 @@ EXPERTS_OF_QWEN = {
     "num_experts_per_tok": 2,
 }
 COUNTED: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        **LLAMA,
-        "model_type": "qwen3_next",
-        "num_hidden_layers": 5,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 20,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "linear_conv_kernel_dim": 3,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
     "qwen3_5_text": {
         **LLAMA,
         "model_type": "qwen3_5_text",

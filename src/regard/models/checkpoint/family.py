@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.configs.base import ModelConfig, Raw
+from regard.nn.projections import HeadProjection
 from regard.nn.stored import stored_modules
 
 
@@ -40,7 +41,41 @@ class TensorRule:
     unless: str | None = None
 
 
-NameTable: TypeAlias = Mapping[str, str | TensorRule]
+@dataclass(frozen=True)
+class HeadRows:
+    """Parameters that are stored in one matrix head by head: the rows of the first head of every
+    parameter, then those of the second head, and so on.
+
+    The number of heads does not follow from the sizes of the parameters; the network knows it.
+
+    Attributes:
+        parameters: the names of the parameters, with {} for the numbers in the stored name.
+        heads: the name of the `HeadProjection` that has these heads.
+
+    >>> rows = HeadRows(("q", "gate"), "project.q").rule(2)
+    >>> q, gate = torch.arange(4), torch.arange(10, 14)
+    >>> rows.pack([q, gate]).tolist()
+    [0, 1, 10, 11, 2, 3, 12, 13]
+    """
+
+    parameters: tuple[str, ...]
+    heads: str
+
+    def rule(self, heads: int) -> TensorRule:
+        """Return the rule for a number of heads."""
+
+        def unpack(stored: Tensor, sizes: Sequence[torch.Size]) -> list[Tensor]:
+            by_head = stored.unflatten(0, (heads, -1))
+            parts = by_head.split_with_sizes([size[0] // heads for size in sizes], 1)
+            return [part.flatten(0, 1) for part in parts]
+
+        def pack(parameters: Sequence[Tensor]) -> Tensor:
+            return torch.cat([x.unflatten(0, (heads, -1)) for x in parameters], 1).flatten(0, 1)
+
+        return TensorRule(self.parameters, unpack, pack)
+
+
+NameTable: TypeAlias = Mapping[str, str | TensorRule | HeadRows]
 """Stored name -> name of the parameter, or a rule."""
 SAME_NAMES: NameTable = {}
 """The table of a family whose parameters are stored under their names in the network."""
@@ -136,10 +171,8 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     bindings: dict[str, TensorBinding] = {}
     bound: set[str] = set()
     for stored_name, entry in names.items():
-        rule = as_stored(entry) if isinstance(entry, str) else entry
-        layers = _layers(rule.requires or rule.parameters[0], by_pattern)
-        excluded = () if rule.unless is None else _layers(rule.unless, by_pattern)
-        for numbers in (layer for layer in layers if layer not in excluded):
+        for numbers in _layers_of(entry, by_pattern):
+            rule = _rule_of_layer(entry, model, numbers)
             parameters = tuple(
                 n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
             )
@@ -148,6 +181,32 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     unnamed = set(every) - bound
     assert not unnamed, f"the name table lacks {sorted(unnamed)[:5]}"
     return bindings
+
+
+def _layers_of(
+    entry: str | TensorRule | HeadRows, known: Mapping[str, list[tuple[str, ...]]]
+) -> list[tuple[str, ...]]:
+    """Return the numbers of the layers in which an entry of a table applies."""
+    if isinstance(entry, str):
+        return _layers(entry, known)
+    if isinstance(entry, HeadRows):
+        return _layers(entry.parameters[0], known)
+    excluded = () if entry.unless is None else _layers(entry.unless, known)
+    layers = _layers(entry.requires or entry.parameters[0], known)
+    return [numbers for numbers in layers if numbers not in excluded]
+
+
+def _rule_of_layer(
+    entry: str | TensorRule | HeadRows, model: nn.Module, numbers: tuple[str, ...]
+) -> TensorRule:
+    """Return the rule of an entry in the layer with these numbers."""
+    if isinstance(entry, str):
+        return as_stored(entry)
+    if isinstance(entry, HeadRows):
+        part = model.get_submodule(entry.heads.format(*numbers))
+        assert isinstance(part, HeadProjection)
+        return entry.rule(part.heads)
+    return entry
 
 
 _MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")
