@@ -94,7 +94,8 @@ HEADED = [
 
 
 def test_most_families_have_heads() -> None:
-    latent, mixed = {"deepseek_v2", "deepseek_v3"}, {"qwen3_next"}
+    latent = {"deepseek_v2", "deepseek_v3"}
+    mixed = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"}
     assert {TINY[name]["model_type"] for name in HEADED} == {*FAMILIES} - {
         *ENCODERS,
         *latent,

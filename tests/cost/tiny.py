@@ -39,6 +39,12 @@ EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+EXPERTS_OF_QWEN = {
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 LAYER_NORM: dict[str, Any] = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
@@ -326,6 +332,32 @@ TINY: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
+    "qwen3_5_text": {
+        **LLAMA,
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 5,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "qwen3_5": {"model_type": "qwen3_5", "text_config": LLAMA},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {**LLAMA, **EXPERTS_OF_QWEN},
+    },
+    "qwen3_5_moe_text": {
+        **LLAMA,
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 5,
+        **EXPERTS_OF_QWEN,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     "regard": OWN,
     "regard, learned": {
         **OWN,
@@ -366,41 +398,7 @@ STATES: dict[str, Any] = {
     "mamba_d_state": 10,
     "mamba_d_conv": 3,
 }
-EXPERTS_OF_QWEN = {
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 20,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 COUNTED: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {
-        **LLAMA,
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 5,
-        "head_dim": 4,
-        "linear_conv_kernel_dim": 3,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
-    "qwen3_5": {"model_type": "qwen3_5", "text_config": {**LLAMA, "head_dim": 4}},
-    "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe",
-        "text_config": {**LLAMA, "head_dim": 4, **EXPERTS_OF_QWEN},
-    },
-    "qwen3_5_moe_text": {
-        **LLAMA,
-        "model_type": "qwen3_5_moe_text",
-        "num_hidden_layers": 5,
-        "head_dim": 4,
-        **EXPERTS_OF_QWEN,
-        "linear_conv_kernel_dim": 3,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
     "granitemoehybrid": {
         **LLAMA,
         "model_type": "granitemoehybrid",

@@ -99,10 +99,6 @@ COUNTED_ONLY = frozenset(
         "minimax",
         "ministral3",
         "nemotron_h",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_5_moe_text",
-        "qwen3_5_text",
     }
 )
 """Families that `regard cost` counts and `regard.load` cannot load."""

@@ -71,7 +71,7 @@ def test_a_parameter_without_a_name_is_a_mistake_of_ours() -> None:
 
 
 def test_rows_head_by_head() -> None:
-    """The heads are those of a module of the same layer; here 2 in the first layer, 3 in the other."""
+    """The heads are those of a module of the same layer: 2 in the first layer, 3 in the other."""
     network = nn.Module()
     network.layers = nn.ModuleList(
         nn.ModuleDict({"q": HeadProjection(1, n, 2), "gate": HeadProjection(1, n, 1)})

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import regard
@@ -17,7 +18,14 @@ from regard.nn.norms import OffsetRMSNorm
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.changes import Change, named
-from tests.parity.families.harness import assert_decoder, assert_differs, saved, theirs
+from tests.parity.families.harness import (
+    assert_decoder,
+    assert_differs,
+    assert_near,
+    ids_of,
+    saved,
+    theirs,
+)
 from tests.parity.families.published import assert_saved
 from tests.parity.families.test_llama_relatives import (
     gate_and_up_swapped,
@@ -139,11 +147,14 @@ def sigmoid_gate(network: Any) -> None:
 
 
 class Case(NamedTuple):
-    """A family: its name in transformers, further keys, and its own wrong variants."""
+    """A family: its name in transformers, further keys, its own wrong variants, and the name of its
+    configuration class after that of the family.
+    """
 
     name: str
     keys: dict[str, Any]
     wrong: tuple[Change, ...]
+    kind: str = "Config"
 
 
 COMMON: tuple[Change, ...] = (
@@ -165,13 +176,20 @@ COMMON: tuple[Change, ...] = (
 OF_EXPERTS = (other_weights_of_experts, gate_and_up_swapped, one_expert_less, no_shared_gate)
 CASES = {
     "qwen3_next": Case("Qwen3Next", EXPERTS, OF_EXPERTS),
+    "qwen3_5_text": Case("Qwen3_5", {}, (), "TextConfig"),
+    "qwen3_5_moe_text": Case("Qwen3_5Moe", EXPERTS, OF_EXPERTS[1:], "TextConfig"),
 }
+
+
+def model_of(case: str) -> Any:
+    name, keys, _, kind = CASES[case]
+    return theirs(name, SIZES | keys, kind=kind)
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_every_family(case: str, tmp_path: Path) -> None:
-    model = theirs(CASES[case].name, SIZES | CASES[case].keys)
+    model = model_of(case)
     mine = assert_decoder(model, tmp_path, start=1000)
     assert_saved(mine, model, tmp_path, start=1000)
 
@@ -179,7 +197,7 @@ def test_every_family(case: str, tmp_path: Path) -> None:
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    model = theirs(CASES[case].name, SIZES | CASES[case].keys)
+    model = model_of(case)
     mine = regard.load(saved(model, tmp_path))
     for change in (*COMMON, *CASES[case].wrong):
         assert_differs(mine, model, change, start=1000)
@@ -209,3 +227,42 @@ def test_generation_with_states(tmp_path: Path) -> None:
     mine(ids, caches=caches)
     with pytest.raises(regard.ArgumentError, match="crop to 3, but the state sums over 9"):
         caches[0].crop(3)
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_language_model_of_a_model_that_reads_images(name: str, tmp_path: Path) -> None:
+    """The encoder of images is left out, and the axes of a text are all the same."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 2,
+        "out_hidden_size": 36,
+        "num_position_embeddings": 4,
+        "deepstack_visual_indexes": [],
+    }
+    text = SIZES | CASES[f"{name}_text"].keys
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    axes = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    keys = {"text_config": text | {"rope_parameters": rope | axes}, "vision_config": vision}
+    model = theirs(CASES[f"{name}_text"].name, keys, head="ForConditionalGeneration")
+    mine = regard.load(saved(model, tmp_path))
+    ids = ids_of(model)
+    assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
+
+
+def test_experts_in_one_tensor_and_the_layer_for_a_second_token(tmp_path: Path) -> None:
+    """As Qwen3.5 is published; without one of the tensors, the folder is refused."""
+    model = model_of("qwen3_5_moe_text")
+    folder = saved(model, tmp_path)
+    expected = regard.load(folder)(ids_of(model))
+    tensors = {name: x.contiguous() for name, x in model.state_dict().items()}
+    fused = [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]
+    assert len(fused) == 8
+    tensors["mtp.fc.weight"] = torch.zeros(2, 3)
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(regard.load(folder)(ids_of(model)), expected)
+    save_file({k: x for k, x in tensors.items() if k != fused[0]}, folder / "model.safetensors")
+    with pytest.raises(regard.FileError, match=r"10 missing .*experts.0.gate_proj.weight"):
+        regard.load(folder)

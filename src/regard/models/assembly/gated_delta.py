@@ -14,7 +14,14 @@ from regard import masks
 from regard.configs.gated_delta_hybrids import GatedDeltaConfig, GatedDeltaMoeConfig
 from regard.models.assembly import building_blocks, llama_like
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
-from regard.models.checkpoint.family import Family, HeadRows, NameTable, TensorRule, as_stored
+from regard.models.checkpoint.family import (
+    Family,
+    HeadRows,
+    NameTable,
+    TensorRule,
+    as_stored,
+    stacked_rows,
+)
 from regard.models.decoder import Decoder
 from regard.nn import (
     Attention,
@@ -153,6 +160,20 @@ EXPERTS: NameTable = (
     }
     | {STORED_LAYER + "mlp.shared_expert_gate.weight": SHARED + "gate.weight"}
 )
+FUSED_EXPERTS: NameTable = {
+    STORED_LAYER + "mlp.experts.gate_up_proj": llama_like.experts_in_one_tensor("gate", "up"),
+    STORED_LAYER + "mlp.experts.down_proj": llama_like.experts_in_one_tensor("down"),
+}
+"""Further names of the experts: the matrices of all of them in one tensor, as Qwen3.5 is
+published.
+"""
+SEPARATE_MAPS: NameTable = {
+    STORED_DELTA + "in_proj_qkv.weight": stacked_rows(*QKV),
+    STORED_DELTA + "in_proj_z.weight": GATE,
+    STORED_DELTA + "in_proj_b.weight": STRENGTH,
+    STORED_DELTA + "in_proj_a.weight": DECAY,
+}
+"""The maps of Gated DeltaNet as Qwen3.5 stores them."""
 PARTS: NameTable = {
     **llama_like.EMBEDDING_AND_HEAD,
     **llama_like.PRE_NORMS,
@@ -165,7 +186,8 @@ PARTS: NameTable = {
 def family(
     config: type[GatedDeltaConfig], build: Callable[[Any], Decoder], names: NameTable
 ) -> Family:
-    """Return a family of these models, whose layer for a second token (`mtp`) is not loaded.
+    """Return a family of these models. The layer for a second token (`mtp`) and the encoder of
+    images (`visual`) are not loaded.
 
     Args:
         config: the config class.
@@ -174,6 +196,7 @@ def family(
     """
     return replace(
         llama_like.family(config, build, names),
-        buffers=(*llama_like.BUFFERS, r"mtp\..*"),
+        buffers=(*llama_like.BUFFERS, r"mtp\..*", r"(model\.)?visual\..*"),
+        rename_stored=llama_like.rename_language_model,
         keep_float32=("*.decay.A_log", "*.decay.dt_bias"),
     )
