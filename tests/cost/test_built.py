@@ -95,7 +95,8 @@ HEADED = [
 
 def test_most_families_have_heads() -> None:
     latent = {"deepseek_v2", "deepseek_v3"}
-    mixed = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"}
+    mixed = {"olmo_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+    mixed |= {"qwen3_5_moe_text", "qwen3_5_text"}
     assert {TINY[name]["model_type"] for name in HEADED} == {*FAMILIES} - {
         *ENCODERS,
         *latent,
@@ -146,7 +147,13 @@ def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context:
         assert module.prefill_flops(context) == ours.prefill_flops(context)
 
 
-SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_local_experts": 8}
+SMALL = {
+    "num_hidden_layers": 4,
+    "n_layer": 4,
+    "n_routed_experts": 16,
+    "num_local_experts": 8,
+    "num_experts": 16,
+}
 
 
 @pytest.mark.full(keep=24)

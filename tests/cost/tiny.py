@@ -358,6 +358,18 @@ TINY: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
+    "olmo_hybrid": {
+        **LLAMA,
+        "model_type": "olmo_hybrid",
+        "pad_token_id": None,
+        "head_dim": 4,
+        "num_hidden_layers": 5,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
     "regard": OWN,
     "regard, learned": {
         **OWN,

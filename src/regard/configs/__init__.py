@@ -61,6 +61,7 @@ CONFIG_MODULES = {
     "olmo": "layer_norm_decoders",
     "olmo2": "llama",
     "olmo3": "llama",
+    "olmo_hybrid": "gated_delta_hybrids",
     "olmoe": "mixtures",
     "opt": "gpt_relatives",
     "phi": "layer_norm_decoders",

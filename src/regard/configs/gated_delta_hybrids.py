@@ -1,5 +1,5 @@
 """The configs of models that mix layers of Gated DeltaNet and layers of softmax attention:
-Qwen3-Next and Qwen3.5, dense and with experts.
+Qwen3-Next, Qwen3.5, dense and with experts, and OLMo Hybrid.
 
 Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
 """
@@ -26,23 +26,41 @@ FIXED: dict[str, tuple[object, ...]] = {
     "mlp_only_layers": ([],),
     "use_sliding_window": (False,),
 }
-"""Key -> the only values that the families of this file support."""
+"""Key -> the only values that Qwen3-Next and Qwen3.5 support."""
 
 
 @dataclass(frozen=True)
 class GatedDeltaConfig(HybridConfig):
-    """The keys of layers of Gated DeltaNet with a layer of gated attention after every few."""
+    """The keys of layers of Gated DeltaNet between layers of attention."""
 
-    rms_norm_eps: float = 1e-6
-    max_position_embeddings: int = 32768
-    partial_rotary_factor: float = 0.25
     linear_conv_kernel_dim: int = 4
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
-    full_attention_interval: int = 4
     layer_types: Names = None
+
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer with attention; None for the others."""
+        return tuple(self.rope if kind == FULL else None for kind in self.kinds())
+
+    def recurrent(self) -> Spec:
+        """Return the sizes of a layer of Gated DeltaNet."""
+        keys = self.linear_num_key_heads
+        D, E = self.linear_key_head_dim, self.linear_value_head_dim
+        shape = HeadShape(keys, keys, D, E, self.linear_num_value_heads)
+        return convolved_gated_delta_net(self.hidden_size, shape, self.linear_conv_kernel_dim)
+
+
+@dataclass(frozen=True)
+class QwenHybridConfig(GatedDeltaConfig):
+    """The keys of Qwen3-Next and Qwen3.5: a layer of gated attention after every few of Gated
+    DeltaNet.
+    """
+
+    max_position_embeddings: int = 32768
+    partial_rotary_factor: float = 0.25
+    full_attention_interval: int = 4
 
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = FIXED
 
@@ -67,10 +85,6 @@ class GatedDeltaConfig(HybridConfig):
         """The rotary settings: only the first part of each head is rotated."""
         return super().rope._replace(partial=self.partial_rotary_factor)
 
-    def ropes(self) -> tuple[RopeSettings | None, ...]:
-        """Return the rotary settings of each layer with attention; None for the others."""
-        return tuple(self.rope if kind == FULL else None for kind in self.kinds())
-
     def mixer(self, kind: str) -> Spec:
         """Return the sizes of Gated DeltaNet, or of attention with an output gate."""
         if kind == LINEAR:
@@ -79,13 +93,6 @@ class GatedDeltaConfig(HybridConfig):
         gate = self.hidden_size * self.num_attention_heads * self.head_dim
         return replace(spec, weights=spec.weights + ParameterCounts(gate))
 
-    def recurrent(self) -> Spec:
-        """Return the sizes of a layer of Gated DeltaNet."""
-        keys = self.linear_num_key_heads
-        D, E = self.linear_key_head_dim, self.linear_value_head_dim
-        shape = HeadShape(keys, keys, D, E, self.linear_num_value_heads)
-        return convolved_gated_delta_net(self.hidden_size, shape, self.linear_conv_kernel_dim)
-
     @property
     def head_norms(self) -> int:
         """The number of parameters of the norms: query heads share one, and key heads share one."""
@@ -93,7 +100,7 @@ class GatedDeltaConfig(HybridConfig):
 
 
 @dataclass(frozen=True)
-class GatedDeltaMoeConfig(GatedDeltaConfig):
+class QwenHybridMoeConfig(QwenHybridConfig):
     """The keys of Qwen3-Next and of Qwen3.5 with experts: a mixture of experts in every layer, with
     an expert for all tokens behind a gate.
     """
@@ -128,7 +135,7 @@ class GatedDeltaMoeConfig(GatedDeltaConfig):
 
 
 @dataclass(frozen=True)
-class Qwen3NextConfig(GatedDeltaMoeConfig):
+class Qwen3NextConfig(QwenHybridMoeConfig):
     """The keys of Qwen3-Next."""
 
     norm_topk_prob: bool = True
@@ -171,7 +178,7 @@ loaded.
 
 
 @dataclass(frozen=True)
-class Qwen35Config(GatedDeltaConfig):
+class Qwen35Config(QwenHybridConfig):
     """The keys of the language model of Qwen3.5 with dense feed-forward layers.
 
     The config.json of a model that also reads images has them in `text_config`.
@@ -187,7 +194,7 @@ class Qwen35Config(GatedDeltaConfig):
 
 
 @dataclass(frozen=True)
-class Qwen35MoeConfig(GatedDeltaMoeConfig):
+class Qwen35MoeConfig(QwenHybridMoeConfig):
     """The keys of the language model of Qwen3.5 with experts."""
 
     model_types: ClassVar[tuple[str, ...]] = ("qwen3_5_moe_text", "qwen3_5_moe")
@@ -198,3 +205,96 @@ class Qwen35MoeConfig(GatedDeltaMoeConfig):
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys of the language model, as for Qwen3-Next."""
         return super().normalize_keys(_language_model(raw))
+
+
+@dataclass(frozen=True)
+class OlmoHybridConfig(GatedDeltaConfig):
+    """The keys of OLMo Hybrid: layers of Gated DeltaNet, and the attention of OLMo 3, with rotary
+    positions or without.
+    """
+
+    max_position_embeddings: int = 65536
+    attention_bias: bool = False
+    linear_allow_neg_eigval: bool = True
+    rope_parameters: Mapping[str, object] | None = None
+
+    model_types: ClassVar[tuple[str, ...]] = ("olmo_hybrid",)
+    # initial values
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {
+            "linear_a_log_max",
+            "linear_a_log_min",
+            "linear_dt_init_floor",
+            "linear_dt_max",
+            "linear_dt_min",
+        }
+    )
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys with all sizes, and with rope_parameters for a model without positions
+        only.
+
+        A rope_theta of null, inside of rope_parameters or instead of them, means no positions.
+        """
+        places = (raw.get("rope_parameters"), raw)
+        place = next(x for x in places if isinstance(x, Mapping))
+        has_none = "rope_theta" in place and place["rope_theta"] is None
+        keys = super().normalize_keys(
+            {k: v for k, v in raw.items() if not (has_none and k.startswith("rope_"))}
+        )
+        if has_none:
+            keys["rope_parameters"] = dict(NO_POSITIONS)
+        heads, M = keys.get("num_attention_heads"), keys.get("hidden_size")
+        keys = {k: v for k, v in keys.items() if v is not None or k not in SIZES_OF_STATES}
+        keys.setdefault("linear_num_key_heads", heads)
+        keys.setdefault("linear_num_value_heads", heads)
+        groups = keys["linear_num_key_heads"]
+        if isinstance(M, int) and isinstance(groups, int) and groups > 0:
+            keys.setdefault("linear_key_head_dim", 3 * M // (4 * groups))
+        D = keys.get("linear_key_head_dim")
+        if isinstance(D, int):
+            keys.setdefault("linear_value_head_dim", 2 * D)
+        return keys
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of `layer_types`; without them every fourth layer has attention, or the
+        last one if there are fewer.
+        """
+        if self.layer_types is not None:
+            return named_kinds(self.layer_types, self.num_hidden_layers)
+        n = min(4, self.num_hidden_layers)
+        return tuple(FULL if i % 4 == n - 1 else LINEAR for i in range(self.num_hidden_layers))
+
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer with attention; None for the others, and for all
+        layers of a model without positions.
+        """
+        if self.rope_parameters is not None:
+            return (None,) * self.num_hidden_layers
+        return super().ropes()
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether all maps of the attention have biases."""
+        return self.attention_bias, self.attention_bias
+
+    @property
+    def head_norms(self) -> int:
+        """The number of parameters of the norms: one over all query heads, one over all key
+        heads.
+        """
+        return (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+
+
+NO_POSITIONS = {"rope_type": "default", "rope_theta": None}
+"""How transformers writes the rotary settings of a model without positions."""
+SIZES_OF_STATES = frozenset(
+    {
+        "linear_key_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
+        "linear_value_head_dim",
+    }
+)
+"""Keys that follow from others where a file has null."""

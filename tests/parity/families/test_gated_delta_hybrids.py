@@ -4,6 +4,7 @@ it and loaded here; wrong variants of each must be far.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import regard
+from regard.nn import CausalConvolution, OutputNorm, PreNorm
 from regard.nn.linear_recurrence import L2Norm, LogDecay, Recurrent
 from regard.nn.norms import OffsetRMSNorm
 from regard.positions import Rotary
@@ -119,14 +121,13 @@ def no_decay(network: Any) -> None:
 
 def no_convolution(network: Any) -> None:
     """Filters that read the present token only."""
-    for mixer in recurrences(network):
-        mixer.project.convolution.weight.data[:, :-1] = 0
+    for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
+        convolution.weight.data[:, :-1] = 0
 
 
 def filters_reversed(network: Any) -> None:
-    for mixer in recurrences(network):
-        weight = mixer.project.convolution.weight
-        weight.data = weight.data.flip(1)
+    for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
+        convolution.weight.data = convolution.weight.data.flip(1)
 
 
 def no_unit_length(network: Any) -> None:
@@ -146,25 +147,34 @@ def sigmoid_gate(network: Any) -> None:
         mixer.gate_activation = "sigmoid"
 
 
+def norms_in_front(network: Any) -> None:
+    """Norms before the attention and the feed-forward layer, where they stand behind them."""
+    for block in network.layers:
+        if isinstance(block.attention_residual, OutputNorm):
+            for name in ("attention_residual", "feed_forward_residual"):
+                setattr(block, name, PreNorm(getattr(block, name).norm))
+
+
+def smaller_share(network: Any) -> None:
+    """Shares up to 1, without negative eigenvalues."""
+    for mixer in recurrences(network):
+        mixer.rule.max_beta = 1.0
+
+
 class Case(NamedTuple):
-    """A family: its name in transformers, further keys, its own wrong variants, and the name of its
-    configuration class after that of the family.
+    """A family: its name in transformers, further keys, its own wrong variants, the name of its
+    configuration class after that of the family, and the seed of its weights.
     """
 
     name: str
     keys: dict[str, Any]
     wrong: tuple[Change, ...]
     kind: str = "Config"
+    seed: int = 3
 
 
-COMMON: tuple[Change, ...] = (
-    changes.without_the_one,
+OF_DELTA: tuple[Change, ...] = (
     changes.norms_swapped,
-    changes.interleave,
-    rotate(16),
-    no_head_norms,
-    no_output_gate,
-    gates_head_by_head,
     other_value_heads,
     no_decay,
     no_convolution,
@@ -173,17 +183,38 @@ COMMON: tuple[Change, ...] = (
     gate_before_norm,
     sigmoid_gate,
 )
-OF_EXPERTS = (other_weights_of_experts, gate_and_up_swapped, one_expert_less, no_shared_gate)
+OF_QWEN = (
+    *OF_DELTA,
+    changes.without_the_one,
+    changes.interleave,
+    rotate(16),
+    no_head_norms,
+    no_output_gate,
+    gates_head_by_head,
+)
+OF_EXPERTS = (
+    *OF_QWEN,
+    gate_and_up_swapped,
+    one_expert_less,
+    no_shared_gate,
+    other_weights_of_experts,
+)
+# transformers writes the filters in three equal parts, whatever their sizes, so they must be equal
+OLMO = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "head_dim": 6}
+NO_POSITIONS = {"rope_type": "default", "rope_theta": None}
+OF_OLMO = (*OF_DELTA, norms_in_front, smaller_share)
 CASES = {
     "qwen3_next": Case("Qwen3Next", EXPERTS, OF_EXPERTS),
-    "qwen3_5_text": Case("Qwen3_5", {}, (), "TextConfig"),
-    "qwen3_5_moe_text": Case("Qwen3_5Moe", EXPERTS, OF_EXPERTS[1:], "TextConfig"),
+    "qwen3_5_text": Case("Qwen3_5", {}, OF_QWEN, "TextConfig"),
+    "olmo_hybrid": Case("OlmoHybrid", OLMO | {"rope_parameters": NO_POSITIONS}, OF_OLMO, seed=5),
+    "olmo_hybrid, rotary": Case("OlmoHybrid", OLMO, (*OF_OLMO, changes.interleave), seed=5),
+    "qwen3_5_moe_text": Case("Qwen3_5Moe", EXPERTS, OF_EXPERTS[:-1], "TextConfig"),
 }
 
 
 def model_of(case: str) -> Any:
-    name, keys, _, kind = CASES[case]
-    return theirs(name, SIZES | keys, kind=kind)
+    name, keys, _, kind, seed = CASES[case]
+    return theirs(name, SIZES | keys, seed=seed, kind=kind)
 
 
 @pytest.mark.full(keep=1)
@@ -199,7 +230,7 @@ def test_every_family(case: str, tmp_path: Path) -> None:
 def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
     model = model_of(case)
     mine = regard.load(saved(model, tmp_path))
-    for change in (*COMMON, *CASES[case].wrong):
+    for change in CASES[case].wrong:
         assert_differs(mine, model, change, start=1000)
 
 
@@ -266,3 +297,31 @@ def test_experts_in_one_tensor_and_the_layer_for_a_second_token(tmp_path: Path) 
     save_file({k: x for k, x in tensors.items() if k != fused[0]}, folder / "model.safetensors")
     with pytest.raises(regard.FileError, match=r"10 missing .*experts.0.gate_proj.weight"):
         regard.load(folder)
+
+
+def test_filters_of_different_sizes(tmp_path: Path) -> None:
+    """As OLMo Hybrid is published: filters of queries, keys and values, each in its own tensor, and
+    norms by the names of its makers. Null for rope_theta means no positions.
+    """
+    sizes = {"linear_key_head_dim": 6, "linear_value_head_dim": 10, "head_dim": 6}
+    model = theirs("OlmoHybrid", SIZES | sizes | {"rope_parameters": NO_POSITIONS}, seed=5)
+    folder = saved(model, tmp_path)
+    tensors = {}
+    for name, x in model.state_dict().items():
+        if ".conv1d." in name:
+            for part, own in zip("qkv", x.split([12, 12, 40]), strict=True):
+                tensors[name.replace("conv1d", f"{part}_conv1d")] = own.contiguous()
+            continue
+        if ".0." in name or ".2." in name:  # layers of Gated DeltaNet
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[name] = x
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    text = json.dumps(config | {"rope_parameters": None, "rope_theta": None})
+    (folder / "config.json").write_text(text)
+    mine = regard.load(folder)
+    ids = ids_of(model)
+    assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
+    assert [m.norm.eps for m in recurrences(mine.decoder)] == [1e-5, 1e-5]
+    assert not any(isinstance(m, Rotary) for m in mine.decoder.modules())

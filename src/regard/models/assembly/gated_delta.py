@@ -11,7 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard import masks
-from regard.configs.gated_delta_hybrids import GatedDeltaConfig, GatedDeltaMoeConfig
+from regard.configs.gated_delta_hybrids import (
+    GatedDeltaConfig,
+    QwenHybridConfig,
+    QwenHybridMoeConfig,
+)
 from regard.models.assembly import building_blocks, llama_like
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import (
@@ -34,7 +38,7 @@ from regard.nn import (
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.causal_convolution import CausalConvolution
+from regard.nn.causal_convolution import CausalConvolution, JoinedConvolution
 from regard.nn.feed_forward import GatedSharedExpert
 from regard.nn.gated_projections import GatedProjection
 from regard.nn.linear import Linear
@@ -43,7 +47,7 @@ from regard.nn.recurrent_projections import ConvolvedQKV
 from regard.positions import Rotary
 
 
-def decoder(config: GatedDeltaConfig, feed_forward: Callable[[], nn.Module]) -> Decoder:
+def decoder(config: QwenHybridConfig, feed_forward: Callable[[], nn.Module]) -> Decoder:
     """Build a decoder with initial weights.
 
     Args:
@@ -58,12 +62,12 @@ def decoder(config: GatedDeltaConfig, feed_forward: Callable[[], nn.Module]) -> 
     return llama_like.decoder(config, block, final_norm=norm(config))
 
 
-def norm(config: GatedDeltaConfig, dim: int | None = None) -> OffsetRMSNorm:
+def norm(config: QwenHybridConfig, dim: int | None = None) -> OffsetRMSNorm:
     """Build a norm of the model dim, or of another dim, with the config's eps."""
     return OffsetRMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)
 
 
-def attention(config: GatedDeltaConfig, rotary: Rotary) -> Attention:
+def attention(config: QwenHybridConfig, rotary: Rotary) -> Attention:
     """Build causal attention with a norm on each head of queries and keys, and an output gate."""
     M, H, D = config.hidden_size, config.num_attention_heads, config.head_dim
     project = building_blocks.rotary_heads(
@@ -79,26 +83,41 @@ def attention(config: GatedDeltaConfig, rotary: Rotary) -> Attention:
     return Attention(gated, Linear(H * D, M, bias=False), mask=masks.Causal())
 
 
-def delta_net(config: GatedDeltaConfig) -> Recurrent:
-    """Build a layer of Gated DeltaNet, with a short convolution over queries, keys and values."""
+def delta_net(
+    config: GatedDeltaConfig,
+    convolution: CausalConvolution | JoinedConvolution | None = None,
+    *,
+    max_beta: float = 1.0,
+    eps: float | None = None,
+) -> Recurrent:
+    """Build a layer of Gated DeltaNet, with a short convolution over queries, keys and values.
+
+    Args:
+        config: the config.
+        convolution: the convolution; None is one with filters for all channels.
+        max_beta: the largest share of a value that a token replaces.
+        eps: the epsilon of the norm; None is that of the config.
+    """
     M, G, N = config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads
     D, E = config.linear_key_head_dim, config.linear_value_head_dim
+    if convolution is None:
+        convolution = CausalConvolution(2 * G * D + N * E, config.linear_conv_kernel_dim)
     project = ConvolvedQKV(
         HeadProjection(M, G, D, L2Norm()),
         HeadProjection(M, G, D, L2Norm()),
         HeadProjection(M, N, E),
-        CausalConvolution(2 * G * D + N * E, config.linear_conv_kernel_dim),
+        convolution,
     )
     return Recurrent(
         project,
-        DeltaRule(M, N, decay=LogDecay(M, N)),
+        DeltaRule(M, N, decay=LogDecay(M, N), max_beta=max_beta),
         Linear(N * E, M, bias=False),
-        norm=RMSNorm(E, eps=config.rms_norm_eps),
+        norm=RMSNorm(E, eps=config.rms_norm_eps if eps is None else eps),
         gate=HeadProjection(M, N, E),
     )
 
 
-def mixture(config: GatedDeltaMoeConfig, *, normalise: bool) -> MoE:
+def mixture(config: QwenHybridMoeConfig, *, normalise: bool) -> MoE:
     """Build a mixture of experts with an expert for all tokens behind a gate.
 
     Args:
@@ -129,6 +148,8 @@ STORED_DELTA = STORED_LAYER + "linear_attn."
 QKV = tuple(MIXER + f"project.{part}.linear.weight" for part in "qkv")
 GATE = MIXER + "gate.linear.weight"
 STRENGTH, DECAY = MIXER + "rule.beta_proj.weight", MIXER + "rule.decay.linear.weight"
+DECAYS = ("*.decay.A_log", "*.decay.dt_bias")
+"""Parameters of decays, which a narrower dtype would damage."""
 ATTENTION: NameTable = {
     STORED_LAYER + "self_attn.q_proj.weight": HeadRows(
         (MIXER + "project.project.q.linear.weight", MIXER + "project.gate.linear.weight"),
@@ -184,7 +205,7 @@ PARTS: NameTable = {
 
 
 def family(
-    config: type[GatedDeltaConfig], build: Callable[[Any], Decoder], names: NameTable
+    config: type[QwenHybridConfig], build: Callable[[Any], Decoder], names: NameTable
 ) -> Family:
     """Return a family of these models. The layer for a second token (`mtp`) and the encoder of
     images (`visual`) are not loaded.
@@ -198,5 +219,5 @@ def family(
         llama_like.family(config, build, names),
         buffers=(*llama_like.BUFFERS, r"mtp\..*", r"(model\.)?visual\..*"),
         rename_stored=llama_like.rename_language_model,
-        keep_float32=("*.decay.A_log", "*.decay.dt_bias"),
+        keep_float32=DECAYS,
     )

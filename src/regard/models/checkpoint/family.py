@@ -75,8 +75,12 @@ class HeadRows:
         return TensorRule(self.parameters, unpack, pack)
 
 
-NameTable: TypeAlias = Mapping[str, str | TensorRule | HeadRows]
-"""Stored name -> name of the parameter, or a rule."""
+NameEntry: TypeAlias = str | TensorRule | HeadRows | tuple[TensorRule, ...]
+"""The name of a parameter, a rule, or several rules of which one applies in each layer, where a
+name has another meaning in layers of another kind.
+"""
+NameTable: TypeAlias = Mapping[str, NameEntry]
+"""Stored name -> what the tensor holds."""
 SAME_NAMES: NameTable = {}
 """The table of a family whose parameters are stored under their names in the network."""
 
@@ -171,8 +175,7 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     bindings: dict[str, TensorBinding] = {}
     bound: set[str] = set()
     for stored_name, entry in names.items():
-        for numbers in _layers_of(entry, by_pattern):
-            rule = _rule_of_layer(entry, model, numbers)
+        for numbers, rule in _rules_of_layers(entry, model, by_pattern):
             parameters = tuple(
                 n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
             )
@@ -183,30 +186,25 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     return bindings
 
 
-def _layers_of(
-    entry: str | TensorRule | HeadRows, known: Mapping[str, list[tuple[str, ...]]]
-) -> list[tuple[str, ...]]:
-    """Return the numbers of the layers in which an entry of a table applies."""
+def _rules_of_layers(
+    entry: NameEntry, model: nn.Module, known: Mapping[str, list[tuple[str, ...]]]
+) -> Iterator[tuple[tuple[str, ...], TensorRule]]:
+    """Yield the numbers of each layer in which an entry of a table applies, and its rule there."""
     if isinstance(entry, str):
-        return _layers(entry, known)
-    if isinstance(entry, HeadRows):
-        return _layers(entry.parameters[0], known)
-    excluded = () if entry.unless is None else _layers(entry.unless, known)
-    layers = _layers(entry.requires or entry.parameters[0], known)
-    return [numbers for numbers in layers if numbers not in excluded]
-
-
-def _rule_of_layer(
-    entry: str | TensorRule | HeadRows, model: nn.Module, numbers: tuple[str, ...]
-) -> TensorRule:
-    """Return the rule of an entry in the layer with these numbers."""
-    if isinstance(entry, str):
-        return as_stored(entry)
-    if isinstance(entry, HeadRows):
-        part = model.get_submodule(entry.heads.format(*numbers))
-        assert isinstance(part, HeadProjection)
-        return entry.rule(part.heads)
-    return entry
+        entry = as_stored(entry)
+    if isinstance(entry, tuple):
+        for alternative in entry:
+            yield from _rules_of_layers(alternative, model, known)
+    elif isinstance(entry, HeadRows):
+        for numbers in _layers(entry.parameters[0], known):
+            part = model.get_submodule(entry.heads.format(*numbers))
+            assert isinstance(part, HeadProjection)
+            yield numbers, entry.rule(part.heads)
+    else:
+        excluded = () if entry.unless is None else _layers(entry.unless, known)
+        for numbers in _layers(entry.requires or entry.parameters[0], known):
+            if numbers not in excluded:
+                yield numbers, entry
 
 
 _MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")
