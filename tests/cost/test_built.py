@@ -96,7 +96,7 @@ HEADED = [
 def test_most_families_have_heads() -> None:
     latent = {"deepseek_v2", "deepseek_v3"}
     mixed = {"olmo_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
-    mixed |= {"qwen3_5_moe_text", "qwen3_5_text"}
+    mixed |= {"qwen3_5_moe_text", "qwen3_5_text", "minimax"}
     assert {TINY[name]["model_type"] for name in HEADED} == {*FAMILIES} - {
         *ENCODERS,
         *latent,
@@ -163,7 +163,9 @@ SMALL = {
 def test_known_models_with_few_layers_and_experts(name: str) -> None:
     """The real widths; four layers and few experts, so that a built network stays small."""
     raw = {**PUBLISHED_MODELS[name].config}
+    layers = raw.get("num_hidden_layers")
     raw |= {key: value for key, value in SMALL.items() if key in raw}
+    raw |= {k: x[:4] for k, x in raw.items() if isinstance(x, list) and len(x) == layers}
     if raw["model_type"] == "deepseek_v3":
         raw |= {"n_group": 4, "topk_group": 2}
     assert read_sizes(raw, name).parameters == parameters(built(raw))

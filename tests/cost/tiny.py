@@ -370,6 +370,13 @@ TINY: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
+    "minimax": {
+        **LLAMA,
+        "model_type": "minimax",
+        "attn_type_list": [0, 1, 0],
+        "sliding_window": 5,
+        **MOE,
+    },
     "regard": OWN,
     "regard, learned": {
         **OWN,
@@ -460,7 +467,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 20,
         **EXPERTS,
     },
-    "minimax": {**LLAMA, "model_type": "minimax", "attn_type_list": [0, 1, 0], **MOE},
     "llama4_text": {
         **LLAMA,
         "model_type": "llama4_text",

@@ -97,7 +97,6 @@ COUNTED_ONLY = frozenset(
         "kimi_linear",
         "llama4",
         "llama4_text",
-        "minimax",
         "ministral3",
         "nemotron_h",
     }

@@ -51,6 +51,7 @@ class HeadRows:
     Attributes:
         parameters: the names of the parameters, with {} for the numbers in the stored name.
         heads: the name of the `HeadProjection` that has these heads.
+        requires: as for `TensorRule`.
 
     >>> rows = HeadRows(("q", "gate"), "project.q").rule(2)
     >>> q, gate = torch.arange(4), torch.arange(10, 14)
@@ -60,6 +61,7 @@ class HeadRows:
 
     parameters: tuple[str, ...]
     heads: str
+    requires: str | None = None
 
     def rule(self, heads: int) -> TensorRule:
         """Return the rule for a number of heads."""
@@ -196,7 +198,7 @@ def _rules_of_layers(
         for alternative in entry:
             yield from _rules_of_layers(alternative, model, known)
     elif isinstance(entry, HeadRows):
-        for numbers in _layers(entry.parameters[0], known):
+        for numbers in _layers(entry.requires or entry.parameters[0], known):
             part = model.get_submodule(entry.heads.format(*numbers))
             assert isinstance(part, HeadProjection)
             yield numbers, entry.rule(part.heads)
