@@ -96,7 +96,7 @@ HEADED = [
 def test_most_families_have_heads() -> None:
     latent = {"deepseek_v2", "deepseek_v3"}
     mixed = {"olmo_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
-    mixed |= {"qwen3_5_moe_text", "qwen3_5_text", "minimax"}
+    mixed |= {"qwen3_5_moe_text", "qwen3_5_text", "minimax", "kimi_linear"}
     assert {TINY[name]["model_type"] for name in HEADED} == {*FAMILIES} - {
         *ENCODERS,
         *latent,

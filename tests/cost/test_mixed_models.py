@@ -23,7 +23,7 @@ from regard.errors import ArgumentError
 from tests.cost.tiny import COUNTED, TINY
 
 EVERY = TINY | COUNTED
-LOADED = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "minimax"]
+LOADED = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "minimax", "kimi_linear"]
 """Small models that mix mechanisms, and that are loaded, too."""
 
 # billions of all and of active parameters that the makers state, and how far rounding and parts

@@ -377,6 +377,27 @@ TINY: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         **MOE,
     },
+    "kimi_linear": {
+        **{
+            k: v
+            for k, v in DEEPSEEK.items()
+            if k not in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+        },
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 4,
+        "pad_token_id": None,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "num_experts_per_token": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "head_dim": 8,
+            "num_heads": 3,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "regard": OWN,
     "regard, learned": {
         **OWN,
@@ -497,26 +518,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         "index_topk": 5,
         "index_head_dim": 8,
         "index_n_heads": 3,
-    },
-    "kimi_linear": {
-        **{
-            k: v
-            for k, v in DEEPSEEK.items()
-            if k not in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
-        },
-        "model_type": "kimi_linear",
-        "num_hidden_layers": 4,
-        "num_experts": 8,
-        "num_shared_experts": 1,
-        "num_experts_per_token": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "linear_attn_config": {
-            "full_attn_layers": [2, 4],
-            "head_dim": 8,
-            "num_heads": 3,
-            "short_conv_kernel_size": 4,
-        },
     },
     "gemma3n_text": {
         **LLAMA,
