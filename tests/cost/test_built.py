@@ -15,7 +15,7 @@ from regard.configs.reader import parse, read_sizes
 from regard.cost import model_of
 from regard.cost.softmax import SoftmaxSpec
 from regard.models.families import FAMILIES, family
-from regard.nn import Attention, Block
+from regard.nn import Attention, Block, CausalConvolution
 from regard.nn.mixer import Mixer
 from regard.positions import LearnedPositions
 from tests.cost.tiny import ENCODERS, TINY
@@ -41,8 +41,8 @@ def parameters(network: nn.Module) -> int:
 
 
 def of_kinds(network: nn.Module) -> tuple[int, int, int]:
-    """Numbers of matrices and tables, of biases, and of norms, told apart by the modules that own
-    them.
+    """Numbers of matrices, tables and filters, of biases, and of norms, told apart by the modules
+    that own them.
     """
     norms = {
         id(p)
@@ -53,7 +53,7 @@ def of_kinds(network: nn.Module) -> tuple[int, int, int]:
     matrices = {
         id(m.weight): m.weight.numel()
         for m in network.modules()
-        if isinstance(m, (nn.Linear, nn.Embedding))
+        if isinstance(m, (nn.Linear, nn.Embedding, CausalConvolution))
     }
     sizes = {id(p): p.numel() for p in network.parameters()}
     assert not norms & matrices.keys()
@@ -94,9 +94,15 @@ HEADED = [
 
 
 def test_most_families_have_heads() -> None:
-    assert (
-        len({TINY[name]["model_type"] for name in HEADED}) == len(FAMILIES) - len(ENCODERS) - 3
-    )  # t5, and two of latents
+    latent = {"deepseek_v2", "deepseek_v3"}
+    mixed = {"olmo_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
+    mixed |= {"qwen3_5_moe_text", "qwen3_5_text", "minimax", "kimi_linear"}
+    assert {TINY[name]["model_type"] for name in HEADED} == {*FAMILIES} - {
+        *ENCODERS,
+        *latent,
+        *mixed,
+        "t5",
+    }
 
 
 @pytest.mark.parametrize("name", HEADED)
@@ -141,7 +147,13 @@ def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context:
         assert module.prefill_flops(context) == ours.prefill_flops(context)
 
 
-SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_local_experts": 8}
+SMALL = {
+    "num_hidden_layers": 4,
+    "n_layer": 4,
+    "n_routed_experts": 16,
+    "num_local_experts": 8,
+    "num_experts": 16,
+}
 
 
 @pytest.mark.full(keep=24)
@@ -151,7 +163,9 @@ SMALL = {"num_hidden_layers": 4, "n_layer": 4, "n_routed_experts": 16, "num_loca
 def test_known_models_with_few_layers_and_experts(name: str) -> None:
     """The real widths; four layers and few experts, so that a built network stays small."""
     raw = {**PUBLISHED_MODELS[name].config}
+    layers = raw.get("num_hidden_layers")
     raw |= {key: value for key, value in SMALL.items() if key in raw}
+    raw |= {k: x[:4] for k, x in raw.items() if isinstance(x, list) and len(x) == layers}
     if raw["model_type"] == "deepseek_v3":
         raw |= {"n_group": 4, "topk_group": 2}
     assert read_sizes(raw, name).parameters == parameters(built(raw))

@@ -20,7 +20,11 @@ from regard.cost.selected import IndexSelection
 from regard.cost.softmax import CausalKeys, SharedKeysSpec, SoftmaxSpec, causal_pairs
 from regard.cost.spec import HeadShape
 from regard.errors import ArgumentError
-from tests.cost.tiny import COUNTED
+from tests.cost.tiny import COUNTED, TINY
+
+EVERY = TINY | COUNTED
+LOADED = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "minimax", "kimi_linear"]
+"""Small models that mix mechanisms, and that are loaded, too."""
 
 # billions of all and of active parameters that the makers state, and how far rounding and parts
 # that are not counted (vision, a second token's layer) go
@@ -118,9 +122,9 @@ def built_by_transformers(raw: dict[str, Any]) -> int:
 
 
 # the files of models with images are compared in tests/configs: they have the same language model
-@pytest.mark.parametrize("name", [n for n in COUNTED if "text_config" not in COUNTED[n]])
+@pytest.mark.parametrize("name", [n for n in [*LOADED, *COUNTED] if "text_config" not in EVERY[n]])
 def test_small_models_have_the_parameters_of_transformers(name: str) -> None:
-    assert read_sizes(COUNTED[name], name).parameters == built_by_transformers(COUNTED[name])
+    assert read_sizes(EVERY[name], name).parameters == built_by_transformers(EVERY[name])
 
 
 @pytest.mark.full
@@ -191,7 +195,7 @@ SMALL_SPECS = {
     **{
         f"{name}, {i}": mixer
         for name in ("qwen3_next", "kimi_linear", "jamba", "falcon_h1", "minimax")
-        for i, mixer in enumerate(dict.fromkeys(read_sizes(COUNTED[name], name).mixers))
+        for i, mixer in enumerate(dict.fromkeys(read_sizes(EVERY[name], name).mixers))
         if isinstance(mixer, (DeltaSpec, LinearSpec))
     },
 }
@@ -244,7 +248,7 @@ def test_keys_that_a_chunk_shows() -> None:
 )
 def test_what_is_refused(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        read_sizes({**COUNTED[name], **change}, name)
+        read_sizes({**EVERY[name], **change}, name)
 
 
 def test_every_mixed_model_has_a_report() -> None:

@@ -39,6 +39,12 @@ EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+EXPERTS_OF_QWEN = {
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 LAYER_NORM: dict[str, Any] = {k: v for k, v in LLAMA.items() if k != "head_dim"} | {
     "num_attention_heads": 3,
     "num_key_value_heads": 1,
@@ -312,6 +318,86 @@ TINY: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "qwen3": {**LLAMA, "model_type": "qwen3"},
+    "qwen3_next": {
+        **LLAMA,
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 5,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 20,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "qwen3_5_text": {
+        **LLAMA,
+        "model_type": "qwen3_5_text",
+        "num_hidden_layers": 5,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "qwen3_5": {"model_type": "qwen3_5", "text_config": LLAMA},
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe",
+        "text_config": {**LLAMA, **EXPERTS_OF_QWEN},
+    },
+    "qwen3_5_moe_text": {
+        **LLAMA,
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 5,
+        **EXPERTS_OF_QWEN,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "olmo_hybrid": {
+        **LLAMA,
+        "model_type": "olmo_hybrid",
+        "pad_token_id": None,
+        "head_dim": 4,
+        "num_hidden_layers": 5,
+        "linear_conv_kernel_dim": 3,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 10,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "minimax": {
+        **LLAMA,
+        "model_type": "minimax",
+        "attn_type_list": [0, 1, 0],
+        "sliding_window": 5,
+        **MOE,
+    },
+    "kimi_linear": {
+        **{
+            k: v
+            for k, v in DEEPSEEK.items()
+            if k not in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
+        },
+        "model_type": "kimi_linear",
+        "num_hidden_layers": 4,
+        "pad_token_id": None,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "num_experts_per_token": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "head_dim": 8,
+            "num_heads": 3,
+            "short_conv_kernel_size": 4,
+        },
+    },
     "regard": OWN,
     "regard, learned": {
         **OWN,
@@ -352,55 +438,7 @@ STATES: dict[str, Any] = {
     "mamba_d_state": 10,
     "mamba_d_conv": 3,
 }
-EXPERTS_OF_QWEN = {
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 20,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-}
 COUNTED: dict[str, dict[str, Any]] = {
-    "qwen3_next": {
-        **LLAMA,
-        "model_type": "qwen3_next",
-        "num_hidden_layers": 5,
-        "moe_intermediate_size": 12,
-        "shared_expert_intermediate_size": 20,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "linear_conv_kernel_dim": 3,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
-    "qwen3_5_text": {
-        **LLAMA,
-        "model_type": "qwen3_5_text",
-        "num_hidden_layers": 5,
-        "head_dim": 4,
-        "linear_conv_kernel_dim": 3,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
-    "qwen3_5": {"model_type": "qwen3_5", "text_config": {**LLAMA, "head_dim": 4}},
-    "qwen3_5_moe": {
-        "model_type": "qwen3_5_moe",
-        "text_config": {**LLAMA, "head_dim": 4, **EXPERTS_OF_QWEN},
-    },
-    "qwen3_5_moe_text": {
-        **LLAMA,
-        "model_type": "qwen3_5_moe_text",
-        "num_hidden_layers": 5,
-        "head_dim": 4,
-        **EXPERTS_OF_QWEN,
-        "linear_conv_kernel_dim": 3,
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 10,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-    },
     "granitemoehybrid": {
         **LLAMA,
         "model_type": "granitemoehybrid",
@@ -450,7 +488,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 20,
         **EXPERTS,
     },
-    "minimax": {**LLAMA, "model_type": "minimax", "attn_type_list": [0, 1, 0], **MOE},
     "llama4_text": {
         **LLAMA,
         "model_type": "llama4_text",
@@ -481,26 +518,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         "index_topk": 5,
         "index_head_dim": 8,
         "index_n_heads": 3,
-    },
-    "kimi_linear": {
-        **{
-            k: v
-            for k, v in DEEPSEEK.items()
-            if k not in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
-        },
-        "model_type": "kimi_linear",
-        "num_hidden_layers": 4,
-        "num_experts": 8,
-        "num_shared_experts": 1,
-        "num_experts_per_token": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "linear_attn_config": {
-            "full_attn_layers": [2, 4],
-            "head_dim": 8,
-            "num_heads": 3,
-            "short_conv_kernel_size": 4,
-        },
     },
     "gemma3n_text": {
         **LLAMA,

@@ -202,6 +202,10 @@ def test_normed_path() -> None:
                 n = (v - mean) / root * float(norm.weight[i]) + float(norm.bias[i])
                 assert abs(float(found[b, t, i]) - (n + math.sin(n))) < 1e-13
     assert float((PreNorm(norm)(x, torch.sin) - found).abs().max()) > 0.1
+    weighted = NormedResidual(norm, alpha=3.5, beta=0.25)(x, torch.sin)
+    assert float((weighted - (3.5 * norm(x) + 0.25 * torch.sin(norm(x)))).abs().max()) < 1e-13
+    with pytest.raises(ArgumentError, match="beta is nan; it must be finite"):
+        NormedResidual(norm, beta=math.nan)
 
 
 def test_gradients() -> None:

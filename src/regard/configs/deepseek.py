@@ -9,16 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
+from regard.configs.base import ModelConfig, Raw, check_sizes
 from regard.configs.llama import check_experts
 from regard.configs.rope import RopeSettings, normalize_rope
 from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.selected import IndexSelection
 from regard.cost.spec import ParameterCounts, Spec
-from regard.cost.state_space import kimi_delta_attention
 from regard.errors import ArgumentError
-from regard.units import plural
 
 
 @dataclass(frozen=True)
@@ -240,74 +238,3 @@ class DeepseekV32Config(DeepseekV3Config):
         selection = IndexSelection(self.index_n_heads, self.index_head_dim, self.index_topk)
         rank = self.q_lora_rank or 0
         return IndexedLatentSpec.from_latent(self.latent(), self.hidden_size, rank, selection)
-
-
-@dataclass(frozen=True)
-class KimiLinearConfig(DeepseekV3Config):
-    """The keys of Kimi Linear: Kimi Delta Attention in three of four layers, and latent attention
-    without rotary positions in the fourth.
-    """
-
-    layer_types: tuple[str, ...] = ()
-    linear_head_dim: int = 128
-    linear_num_heads: int = 32
-    linear_conv_kernel_dim: int = 4
-
-    model_types: ClassVar[tuple[str, ...]] = ("kimi_linear",)
-    code: ClassVar[str | None] = "Kimi"
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "hidden_act": ("silu",),
-        "moe_layer_freq": (1,),
-        "moe_router_activation_func": ("sigmoid",),
-        "mla_use_nope": (True,),
-    }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ArgumentError(
-                f"layer_types has {plural(len(self.layer_types), 'entry')} and num_hidden_layers "
-                f"is {self.num_hidden_layers}; give one per layer"
-            )
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with the names of DeepSeek-V3, and with a kind for each layer.
-
-        Older files have `linear_attn_config`, in which layers are numbered from 1.
-        """
-        names = {
-            "num_experts": "n_routed_experts",
-            "num_local_experts": "n_routed_experts",
-            "num_experts_per_token": "num_experts_per_tok",
-            "num_shared_experts": "n_shared_experts",
-            "moe_renormalize": "norm_topk_prob",
-            "num_expert_group": "n_group",
-        }
-        renamed = rename_keys({k: v for k, v in raw.items() if k != "head_dim"}, names)
-        keys = super().normalize_keys(renamed)
-        linear, layers = keys.pop("linear_attn_config", None), keys.get("num_hidden_layers")
-        full: object = range(4, 1 << 9, 4)
-        if isinstance(linear, Mapping):
-            full = linear.get("full_attn_layers", full)
-            keys["linear_head_dim"] = linear.get("head_dim", cls.linear_head_dim)
-            keys["linear_num_heads"] = linear.get("num_heads", cls.linear_num_heads)
-            kernel = linear.get("short_conv_kernel_size", cls.linear_conv_kernel_dim)
-            keys["linear_conv_kernel_dim"] = kernel
-        if not keys.get("layer_types") and isinstance(layers, int):
-            assert isinstance(full, (list, range))
-            keys["layer_types"] = [
-                FULL if layer + 1 in full else "linear_attention" for layer in range(layers)
-            ]
-        return {"first_k_dense_replace": 1, **keys}
-
-    def mixer(self, layer: int) -> Spec:
-        """Return the sizes of the kind of a layer."""
-        if self.layer_types[layer] == FULL:
-            return self.latent()
-        return kimi_delta_attention(
-            self.hidden_size,
-            self.linear_num_heads,
-            self.linear_head_dim,
-            self.linear_conv_kernel_dim,
-        )

@@ -13,7 +13,7 @@ from typing import ClassVar
 from regard.configs.base import FULL, Raw
 from regard.configs.llama import GroupedQueryConfig, Qwen2Config, check_experts
 from regard.configs.llama_relatives import GraniteConfig
-from regard.configs.rope import RopeSettings
+from regard.configs.rope import RopeSettings, rotated_share
 from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec, MoESpec
 from regard.cost.softmax import CausalKeys
 from regard.errors import ArgumentError
@@ -194,16 +194,7 @@ class MiniMaxM2Config(GroupedQueryConfig):
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with `partial_rotary_factor` in place of `rotary_dim`."""
-        keys = super().normalize_keys(raw)
-        rotated, dim = keys.pop("rotary_dim", None), keys.get("head_dim")
-        if isinstance(rotated, int) and isinstance(dim, int) and dim > 0:
-            share = keys.setdefault("partial_rotary_factor", rotated / dim)
-            if share != rotated / dim:
-                raise ArgumentError(
-                    f"rotary_dim is {rotated} of {dim}, and partial_rotary_factor is "
-                    f"{keys['partial_rotary_factor']}; they mean the same: keep one"
-                )
-        return keys
+        return rotated_share(super().normalize_keys(raw))
 
     @property
     def rope(self) -> RopeSettings:

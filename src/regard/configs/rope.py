@@ -338,3 +338,27 @@ def _merge_settings(
             "the wrong one"
         )
     return settings | {"rope_scaling": scalings[0] if scalings else None}
+
+
+def rotated_share(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys with `partial_rotary_factor` in place of `rotary_dim`.
+
+    Args:
+        keys: the keys of a config.json, with `head_dim`.
+
+    Raises:
+        ArgumentError: the two keys contradict each other.
+
+    >>> rotated_share({"head_dim": 128, "rotary_dim": 64})
+    {'head_dim': 128, 'partial_rotary_factor': 0.5}
+    """
+    rest = dict(keys)
+    rotated, dim = rest.pop("rotary_dim", None), rest.get("head_dim")
+    if isinstance(rotated, int) and isinstance(dim, int) and dim > 0:
+        share = rest.setdefault("partial_rotary_factor", rotated / dim)
+        if share != rotated / dim:
+            raise ArgumentError(
+                f"rotary_dim is {rotated} of {dim}, and partial_rotary_factor is "
+                f"{rest['partial_rotary_factor']}; they mean the same: keep one"
+            )
+    return rest

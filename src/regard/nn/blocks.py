@@ -152,27 +152,47 @@ class PostNorm(Residual):
 
 
 class NormedResidual(Residual):
-    """Residual connection in which both terms use the normalised x: n + sublayer(n), n = norm(x).
+    """Residual connection in which both terms use the normalised x: alpha n + beta sublayer(n),
+    n = norm(x).
 
     Args:
         norm: a module [B,T,M] -> [B,T,M].
         dropout: the dropout probability on the sublayer's output, in training only.
+        alpha: the factor on the normalised x.
+        beta: the factor on the sublayer's output.
+
+    Raises:
+        ArgumentError: a factor is not finite.
 
     >>> import torch
     >>> NormedResidual(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
     tensor([[[-4., 4.]]], grad_fn=<RoundBackward0>)
 
     Source: Shoeybi et al. 2019 (arXiv 1909.08053), an option of its released code
-    (`apply_residual_connection_post_layernorm`), which checkpoints of BLOOM use.
+    (`apply_residual_connection_post_layernorm`), which checkpoints of BLOOM use; the factors:
+    MiniMax 2025 (arXiv 2501.08313), section 2.
     """
+
+    def __init__(
+        self, norm: nn.Module, dropout: float = 0.0, *, alpha: float = 1.0, beta: float = 1.0
+    ) -> None:
+        super().__init__(norm, dropout)
+        for name, value in (("alpha", alpha), ("beta", beta)):
+            check_number(name, value, float("-inf"), float("inf"), "finite")
+        self.alpha, self.beta = alpha, beta
 
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """Compute norm(x) + sublayer(norm(x)) for hidden states [B,T,M]."""
+        """Compute alpha norm(x) + beta sublayer(norm(x)) for hidden states [B,T,M]."""
         normed = tap("norm", self.norm(x))
-        result: Float[Tensor, "B T M"] = normed + self.apply_dropout(sublayer(normed))
+        added = self.apply_dropout(sublayer(normed))
+        result: Float[Tensor, "B T M"] = self.alpha * normed + self.beta * added
         return result
+
+    def extra_repr(self) -> str:
+        """Return the two factors."""
+        return f"alpha={self.alpha:g}, beta={self.beta:g}"
 
 
 class OutputNorm(Residual):

@@ -1,6 +1,11 @@
-"""`CausalConvolution`, the short convolution as a module with filters of its own."""
+"""Short convolutions as modules: `CausalConvolution` with filters of its own, and
+`JoinedConvolution`, several of them over neighbouring channels.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float
@@ -66,20 +71,7 @@ class CausalConvolution(nn.Module):
         Returns:
             The convolved channels [B,T,c], and the state after the last token.
         """
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
-        device = x.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            # the maps before it gave x another dtype than that of the filters
-            weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-        return short_convolution(
-            x,
-            weight,
-            bias,
-            activation=self.activation,
-            state=state,
-            positions=positions,
-        )
+        return _convolve(self, x, state, positions)
 
     @property
     def cost(self) -> ShortConvolution:
@@ -90,3 +82,74 @@ class CausalConvolution(nn.Module):
         """Return the sizes and the activation."""
         channels, kernel = self.weight.shape
         return f"{channels} channels, kernel={kernel}, activation={self.activation!r}"
+
+
+class JoinedConvolution(nn.Module):
+    """Several causal convolutions over neighbouring channels, run as one. A model has it whose
+    checkpoints store the filters of queries, of keys and of values apart.
+
+    Args:
+        parts: at least one `CausalConvolution`; all have the same number of tokens, the same
+            activation, and no bias.
+
+    Raises:
+        ArgumentError: there are no parts, or they differ, or one has a bias.
+
+    >>> joined = JoinedConvolution([CausalConvolution(c, 4) for c in (2, 2, 3)])
+    >>> y, (past,) = joined(torch.ones(1, 5, 7), None, None)
+    >>> torch.equal(y[..., 4:], joined.parts[2](torch.ones(1, 5, 3), None, None)[0]), past.shape
+    (True, torch.Size([1, 3, 7]))
+    """
+
+    def __init__(self, parts: Sequence[CausalConvolution]) -> None:
+        super().__init__()
+        kinds = {(part.weight.shape[1], part.activation, part.bias is None) for part in parts}
+        if len(kinds) != 1 or not next(iter(kinds))[2]:
+            raise ArgumentError(
+                f"parts are {list(parts)}; they must have the same kernel and activation, and no "
+                "bias"
+            )
+        self.parts = nn.ModuleList(parts)
+        self.activation = parts[0].activation
+
+    @property
+    def weight(self) -> Float[Tensor, "c n"]:
+        """The filters of all channels."""
+        return torch.cat([cast("CausalConvolution", part).weight for part in self.parts])
+
+    @property
+    def bias(self) -> None:
+        """There are no biases."""
+        return
+
+    def forward(
+        self, x: Float[Tensor, "B T c"], state: Parts | None, positions: Positions | None
+    ) -> tuple[Float[Tensor, "B T c"], Parts]:
+        """Convolve the tokens of a call, as `CausalConvolution` does, with the channels of all
+        parts one after another.
+        """
+        return _convolve(self, x, state, positions)
+
+    @property
+    def cost(self) -> ShortConvolution:
+        """The sizes of the convolution, for the cost of a layer."""
+        return ShortConvolution(*self.weight.shape)
+
+
+def _convolve(
+    convolution: CausalConvolution | JoinedConvolution,
+    x: Tensor,
+    state: Parts | None,
+    positions: Positions | None,
+) -> tuple[Tensor, Parts]:
+    """Convolve the tokens of a call with the filters of a module."""
+    weight: Tensor = convolution.weight
+    bias: Tensor | None = convolution.bias
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        # the maps before it gave x another dtype than that of the filters
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    activation = convolution.activation
+    return short_convolution(
+        x, weight, bias, activation=activation, state=state, positions=positions
+    )

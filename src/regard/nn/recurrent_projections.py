@@ -14,7 +14,7 @@ from regard.argument_checks import check_value_heads
 from regard.caches import Parts
 from regard.cost.fixed_state import ShortConvolution
 from regard.errors import ArgumentError
-from regard.nn.causal_convolution import CausalConvolution
+from regard.nn.causal_convolution import CausalConvolution, JoinedConvolution
 from regard.nn.explainable import (
     InputSteps,
     MechanismStep,
@@ -78,8 +78,8 @@ class ConvolvedQKV(GroupedValueQKV):
 
     Args:
         q, k, v: as for `GroupedValueQKV`; the steps on heads follow the convolution.
-        convolution: a `CausalConvolution` over the channels of all heads: first those of the
-            queries, then those of the keys and of the values.
+        convolution: a `CausalConvolution`, or a `JoinedConvolution`, over the channels of all
+            heads: first those of the queries, then those of the keys and of the values.
         value_gate: a `HeadProjection` of x to the value heads, whose sigmoid multiplies the values;
             None applies none.
 
@@ -102,7 +102,7 @@ class ConvolvedQKV(GroupedValueQKV):
         q: HeadProjection,
         k: HeadProjection,
         v: HeadProjection,
-        convolution: CausalConvolution,
+        convolution: CausalConvolution | JoinedConvolution,
         *,
         value_gate: HeadProjection | None = None,
     ) -> None:

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from regard.models.checkpoint.family import (
+    HeadRows,
     NameTable,
     TensorRule,
     bind_names,
     stacked_rows,
     transposed,
 )
+from regard.nn import HeadProjection
 
 
 def chain(layers: int, parts: int) -> nn.Module:
@@ -66,3 +68,24 @@ def test_several_below_one_another() -> None:
 def test_a_parameter_without_a_name_is_a_mistake_of_ours() -> None:
     with pytest.raises(AssertionError, match=r"the name table lacks \['layers.0.steps.1.weight'\]"):
         bind_names(chain(1, 2), {"h.{}": "layers.{}.steps.0.weight"})
+
+
+def test_rows_head_by_head() -> None:
+    """The heads are those of a module of the same layer: 2 in the first layer, 3 in the other."""
+    network = nn.Module()
+    network.layers = nn.ModuleList(
+        nn.ModuleDict({"q": HeadProjection(1, n, 2), "gate": HeadProjection(1, n, 1)})
+        for n in (2, 3)
+    )
+    rows = HeadRows(("layers.{}.q.linear.weight", "layers.{}.gate.linear.weight"), "layers.{}.q")
+    found = bind_names(network, {"h.{}": rows})
+    for name, order in (
+        ("h.0", [0, 1, 10, 2, 3, 11]),
+        ("h.1", [0, 1, 10, 2, 3, 11, 4, 5, 12]),
+    ):
+        shapes = [network.get_parameter(p).shape for p in found[name].parameters]
+        parts = [torch.arange(s[0])[:, None] + 10 * i for i, s in enumerate(shapes)]
+        stored = found[name].rule.pack(parts)
+        assert stored.flatten().tolist() == order
+        back = found[name].rule.unpack(stored, shapes)
+        assert all(torch.equal(a, b) for a, b in zip(parts, back, strict=True))

@@ -28,11 +28,18 @@ LENGTH = 40
 """Tokens of the comparisons: windows are less than a third of it."""
 
 
-def theirs(name: str, config: dict[str, Any], *, seed: int = 3, head: str = "ForCausalLM") -> Any:
-    """A small random model: `<name>Config` and `<name><head>`, every parameter drawn, norms, biases
+def theirs(
+    name: str,
+    config: dict[str, Any],
+    *,
+    seed: int = 3,
+    head: str = "ForCausalLM",
+    kind: str = "Config",
+) -> Any:
+    """A small random model: `<name><kind>` and `<name><head>`, every parameter drawn, norms, biases
     and sinks, too.
     """
-    made = getattr(transformers, f"{name}Config")(**config)
+    made = getattr(transformers, f"{name}{kind}")(**config)
     made._attn_implementation = "eager"
     model = getattr(transformers, f"{name}{head}")(made).eval().requires_grad_(False)
     draw(model, seed)

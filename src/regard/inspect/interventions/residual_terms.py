@@ -260,6 +260,8 @@ def _on_output(residual: Residual, norm: FrozenNorm | None) -> Callable[[Tensor]
     """
     if isinstance(residual, ScaledPreNorm):
         return lambda x: x * residual.scale
+    if isinstance(residual, NormedResidual):
+        return lambda x: x * residual.beta
     return _unchanged if norm is None else _through(norm)
 
 
@@ -279,7 +281,7 @@ def _add_attention(terms: ResidualTerms, layer: _AttentionLayer) -> None:
         )
     norm = _term_norm(residual, terms.state(f"{place}.out"))
     if isinstance(residual, NormedResidual):
-        _norm_stream(terms, residual.norm, f"{layer.norm}.bias")
+        _norm_stream(terms, residual.norm, f"{layer.norm}.bias", residual.alpha)
     elif not isinstance(residual, (PreNorm, PostNorm, OutputNorm, SandwichNorm)):
         raise ArgumentError(f"{place} adds by {type(residual).__name__}, which is not known here")
     terms.add_heads(place, output, _on_output(residual, norm))
@@ -297,7 +299,7 @@ def _add_feed_forward(terms: ResidualTerms, place: str, block: Block | DecoderBl
         return
     norm = _term_norm(residual, raw)
     if isinstance(residual, NormedResidual):
-        _norm_stream(terms, residual.norm, f"{place}.mlp.norm.bias")
+        _norm_stream(terms, residual.norm, f"{place}.mlp.norm.bias", residual.alpha)
     terms.add(f"{place}.mlp", _on_output(residual, norm)(raw[0, 0].double().cpu()))
     if norm is not None and bool(norm.bias.any()):
         terms.add(f"{place}.mlp.norm.bias", norm.bias)
@@ -305,8 +307,10 @@ def _add_feed_forward(terms: ResidualTerms, place: str, block: Block | DecoderBl
         _norm_stream(terms, residual.norm, f"{place}.mlp.norm.bias")
 
 
-def _norm_stream(terms: ResidualTerms, norm: nn.Module, name: str) -> None:
-    """Pass the whole sum of the terms through a norm with the scale that it has for this sum."""
+def _norm_stream(terms: ResidualTerms, norm: nn.Module, name: str, factor: float = 1.0) -> None:
+    """Pass the whole sum of the terms through a norm with the scale that it has for this sum, and
+    multiply it by a factor.
+    """
     total = torch.stack(
         [each.vector if each.vector.ndim == 1 else each.vector.sum(0) for each in terms.terms]
     ).sum(0)
@@ -314,9 +318,9 @@ def _norm_stream(terms: ResidualTerms, norm: nn.Module, name: str) -> None:
     x = total[None, None] if parameter is None else total[None, None].to(parameter)
     frozen = _frozen(norm, x)
     change = _through(frozen)
-    terms.terms = [Term(each.name, change(each.vector)) for each in terms.terms]
+    terms.terms = [Term(each.name, factor * change(each.vector)) for each in terms.terms]
     if bool(frozen.bias.any()):
-        terms.add(name, frozen.bias)
+        terms.add(name, factor * frozen.bias)
 
 
 class _LinearCall(NamedTuple):

@@ -24,22 +24,25 @@ from regard.nn.linear import Linear
 from regard.positions import Rotary
 
 PROJECT = MODEL_LAYER + "attention.project."
+LATENT_ATTENTION = {
+    STORED_LAYER + "self_attn.q_proj.weight": PROJECT + "q.linear.weight",
+    STORED_LAYER + "self_attn.q_a_proj.weight": PROJECT + "q.down.weight",
+    STORED_LAYER + "self_attn.q_a_proj.bias": PROJECT + "q.down.bias",
+    STORED_LAYER + "self_attn.q_a_layernorm.weight": PROJECT + "q.norm.weight",
+    STORED_LAYER + "self_attn.q_b_proj.weight": PROJECT + "q.up.linear.weight",
+    STORED_LAYER + "self_attn.kv_a_proj_with_mqa.weight": PROJECT + "kv_down.weight",
+    STORED_LAYER + "self_attn.kv_a_proj_with_mqa.bias": PROJECT + "kv_down.bias",
+    STORED_LAYER + "self_attn.kv_a_layernorm.weight": PROJECT + "kv_norm.weight",
+    STORED_LAYER + "self_attn.kv_b_proj.weight": PROJECT + "kv_up.linear.weight",
+    STORED_LAYER + "self_attn.o_proj.weight": MODEL_LAYER + "attention.output.weight",
+    STORED_LAYER + "self_attn.o_proj.bias": MODEL_LAYER + "attention.output.bias",
+}
 NAMES = (
     llama_like.EMBEDDING_AND_HEAD
     | llama_like.PRE_NORMS
     | llama_like.FEED_FORWARD
+    | LATENT_ATTENTION
     | {
-        STORED_LAYER + "self_attn.q_proj.weight": PROJECT + "q.linear.weight",
-        STORED_LAYER + "self_attn.q_a_proj.weight": PROJECT + "q.down.weight",
-        STORED_LAYER + "self_attn.q_a_proj.bias": PROJECT + "q.down.bias",
-        STORED_LAYER + "self_attn.q_a_layernorm.weight": PROJECT + "q.norm.weight",
-        STORED_LAYER + "self_attn.q_b_proj.weight": PROJECT + "q.up.linear.weight",
-        STORED_LAYER + "self_attn.kv_a_proj_with_mqa.weight": PROJECT + "kv_down.weight",
-        STORED_LAYER + "self_attn.kv_a_proj_with_mqa.bias": PROJECT + "kv_down.bias",
-        STORED_LAYER + "self_attn.kv_a_layernorm.weight": PROJECT + "kv_norm.weight",
-        STORED_LAYER + "self_attn.kv_b_proj.weight": PROJECT + "kv_up.linear.weight",
-        STORED_LAYER + "self_attn.o_proj.weight": MODEL_LAYER + "attention.output.weight",
-        STORED_LAYER + "self_attn.o_proj.bias": MODEL_LAYER + "attention.output.bias",
         STORED_LAYER + "mlp.gate.weight": MODEL_LAYER + "feed_forward.router.linear.weight",
         STORED_LAYER + "mlp.gate.e_score_correction_bias": MODEL_LAYER
         + "feed_forward.router.correction",

@@ -4,10 +4,12 @@ norms.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from regard import masks
 from regard.configs.base import ModelConfig
@@ -15,7 +17,7 @@ from regard.configs.llama import GroupedQueryConfig, RotaryDecoderConfig
 from regard.configs.rope import RopeSettings
 from regard.models.assembly import building_blocks
 from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
-from regard.models.checkpoint.family import Family, NameTable, stacked_rows
+from regard.models.checkpoint.family import Family, NameTable, TensorRule, stacked_rows
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU
 from regard.nn.embedding import ScaledLogits
@@ -91,6 +93,17 @@ PREFIXES, HEAD = ("model.",), "lm_head.weight"
 """The prefix of names, and the stored name of the head; a base model saved alone lacks both."""
 BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 """Patterns of tensors that older versions stored, and that are computed from the config."""
+
+
+def rename_language_model(name: str) -> str:
+    """Return the name of a tensor without the prefix that models with image input add.
+
+    >>> names = "language_model.model.norm.weight", "model.language_model.norm.weight"
+    >>> tuple(rename_language_model(name) for name in names)
+    ('model.norm.weight', 'model.norm.weight')
+    """
+    name = re.sub(r"^model\.language_model\.", "model.", name)
+    return name.removeprefix("language_model.")
 
 
 def family(
@@ -290,3 +303,21 @@ def expert_names(stored: str, gate: str, up: str, down: str) -> dict[str, str]:
         + f"feed_forward.experts.{{}}.{ours}.weight"
         for ours, theirs in (("gate", gate), ("up", up), ("down", down))
     }
+
+
+def experts_in_one_tensor(*parts: str) -> TensorRule:
+    """Return the rule for a tensor [n, rows, columns] with the matrices of all n experts; several
+    parts are one above the other in the rows.
+
+    >>> experts_in_one_tensor("gate", "up").parameters[0]
+    'layers.{}.feed_forward.experts.*.gate.weight'
+    """
+
+    def unpack(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:
+        return [matrix for part in stored.chunk(len(parts), 1) for matrix in part]
+
+    def pack(parameters: Sequence[Tensor]) -> Tensor:
+        return torch.cat(torch.stack(list(parameters)).chunk(len(parts)), 1)
+
+    stem = MODEL_LAYER + "feed_forward.experts.*."
+    return TensorRule(tuple(f"{stem}{part}.weight" for part in parts), unpack, pack)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.configs.base import ModelConfig, Raw
+from regard.nn.projections import HeadProjection
 from regard.nn.stored import stored_modules
 
 
@@ -40,8 +41,48 @@ class TensorRule:
     unless: str | None = None
 
 
-NameTable: TypeAlias = Mapping[str, str | TensorRule]
-"""Stored name -> name of the parameter, or a rule."""
+@dataclass(frozen=True)
+class HeadRows:
+    """Parameters that are stored in one matrix head by head: the rows of the first head of every
+    parameter, then those of the second head, and so on.
+
+    The number of heads does not follow from the sizes of the parameters; the network knows it.
+
+    Attributes:
+        parameters: the names of the parameters, with {} for the numbers in the stored name.
+        heads: the name of the `HeadProjection` that has these heads.
+        requires: as for `TensorRule`.
+
+    >>> rows = HeadRows(("q", "gate"), "project.q").rule(2)
+    >>> q, gate = torch.arange(4), torch.arange(10, 14)
+    >>> rows.pack([q, gate]).tolist()
+    [0, 1, 10, 11, 2, 3, 12, 13]
+    """
+
+    parameters: tuple[str, ...]
+    heads: str
+    requires: str | None = None
+
+    def rule(self, heads: int) -> TensorRule:
+        """Return the rule for a number of heads."""
+
+        def unpack(stored: Tensor, sizes: Sequence[torch.Size]) -> list[Tensor]:
+            by_head = stored.unflatten(0, (heads, -1))
+            parts = by_head.split_with_sizes([size[0] // heads for size in sizes], 1)
+            return [part.flatten(0, 1) for part in parts]
+
+        def pack(parameters: Sequence[Tensor]) -> Tensor:
+            return torch.cat([x.unflatten(0, (heads, -1)) for x in parameters], 1).flatten(0, 1)
+
+        return TensorRule(self.parameters, unpack, pack)
+
+
+NameEntry: TypeAlias = str | TensorRule | HeadRows | tuple[TensorRule, ...]
+"""The name of a parameter, a rule, or several rules of which one applies in each layer, where a
+name has another meaning in layers of another kind.
+"""
+NameTable: TypeAlias = Mapping[str, NameEntry]
+"""Stored name -> what the tensor holds."""
 SAME_NAMES: NameTable = {}
 """The table of a family whose parameters are stored under their names in the network."""
 
@@ -136,10 +177,7 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     bindings: dict[str, TensorBinding] = {}
     bound: set[str] = set()
     for stored_name, entry in names.items():
-        rule = as_stored(entry) if isinstance(entry, str) else entry
-        layers = _layers(rule.requires or rule.parameters[0], by_pattern)
-        excluded = () if rule.unless is None else _layers(rule.unless, by_pattern)
-        for numbers in (layer for layer in layers if layer not in excluded):
+        for numbers, rule in _rules_of_layers(entry, model, by_pattern):
             parameters = tuple(
                 n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
             )
@@ -148,6 +186,27 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     unnamed = set(every) - bound
     assert not unnamed, f"the name table lacks {sorted(unnamed)[:5]}"
     return bindings
+
+
+def _rules_of_layers(
+    entry: NameEntry, model: nn.Module, known: Mapping[str, list[tuple[str, ...]]]
+) -> Iterator[tuple[tuple[str, ...], TensorRule]]:
+    """Yield the numbers of each layer in which an entry of a table applies, and its rule there."""
+    if isinstance(entry, str):
+        entry = as_stored(entry)
+    if isinstance(entry, tuple):
+        for alternative in entry:
+            yield from _rules_of_layers(alternative, model, known)
+    elif isinstance(entry, HeadRows):
+        for numbers in _layers(entry.requires or entry.parameters[0], known):
+            part = model.get_submodule(entry.heads.format(*numbers))
+            assert isinstance(part, HeadProjection)
+            yield numbers, entry.rule(part.heads)
+    else:
+        excluded = () if entry.unless is None else _layers(entry.unless, known)
+        for numbers in _layers(entry.requires or entry.parameters[0], known):
+            if numbers not in excluded:
+                yield numbers, entry
 
 
 _MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")

@@ -85,12 +85,20 @@ def fill_parameters(
     mapping = map_names(store.folder, store.tensors, family, bindings.__contains__)
     name_of = mapping.names
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    wanted, twins = _first_names(bindings, parameters)
+    wanted = _first_names(bindings, parameters)
     owners = _owners(model)
     recorded = _fill_records(records, parameters, owners, dtype, finite=finite)
     wanted = [n for n in wanted if not recorded.issuperset(bindings[n].parameters)]
-    stored_names = {twins.get(name, name) for name in name_of.values()}
-    missing = [name for name in wanted if name not in stored_names]
+    stored_parameters = {
+        id(parameters[parameter_name])
+        for name in name_of.values()
+        for parameter_name in bindings[name].parameters
+    }
+    missing = [
+        name
+        for name in wanted
+        if not stored_parameters.issuperset(id(parameters[p]) for p in bindings[name].parameters)
+    ]
     allowed = [n for n in missing if any(fnmatchcase(n, p) for p in allow_missing)]
     ignored = [n for n in mapping.unmatched if any(fnmatchcase(n, p) for p in ignore)]
     passed = {*ignored}
@@ -129,23 +137,18 @@ def fill_parameters(
 
 def _first_names(
     bindings: Mapping[str, TensorBinding], parameters: Mapping[str, Tensor]
-) -> tuple[list[str], dict[str, str]]:
-    """Return the names that a checkpoint must store, and a map from each further name of a tied
-    parameter to the name under which that parameter is stored.
+) -> list[str]:
+    """Return the first name of every parameter. A checkpoint may store a parameter under a further
+    name instead: one that is tied to it, or one of a tensor that holds several parameters.
     """
-    by_parameter: dict[int, str] = {}
-    wanted: list[str] = []
-    twins: dict[str, str] = {}
+    named: set[int] = set()
+    names: list[str] = []
     for name, binding in bindings.items():
-        other = by_parameter.get(id(parameters[binding.parameters[0]]))
-        if other is None:
-            wanted.append(name)
-            by_parameter.update(
-                {id(parameters[parameter_name]): name for parameter_name in binding.parameters}
-            )
-        else:
-            twins[name] = other
-    return wanted, twins
+        own = {id(parameters[parameter_name]) for parameter_name in binding.parameters}
+        if own - named:
+            names.append(name)
+        named |= own
+    return names
 
 
 def _check_shapes(

@@ -1,0 +1,327 @@
+"""Models that mix layers of Gated DeltaNet and layers of gated attention, of transformers, saved by
+it and loaded here; wrong variants of each must be far.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import regard
+from regard.nn import CausalConvolution, OutputNorm, PreNorm
+from regard.nn.linear_recurrence import L2Norm, LogDecay, Recurrent
+from regard.nn.norms import OffsetRMSNorm
+from regard.positions import Rotary
+from tests.parity.families import changes
+from tests.parity.families.changes import Change, named
+from tests.parity.families.harness import (
+    assert_decoder,
+    assert_differs,
+    assert_near,
+    ids_of,
+    saved,
+    theirs,
+)
+from tests.parity.families.published import assert_saved
+from tests.parity.families.test_llama_relatives import (
+    gate_and_up_swapped,
+    no_shared_gate,
+    one_expert_less,
+    other_weights_of_experts,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-2,  # a norm of a small result would amplify roundings
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 14,
+}
+
+
+def recurrences(network: Any) -> list[Recurrent]:
+    return [m for m in network.modules() if isinstance(m, Recurrent)]
+
+
+def gates(network: Any) -> list[Any]:
+    """The output gates of the layers with attention."""
+    return [block.attention.project for block in network.layers if hasattr(block.attention, "mask")]
+
+
+def rotate(dims: int) -> Change:
+    """Another number of rotated dims in the layers with attention."""
+
+    def change(network: Any) -> None:
+        for gated in gates(network):
+            made = Rotary(16, rotary_dim=dims)
+            for part in (gated.project.q, gated.project.k):
+                part.steps[-1] = made
+
+    return named(f"{dims} dims rotated", change)
+
+
+def no_head_norms(network: Any) -> None:
+    for gated in gates(network):
+        gated.project.q.steps = nn.ModuleList(
+            x for x in gated.project.q.steps if not isinstance(x, OffsetRMSNorm)
+        )
+
+
+def no_output_gate(network: Any) -> None:
+    """Gates of 1/2, which the map behind them doubles."""
+    for gated in gates(network):
+        gated.gate.linear.weight.data.zero_()
+
+
+def gates_head_by_head(network: Any) -> None:
+    """The rows of queries and gates read as all queries, then all gates."""
+    for gated in gates(network):
+        q, gate = gated.project.q.linear.weight, gated.gate.linear.weight
+        rows = torch.cat([x.data.unflatten(0, (6, -1)) for x in (q, gate)], 1).flatten(0, 1)
+        q.data, gate.data = (x.clone() for x in rows.chunk(2))
+
+
+def other_value_heads(network: Any) -> None:
+    """Value head n with key head n % G."""
+    for mixer in recurrences(network):
+        for linear in (mixer.project.v.linear, mixer.gate.linear):
+            linear.weight.data = linear.weight.data.unflatten(0, (2, 2, -1)).transpose(0, 1)
+            linear.weight.data = linear.weight.data.flatten(0, 2).contiguous()
+
+
+def no_decay(network: Any) -> None:
+    for decay in (m for m in network.modules() if isinstance(m, LogDecay)):
+        decay.A_log.data.fill_(-30.0)
+
+
+def no_convolution(network: Any) -> None:
+    """Filters that read the present token only."""
+    for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
+        convolution.weight.data[:, :-1] = 0
+
+
+def filters_reversed(network: Any) -> None:
+    for convolution in (m for m in network.modules() if isinstance(m, CausalConvolution)):
+        convolution.weight.data = convolution.weight.data.flip(1)
+
+
+def no_unit_length(network: Any) -> None:
+    for mixer in recurrences(network):
+        mixer.project.k.steps = nn.ModuleList(
+            x for x in mixer.project.k.steps if not isinstance(x, L2Norm)
+        )
+
+
+def gate_before_norm(network: Any) -> None:
+    for mixer in recurrences(network):
+        mixer.gate_before_norm = True
+
+
+def sigmoid_gate(network: Any) -> None:
+    for mixer in recurrences(network):
+        mixer.gate_activation = "sigmoid"
+
+
+def norms_in_front(network: Any) -> None:
+    """Norms before the attention and the feed-forward layer, where they stand behind them."""
+    for block in network.layers:
+        if isinstance(block.attention_residual, OutputNorm):
+            for name in ("attention_residual", "feed_forward_residual"):
+                setattr(block, name, PreNorm(getattr(block, name).norm))
+
+
+def smaller_share(network: Any) -> None:
+    """Shares up to 1, without negative eigenvalues."""
+    for mixer in recurrences(network):
+        mixer.rule.max_beta = 1.0
+
+
+class Case(NamedTuple):
+    """A family: its name in transformers, further keys, its own wrong variants, the name of its
+    configuration class after that of the family, and the seed of its weights.
+    """
+
+    name: str
+    keys: dict[str, Any]
+    wrong: tuple[Change, ...]
+    kind: str = "Config"
+    seed: int = 3
+
+
+OF_DELTA: tuple[Change, ...] = (
+    changes.norms_swapped,
+    other_value_heads,
+    no_decay,
+    no_convolution,
+    filters_reversed,
+    no_unit_length,
+    gate_before_norm,
+    sigmoid_gate,
+)
+OF_QWEN = (
+    *OF_DELTA,
+    changes.without_the_one,
+    changes.interleave,
+    rotate(16),
+    no_head_norms,
+    no_output_gate,
+    gates_head_by_head,
+)
+OF_EXPERTS = (
+    *OF_QWEN,
+    gate_and_up_swapped,
+    one_expert_less,
+    no_shared_gate,
+    other_weights_of_experts,
+)
+# transformers writes the filters in three equal parts, whatever their sizes, so they must be equal
+OLMO = {"linear_key_head_dim": 32, "linear_value_head_dim": 16, "head_dim": 6}
+NO_POSITIONS = {"rope_type": "default", "rope_theta": None}
+OF_OLMO = (*OF_DELTA, norms_in_front, smaller_share)
+CASES = {
+    "qwen3_next": Case("Qwen3Next", EXPERTS, OF_EXPERTS),
+    "qwen3_5_text": Case("Qwen3_5", {}, OF_QWEN, "TextConfig"),
+    "olmo_hybrid": Case("OlmoHybrid", OLMO | {"rope_parameters": NO_POSITIONS}, OF_OLMO, seed=5),
+    "olmo_hybrid, rotary": Case("OlmoHybrid", OLMO, (*OF_OLMO, changes.interleave), seed=5),
+    "qwen3_5_moe_text": Case("Qwen3_5Moe", EXPERTS, OF_EXPERTS[:-1], "TextConfig"),
+}
+
+
+def model_of(case: str) -> Any:
+    name, keys, _, kind, seed = CASES[case]
+    return theirs(name, SIZES | keys, seed=seed, kind=kind)
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("case", CASES)
+def test_every_family(case: str, tmp_path: Path) -> None:
+    model = model_of(case)
+    mine = assert_decoder(model, tmp_path, start=1000)
+    assert_saved(mine, model, tmp_path, start=1000)
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("case", CASES)
+def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
+    model = model_of(case)
+    mine = regard.load(saved(model, tmp_path))
+    for change in CASES[case].wrong:
+        assert_differs(mine, model, change, start=1000)
+
+
+def test_generation_with_states(tmp_path: Path) -> None:
+    """Chunked prompts, copied prefixes, beams and batches are one pass; a state is never cut."""
+    model = theirs("Qwen3Next", SIZES | EXPERTS | {"vocab_size": 1024})
+    folder = saved(model, tmp_path)
+    regard.load("tiny").tokenizer.save(folder)
+    mine = regard.load(folder)
+    text, more = "def add(a, b):", " return a"
+    ids = mine.encode(text + more)
+    with torch.no_grad():
+        whole = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    wanted = mine.tokenizer.decode(whole[0, ids.shape[1] :].tolist())
+    for cache in ("growing", "fixed", "paged", "ring"):
+        options: dict[str, Any] = {"max_tokens": 8, "cache": cache, "max_context": 128}
+        assert "".join(mine.generate(text + more, chunk=3, **options)) == wanted
+    prefix = mine.cache_prefix(text)
+    for _ in range(2):  # the prefix is copied, not changed
+        assert "".join(mine.generate(more, max_tokens=8, prefix=prefix)) == wanted
+    pieces = mine.generate([text + more, "x"], max_tokens=8)
+    assert "".join(piece for row, piece in pieces if row == 0) == wanted
+    assert mine.beam_search(text + more, beams=1, max_tokens=8)[0].text == wanted
+    caches = mine.new_caches()
+    mine(ids, caches=caches)
+    with pytest.raises(regard.ArgumentError, match="crop to 3, but the state sums over 9"):
+        caches[0].crop(3)
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_language_model_of_a_model_that_reads_images(name: str, tmp_path: Path) -> None:
+    """The encoder of images is left out, and the axes of a text are all the same."""
+    vision = {
+        "depth": 1,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_heads": 2,
+        "out_hidden_size": 36,
+        "num_position_embeddings": 4,
+        "deepstack_visual_indexes": [],
+    }
+    text = SIZES | CASES[f"{name}_text"].keys
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    axes = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    keys = {"text_config": text | {"rope_parameters": rope | axes}, "vision_config": vision}
+    model = theirs(CASES[f"{name}_text"].name, keys, head="ForConditionalGeneration")
+    mine = regard.load(saved(model, tmp_path))
+    ids = ids_of(model)
+    assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
+
+
+def test_experts_in_one_tensor_and_the_layer_for_a_second_token(tmp_path: Path) -> None:
+    """As Qwen3.5 is published; without one of the tensors, the folder is refused."""
+    model = model_of("qwen3_5_moe_text")
+    folder = saved(model, tmp_path)
+    expected = regard.load(folder)(ids_of(model))
+    tensors = {name: x.contiguous() for name, x in model.state_dict().items()}
+    fused = [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]
+    assert len(fused) == 8
+    tensors["mtp.fc.weight"] = torch.zeros(2, 3)
+    save_file(tensors, folder / "model.safetensors")
+    assert torch.equal(regard.load(folder)(ids_of(model)), expected)
+    save_file({k: x for k, x in tensors.items() if k != fused[0]}, folder / "model.safetensors")
+    with pytest.raises(regard.FileError, match=r"10 missing .*experts.0.gate_proj.weight"):
+        regard.load(folder)
+
+
+def test_filters_of_different_sizes(tmp_path: Path) -> None:
+    """As OLMo Hybrid is published: filters of queries, keys and values, each in its own tensor, and
+    norms by the names of its makers. Null for rope_theta means no positions.
+    """
+    sizes = {"linear_key_head_dim": 6, "linear_value_head_dim": 10, "head_dim": 6}
+    model = theirs("OlmoHybrid", SIZES | sizes | {"rope_parameters": NO_POSITIONS}, seed=5)
+    folder = saved(model, tmp_path)
+    tensors = {}
+    for name, x in model.state_dict().items():
+        if ".conv1d." in name:
+            for part, own in zip("qkv", x.split([12, 12, 40]), strict=True):
+                tensors[name.replace("conv1d", f"{part}_conv1d")] = own.contiguous()
+            continue
+        if ".0." in name or ".2." in name:  # layers of Gated DeltaNet
+            name = name.replace("input_layernorm", "attention_layer_norm")
+            name = name.replace("post_attention_layernorm", "feedforward_layer_norm")
+        tensors[name] = x
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    text = json.dumps(config | {"rope_parameters": None, "rope_theta": None})
+    (folder / "config.json").write_text(text)
+    mine = regard.load(folder)
+    ids = ids_of(model)
+    assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
+    assert [m.norm.eps for m in recurrences(mine.decoder)] == [1e-5, 1e-5]
+    assert not any(isinstance(m, Rotary) for m in mine.decoder.modules())

@@ -1,0 +1,193 @@
+"""MiniMax-Text-01 of transformers, saved by it and loaded here: lightning and softmax attention,
+experts, and weighted residual connections. Wrong variants must be far.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import regard
+from regard.configs.lightning_hybrids import MiniMaxConfig
+from regard.configs.reader import parse
+from regard.inspect import attribute
+from regard.models.families import minimax
+from regard.nn import NormedResidual, PreNorm, Recurrent
+from regard.nn.linear_recurrence import RetentionRule, Swish
+from regard.positions import Rotary
+from tests.parity.families import changes
+from tests.parity.families.changes import named
+from tests.parity.families.harness import assert_decoder, assert_differs, saved, theirs
+from tests.parity.families.published import assert_saved
+from tests.parity.families.test_llama_relatives import gate_and_up_swapped, one_expert_less
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "full_attn_alpha_factor": 1.5,
+    "full_attn_beta_factor": 0.5,
+    "linear_attn_alpha_factor": 2.5,
+    "linear_attn_beta_factor": 0.75,
+    "mlp_alpha_factor": 1.25,
+    "mlp_beta_factor": 2.0,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+CASES = {"minimax": {}, "minimax, window": {"sliding_window": 8}}
+
+
+def recurrences(network: Any) -> list[Recurrent]:
+    return [block.attention for block in network.layers if isinstance(block.attention, Recurrent)]
+
+
+def residuals(network: nn.Module) -> list[NormedResidual]:
+    return [m for m in network.modules() if isinstance(m, NormedResidual)]
+
+
+def norm_before_each_sublayer(network: Any) -> None:
+    """The states themselves are added, not the normalised ones."""
+    for block in network.layers:
+        for name in ("attention_residual", "feed_forward_residual"):
+            setattr(block, name, PreNorm(getattr(block, name).norm))
+
+
+def no_factors(network: Any) -> None:
+    for residual in residuals(network):
+        residual.alpha = residual.beta = 1.0
+
+
+def factors_swapped(network: Any) -> None:
+    for residual in residuals(network):
+        residual.alpha, residual.beta = residual.beta, residual.alpha
+
+
+def rates_of_the_first_layer(network: Any) -> None:
+    first, *rest = recurrences(network)
+    for mixer in rest:
+        mixer.rule = first.rule
+
+
+def decays_of_retention(network: Any) -> None:
+    for mixer in recurrences(network):
+        mixer.rule = RetentionRule(6, scale=1.0)
+
+
+def no_activation(network: Any) -> None:
+    for mixer in recurrences(network):
+        for part in (mixer.project.q, mixer.project.k):
+            part.steps = nn.ModuleList(x for x in part.steps if not isinstance(x, Swish))
+
+
+def silu_gate(network: Any) -> None:
+    for mixer in recurrences(network):
+        mixer.gate_activation = "silu"
+
+
+def gate_before_norm(network: Any) -> None:
+    for mixer in recurrences(network):
+        mixer.gate_before_norm = True
+
+
+def queries_for_keys(network: Any) -> None:
+    """The rows of queries and keys exchanged; their products alone would be the same."""
+    for mixer in recurrences(network):
+        q, v = mixer.project.q.linear, mixer.project.v.linear
+        q.weight.data, v.weight.data = v.weight.data, q.weight.data
+
+
+def half_rotated(network: Any) -> None:
+    for block in network.layers:
+        if not isinstance(block.attention, Recurrent):
+            for part in (block.attention.project.q, block.attention.project.k):
+                part.steps[-1] = Rotary(8, 1e6, rotary_dim=4)
+
+
+WRONG = (
+    changes.interleave,
+    changes.norms_swapped,
+    decays_of_retention,
+    factors_swapped,
+    gate_and_up_swapped,
+    gate_before_norm,
+    half_rotated,
+    no_activation,
+    no_factors,
+    norm_before_each_sublayer,
+    one_expert_less,
+    queries_for_keys,
+    rates_of_the_first_layer,
+    silu_gate,
+)
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("case", CASES)
+def test_minimax(case: str, tmp_path: Path) -> None:
+    model = theirs("MiniMax", SIZES | CASES[case])
+    mine = assert_decoder(model, tmp_path, start=1000)
+    assert_saved(mine, model, tmp_path, start=1000)
+
+
+@pytest.mark.full
+def test_wrong_variants_are_far(tmp_path: Path) -> None:
+    model = theirs("MiniMax", SIZES | {"sliding_window": 8})
+    mine = regard.load(saved(model, tmp_path))
+
+    def wider(network: Any) -> None:
+        for block in network.layers:
+            if not isinstance(block.attention, Recurrent):
+                block.attention.mask = regard.masks.Causal() & regard.masks.Window(9)
+
+    for change in (*WRONG, named("a wider window", wider)):
+        assert_differs(mine, model, change, start=1000)
+
+
+def test_names_of_the_makers() -> None:
+    """Their keys mean the same; rotary_dim is the part of a head that they rotate."""
+    keys = {k: v for k, v in SIZES.items() if "factor" not in k and k != "layer_types"}
+    keys |= {
+        "model_type": "minimax",
+        "attn_type_list": [0, 1, 0, 1],
+        "rotary_dim": 4,
+        "postnorm": True,
+        "layernorm_linear_attention_alpha": 3.5,
+        "layernorm_mlp_beta": 0.25,
+    }
+    config = parse(MiniMaxConfig, keys)
+    network = minimax.build(config)
+    assert [type(block.attention).__name__ for block in network.layers] == [
+        *("Recurrent", "Attention", "Recurrent", "Attention")
+    ]
+    first, second = network.layers[0], network.layers[1]
+    assert (first.attention_residual.alpha, first.attention_residual.beta) == (3.5, 1.0)
+    assert (second.attention_residual.alpha, second.feed_forward_residual.beta) == (1.0, 0.25)
+    assert second.attention.project.q.steps[-1].rotary_dim == 4
+    with pytest.raises(regard.ArgumentError, match="postnorm is False; only True is supported"):
+        parse(MiniMaxConfig, keys | {"postnorm": False})
+
+
+def test_direct_attribution_counts_both_factors(tmp_path: Path) -> None:
+    """The terms of all layers sum to the difference of two logits; without beta they do not."""
+    mine = regard.load(saved(theirs("MiniMax", SIZES), tmp_path))
+    ids = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(2))
+    table = attribute(mine, ids, (5, 6))
+    logits = mine(ids)[0, -1]
+    total = float(table.values[:-1].sum())  # without the row of the rounding
+    assert total == pytest.approx(float(logits[5] - logits[6]), abs=1e-4)
+    for residual in residuals(mine.decoder):
+        residual.beta = 1.0
+    assert abs(float(mine(ids)[0, -1, 5] - mine(ids)[0, -1, 6]) - total) > 1e-2
