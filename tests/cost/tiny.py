@@ -65,7 +65,7 @@ OWN: dict[str, Any] = {
     "attention_options": {"groups": 2},
 }
 
-ENCODERS = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")
+ENCODERS = ("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta")
 """The families of encoders, which decode nothing."""
 
 TINY: dict[str, dict[str, Any]] = {
@@ -170,6 +170,26 @@ TINY: dict[str, dict[str, Any]] = {
         "n_heads": 4,
         "hidden_dim": 40,
         "max_position_embeddings": 64,
+    },
+    "modernbert": {
+        "model_type": "modernbert",
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "local_attention": 6,
+    },
+    "modernbert, biases": {
+        "model_type": "modernbert",
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "norm_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
     },
     "bloom": {
         "model_type": "bloom",

@@ -55,6 +55,7 @@ CONFIG_MODULES = {
     "ministral3": "llama",
     "mistral": "llama",
     "mixtral": "llama",
+    "modernbert": "modernbert",
     "mpt": "gpt",
     "nemotron": "layer_norm_decoders",
     "nemotron_h": "hybrid",
