@@ -54,6 +54,17 @@ T5: dict[str, Any] = {
     "num_decoder_layers": 3,
     "is_encoder_decoder": True,
 }
+BART: dict[str, Any] = {
+    "vocab_size": 97,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_layers": 3,
+    "decoder_attention_heads": 6,
+    "decoder_ffn_dim": 44,
+    "is_encoder_decoder": True,
+}
 OWN: dict[str, Any] = {
     "model_type": "regard",
     "vocab_size": 97,
@@ -67,6 +78,8 @@ OWN: dict[str, Any] = {
 
 ENCODERS = ("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta")
 """The families of encoders, which decode nothing."""
+ENCODER_DECODERS = ("bart", "marian", "t5")
+"""The families with a decoder that reads what an encoder made of another text."""
 
 TINY: dict[str, dict[str, Any]] = {
     "arcee": {**LLAMA, "model_type": "arcee", "attention_bias": True, "mlp_bias": True},
@@ -123,6 +136,8 @@ TINY: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True,
     },
     "starcoder2": {**LAYER_NORM, "model_type": "starcoder2", "sliding_window": 5},
+    "bart": {**BART, "model_type": "bart", "max_position_embeddings": 64},
+    "marian": {**BART, "model_type": "marian"},
     "bert": {
         "model_type": "bert",
         "vocab_size": 97,

@@ -12,6 +12,7 @@ from regard.configs.base import ModelConfig
 
 CONFIG_MODULES = {
     "arcee": "llama_relatives",
+    "bart": "bart",
     "bert": "bert",
     "bloom": "gpt",
     "camembert": "bert",
@@ -50,6 +51,7 @@ CONFIG_MODULES = {
     "llama": "llama",
     "llama4": "mixtures",
     "llama4_text": "mixtures",
+    "marian": "bart",
     "minimax": "hybrid",
     "minimax_m2": "mixtures",
     "ministral3": "llama",
