@@ -53,7 +53,7 @@ def of_kinds(network: nn.Module) -> tuple[int, int, int]:
     matrices = {
         id(m.weight): m.weight.numel()
         for m in network.modules()
-        if isinstance(m, (nn.Linear, nn.Embedding))
+        if isinstance(m, (nn.Linear, nn.Embedding, nn.Conv1d))
     }
     sizes = {id(p): p.numel() for p in network.parameters()}
     assert not norms & matrices.keys()

@@ -78,8 +78,8 @@ OWN: dict[str, Any] = {
 
 ENCODERS = ("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta")
 """The families of encoders, which decode nothing."""
-ENCODER_DECODERS = ("bart", "marian", "t5")
-"""The families with a decoder that reads what an encoder made of another text."""
+ENCODER_DECODERS = ("bart", "marian", "t5", "whisper")
+"""The families with a decoder that reads what an encoder made of another text, or of speech."""
 
 TINY: dict[str, dict[str, Any]] = {
     "arcee": {**LLAMA, "model_type": "arcee", "attention_bias": True, "mlp_bias": True},
@@ -138,6 +138,13 @@ TINY: dict[str, dict[str, Any]] = {
     "starcoder2": {**LAYER_NORM, "model_type": "starcoder2", "sliding_window": 5},
     "bart": {**BART, "model_type": "bart", "max_position_embeddings": 64},
     "marian": {**BART, "model_type": "marian"},
+    "whisper": {
+        **BART,
+        "model_type": "whisper",
+        "num_mel_bins": 10,
+        "max_source_positions": 30,
+        "max_target_positions": 20,
+    },
     "bert": {
         "model_type": "bert",
         "vocab_size": 97,

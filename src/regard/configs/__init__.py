@@ -84,6 +84,7 @@ CONFIG_MODULES = {
     "stablelm": "layer_norm_decoders",
     "starcoder2": "layer_norm_decoders",
     "t5": "t5",
+    "whisper": "whisper",
     "xlm-roberta": "bert",
 }
 """model_type -> the module of this package with its config class."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import regard
-from regard.errors import FileError
+from regard.errors import ArgumentTypeError, FileError
 from regard.inspect import explain, record
 from regard.models.families import bart, marian
 from regard.models.save import save
@@ -269,6 +269,21 @@ def test_generating_recording_and_explaining(kind: Any) -> None:
         shown = explain(model, text, target=answer, place=place)
         assert shown.place == place
         assert shown.check < 1e-3
+
+
+def test_a_target_begins_with_ids_that_are_given(tmp_path: Path) -> None:
+    """Theirs has forced_bos_token_id."""
+    pair = Pair(tmp_path, "bart", decoder_layers=2)
+    pair.theirs.generation_config.forced_eos_token_id = None
+    for first in (5, 7):
+        found = pair.mine.beam_search(pair.source[:1], max_tokens=6, target_prefix=[first])
+        exact = pair.theirs.generate(
+            pair.source[:1], max_new_tokens=7, do_sample=False, forced_bos_token_id=first
+        )[0].tolist()
+        exact = exact[2:]
+        assert list(found[0][0].ids) == (exact[: exact.index(2)] if 2 in exact else exact)
+    with pytest.raises(ArgumentTypeError, match="texts is a tensor"):
+        pair.mine.generate(torch.zeros(1, 2, 3))
 
 
 # Negative controls: what must be told apart.
