@@ -230,6 +230,15 @@ TINY: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "attention_bias": True,
     },
+    "deepseek_v32": {
+        **DEEPSEEK,
+        "model_type": "deepseek_v32",
+        "n_group": 4,
+        "topk_group": 2,
+        "index_topk": 5,
+        "index_head_dim": 8,
+        "index_n_heads": 3,
+    },
     "gemma": {**LLAMA, "model_type": "gemma", "tie_word_embeddings": True},
     "gemma2": {**LLAMA, "model_type": "gemma2", "sliding_window": 5, "tie_word_embeddings": True},
     "gemma3": {
@@ -505,15 +514,6 @@ COUNTED: dict[str, dict[str, Any]] = {
     "llama4": {
         "model_type": "llama4",
         "text_config": {**LLAMA, "intermediate_size_mlp": 44, **MOE},
-    },
-    "deepseek_v32": {
-        **DEEPSEEK,
-        "model_type": "deepseek_v32",
-        "n_group": 4,
-        "topk_group": 2,
-        "index_topk": 5,
-        "index_head_dim": 8,
-        "index_n_heads": 3,
     },
     "glm_moe_dsa": {
         **DEEPSEEK,

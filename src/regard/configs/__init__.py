@@ -90,7 +90,6 @@ CONFIG_MODULES = {
 """model_type -> the module of this package with its config class."""
 COUNTED_ONLY = frozenset(
     {
-        "deepseek_v32",
         "falcon_h1",
         "gemma3n",
         "gemma3n_text",
