@@ -354,6 +354,19 @@ TINY: dict[str, dict[str, Any]] = {
     "mpt": {"model_type": "mpt", "vocab_size": 97, "d_model": 24, "n_heads": 4, "n_layers": 2},
     "olmo2": {**LLAMA, "model_type": "olmo2"},
     "phi3": {**LLAMA, "model_type": "phi3"},
+    "phimoe": {
+        **LAYER_NORM,
+        "model_type": "phimoe",
+        "num_local_experts": 4,
+        "sliding_window": 5,
+    },
+    "phimoe, biases": {
+        **LAYER_NORM,
+        "model_type": "phimoe",
+        "num_local_experts": 4,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen2, windows": {
         **LLAMA,

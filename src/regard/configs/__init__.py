@@ -68,6 +68,7 @@ CONFIG_MODULES = {
     "opt": "gpt_relatives",
     "phi": "layer_norm_decoders",
     "phi3": "llama",
+    "phimoe": "phimoe",
     "qwen2": "llama",
     "qwen2_moe": "mixtures",
     "qwen3": "llama",

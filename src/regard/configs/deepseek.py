@@ -254,8 +254,8 @@ class DeepseekV32Config(DeepseekV3Config):
             )
         if isinstance(first, int) and min(first, layers) != dense:
             raise ArgumentError(
-                f"mlp_layer_types has {plural(dense, 'dense layer')}, and first_k_dense_replace is "
-                f"{first}; remove the wrong one"
+                f"mlp_layer_types begins with {dense} dense, and first_k_dense_replace is {first}; "
+                "remove the wrong one"
             )
         return {**keys, "first_k_dense_replace": dense}
 

@@ -1,4 +1,4 @@
-"""The config of ModernBERT."""
+"""`ModernBertConfig`: the keys of a ModernBERT config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config of Whisper."""
+"""`WhisperConfig`: the keys of a Whisper config.json."""
 
 from __future__ import annotations
 

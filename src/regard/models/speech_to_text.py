@@ -60,8 +60,8 @@ class SpeechEncoder(Encoder):
         if segments is not None:
             raise ArgumentError("segments are given, and frames have none; leave them out")
         x = self.embed(ids, positions)
-        at = Span(0, x.shape[1]) if positions is None else positions
-        return self.run_blocks(x, at, backend=backend)
+        positions = Span(0, x.shape[1]) if positions is None else positions
+        return self.run_blocks(x, positions, backend=backend)
 
 
 class SpeechToText(Seq2Seq):

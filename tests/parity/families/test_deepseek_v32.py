@@ -150,7 +150,10 @@ def test_loading_is_strict(right: tuple[Any, Model], tmp_path: Path) -> None:
     for change, message in (
         ({"layer_types": ["full_attention"] * 2}, "only 'indexed_attention' is supported"),
         ({"mlp_layer_types": ["sparse", "dense"]}, "'dense' for the first ones, then 'sparse'"),
-        ({"mlp_layer_types": ["dense", "dense"]}, "2 dense layers, and first_k_dense_replace is 1"),
+        (
+            {"mlp_layer_types": ["dense", "dense"]},
+            "begins with 2 dense, and first_k_dense_replace is 1",
+        ),
         ({"q_lora_rank": None}, "q_lora_rank is null"),
     ):
         config.write_text(json.dumps(raw | change))

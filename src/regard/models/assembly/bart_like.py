@@ -57,7 +57,7 @@ class LayerSizes:
         return SeparateQKV(q, k, v), output_projection(M, H, M // H, bias=True)
 
     def feed_forward(self) -> FeedForward:
-        """Return the feed-forward layer."""
+        """Return the feed-forward layer, with biases in both maps."""
         return FeedForward(self.dim, self.hidden, activation(self.activation))
 
     def residuals(self, count: int) -> list[Residual]:
