@@ -43,7 +43,7 @@ def read(
 DECODERS = [
     name
     for name, raw in TINY.items()
-    if raw["model_type"] not in (*ENCODERS, *ENCODER_DECODERS, "gemma3")
+    if raw["model_type"] not in (*ENCODERS, *ENCODER_DECODERS, "gemma3", "gemma3n")
 ]
 
 

@@ -92,8 +92,6 @@ CONFIG_MODULES = {
 COUNTED_ONLY = frozenset(
     {
         "falcon_h1",
-        "gemma3n",
-        "gemma3n_text",
         "glm_moe_dsa",
         "granitemoehybrid",
         "jamba",

@@ -4,6 +4,7 @@ from Gemma 2 on norms before and after each sublayer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from torch import nn
@@ -43,6 +44,17 @@ NAMES = (
 """Stored name of Gemma 2 or 3 -> parameter name; {} is the layer. Entries of parts that a model
 lacks are ignored.
 """
+
+
+def rename_stored(name: str) -> str:
+    """Return the name of a tensor without the prefix that models with image input add.
+
+    >>> names = "language_model.model.norm.weight", "model.language_model.norm.weight"
+    >>> tuple(rename_stored(name) for name in names)
+    ('model.norm.weight', 'model.norm.weight')
+    """
+    name = re.sub(r"^model\.language_model\.", "model.", name)
+    return name.removeprefix("language_model.")
 
 
 def decoder(config: GemmaConfig, layers: Sequence[Block], cap: float | None = None) -> Decoder:

@@ -9,25 +9,12 @@ Source: Gemma Team 2025 (arXiv 2503.19786); key names as in Hugging Face checkpo
 
 from __future__ import annotations
 
-import re
-
 from regard.configs.gemma import Gemma3Config
 from regard.models.assembly import building_blocks, gemma, llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 
 Config = Gemma3Config
-
-
-def rename_stored(name: str) -> str:
-    """Return the name of a tensor without the prefix that models with image input add.
-
-    >>> names = "language_model.model.norm.weight", "model.language_model.norm.weight"
-    >>> tuple(rename_stored(name) for name in names)
-    ('model.norm.weight', 'model.norm.weight')
-    """
-    name = re.sub(r"^model\.language_model\.", "model.", name)
-    return name.removeprefix("language_model.")
 
 
 def build(config: Config) -> Decoder:
@@ -68,5 +55,5 @@ FAMILY = Family(
     prefixes=llama_like.PREFIXES,
     head=llama_like.HEAD,
     buffers=(*llama_like.BUFFERS, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
-    rename_stored=rename_stored,
+    rename_stored=gemma.rename_stored,
 )
