@@ -18,7 +18,7 @@ from regard.models.families import FAMILIES, family
 from regard.nn import Attention, Block, CausalConvolution
 from regard.nn.mixer import Mixer
 from regard.positions import LearnedPositions
-from tests.cost.tiny import ENCODERS, TINY
+from tests.cost.tiny import ENCODER_DECODERS, ENCODERS, TINY
 
 
 def built(raw: dict[str, Any]) -> nn.Module:
@@ -53,7 +53,7 @@ def of_kinds(network: nn.Module) -> tuple[int, int, int]:
     matrices = {
         id(m.weight): m.weight.numel()
         for m in network.modules()
-        if isinstance(m, (nn.Linear, nn.Embedding, CausalConvolution))
+        if isinstance(m, (nn.Linear, nn.Embedding, nn.Conv1d, CausalConvolution))
     }
     sizes = {id(p): p.numel() for p in network.parameters()}
     assert not norms & matrices.keys()
@@ -88,20 +88,20 @@ def test_biases_and_norms_of_every_family(name: str) -> None:
 HEADED = [
     name
     for name, raw in TINY.items()
-    if raw["model_type"] not in (*ENCODERS, "t5")
+    if raw["model_type"] not in (*ENCODERS, *ENCODER_DECODERS)
     and all(isinstance(layer.mixer, SoftmaxSpec) for layer in read_sizes(raw, name).layers)
 ]
 
 
 def test_most_families_have_heads() -> None:
-    latent = {"deepseek_v2", "deepseek_v3"}
+    latent = {"deepseek_v2", "deepseek_v3", "deepseek_v32"}
     mixed = {"olmo_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe"}
     mixed |= {"qwen3_5_moe_text", "qwen3_5_text", "minimax", "kimi_linear"}
     assert {TINY[name]["model_type"] for name in HEADED} == {*FAMILIES} - {
         *ENCODERS,
+        *ENCODER_DECODERS,
         *latent,
         *mixed,
-        "t5",
     }
 
 
@@ -127,7 +127,7 @@ def test_windows_of_every_family(name: str) -> None:
 
 @pytest.mark.full(keep="each")
 @pytest.mark.parametrize(
-    "name", [n for n in TINY if TINY[n]["model_type"] not in (*ENCODERS, "t5")]
+    "name", [n for n in TINY if TINY[n]["model_type"] not in (*ENCODERS, *ENCODER_DECODERS)]
 )
 @pytest.mark.parametrize("context", [1, 12, 40])
 def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context: int) -> None:

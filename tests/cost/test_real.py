@@ -17,7 +17,7 @@ from regard.models.decoder import Decoder
 from regard.models.families import family
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.decode_session import DecodeSession
-from tests.cost.tiny import ENCODERS, TINY
+from tests.cost.tiny import ENCODER_DECODERS, ENCODERS, TINY
 
 
 def running(raw: dict[str, Any]) -> Decoder:
@@ -41,7 +41,9 @@ def read(
 
 
 DECODERS = [
-    name for name, raw in TINY.items() if raw["model_type"] not in (*ENCODERS, "t5", "gemma3")
+    name
+    for name, raw in TINY.items()
+    if raw["model_type"] not in (*ENCODERS, *ENCODER_DECODERS, "gemma3", "gemma3n")
 ]
 
 

@@ -60,6 +60,17 @@ T5: dict[str, Any] = {
     "num_decoder_layers": 3,
     "is_encoder_decoder": True,
 }
+BART: dict[str, Any] = {
+    "vocab_size": 97,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_layers": 3,
+    "decoder_attention_heads": 6,
+    "decoder_ffn_dim": 44,
+    "is_encoder_decoder": True,
+}
 OWN: dict[str, Any] = {
     "model_type": "regard",
     "vocab_size": 97,
@@ -71,8 +82,10 @@ OWN: dict[str, Any] = {
     "attention_options": {"groups": 2},
 }
 
-ENCODERS = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")
+ENCODERS = ("bert", "camembert", "distilbert", "modernbert", "roberta", "xlm-roberta")
 """The families of encoders, which decode nothing."""
+ENCODER_DECODERS = ("bart", "marian", "t5", "whisper")
+"""The families with a decoder that reads what an encoder made of another text, or of speech."""
 
 TINY: dict[str, dict[str, Any]] = {
     "arcee": {**LLAMA, "model_type": "arcee", "attention_bias": True, "mlp_bias": True},
@@ -129,6 +142,15 @@ TINY: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True,
     },
     "starcoder2": {**LAYER_NORM, "model_type": "starcoder2", "sliding_window": 5},
+    "bart": {**BART, "model_type": "bart", "max_position_embeddings": 64},
+    "marian": {**BART, "model_type": "marian"},
+    "whisper": {
+        **BART,
+        "model_type": "whisper",
+        "num_mel_bins": 10,
+        "max_source_positions": 30,
+        "max_target_positions": 20,
+    },
     "bert": {
         "model_type": "bert",
         "vocab_size": 97,
@@ -177,6 +199,26 @@ TINY: dict[str, dict[str, Any]] = {
         "hidden_dim": 40,
         "max_position_embeddings": 64,
     },
+    "modernbert": {
+        "model_type": "modernbert",
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "local_attention": 6,
+    },
+    "modernbert, biases": {
+        "model_type": "modernbert",
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "norm_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
     "bloom": {
         "model_type": "bloom",
         "vocab_size": 97,
@@ -194,6 +236,15 @@ TINY: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "attention_bias": True,
     },
+    "deepseek_v32": {
+        **DEEPSEEK,
+        "model_type": "deepseek_v32",
+        "n_group": 4,
+        "topk_group": 2,
+        "index_topk": 5,
+        "index_head_dim": 8,
+        "index_n_heads": 3,
+    },
     "gemma": {**LLAMA, "model_type": "gemma", "tie_word_embeddings": True},
     "gemma2": {**LLAMA, "model_type": "gemma2", "sliding_window": 5, "tie_word_embeddings": True},
     "gemma3": {
@@ -206,6 +257,31 @@ TINY: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text",
         "sliding_window": 5,
         "sliding_window_pattern": 3,
+    },
+    "gemma3n_text": {
+        **LLAMA,
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 7,
+        "sliding_window": 5,
+        "vocab_size_per_layer_input": 90,
+        "hidden_size_per_layer_input": 10,
+        "altup_num_inputs": 3,
+        "num_kv_shared_layers": 2,
+        "laurel_rank": 6,
+        "layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
+        "tie_word_embeddings": True,
+    },
+    "gemma3n": {
+        "model_type": "gemma3n",
+        "text_config": {
+            **LLAMA,
+            "num_hidden_layers": 5,
+            "num_kv_shared_layers": 0,
+            "sliding_window": 5,
+            "vocab_size_per_layer_input": 90,
+            "hidden_size_per_layer_input": 10,
+            "tie_word_embeddings": True,
+        },
     },
     "gpt2": {
         "model_type": "gpt2",
@@ -309,6 +385,19 @@ TINY: dict[str, dict[str, Any]] = {
     "mpt": {"model_type": "mpt", "vocab_size": 97, "d_model": 24, "n_heads": 4, "n_layers": 2},
     "olmo2": {**LLAMA, "model_type": "olmo2"},
     "phi3": {**LLAMA, "model_type": "phi3"},
+    "phimoe": {
+        **LAYER_NORM,
+        "model_type": "phimoe",
+        "num_local_experts": 4,
+        "sliding_window": 5,
+    },
+    "phimoe, biases": {
+        **LAYER_NORM,
+        "model_type": "phimoe",
+        "num_local_experts": 4,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
     "qwen2": {**LLAMA, "model_type": "qwen2"},
     "qwen2, windows": {
         **LLAMA,
@@ -501,15 +590,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         "model_type": "llama4",
         "text_config": {**LLAMA, "intermediate_size_mlp": 44, **MOE},
     },
-    "deepseek_v32": {
-        **DEEPSEEK,
-        "model_type": "deepseek_v32",
-        "n_group": 4,
-        "topk_group": 2,
-        "index_topk": 5,
-        "index_head_dim": 8,
-        "index_n_heads": 3,
-    },
     "glm_moe_dsa": {
         **DEEPSEEK,
         "model_type": "glm_moe_dsa",
@@ -518,23 +598,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         "index_topk": 5,
         "index_head_dim": 8,
         "index_n_heads": 3,
-    },
-    "gemma3n_text": {
-        **LLAMA,
-        "model_type": "gemma3n_text",
-        "num_hidden_layers": 7,
-        "sliding_window": 5,
-        "vocab_size_per_layer_input": 90,
-        "hidden_size_per_layer_input": 10,
-        "altup_num_inputs": 3,
-        "num_kv_shared_layers": 2,
-        "laurel_rank": 6,
-        "layer_types": ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"],
-        "tie_word_embeddings": True,
-    },
-    "gemma3n": {
-        "model_type": "gemma3n",
-        "text_config": {**LLAMA, "num_hidden_layers": 5, "num_kv_shared_layers": 0},
     },
     "ministral3": {**LLAMA, "model_type": "ministral3"},
 }

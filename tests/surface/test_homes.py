@@ -26,6 +26,7 @@ HOMES = {
     # a family, or what families share: they never import one another
     r"(self_attn|model\.layers)\.": {
         "models/families",
+        "models/assembly/bart_like.py",
         "models/assembly/llama_like.py",
         "models/assembly/gemma.py",
         "models/assembly/deepseek.py",

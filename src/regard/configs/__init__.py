@@ -12,6 +12,7 @@ from regard.configs.base import ModelConfig
 
 CONFIG_MODULES = {
     "arcee": "llama_relatives",
+    "bart": "bart",
     "bert": "bert",
     "bloom": "gpt",
     "camembert": "bert",
@@ -50,11 +51,13 @@ CONFIG_MODULES = {
     "llama": "llama",
     "llama4": "mixtures",
     "llama4_text": "mixtures",
+    "marian": "bart",
     "minimax": "lightning_hybrids",
     "minimax_m2": "mixtures",
     "ministral3": "llama",
     "mistral": "llama",
     "mixtral": "llama",
+    "modernbert": "modernbert",
     "mpt": "gpt",
     "nemotron": "layer_norm_decoders",
     "nemotron_h": "hybrid",
@@ -66,6 +69,7 @@ CONFIG_MODULES = {
     "opt": "gpt_relatives",
     "phi": "layer_norm_decoders",
     "phi3": "llama",
+    "phimoe": "phimoe",
     "qwen2": "llama",
     "qwen2_moe": "mixtures",
     "qwen3": "llama",
@@ -82,15 +86,13 @@ CONFIG_MODULES = {
     "stablelm": "layer_norm_decoders",
     "starcoder2": "layer_norm_decoders",
     "t5": "t5",
+    "whisper": "whisper",
     "xlm-roberta": "bert",
 }
 """model_type -> the module of this package with its config class."""
 COUNTED_ONLY = frozenset(
     {
-        "deepseek_v32",
         "falcon_h1",
-        "gemma3n",
-        "gemma3n_text",
         "glm_moe_dsa",
         "granitemoehybrid",
         "jamba",

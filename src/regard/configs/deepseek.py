@@ -1,5 +1,5 @@
-"""The configs of DeepSeek-V2 and V3: multi-head latent attention; the first layers are dense, and
-the others are mixtures of experts.
+"""The configs of DeepSeek-V2, V3 and V3.2, and of Kimi Linear: multi-head latent attention; the
+first layers are dense, and the others are mixtures of experts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from regard.configs.base import ModelConfig, Raw, check_sizes
 from regard.configs.llama import check_experts
-from regard.configs.rope import RopeSettings, normalize_rope
+from regard.configs.rope import RopeSettings, normalize_rope, shorten
 from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.selected import IndexSelection
@@ -204,6 +204,10 @@ class DeepseekV3Config(DeepseekConfig):
         return super().rope._replace(layout="interleaved" if self.rope_interleave else "half")
 
 
+INDEXED = "indexed_attention"
+"""The name of DeepSeek sparse attention in `layer_types`."""
+
+
 @dataclass(frozen=True)
 class DeepseekV32Config(DeepseekV3Config):
     """The keys of DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer that selects keys (DSA).
@@ -224,6 +228,34 @@ class DeepseekV32Config(DeepseekV3Config):
         "index_topk_freq": (1,),  # a layer that uses the selection of another has no indexer
         "index_topk_pattern": (None,),
     }
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for DeepSeek-V3, with the kinds of layers as first_k_dense_replace.
+
+        Raises:
+            ArgumentError: a layer has another attention, dense layers are not the first ones, or
+                their number is not first_k_dense_replace.
+        """
+        keys = super().normalize_keys(raw)
+        layers, mixers = keys.get("num_hidden_layers"), keys.pop("layer_types", None)
+        kinds, first = keys.pop("mlp_layer_types", None), keys.get("first_k_dense_replace")
+        if isinstance(mixers, list) and {*mixers} != {INDEXED}:
+            raise ArgumentError(f"layer_types is {shorten(mixers)}; only {INDEXED!r} is supported")
+        if not isinstance(kinds, list) or not isinstance(layers, int):
+            return {"first_k_dense_replace": 3, **keys}
+        dense = kinds.count("dense")
+        if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+            raise ArgumentError(
+                f"mlp_layer_types is {shorten(kinds)}; it must be one name for each of "
+                f"{plural(layers, 'layer')}: 'dense' for the first ones, then 'sparse'"
+            )
+        if isinstance(first, int) and min(first, layers) != dense:
+            raise ArgumentError(
+                f"mlp_layer_types begins with {dense} dense, and first_k_dense_replace is {first}; "
+                "remove the wrong one"
+            )
+        return {**keys, "first_k_dense_replace": dense}
 
     def __post_init__(self) -> None:
         super().__post_init__()

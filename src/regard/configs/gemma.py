@@ -129,8 +129,14 @@ PICTURES = {
     "boi_token_id",
     "eoi_token_id",
     "image_token_id",
+    "audio_config",
+    "audio_soft_tokens_per_image",
+    "audio_token_id",
+    "boa_token_id",
+    "eoa_token_id",
+    "vision_soft_tokens_per_image",
 }
-"""Keys of a model that also reads images."""
+"""Keys of a model that also reads images or sound."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +213,8 @@ class Gemma3Config(WindowedGemmaConfig):
         return 2 * self.head_dim
 
 
-PER_LAYER_MODULES = 8
-"""The number of vectors of width M in a layer of Gemma 3n: seven norms, and one scale."""
+PER_LAYER_NORMS = 7
+"""The number of norms of width M in a layer of Gemma 3n."""
 
 
 @dataclass(frozen=True)
@@ -231,19 +237,53 @@ class AugmentedDenseSpec(DenseSpec):
 class Gemma3nConfig(Gemma3Config):
     """The keys of the language model of Gemma 3n: Gemma 3 with embeddings for every layer, several
     streams (AltUp), a low-rank branch (LAuReL), and last layers that use the keys of earlier ones.
+
+    Raises:
+        ArgumentError: as in `Gemma3Config`; there is not one sparsity for each layer; or one is
+            not at least 0 and below 1.
     """
 
+    max_position_embeddings: int = 32768
     sliding_window: int | None = 512
+    final_logit_softcapping: float | None = 30.0
     vocab_size_per_layer_input: int = 262144
     hidden_size_per_layer_input: int = 256
     altup_num_inputs: int = 4
     num_kv_shared_layers: int = 15
     laurel_rank: int = 64
+    altup_correct_scale: bool = True
+    activation_sparsity_pattern: tuple[float, ...] | None = None
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma3n_text", "gemma3n")
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = WindowedGemmaConfig.fixed
+    ignored: ClassVar[frozenset[str]] = frozenset({"altup_coef_clip"})  # acts in training only
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **WindowedGemmaConfig.fixed,
+        "altup_active_idx": (0,),
+    }
     window_pattern: ClassVar[int] = 5
     zero: ClassVar[tuple[str, ...]] = ("num_kv_shared_layers",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sparsities = self.sparsities()
+        if len(sparsities) != self.num_hidden_layers:
+            raise ArgumentError(
+                f"activation_sparsity_pattern has length {len(sparsities)}, and num_hidden_layers "
+                f"is {self.num_hidden_layers}; give one per layer"
+            )
+        for sparsity in sparsities:
+            check_number(
+                "activation_sparsity_pattern", sparsity, -1e-300, 1, "at least 0 and below 1"
+            )
+
+    def sparsities(self) -> tuple[float, ...]:
+        """Return the share of zeros among the activations of each feed-forward layer; by default
+        0.95 in the first ten layers of more than ten.
+        """
+        if self.activation_sparsity_pattern is not None:
+            return self.activation_sparsity_pattern
+        sparse = 10 if self.num_hidden_layers > 10 else 0
+        return (0.95,) * sparse + (0.0,) * (self.num_hidden_layers - sparse)
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
@@ -284,7 +324,8 @@ class Gemma3nConfig(Gemma3Config):
         M, L, n = self.hidden_size, self.num_hidden_layers, self.altup_num_inputs
         width = self.hidden_size_per_layer_input
         model, first_shared = super().sizes(name), L - self.num_kv_shared_layers
-        norms = ParameterCounts(norms=PER_LAYER_MODULES * M)
+        scale = M if self.altup_correct_scale else 0
+        norms = ParameterCounts(norms=PER_LAYER_NORMS * M, biases=scale)
         layers = tuple(
             replace(
                 layer,
@@ -294,12 +335,14 @@ class Gemma3nConfig(Gemma3Config):
             for i, (layer, window) in enumerate(zip(model.layers, self.windows(), strict=True))
         )
         # the maps between the streams are before the first layer and after the last one; every
-        # token uses them, so that they count with the first layer
-        streams = ParameterCounts(2 * (n - 1) * M * M, norms=width)
-        first = replace(layers[0].mixer, weights=layers[0].mixer.weights + streams)
+        # token uses them, so that they count with the feed-forward part of the first layer
+        feed = layers[0].feed_forward
+        assert isinstance(feed, AugmentedDenseSpec)
+        first = replace(feed, beside=feed.beside + 2 * (n - 1) * M * M)
         return replace(
             model,
-            layers=(replace(layers[0], mixer=first), *layers[1:]),
+            layers=(replace(layers[0], feed_forward=first), *layers[1:]),
+            norms=model.norms + ParameterCounts(norms=width),
             token_tables=(self.vocab_size_per_layer_input, L * width),
         )
 

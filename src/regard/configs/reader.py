@@ -183,7 +183,9 @@ IGNORED_KEYS = frozenset(
         "unk_token_id",
     }
 )
-"""Keys that change the computation of no family: training, generation, and origin of the file."""
+"""Keys that change the computation of no family, except those that a family has as a field:
+training, generation, and origin of the file.
+"""
 
 TOOL_KEYS = (
     "_attn_implementation*",

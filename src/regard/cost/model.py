@@ -211,7 +211,8 @@ class ModelSpec:
         norms: the parameters of the norms outside the layers.
         head: whether there is an output matrix to logits.
         tied: whether that matrix is the embedding.
-        pooler: the parameters of a pooler, or of other modules after the last layer.
+        pooler: the parameters of a pooler, or of other modules before the first layer or after the
+            last one.
         decodes: whether the model generates token by token.
         max_context: the largest context, where positions are learned; None if there is no limit.
         dtype: the format that its config.json names, as in `regard.cost.report.BITS`.

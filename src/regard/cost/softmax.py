@@ -194,6 +194,35 @@ class CausalKeys:
         return window_pairs(context, context, self.window)
 
 
+@dataclass(frozen=True)
+class NearbyKeys:
+    """The visible keys of an encoder's layer: those up to some distance on both sides, or all.
+
+    Attributes:
+        distance: the largest distance w of a visible key; None is no limit.
+
+    >>> NearbyKeys(1).pairs(4), NearbyKeys(9).pairs(4), NearbyKeys().pairs(4)
+    (10, 16, 16)
+    """
+
+    distance: int | None = None
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The keys of a query that has w keys on each side: 2 w + 1."""
+        return None if self.distance is None else 2 * self.distance + 1
+
+    def visible_keys(self, context: int) -> int:
+        """Return the number of keys of the last token, behind which there are none."""
+        return context if self.distance is None else min(context, self.distance + 1)
+
+    def pairs(self, context: int) -> int:
+        """Return the pairs of the whole square, or of a band on both sides of its diagonal."""
+        if self.distance is None:
+            return context * context
+        return 2 * window_pairs(context, context, self.distance + 1) - context
+
+
 ALL_EARLIER_KEYS = CausalKeys()
 """A causal mask without a window."""
 

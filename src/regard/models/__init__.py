@@ -19,6 +19,7 @@ from regard.models.load import load
 from regard.models.model import Model
 from regard.models.rnn import RecurrentEncoderDecoder, recurrent
 from regard.models.seq2seq import Seq2Seq
+from regard.models.speech_to_text import SpeechToText
 from regard.models.text_encoder import Pooling, TextEncoder
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "RecurrentEncoderDecoder",
     "SamplingParams",
     "Seq2Seq",
+    "SpeechToText",
     "StopStrings",
     "TextEncoder",
     "beam_search",

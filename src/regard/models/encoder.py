@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.nn.blocks import Block
 from regard.nn.embedding import InputEmbedding
+from regard.nn.speech_embedding import LogMelEmbedding
 from regard.span import Positions, Span
 from regard.tracing import named_scope, tap
 
@@ -39,7 +40,9 @@ class Encoder(nn.Module):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), figure 1, left half.
     """
 
-    def __init__(self, embed: InputEmbedding, layers: Sequence[Block], norm: nn.Module) -> None:
+    def __init__(
+        self, embed: InputEmbedding | LogMelEmbedding, layers: Sequence[Block], norm: nn.Module
+    ) -> None:
         super().__init__()
         self.embed, self.layers, self.norm = embed, nn.ModuleList(layers), norm
 
@@ -65,7 +68,22 @@ class Encoder(nn.Module):
             Hidden states [B, S, M].
         """
         positions = Span(0, ids.shape[-1]) if positions is None else positions
-        x = tap("embed", self.embed(ids, positions, segments))
+        return self.run_blocks(self.embed(ids, positions, segments), positions, backend=backend)
+
+    def run_blocks(
+        self, x: Float[Tensor, "B S M"], positions: Positions, *, backend: str = "auto"
+    ) -> Float[Tensor, "B S M"]:
+        """Apply the blocks and the last norm to embeddings.
+
+        Args:
+            x: embeddings [B, S, M].
+            positions: their positions [B, S].
+            backend: the attention kernel, or "auto".
+
+        Returns:
+            Hidden states [B, S, M].
+        """
+        x = tap("embed", x)
         for i, layer in enumerate(self.layers):
             with named_scope(f"layers.{i}"):
                 x = layer(x, positions, backend=backend)

@@ -74,7 +74,7 @@ class EncoderDecoder(nn.Module):
 
     def forward(
         self,
-        source_ids: Int[Tensor, "B S"],
+        source_ids: Int[Tensor, "B S"] | Float[Tensor, "B F L"],
         target_ids: Int[Tensor, "B T"],
         source_positions: Positions | None = None,
         target_positions: Positions | None = None,
@@ -84,7 +84,8 @@ class EncoderDecoder(nn.Module):
         """Compute logits for the token after each target token, given the source.
 
         Args:
-            source_ids: ids [B, S] of the source.
+            source_ids: ids [B, S] of the source, or log-mel features [B, F, L] for an encoder of
+                speech.
             target_ids: ids [B, T] of the target.
             source_positions, target_positions: their positions, -1 for padding; None counts from 0.
             backend: the attention kernel, or "auto".
@@ -103,7 +104,7 @@ class EncoderDecoder(nn.Module):
 
     def run_encoder(
         self,
-        ids: Int[Tensor, "B S"],
+        ids: Int[Tensor, "B S"] | Float[Tensor, "B F L"],
         positions: Positions | None = None,
         *,
         backend: str = "auto",
@@ -111,7 +112,7 @@ class EncoderDecoder(nn.Module):
         """Run the encoder on a source.
 
         Args:
-            ids: ids [B, S] of the source.
+            ids: ids [B, S] of the source, or log-mel features [B, F, L] for an encoder of speech.
             positions: positions [B, S], -1 for padding; None is 0 to S - 1.
             backend: the attention kernel, or "auto".
 

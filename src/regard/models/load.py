@@ -39,6 +39,7 @@ from regard.models.families import family
 from regard.models.minilm import minilm_folder
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
+from regard.models.speech_to_text import SpeechEncoder, SpeechToText
 from regard.models.text_encoder import TextEncoder, read_max_seq_length, read_pooling
 from regard.models.tokenizer import Tokenizer
 from regard.untrusted_text import short_repr
@@ -103,7 +104,7 @@ def load(
     from the package.
 
     A decoder is returned as a `Model`, an encoder as a `TextEncoder`, an encoder-decoder as a
-    `Seq2Seq`.
+    `Seq2Seq`, or as a `SpeechToText` if its source is speech.
 
     The folder is read as data; no code from it is run. config.json, the safetensors (one file, or
     shards with an index) and tokenizer.json are checked before anything is allocated. Without
@@ -125,7 +126,8 @@ def load(
             without safetensors; or `"org/name"`, a repository of the Hugging Face hub, if the extra
             `hub` is installed. `"hub:org/name"` always means a repository. A
             `Path` is never downloaded.
-        kind: `Model`, `TextEncoder` or `Seq2Seq`, to raise for any other; None accepts all three.
+        kind: `Model`, `TextEncoder`, `Seq2Seq` or `SpeechToText`, to raise for any other; None
+            accepts all.
         dtype: the dtype of the weights, and so of the computation; None is the dtype that
             config.json names, or else that of the stored weights (of quantized GGUF files:
             float32, in which the numbers of every block are exact). On a CPU, bfloat16 and float16
@@ -394,6 +396,7 @@ MODEL_CLASS_OF_KIND: dict[str, type[Model | TextEncoder | Seq2Seq]] = {
     "decoder": Model,
     "encoder": TextEncoder,
     "encoder-decoder": Seq2Seq,
+    "speech-to-text": SpeechToText,
 }
 """`architecture` of a family -> the class of its models."""
 
@@ -418,7 +421,8 @@ def _model(
     eos_ids = read_eos_ids(folder, raw, tokenizer)
     if isinstance(network, EncoderDecoder):
         start = config.decoder_start_token_id
-        return Seq2Seq(
+        kind = SpeechToText if isinstance(network.encoder, SpeechEncoder) else Seq2Seq
+        return kind(
             network,
             tokenizer,
             config,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from regard.caches import Cross
 from regard.deprecation import renamed_attribute, renamed_parameters
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.decoder import check_ids
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.generation.beam_search import Hypothesis, beam_search
@@ -66,11 +66,13 @@ class Seq2Seq(TextModel):
         super().__init__(network, tokenizer, config, newly_initialized, ignored)
         self.network, self.start, self.eos_ids = network, start, frozenset(eos_ids)
 
-    def encode(self, texts: str | Sequence[str]) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B S"]]:
+    def encode(
+        self, texts: str | Sequence[str] | Float[Tensor, "B F L"]
+    ) -> tuple[Int[Tensor, "B S"] | Float[Tensor, "B F L"], Int[Tensor, "B S"]]:
         """Convert texts to ids, with the special tokens that the tokenizer adds.
 
         Args:
-            texts: one text, or B texts.
+            texts: one text, or B texts; a `SpeechToText` takes log-mel features.
 
         Returns:
             The ids [B, S], and their positions [B, S], which are -1 in the padding after a shorter
@@ -81,6 +83,8 @@ class Seq2Seq(TextModel):
             ArgumentTypeError: a text is not a str.
             FileError: the model has no tokenizer.
         """
+        if isinstance(texts, Tensor):
+            raise ArgumentTypeError("texts is a tensor; it must be a str, or several")
         rows = [self.tokenizer.encode_pair(text)[0] for text in as_text_list(texts)]
         for i, row in enumerate(rows):
             if not row:
@@ -89,7 +93,7 @@ class Seq2Seq(TextModel):
 
     def forward(
         self,
-        source_ids: Int[Tensor, "B S"],
+        source_ids: Int[Tensor, "B S"] | Float[Tensor, "B F L"],
         target_ids: Int[Tensor, "B T"],
         source_positions: Positions | None = None,
         target_positions: Positions | None = None,
@@ -99,7 +103,8 @@ class Seq2Seq(TextModel):
         """Compute the logits for the token after each target token. `model(...)` does the same.
 
         Args:
-            source_ids: ids [B, S] of the source.
+            source_ids: ids [B, S] of the source, or log-mel features [B, F, L] for an encoder of
+                speech.
             target_ids: ids [B, T] of the target so far, the first of which is `start`.
             source_positions: positions [B, S], -1 for padding; None is 0 to S - 1.
             target_positions: positions [B, T], -1 for padding; None is 0 to T - 1.
@@ -111,8 +116,8 @@ class Seq2Seq(TextModel):
         Raises:
             ArgumentError: an id is outside the vocabulary.
         """
-        for ids, positions in ((source_ids, source_positions), (target_ids, target_positions)):
-            self._check(ids, positions)
+        self._check_source(source_ids, source_positions)
+        self._check(target_ids, target_positions)
         logits: Tensor = self.network(
             source_ids, target_ids, source_positions, target_positions, backend=backend
         )
@@ -122,38 +127,48 @@ class Seq2Seq(TextModel):
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str, and means one text
-        self, texts: str, *, max_tokens: int = ..., beams: int = ..., length_penalty: float = ...
+        self,
+        texts: str,
+        *,
+        max_tokens: int = ...,
+        beams: int = ...,
+        length_penalty: float = ...,
+        target_prefix: Sequence[int] = ...,
     ) -> str: ...
 
     @overload
     def generate(
         self,
-        texts: Sequence[str],
+        texts: Sequence[str] | Float[Tensor, "B F L"],
         *,
         max_tokens: int = ...,
         beams: int = ...,
         length_penalty: float = ...,
+        target_prefix: Sequence[int] = ...,
     ) -> list[str]: ...
 
     def generate(
         self,
-        texts: str | Sequence[str],
+        texts: str | Sequence[str] | Float[Tensor, "B F L"],
         *,
         max_tokens: int = 64,
         beams: int = 1,
         length_penalty: float = 1.0,
+        target_prefix: Sequence[int] = (),
     ) -> str | list[str]:
         """Generate the target text for each source text.
 
         A text gets the same answer alone and in a batch.
 
         Args:
-            texts: one source text, or several.
+            texts: one source text, or several; a `SpeechToText` takes log-mel features [B, F, L].
             max_tokens: the largest number of new tokens. Generation stops earlier at an id of
                 `eos_ids`.
             beams: the number of beams; 1 takes the most likely token at each step.
             length_penalty: exponent of the length in the score of beam search: 0 ranks by
                 probability, a larger value favours long texts.
+            target_prefix: ids with which every target begins, after `start`, such as that of a
+                language; they are not part of the answer.
 
         Returns:
             The generated text; a list of texts where several were given.
@@ -162,7 +177,11 @@ class Seq2Seq(TextModel):
             ArgumentError, ArgumentTypeError: as in `encode`; or a number is out of range.
         """
         hypotheses = self.beam_search(
-            *self.encode(texts), max_tokens=max_tokens, beams=beams, length_penalty=length_penalty
+            *self.encode(texts),
+            max_tokens=max_tokens,
+            beams=beams,
+            length_penalty=length_penalty,
+            target_prefix=target_prefix,
         )
         answers = [self.tokenizer.decode(row[0].ids, skip_special=True) for row in hypotheses]
         return answers[0] if isinstance(texts, str) else answers
@@ -170,31 +189,34 @@ class Seq2Seq(TextModel):
     @torch.no_grad()
     def beam_search(
         self,
-        ids: Int[Tensor, "B S"],
+        ids: Int[Tensor, "B S"] | Float[Tensor, "B F L"],
         positions: Positions | None = None,
         *,
         max_tokens: int = 64,
         beams: int = 1,
         length_penalty: float = 1.0,
+        target_prefix: Sequence[int] = (),
     ) -> list[list[Hypothesis]]:
         """Search the best targets of each source with cached decoder steps.
 
         With one beam this is greedy search. See `regard.models.beam_search`.
 
         Args:
-            ids: source ids [B, S], as `encode` returns them.
+            ids: source ids [B, S], or log-mel features, as `encode` returns them.
             positions: their positions [B, S], -1 for padding, which may be on either side.
-            max_tokens, beams, length_penalty: as in `generate`.
+            max_tokens, beams, length_penalty, target_prefix: as in `generate`.
 
         Returns:
-            For each source its hypotheses, best first.
+            For each source its hypotheses, best first, without the prefix.
 
         Raises:
             ArgumentError: an id is outside the vocabulary, or a number is out of range.
         """
-        self._check(ids, positions)
-        step, reorder = self._steps(ids, positions)
-        first = torch.full((ids.shape[0],), self.start, dtype=torch.int64, device=ids.device)
+        self._check_source(ids, positions)
+        before = torch.tensor([[self.start, *target_prefix]], device=ids.device)
+        self._check(before, None)
+        step, reorder = self._steps(ids, positions, before[:, :-1])
+        first = before[0, -1].expand(ids.shape[0])
         return beam_search(
             step,
             first,
@@ -206,9 +228,11 @@ class Seq2Seq(TextModel):
         )
 
     def _steps(
-        self, source: Tensor, positions: Positions | None
+        self, source: Tensor, positions: Positions | None, before: Tensor
     ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], None]]:
-        """Return a function for one cached decoder step, and one that reorders the cached rows."""
+        """Return a function for one cached decoder step, and one that reorders the cached rows. The
+        first step also reads the ids [1, n] of `before`.
+        """
         caches = self.network.new_caches()
         source_cache = caches[0].cross
         assert isinstance(source_cache, Cross)
@@ -219,6 +243,7 @@ class Seq2Seq(TextModel):
                 memory.update(
                     memory=self.network.run_encoder(source, positions), memory_positions=positions
                 )
+                ids = torch.cat([before.expand(ids.shape[0], -1), ids], 1)
             logits = self.network.run_decoder(ids, caches, **memory)
             memory.clear()
             return logits
@@ -231,6 +256,10 @@ class Seq2Seq(TextModel):
                     cache.select(rows)
 
         return step, reorder
+
+    def _check_source(self, source: Tensor, positions: Positions | None) -> None:
+        """Check the source before it is encoded: here ids, as those of the target."""
+        self._check(source, positions)
 
     def _check(self, ids: Tensor, positions: Positions | None) -> None:
         """Check that every id that is not padding is in the vocabulary."""

@@ -12,6 +12,7 @@ from regard.argument_checks import check_device, check_number, check_positions, 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.linear import Linear
 from regard.positions import sinusoidal
+from regard.positions.sinusoidal import SinusoidalLayout
 from regard.span import Positions, Span, find_empty_slots
 
 
@@ -21,29 +22,31 @@ class SinusoidalPositions(nn.Module):
 
     Args:
         dim: the model dim M.
+        layout: the order of sines and cosines, as in `regard.positions.sinusoidal`.
 
     Raises:
-        ArgumentError: dim is less than 1.
+        ArgumentError: dim is less than 1, or layout is unknown.
 
     >>> [round(x, 4) for x in SinusoidalPositions(4)(Span(1, 1)).flatten().tolist()]
     [0.8415, 0.5403, 0.01, 1.0]
+    >>> SinusoidalPositions(4, layout="halves")
+    SinusoidalPositions(4, layout='halves')
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
     """
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, *, layout: SinusoidalLayout = "interleaved") -> None:
         super().__init__()
-        if dim < 1:
-            raise ArgumentError(f"dim is {dim}; it must be at least 1")
-        self.dim = dim
+        sinusoidal(0, dim, layout=layout)  # checks both
+        self.dim, self.layout = dim, layout
 
     def forward(self, positions: Positions) -> Float[Tensor, "B L M"]:
         """Return the vectors [B or 1, L, M] of positions [B or 1, L], in fp64."""
-        return sinusoidal(positions, self.dim, dtype=torch.float64)
+        return sinusoidal(positions, self.dim, layout=self.layout, dtype=torch.float64)
 
     def extra_repr(self) -> str:
-        """Return the model dim, which is the size of a vector."""
-        return str(self.dim)
+        """Return the model dim, which is the size of a vector, and the layout if it is another."""
+        return f"{self.dim}" + (f", layout={self.layout!r}" * (self.layout != "interleaved"))
 
 
 class InputEmbedding(nn.Module):

@@ -15,7 +15,7 @@ from regard.argument_checks import check_groups
 from regard.caches import Cache, Growing, Parts
 from regard.cost import Description, Quantity
 from regard.cost.selected import BlockSelection, IndexSelection, KeySelection, NSASpec, SelectedSpec
-from regard.cost.spec import HeadShape
+from regard.cost.spec import HeadShape, Spec
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
@@ -315,7 +315,7 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
         return Growing()
 
     @property
-    def spec(self) -> SelectedSpec:
+    def spec(self) -> Spec:
         """The cost of this layer; a cache stores all keys and values, and the selector's parts."""
         shape, selection = self.project.shape, self.selector.spec
         selector_parts = ((1, selection.values_per_token),) if selection.values_per_token else ()

@@ -4,7 +4,7 @@ table.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from jaxtyping import Float
@@ -15,7 +15,8 @@ from regard.errors import ArgumentError
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor, slot_count
 
-LAYOUTS = ("interleaved", "halves", "tensor2tensor")
+SinusoidalLayout: TypeAlias = Literal["interleaved", "halves", "tensor2tensor"]
+LAYOUTS: tuple[str, ...] = get_args(SinusoidalLayout)
 
 
 def sinusoidal(
@@ -23,7 +24,7 @@ def sinusoidal(
     dim: int,
     *,
     base: float = 10000.0,
-    layout: Literal["interleaved", "halves", "tensor2tensor"] = "interleaved",
+    layout: SinusoidalLayout = "interleaved",
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "*B L M"]:
     """Compute sinusoidal position embeddings, in fp64 before the cast to `dtype`.

@@ -1,5 +1,5 @@
-"""Parts and checkpoint names of DeepSeek-V2 and V3: multi-head latent attention, and dense layers
-followed by mixtures of experts.
+"""Parts and checkpoint names of DeepSeek-V2, V3 and V3.2: multi-head latent attention, and dense
+layers followed by mixtures of experts.
 
 Source: DeepSeek-AI 2024 (arXiv 2405.04434); DeepSeek-AI 2024 (arXiv 2412.19437).
 """
@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from regard import masks
-from regard.configs.deepseek import DeepseekConfig
+from regard.configs.deepseek import DeepseekConfig, DeepseekV3Config
 from regard.errors import ArgumentError
 from regard.models.assembly import building_blocks, llama_like
 from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
-from regard.nn.feed_forward import ExpertGroups, MoE, Router
+from regard.nn.feed_forward import ExpertGroups, MoE, Router, SigmoidRouter
 from regard.nn.linear import Linear
+from regard.nn.mixer import Mixer
 from regard.positions import Rotary
 
 PROJECT = MODEL_LAYER + "attention.project."
@@ -88,24 +89,56 @@ def check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
         router()
 
 
-def decoder(config: DeepseekConfig, router: Callable[[], Router]) -> Decoder:
+def sigmoid_router(config: DeepseekV3Config) -> SigmoidRouter:
+    """Build the router of V3 with sigmoid scores; groups are ranked by their best two experts.
+
+    Raises:
+        ArgumentError: experts cannot be selected as the keys say.
+    """
+    return SigmoidRouter(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        groups=groups(config.n_group, config.topk_group, 2),
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+
+
+def causal_attention(project: LatentProjection, output: nn.Module) -> Mixer:
+    """Build latent attention to all earlier keys."""
+    return Attention(project, output, mask=masks.Causal(), scale=project.scale)
+
+
+def decoder(
+    config: DeepseekConfig,
+    router: Callable[[], Router],
+    attention: Callable[[LatentProjection, nn.Module], Mixer] = causal_attention,
+) -> Decoder:
     """Build a decoder with initial weights: the first layers are dense, the others have experts.
 
     Args:
         config: the config.
         router: builds the router of a layer.
+        attention: builds the attention of a layer from its projection and its output map.
     """
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
     rotary = building_blocks.rotary_module(config.rope)
-    layers = [_block(config, rotary, router, layer) for layer in range(config.num_hidden_layers)]
+    layers = [
+        Block(
+            attention(*_attention_parts(config, rotary)),
+            _feed_forward(config, router, layer),
+            PreNorm(_norm(config)),
+            PreNorm(_norm(config)),
+        )
+        for layer in range(config.num_hidden_layers)
+    ]
     return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
 
-def _block(
-    config: DeepseekConfig, rotary: Rotary, router: Callable[[], Router], layer: int
-) -> Block:
+def _attention_parts(config: DeepseekConfig, rotary: Rotary) -> tuple[LatentProjection, nn.Module]:
     M, H, E = config.hidden_size, config.num_attention_heads, config.v_head_dim
     project = LatentProjection(
         M,
@@ -117,14 +150,15 @@ def _block(
         q_rank=config.q_lora_rank,
         bias=config.attention_bias,
     )
-    output = Linear(H * E, M, bias=config.attention_bias)
-    attention = Attention(project, output, mask=masks.Causal(), scale=project.scale)
-    feed_forward: nn.Module = SwiGLU(M, config.intermediate_size)
-    if layer >= config.first_k_dense_replace:
-        width = config.moe_intermediate_size
-        experts = [SwiGLU(M, width) for _ in range(config.n_routed_experts)]
-        feed_forward = MoE(router(), experts, SwiGLU(M, width * config.n_shared_experts))
-    return Block(attention, feed_forward, PreNorm(_norm(config)), PreNorm(_norm(config)))
+    return project, Linear(H * E, M, bias=config.attention_bias)
+
+
+def _feed_forward(config: DeepseekConfig, router: Callable[[], Router], layer: int) -> SwiGLU | MoE:
+    M, width = config.hidden_size, config.moe_intermediate_size
+    if layer < config.first_k_dense_replace:
+        return SwiGLU(M, config.intermediate_size)
+    experts = [SwiGLU(M, width) for _ in range(config.n_routed_experts)]
+    return MoE(router(), experts, SwiGLU(M, width * config.n_shared_experts))
 
 
 def _norm(config: DeepseekConfig) -> RMSNorm:

@@ -282,7 +282,8 @@ class Family:
             float32 or better.
         check: raises for a config that only the parts of the network can refuse, such as numbers of
             a rotary scaling; it is called before weights are read or downloaded.
-        architecture: the kind of network: "decoder", "encoder" or "encoder-decoder".
+        architecture: the kind of network: "decoder", "encoder", "encoder-decoder", or
+            "speech-to-text", an encoder-decoder whose source is log-mel features.
     """
 
     config: type[ModelConfig]

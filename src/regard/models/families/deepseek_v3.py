@@ -12,37 +12,20 @@ from regard.configs.deepseek import DeepseekV3Config
 from regard.models.assembly import deepseek, llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
-from regard.nn.feed_forward import SigmoidRouter
 
 Config = DeepseekV3Config
 
 
-def router(config: Config) -> SigmoidRouter:
-    """Build the router with sigmoid scores; groups are ranked by their best two experts.
-
-    Raises:
-        ArgumentError: experts cannot be selected as the keys say.
-    """
-    return SigmoidRouter(
-        config.hidden_size,
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        groups=deepseek.groups(config.n_group, config.topk_group, 2),
-        normalise=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-    )
-
-
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    return deepseek.decoder(config, partial(router, config))
+    return deepseek.decoder(config, partial(deepseek.sigmoid_router, config))
 
 
 FAMILY = Family(
     Config,
     build,
     deepseek.NAMES,
-    check=lambda config: deepseek.check(config, partial(router, config)),
+    check=lambda config: deepseek.check(config, partial(deepseek.sigmoid_router, config)),
     prefixes=llama_like.PREFIXES,
     head=llama_like.HEAD,
     buffers=deepseek.BUFFERS,

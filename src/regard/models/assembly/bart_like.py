@@ -1,0 +1,196 @@
+"""Parts and checkpoint names of encoder-decoders like BART: blocks with LayerNorms and biases, and
+a head that is the embedding's matrix, with a bias for the logits if one is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from regard.configs.bart import BartConfig, MarianConfig, StackedConfig
+from regard.configs.base import Raw
+from regard.masks import Causal
+from regard.models.assembly.building_blocks import activation
+from regard.models.checkpoint.family import NameTable, TensorRule, weights_and_biases
+from regard.models.encoder import Encoder
+from regard.models.encoder_decoder import EncoderDecoder
+from regard.nn import (
+    Attention,
+    Block,
+    CrossAttention,
+    DecoderBlock,
+    FeedForward,
+    HeadProjection,
+    InputEmbedding,
+    PostNorm,
+    SeparateQKV,
+)
+from regard.nn.blocks import Residual
+from regard.nn.linear import Linear
+from regard.nn.variants.projections import output_projection
+
+
+@dataclass(frozen=True)
+class LayerSizes:
+    """The sizes and the kind of the layers of one stack.
+
+    Attributes:
+        dim, heads, hidden: M, H and the hidden size of the feed-forward layers.
+        activation: the activation's name in config.json.
+        key_bias: whether the maps to keys have a bias, as all others have.
+        residual: `PostNorm` or `PreNorm`.
+    """
+
+    dim: int
+    heads: int
+    hidden: int
+    activation: str
+    key_bias: bool = True
+    residual: type[Residual] = PostNorm
+
+    def attention_parts(self) -> tuple[SeparateQKV, nn.Linear]:
+        """Return the projection of queries, keys and values, and the output map."""
+        M, H = self.dim, self.heads
+        q, k, v = (HeadProjection(M, H, M // H, bias=bias) for bias in (True, self.key_bias, True))
+        return SeparateQKV(q, k, v), output_projection(M, H, M // H, bias=True)
+
+    def feed_forward(self) -> FeedForward:
+        """Return the feed-forward layer, with biases in both maps."""
+        return FeedForward(self.dim, self.hidden, activation(self.activation))
+
+    def residuals(self, count: int) -> list[Residual]:
+        """Return the residual connections of a block."""
+        return [self.residual(nn.LayerNorm(self.dim)) for _ in range(count)]
+
+
+def encoder_sizes(config: StackedConfig, residual: type[Residual] = PostNorm) -> LayerSizes:
+    """Return the sizes of the encoder's layers."""
+    return LayerSizes(
+        config.d_model,
+        config.encoder_attention_heads,
+        config.encoder_ffn_dim,
+        config.activation_function,
+        config.key_bias,
+        residual,
+    )
+
+
+def decoder_sizes(config: StackedConfig, residual: type[Residual] = PostNorm) -> LayerSizes:
+    """Return the sizes of the decoder's layers."""
+    return replace(
+        encoder_sizes(config, residual),
+        heads=config.decoder_attention_heads,
+        hidden=config.decoder_ffn_dim,
+    )
+
+
+def encoder_blocks(sizes: LayerSizes, count: int) -> list[Block]:
+    """Build the blocks of an encoder."""
+    return [
+        Block(Attention(*sizes.attention_parts()), sizes.feed_forward(), *sizes.residuals(2))
+        for _ in range(count)
+    ]
+
+
+def decoder_blocks(sizes: LayerSizes, count: int) -> list[DecoderBlock]:
+    """Build the blocks of a decoder."""
+    return [
+        DecoderBlock(
+            Attention(*sizes.attention_parts(), mask=Causal()),
+            CrossAttention(*sizes.attention_parts()),
+            sizes.feed_forward(),
+            *sizes.residuals(3),
+        )
+        for _ in range(count)
+    ]
+
+
+def encoder_decoder(
+    config: BartConfig | MarianConfig, positions: Sequence[nn.Module], *, norm: bool
+) -> EncoderDecoder:
+    """Build an encoder-decoder of post-norm blocks with initial weights: normal (standard deviation
+    0.02), biases 0, norms 1.
+
+    Args:
+        config: the config.
+        positions: the position embeddings of the encoder and of the decoder.
+        norm: whether a norm follows each embedding.
+    """
+    M, V = config.d_model, config.vocab_size
+    embedding, head = nn.Embedding(V, M), Linear(M, V, bias=config.logits_bias)
+    head.weight = embedding.weight
+    scale = M**0.5 if config.scale_embedding else 1.0
+    embeds = [
+        InputEmbedding(embedding, part, scale=scale, norm=nn.LayerNorm(M) if norm else None)
+        for part in positions
+    ]
+    encoder = Encoder(
+        embeds[0], encoder_blocks(encoder_sizes(config), config.encoder_layers), nn.Identity()
+    )
+    blocks = decoder_blocks(decoder_sizes(config), config.decoder_layers)
+    model = EncoderDecoder(encoder, embeds[1], blocks, nn.Identity(), head)
+    initialize(model)
+    return model
+
+
+def initialize(model: nn.Module) -> None:
+    """Draw initial weights in place: normal (standard deviation 0.02), and biases 0."""
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+LOGITS_BIAS = "final_logits_bias"
+
+
+def complete_config(
+    config: BartConfig | MarianConfig, _: Raw, stored: Collection[str]
+) -> BartConfig | MarianConfig:
+    """Set `logits_bias` by whether it is stored."""
+    return replace(config, logits_bias=LOGITS_BIAS in stored)
+
+
+def _first_row(stored: Tensor, _: object) -> tuple[Tensor]:
+    return (stored[0],)
+
+
+def _as_row(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0][None]
+
+
+_SELF = {f"self_attn.{x}_proj": f"attention.project.{x}.linear" for x in "qkv"}
+_CROSS = {f"encoder_attn.{x}_proj": f"cross.project.{x}.linear" for x in "qkv"}
+ENCODER_LAYER = {
+    **_SELF,
+    "self_attn.out_proj": "attention.output",
+    "self_attn_layer_norm": "attention_residual.norm",
+    "fc1": "feed_forward.up",
+    "fc2": "feed_forward.down",
+    "final_layer_norm": "feed_forward_residual.norm",
+}
+"""Name of a part of an encoder's layer -> its name in the network."""
+DECODER_LAYER = {
+    **ENCODER_LAYER,
+    **_CROSS,
+    "encoder_attn.out_proj": "cross.output",
+    "encoder_attn_layer_norm": "cross_residual.norm",
+}
+"""Name of a part of a decoder's layer -> its name in the network."""
+LAYERS = {
+    **weights_and_biases(ENCODER_LAYER, "model.encoder.layers.{}.", "encoder.layers.{}."),
+    **weights_and_biases(DECODER_LAYER, "model.decoder.layers.{}.", "layers.{}."),
+}
+"""Stored name -> parameter name; {} is the layer."""
+NAMES: NameTable = {
+    "model.shared.weight": "encoder.embed.embedding.weight",
+    "model.encoder.embed_tokens.weight": "encoder.embed.embedding.weight",
+    "model.decoder.embed_tokens.weight": "embed.embedding.weight",
+    **LAYERS,
+    "lm_head.weight": "head.weight",
+    LOGITS_BIAS: TensorRule(("head.bias",), _first_row, _as_row),
+}
+"""Stored name -> parameter name, of what BART and Marian share."""

@@ -1,0 +1,201 @@
+"""DeepSeek-V3.2 of transformers, saved by it and loaded here: latent attention to the keys that an
+indexer selects; wrong ones must be far.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import regard
+from regard.errors import ArgumentError, FileError
+from regard.inspect import explain, record
+from regard.models.families import deepseek_v32
+from regard.models.model import Model
+from regard.nn import LatentProjection
+from regard.nn.indexed_latent_attention import IndexedLatentAttention
+from regard.nn.selected_attention import MoBA, indexer_losses
+from regard.positions import Rotary
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_saved
+from tests.parity.families.test_deepseek_v3 import SMALL, YARN
+
+TOPK, J, WIDTH = 7, 9, 8
+SPARSE: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 2,
+    "rope_parameters": YARN,
+    "index_topk": TOPK,  # a fifth of the keys of the last query
+    "index_n_heads": J,
+    "index_head_dim": WIDTH,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "as V3.2": {},
+    "biases, no dense layer, no scaling": {
+        "attention_bias": True,
+        "first_k_dense_replace": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+    "more keys than there are": {"index_topk": 64, "n_group": 1, "topk_group": 1},
+}
+
+
+def made(**change: Any) -> Any:
+    """Corrections are buffers there: they are drawn too."""
+    model = theirs("DeepseekV32", SPARSE | change)
+    make = torch.Generator().manual_seed(8)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=make))
+    return model
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("name", CHANGES)
+def test_deepseek_v32(name: str, tmp_path: Path) -> None:
+    start = 1000 if name == "as V3.2" else 0
+    model = made(**CHANGES[name])
+    mine = assert_decoder(model, tmp_path, start=start)
+    assert_saved(mine, model, tmp_path, start=start)
+
+
+# Negative controls.
+
+
+def selectors(network: Any) -> list[Any]:
+    return [block.attention.selector for block in network.layers]
+
+
+def one_key_less(network: Any) -> None:
+    for selector in selectors(network):
+        selector.topk -= 1
+
+
+def every_key(network: Any) -> None:
+    for selector in selectors(network):
+        selector.topk = 10_000
+
+
+def neighbours(network: Any) -> None:
+    """Rotary pairs of neighbours, as in the attention itself."""
+    for selector in selectors(network):
+        for part in (selector.q, selector.k):
+            part.steps[-1] = Rotary(WIDTH, 1e4, rotary_dim=6, layout="interleaved")
+
+
+def no_positions(network: Any) -> None:
+    for selector in selectors(network):
+        for part in (selector.q, selector.k):
+            part.steps = nn.ModuleList()
+
+
+def weights_of_other_heads(network: Any) -> None:
+    for selector in selectors(network):
+        selector.weight.weight.data = selector.weight.weight.data.roll(1, 0)
+
+
+def no_norm_of_keys(network: Any) -> None:
+    for selector in selectors(network):
+        selector.k.flat = nn.Identity()
+
+
+def no_mscale(network: Any) -> None:
+    for block in network.layers:
+        block.attention.scale = None
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
+    model, folder = made(), tmp_path_factory.mktemp("deepseek_v32")
+    model.save_pretrained(folder)
+    return model, regard.load(folder, kind=Model)
+
+
+WRONG: list[Callable[[Any], None]] = [
+    one_key_less,
+    every_key,
+    neighbours,
+    no_positions,
+    weights_of_other_heads,
+    no_norm_of_keys,
+    no_mscale,
+]
+
+
+@pytest.mark.full(keep=3)
+@pytest.mark.parametrize("change", WRONG, ids=lambda x: x.__name__)
+def test_a_wrong_variant_is_far(right: tuple[Any, Model], change: Callable[[Any], None]) -> None:
+    model, mine = right
+    assert_differs(mine, model, change)
+
+
+def test_loading_is_strict(right: tuple[Any, Model], tmp_path: Path) -> None:
+    model, _ = right
+    model.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    stored = load_file(file)
+    name = "model.layers.1.self_attn.indexer.weights_proj.weight"
+    save_file({n: x for n, x in stored.items() if n != name}, file)
+    with pytest.raises(FileError, match=r"indexer\.weights_proj\.weight"):
+        regard.load(tmp_path)
+    save_file(stored, file)
+    raw = json.loads(config.read_text())
+    for change, message in (
+        ({"layer_types": ["full_attention"] * 2}, "only 'indexed_attention' is supported"),
+        ({"mlp_layer_types": ["sparse", "dense"]}, "'dense' for the first ones, then 'sparse'"),
+        (
+            {"mlp_layer_types": ["dense", "dense"]},
+            "begins with 2 dense, and first_k_dense_replace is 1",
+        ),
+        ({"q_lora_rank": None}, "q_lora_rank is null"),
+    ):
+        config.write_text(json.dumps(raw | change))
+        with pytest.raises(FileError, match=message):
+            regard.load(tmp_path)
+    # in half precision, what decides which keys and experts are chosen stays in fp32
+    config.write_text(json.dumps(raw))
+    half = regard.load(tmp_path, kind=Model, dtype=torch.bfloat16).decoder
+    kept = {n for n, x in half.named_parameters() if x.dtype == torch.float32}
+    assert kept == {
+        "layers.0.attention.selector.weight.weight",
+        "layers.1.attention.selector.weight.weight",
+        "layers.1.feed_forward.router.correction",
+    }
+    assert half(torch.tensor([[3, 4, 5]])).dtype == torch.bfloat16
+
+
+def test_recording_explaining_and_training_the_indexer() -> None:
+    tokenizer = regard.load("tiny").tokenizer
+    sizes = {k: v for k, v in SPARSE.items() if k not in ("vocab_size", "rope_parameters")}
+    config = deepseek_v32.Config(vocab_size=tokenizer.vocab_size, **sizes | {"index_topk": 3})
+    network = deepseek_v32.build(config).eval()
+    make = torch.Generator().manual_seed(5)
+    for parameter in network.parameters():
+        parameter.data.normal_(generator=make).mul_(parameter.shape[-1] ** -0.5)
+    model = Model(network.requires_grad_(False), tokenizer, config, eos_ids=[0])
+    text = "to be or not to be that is"
+    found = record(model, text)
+    assert found.sound
+    rows = found.weights(1, 2)
+    assert int((rows > 0).sum(-1).max()) == 3
+    shown = explain(model, text, layer=1, head=2)
+    assert shown.check < 1e-3
+    layer: Any = network.layers[1].attention.requires_grad_(True)
+    x = torch.randn(1, 9, config.hidden_size, generator=make)
+    indexer_losses(layer, x).sum().backward()
+    trained = {name for name, p in layer.named_parameters() if p.grad is not None}
+    assert trained == {name for name, _ in layer.named_parameters() if "selector" in name}
+
+
+def test_other_parts_are_refused() -> None:
+    rotary = Rotary(2)
+    project = LatentProjection(8, 2, rotary, kv_rank=4, nope_dim=2, value_dim=4)
+    with pytest.raises(ArgumentError, match="must be a LatentProjection and an Indexer"):
+        IndexedLatentAttention(project, MoBA(4, 2), nn.Linear(8, 8))  # type: ignore[arg-type]

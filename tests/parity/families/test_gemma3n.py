@@ -1,0 +1,249 @@
+"""Gemma 3n of transformers, saved by it and loaded here: streams, embeddings for layers, a low-rank
+branch, sparse activations, shared keys and values; wrong ones must be far.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import regard
+from regard.errors import ArgumentError, FileError
+from regard.inspect import explain, record
+from regard.masks import Causal
+from regard.models.families import gemma3n_text
+from regard.models.model import Model
+from regard.nn.activation_sparsity import GaussianTopK
+from regard.nn.norms import UnscaledRMSNorm
+from regard.positions import Rotary
+from tests.parity.families.harness import assert_decoder, assert_differs, draw, transformers
+from tests.parity.families.published import assert_saved
+
+H, G, D, W = 6, 2, 8, 9
+KINDS = ["sliding_attention", "full_attention"] * 3
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 36,
+    "intermediate_size": [40] * 6,
+    "num_hidden_layers": 6,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "head_dim": D,
+    "sliding_window": W,
+    "layer_types": KINDS,
+    "max_position_embeddings": 4096,
+    "vocab_size_per_layer_input": 90,  # some ids have no row of their own
+    "hidden_size_per_layer_input": 10,
+    "altup_num_inputs": 3,
+    "num_kv_shared_layers": 2,
+    "laurel_rank": 5,
+    "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.0, 0.0, 0.0],
+    "pad_token_id": 0,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "as 3n": {},
+    "no scale, nothing shared, biases, two streams": {
+        "altup_correct_scale": False,
+        "num_kv_shared_layers": 0,
+        "attention_bias": True,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 6,
+    },
+}
+
+
+def made(**change: Any) -> Any:
+    config = transformers.Gemma3nTextConfig(**SMALL | change)
+    config._attn_implementation = "eager"
+    model = transformers.Gemma3nForCausalLM(config).eval().requires_grad_(False)
+    draw(model, 3)
+    return model
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("name", CHANGES)
+def test_gemma3n(name: str, tmp_path: Path) -> None:
+    model = made(**CHANGES[name])
+    mine = assert_decoder(model, tmp_path, start=1000)
+    assert_saved(mine, model, tmp_path, start=1000)
+
+
+# Negative controls.
+
+
+def no_streams(network: Any) -> None:
+    """Every stream but the first is 0 at the start."""
+    for part in network.embed.to_streams:
+        part.weight.data.zero_()
+
+
+def other_embedding_of_the_layer(network: Any) -> None:
+    for block in network.layers:
+        block.index = (block.index + 1) % 6
+
+
+def row_of_any_id(network: Any) -> None:
+    """An id without a row of its own reads row 1."""
+    network.embed.layer_embedding.weight.data[0] = network.embed.layer_embedding.weight.data[1]
+
+
+def no_low_rank_branch(network: Any) -> None:
+    for block in network.layers:
+        block.laurel.right.weight.data.zero_()
+
+
+def no_correction(network: Any) -> None:
+    for block in network.layers:
+        block.altup.correction.weight.data.zero_()
+
+
+def prediction_transposed(network: Any) -> None:
+    for block in network.layers:
+        weight = block.altup.prediction.weight
+        weight.data = weight.data.unflatten(0, (3, 3)).transpose(0, 1).flatten(0, 1)
+
+
+def dense_activations(network: Any) -> None:
+    for block in network.layers[:2]:
+        block.feed_forward.activation = nn.GELU("tanh")
+
+
+def sparser(network: Any) -> None:
+    network.layers[0].feed_forward.activation.sparsity = 0.9
+
+
+def values_without_norm(network: Any) -> None:
+    for block in network.layers[:4]:
+        block.attention.project.v.steps = nn.ModuleList()
+
+
+def memory_of_the_other_kind(network: Any) -> None:
+    network.memory_from = (None, None, None, None, 3, 2)
+
+
+def memory_of_the_first_layers(network: Any) -> None:
+    network.memory_from = (None, None, None, None, 0, 1)
+    network._lenders = frozenset({0, 1})
+
+
+def no_window(network: Any) -> None:
+    network.layers[4].attention.mask = Causal()
+
+
+def one_base(network: Any) -> None:
+    for block in network.layers:
+        block.attention.project.q.steps[-1] = Rotary(D, 1e4)
+
+
+def no_cap(network: Any) -> None:
+    network.head.cap = 1.0
+
+
+def norms_swapped(network: Any) -> None:
+    for block in network.layers:
+        path = block.attention_residual
+        path.norm, path.after = path.after, path.norm
+
+
+WRONG: list[Callable[[Any], None]] = [
+    no_streams,
+    other_embedding_of_the_layer,
+    row_of_any_id,
+    no_low_rank_branch,
+    no_correction,
+    prediction_transposed,
+    dense_activations,
+    sparser,
+    values_without_norm,
+    memory_of_the_other_kind,
+    memory_of_the_first_layers,
+    no_window,
+    one_base,
+    no_cap,
+    norms_swapped,
+]
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
+    model, folder = made(), tmp_path_factory.mktemp("gemma3n")
+    model.save_pretrained(folder)
+    return model, regard.load(folder, kind=Model)
+
+
+@pytest.mark.full(keep=3)
+@pytest.mark.parametrize("change", WRONG, ids=lambda x: x.__name__)
+def test_a_wrong_variant_is_far(right: tuple[Any, Model], change: Callable[[Any], None]) -> None:
+    model, mine = right
+    assert_differs(mine, model, change)
+
+
+def test_the_language_model_of_a_folder_with_pictures(
+    right: tuple[Any, Model], tmp_path: Path
+) -> None:
+    """Other names, towers that are not read, and maps of layers that share those of others."""
+    model, mine = right
+    model.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    stored, raw = load_file(file), json.loads(config.read_text())
+    renamed = {n.replace("model.", "model.language_model.", 1): x for n, x in stored.items()}
+    renamed["model.vision_tower.a.weight"] = torch.zeros(2)
+    renamed["model.embed_audio.b.weight"] = torch.zeros(2)
+    for part in ("k_proj", "v_proj", "k_norm"):
+        renamed[f"model.language_model.layers.5.self_attn.{part}.weight"] = torch.zeros(2, 2)
+    save_file(renamed, file)
+    outer = {"model_type": "gemma3n", "vision_config": {}, "audio_config": {}, "audio_token_id": 4}
+    config.write_text(json.dumps(outer | {"text_config": raw}))
+    whole = regard.load(tmp_path, kind=Model)
+    ids = torch.tensor([[3, 95, 5, 6]])
+    assert whole(ids).equal(mine(ids))
+    lacking = "model.language_model.layers.3.self_attn.k_proj.weight"
+    save_file({n: x for n, x in renamed.items() if n != lacking}, file)
+    with pytest.raises(FileError, match=r"layers\.3\.self_attn\.k_proj\.weight"):
+        regard.load(tmp_path)
+
+
+def test_what_cannot_be_represented_is_refused(right: tuple[Any, Model], tmp_path: Path) -> None:
+    model, _ = right
+    model.save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    raw = json.loads(config.read_text())
+    for change, message in (
+        ({"altup_active_idx": 1}, "altup_active_idx is 1; only 0"),
+        ({"activation_sparsity_pattern": [0.5]}, "has length 1, and num_hidden_layers is 6"),
+        ({"activation_sparsity_pattern": [1.0] * 6}, "activation_sparsity_pattern"),
+        ({"num_kv_shared_layers": 5}, "no layer before 1 has the kind 'full_attention'"),
+    ):
+        config.write_text(json.dumps(raw | change))
+        with pytest.raises(FileError, match=message):
+            regard.load(tmp_path)
+    with pytest.raises(ArgumentError, match="sparsity"):
+        GaussianTopK(1.0, nn.ReLU())
+    with pytest.raises(ArgumentError, match="UnscaledRMSNorm"):
+        UnscaledRMSNorm(0)
+
+
+def test_generating_recording_and_explaining() -> None:
+    tokenizer = regard.load("tiny").tokenizer
+    sizes = SMALL | {"vocab_size": tokenizer.vocab_size, "intermediate_size": 40}
+    sizes = {k: v for k, v in sizes.items() if k != "pad_token_id"}
+    patterns = {k: tuple(sizes.pop(k)) for k in ("layer_types", "activation_sparsity_pattern")}
+    network = gemma3n_text.build(config := gemma3n_text.Config(**sizes, **patterns)).eval()
+    make = torch.Generator().manual_seed(5)
+    for parameter in network.parameters():
+        parameter.data.normal_(generator=make).mul_(parameter.shape[-1] ** -0.5)
+    model = Model(network.requires_grad_(False), tokenizer, config, eos_ids=[])
+    text = "to be or not to be that is"
+    assert "".join(model.generate(text, max_tokens=4))
+    found = record(model, text)
+    assert found.sound
+    assert len(found.places) == 6
+    for layer in (1, 4):
+        assert explain(model, text, layer=layer, head=2).check < 1e-3

@@ -1,0 +1,241 @@
+"""Phi-3.5-MoE of transformers, saved by it and loaded here: LayerNorms, two experts of SparseMixer,
+LongRoPE with a factor; wrong ones must be far.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import regard
+from regard.errors import ArgumentError, FileError
+from regard.masks import Causal, Window
+from regard.models.model import Model
+from regard.nn.feed_forward import SoftmaxRouter
+from regard.nn.sparse_mixer import SparseMixerRouter
+from tests.parity.families.harness import assert_decoder, assert_differs, theirs
+from tests.parity.families.published import assert_saved, build, count
+
+H, G, D, W = 6, 2, 8, 9
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": H * D,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": H,
+    "num_key_value_heads": G,
+    "num_local_experts": 6,
+    "max_position_embeddings": 96,
+    "router_jitter_noise": 0.3,  # so that a few experts are near
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LONGROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + 0.1 * i for i in range(D // 2)],
+        "long_factor": [1.5 + 2.0 * i for i in range(D // 2)],
+        "short_mscale": 1.24,
+        "long_mscale": 1.24,
+        "original_max_position_embeddings": 48,
+    },
+    "original_max_position_embeddings": 48,
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window, biases, released tolerance": {
+        "sliding_window": W,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.01,
+    },
+    "longrope, tied": LONGROPE | {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("name", CHANGES)
+def test_phimoe(name: str, tmp_path: Path) -> None:
+    model = theirs("Phimoe", SMALL | CHANGES[name])
+    start = 0 if "longrope" in name else 1000
+    mine = assert_decoder(model, tmp_path, start=start)
+    assert_saved(mine, model, tmp_path, start=start)
+
+
+# Negative controls.
+
+
+def routers(network: Any) -> list[Any]:
+    return [block.feed_forward.router for block in network.layers]
+
+
+def other_tolerance(network: Any) -> None:
+    for router in routers(network):
+        router.tolerance = 0.01
+
+
+def softmax_of_both(network: Any) -> None:
+    """Mixtral's router with the same matrix."""
+    for block in network.layers:
+        old = block.feed_forward.router
+        made = SoftmaxRouter(H * D, 6, 2, normalise=True).requires_grad_(False)
+        made.linear = old.linear
+        block.feed_forward.router = made
+
+
+def no_means(network: Any) -> None:
+    """RMS norms in place of LayerNorms, as the name of their eps says."""
+    for block in network.layers:
+        old = block.feed_forward_residual.norm
+        made = nn.RMSNorm(H * D, eps=1e-5)
+        made.weight.data = old.weight.data
+        block.feed_forward_residual.norm = made.requires_grad_(False)
+
+
+def no_biases_of_norms(network: Any) -> None:
+    for block in network.layers:
+        block.attention_residual.norm.bias.data.zero_()
+
+
+def gate_for_up(network: Any) -> None:
+    for block in network.layers:
+        for expert in block.feed_forward.experts:
+            expert.gate, expert.up = expert.up, expert.gate
+
+
+def window(network: Any) -> None:
+    for block in network.layers:
+        block.attention.mask = Causal() & Window(W)
+
+
+WRONG: list[Callable[[Any], None]] = [
+    other_tolerance,
+    softmax_of_both,
+    no_means,
+    no_biases_of_norms,
+    gate_for_up,
+    window,
+]
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Model]:
+    model, folder = theirs("Phimoe", SMALL), tmp_path_factory.mktemp("phimoe")
+    model.save_pretrained(folder)
+    return model, regard.load(folder, kind=Model)
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("change", WRONG, ids=lambda x: x.__name__)
+def test_a_wrong_variant_is_far(right: tuple[Any, Model], change: Callable[[Any], None]) -> None:
+    model, mine = right
+    assert_differs(mine, model, change)
+
+
+def test_no_factor_of_longrope_is_far(tmp_path: Path) -> None:
+    model = theirs("Phimoe", SMALL | LONGROPE)
+    model.save_pretrained(tmp_path)
+    mine = regard.load(tmp_path, kind=Model)
+    file = tmp_path / "config.json"
+    raw = json.loads(file.read_text())
+    raw["rope_parameters"] |= {"short_mscale": 1.0, "long_mscale": 1.0}
+    file.write_text(json.dumps(raw))
+    other = regard.load(tmp_path, kind=Model)
+    assert_differs(mine, model, lambda _: other.decoder)
+    for change in ({"long_mscale": 1.3}, {"short_mscale": None}):
+        file.write_text(json.dumps(raw | {"rope_parameters": raw["rope_parameters"] | change}))
+        with pytest.raises(FileError, match="phimoe supports longrope with two equal factors"):
+            regard.load(tmp_path)
+
+
+def test_loading_is_strict(right: tuple[Any, Model], tmp_path: Path) -> None:
+    model, _ = right
+    model.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    stored = load_file(file)
+    lacking = "model.layers.1.input_layernorm.bias"
+    save_file({n: x for n, x in stored.items() if n != lacking}, file)
+    with pytest.raises(FileError, match=r"model\.layers\.1\.input_layernorm\.bias"):
+        regard.load(tmp_path)
+    save_file(stored | {"lm_head.bias": torch.zeros(96)}, file)
+    with pytest.raises(FileError, match=r"lm_head\.bias"):
+        regard.load(tmp_path)
+    save_file(stored, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_experts_per_tok": 3}))
+    with pytest.raises(FileError, match="num_experts_per_tok is 3; only 2 is supported"):
+        regard.load(tmp_path)
+
+
+def test_the_router_by_its_definition() -> None:
+    """In plain loops over experts, with ties and with scores below 0."""
+    make = torch.Generator().manual_seed(4)
+    router = SparseMixerRouter(5, 7, tolerance=0.2).double()
+    x = torch.randn(40, 5, generator=make, dtype=torch.float64)
+    x[:6] = 0  # all scores are equal: the first two are chosen
+    router.linear.weight.data.normal_(generator=make)
+    router.requires_grad_(False)
+    weights, experts = router(x)
+    for n, row in enumerate(x @ router.linear.weight.T):
+        scores, left = row.tolist(), [*range(7)]
+        for place in range(2):
+            best = max(left, key=lambda e: (scores[e], -e))
+            m = scores[best]
+            near = [
+                e
+                for e in left
+                if not (m - scores[e]) > 0.4 * max(abs(scores[e]), m)  # no division by 0
+            ]
+            total = sum(torch.tensor([scores[e] for e in near]).exp().tolist())
+            share = float(torch.tensor(m).exp()) / total
+            assert int(experts[n, place]) == best
+            assert abs(float(weights[n, place]) - share) < 1e-6
+            left.remove(best)
+    assert 1.5 < float(weights.sum(-1).max()) <= 2 + 1e-9
+    with pytest.raises(ArgumentError, match="tolerance"):
+        SparseMixerRouter(5, 7, tolerance=-0.1)
+    with pytest.raises(ArgumentError, match="k is 2"):
+        SparseMixerRouter(5, 1, tolerance=0.1)
+
+
+def test_published_size() -> None:
+    """Phi-3.5-MoE has 41.9 billion parameters, of which a token uses 6.6 billion."""
+    raw = {
+        "model_type": "phimoe",
+        "vocab_size": 32064,
+        "hidden_size": 4096,
+        "intermediate_size": 6400,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 131072,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 4096,
+        "router_jitter_noise": 0.01,
+        "input_jitter_noise": 0.01,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 64,
+            "long_factor": [2.0] * 64,
+            "short_mscale": 1.243163121016122,
+            "long_mscale": 1.243163121016122,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+    config, network = build(raw)
+    sizes = config.sizes("phi-3.5-moe")
+    assert count(network) == sizes.parameters == 41_873_153_344
+    embedding = 32064 * 4096  # of which a token uses a row, and the paper counts all
+    assert round((sizes.active_parameters + embedding) / 1e9, 1) == 6.6
