@@ -65,6 +65,19 @@ OWN: dict[str, Any] = {
     "attention_options": {"groups": 2},
 }
 
+MAMBA2: dict[str, Any] = {
+    "model_type": "mamba2",
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_heads": 6,
+    "head_dim": 8,
+    "state_size": 10,
+    "n_groups": 2,
+    "conv_kernel": 3,
+    "tie_word_embeddings": False,
+}
+
 ENCODERS = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")
 """The families of encoders, which decode nothing."""
 
@@ -297,6 +310,15 @@ TINY: dict[str, dict[str, Any]] = {
         "intermediate_size": 40,
         "num_hidden_layers": 2,
         "num_attention_heads": 6,
+    },
+    "mamba2": MAMBA2,
+    "mamba2, biases": {
+        **MAMBA2,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "residual_in_fp32": False,
+        "time_step_limit": [0.1, 0.5],
+        "tie_word_embeddings": True,
     },
     "mistral": {**LLAMA, "model_type": "mistral", "sliding_window": 5},
     "mistral, no window": {**LLAMA, "model_type": "mistral", "sliding_window": None},

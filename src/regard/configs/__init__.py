@@ -50,6 +50,7 @@ CONFIG_MODULES = {
     "llama": "llama",
     "llama4": "mixtures",
     "llama4_text": "mixtures",
+    "mamba2": "state_space",
     "minimax": "hybrid",
     "minimax_m2": "mixtures",
     "ministral3": "llama",

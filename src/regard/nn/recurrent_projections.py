@@ -5,7 +5,7 @@ each token with the one before it (`TokenShiftQKV`).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from regard.nn.projections import HeadProjection, Projection, ProjectionShape, S
 from regard.ops.gemv import check_linear_map
 from regard.ops.linear.short_convolution import short_convolution
 from regard.span import Positions
+
+ChannelOrder: TypeAlias = Literal["qkv", "vkq"]
+"""The order of the channels of queries, keys and values in a convolution."""
 
 
 class GroupedValueQKV(SeparateQKV):
@@ -78,15 +81,16 @@ class ConvolvedQKV(GroupedValueQKV):
 
     Args:
         q, k, v: as for `GroupedValueQKV`; the steps on heads follow the convolution.
-        convolution: a `CausalConvolution` over the channels of all heads: first those of the
-            queries, then those of the keys and of the values.
+        convolution: a `CausalConvolution` over the channels of all heads.
         value_gate: a `HeadProjection` of x to the value heads, whose sigmoid multiplies the values;
             None applies none.
+        order: the order of the channels in the convolution: "qkv", or "vkq" as in checkpoints of
+            Mamba-2, where they are called x, B and C.
 
     Raises:
         ArgumentError: the heads do not fit together, a projection has a module before its split
-            into heads, the convolution has another number of channels, or the gate other heads than
-            the values.
+            into heads, the convolution has another number of channels, the gate other heads than
+            the values, or the order is unknown.
 
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (2, 2, 4))
     >>> project = ConvolvedQKV(q, k, v, CausalConvolution(16, 4))
@@ -105,8 +109,12 @@ class ConvolvedQKV(GroupedValueQKV):
         convolution: CausalConvolution,
         *,
         value_gate: HeadProjection | None = None,
+        order: ChannelOrder = "qkv",
     ) -> None:
         super().__init__(q, k, v)
+        if order not in ("qkv", "vkq"):
+            raise ArgumentError(f"order is {order!r}; it must be 'qkv' or 'vkq'")
+        self.order = order
         for name, part in {"q": q, "k": k, "v": v}.items():
             if not isinstance(part.flat, torch.nn.Identity):
                 raise ArgumentError(
@@ -144,8 +152,7 @@ class ConvolvedQKV(GroupedValueQKV):
         Returns:
             The queries, keys and values, and the state after the last token.
         """
-        y = torch.cat([part.linear(x) for part in (self.q, self.k, self.v)], -1)
-        y, state = self.convolution(y, state, positions)
+        y, state = self.convolution(self._channels(x), state, positions)
         heads = []
         for part, own in zip((self.q, self.k, self.v), self._split(y), strict=True):
             for step in part.steps:
@@ -173,7 +180,7 @@ class ConvolvedQKV(GroupedValueQKV):
             "k": self.k,
             "v": self.v,
         }
-        y = torch.cat([part.linear(query.x) for part in parts.values()], -1)
+        y = self._channels(query.x)
         convolved, _ = self.convolution(y, None, query.positions)
         function = self.convolution.activation or ""
         steps: list[MechanismSteps] = []
@@ -192,14 +199,23 @@ class ConvolvedQKV(GroupedValueQKV):
             v = (*v, MechanismStep("gated", "v_j ← sigmoid(W x_j) * v_j", gated))
         return InputSteps(q, k, v, first_rotary(self.q.steps))
 
+    def _channels(self, x: Tensor) -> Tensor:
+        """Return the inputs of the convolution [B,T,c] for tokens x [B,T,M]."""
+        return torch.cat([self._part(letter).linear(x) for letter in self.order], -1)
+
     def _split(self, y: Tensor) -> list[Tensor]:
         """Split channels [B,T,c] into the heads of queries, keys and values."""
-        parts = (self.q, self.k, self.v)
+        parts = [self._part(letter) for letter in self.order]
         split = y.split([part.heads * part.head_dim for part in parts], -1)
-        return [
-            own.unflatten(-1, (part.heads, part.head_dim)).transpose(1, 2)
-            for part, own in zip(parts, split, strict=True)
-        ]
+        heads = {
+            letter: own.unflatten(-1, (part.heads, part.head_dim)).transpose(1, 2)
+            for letter, part, own in zip(self.order, parts, split, strict=True)
+        }
+        return [heads[letter] for letter in "qkv"]
+
+    def _part(self, letter: str) -> HeadProjection:
+        """Return the projection of the queries, keys or values."""
+        return {"q": self.q, "k": self.k, "v": self.v}[letter]
 
 
 class TokenShiftQKV(GroupedValueQKV):
