@@ -78,6 +78,13 @@ MAMBA2: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+STATES: dict[str, Any] = {
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+}
 ENCODERS = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")
 """The families of encoders, which decode nothing."""
 
@@ -136,6 +143,36 @@ TINY: dict[str, dict[str, Any]] = {
         "use_parallel_residual": True,
     },
     "starcoder2": {**LAYER_NORM, "model_type": "starcoder2", "sliding_window": 5},
+    "bamba": {
+        **LLAMA,
+        "model_type": "bamba",
+        "head_dim": 4,
+        "attn_layer_indices": [1],
+        "attention_bias": True,
+        "mlp_bias": True,
+        **STATES,
+    },
+    "granitemoehybrid": {
+        **LLAMA,
+        "model_type": "granitemoehybrid",
+        "head_dim": 4,
+        "shared_intermediate_size": 20,
+        "layer_types": ["mamba", "attention", "mamba"],
+        **MOE,
+        **STATES,
+    },
+    "granitemoehybrid, dense": {
+        **LLAMA,
+        "model_type": "granitemoehybrid",
+        "head_dim": 4,
+        "shared_intermediate_size": 20,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "attention_bias": True,
+        "num_local_experts": 0,
+        **STATES,
+    },
     "bert": {
         "model_type": "bert",
         "vocab_size": 97,
@@ -367,13 +404,6 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-STATES: dict[str, Any] = {
-    "mamba_n_heads": 6,
-    "mamba_d_head": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 10,
-    "mamba_d_conv": 3,
-}
 EXPERTS_OF_QWEN = {
     "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 20,
@@ -422,24 +452,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 10,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-    },
-    "granitemoehybrid": {
-        **LLAMA,
-        "model_type": "granitemoehybrid",
-        "head_dim": 4,
-        "shared_intermediate_size": 20,
-        "layer_types": ["mamba", "attention", "mamba"],
-        **MOE,
-        **STATES,
-    },
-    "granitemoehybrid, dense": {
-        **LLAMA,
-        "model_type": "granitemoehybrid",
-        "head_dim": 4,
-        "shared_intermediate_size": 20,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "mamba_conv_bias": False,
-        **STATES,
     },
     "jamba": {
         **LLAMA,

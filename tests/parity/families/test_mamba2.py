@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import regard
-from regard.nn.norms import JoinedHeadsRMSNorm
-from tests.parity.families import changes
-from tests.parity.families.changes import Change, each, named
+from tests.parity.families.changes import Change, each
 from tests.parity.families.harness import assert_decoder, assert_differs, ids_of, saved, theirs
 from tests.parity.families.published import assert_saved
+from tests.parity.families.state_space_changes import COMMON, part, swap_b_and_c, zero
 
 N, E, GROUPS, STATE, M = 6, 8, 2, 5, 24
 SIZES: dict[str, Any] = {
@@ -40,53 +37,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def part(place: str, change: Callable[[Any], Any]) -> Change:
-    """A change of one part of every layer."""
-
-    def apply(network: Any) -> None:
-        for mixer in changes.attentions(network):
-            change(mixer.get_submodule(place) if place else mixer)
-
-    return named(f"{change.__name__} {place}", apply)
-
-
-def zero(name: str) -> Callable[[nn.Module], Any]:
-    return named(f"no {name}", lambda module: getattr(module, name).data.zero_())
-
-
-def swap_b_and_c(mixer: Any) -> None:
-    project = mixer.project
-    project.q, project.k = project.k, project.q
-
-
-def reverse_filters(convolution: Any) -> None:
-    convolution.weight.data = convolution.weight.data.flip(1)
-
-
-def one_group_of_the_norm(mixer: Any) -> None:
-    norm = JoinedHeadsRMSNorm(N, E, eps=mixer.norm.eps)
-    norm.weight = mixer.norm.weight
-    mixer.norm = norm
-
-
-def other_groups(mixer: Any) -> None:
-    """Head h with the group h % G instead of h // (N/G)."""
-    order = torch.arange(N).view(GROUPS, -1).T.flatten()
-    for linear in (mixer.project.v.linear, mixer.gate.linear):
-        linear.weight.data = linear.weight.data.unflatten(0, (N, E))[order].flatten(0, 1)
-
-
 WRONG: dict[str, tuple[Change, ...]] = {
     "biases and limits": (
-        part("", swap_b_and_c),
-        part("", one_group_of_the_norm),
-        part("", other_groups),
-        part("project.convolution", reverse_filters),
+        *COMMON,
         part("project.convolution", zero("bias")),
-        part("rule", zero("skip")),
-        part("rule", zero("A_log")),
-        part("rule", zero("dt_bias")),
-        part("rule", named("no limits", lambda rule: setattr(rule, "step_limits", (0.0, 9e9)))),
         part("rule.linear", zero("bias")),
         each("the gate behind the norm", gate_before_norm=False),
     ),

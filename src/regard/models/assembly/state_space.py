@@ -1,15 +1,34 @@
-"""Layers of Mamba-2, as several families have them: the module, and its checkpoint names."""
+"""Layers of Mamba-2, as several families have them: the module, its checkpoint names, and those of
+decoders that mix such layers with attention.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
-from regard.configs.state_space import Mamba2Sizes
-from regard.models.checkpoint.family import NameTable, TensorRule, stacked_rows
-from regard.nn import CausalConvolution, ConvolvedQKV, HeadProjection, Recurrent
+from regard.configs.base import FULL, ModelConfig
+from regard.configs.hybrid import HybridConfig
+from regard.configs.state_space import Mamba2Sizes, step_limits
+from regard.configs.state_space_hybrids import Mamba2Keys
+from regard.models.assembly import llama_like
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
+from regard.models.checkpoint.family import (
+    Family,
+    NameTable,
+    TableEntry,
+    TensorRule,
+    only,
+    stacked_rows,
+)
+from regard.models.decoder import Decoder
+from regard.nn import Block, CausalConvolution, ConvolvedQKV, HeadProjection, Recurrent
 from regard.nn.decay_rules import Mamba2Rule
 from regard.nn.linear import Linear
 from regard.nn.norms import JoinedHeadsRMSNorm
+from regard.positions import Rotary
 
 FLOAT32 = ("*.rule.A_log", "*.rule.dt_bias", "*.rule.skip")
 """Parameters of the recurrence that stay in float32 or better: an error of a decay grows with the
@@ -48,6 +67,36 @@ def mixer(
     )
 
 
+def hybrid_mixer(config: Mamba2Keys) -> Recurrent:
+    """Build a layer of Mamba-2 of a model that also has attention, with initial weights."""
+    return mixer(
+        config.mixer_sizes(),
+        eps=config.rms_norm_eps,
+        step_limits=step_limits(config.time_step_limit),
+    )
+
+
+def by_kind(
+    config: HybridConfig,
+    attention: Callable[[Rotary | None, int | None], Block],
+    recurrent: Callable[[], Block],
+) -> Callable[[Rotary | None, int | None], Block]:
+    """Return the function that builds one layer after the other, each of the kind that the config
+    names.
+
+    Args:
+        config: the config.
+        attention: a function (rotary module or None, window or None) -> a block with attention.
+        recurrent: a function -> a block with a layer of Mamba.
+    """
+    kinds: Iterator[str] = iter(config.kinds())
+
+    def layer(rotary: Rotary | None, window: int | None) -> Block:
+        return attention(rotary, window) if next(kinds) == FULL else recurrent()
+
+    return layer
+
+
 def names(stored: str, ours: str) -> NameTable:
     """Return the table entries of a layer of Mamba-2.
 
@@ -60,7 +109,7 @@ def names(stored: str, ours: str) -> NameTable:
     """
     parts = ("gate", "project.v", "project.k", "project.q", "rule")
     taps = ours + "project.convolution."
-    table: dict[str, str | TensorRule] = {
+    table: dict[str, TableEntry] = {
         f"{stored}in_proj.{end}": stacked_rows(*(f"{ours}{part}.linear.{end}" for part in parts))
         for end in ("weight", "bias")
     }
@@ -86,3 +135,36 @@ def filters(parameter_name: str) -> TensorRule:
     return TensorRule(
         (parameter_name,), lambda stored, _: (stored[:, 0],), lambda parts: parts[0][:, None]
     )
+
+
+_RULE = MODEL_LAYER + "attention.rule.A_log"
+"""A parameter that only the layers of Mamba have."""
+
+
+def hybrid_names(attention: NameTable) -> NameTable:
+    """Return the table entries of the mechanisms of a model with Mamba-2 and attention.
+
+    Args:
+        attention: the entries of a layer with attention.
+    """
+    recurrent = names(STORED_LAYER + "mamba.", MODEL_LAYER + "attention.")
+    return {**only(attention, unless=_RULE), **only(recurrent, requires=_RULE)}
+
+
+FEED_FORWARD: NameTable = {
+    f"{STORED_LAYER}feed_forward.{part}_proj.{end}": f"{MODEL_LAYER}feed_forward.{part}.{end}"
+    for part in ("gate", "up", "down")
+    for end in ("weight", "bias")
+}
+"""The feed-forward layers of Bamba, Falcon-H1 and Jamba."""
+
+
+def family(config: type[ModelConfig], build: Callable[[Any], Decoder], names: NameTable) -> Family:
+    """Return a family of decoders with Mamba-2 layers and rotary attention.
+
+    Args:
+        config: the config class.
+        build: config -> network with initial weights.
+        names: the name table.
+    """
+    return replace(llama_like.family(config, build, names), keep_float32=FLOAT32)

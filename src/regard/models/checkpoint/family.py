@@ -28,8 +28,8 @@ class TensorRule:
         unpack: (stored tensor, sizes of the parameters) -> the parameters, which may be views.
         pack: the parameters -> the stored tensor. Applied to the network's parameters, it gives the
             shape that a file must have.
-        requires: a parameter that must exist for this entry to apply; None is no condition. The
-            same part may be stored under another name in models without that parameter.
+        requires: a further parameter that must exist for this entry to apply; None is no condition.
+            The same part may be stored under another name in models without that parameter.
         unless: a parameter that must not exist for this entry to apply; None is no condition.
     """
 
@@ -40,8 +40,12 @@ class TensorRule:
     unless: str | None = None
 
 
-NameTable: TypeAlias = Mapping[str, str | TensorRule]
-"""Stored name -> name of the parameter, or a rule."""
+TableEntry: TypeAlias = str | TensorRule | tuple[TensorRule, ...]
+"""The name of a parameter, a rule, or several rules for different parts, of which a layer has one
+at most.
+"""
+NameTable: TypeAlias = Mapping[str, TableEntry]
+"""Stored name -> the entry."""
 SAME_NAMES: NameTable = {}
 """The table of a family whose parameters are stored under their names in the network."""
 
@@ -53,6 +57,31 @@ def as_stored(
     return TensorRule(
         (parameter_name,), lambda stored, _: (stored,), lambda parts: parts[0], requires, unless
     )
+
+
+def only(
+    names: NameTable, *, requires: str | None = None, unless: str | None = None
+) -> dict[str, tuple[TensorRule, ...]]:
+    """Return the entries of a table with a condition, for parts that only some layers have.
+
+    Args:
+        names: the table.
+        requires, unless: as for `TensorRule`.
+
+    >>> only({"h.{}.w": "{}.weight"}, unless="{}.norm")["h.{}.w"][0].unless
+    '{}.norm'
+    """
+    return {
+        name: tuple(replace(rule, requires=requires, unless=unless) for rule in _rules(entry))
+        for name, entry in names.items()
+    }
+
+
+def _rules(entry: TableEntry) -> tuple[TensorRule, ...]:
+    """Return the rules of an entry."""
+    if isinstance(entry, tuple):
+        return entry
+    return (as_stored(entry) if isinstance(entry, str) else entry,)
 
 
 def transposed(parameter_name: str) -> TensorRule:
@@ -136,18 +165,28 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     bindings: dict[str, TensorBinding] = {}
     bound: set[str] = set()
     for stored_name, entry in names.items():
-        rule = as_stored(entry) if isinstance(entry, str) else entry
-        layers = _layers(rule.requires or rule.parameters[0], by_pattern)
-        excluded = () if rule.unless is None else _layers(rule.unless, by_pattern)
-        for numbers in (layer for layer in layers if layer not in excluded):
-            parameters = tuple(
-                n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
-            )
-            bindings[stored_name.format(*numbers)] = TensorBinding(rule, parameters)
-            bound.update(parameters)
+        for rule in _rules(entry):
+            for numbers in _layers_of(rule, by_pattern):
+                parameters = tuple(
+                    n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
+                )
+                bindings[stored_name.format(*numbers)] = TensorBinding(rule, parameters)
+                bound.update(parameters)
     unnamed = set(every) - bound
     assert not unnamed, f"the name table lacks {sorted(unnamed)[:5]}"
     return bindings
+
+
+def _layers_of(
+    rule: TensorRule, known: Mapping[str, list[tuple[str, ...]]]
+) -> list[tuple[str, ...]]:
+    """Return the numbers of the layers to which a rule applies."""
+    layers = _layers(rule.parameters[0], known)
+    if rule.requires is not None:
+        required = _layers(rule.requires, known)
+        layers = [numbers for numbers in layers if numbers in required]
+    excluded = () if rule.unless is None else _layers(rule.unless, known)
+    return [numbers for numbers in layers if numbers not in excluded]
 
 
 _MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")

@@ -6,17 +6,12 @@ Source: IBM 2024, "Granite 3.0 Language Models"; key names as in Hugging Face ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
 from regard.configs.mixtures import GraniteMoeConfig
 from regard.models.assembly import granite, llama_like
-from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
-from regard.models.checkpoint.family import NameTable, TensorRule
+from regard.models.checkpoint.family import NameTable
 from regard.models.decoder import Decoder
-from regard.nn import SoftmaxRouter
+from regard.nn import Block, SoftmaxRouter
+from regard.positions import Rotary
 
 Config = GraniteMoeConfig
 
@@ -24,36 +19,19 @@ Config = GraniteMoeConfig
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
     M, n, k = config.hidden_size, config.num_local_experts, config.num_experts_per_tok
-    return granite.decoder(
-        config,
-        lambda: llama_like.mixture(
-            M, config.intermediate_size, SoftmaxRouter(M, n, k, normalise=True)
-        ),
-    )
+
+    def layer(rotary: Rotary | None, window: int | None) -> Block:
+        router = SoftmaxRouter(M, n, k, normalise=True)
+        experts = llama_like.mixture(M, config.intermediate_size, router)
+        return granite.block(config, granite.attention(config, rotary, window), experts)
+
+    return granite.decoder(config, layer)
 
 
-def _of_all_experts(*parts: str) -> TensorRule:
-    """Return the rule for a tensor [n, rows, columns] with the matrices of all n experts; several
-    parts are one above the other in the rows.
-    """
-
-    def unpack(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:
-        return [matrix for part in stored.chunk(len(parts), 1) for matrix in part]
-
-    def pack(parameters: Sequence[Tensor]) -> Tensor:
-        return torch.cat(torch.stack(list(parameters)).chunk(len(parts)), 1)
-
-    return TensorRule(tuple(f"{EXPERTS}.*.{part}.weight" for part in parts), unpack, pack)
-
-
-EXPERTS = MODEL_LAYER + "feed_forward.experts"
-STORED = STORED_LAYER + "block_sparse_moe."
 NAMES: NameTable = {
     **llama_like.EMBEDDING_AND_HEAD,
     **llama_like.ATTENTION,
     **llama_like.PRE_NORMS,
-    STORED + "router.layer.weight": MODEL_LAYER + "feed_forward.router.linear.weight",
-    STORED + "input_linear.weight": _of_all_experts("gate", "up"),
-    STORED + "output_linear.weight": _of_all_experts("down"),
+    **granite.EXPERTS,
 }
 FAMILY = llama_like.family(Config, build, NAMES)

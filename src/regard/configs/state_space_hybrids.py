@@ -1,0 +1,428 @@
+"""The configs of models that mix attention with Mamba-2 or Mamba: Bamba, Granite 4.0 H, Falcon-H1,
+Nemotron-H and Jamba.
+
+Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from regard.configs.base import FULL, Raw
+from regard.configs.hybrid import LINEAR, HybridConfig, Names, named_kinds
+from regard.configs.llama import GroupedQueryConfig, check_experts
+from regard.configs.rope import RopeSettings
+from regard.configs.state_space import (
+    NO_LIMITS,
+    Mamba2Sizes,
+    StepLimits,
+    check_width,
+    step_limits,
+    with_step_limits,
+)
+from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
+from regard.cost.spec import ParameterCounts, Spec
+from regard.cost.state_space import mamba, mamba2
+from regard.errors import ArgumentError
+from regard.units import plural
+
+
+@dataclass(frozen=True)
+class Mamba2Keys(GroupedQueryConfig):
+    """The keys of the layers of Mamba-2 in Bamba, Granite 4.0 H and Falcon-H1."""
+
+    rms_norm_eps: float = 1e-5
+    mamba_n_heads: int = 128
+    mamba_d_head: int = field(kw_only=True)
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: StepLimits = NO_LIMITS
+
+    ignored: ClassVar[frozenset[str]] = frozenset({"mamba_chunk_size", "num_logits_to_keep"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        step_limits(self.time_step_limit)
+        self.mixer_sizes().check("mamba_n_heads", "mamba_n_groups")
+        self.check_mixer_width()
+
+    def check_mixer_width(self) -> None:
+        """Raise unless the heads are together mamba_expand times as wide as the model."""
+        names = "mamba_expand, mamba_n_heads and mamba_d_head"
+        check_width(self.mamba_expand, self.hidden_size, self.mixer_sizes(), names)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for Llama; a mamba_d_head of "auto" follows from the width."""
+        keys = super().normalize_keys(with_step_limits(raw))
+        heads = keys.get("mamba_n_heads", cls.mamba_n_heads)
+        width = cls.mixer_width(keys)
+        if keys.get("mamba_d_head") in (None, "auto"):
+            keys.pop("mamba_d_head", None)
+            if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+                keys["mamba_d_head"] = width // heads
+        return keys
+
+    @classmethod
+    def mixer_width(cls, keys: Raw) -> object:
+        """Return the width of a layer of Mamba-2, from the keys of config.json."""
+        expand, dim = keys.get("mamba_expand", cls.mamba_expand), keys.get("hidden_size")
+        return expand * dim if isinstance(expand, int) and isinstance(dim, int) else None
+
+    def mixer_sizes(self) -> Mamba2Sizes:
+        """Return the sizes of a layer of Mamba-2."""
+        return Mamba2Sizes(
+            self.hidden_size,
+            self.mamba_n_heads,
+            self.mamba_d_head,
+            self.mamba_n_groups,
+            self.mamba_d_state,
+            self.mamba_d_conv,
+            bias=self.mamba_proj_bias,
+            output_bias=self.mamba_proj_bias,
+            conv_bias=self.mamba_conv_bias,
+        )
+
+
+@dataclass(frozen=True)
+class BambaConfig(Mamba2Keys, HybridConfig):
+    """The keys of Bamba: Mamba-2 in most layers, attention in those of `attn_layer_indices`, and a
+    dense feed-forward layer in each.
+
+    Raises:
+        ArgumentError: as for Llama and for Mamba-2; or an index is not that of a layer.
+    """
+
+    attn_layer_indices: tuple[int, ...] | None = None
+    partial_rotary_factor: float = 0.5
+    max_position_embeddings: int = 262144
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("bamba",)
+    ignored: ClassVar[frozenset[str]] = Mamba2Keys.ignored | {"z_loss_coefficient"}
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases, and whether the output map has one."""
+        return self.attention_bias, self.attention_bias
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The rotary settings: only a part of each head is rotated."""
+        return super().rope._replace(partial=self.partial_rotary_factor)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return attention for the layers of `attn_layer_indices`."""
+        layers, indices = self.num_hidden_layers, self.attn_layer_indices or ()
+        for i in indices:
+            if not 0 <= i < layers:
+                raise ArgumentError(
+                    f"attn_layer_indices has {i}; the {plural(layers, 'layer')} have the indices 0 "
+                    f"to {layers - 1}"
+                )
+        return tuple(FULL if i in indices else LINEAR for i in range(layers))
+
+    def recurrent(self) -> Spec:
+        """Return the sizes of a layer of Mamba-2."""
+        return self.mixer_sizes().spec()
+
+    def feed_forward(self) -> FeedForwardSpec:
+        """Return the sizes of a dense layer."""
+        return DenseSpec(self.hidden_size, self.intermediate_size, bias=self.mlp_bias)
+
+
+@dataclass(frozen=True)
+class GraniteHybridConfig(Mamba2Keys, HybridConfig):
+    """The keys of Granite 4.0 H: Mamba-2 in most layers, attention in the others, and dense or
+    sparse feed-forward layers, with the factors of Granite 3.
+
+    Raises:
+        ArgumentError: as for Llama and for Mamba-2; a token uses more experts than there are,
+            position_embedding_type is unknown, or logits_scaling is 0.
+    """
+
+    rms_norm_eps: float = 1e-6
+    shared_intermediate_size: int = 1024
+    layer_types: Names = None
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    attention_bias: bool = False
+    position_embedding_type: str | None = None
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+    model_types: ClassVar[tuple[str, ...]] = ("granitemoehybrid",)
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "hidden_act": ("silu",),
+        "normalization_function": ("rmsnorm",),
+    }
+    zero: ClassVar[tuple[str, ...]] = ("num_local_experts", "num_experts_per_tok")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_local_experts:
+            check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
+        if self.position_embedding_type not in (None, "nope", "rope"):
+            raise ArgumentError(
+                f"position_embedding_type is {self.position_embedding_type!r}; it must be 'rope', "
+                "'nope' or null"
+            )
+        if self.logits_scaling == 0:
+            raise ArgumentError("logits_scaling is 0; the logits are divided by it")
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases, and whether the output map has one."""
+        return self.attention_bias, self.attention_bias
+
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer; None unless positions are "rope"."""
+        rope = self.rope if self.position_embedding_type == "rope" else None
+        return (rope,) * self.num_hidden_layers
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds of `layer_types`; without that key all layers are Mamba-2."""
+        if self.layer_types is None:
+            return (LINEAR,) * self.num_hidden_layers
+        return named_kinds(self.layer_types, self.num_hidden_layers)
+
+    def recurrent(self) -> Spec:
+        """Return the sizes of a layer of Mamba-2."""
+        return self.mixer_sizes().spec()
+
+    def feed_forward(self) -> FeedForwardSpec:
+        """Return the sizes of a mixture of experts with a shared one, or of the latter alone."""
+        shared = DenseSpec(self.hidden_size, self.shared_intermediate_size)
+        if not self.num_local_experts:
+            return shared
+        expert = DenseSpec(self.hidden_size, self.intermediate_size)
+        return MoESpec(expert, self.num_local_experts, self.num_experts_per_tok, shared)
+
+
+@dataclass(frozen=True)
+class JambaConfig(HybridConfig):
+    """The keys of Jamba: Mamba in most layers, attention in every `attn_layer_period`-th, and a
+    mixture of experts in every `expert_layer_period`-th.
+    """
+
+    num_experts: int = 16
+    num_experts_per_tok: int = 2
+    attn_layer_period: int = 8
+    attn_layer_offset: int = 4
+    expert_layer_period: int = 2
+    expert_layer_offset: int = 1
+    mamba_d_state: int = 16
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_dt_rank: int = field(kw_only=True)
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("jamba",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"use_mamba_kernels", "num_logits_to_keep"})
+    zero: ClassVar[tuple[str, ...]] = ("attn_layer_offset", "expert_layer_offset")
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for Llama; a missing mamba_dt_rank is a sixteenth of hidden_size."""
+        keys = super().normalize_keys(raw)
+        size = keys.get("hidden_size")
+        if keys.get("mamba_dt_rank") in (None, "auto") and isinstance(size, int):
+            keys["mamba_dt_rank"] = -(-size // 16)
+        return keys
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return attention for the layers with the remainder `attn_layer_offset`."""
+        period, offset = self.attn_layer_period, self.attn_layer_offset
+        return tuple(
+            FULL if i % period == offset else LINEAR for i in range(self.num_hidden_layers)
+        )
+
+    def recurrent(self) -> Spec:
+        """Return the sizes of a layer of Mamba."""
+        return mamba(
+            self.hidden_size,
+            self.mamba_expand * self.hidden_size,
+            self.mamba_d_state,
+            self.mamba_d_conv,
+            self.mamba_dt_rank,
+            bias=self.mamba_proj_bias,
+            conv_bias=self.mamba_conv_bias,
+            norms=True,
+        )
+
+    def feed_forward_of(self, layer: int) -> FeedForwardSpec:
+        """Return the sizes of a mixture of experts, or of a dense layer."""
+        dense = DenseSpec(self.hidden_size, self.intermediate_size)
+        sparse = layer % self.expert_layer_period == self.expert_layer_offset
+        if not sparse or self.num_experts == 1:
+            return dense
+        return MoESpec(dense, self.num_experts, self.num_experts_per_tok)
+
+
+@dataclass(frozen=True)
+class FalconH1Config(GroupedQueryConfig):
+    """The keys of Falcon-H1: attention and Mamba-2 beside each other in every layer."""
+
+    mamba_d_ssm: int = field(kw_only=True)
+    mamba_n_heads: int = field(kw_only=True)
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_conv: int = 4
+    mamba_rms_norm: bool = False
+    mamba_conv_bias: bool = True
+
+    model_types: ClassVar[tuple[str, ...]] = ("falcon_h1",)
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "mamba_proj_bias": (False,),
+        "projectors_bias": (False,),
+    }
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, with both mechanisms in every layer."""
+        model = super().sizes(name)
+        state = mamba2(
+            self.hidden_size,
+            self.mamba_n_heads,
+            self.mamba_d_ssm // self.mamba_n_heads,
+            self.mamba_n_groups,
+            self.mamba_d_state,
+            self.mamba_d_conv,
+            conv_bias=self.mamba_conv_bias,
+            norm=self.mamba_rms_norm,
+        )
+        return replace(model, layers=tuple(replace(x, parallel=state) for x in model.layers))
+
+
+BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""Letter of `hybrid_override_pattern` -> the name of a block."""
+
+
+@dataclass(frozen=True)
+class NemotronHConfig(GroupedQueryConfig):
+    """The keys of Nemotron-H: blocks of Mamba-2, of attention, and of feed-forward layers, which
+    are listed one by one.
+
+    A feed-forward block is counted as part of the layer of the block before it.
+    """
+
+    layers_block_type: tuple[str, ...] = field(kw_only=True)
+    mamba_num_heads: int = 128
+    mamba_head_dim: int = 64
+    n_groups: int = 8
+    ssm_state_size: int = 128
+    conv_kernel: int = 4
+    use_conv_bias: bool = True
+    n_routed_experts: int = 0
+    num_experts_per_tok: int = 0
+    n_shared_experts: int = 1
+    moe_intermediate_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+
+    model_types: ClassVar[tuple[str, ...]] = ("nemotron_h",)
+    ignored: ClassVar[frozenset[str]] = frozenset({"expand", "head_dim_attention"})
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "mlp_hidden_act": ("relu2",),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "mamba_proj_bias": (False,),
+        "use_bias": (False,),
+        "moe_latent_size": (None,),
+    }
+    zero: ClassVar[tuple[str, ...]] = (
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts("n_routed_experts", self.n_routed_experts, self.num_experts_per_tok)
+        self._blocks()
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys with the list of blocks, which older files give as one string."""
+        pattern = raw.get("hybrid_override_pattern")
+        keys = super().normalize_keys({k: v for k, v in raw.items() if "pattern" not in k})
+        if isinstance(pattern, str) and keys.get("layers_block_type") is None:
+            unknown = [letter for letter in pattern if letter not in BLOCKS]
+            if unknown:
+                raise ArgumentError(
+                    f"hybrid_override_pattern has {unknown[0]!r}; supported are {', '.join(BLOCKS)}"
+                )
+            keys["layers_block_type"] = [BLOCKS[letter] for letter in pattern]
+        blocks = keys.get("layers_block_type")
+        if keys.get("num_hidden_layers") is None and isinstance(blocks, list):
+            keys["num_hidden_layers"] = len(blocks)
+        return keys
+
+    def _blocks(self) -> list[list[str]]:
+        """Return the blocks, with each feed-forward block behind the block before it."""
+        if len(self.layers_block_type) != self.num_hidden_layers:
+            raise ArgumentError(
+                f"layers_block_type has {plural(len(self.layers_block_type), 'entry')} and "
+                f"num_hidden_layers is {self.num_hidden_layers}; give one per layer"
+            )
+        layers: list[list[str]] = []
+        for i, name in enumerate(self.layers_block_type):
+            if name not in BLOCKS.values():
+                raise ArgumentError(
+                    f"layers_block_type[{i}] is {name!r}; supported are "
+                    f"{', '.join(BLOCKS.values())}"
+                )
+            if name in ("mamba", "attention"):
+                layers.append([name])
+            elif not layers or len(layers[-1]) == 2:
+                raise ArgumentError(
+                    f"layers_block_type[{i}] is {name!r}, which has no mamba or attention before "
+                    "it; this order cannot be counted"
+                )
+            else:
+                layers[-1].append(name)
+        return layers
+
+    def _layer(self, blocks: list[str]) -> LayerSpec:
+        M = self.hidden_size
+        state = mamba2(
+            M,
+            self.mamba_num_heads,
+            self.mamba_head_dim,
+            self.n_groups,
+            self.ssm_state_size,
+            self.conv_kernel,
+            conv_bias=self.use_conv_bias,
+        )
+        mixer = state if blocks[0] == "mamba" else self.attention(None)
+        norms = ParameterCounts(norms=len(blocks) * M)
+        if len(blocks) == 1:
+            return LayerSpec(mixer, None, norms)
+        if blocks[1] == "mlp":
+            return LayerSpec(mixer, DenseSpec(M, self.intermediate_size, gated=False), norms)
+        shared = self.moe_shared_expert_intermediate_size * self.n_shared_experts
+        experts = MoESpec(
+            DenseSpec(M, self.moe_intermediate_size, gated=False),
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            DenseSpec(M, shared, gated=False),
+            self.n_routed_experts,
+        )
+        return LayerSpec(mixer, experts, norms)
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, block by block."""
+        layers = tuple(self._layer(blocks) for blocks in self._blocks())
+        return replace(super().sizes(name), layers=layers)
