@@ -194,7 +194,7 @@ SMALL_SPECS = {
     **{
         f"{name}, {i}": mixer
         for name in ("qwen3_next", "kimi_linear", "jamba", "falcon_h1", "minimax")
-        for i, mixer in enumerate(dict.fromkeys(read_sizes(COUNTED[name], name).mixers))
+        for i, mixer in enumerate(dict.fromkeys(read_sizes(SMALL[name], name).mixers))
         if isinstance(mixer, (DeltaSpec, LinearSpec))
     },
 }

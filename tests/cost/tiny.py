@@ -173,6 +173,23 @@ TINY: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         **STATES,
     },
+    "falcon_h1": {
+        **LLAMA,
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 48,
+        **{key: value for key, value in STATES.items() if key != "mamba_d_head"},
+    },
+    "falcon_h1, biases": {
+        **LLAMA,
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 48,
+        **{key: value for key, value in STATES.items() if key != "mamba_d_head"},
+        "attention_bias": True,
+        "mlp_bias": True,
+        "projectors_bias": True,
+        "mamba_rms_norm": True,
+        "ssm_multipliers": [0.5, 1.3, 0.7, 1.6, 0.4],
+    },
     "bert": {
         "model_type": "bert",
         "vocab_size": 97,
@@ -464,12 +481,6 @@ COUNTED: dict[str, dict[str, Any]] = {
         "mamba_d_state": 5,
         "mamba_d_conv": 3,
         "mamba_dt_rank": 7,
-    },
-    "falcon_h1": {
-        **LLAMA,
-        "model_type": "falcon_h1",
-        "mamba_d_ssm": 48,
-        **{key: value for key, value in STATES.items() if key != "mamba_d_head"},
     },
     "nemotron_h": {
         **LLAMA,

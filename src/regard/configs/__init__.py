@@ -89,7 +89,6 @@ CONFIG_MODULES = {
 COUNTED_ONLY = frozenset(
     {
         "deepseek_v32",
-        "falcon_h1",
         "gemma3n",
         "gemma3n_text",
         "glm_moe_dsa",

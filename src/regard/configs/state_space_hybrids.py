@@ -270,39 +270,90 @@ class JambaConfig(HybridConfig):
 
 
 @dataclass(frozen=True)
-class FalconH1Config(GroupedQueryConfig):
-    """The keys of Falcon-H1: attention and Mamba-2 beside each other in every layer."""
+class FalconH1Config(Mamba2Keys):
+    """The keys of Falcon-H1: attention and Mamba-2 beside each other in every layer, with a factor
+    on the result of most linear maps.
 
-    mamba_d_ssm: int = field(kw_only=True)
-    mamba_n_heads: int = field(kw_only=True)
-    mamba_n_groups: int = 1
-    mamba_d_state: int = 256
-    mamba_d_conv: int = 4
+    Raises:
+        ArgumentError: as for Llama and for Mamba-2; or a list of factors has another length.
+    """
+
+    max_position_embeddings: int = 8192
+    mamba_d_ssm: int | None = 1024
+    mamba_norm_before_gate: bool = True
     mamba_rms_norm: bool = False
-    mamba_conv_bias: bool = True
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    projectors_bias: bool = False
+    embedding_multiplier: float = 1.0
+    lm_head_multiplier: float = 1.0
+    attention_in_multiplier: float = 1.0
+    attention_out_multiplier: float = 1.0
+    key_multiplier: float = 1.0
+    ssm_in_multiplier: float = 1.0
+    ssm_out_multiplier: float = 1.0
+    ssm_multipliers: tuple[float, ...] = (1.0,) * 5
+    mlp_multipliers: tuple[float, ...] = (1.0,) * 2
 
     model_types: ClassVar[tuple[str, ...]] = ("falcon_h1",)
+    ignored: ClassVar[frozenset[str]] = Mamba2Keys.ignored | {"mlp_expansion_factor"}
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "mamba_proj_bias": (False,),
-        "projectors_bias": (False,),
+        "attn_layer_indices": (None,),
+        "mamba_use_mlp": (True,),
     }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
+            if len(getattr(self, name)) != count:
+                raise ArgumentError(
+                    f"{name} has {plural(len(getattr(self, name)), 'number')}; it must have {count}"
+                )
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for Llama and Mamba-2; a list of factors that is null is all 1."""
+        lists = ("ssm_multipliers", "mlp_multipliers")
+        return super().normalize_keys(
+            {k: v for k, v in raw.items() if k not in lists or v is not None}
+        )
+
+    @classmethod
+    def mixer_width(cls, keys: Raw) -> object:
+        """Return mamba_d_ssm, or the width by mamba_expand if that is null."""
+        width = keys.get("mamba_d_ssm", cls.mamba_d_ssm)
+        return super().mixer_width(keys) if width is None else width
+
+    def check_mixer_width(self) -> None:
+        """Raise unless the heads are together as wide as mamba_d_ssm says."""
+        if self.mamba_d_ssm is None:
+            super().check_mixer_width()
+        elif self.mamba_n_heads * self.mamba_d_head != self.mamba_d_ssm:
+            raise ArgumentError(
+                f"mamba_d_ssm is {self.mamba_d_ssm}, and {self.mamba_n_heads} heads of "
+                f"{self.mamba_d_head} are {self.mamba_n_heads * self.mamba_d_head} channels; they "
+                "must be equal"
+            )
+
+    def mixer_sizes(self) -> Mamba2Sizes:
+        """Return the sizes of the Mamba-2 of a layer."""
+        return replace(
+            super().mixer_sizes(), output_bias=self.projectors_bias, normed=self.mamba_rms_norm
+        )
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether queries, keys and values have biases, and whether the output map has one."""
+        return self.attention_bias, self.attention_bias
+
+    def feed_forward(self) -> FeedForwardSpec:
+        """Return the sizes of a feed-forward layer."""
+        return DenseSpec(self.hidden_size, self.intermediate_size, bias=self.mlp_bias)
 
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder, with both mechanisms in every layer."""
-        model = super().sizes(name)
-        state = mamba2(
-            self.hidden_size,
-            self.mamba_n_heads,
-            self.mamba_d_ssm // self.mamba_n_heads,
-            self.mamba_n_groups,
-            self.mamba_d_state,
-            self.mamba_d_conv,
-            conv_bias=self.mamba_conv_bias,
-            norm=self.mamba_rms_norm,
-        )
+        model, state = super().sizes(name), self.mixer_sizes().spec()
         return replace(model, layers=tuple(replace(x, parallel=state) for x in model.layers))
 
 

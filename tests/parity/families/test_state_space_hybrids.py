@@ -15,6 +15,7 @@ from tests.parity.families.harness import assert_decoder, assert_differs, saved,
 from tests.parity.families.published import assert_saved
 from tests.parity.families.state_space_changes import (
     COMMON,
+    one_group_of_the_norm,
     other_key_heads,
     other_scale,
     part,
@@ -58,6 +59,19 @@ class Case(NamedTuple):
     name: str
     keys: dict[str, Any]
     wrong: tuple[Change, ...]
+
+
+def one_after_the_other(network: Any) -> None:
+    """Attention reads what Mamba-2 has added."""
+    for block in network.layers:
+        mixers = block.attention
+
+        def mix(x: Any, positions: Any, cache: Any, backend: str, mixers: Any = mixers) -> Any:
+            first, second = mixers.mixers
+            y = second(x * mixers.in_scales[1], positions) * mixers.out_scales[1]
+            return y + first((x + y) * mixers.in_scales[0], positions) * mixers.out_scales[0]
+
+        mixers.mix = mix
 
 
 ATTENTION: tuple[Change, ...] = (other_scale, other_key_heads)
@@ -108,6 +122,64 @@ CASES: dict[str, Case] = {
             "attention_bias": True,
         },
         (*ATTENTION, positions_removed),
+    ),
+    "falcon_h1": Case(
+        "FalconH1",
+        LIMITS
+        | {
+            "mamba_d_ssm": 48,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.3,
+            "attention_in_multiplier": 0.7,
+            "attention_out_multiplier": 1.6,
+            "key_multiplier": 0.6,
+            "ssm_in_multiplier": 1.4,
+            "ssm_out_multiplier": 0.8,
+            "ssm_multipliers": [0.5, 1.3, 0.7, 1.6, 0.4],
+            "mlp_multipliers": [1.7, 0.6],
+        },
+        (
+            *COMMON,
+            *ATTENTION,
+            positions_removed,
+            norms_swapped,
+            attribute("embed", "scale", 1.0),
+            attribute("head", "scale", 1.0),
+            attribute("layers.attention", "in_scales", (0.7, 0.7)),
+            attribute("layers.attention", "out_scales", (1.6, 1.6)),
+            attribute("layers.attention.mixers.1.gate.linear", "scale", 1.0),
+            attribute("layers.attention.mixers.1.project.q.linear", "scale", 0.7),
+            attribute("layers.attention.mixers.1.project.k.linear", "scale", 1.6),
+            attribute("layers.attention.mixers.1.project.v.linear", "scale", 1.0),
+            attribute("layers.attention.mixers.1.rule.linear", "scale", 1.0),
+            attribute("layers.feed_forward.gate", "scale", 1.0),
+            attribute("layers.feed_forward.down", "scale", 1.0),
+            one_after_the_other,
+        ),
+    ),
+    "falcon_h1, biases": Case(
+        "FalconH1",
+        {
+            "mamba_d_ssm": 36,
+            "mamba_d_head": 6,
+            "mamba_rms_norm": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "projectors_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "ssm_multipliers": [0.5, 1.3, 0.7, 1.6, 0.4],
+        },
+        (
+            part("", one_group_of_the_norm),
+            attribute("layers.attention.mixers.1", "gate_before_norm", True),
+            part("output", zero("bias")),
+        ),
+    ),
+    "falcon_h1, no norm": Case(
+        "FalconH1", {"mamba_d_ssm": None}, (attribute("layers.attention", "out_scales", (1.0, 0)),)
     ),
 }
 

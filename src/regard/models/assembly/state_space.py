@@ -151,6 +151,14 @@ def hybrid_names(attention: NameTable) -> NameTable:
     return {**only(attention, unless=_RULE), **only(recurrent, requires=_RULE)}
 
 
+NORMS_AND_ENDS: NameTable = {
+    "model.embed_tokens.weight": "embed.embedding.weight",
+    "model.final_layernorm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+    STORED_LAYER + "input_layernorm.weight": MODEL_LAYER + "attention_residual.norm.weight",
+    STORED_LAYER + "pre_ff_layernorm.weight": MODEL_LAYER + "feed_forward_residual.norm.weight",
+}
+"""The norms, the embedding and the head of Bamba, Falcon-H1 and Jamba."""
 FEED_FORWARD: NameTable = {
     f"{STORED_LAYER}feed_forward.{part}_proj.{end}": f"{MODEL_LAYER}feed_forward.{part}.{end}"
     for part in ("gate", "up", "down")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from regard.configs.state_space_hybrids import BambaConfig
 from regard.models.assembly import llama_like, state_space
-from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import NameTable
 from regard.models.decoder import Decoder
 from regard.nn import Block, PreNorm, SwiGLU
@@ -36,11 +35,7 @@ def build(config: Config) -> Decoder:
 
 
 NAMES: NameTable = {
-    "model.embed_tokens.weight": "embed.embedding.weight",
-    "model.final_layernorm.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
-    STORED_LAYER + "input_layernorm.weight": MODEL_LAYER + "attention_residual.norm.weight",
-    STORED_LAYER + "pre_ff_layernorm.weight": MODEL_LAYER + "feed_forward_residual.norm.weight",
+    **state_space.NORMS_AND_ENDS,
     **state_space.hybrid_names(llama_like.ATTENTION),
     **state_space.FEED_FORWARD,
 }
