@@ -17,6 +17,7 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.models.families import FAMILIES, family
 from regard.nn import Attention, Block, CausalConvolution
 from regard.nn.mixer import Mixer
+from regard.nn.mixer_block import Tokenwise
 from regard.nn.parallel_mixers import ParallelMixers
 from regard.positions import LearnedPositions
 from tests.cost.tiny import ENCODERS, TINY
@@ -94,7 +95,7 @@ HEADED = [
 ]
 
 
-STATE_SPACE = {"bamba", "granitemoehybrid", "mamba2"}
+STATE_SPACE = {"bamba", "granitemoehybrid", "mamba2", "nemotron_h"}
 OTHERS = {"t5", "deepseek_v2", "deepseek_v3"} | STATE_SPACE
 """Families that are neither encoders nor decoders with softmax attention in every layer."""
 
@@ -136,7 +137,9 @@ def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context:
     for block, layer in zip(blocks, model.layers, strict=True):
         assert isinstance(block.attention, Mixer)
         mixer = block.attention
-        built = [mixer] if not isinstance(mixer, ParallelMixers) else list(mixer.mixers)
+        built = list(mixer.mixers) if isinstance(mixer, ParallelMixers) else [mixer]
+        if isinstance(mixer, Tokenwise):
+            built = []  # a feed-forward layer
         for module, ours in zip((part.spec for part in built), layer.mixers, strict=True):
             assert type(module) is type(ours)
             assert module.weights.total == ours.weights.total
@@ -160,8 +163,9 @@ def test_known_models_with_few_layers_and_experts(name: str) -> None:
     raw |= {key: value for key, value in SMALL.items() if key in raw}
     if raw["model_type"] == "deepseek_v3":
         raw |= {"n_group": 4, "topk_group": 2}
-    if isinstance(kinds := raw.get("layer_types"), list):
-        raw["layer_types"] = kinds[: raw["num_hidden_layers"]]
+    for key in ("layer_types", "hybrid_override_pattern"):
+        if key in raw:
+            raw[key] = raw[key][: raw["num_hidden_layers"]]
     if raw.get("num_experts_per_tok", 0) > SMALL["num_local_experts"]:
         raw["num_experts_per_tok"] = 1
     assert read_sizes(raw, name).parameters == parameters(built(raw))

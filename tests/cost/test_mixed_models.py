@@ -226,7 +226,7 @@ def test_keys_that_a_chunk_shows() -> None:
         ),
         ("qwen3_next", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, and num_experts"),
         ("granitemoehybrid", {"num_local_experts": 1}, "num_experts_per_tok is 2"),
-        ("nemotron_h", {"layers_block_type": ["mlp"] * 7}, "no mamba or attention before"),
+        ("nemotron_h", {"layers_block_type": ["mlq"] * 7}, "is 'mlq'; supported are mamba,"),
         ("nemotron_h", {"layers_block_type": ["mamba"] * 6}, "6 entries and num_hidden_layers is"),
         (
             "nemotron_h",

@@ -98,7 +98,6 @@ COUNTED_ONLY = frozenset(
         "llama4_text",
         "minimax",
         "ministral3",
-        "nemotron_h",
         "qwen3_5",
         "qwen3_5_moe",
         "qwen3_5_moe_text",

@@ -296,7 +296,9 @@ class Gemma3nConfig(Gemma3Config):
         # the maps between the streams are before the first layer and after the last one; every
         # token uses them, so that they count with the first layer
         streams = ParameterCounts(2 * (n - 1) * M * M, norms=width)
-        first = replace(layers[0].mixer, weights=layers[0].mixer.weights + streams)
+        mixer = layers[0].mixer
+        assert mixer is not None, "every layer has attention"
+        first = replace(mixer, weights=mixer.weights + streams)
         return replace(
             model,
             layers=(replace(layers[0], mixer=first), *layers[1:]),

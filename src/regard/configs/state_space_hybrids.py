@@ -6,16 +6,19 @@ Source of the keys: Hugging Face checkpoints, and transformers' configuration cl
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from regard.configs.base import FULL, Raw
+from regard.argument_checks import check_groups
+from regard.configs.base import FULL, ModelConfig, Raw, check_sizes
 from regard.configs.hybrid import LINEAR, HybridConfig, Names, named_kinds
 from regard.configs.llama import GroupedQueryConfig, check_experts
 from regard.configs.rope import RopeSettings
 from regard.configs.state_space import (
     NO_LIMITS,
+    STEP_KEYS,
     Mamba2Sizes,
     StepLimits,
     check_width,
@@ -23,8 +26,9 @@ from regard.configs.state_space import (
     with_step_limits,
 )
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
-from regard.cost.spec import ParameterCounts, Spec
-from regard.cost.state_space import mamba, mamba2
+from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import HeadShape, ParameterCounts, Spec
+from regard.cost.state_space import mamba
 from regard.errors import ArgumentError
 from regard.units import plural
 
@@ -357,58 +361,150 @@ class FalconH1Config(Mamba2Keys):
         return replace(model, layers=tuple(replace(x, parallel=state) for x in model.layers))
 
 
-BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-"""Letter of `hybrid_override_pattern` -> the name of a block."""
+@dataclass(frozen=True)
+class PositionlessConfig(ModelConfig, ABC):
+    """The keys of decoders with grouped queries and without positions, where state-space layers see
+    the order of the tokens.
+
+    Raises:
+        ArgumentError: a size is less than 1, or num_key_value_heads does not divide
+            num_attention_heads.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int = 262144
+    tie_word_embeddings: bool = False
+
+    zero: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        check_sizes(self, zero=self.zero)
+        check_groups(self.num_attention_heads, self.num_key_value_heads)
+        self.kinds()
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys; without num_key_value_heads there are as many as query heads."""
+        keys = dict(raw)
+        if keys.get("num_key_value_heads") is None and "num_attention_heads" in keys:
+            keys["num_key_value_heads"] = keys["num_attention_heads"]
+        return keys
+
+    @abstractmethod
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kind of each layer."""
+
+    @abstractmethod
+    def layer(self, index: int, kind: str) -> LayerSpec:
+        """Return the sizes of a layer of this kind."""
+
+    @property
+    @abstractmethod
+    def attention_head_dim(self) -> int:
+        """The head dim D of attention."""
+
+    def attention(self) -> SoftmaxSpec:
+        """Return the sizes of the attention of a layer."""
+        D = self.attention_head_dim
+        shape = HeadShape(self.num_attention_heads, self.num_key_value_heads, D, D)
+        return SoftmaxSpec.of(self.hidden_size, shape)
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, layer by layer."""
+        return ModelSpec(
+            name,
+            self.vocab_size,
+            self.hidden_size,
+            tuple(self.layer(i, kind) for i, kind in enumerate(self.kinds())),
+            norms=ParameterCounts(norms=self.hidden_size),
+            tied=self.tie_word_embeddings,
+        )
+
+
+MAMBA, MLP, MOE = "mamba", "mlp", "moe"
+BLOCKS = {"M": MAMBA, "*": FULL, "-": MLP, "E": MOE}
+"""Letter of `hybrid_override_pattern` -> the kind of a layer."""
+BLOCK_NAMES = {MAMBA: MAMBA, LINEAR: MAMBA, "attention": FULL, FULL: FULL, MLP: MLP, MOE: MOE}
+"""Name in `layers_block_type` -> the kind of a layer."""
 
 
 @dataclass(frozen=True)
-class NemotronHConfig(GroupedQueryConfig):
-    """The keys of Nemotron-H: blocks of Mamba-2, of attention, and of feed-forward layers, which
-    are listed one by one.
+class NemotronHConfig(PositionlessConfig):
+    """The keys of Nemotron-H: layers of Mamba-2, of attention without positions, and of
+    feed-forward networks, dense or with experts, which are listed one by one.
 
-    A feed-forward block is counted as part of the layer of the block before it.
+    Raises:
+        ArgumentError: as for Llama and for Mamba-2; a kind of layer is unknown, their number is not
+            num_hidden_layers, or a token uses more experts than there are.
     """
 
     layers_block_type: tuple[str, ...] = field(kw_only=True)
+    head_dim: int = 128
+    layer_norm_epsilon: float = 1e-5
     mamba_num_heads: int = 128
     mamba_head_dim: int = 64
     n_groups: int = 8
     ssm_state_size: int = 128
     conv_kernel: int = 4
+    use_bias: bool = False
     use_conv_bias: bool = True
-    n_routed_experts: int = 0
-    num_experts_per_tok: int = 0
-    n_shared_experts: int = 1
-    moe_intermediate_size: int = 0
-    moe_shared_expert_intermediate_size: int = 0
+    mlp_bias: bool = False
+    time_step_limit: StepLimits = NO_LIMITS
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 7688
+    moe_shared_expert_intermediate_size: int = 7688
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
 
     model_types: ClassVar[tuple[str, ...]] = ("nemotron_h",)
-    ignored: ClassVar[frozenset[str]] = frozenset({"expand", "head_dim_attention"})
+    code: ClassVar[str | None] = "NemotronH"
+    # the released code reads layer_norm_epsilon alone, and widens by the number of heads
+    ignored: ClassVar[frozenset[str]] = STEP_KEYS | {
+        "chunk_size",
+        "expand",
+        "head_dim_attention",
+        "mamba_ssm_cache_dtype",
+        "moe_shared_expert_overlap",
+        "mtp_layers_block_type",
+        "num_logits_to_keep",
+        "rescale_prenorm_residual",
+        "rms_norm_eps",
+        "use_mamba_kernels",
+    }
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "mlp_hidden_act": ("relu2",),
+        "mamba_hidden_act": ("silu",),
         "attention_bias": (False,),
-        "mlp_bias": (False,),
         "mamba_proj_bias": (False,),
-        "use_bias": (False,),
         "moe_latent_size": (None,),
+        "n_shared_experts": (1,),
+        "num_nextn_predict_layers": (0,),
+        "residual_in_fp32": (False,),
+        "sliding_window": (None,),
     }
-    zero: ClassVar[tuple[str, ...]] = (
-        "n_routed_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "moe_shared_expert_intermediate_size",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_experts("n_routed_experts", self.n_routed_experts, self.num_experts_per_tok)
-        self._blocks()
+        step_limits(self.time_step_limit)
+        self.mixer_sizes().check("mamba_num_heads", "n_groups")
+        if MOE in self.kinds():
+            check_experts("n_routed_experts", self.n_routed_experts, self.num_experts_per_tok)
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with the list of blocks, which older files give as one string."""
+        """Return the keys with the list of layers, which older files give as one string."""
         pattern = raw.get("hybrid_override_pattern")
-        keys = super().normalize_keys({k: v for k, v in raw.items() if "pattern" not in k})
+        keys = super().normalize_keys(
+            {k: v for k, v in with_step_limits(raw).items() if "pattern" not in k}
+        )
         if isinstance(pattern, str) and keys.get("layers_block_type") is None:
             unknown = [letter for letter in pattern if letter not in BLOCKS]
             if unknown:
@@ -421,59 +517,59 @@ class NemotronHConfig(GroupedQueryConfig):
             keys["num_hidden_layers"] = len(blocks)
         return keys
 
-    def _blocks(self) -> list[list[str]]:
-        """Return the blocks, with each feed-forward block behind the block before it."""
-        if len(self.layers_block_type) != self.num_hidden_layers:
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kind of each layer: `MAMBA`, `FULL`, `MLP` or `MOE`."""
+        names = self.layers_block_type
+        if len(names) != self.num_hidden_layers:
             raise ArgumentError(
-                f"layers_block_type has {plural(len(self.layers_block_type), 'entry')} and "
-                f"num_hidden_layers is {self.num_hidden_layers}; give one per layer"
+                f"layers_block_type has {plural(len(names), 'entry')} and num_hidden_layers is "
+                f"{self.num_hidden_layers}; give one per layer"
             )
-        layers: list[list[str]] = []
-        for i, name in enumerate(self.layers_block_type):
-            if name not in BLOCKS.values():
+        for i, name in enumerate(names):
+            if name not in BLOCK_NAMES:
                 raise ArgumentError(
-                    f"layers_block_type[{i}] is {name!r}; supported are "
-                    f"{', '.join(BLOCKS.values())}"
+                    f"layers_block_type[{i}] is {name!r}; supported are {', '.join(BLOCK_NAMES)}"
                 )
-            if name in ("mamba", "attention"):
-                layers.append([name])
-            elif not layers or len(layers[-1]) == 2:
-                raise ArgumentError(
-                    f"layers_block_type[{i}] is {name!r}, which has no mamba or attention before "
-                    "it; this order cannot be counted"
-                )
-            else:
-                layers[-1].append(name)
-        return layers
+        return tuple(BLOCK_NAMES[name] for name in names)
 
-    def _layer(self, blocks: list[str]) -> LayerSpec:
-        M = self.hidden_size
-        state = mamba2(
-            M,
+    def mixer_sizes(self) -> Mamba2Sizes:
+        """Return the sizes of a layer of Mamba-2."""
+        return Mamba2Sizes(
+            self.hidden_size,
             self.mamba_num_heads,
             self.mamba_head_dim,
             self.n_groups,
             self.ssm_state_size,
             self.conv_kernel,
+            bias=self.use_bias,
+            output_bias=self.use_bias,
             conv_bias=self.use_conv_bias,
         )
-        mixer = state if blocks[0] == "mamba" else self.attention(None)
-        norms = ParameterCounts(norms=len(blocks) * M)
-        if len(blocks) == 1:
-            return LayerSpec(mixer, None, norms)
-        if blocks[1] == "mlp":
-            return LayerSpec(mixer, DenseSpec(M, self.intermediate_size, gated=False), norms)
-        shared = self.moe_shared_expert_intermediate_size * self.n_shared_experts
-        experts = MoESpec(
+
+    @property
+    def attention_head_dim(self) -> int:
+        """The head dim D of attention."""
+        return self.head_dim
+
+    def layer(self, index: int, kind: str) -> LayerSpec:
+        """Return the sizes of a layer of this kind, which has one sublayer."""
+        norms = ParameterCounts(norms=self.hidden_size)
+        if kind == MAMBA:
+            return LayerSpec(self.mixer_sizes().spec(), None, norms)
+        if kind == FULL:
+            return LayerSpec(self.attention(), None, norms)
+        return LayerSpec(None, self.network(kind), norms)
+
+    def network(self, kind: str) -> FeedForwardSpec:
+        """Return the sizes of a feed-forward layer of this kind."""
+        M, bias = self.hidden_size, self.mlp_bias
+        if kind == MLP:
+            return DenseSpec(M, self.intermediate_size, gated=False, bias=bias)
+        shared = self.moe_shared_expert_intermediate_size
+        return MoESpec(
             DenseSpec(M, self.moe_intermediate_size, gated=False),
             self.n_routed_experts,
             self.num_experts_per_tok,
-            DenseSpec(M, shared, gated=False),
+            DenseSpec(M, shared, gated=False, bias=bias),
             self.n_routed_experts,
         )
-        return LayerSpec(mixer, experts, norms)
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, block by block."""
-        layers = tuple(self._layer(blocks) for blocks in self._blocks())
-        return replace(super().sizes(name), layers=layers)

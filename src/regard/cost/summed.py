@@ -1,4 +1,6 @@
-"""Count the layers in which several mechanisms read the same input, and their results are added."""
+"""Count the layers that are not one mechanism: several that read the same input, and whose results
+are added, and none, where a feed-forward layer has the place of a mechanism.
+"""
 
 from __future__ import annotations
 
@@ -70,6 +72,39 @@ class SummedSpec(Spec):
     def _joined(self, contents: Sequence[CacheContents]) -> CacheContents:
         """Return the contents of several caches as one record."""
         return CacheContents(bounded=self.bounded, others=tuple(contents))
+
+
+@dataclass(frozen=True)
+class TokenwiseSpec(Spec):
+    """A layer that mixes no tokens: nothing is cached.
+
+    Attributes:
+        used: how many of the matrix values that are counted separately a token multiplies, such as
+            those of the experts that it uses.
+
+    >>> TokenwiseSpec(ParameterCounts(30, counted_separately=20), (), used=5).step(1).value
+    10
+    """
+
+    used: int = 0
+
+    @property
+    def name(self) -> str:
+        """That it is a feed-forward layer."""
+        return "feed-forward layer"
+
+    @property
+    def bounded(self) -> bool:
+        """True, because nothing is cached."""
+        return True
+
+    def step(self, context: int) -> Quantity:
+        """Return the FLOPs of the matrices that are counted separately."""
+        return Quantity(2 * self.used, f"2 x {self.used}" if self.used else "0")
+
+    def prefill_flops(self, context: int) -> int:
+        """Return the FLOPs of the matrices that are counted separately, for each token."""
+        return context * self.step(context).value
 
 
 def _sum(quantities: Sequence[Quantity]) -> Quantity:

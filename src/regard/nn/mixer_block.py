@@ -1,18 +1,23 @@
-"""Blocks of one sublayer: a mechanism without a feed-forward layer behind it, and a residual stream
-that stays in fp32 between such blocks.
+"""Blocks of one sublayer: a mechanism without a feed-forward layer behind it, or a feed-forward
+layer in its place, and a residual stream that stays in fp32 between such blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache
+from regard.caches import Cache, State
+from regard.cost import Spec
+from regard.cost.summed import TokenwiseSpec
+from regard.errors import ArgumentTypeError
 from regard.nn.blocks import Block, PreNorm
-from regard.nn.mixer import Mixer
+from regard.nn.feed_forward import MoE
+from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.norms import RMSNorm
 from regard.span import Positions
 from regard.tracing import is_tracing, named_scope, tap
@@ -57,6 +62,67 @@ class MixerBlock(Block):
             x, lambda normed: self.attention(normed, positions, cache, backend=backend)
         )
         return result
+
+
+class Tokenwise(Mixer):
+    """A module that acts on each token alone, in the place of a mechanism: nothing is mixed.
+
+    Its cache stores nothing but the last position.
+
+    Args:
+        network: a feed-forward layer [B,T,M] -> [B,T,M].
+
+    >>> import torch
+    >>> layer = Tokenwise(nn.Linear(4, 4))
+    >>> cache = layer.new_cache()
+    >>> layer(torch.zeros(1, 3, 4), cache=cache).shape, cache.bytes, cache.next(1)
+    (torch.Size([1, 3, 4]), 0, Span(start=3, length=1))
+
+    Source: NVIDIA 2025, Nemotron-H (arXiv 2504.03624), section 2, where feed-forward layers are
+    layers of their own.
+    """
+
+    across_ranks: ClassVar[AcrossRanks] = "state"
+
+    explain_refusal = (
+        "mixes no tokens, so that there is no row of weights; explain a layer of attention"
+    )
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def check_cache(self, cache: Cache) -> None:
+        """Check that the cache is a `State`.
+
+        Raises:
+            ArgumentTypeError: the cache is not a `regard.caches.State`.
+        """
+        if not isinstance(cache, State):
+            raise ArgumentTypeError(
+                f"the cache is {type(cache).__name__}; a layer that mixes no tokens needs a State: "
+                "use new_cache()"
+            )
+
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
+        """Apply the network to x [B,T,M]; it is the same for every backend."""
+        if isinstance(cache, State):
+            cache.store((), positions)
+        return tap("mlp", self.network(x))
+
+    def new_cache(self) -> State:
+        """Return an empty cache, which counts positions."""
+        return State()
+
+    @property
+    def spec(self) -> Spec:
+        """The cost of this layer; of the experts of a mixture, those that one token uses."""
+        if not isinstance(self.network, MoE):
+            return TokenwiseSpec(count_weights(self), ())
+        experts = self.network.experts
+        weights = count_weights(self, *experts)
+        used = weights.counted_separately * self.network.router.k // len(experts)
+        return TokenwiseSpec(weights, (), used)
 
 
 class WidePreNorm(PreNorm):

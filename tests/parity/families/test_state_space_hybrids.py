@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
 import regard
-from tests.parity.families.changes import Change, norms_swapped
+from regard.nn import FeedForward, MoE
+from tests.parity.families.changes import Change, named, norms_swapped
 from tests.parity.families.harness import assert_decoder, assert_differs, saved, theirs
 from tests.parity.families.published import assert_saved
 from tests.parity.families.state_space_changes import (
@@ -27,7 +30,6 @@ from tests.parity.families.state_space_changes import (
 from tests.parity.families.test_llama_relatives import (
     attribute,
     gate_and_up_swapped,
-    one_expert_less,
     other_weights_of_experts,
 )
 
@@ -48,6 +50,31 @@ SIZES: dict[str, Any] = {
     "mamba_n_groups": 2,
     "mamba_d_state": 5,
     "mamba_d_conv": 3,
+}
+NEMOTRON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "layers_block_type": ["mlp", "mamba", "attention", "moe", "mamba"],
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "layer_norm_epsilon": 1e-3,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "n_groups": 2,
+    "ssm_state_size": 5,
+    "conv_kernel": 3,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "moe_shared_expert_intermediate_size": 14,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
 }
 LIMITS = {"time_step_limit": (0.4, 0.9)}
 LAYERS = ["mamba", "attention", "mamba"]
@@ -72,6 +99,39 @@ def one_after_the_other(network: Any) -> None:
             return y + first((x + y) * mixers.in_scales[0], positions) * mixers.out_scales[0]
 
         mixers.mix = mix
+
+
+def mixture(change: Change) -> Change:
+    """A change of every mixture of experts."""
+
+    def apply(network: Any) -> None:
+        for module in network.modules():
+            if isinstance(module, MoE):
+                change(module)
+
+    return named(change.__name__, apply)
+
+
+def other_weights(mixture: Any) -> None:
+    mixture.router.normalise = not mixture.router.normalise
+
+
+def no_correction(mixture: Any) -> None:
+    mixture.router.correction.data.zero_()
+
+
+def one_expert_less(mixture: Any) -> None:
+    mixture.router.k -= 1
+
+
+def no_shared(mixture: Any) -> None:
+    mixture.shared = None
+
+
+def other_activation(network: Any) -> None:
+    for module in network.modules():
+        if isinstance(module, FeedForward):
+            module.activation = nn.ReLU()
 
 
 ATTENTION: tuple[Change, ...] = (other_scale, other_key_heads)
@@ -105,7 +165,7 @@ CASES: dict[str, Case] = {
             positions_added,
             other_weights_of_experts,
             gate_and_up_swapped,
-            one_expert_less,
+            mixture(one_expert_less),
             attribute("embed", "scale", 1.0),
             attribute("head", "scale", 1.0),
             attribute("layers.attention_residual", "scale", 1.0),
@@ -178,16 +238,52 @@ CASES: dict[str, Case] = {
             part("output", zero("bias")),
         ),
     ),
+    "nemotron_h": Case(
+        "NemotronH",
+        {},
+        (
+            *COMMON[:-1],
+            *ATTENTION,
+            positions_added,
+            mixture(other_weights),
+            mixture(no_correction),
+            mixture(one_expert_less),
+            mixture(no_shared),
+            other_activation,
+        ),
+    ),
+    "nemotron_h, biases": Case(
+        "NemotronH",
+        {
+            "layers_block_type": ["mamba", "mlp", "mamba", "moe"],
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+            "n_group": 1,
+            "n_groups": 1,
+        },
+        (part("", swap_b_and_c), part("rule.linear", zero("bias")), mixture(other_weights)),
+    ),
     "falcon_h1, no norm": Case(
         "FalconH1", {"mamba_d_ssm": None}, (attribute("layers.attention", "out_scales", (1.0, 0)),)
     ),
 }
 
 
+def model_of(case: str) -> Any:
+    sizes = NEMOTRON if CASES[case].name == "NemotronH" else SIZES
+    model = theirs(CASES[case].name, sizes | CASES[case].keys)
+    make = torch.Generator().manual_seed(4)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=make))
+    return model
+
+
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_every_hybrid(case: str, tmp_path: Path) -> None:
-    model = theirs(CASES[case].name, SIZES | CASES[case].keys)
+    model = model_of(case)
     mine = assert_decoder(model, tmp_path, start=1000)
     assert_saved(mine, model, tmp_path, start=1000)
 
@@ -195,7 +291,7 @@ def test_every_hybrid(case: str, tmp_path: Path) -> None:
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", CASES)
 def test_wrong_variants_are_far(case: str, tmp_path: Path) -> None:
-    model = theirs(CASES[case].name, SIZES | CASES[case].keys)
+    model = model_of(case)
     mine = regard.load(saved(model, tmp_path))
     for change in CASES[case].wrong:
         assert_differs(mine, model, change, start=1000)

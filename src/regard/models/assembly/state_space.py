@@ -5,15 +5,19 @@ decoders that mix such layers with attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
+from regard import masks
 from regard.configs.base import FULL, ModelConfig
 from regard.configs.hybrid import HybridConfig
-from regard.configs.state_space import Mamba2Sizes, step_limits
-from regard.configs.state_space_hybrids import Mamba2Keys
+from regard.configs.state_space import Mamba2Config, Mamba2Sizes, step_limits
+from regard.configs.state_space_hybrids import Mamba2Keys, PositionlessConfig
 from regard.models.assembly import llama_like
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import (
     Family,
@@ -24,7 +28,16 @@ from regard.models.checkpoint.family import (
     stacked_rows,
 )
 from regard.models.decoder import Decoder
-from regard.nn import Block, CausalConvolution, ConvolvedQKV, HeadProjection, Recurrent
+from regard.nn import (
+    Attention,
+    Block,
+    CausalConvolution,
+    ConvolvedQKV,
+    HeadProjection,
+    InputEmbedding,
+    Recurrent,
+    SeparateQKV,
+)
 from regard.nn.decay_rules import Mamba2Rule
 from regard.nn.linear import Linear
 from regard.nn.norms import JoinedHeadsRMSNorm
@@ -65,6 +78,30 @@ def mixer(
         gate=gate,
         gate_before_norm=gate_before_norm,
     )
+
+
+def decoder(
+    config: Mamba2Config | PositionlessConfig, layers: Sequence[Block], last: nn.Module
+) -> Decoder:
+    """Build a decoder without positions, with initial weights.
+
+    Args:
+        config: the config.
+        layers: the blocks.
+        last: the norm after the last block.
+    """
+    embedding, head = embedding_and_head(
+        config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
+    return initialize_weights(Decoder(InputEmbedding(embedding), layers, last, head))
+
+
+def attention(config: PositionlessConfig) -> Attention:
+    """Build causal attention without positions."""
+    M, H, D = config.hidden_size, config.num_attention_heads, config.attention_head_dim
+    counts = (H, config.num_key_value_heads, config.num_key_value_heads)
+    project = SeparateQKV(*(HeadProjection(M, n, D) for n in counts))
+    return Attention(project, Linear(H * D, M, bias=False), mask=masks.Causal())
 
 
 def hybrid_mixer(config: Mamba2Keys) -> Recurrent:

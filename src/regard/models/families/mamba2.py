@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from regard.configs.state_space import Mamba2Config, step_limits
 from regard.models.assembly import state_space
-from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.checkpoint.family import Family, NameTable
 from regard.models.decoder import Decoder
-from regard.nn import InputEmbedding, PreNorm, RMSNorm
+from regard.nn import PreNorm, RMSNorm
 from regard.nn.mixer_block import MixerBlock, NarrowingRMSNorm, WidePreNorm
 
 Config = Mamba2Config
@@ -19,7 +18,6 @@ Config = Mamba2Config
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
     M, eps = config.hidden_size, config.layer_norm_epsilon
-    embedding, head = embedding_and_head(config.vocab_size, M, tied=config.tie_word_embeddings)
     residual = WidePreNorm if config.residual_in_fp32 else PreNorm
     last = NarrowingRMSNorm if config.residual_in_fp32 else RMSNorm
     layers = [
@@ -31,7 +29,7 @@ def build(config: Config) -> Decoder:
         )
         for _ in range(config.num_hidden_layers)
     ]
-    return initialize_weights(Decoder(InputEmbedding(embedding), layers, last(M, eps=eps), head))
+    return state_space.decoder(config, layers, last(M, eps=eps))
 
 
 STORED, OURS = "backbone.layers.{}.", "layers.{}."
