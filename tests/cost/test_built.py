@@ -95,7 +95,7 @@ HEADED = [
 ]
 
 
-STATE_SPACE = {"bamba", "granitemoehybrid", "mamba2", "nemotron_h"}
+STATE_SPACE = {"bamba", "granitemoehybrid", "jamba", "mamba2", "nemotron_h"}
 OTHERS = {"t5", "deepseek_v2", "deepseek_v3"} | STATE_SPACE
 """Families that are neither encoders nor decoders with softmax attention in every layer."""
 

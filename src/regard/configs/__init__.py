@@ -92,7 +92,6 @@ COUNTED_ONLY = frozenset(
         "gemma3n",
         "gemma3n_text",
         "glm_moe_dsa",
-        "jamba",
         "kimi_linear",
         "llama4",
         "llama4_text",

@@ -213,67 +213,6 @@ class GraniteHybridConfig(Mamba2Keys, HybridConfig):
 
 
 @dataclass(frozen=True)
-class JambaConfig(HybridConfig):
-    """The keys of Jamba: Mamba in most layers, attention in every `attn_layer_period`-th, and a
-    mixture of experts in every `expert_layer_period`-th.
-    """
-
-    num_experts: int = 16
-    num_experts_per_tok: int = 2
-    attn_layer_period: int = 8
-    attn_layer_offset: int = 4
-    expert_layer_period: int = 2
-    expert_layer_offset: int = 1
-    mamba_d_state: int = 16
-    mamba_d_conv: int = 4
-    mamba_expand: int = 2
-    mamba_dt_rank: int = field(kw_only=True)
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
-
-    model_types: ClassVar[tuple[str, ...]] = ("jamba",)
-    ignored: ClassVar[frozenset[str]] = frozenset({"use_mamba_kernels", "num_logits_to_keep"})
-    zero: ClassVar[tuple[str, ...]] = ("attn_layer_offset", "expert_layer_offset")
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for Llama; a missing mamba_dt_rank is a sixteenth of hidden_size."""
-        keys = super().normalize_keys(raw)
-        size = keys.get("hidden_size")
-        if keys.get("mamba_dt_rank") in (None, "auto") and isinstance(size, int):
-            keys["mamba_dt_rank"] = -(-size // 16)
-        return keys
-
-    def kinds(self) -> tuple[str, ...]:
-        """Return attention for the layers with the remainder `attn_layer_offset`."""
-        period, offset = self.attn_layer_period, self.attn_layer_offset
-        return tuple(
-            FULL if i % period == offset else LINEAR for i in range(self.num_hidden_layers)
-        )
-
-    def recurrent(self) -> Spec:
-        """Return the sizes of a layer of Mamba."""
-        return mamba(
-            self.hidden_size,
-            self.mamba_expand * self.hidden_size,
-            self.mamba_d_state,
-            self.mamba_d_conv,
-            self.mamba_dt_rank,
-            bias=self.mamba_proj_bias,
-            conv_bias=self.mamba_conv_bias,
-            norms=True,
-        )
-
-    def feed_forward_of(self, layer: int) -> FeedForwardSpec:
-        """Return the sizes of a mixture of experts, or of a dense layer."""
-        dense = DenseSpec(self.hidden_size, self.intermediate_size)
-        sparse = layer % self.expert_layer_period == self.expert_layer_offset
-        if not sparse or self.num_experts == 1:
-            return dense
-        return MoESpec(dense, self.num_experts, self.num_experts_per_tok)
-
-
-@dataclass(frozen=True)
 class FalconH1Config(Mamba2Keys):
     """The keys of Falcon-H1: attention and Mamba-2 beside each other in every layer, with a factor
     on the result of most linear maps.
@@ -572,4 +511,113 @@ class NemotronHConfig(PositionlessConfig):
             self.num_experts_per_tok,
             DenseSpec(M, shared, gated=False, bias=bias),
             self.n_routed_experts,
+        )
+
+
+@dataclass(frozen=True)
+class JambaConfig(PositionlessConfig):
+    """The keys of Jamba: Mamba in most layers, attention without positions in every
+    `attn_layer_period`-th, and a mixture of experts in every `expert_layer_period`-th.
+
+    Raises:
+        ArgumentError: a size is out of range, head_dim is not hidden_size / num_attention_heads, or
+            a token uses more experts than there are.
+    """
+
+    rms_norm_eps: float = 1e-6
+    num_experts: int = 16
+    num_experts_per_tok: int = 2
+    attn_layer_period: int = 8
+    attn_layer_offset: int = 4
+    expert_layer_period: int = 2
+    expert_layer_offset: int = 1
+    mamba_d_state: int = 16
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_dt_rank: int = field(kw_only=True)
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("jamba",)
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"calc_logits_for_entire_prompt", "num_logits_to_keep", "use_associative_scan"}
+        | {"use_mamba_kernels", "use_mambapy"}
+    )
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "hidden_act": ("silu",),
+        "mamba_inner_layernorms": (True,),
+        "sliding_window": (None,),
+    }
+    zero: ClassVar[tuple[str, ...]] = ("attn_layer_offset", "expert_layer_offset")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_size % self.num_attention_heads:
+            raise ArgumentError(
+                f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
+                f"{self.num_attention_heads}"
+            )
+        check_experts("num_experts", self.num_experts, min(self.num_experts_per_tok, 1))
+        if self.num_experts > 1:
+            check_experts("num_experts", self.num_experts, self.num_experts_per_tok)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys; a missing mamba_dt_rank is a sixteenth of hidden_size."""
+        keys = super().normalize_keys(raw)
+        size, heads = keys.get("hidden_size"), keys.get("num_attention_heads")
+        if keys.get("mamba_dt_rank") in (None, "auto") and isinstance(size, int):
+            keys["mamba_dt_rank"] = -(-size // 16)
+        head_dim = keys.pop("head_dim", None)
+        if not isinstance(size, int) or not isinstance(heads, int):
+            return keys
+        if isinstance(head_dim, int) and head_dim * heads != size:
+            raise ArgumentError(
+                f"head_dim is {head_dim}; it must be hidden_size / num_attention_heads = {size} / "
+                f"{heads} for jamba"
+            )
+        return keys
+
+    @property
+    def attention_head_dim(self) -> int:
+        """The head dim D of attention."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def inner_size(self) -> int:
+        """The number of channels of a layer of Mamba."""
+        return self.mamba_expand * self.hidden_size
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return attention for the layers with the remainder `attn_layer_offset`."""
+        period, offset = self.attn_layer_period, self.attn_layer_offset
+        return tuple(
+            FULL if i % period == offset else LINEAR for i in range(self.num_hidden_layers)
+        )
+
+    def is_sparse(self, layer: int) -> bool:
+        """Return whether a layer has a mixture of experts."""
+        chosen = layer % self.expert_layer_period == self.expert_layer_offset
+        return chosen and self.num_experts > 1
+
+    def layer(self, index: int, kind: str) -> LayerSpec:
+        """Return the sizes of a layer."""
+        norms = ParameterCounts(norms=2 * self.hidden_size)
+        mixer: Spec = self.attention() if kind == FULL else self.recurrent()
+        dense = DenseSpec(self.hidden_size, self.intermediate_size)
+        if not self.is_sparse(index):
+            return LayerSpec(mixer, dense, norms)
+        return LayerSpec(mixer, MoESpec(dense, self.num_experts, self.num_experts_per_tok), norms)
+
+    def recurrent(self) -> Spec:
+        """Return the sizes of a layer of Mamba."""
+        return mamba(
+            self.hidden_size,
+            self.inner_size,
+            self.mamba_d_state,
+            self.mamba_d_conv,
+            self.mamba_dt_rank,
+            bias=self.mamba_proj_bias,
+            conv_bias=self.mamba_conv_bias,
+            norms=True,
         )

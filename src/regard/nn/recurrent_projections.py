@@ -5,6 +5,7 @@ each token with the one before it (`TokenShiftQKV`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -73,7 +74,43 @@ class GroupedValueQKV(SeparateQKV):
         return super().shape._replace(memory=memory)
 
 
-class ConvolvedQKV(GroupedValueQKV):
+class StatefulQKV(GroupedValueQKV, ABC):
+    """Base class of the projections of a recurrence that read the tokens before, and therefore have
+    a state of their own.
+
+    The arguments are those of `GroupedValueQKV`. A subclass implements `project` and `cost`.
+    """
+
+    @abstractmethod
+    def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
+        """Compute the queries, keys and values of tokens, with the state of the projection.
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of the tokens.
+            state: the state after the tokens before; None at the start of a text.
+
+        Returns:
+            The queries, keys and values, and the state after the last token.
+        """
+
+    @property
+    @abstractmethod
+    def cost(self) -> ShortConvolution:
+        """The sizes of the convolution that has the state."""
+
+    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
+        """Return the queries [B,H,T,D] of the tokens x at the start of a text."""
+        return self.project(x, positions, None).q
+
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
+        """Return the keys [B,G,S,D] and the values [B,N,S,E] of the tokens x at the start of a
+        text.
+        """
+        return self.project(x, positions, None)[1:3]
+
+
+class ConvolvedQKV(StatefulQKV):
     """A projection whose queries, keys and values pass through a short causal convolution before
     they are split into heads. It has a state, the inputs of the convolution of the last tokens.
 
@@ -163,16 +200,6 @@ class ConvolvedQKV(GroupedValueQKV):
             v = v * self.value_gate(x, positions).sigmoid()
         return ProjectedQKV(q, k, v, state)
 
-    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D] of the tokens x at the start of a text."""
-        return self.project(x, positions, None).q
-
-    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """Return the keys [B,G,S,D] and the values [B,N,S,E] of the tokens x at the start of a
-        text.
-        """
-        return self.project(x, positions, None)[1:3]
-
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the steps of queries, keys and values: linear map, convolution, steps on heads."""
         parts: dict[Literal["q", "k", "v"], HeadProjection] = {
@@ -218,7 +245,7 @@ class ConvolvedQKV(GroupedValueQKV):
         return {"q": self.q, "k": self.k, "v": self.v}[letter]
 
 
-class TokenShiftQKV(GroupedValueQKV):
+class TokenShiftQKV(StatefulQKV):
     """A projection of a mix of each token with the one before it, as in RWKV. It has a state, the
     hidden states of the last token.
 
@@ -267,16 +294,6 @@ class TokenShiftQKV(GroupedValueQKV):
         q, k, v = (part(x * c + shifted * (1 - c), positions) for part, c in parts)
         return ProjectedQKV(q, k, v, state)
 
-    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D] of the tokens x at the start of a text."""
-        return self.project(x, positions, None).q
-
-    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """Return the keys [B,G,S,D] and the values [B,N,S,E] of the tokens x at the start of a
-        text.
-        """
-        return self.project(x, positions, None)[1:3]
-
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the queries, keys and values, each as one step."""
         q, k, v, _ = self.project(query.x, query.positions, None)
@@ -323,7 +340,7 @@ def project_tokens(
     Returns:
         The queries, keys and values, and the state after the last token.
     """
-    if isinstance(project, (ConvolvedQKV, TokenShiftQKV)):
+    if isinstance(project, StatefulQKV):
         return project.project(x, positions, state)
     q = project.query(x, positions)
     k, v = project.recall(project.remember(x, positions), positions)

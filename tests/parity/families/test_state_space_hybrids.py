@@ -24,6 +24,7 @@ from tests.parity.families.state_space_changes import (
     part,
     positions_added,
     positions_removed,
+    reverse_filters,
     swap_b_and_c,
     zero,
 )
@@ -72,6 +73,25 @@ NEMOTRON: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
     "routed_scaling_factor": 1.5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+JAMBA: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-3,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 5,
+    "mamba_d_conv": 3,
+    "mamba_dt_rank": 4,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
@@ -132,6 +152,19 @@ def other_activation(network: Any) -> None:
     for module in network.modules():
         if isinstance(module, FeedForward):
             module.activation = nn.ReLU()
+
+
+def gate_for_values(mixer: Any) -> None:
+    mixer.gate.linear, mixer.project.v.linear = mixer.project.v.linear, mixer.gate.linear
+
+
+def no_norm(rule: Any) -> None:
+    rule.norm = None
+
+
+def one_decay_per_channel(rule: Any) -> None:
+    """As in Mamba-2: the same for all values of the state."""
+    rule.A_log.data[:] = rule.A_log.data.mean(1, keepdim=True)
 
 
 ATTENTION: tuple[Change, ...] = (other_scale, other_key_heads)
@@ -264,6 +297,31 @@ CASES: dict[str, Case] = {
         },
         (part("", swap_b_and_c), part("rule.linear", zero("bias")), mixture(other_weights)),
     ),
+    "jamba": Case(
+        "Jamba",
+        {},
+        (
+            *ATTENTION,
+            positions_added,
+            part("", swap_b_and_c),
+            part("", gate_for_values),
+            part("project.convolution", reverse_filters),
+            part("project.convolution", zero("bias")),
+            part("rule", zero("A_log")),
+            part("rule", zero("skip")),
+            part("rule", zero("dt_bias")),
+            part("rule", no_norm),
+            part("rule", one_decay_per_channel),
+            mixture(other_weights),
+            mixture(one_expert_less),
+            norms_swapped,
+        ),
+    ),
+    "jamba, biases": Case(
+        "Jamba",
+        {"mamba_proj_bias": True, "mamba_conv_bias": False, "num_experts": 1},
+        (part("", swap_b_and_c), part("output", zero("bias"))),
+    ),
     "falcon_h1, no norm": Case(
         "FalconH1", {"mamba_d_ssm": None}, (attribute("layers.attention", "out_scales", (1.0, 0)),)
     ),
@@ -271,7 +329,7 @@ CASES: dict[str, Case] = {
 
 
 def model_of(case: str) -> Any:
-    sizes = NEMOTRON if CASES[case].name == "NemotronH" else SIZES
+    sizes = {"NemotronH": NEMOTRON, "Jamba": JAMBA}.get(CASES[case].name, SIZES)
     model = theirs(CASES[case].name, sizes | CASES[case].keys)
     make = torch.Generator().manual_seed(4)
     for name, buffer in model.named_buffers():
