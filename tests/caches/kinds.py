@@ -190,6 +190,7 @@ NO_TOKENS = {
         "the tokens that a rule leaves, which its module alone can read",
     ),
     "Shared": "the memory of an earlier layer, which is lent for one call",
+    "Joined": "the caches of several mechanisms in one layer, which update their parts",
     "Recorded": "another cache, for the length of one call",
 }
 """Public caches that are not in the suite, and why."""

@@ -95,7 +95,6 @@ def keys_of_transformers(raw: dict[str, Any]) -> dict[str, Any]:
     if raw["model_type"] == "granitemoehybrid":
         names = {"mamba": kinds[0], "attention": kinds[1]}
         keys["layer_types"] = [names.get(kind, kind) for kind in keys["layer_types"]]
-        keys.setdefault("num_local_experts", 0)
     if raw["model_type"] == "gemma3n_text":
         keys["activation_sparsity_pattern"] = [0.0] * keys["num_hidden_layers"]
     if raw["model_type"] in ("deepseek_v32", "glm_moe_dsa"):
@@ -227,7 +226,7 @@ def test_keys_that_a_chunk_shows() -> None:
         ),
         ("qwen3_next", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, and num_experts"),
         ("granitemoehybrid", {"num_local_experts": 1}, "num_experts_per_tok is 2"),
-        ("nemotron_h", {"layers_block_type": ["mlp"] * 7}, "no mamba or attention before"),
+        ("nemotron_h", {"layers_block_type": ["mlq"] * 7}, "is 'mlq'; supported are mamba,"),
         ("nemotron_h", {"layers_block_type": ["mamba"] * 6}, "6 entries and num_hidden_layers is"),
         (
             "nemotron_h",

@@ -94,6 +94,8 @@ class Cache(ABC):
     """Whether memory is allocated once, so that `LayerSize.slots` must be given."""
     needs_widths: ClassVar[bool] = False
     """Whether the cache needs `LayerSize.widths`, the last dimensions of the keys and values."""
+    savable: ClassVar[bool] = True
+    """Whether `save` can write the cache, because its settings are plain values."""
     min_context: ClassVar[int] = 1
     """The smallest `max_context` that is allowed."""
 

@@ -155,12 +155,12 @@ def _loadable_classes() -> dict[str, type[Cache]]:
     Classes of this package have their class name, and others the `kind` under which they
     registered.
     """
-    classes = {kind: x for kind, x in CACHES if not is_builtin(x)}
+    classes = {kind: x for kind, x in CACHES if not is_builtin(x) and x.savable}
     pending = list(Cache.__subclasses__())
     while pending:
         kind = pending.pop()
         pending += kind.__subclasses__()
-        if is_builtin(kind):
+        if is_builtin(kind) and kind.savable:
             classes[kind.__name__] = kind
     return classes
 

@@ -9,7 +9,7 @@ advanced would number them wrongly.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ class Recorded(Cache):
     >>> recorded.returned[1]
     Span(start=0, length=3)
     """
+
+    savable: ClassVar[bool] = False
 
     def __init__(self, inner: Cache | None) -> None:
         self.inner = inner

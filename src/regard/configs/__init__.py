@@ -12,6 +12,7 @@ from regard.configs.base import ModelConfig
 
 CONFIG_MODULES = {
     "arcee": "llama_relatives",
+    "bamba": "state_space_hybrids",
     "bart": "bart",
     "bert": "bert",
     "bloom": "gpt",
@@ -25,7 +26,7 @@ CONFIG_MODULES = {
     "ernie4_5": "llama_relatives",
     "exaone4": "llama_relatives",
     "falcon": "gpt_relatives",
-    "falcon_h1": "hybrid",
+    "falcon_h1": "state_space_hybrids",
     "gemma": "gemma",
     "gemma2": "gemma",
     "gemma3": "gemma",
@@ -44,13 +45,14 @@ CONFIG_MODULES = {
     "gptj": "gpt_relatives",
     "granite": "llama_relatives",
     "granitemoe": "mixtures",
-    "granitemoehybrid": "hybrid",
+    "granitemoehybrid": "state_space_hybrids",
     "helium": "llama_relatives",
-    "jamba": "hybrid",
+    "jamba": "state_space_hybrids",
     "kimi_linear": "kimi_linear",
     "llama": "llama",
     "llama4": "mixtures",
     "llama4_text": "mixtures",
+    "mamba2": "state_space",
     "marian": "bart",
     "minimax": "lightning_hybrids",
     "minimax_m2": "mixtures",
@@ -60,7 +62,7 @@ CONFIG_MODULES = {
     "modernbert": "modernbert",
     "mpt": "gpt",
     "nemotron": "layer_norm_decoders",
-    "nemotron_h": "hybrid",
+    "nemotron_h": "state_space_hybrids",
     "olmo": "layer_norm_decoders",
     "olmo2": "llama",
     "olmo3": "llama",
@@ -92,14 +94,10 @@ CONFIG_MODULES = {
 """model_type -> the module of this package with its config class."""
 COUNTED_ONLY = frozenset(
     {
-        "falcon_h1",
         "glm_moe_dsa",
-        "granitemoehybrid",
-        "jamba",
         "llama4",
         "llama4_text",
         "ministral3",
-        "nemotron_h",
     }
 )
 """Families that `regard cost` counts and `regard.load` cannot load."""

@@ -17,6 +17,7 @@ from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, 
 from regard.cost.selected import IndexSelection
 from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
+from regard.units import plural
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def _granite(
         mamba_n_heads=state_heads,
         mamba_d_head=64,
         mamba_d_state=128,
-        **more,
+        **{"num_local_experts": 0, **more},
     ) | {"tie_word_embeddings": True}
 
 

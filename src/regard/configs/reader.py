@@ -415,7 +415,7 @@ def read_sizes_file(path: Path) -> ModelSpec:
         raise FileError(
             f"{path} does not exist; give a config.json, or the folder that contains it"
         )
-    raw = read_json(path)
+    raw = read_json(path, infinity=True)
     try:
         return read_sizes(raw, escape_controls(path.parent.name) or str(path), str(path))
     except ArgumentError as error:

@@ -161,14 +161,15 @@ class LayerSpec:
     """The sizes of one block of a model.
 
     Attributes:
-        mixer: its attention, or the mechanism that replaces attention.
+        mixer: its attention, or the mechanism that replaces attention; None if it has a
+            feed-forward layer only.
         feed_forward: its feed-forward layer; None if it has none.
         norms: the parameters of its norms.
         cross: its cross-attention to another sequence; None if it has none.
         parallel: a second mechanism that reads the same input as `mixer`; None if there is none.
     """
 
-    mixer: Spec
+    mixer: Spec | None
     feed_forward: FeedForwardSpec | None = None
     norms: ParameterCounts = NO_PARAMETERS
     cross: CrossSpec | None = None

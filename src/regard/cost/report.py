@@ -263,10 +263,11 @@ class CostReport:
         if model.encoder:  # the encoder reads the prompt, and the decoder computes its first token
             crossing = [layer.cross for layer in model.layers if layer.cross is not None]
             layers = 2 * T * _matmul_values(model.encoder) + sum(
-                x.mixer.prefill_flops(T) for x in model.encoder
+                x.mixer.prefill_flops(T) for x in model.encoder if x.mixer is not None
             )
             layers += sum(cross.prefill_flops(T) + cross.decode_flops(T) for cross in crossing)
-            layers += 2 * self.matmul_values + sum(x.mixer.decode_flops(1) for x in model.layers)
+            own = [x.mixer for x in model.layers if x.mixer is not None]
+            layers += 2 * self.matmul_values + sum(mixer.decode_flops(1) for mixer in own)
         return self.setting.batch * (layers + 2 * head + 2 * model.pooler.matrices)
 
     @cached_property

@@ -62,6 +62,7 @@ def mamba2(
     kernel: int,
     *,
     bias: bool = False,
+    output_bias: bool | None = None,
     conv_bias: bool = True,
     norm: bool = True,
 ) -> LinearSpec:
@@ -74,7 +75,8 @@ def mamba2(
         groups: the number of groups with B and C of their own.
         state: the number of values of B and of C.
         kernel: the number of tokens of the convolution.
-        bias: whether the projections have biases.
+        bias: whether the input map has a bias.
+        output_bias: whether the output map has one; None is as for the input map.
         conv_bias: whether the convolution has one.
         norm: whether the output is normalised.
 
@@ -87,7 +89,9 @@ def mamba2(
     channels = inner + 2 * groups * state
     projection = inner + channels + heads  # of the gate, of the convolution's input, of step sizes
     matrices = dim * projection + inner * dim + channels * kernel
-    biases = 3 * heads + (channels if conv_bias else 0) + (projection + dim if bias else 0)
+    output_bias = bias if output_bias is None else output_bias
+    biases = 3 * heads + (channels if conv_bias else 0)
+    biases += (projection if bias else 0) + (dim if output_bias else 0)
     shape = HeadShape(groups, groups, state, head_dim, heads)
     return LinearSpec(
         ParameterCounts(matrices, biases, inner if norm else 0),

@@ -14,6 +14,8 @@ from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_bytes
 from regard.untrusted_text import short_repr
 
+INFINITY = {"__float__": "Infinity"}
+"""How a file of transformers has infinity in JSON."""
 MAX_DEPTH = 128
 """The deepest nesting of lists and objects."""
 MAX_BYTES = 16 << 20
@@ -28,13 +30,16 @@ _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_json(path: Path, *, limit: int = MAX_BYTES, kind: type[object] = dict) -> Any:
+def read_json(
+    path: Path, *, limit: int = MAX_BYTES, kind: type[object] = dict, infinity: bool = False
+) -> Any:
     """Read a JSON file.
 
     Args:
         path: a regular file.
         limit: the largest number of bytes that is allowed.
         kind: the required type, `dict` or `list`.
+        infinity: as in `parse_json`.
 
     Returns:
         The parsed value.
@@ -47,12 +52,12 @@ def read_json(path: Path, *, limit: int = MAX_BYTES, kind: type[object] = dict) 
     {'a': 1}
     """
     try:
-        return parse_json(read_bytes(path, limit), kind)
+        return parse_json(read_bytes(path, limit), kind, infinity=infinity)
     except ArgumentError as e:
         raise FileError(f"{path} {e}") from None
 
 
-def parse_json(raw: bytes, kind: type[object] = dict) -> Any:
+def parse_json(raw: bytes, kind: type[object] = dict, *, infinity: bool = False) -> Any:
     """Parse a JSON object or list, strictly.
 
     The text must be UTF-8, without repeated keys, NaN, numbers of unbounded length, too many parts
@@ -62,6 +67,8 @@ def parse_json(raw: bytes, kind: type[object] = dict) -> Any:
     Args:
         raw: the text.
         kind: the required type, `dict` or `list`.
+        infinity: whether the constant Infinity, which Python's writer uses and JSON lacks, is read
+            as `INFINITY`.
 
     Returns:
         The parsed value.
@@ -87,7 +94,7 @@ def parse_json(raw: bytes, kind: type[object] = dict) -> Any:
             object_pairs_hook=_unique,
             parse_int=_int,
             parse_float=_float,
-            parse_constant=_constant,
+            parse_constant=_constant_or_infinity if infinity else _constant,
         )
     except ArgumentError:
         raise
@@ -134,6 +141,10 @@ def _float(digits: str) -> float:
 
 def _constant(name: str) -> NoReturn:
     raise ArgumentError(f"has the constant {name}, which is not JSON")
+
+
+def _constant_or_infinity(name: str) -> dict[str, str]:
+    return dict(INFINITY) if name == "Infinity" else _constant(name)
 
 
 def _texts(value: object) -> Iterator[str]:

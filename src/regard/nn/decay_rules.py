@@ -25,6 +25,7 @@ from regard.cost.decayed_state import (
 from regard.cost.fixed_state import CountedSpec, LinearSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
+from regard.nn.linear import Linear
 from regard.nn.linear_recurrence import LinearAttentionRule
 from regard.ops.linear.feature_maps import cosine_features
 from regard.ops.linear.gated_slots import gated_slots, log_sum_exp_gates
@@ -263,39 +264,57 @@ class Mamba2Rule(nn.Module):
     """The rule of Mamba-2 (SSD): one decay per head from a step size, which also scales what a
     token writes, and a skip from the value to the result.
 
-    S <- exp(-s exp(A)) S + k (s v)^T;  z = S^T q + d v;  s = softplus(W x + b)
+    S <- exp(-s exp(A)) S + k (s v)^T;  z = S^T q + d v;  s = clip(softplus(W x + b), limits)
 
-    Here k, q and v are the paper's B, C and x.
+    Here k, q and v are the paper's B, C and x. The limits hold in every form; the reference
+    implementations leave them out when they decode token by token.
 
     Args:
         dim: the model dim M.
         heads: the value heads N.
+        bias: whether W has a bias of its own besides b, as in checkpoints with one input map.
+        step_limits: the smallest and the largest step size.
 
     Raises:
-        ArgumentError: a size is less than 1.
+        ArgumentError: a size is less than 1, or the limits are not 0 <= smallest <= largest.
 
-    >>> Mamba2Rule(8, 2).step(torch.zeros(1, 5, 8)).shape
-    torch.Size([1, 2, 5])
+    >>> Mamba2Rule(8, 2, step_limits=(0.5, 0.5)).step(torch.zeros(1, 3, 8))[0, 0].tolist()
+    [0.5, 0.5, 0.5]
 
     Source: Dao and Gu 2024 (arXiv 2405.21060), section 7 and listing 2.
     """
 
     scale = 1.0
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        bias: bool = False,
+        step_limits: tuple[float, float] = (0.0, math.inf),
+    ) -> None:
         super().__init__()
         if min(dim, heads) < 1:
             raise ArgumentError(f"Mamba2Rule(dim={dim}, heads={heads}): each must be at least 1")
-        self.linear = nn.Linear(dim, heads, bias=False)
+        if not 0 <= step_limits[0] <= step_limits[1]:
+            raise ArgumentError(
+                f"step_limits is {step_limits}; it must be two numbers, at least 0, the smaller "
+                "one first"
+            )
+        self.linear = Linear(dim, heads, bias=bias)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
         step = torch.empty(heads).uniform_(math.log(0.001), math.log(0.1)).exp()
         # This is the inverse of softplus: softplus(dt_bias) = step.
         self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
         self.skip = nn.Parameter(torch.ones(heads))
+        self.step_limits = step_limits
 
     def step(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B N T"]:
-        """Return the step sizes s [B,N,T] of tokens x [B,T,M]; they are above 0."""
-        return F.softplus(_wide(self.linear(x)) + _wide(self.dt_bias)).transpose(1, 2)
+        """Return the step sizes s [B,N,T] of tokens x [B,T,M]."""
+        step = F.softplus(_wide(self.linear(x)) + _wide(self.dt_bias)).transpose(1, 2)
+        smallest, largest = self.step_limits
+        return step if largest == math.inf and smallest == 0 else step.clamp(smallest, largest)
 
     def forward(
         self,

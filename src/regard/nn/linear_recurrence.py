@@ -27,12 +27,7 @@ from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effecti
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection, Projection
-from regard.nn.recurrent_projections import (
-    ConvolvedQKV,
-    GroupedValueQKV,
-    TokenShiftQKV,
-    project_tokens,
-)
+from regard.nn.recurrent_projections import GroupedValueQKV, StatefulQKV, project_tokens
 from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.linear_attention import (
@@ -100,7 +95,7 @@ class Recurrent(Mixer):
     Args:
         project: a `Projection` to H query heads and G key/value heads, with every step on a head;
             a `GroupedValueQKV` has N value heads, and the result then O = max(H, N) heads instead
-            of H; a `ConvolvedQKV` has a short convolution, whose state follows that of the rule.
+            of H; a `StatefulQKV` has a state of its own, which follows that of the rule.
         rule: a module with the interface of `RecurrenceRule`.
         output: a module [B,T,H*E] -> [B,T,M].
         norm: a module on heads [B,H,T,E] that normalises the last dim; None applies none.
@@ -182,7 +177,7 @@ class Recurrent(Mixer):
         form = "recurrent" if backend == "reference" else backend
         before = None if cache is None else cache.state
         ruled, past = None, None
-        if before is not None and isinstance(self.project, (ConvolvedQKV, TokenShiftQKV)):
+        if before is not None and isinstance(self.project, StatefulQKV):
             ruled, past = before[:-1], before[-1:]
         elif before is not None:
             ruled = before
@@ -289,9 +284,7 @@ class Recurrent(Mixer):
     def spec(self) -> Spec:
         """The cost of this layer, according to its rule."""
         spec = self.rule.spec(count_weights(self), self.heads)
-        if isinstance(self.project, (ConvolvedQKV, TokenShiftQKV)) and isinstance(
-            spec, RecurrentSpec
-        ):
+        if isinstance(self.project, StatefulQKV) and isinstance(spec, RecurrentSpec):
             spec = replace(spec, convolution=self.project.cost)
         return spec
 

@@ -5,7 +5,8 @@ each token with the one before it (`TokenShiftQKV`).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from regard.nn.projections import HeadProjection, Projection, ProjectionShape, S
 from regard.ops.gemv import check_linear_map
 from regard.ops.linear.short_convolution import short_convolution
 from regard.span import Positions
+
+ChannelOrder: TypeAlias = Literal["qkv", "vkq"]
+"""The order of the channels of queries, keys and values in a convolution."""
 
 
 class GroupedValueQKV(SeparateQKV):
@@ -70,7 +74,43 @@ class GroupedValueQKV(SeparateQKV):
         return super().shape._replace(memory=memory)
 
 
-class ConvolvedQKV(GroupedValueQKV):
+class StatefulQKV(GroupedValueQKV, ABC):
+    """Base class of the projections of a recurrence that read the tokens before, and therefore have
+    a state of their own.
+
+    The arguments are those of `GroupedValueQKV`. A subclass implements `project` and `cost`.
+    """
+
+    @abstractmethod
+    def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
+        """Compute the queries, keys and values of tokens, with the state of the projection.
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of the tokens.
+            state: the state after the tokens before; None at the start of a text.
+
+        Returns:
+            The queries, keys and values, and the state after the last token.
+        """
+
+    @property
+    @abstractmethod
+    def cost(self) -> ShortConvolution:
+        """The sizes of the convolution that has the state."""
+
+    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
+        """Return the queries [B,H,T,D] of the tokens x at the start of a text."""
+        return self.project(x, positions, None).q
+
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
+        """Return the keys [B,G,S,D] and the values [B,N,S,E] of the tokens x at the start of a
+        text.
+        """
+        return self.project(x, positions, None)[1:3]
+
+
+class ConvolvedQKV(StatefulQKV):
     """A projection whose queries, keys and values pass through a short causal convolution before
     they are split into heads. It has a state, the inputs of the convolution of the last tokens.
 
@@ -79,14 +119,16 @@ class ConvolvedQKV(GroupedValueQKV):
     Args:
         q, k, v: as for `GroupedValueQKV`; the steps on heads follow the convolution.
         convolution: a `CausalConvolution`, or a `JoinedConvolution`, over the channels of all
-            heads: first those of the queries, then those of the keys and of the values.
+            heads.
         value_gate: a `HeadProjection` of x to the value heads, whose sigmoid multiplies the values;
             None applies none.
+        order: the order of the channels in the convolution: "qkv", or "vkq" as in checkpoints of
+            Mamba-2, where they are called x, B and C.
 
     Raises:
         ArgumentError: the heads do not fit together, a projection has a module before its split
-            into heads, the convolution has another number of channels, or the gate other heads than
-            the values.
+            into heads, the convolution has another number of channels, the gate other heads than
+            the values, or the order is unknown.
 
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (2, 2, 4))
     >>> project = ConvolvedQKV(q, k, v, CausalConvolution(16, 4))
@@ -105,8 +147,12 @@ class ConvolvedQKV(GroupedValueQKV):
         convolution: CausalConvolution | JoinedConvolution,
         *,
         value_gate: HeadProjection | None = None,
+        order: ChannelOrder = "qkv",
     ) -> None:
         super().__init__(q, k, v)
+        if order not in ("qkv", "vkq"):
+            raise ArgumentError(f"order is {order!r}; it must be 'qkv' or 'vkq'")
+        self.order = order
         for name, part in {"q": q, "k": k, "v": v}.items():
             if not isinstance(part.flat, torch.nn.Identity):
                 raise ArgumentError(
@@ -144,8 +190,7 @@ class ConvolvedQKV(GroupedValueQKV):
         Returns:
             The queries, keys and values, and the state after the last token.
         """
-        y = torch.cat([part.linear(x) for part in (self.q, self.k, self.v)], -1)
-        y, state = self.convolution(y, state, positions)
+        y, state = self.convolution(self._channels(x), state, positions)
         heads = []
         for part, own in zip((self.q, self.k, self.v), self._split(y), strict=True):
             for step in part.steps:
@@ -156,16 +201,6 @@ class ConvolvedQKV(GroupedValueQKV):
             v = v * self.value_gate(x, positions).sigmoid()
         return ProjectedQKV(q, k, v, state)
 
-    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D] of the tokens x at the start of a text."""
-        return self.project(x, positions, None).q
-
-    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """Return the keys [B,G,S,D] and the values [B,N,S,E] of the tokens x at the start of a
-        text.
-        """
-        return self.project(x, positions, None)[1:3]
-
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the steps of queries, keys and values: linear map, convolution, steps on heads."""
         parts: dict[Literal["q", "k", "v"], HeadProjection] = {
@@ -173,7 +208,7 @@ class ConvolvedQKV(GroupedValueQKV):
             "k": self.k,
             "v": self.v,
         }
-        y = torch.cat([part.linear(query.x) for part in parts.values()], -1)
+        y = self._channels(query.x)
         convolved, _ = self.convolution(y, None, query.positions)
         function = self.convolution.activation or ""
         steps: list[MechanismSteps] = []
@@ -192,17 +227,26 @@ class ConvolvedQKV(GroupedValueQKV):
             v = (*v, MechanismStep("gated", "v_j ← sigmoid(W x_j) * v_j", gated))
         return InputSteps(q, k, v, first_rotary(self.q.steps))
 
+    def _channels(self, x: Tensor) -> Tensor:
+        """Return the inputs of the convolution [B,T,c] for tokens x [B,T,M]."""
+        return torch.cat([self._part(letter).linear(x) for letter in self.order], -1)
+
     def _split(self, y: Tensor) -> list[Tensor]:
         """Split channels [B,T,c] into the heads of queries, keys and values."""
-        parts = (self.q, self.k, self.v)
+        parts = [self._part(letter) for letter in self.order]
         split = y.split([part.heads * part.head_dim for part in parts], -1)
-        return [
-            own.unflatten(-1, (part.heads, part.head_dim)).transpose(1, 2)
-            for part, own in zip(parts, split, strict=True)
-        ]
+        heads = {
+            letter: own.unflatten(-1, (part.heads, part.head_dim)).transpose(1, 2)
+            for letter, part, own in zip(self.order, parts, split, strict=True)
+        }
+        return [heads[letter] for letter in "qkv"]
+
+    def _part(self, letter: str) -> HeadProjection:
+        """Return the projection of the queries, keys or values."""
+        return {"q": self.q, "k": self.k, "v": self.v}[letter]
 
 
-class TokenShiftQKV(GroupedValueQKV):
+class TokenShiftQKV(StatefulQKV):
     """A projection of a mix of each token with the one before it, as in RWKV. It has a state, the
     hidden states of the last token.
 
@@ -251,16 +295,6 @@ class TokenShiftQKV(GroupedValueQKV):
         q, k, v = (part(x * c + shifted * (1 - c), positions) for part, c in parts)
         return ProjectedQKV(q, k, v, state)
 
-    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
-        """Return the queries [B,H,T,D] of the tokens x at the start of a text."""
-        return self.project(x, positions, None).q
-
-    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
-        """Return the keys [B,G,S,D] and the values [B,N,S,E] of the tokens x at the start of a
-        text.
-        """
-        return self.project(x, positions, None)[1:3]
-
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the queries, keys and values, each as one step."""
         q, k, v, _ = self.project(query.x, query.positions, None)
@@ -307,7 +341,7 @@ def project_tokens(
     Returns:
         The queries, keys and values, and the state after the last token.
     """
-    if isinstance(project, (ConvolvedQKV, TokenShiftQKV)):
+    if isinstance(project, StatefulQKV):
         return project.project(x, positions, state)
     q = project.query(x, positions)
     k, v = project.recall(project.remember(x, positions), positions)

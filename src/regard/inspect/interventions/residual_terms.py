@@ -29,6 +29,7 @@ from regard.nn.blocks import (
     SandwichNorm,
     ScaledPreNorm,
 )
+from regard.nn.mixer_block import MixerBlock
 from regard.tolerance import allowed_error
 
 CAPTURED = ("embed", "z", "v", "out", "mlp", "norm", "residual", "logits")
@@ -202,7 +203,8 @@ def _decompose_blocks(
         assert isinstance(block, (Block, DecoderBlock))
         for sublayer in _attention_layers(block, place):
             _add_attention(terms, sublayer)
-        _add_feed_forward(terms, place, block)
+        if not isinstance(block, MixerBlock):
+            _add_feed_forward(terms, place, block)
         states.append(f"{place}.residual")
     is_post_norm = any(isinstance(block.feed_forward_residual, PostNorm) for block in blocks)
     return Decomposition(terms, output, tuple(states), is_post_norm)

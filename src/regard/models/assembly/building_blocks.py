@@ -17,6 +17,8 @@ from regard.nn import Block, HeadProjection, SeparateQKV
 from regard.nn.dynamic_rotary import PerRowRotary, RecomputedQKV
 from regard.nn.feed_forward import ReLUSquared
 from regard.nn.linear import Linear
+from regard.nn.mixer import Mixer
+from regard.nn.mixer_block import Tokenwise
 from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, Scaling, YaRN
 from regard.units import plural
 
@@ -55,13 +57,14 @@ def initialize_weights(decoder: Decoder) -> Decoder:
 
 
 def _writers(block: Block) -> list[nn.Module]:
-    """Return the linear maps that write to the residual stream: the output map of the attention,
+    """Return the linear maps that write to the residual stream: the output map of each mechanism,
     and the down projection of the feed-forward layer or of each expert.
     """
-    attributes = [
-        (block.attention, "output"),
-        *((part, "down") for part in block.feed_forward.modules()),
-    ]
+    mixers = [part for part in block.attention.modules() if isinstance(part, Mixer)]
+    networks = [block.feed_forward]
+    networks += [mixer.network for mixer in mixers if isinstance(mixer, Tokenwise)]
+    attributes: list[tuple[nn.Module, str]] = [(mixer, "output") for mixer in mixers]
+    attributes += [(part, "down") for network in networks for part in network.modules()]
     return [getattr(part, name) for part, name in attributes if hasattr(part, name)]
 
 

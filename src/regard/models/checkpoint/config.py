@@ -122,7 +122,8 @@ def read_json(folder: Path, name: str, *, limit: int = strict_json.MAX_BYTES) ->
     Raises:
         FileError: the file is missing, outside the folder, too large, or contains something else.
     """
-    content: dict[str, object] = strict_json.read_json(checked_path(folder, name), limit=limit)
+    path = checked_path(folder, name)
+    content: dict[str, object] = strict_json.read_json(path, limit=limit, infinity=True)
     return content
 
 

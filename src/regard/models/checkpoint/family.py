@@ -29,8 +29,8 @@ class TensorRule:
         unpack: (stored tensor, sizes of the parameters) -> the parameters, which may be views.
         pack: the parameters -> the stored tensor. Applied to the network's parameters, it gives the
             shape that a file must have.
-        requires: a parameter that must exist for this entry to apply; None is no condition. The
-            same part may be stored under another name in models without that parameter.
+        requires: a further parameter that must exist for this entry to apply; None is no condition.
+            The same part may be stored under another name in models without that parameter.
         unless: a parameter that must not exist for this entry to apply; None is no condition.
     """
 
@@ -51,7 +51,7 @@ class HeadRows:
     Attributes:
         parameters: the names of the parameters, with {} for the numbers in the stored name.
         heads: the name of the `HeadProjection` that has these heads.
-        requires: as for `TensorRule`.
+        requires, unless: as for `TensorRule`.
 
     >>> rows = HeadRows(("q", "gate"), "project.q").rule(2)
     >>> q, gate = torch.arange(4), torch.arange(10, 14)
@@ -62,6 +62,13 @@ class HeadRows:
     parameters: tuple[str, ...]
     heads: str
     requires: str | None = None
+    unless: str | None = None
+
+    def of(self, model: nn.Module, numbers: Sequence[str]) -> TensorRule:
+        """Return the rule for the number of heads in a layer of a network."""
+        part = model.get_submodule(self.heads.format(*numbers))
+        assert isinstance(part, HeadProjection)
+        return self.rule(part.heads)
 
     def rule(self, heads: int) -> TensorRule:
         """Return the rule for a number of heads."""
@@ -77,9 +84,9 @@ class HeadRows:
         return TensorRule(self.parameters, unpack, pack)
 
 
-NameEntry: TypeAlias = str | TensorRule | HeadRows | tuple[TensorRule, ...]
-"""The name of a parameter, a rule, or several rules of which one applies in each layer, where a
-name has another meaning in layers of another kind.
+NameEntry: TypeAlias = str | TensorRule | HeadRows | tuple[TensorRule | HeadRows, ...]
+"""The name of a parameter, a rule, or several rules of which one at most applies in each layer,
+where a name has another meaning in layers of another kind.
 """
 NameTable: TypeAlias = Mapping[str, NameEntry]
 """Stored name -> what the tensor holds."""
@@ -94,6 +101,31 @@ def as_stored(
     return TensorRule(
         (parameter_name,), lambda stored, _: (stored,), lambda parts: parts[0], requires, unless
     )
+
+
+def only(
+    names: NameTable, *, requires: str | None = None, unless: str | None = None
+) -> dict[str, tuple[TensorRule | HeadRows, ...]]:
+    """Return the entries of a table with a condition, for parts that only some layers have.
+
+    Args:
+        names: the table.
+        requires, unless: as for `TensorRule`.
+
+    >>> only({"h.{}.w": "{}.weight"}, unless="{}.norm")["h.{}.w"][0].unless
+    '{}.norm'
+    """
+    return {
+        name: tuple(replace(rule, requires=requires, unless=unless) for rule in _rules(entry))
+        for name, entry in names.items()
+    }
+
+
+def _rules(entry: NameEntry) -> tuple[TensorRule | HeadRows, ...]:
+    """Return the rules of an entry."""
+    if isinstance(entry, tuple):
+        return entry
+    return (as_stored(entry) if isinstance(entry, str) else entry,)
 
 
 def transposed(parameter_name: str) -> TensorRule:
@@ -177,36 +209,29 @@ def bind_names(model: nn.Module, names: NameTable) -> dict[str, TensorBinding]:
     bindings: dict[str, TensorBinding] = {}
     bound: set[str] = set()
     for stored_name, entry in names.items():
-        for numbers, rule in _rules_of_layers(entry, model, by_pattern):
-            parameters = tuple(
-                n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
-            )
-            bindings[stored_name.format(*numbers)] = TensorBinding(rule, parameters)
-            bound.update(parameters)
+        for rule in _rules(entry):
+            for numbers in _layers_of(rule, by_pattern):
+                tensor_rule = rule if isinstance(rule, TensorRule) else rule.of(model, numbers)
+                parameters = tuple(
+                    n for name in rule.parameters for n in _expand(name, numbers, by_pattern)
+                )
+                bindings[stored_name.format(*numbers)] = TensorBinding(tensor_rule, parameters)
+                bound.update(parameters)
     unnamed = set(every) - bound
     assert not unnamed, f"the name table lacks {sorted(unnamed)[:5]}"
     return bindings
 
 
-def _rules_of_layers(
-    entry: NameEntry, model: nn.Module, known: Mapping[str, list[tuple[str, ...]]]
-) -> Iterator[tuple[tuple[str, ...], TensorRule]]:
-    """Yield the numbers of each layer in which an entry of a table applies, and its rule there."""
-    if isinstance(entry, str):
-        entry = as_stored(entry)
-    if isinstance(entry, tuple):
-        for alternative in entry:
-            yield from _rules_of_layers(alternative, model, known)
-    elif isinstance(entry, HeadRows):
-        for numbers in _layers(entry.requires or entry.parameters[0], known):
-            part = model.get_submodule(entry.heads.format(*numbers))
-            assert isinstance(part, HeadProjection)
-            yield numbers, entry.rule(part.heads)
-    else:
-        excluded = () if entry.unless is None else _layers(entry.unless, known)
-        for numbers in _layers(entry.requires or entry.parameters[0], known):
-            if numbers not in excluded:
-                yield numbers, entry
+def _layers_of(
+    rule: TensorRule | HeadRows, known: Mapping[str, list[tuple[str, ...]]]
+) -> list[tuple[str, ...]]:
+    """Return the numbers of the layers to which a rule applies."""
+    layers = _layers(rule.parameters[0], known)
+    if rule.requires is not None:
+        required = _layers(rule.requires, known)
+        layers = [numbers for numbers in layers if numbers in required]
+    excluded = () if rule.unless is None else _layers(rule.unless, known)
+    return [numbers for numbers in layers if numbers not in excluded]
 
 
 _MARK = re.compile(r"\{\}|\*|(?<![^.])\d+(?![^.])")

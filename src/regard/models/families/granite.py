@@ -9,7 +9,8 @@ from __future__ import annotations
 from regard.configs.llama_relatives import GraniteConfig
 from regard.models.assembly import granite, llama_like
 from regard.models.decoder import Decoder
-from regard.nn import SwiGLU
+from regard.nn import Block, SwiGLU
+from regard.positions import Rotary
 
 Config = GraniteConfig
 
@@ -17,7 +18,12 @@ Config = GraniteConfig
 def build(config: Config) -> Decoder:
     """Build the decoder of a config, with initial weights."""
     M, hidden = config.hidden_size, config.intermediate_size
-    return granite.decoder(config, lambda: SwiGLU(M, hidden, bias=config.mlp_bias))
+
+    def layer(rotary: Rotary | None, window: int | None) -> Block:
+        mixer = granite.attention(config, rotary, window)
+        return granite.block(config, mixer, SwiGLU(M, hidden, bias=config.mlp_bias))
+
+    return granite.decoder(config, layer)
 
 
 FAMILY = llama_like.family(Config, build)

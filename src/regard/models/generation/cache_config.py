@@ -9,6 +9,7 @@ from typing import cast
 from torch import nn
 
 from regard.caches import CACHES, Cache, Evicting, Growing, Latent, LayerSize
+from regard.caches.joined import Joined
 from regard.deprecation import renamed_attribute
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
@@ -195,8 +196,9 @@ class CacheConfig:
             The decoder to run with these caches.
 
         Raises:
-            ArgumentError: a layer keeps every token and has no mask to restrict; or the rotary
-                frequencies depend on the length, and the cache is not "growing".
+            ArgumentError: a layer keeps every token and has no mask to restrict, or it has several
+                mechanisms with a cache each; or the rotary frequencies depend on the length, and
+                the cache is not "growing".
         """
         if self.cache != "growing" and has_dynamic_rotary(decoder):
             raise ArgumentError(
@@ -205,6 +207,7 @@ class CacheConfig:
                 'so that cached keys become invalid when it changes; only cache="growing" supports '
                 "that"
             )
+        self._check_joined(decoder)
         extra_mask, evicts = self.extra_mask, issubclass(self.kind, Evicting)
         if extra_mask is None and not evicts:
             return decoder
@@ -240,6 +243,15 @@ class CacheConfig:
             if extra_mask is not None and now.mask != before.mask:
                 reader.mask = extra_mask if reader.mask is None else reader.mask & extra_mask
         return restricted
+
+    def _check_joined(self, decoder: Decoder) -> None:
+        """Raise if a layer has several mechanisms and the cache is not the default."""
+        for i, cache in enumerate(decoder.new_caches() if self.cache != "growing" else ()):
+            if isinstance(cache, Joined):
+                raise ArgumentError(
+                    f"layer {i} has {plural(len(cache.parts), 'mechanism')} with a cache each, "
+                    f'which cache={self.cache!r} does not support; only cache="growing" does'
+                )
 
     def _evicting(self, i: int, attention: Attention) -> EvictingAttention:
         """Return the attention of layer i with the eviction rule of this cache."""

@@ -1,0 +1,215 @@
+"""Layers of Mamba-2, as several families have them: the module, its checkpoint names, and those of
+decoders that mix such layers with attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from regard import masks
+from regard.configs.base import FULL, ModelConfig
+from regard.configs.hybrid import HybridConfig
+from regard.configs.state_space import Mamba2Config, Mamba2Sizes, step_limits
+from regard.configs.state_space_hybrids import Mamba2Keys, PositionlessConfig
+from regard.models.assembly import llama_like
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
+from regard.models.checkpoint.family import (
+    Family,
+    NameEntry,
+    NameTable,
+    TensorRule,
+    only,
+    stacked_rows,
+)
+from regard.models.decoder import Decoder
+from regard.nn import (
+    Attention,
+    Block,
+    CausalConvolution,
+    ConvolvedQKV,
+    HeadProjection,
+    InputEmbedding,
+    Recurrent,
+    SeparateQKV,
+)
+from regard.nn.decay_rules import Mamba2Rule
+from regard.nn.linear import Linear
+from regard.nn.norms import JoinedHeadsRMSNorm
+from regard.positions import Rotary
+
+FLOAT32 = ("*.rule.A_log", "*.rule.dt_bias", "*.rule.skip")
+"""Parameters of the recurrence that stay in float32 or better: an error of a decay grows with the
+number of tokens.
+"""
+
+
+def mixer(
+    sizes: Mamba2Sizes,
+    *,
+    eps: float,
+    step_limits: tuple[float, float] = (0.0, math.inf),
+    gate_before_norm: bool = True,
+) -> Recurrent:
+    """Build a layer of Mamba-2 with initial weights.
+
+    Args:
+        sizes: its sizes.
+        eps: the epsilon of its norm, whose mean is over each group of heads.
+        step_limits: the smallest and the largest step size.
+        gate_before_norm: whether the gate multiplies before the norm.
+    """
+    M, N, E = sizes.dim, sizes.heads, sizes.head_dim
+    q, k = (HeadProjection(M, sizes.groups, sizes.state, bias=sizes.bias) for _ in "qk")
+    v, gate = (HeadProjection(M, N, E, bias=sizes.bias) for _ in "vg")
+    channels = N * E + 2 * sizes.groups * sizes.state
+    convolution = CausalConvolution(channels, sizes.kernel, bias=sizes.conv_bias)
+    norm = JoinedHeadsRMSNorm(N, E, groups=sizes.groups, eps=eps) if sizes.normed else None
+    return Recurrent(
+        ConvolvedQKV(q, k, v, convolution, order="vkq"),
+        Mamba2Rule(M, N, bias=sizes.bias, step_limits=step_limits),
+        Linear(N * E, M, bias=sizes.output_bias),
+        norm=norm,
+        gate=gate,
+        gate_before_norm=gate_before_norm,
+    )
+
+
+def decoder(
+    config: Mamba2Config | PositionlessConfig, layers: Sequence[Block], last: nn.Module
+) -> Decoder:
+    """Build a decoder without positions, with initial weights.
+
+    Args:
+        config: the config.
+        layers: the blocks.
+        last: the norm after the last block.
+    """
+    embedding, head = embedding_and_head(
+        config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
+    return initialize_weights(Decoder(InputEmbedding(embedding), layers, last, head))
+
+
+def attention(config: PositionlessConfig) -> Attention:
+    """Build causal attention without positions."""
+    M, H, D = config.hidden_size, config.num_attention_heads, config.attention_head_dim
+    counts = (H, config.num_key_value_heads, config.num_key_value_heads)
+    project = SeparateQKV(*(HeadProjection(M, n, D) for n in counts))
+    return Attention(project, Linear(H * D, M, bias=False), mask=masks.Causal())
+
+
+def hybrid_mixer(config: Mamba2Keys) -> Recurrent:
+    """Build a layer of Mamba-2 of a model that also has attention, with initial weights."""
+    return mixer(
+        config.mixer_sizes(),
+        eps=config.rms_norm_eps,
+        step_limits=step_limits(config.time_step_limit),
+    )
+
+
+def by_kind(
+    config: HybridConfig,
+    attention: Callable[[Rotary | None, int | None], Block],
+    recurrent: Callable[[], Block],
+) -> Callable[[Rotary | None, int | None], Block]:
+    """Return the function that builds one layer after the other, each of the kind that the config
+    names.
+
+    Args:
+        config: the config.
+        attention: a function (rotary module or None, window or None) -> a block with attention.
+        recurrent: a function -> a block with a layer of Mamba.
+    """
+    kinds: Iterator[str] = iter(config.kinds())
+
+    def layer(rotary: Rotary | None, window: int | None) -> Block:
+        return attention(rotary, window) if next(kinds) == FULL else recurrent()
+
+    return layer
+
+
+def names(stored: str, ours: str) -> NameTable:
+    """Return the table entries of a layer of Mamba-2.
+
+    Args:
+        stored, ours: what stands before the stored names, and before the names in the network.
+
+    >>> table = names("mixer.", "attention.")
+    >>> table["mixer.D"]
+    'attention.rule.skip'
+    """
+    parts = ("gate", "project.v", "project.k", "project.q", "rule")
+    taps = ours + "project.convolution."
+    table: dict[str, NameEntry] = {
+        f"{stored}in_proj.{end}": stacked_rows(*(f"{ours}{part}.linear.{end}" for part in parts))
+        for end in ("weight", "bias")
+    }
+    return table | {
+        stored + "A_log": ours + "rule.A_log",
+        stored + "D": ours + "rule.skip",
+        stored + "dt_bias": ours + "rule.dt_bias",
+        stored + "conv1d.weight": filters(taps + "weight"),
+        stored + "conv1d.bias": taps + "bias",
+        stored + "norm.weight": ours + "norm.weight",
+        stored + "out_proj.weight": ours + "output.weight",
+        stored + "out_proj.bias": ours + "output.bias",
+    }
+
+
+def filters(parameter_name: str) -> TensorRule:
+    """Return the rule of the filters of a convolution, which are stored as [channels, 1, kernel].
+
+    >>> import torch
+    >>> filters("w").pack([torch.zeros(3, 4)]).shape
+    torch.Size([3, 1, 4])
+    """
+    return TensorRule(
+        (parameter_name,), lambda stored, _: (stored[:, 0],), lambda parts: parts[0][:, None]
+    )
+
+
+_RULE = MODEL_LAYER + "attention.rule.A_log"
+"""A parameter that only the layers of Mamba have."""
+
+
+def hybrid_names(attention: NameTable) -> NameTable:
+    """Return the table entries of the mechanisms of a model with Mamba-2 and attention.
+
+    Args:
+        attention: the entries of a layer with attention.
+    """
+    recurrent = names(STORED_LAYER + "mamba.", MODEL_LAYER + "attention.")
+    return {**only(attention, unless=_RULE), **only(recurrent, requires=_RULE)}
+
+
+NORMS_AND_ENDS: NameTable = {
+    "model.embed_tokens.weight": "embed.embedding.weight",
+    "model.final_layernorm.weight": "norm.weight",
+    "lm_head.weight": "head.weight",
+    STORED_LAYER + "input_layernorm.weight": MODEL_LAYER + "attention_residual.norm.weight",
+    STORED_LAYER + "pre_ff_layernorm.weight": MODEL_LAYER + "feed_forward_residual.norm.weight",
+}
+"""The norms, the embedding and the head of Bamba, Falcon-H1 and Jamba."""
+FEED_FORWARD: NameTable = {
+    f"{STORED_LAYER}feed_forward.{part}_proj.{end}": f"{MODEL_LAYER}feed_forward.{part}.{end}"
+    for part in ("gate", "up", "down")
+    for end in ("weight", "bias")
+}
+"""The feed-forward layers of Bamba, Falcon-H1 and Jamba."""
+
+
+def family(config: type[ModelConfig], build: Callable[[Any], Decoder], names: NameTable) -> Family:
+    """Return a family of decoders with Mamba-2 layers and rotary attention.
+
+    Args:
+        config: the config class.
+        build: config -> network with initial weights.
+        names: the name table.
+    """
+    return replace(llama_like.family(config, build, names), keep_float32=FLOAT32)

@@ -1,0 +1,227 @@
+"""The parts of Mamba (Mamba-1): a projection whose queries and keys are computed behind a short
+convolution, and the rule of the selective scan.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.caches import Parts
+from regard.cost.fixed_state import LinearSpec, ShortConvolution
+from regard.cost.spec import HeadShape, ParameterCounts
+from regard.errors import ArgumentError
+from regard.nn.causal_convolution import CausalConvolution
+from regard.nn.explainable import InputSteps, MechanismStep, MechanismSteps, ProjectionQuery
+from regard.nn.linear import Linear
+from regard.nn.projections import HeadProjection
+from regard.nn.recurrent_projections import ProjectedQKV, StatefulQKV
+from regard.ops.linear.linear_attention import gated_linear
+from regard.span import Positions, slice_positions
+
+MAX_DECAYS = 1 << 24
+"""The largest number of decays that are in memory at a time: 64 MiB in fp32."""
+
+
+class SelectiveQKV(StatefulQKV):
+    """The projection of Mamba: the values are convolved over the last few tokens, and queries and
+    keys are computed from the convolved values. Its state is the past inputs of the convolution.
+
+    v = convolution(W_v x);  q = W_q v;  k = W_k v, then the steps of each head
+
+    Here q, k and v are the paper's C, B and x. Each channel of v is a head of size 1.
+
+    Args:
+        q, k: `HeadProjection`s of the N channels to one head of the same size D.
+        v: a `HeadProjection` of hidden states to N heads of size 1.
+        convolution: a `CausalConvolution` over N channels.
+
+    Raises:
+        ArgumentError: the heads or the convolution do not fit together.
+
+    >>> q, k, v = HeadProjection(6, 1, 4), HeadProjection(6, 1, 4), HeadProjection(8, 6, 1)
+    >>> project = SelectiveQKV(q, k, v, CausalConvolution(6, 4))
+    >>> inputs = project.project(torch.zeros(1, 5, 8), None, None)
+    >>> inputs.q.shape, inputs.v.shape, [tuple(part.shape) for part in inputs.state]
+    (torch.Size([1, 1, 5, 4]), torch.Size([1, 6, 5, 1]), [(1, 3, 6)])
+
+    Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.4 and algorithm 2.
+    """
+
+    def __init__(
+        self,
+        q: HeadProjection,
+        k: HeadProjection,
+        v: HeadProjection,
+        convolution: CausalConvolution,
+    ) -> None:
+        super().__init__(q, k, v)
+        channels, inputs = v.heads * v.head_dim, {q.linear.in_features, k.linear.in_features}
+        if v.head_dim != 1 or inputs != {channels} or convolution.weight.shape[0] != channels:
+            raise ArgumentError(
+                f"v is {v.extra_repr()}, q and k read {sorted(inputs)} channels, and the "
+                f"convolution has {convolution.weight.shape[0]}; v must have heads of 1, and all "
+                "others as many channels as there are"
+            )
+        self.convolution = convolution
+
+    @property
+    def cost(self) -> ShortConvolution:
+        """The sizes of the convolution."""
+        return self.convolution.cost
+
+    def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
+        """Compute the queries, keys and values of tokens, with the state of the convolution.
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of the tokens.
+            state: the state after the tokens before; None at the start of a text.
+
+        Returns:
+            The queries, keys and values, and the state after the last token.
+        """
+        y, state = self.convolution(self.v.linear(x), state, positions)
+        v = y.unflatten(-1, (self.v.heads, 1)).transpose(1, 2)
+        return ProjectedQKV(self.q(y, positions), self.k(y, positions), v, state)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the queries, keys and values, each as one step."""
+        q, k, v, _ = self.project(query.x, query.positions, None)
+
+        def step(text: str, heads: Tensor) -> MechanismSteps:
+            return (MechanismStep("behind the convolution", text, heads[0]),)
+
+        return InputSteps(
+            step("q_i ← W v_i", q), step("k_j ← W v_j", k), step("v_j ← conv(W x_j)", v)
+        )
+
+
+class SelectiveScanRule(nn.Module):
+    """The rule of Mamba (S6): every channel has a state of D values, each with a decay of its own,
+    which depends on the token through the step size of the channel.
+
+    S[n] <- exp(-s[n] exp(A[n])) S[n] + k (s[n] v[n]);  z[n] = S[n]^T q + d[n] v[n];
+    s = softplus(W_2 norm(W_1 v) + b)
+
+    It is gated linear attention with one query head, one key head, and a value head of size 1 for
+    each channel.
+
+    Args:
+        channels: the number of channels N.
+        state: the number of values D of the state of a channel.
+        rank: the rank of the map to the step sizes.
+        norm: a module [B,T,rank] -> [B,T,rank]; None applies none.
+        piece: how many tokens of a long text are computed at a time; None is as many as have
+            `MAX_DECAYS` decays, and 64 at least. It does not change the result.
+
+    Raises:
+        ArgumentError: a size is less than 1.
+
+    >>> rule = SelectiveScanRule(6, 4, 2)
+    >>> rule.step(torch.zeros(1, 6, 5, 1)).shape
+    torch.Size([1, 6, 5])
+
+    Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.2 and algorithm 2; with a norm: Lieber et
+    al. 2024 (arXiv 2403.19887), section 2.
+    """
+
+    explain_refusal = (
+        "has no row of weights that is the same for all values: the decays of a channel depend on "
+        "the values themselves; read the state in its cache, or explain a layer of attention"
+    )
+    """Why `Recurrent.explain_row` cannot give a row."""
+
+    def __init__(
+        self,
+        channels: int,
+        state: int,
+        rank: int,
+        *,
+        norm: nn.Module | None = None,
+        piece: int | None = None,
+    ) -> None:
+        super().__init__()
+        if min(channels, state, rank) < 1:
+            raise ArgumentError(
+                f"SelectiveScanRule(channels={channels}, state={state}, rank={rank}): each must be "
+                "at least 1"
+            )
+        self.down = Linear(channels, rank, bias=False)
+        self.up = Linear(rank, channels, bias=False)
+        self.norm, self.piece = norm, piece
+        self.A_log = nn.Parameter(torch.arange(1.0, state + 1).log().repeat(channels, 1))
+        self.skip = nn.Parameter(torch.ones(channels))
+        step = torch.empty(channels).uniform_(math.log(0.001), math.log(0.1)).exp()
+        # This is the inverse of softplus: softplus(dt_bias) = step.
+        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+
+    def step(self, v: Float[Tensor, "B N T 1"]) -> Float[Tensor, "B N T"]:
+        """Return the step sizes s [B,N,T] of tokens with the values v [B,N,T,1]."""
+        low = self.down(v[..., 0].transpose(1, 2))
+        low = low if self.norm is None else self.norm(low)
+        return F.softplus(_wide(self.up(low)) + _wide(self.dt_bias)).transpose(1, 2)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        q: Float[Tensor, "B H T D"],
+        k: Float[Tensor, "B G T D"],
+        v: Float[Tensor, "B N T E"],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+        """Return the results [B,N,T,1] and the state (S,) after the last token.
+
+        Every token has N D decays, so that long texts are computed in pieces.
+        """
+        T = v.shape[2]
+        piece = self.piece
+        if piece is None:
+            piece = max(64, MAX_DECAYS // max(1, v.shape[0] * self.A_log.numel()))
+        results: list[Tensor] = []
+        for start in range(0, max(T, 1), piece):
+            where = slice(start, min(start + piece, T))
+            own = None if positions is None else slice_positions(positions, where)
+            inputs = (q[:, :, where], k[:, :, where], v[:, :, where])
+            z, state = self._scan(inputs, state, own, form)
+            results.append(z)
+        assert state is not None, "there is at least one piece"
+        return torch.cat(results, 2), state
+
+    def _scan(
+        self,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        state: Parts | None,
+        positions: Positions | None,
+        form: str,
+    ) -> tuple[Tensor, Parts]:
+        """Run the recurrence over a piece of the tokens, given as q, k and v."""
+        q, k, v = inputs
+        step = self.step(v)[..., None]
+        g = -_wide(self.A_log).exp()[:, None] * step
+        z, state = gated_linear(
+            _wide(q),
+            _wide(k),
+            _wide(v) * step,
+            g,
+            scale=1.0,
+            state=state,
+            k_positions=positions,
+            form=form,
+        )
+        return (z + _wide(self.skip)[:, None, None] * _wide(v)).to(q.dtype), state
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
+        """Return the cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, "Mamba", decayed=True)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Convert a tensor to float32, unless it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
