@@ -1,0 +1,29 @@
+"""Measure all mechanisms of the catalogue and write the page that compares them.
+
+    python -m tests.compare.catalogue_table quality    # train the most used, for hours
+    python -m tests.compare.catalogue_table speed      # time one layer of each, for minutes
+    python -m tests.compare.catalogue_table page       # write docs/mechanisms.md and its Chinese
+"""
+
+from __future__ import annotations
+
+import sys
+
+from tests.compare.catalogue_table import quality, speed
+
+
+def report(line: str) -> None:
+    """Print a line of progress."""
+    print(line, flush=True)
+
+
+def main(words: list[str]) -> None:
+    """The command."""
+    if words == ["quality"]:
+        quality.run(report)
+    elif words == ["speed"]:
+        speed.run(report)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
