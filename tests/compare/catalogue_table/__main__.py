@@ -1,15 +1,15 @@
 """Measure all mechanisms of the catalogue and write the page that compares them.
 
-    python -m tests.compare.catalogue_table quality    # train the most used, for hours
-    python -m tests.compare.catalogue_table speed      # time one layer of each, for minutes
-    python -m tests.compare.catalogue_table page       # write docs/mechanisms.md and its Chinese
+python -m tests.compare.catalogue_table quality    # train the most used, for hours
+python -m tests.compare.catalogue_table speed      # time one layer of each, for minutes
+python -m tests.compare.catalogue_table page       # write docs/mechanisms.md and its Chinese translation
 """
 
 from __future__ import annotations
 
 import sys
 
-from tests.compare.catalogue_table import quality, speed
+from tests.compare.catalogue_table import page, quality, speed
 
 
 def report(line: str) -> None:
@@ -23,6 +23,10 @@ def main(words: list[str]) -> None:
         quality.run(report)
     elif words == ["speed"]:
         speed.run(report)
+    elif words == ["page"]:
+        page.write()
+    else:
+        raise SystemExit(__doc__)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,9 @@ def machine() -> dict[str, object]:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The lines of a file; none if there is no file."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    )
 
 
 def append(path: Path, line: dict[str, Any]) -> None:

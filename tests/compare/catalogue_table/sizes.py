@@ -10,14 +10,9 @@ import torch
 from torch import nn
 
 from regard.configs.published import model_of
-from regard.configs.suggested_sizes import (
-    MECHANISM_CHOICES,
-    BaseModel,
-    mechanism_costs,
-)
-from regard.cost import CostReport, Setting, Spec
+from regard.configs.suggested_sizes import MECHANISM_CHOICES, BaseModel, mechanism_costs
+from regard.cost import CostReport, Setting
 from regard.models.assembly.catalogue_mixer import CAUSAL_OPTIONS, decoder_variants
-from regard.nn.mixer import Mixer
 from regard.nn.variants import VARIANTS, Variant
 from regard.nn.variants.registry import option_names
 from regard.nn.variants.usage import USAGE
@@ -98,8 +93,8 @@ def small_layer(name: str) -> nn.Module:
     return entry.build(DIM, HEADS, **options, **causal_options(entry)).eval()
 
 
-def reference_report(name: str) -> CostReport | None:
-    """The cost of the model with this mechanism; None if the mechanism has no spec.
+def reference_report(name: str) -> CostReport:
+    """The cost of the model with this mechanism in every layer.
 
     A mechanism that `regard cost --mechanisms` knows has the sizes that the command suggests; the
     others have those that `regard describe` suggests.
@@ -112,8 +107,5 @@ def reference_report(name: str) -> CostReport | None:
     options = {**USAGE[name].options, **groups, **causal_options(entry)}
     with torch.device("meta"):
         module = entry.build(base.model.dim, base.heads, **options)
-    spec = module.spec if isinstance(module, Mixer) else getattr(module, "spec", None)
-    if not isinstance(spec, Spec):
-        return None
-    layers = tuple(replace(layer, mixer=spec) for layer in base.model.layers)
+    layers = tuple(replace(layer, mixer=module.spec) for layer in base.model.layers)
     return CostReport(replace(base.model, layers=layers), setting)
