@@ -2,7 +2,7 @@
 
 python -m tests.compare.catalogue_table quality    # train the most used, for hours
 python -m tests.compare.catalogue_table speed      # time one layer of each, for minutes
-python -m tests.compare.catalogue_table page       # write docs/mechanisms.md and its Chinese translation
+python -m tests.compare.catalogue_table page       # write the tables of docs/mechanisms.md
 """
 
 from __future__ import annotations

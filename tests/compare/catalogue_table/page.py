@@ -1,5 +1,5 @@
-"""The page docs/mechanisms.md and its Chinese translation, written from the kept measurements, the
-counted costs and the words of the catalogue.
+"""The parts of docs/mechanisms.md and its Chinese translation that are written from the kept
+measurements, the counted costs and the words of the catalogue.
 """
 
 from __future__ import annotations
@@ -10,13 +10,33 @@ from collections.abc import Mapping, Sequence
 from regard.language import catalogue
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.usage import USAGE
-from tests.compare.catalogue_table import behaviour, page_texts
+from tests.compare.catalogue_table import behaviour
 from tests.compare.catalogue_table.kept import DOCS, QUALITY, read
 from tests.compare.catalogue_table.quality import MOST_USED, STEPS
-from tests.compare.catalogue_table.rows import Row, cost_rows, quality_results, speeds
+from tests.compare.catalogue_table.rows import cost_rows, quality_results, speeds
 
 PAGES = {"en": DOCS / "mechanisms.md", "zh": DOCS / "mechanisms.zh-CN.md"}
 NONE = "–"
+HEADS = (
+    ("mechanism", "机制"),
+    ("kind", "种类"),
+    ("result", "结果"),
+    ("beyond training length", "超出训练长度"),
+    ("cache per token, KiB", "每词元缓存，KiB"),
+    ("state, MiB", "状态，MiB"),
+    ("all caches, MiB", "全部缓存，MiB"),
+    ("prompt, TFLOP", "提示，TFLOP"),
+    ("token, GFLOP", "词元，GFLOP"),
+    ("prompt, ms", "提示，毫秒"),
+    ("token, ms", "词元，毫秒"),
+    ("who ships it", "谁在使用"),
+)
+QUALITY_HEADS = (
+    ("mechanism", "机制"),
+    ("mqar, % right", "mqar，正确率 %"),
+    ("passkey, % right", "passkey，正确率 %"),
+    ("text, bits per byte", "文本，每字节比特"),
+)
 
 
 def number(x: float | None, unit: float) -> str:
@@ -25,15 +45,12 @@ def number(x: float | None, unit: float) -> str:
 
 
 def plain(x: float) -> str:
-    """Three digits without an exponent.
+    """Three digits, or all digits of the whole number; without an exponent.
 
     >>> [plain(x) for x in (0.0, 0.01234, 8.0, 131.27, 16384.0)]
-    ['0', '0.0123', '8', '131', '16400']
+    ['0', '0.0123', '8', '131', '16384']
     """
-    if not x:
-        return "0"
-    rounded = float(f"{x:.3g}")
-    return f"{rounded:.0f}" if rounded >= 100 else f"{rounded:g}"
+    return f"{x:.0f}" if x >= 100 else f"{float(f'{x:.3g}'):g}"
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -50,12 +67,12 @@ class Language:
     """The words of one language."""
 
     def __init__(self, code: str) -> None:
-        self.code, self.index = code, ("en", "zh").index(code)
+        self.code = code
         self._chinese: Mapping[str, str] = catalogue("regard", "zh")
 
-    def of(self, both: tuple[str, str]) -> str:
+    def of(self, english: str, chinese: str) -> str:
         """The text of this language."""
-        return both[self.index]
+        return english if self.code == "en" else chinese
 
     def printed(self, english: str) -> str:
         """A text that commands print."""
@@ -68,16 +85,16 @@ def kind(language: Language, name: str) -> str:
     return family if language.code == "en" else language.printed(f"{family} attention")
 
 
-def mechanism_table(language: Language, rows: Sequence[Row]) -> str:
+def mechanism_table(language: Language) -> str:
     """One row for each mechanism."""
     return table(
-        [language.of(head) for head in page_texts.HEADS],
+        [language.of(*head) for head in HEADS],
         [
             [
                 f"`{row.name}`",
                 kind(language, row.name),
-                language.of(behaviour.result_of(row.name).words),
-                language.of(behaviour.beyond_training(row.name).words),
+                behaviour.result_of(row.name).words[language.code],
+                behaviour.beyond_training(row.name).words[language.code],
                 number(row.token_bytes, 2**10),
                 number(row.state_bytes, 2**20),
                 number(row.cache_bytes, 2**20),
@@ -87,16 +104,16 @@ def mechanism_table(language: Language, rows: Sequence[Row]) -> str:
                 number(row.token_seconds, 1e-3),
                 language.printed(USAGE[row.name].models),
             ]
-            for row in rows
+            for row in cost_rows()
         ],
     )
 
 
 def meanings(language: Language, groups: Sequence[behaviour.Behaviour]) -> str:
     """What the words of a column mean."""
-    heads = [language.of(text) for text in (("words", "用语"), ("meaning", "含义"))]
-    rows = [f"| {language.of(x.words)} | {language.of(x.meaning)} |" for x in groups]
-    return "\n".join([f"| {heads[0]} | {heads[1]} |", "|---|---|", *rows])
+    head = language.of("| words | meaning |", "| 用语 | 含义 |")
+    rows = [f"| {x.words[language.code]} | {x.meaning[language.code]} |" for x in groups]
+    return "\n".join([head, "|---|---|", *rows])
 
 
 def quality_table(language: Language) -> str:
@@ -109,40 +126,65 @@ def quality_table(language: Language) -> str:
         mean = statistics.fmean(scale * x for x in results[task, name])
         return f"{mean:.{digits}f} ({', '.join(values)})"
 
-    heads = [language.of(head) for head in page_texts.QUALITY_HEADS]
+    heads = [language.of(*head) for head in QUALITY_HEADS]
     return table(heads, [[f"`{n}`", *(shown(t, n) for t in STEPS)] for n in MOST_USED])
 
 
-def spread(task: str) -> str:
-    """The largest distance between two seeds of one mechanism."""
-    _, results = quality_results()
-    distance = max(max(x) - min(x) for (t, _), x in results.items() if t == task)
-    return f"{distance:.2f}" if task == "text" else f"{100 * distance:.0f}"
-
-
-def page(language: Language) -> str:
-    """The whole page."""
+def speed_facts(language: Language) -> str:
+    """When and where speeds were measured."""
     settings, _ = speeds()
-    trained, (seeds, _) = read(QUALITY)[0], quality_results()
-    facts = {
-        "count": len(VARIANTS),
-        "seeds": seeds,
-        **{f"{task}_spread": spread(task) for task in STEPS},
-        "speed_date": settings["date"],
-        "quality_date": trained["date"],
-        **{name: trained[name] for name in ("processor", "cores", "torch", "python")},
-        **{name: settings[name] for name in ("dim", "heads", "groups", "tokens", "rounds")},
+    return language.of(
+        "Speeds: {date}, {processor}, {cores} cores, one thread, Python {python}, torch {torch}.",
+        "速度：{date}，{processor}，{cores} 核，单线程，Python {python}，torch {torch}。",
+    ).format(**settings)
+
+
+def seeds(language: Language) -> str:
+    """When and where models were trained, and how much the seeds differ."""
+    count, results = quality_results()
+    distance = {
+        task: max(max(x) - min(x) for (t, _), x in results.items() if t == task) for task in STEPS
     }
-    parts = {
-        "mechanisms": mechanism_table(language, list(cost_rows())),
-        "results": meanings(language, behaviour.RESULTS),
-        "beyond": meanings(language, behaviour.BEYOND),
-        "quality": quality_table(language),
-    }
-    return language.of(page_texts.PAGE).format(**facts, **parts)
+    return language.of(
+        "{count} seeds. Largest distance between two seeds of one mechanism: {mqar:.0f} points in "
+        "mqar, {passkey:.0f} points in passkey, {text:.2f} bits per byte. Trained on {date}, "
+        "{processor}, one thread, Python {python}, torch {torch}.",
+        "{count} 个种子。同一机制的两个种子之间的最大差距：mqar {mqar:.0f} 个百分点，passkey "
+        "{passkey:.0f} 个百分点，文本每字节 {text:.2f} 比特。训练于 {date}，{processor}，单线程，"
+        "Python {python}，torch {torch}。",
+    ).format(
+        **read(QUALITY)[0],
+        count=count,
+        mqar=100 * distance["mqar"],
+        passkey=100 * distance["passkey"],
+        text=distance["text"],
+    )
+
+
+BLOCKS = {
+    "mechanisms": mechanism_table,
+    "speed": speed_facts,
+    "results": lambda language: meanings(language, behaviour.RESULTS),
+    "beyond": lambda language: meanings(language, behaviour.BEYOND),
+    "quality": quality_table,
+    "seeds": seeds,
+}
+"""The parts of the page that the program writes, by name."""
+
+
+def page(code: str) -> str:
+    """The page of a language, with its parts written anew."""
+    text, language = PAGES[code].read_text("utf-8"), Language(code)
+    for name, make in BLOCKS.items():
+        begin = f"<!-- {name}, made by python -m tests.compare.catalogue_table page -->"
+        head, _, rest = text.partition(f"{begin}\n")
+        _, end, tail = rest.partition("<!-- end -->")
+        assert end, f"{PAGES[code]} has no part {name}"
+        text = f"{head}{begin}\n\n{make(language)}\n\n{end}{tail}"
+    return text
 
 
 def write() -> None:
     """Write the page in both languages."""
     for code, path in PAGES.items():
-        path.write_text(page(Language(code)), "utf-8")
+        path.write_text(page(code), "utf-8")

@@ -4,7 +4,9 @@ as one small layer, whose speed is measured.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from regard.configs.published import model_of
 from regard.configs.suggested_sizes import MECHANISM_CHOICES, BaseModel, mechanism_costs
 from regard.cost import CostReport, Setting
 from regard.models.assembly.catalogue_mixer import CAUSAL_OPTIONS, decoder_variants
+from regard.nn.mixer import MaskVisibility
 from regard.nn.variants import VARIANTS, Variant
 from regard.nn.variants.registry import option_names
 from regard.nn.variants.usage import USAGE
@@ -93,6 +96,28 @@ def small_layer(name: str) -> nn.Module:
     return entry.build(DIM, HEADS, **options, **causal_options(entry)).eval()
 
 
+SEEN_KEYS: dict[str, Callable[[int], int]] = {
+    "dilated": lambda i: min(i // 2 + 1, 512),
+    "sparse_strided": lambda i: min(i + 1, 128) + i // 128,
+    "sparse_fixed": lambda i: i % 128 + 1 + i // 128,
+}
+"""How many keys the query at position i sees, for patterns whose pairs take long to count by the
+mask.
+"""
+
+
+@dataclass(frozen=True)
+class CountedPairs(MaskVisibility):
+    """A mask whose pairs are counted by a formula."""
+
+    seen: Callable[[int], int] = field(kw_only=True)
+
+    def pairs(self, context: int) -> int:
+        """The number of visible pairs."""
+        return sum(map(self.seen, range(context)))
+
+
+@functools.cache
 def reference_report(name: str) -> CostReport:
     """The cost of the model with this mechanism in every layer.
 
@@ -107,5 +132,8 @@ def reference_report(name: str) -> CostReport:
     options = {**USAGE[name].options, **groups, **causal_options(entry)}
     with torch.device("meta"):
         module = entry.build(base.model.dim, base.heads, **options)
-    layers = tuple(replace(layer, mixer=module.spec) for layer in base.model.layers)
+    spec = module.spec
+    if name in SEEN_KEYS:
+        spec = replace(spec, visible=CountedPairs(spec.visible.mask, seen=SEEN_KEYS[name]))
+    layers = tuple(replace(layer, mixer=spec) for layer in base.model.layers)
     return CostReport(replace(base.model, layers=layers), setting)
