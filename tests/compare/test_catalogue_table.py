@@ -118,19 +118,22 @@ def test_models_that_were_trained_have_equal_parameters() -> None:
 
 
 def test_the_kept_runs_are_those_of_the_page() -> None:
-    seeds, results = quality_results()
-    assert seeds >= 2
+    results = quality_results()
     assert set(results) == {(task, name) for task in STEPS for name in MOST_USED}
-    for values in results.values():
-        assert len(values) == seeds
+    assert len(results["mqar", "mha"]) >= 2, "one seed says nothing"
+    for (task, _), values in results.items():
+        assert len(values) == len(results[task, "mha"])
         assert all(math.isfinite(x) and x >= 0 for x in values)
+    configs = {name: one.config for name, one in models().items()}
     for line in read(QUALITY):
         task, name = line["name"].split("/")[:2]
-        assert line["settings"]["model"]["attention"] == models()[name].config.attention
+        assert line["settings"]["model"]["attention"] == configs[name].attention
         assert line["settings"]["steps"] == STEPS[task]
         assert {"date", "processor", "torch", "python"} <= set(line)
-    assert min(results["mqar", "mha"]) > 0.8, "plain attention learns to recall at this size"
-    assert min(results["passkey", "mha"]) > 0.8
+    for task in ("mqar", "passkey"):  # plain attention learns to recall at this size
+        assert min(results[task, "mha"]) > 0.75
+    for name in ("sliding_window", "chunked"):  # which cannot see the answer: a digit is guessed
+        assert max(results["passkey", name]) < 0.2
 
 
 def test_numbers_are_plain() -> None:

@@ -118,7 +118,7 @@ def meanings(language: Language, groups: Sequence[behaviour.Behaviour]) -> str:
 
 def quality_table(language: Language) -> str:
     """The results of training: the mean over seeds, and each of them."""
-    _, results = quality_results()
+    results = quality_results()
 
     def shown(task: str, name: str) -> str:
         scale, digits = (1.0, 3) if task == "text" else (100.0, 1)
@@ -140,25 +140,30 @@ def speed_facts(language: Language) -> str:
 
 
 def seeds(language: Language) -> str:
-    """When and where models were trained, and how much the seeds differ."""
-    count, results = quality_results()
-    distance = {
-        task: max(max(x) - min(x) for (t, _), x in results.items() if t == task) for task in STEPS
+    """When and where models were trained, with how many seeds, and how much these differ."""
+    runs = {
+        task: [values for (name, _), values in quality_results().items() if name == task]
+        for task in STEPS
+    }
+    facts = {
+        f"{task}_{what}": number
+        for task, values in runs.items()
+        for what, number in (
+            ("seeds", len(values[0])),
+            ("distance", max(max(x) - min(x) for x in values) * (1 if task == "text" else 100)),
+        )
     }
     return language.of(
-        "{count} seeds. Largest distance between two seeds of one mechanism: {mqar:.0f} points in "
-        "mqar, {passkey:.0f} points in passkey, {text:.2f} bits per byte. Trained on {date}, "
-        "{processor}, one thread, Python {python}, torch {torch}.",
-        "{count} 个种子。同一机制的两个种子之间的最大差距：mqar {mqar:.0f} 个百分点，passkey "
-        "{passkey:.0f} 个百分点，文本每字节 {text:.2f} 比特。训练于 {date}，{processor}，单线程，"
-        "Python {python}，torch {torch}。",
-    ).format(
-        **read(QUALITY)[0],
-        count=count,
-        mqar=100 * distance["mqar"],
-        passkey=100 * distance["passkey"],
-        text=distance["text"],
-    )
+        "Seeds: {mqar_seeds} in mqar, {passkey_seeds} in passkey, {text_seeds} in text. Largest "
+        "distance between two seeds of one mechanism: {mqar_distance:.0f} points in mqar, "
+        "{passkey_distance:.0f} points in passkey, {text_distance:.2f} bits per byte in text. "
+        "Trained on {date}, {processor}, one thread, Python {python}, torch {torch}.",
+        "种子数：mqar {mqar_seeds} 个，passkey {passkey_seeds} 个，文本 {text_seeds} 个。"
+        "同一机制的两个种子之间的最大差距：mqar {mqar_distance:.0f} 个百分点，"
+        "passkey {passkey_distance:.0f} 个百分点，"
+        "文本每字节 {text_distance:.2f} 比特。训练于 {date}，{processor}，单线程，Python {python}，"
+        "torch {torch}。",
+    ).format(**read(QUALITY)[0], **facts)
 
 
 BLOCKS = {

@@ -10,7 +10,7 @@ from typing import Any
 from regard.compare.quality import run_name
 from regard.nn.variants import VARIANTS
 from tests.compare.catalogue_table.kept import QUALITY, SPEED, read
-from tests.compare.catalogue_table.quality import MOST_USED, RATE, SEEDS, STEPS, tasks
+from tests.compare.catalogue_table.quality import MOST_USED, RATE, SEEDS, tasks
 from tests.compare.catalogue_table.sizes import decodes, reference_report
 
 KINDS = ("softmax", "latent", "selected", "linear", "memory", "cross", "additive")
@@ -71,17 +71,16 @@ Results = Mapping[tuple[str, str], list[float]]
 """(task, mechanism) -> the result of each seed, in order."""
 
 
-def quality_results(path: Path = QUALITY) -> tuple[int, Results]:
-    """The number of seeds with which every mechanism was trained in every task, and their
-    results.
-    """
+def quality_results(path: Path = QUALITY) -> Results:
+    """The results with those seeds of a task with which every mechanism was trained."""
     found = {line["name"]: line["numbers"] for line in read(path)}
-    metrics = {task.name: task.metric for task in tasks()}
     results: dict[tuple[str, str], list[float]] = {}
-    for seed in SEEDS:
-        names = {(t, m): run_name(t, m, RATE, seed) for t in STEPS for m in MOST_USED}
-        if not all(name in found for name in names.values()):
-            return seed, results
-        for key, name in names.items():
-            results.setdefault(key, []).append(found[name][metrics[key[0]]])
-    return len(SEEDS), results
+    for task in tasks():
+        for seed in SEEDS:
+            names = {
+                mechanism: run_name(task.name, mechanism, RATE, seed) for mechanism in MOST_USED
+            }
+            if all(name in found for name in names.values()):
+                for mechanism, name in names.items():
+                    results.setdefault((task.name, mechanism), []).append(found[name][task.metric])
+    return results
