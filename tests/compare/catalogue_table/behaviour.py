@@ -7,6 +7,7 @@ longer texts it is in the first group if it has rotary positions, and in the sec
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ def result_of(name: str) -> Behaviour:
     return next((group for group in RESULTS if name in group.names), RESULTS[0])
 
 
+@functools.cache
 def beyond_training(name: str) -> Behaviour:
     """What becomes of a mechanism in texts longer than those of its training."""
     if named := [group for group in BEYOND if name in group.names]:

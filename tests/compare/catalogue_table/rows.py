@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regard.compare.quality import run_name
+from regard.compare.quality import RecallTask, TextTask, run_name
 from regard.nn.variants import VARIANTS
 from tests.compare.catalogue_table.kept import QUALITY, SPEED, read
-from tests.compare.catalogue_table.quality import MOST_USED, RATE, SEEDS, tasks
+from tests.compare.catalogue_table.quality import MOST_USED, RATE, SEEDS, STEPS
 from tests.compare.catalogue_table.sizes import decodes, reference_report
 
 KINDS = ("softmax", "latent", "selected", "linear", "memory", "cross", "additive")
