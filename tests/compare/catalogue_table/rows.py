@@ -75,12 +75,11 @@ def quality_results(path: Path = QUALITY) -> Results:
     """The results with those seeds of a task with which every mechanism was trained."""
     found = {line["name"]: line["numbers"] for line in read(path)}
     results: dict[tuple[str, str], list[float]] = {}
-    for task in tasks():
+    for task in STEPS:
+        metric = TextTask.metric if task == "text" else RecallTask.metric
         for seed in SEEDS:
-            names = {
-                mechanism: run_name(task.name, mechanism, RATE, seed) for mechanism in MOST_USED
-            }
+            names = {one: run_name(task, one, RATE, seed) for one in MOST_USED}
             if all(name in found for name in names.values()):
-                for mechanism, name in names.items():
-                    results.setdefault((task.name, mechanism), []).append(found[name][task.metric])
+                for one, name in names.items():
+                    results.setdefault((task, one), []).append(found[name][metric])
     return results
