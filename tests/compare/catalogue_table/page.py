@@ -140,30 +140,30 @@ def speed_facts(language: Language) -> str:
 
 
 def seeds(language: Language) -> str:
-    """When and where models were trained, with how many seeds, and how much these differ."""
-    runs = {
-        task: [values for (name, _), values in quality_results().items() if name == task]
-        for task in STEPS
-    }
-    facts = {
-        f"{task}_{what}": number
-        for task, values in runs.items()
-        for what, number in (
-            ("seeds", len(values[0])),
-            ("distance", max(max(x) - min(x) for x in values) * (1 if task == "text" else 100)),
-        )
-    }
-    return language.of(
-        "Seeds: {mqar_seeds} in mqar, {passkey_seeds} in passkey, {text_seeds} in text. Largest "
-        "distance between two seeds of one mechanism: {mqar_distance:.0f} points in mqar, "
-        "{passkey_distance:.0f} points in passkey, {text_distance:.2f} bits per byte in text. "
+    """With how many seeds models were trained, how much these differ, and when and where."""
+    said = []
+    for task in STEPS:
+        runs = [values for (name, _), values in quality_results().items() if name == task]
+        is_text = task == "text"
+        scale, unit = (1.0, "bits per byte") if is_text else (100.0, "points")
+        chinese_unit = "比特每字节" if is_text else "个百分点"
+        distance = scale * max(max(values) - min(values) for values in runs)
+        if len(runs[0]) == 1:
+            said.append(language.of(f"{task}: one seed", f"{task}：1 个种子"))
+        else:
+            n = len(runs[0])
+            said.append(
+                language.of(
+                    f"{task}: {n} seeds, with up to {distance:.3g} {unit} between those of one "
+                    "mechanism",
+                    f"{task}：{n} 个种子，同一机制的种子之间最多相差 {distance:.3g} {chinese_unit}",
+                )
+            )
+    where = language.of(
         "Trained on {date}, {processor}, one thread, Python {python}, torch {torch}.",
-        "种子数：mqar {mqar_seeds} 个，passkey {passkey_seeds} 个，文本 {text_seeds} 个。"
-        "同一机制的两个种子之间的最大差距：mqar {mqar_distance:.0f} 个百分点，"
-        "passkey {passkey_distance:.0f} 个百分点，"
-        "文本每字节 {text_distance:.2f} 比特。训练于 {date}，{processor}，单线程，Python {python}，"
-        "torch {torch}。",
-    ).format(**read(QUALITY)[0], **facts)
+        "训练于 {date}，{processor}，单线程，Python {python}，torch {torch}。",
+    ).format(**read(QUALITY)[0])
+    return language.of("; ", "；").join(said) + language.of(". ", "。") + where
 
 
 BLOCKS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.bench.measurement import interleaved, median, quartiles
 from regard.compare.experiment import ReportProgress
 from regard.nn.variants import VARIANTS
-from tests.compare.catalogue_table.kept import SPEED, append, machine
+from tests.compare.catalogue_table.kept import SPEED, append, machine, read
 from tests.compare.catalogue_table.sizes import DIM, GROUPS, HEADS, TOKENS, decodes, small_layer
 
 ROUNDS = 5
@@ -50,30 +50,47 @@ def filled_step(module: nn.Module, name: str, x: Tensor) -> Callable[[], Tensor]
     return step
 
 
-def run(report: ReportProgress) -> None:
-    """Measure all mechanisms in turns, and keep a line for each."""
+def measure(names: Iterable[str], report: ReportProgress) -> dict[str, dict[str, object]]:
+    """Time these mechanisms in turns; return the line of each."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x = torch.randn(1, TOKENS, DIM)
     prompts: dict[str, Callable[[], object]] = {}
     steps: dict[str, Callable[[], object]] = {}
-    for name in VARIANTS:
+    for name in names:
         module = small_layer(name)
-        begun = time.process_time()
         prompts[name] = functools.partial(prefill, module, name, x)
-        prompts[name]()
         if decodes(name):
             steps[name] = filled_step(module, name, x)
-        report(f"{name}: built, {time.process_time() - begun:.1f} s")
+        report(f"{name} is built")
     clock = time.process_time
-    prefill_times = interleaved(prompts, rounds=ROUNDS, sample=0.0, clock=clock)
-    step_times = interleaved(steps, rounds=ROUNDS, sample=0.01, clock=clock)
+    times = {
+        "prefill": interleaved(prompts, rounds=ROUNDS, sample=0.0, clock=clock),
+        "step": interleaved(steps, rounds=ROUNDS, sample=0.01, clock=clock),
+    }
+    lines: dict[str, dict[str, object]] = {}
+    for name in prompts:
+        lines[name] = {"name": name}
+        for work in ("prefill", "step"):
+            if name in times[work]:
+                low, high = quartiles(times[work][name])
+                values = (low, median(times[work][name]), high)
+                lines[name][work] = [float(f"{x:.4g}") for x in values]
+    return lines
+
+
+def run(names: Sequence[str], report: ReportProgress) -> None:
+    """Measure all mechanisms and keep a line for each, or only these beside those that are kept.
+
+    A line of a later day has its own date and machine.
+    """
+    before = read(SPEED) if names else []
+    new = measure(names or VARIANTS, report)
+    kept = {line["name"]: line for line in before[1:]}
+    if names:
+        new = {name: {**line, **machine()} for name, line in new.items()}
     SPEED.unlink(missing_ok=True)
-    append(SPEED, {**SETTINGS, **machine()})
+    append(SPEED, before[0] if names else {**SETTINGS, **machine()})
     for name in VARIANTS:
-        line: dict[str, object] = {"name": name}
-        for work, times in (("prefill", prefill_times), ("step", step_times)):
-            if name in times:
-                low, high = quartiles(times[name])
-                line[work] = [float(f"{x:.4g}") for x in (low, median(times[name]), high)]
-        append(SPEED, line)
+        if line := new.get(name) or kept.get(name):
+            append(SPEED, line)
