@@ -27,6 +27,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 CHINESE = ".zh-CN.md"
+SCRIPT = "sortable_tables.js"
+"""The only script of our own: tables in an element of the class "sortable" can be sorted."""
 INLINE = re.compile(
     r"(?P<start>!?\[(?:[^\[\]]|\[[^\]]*\])*\]\()(?P<link>[^)\s]+)(?P<end>\))"  # a link or a picture
     r"|(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"  # code
@@ -61,6 +63,7 @@ SECTIONS = (
         (
             "docs/which-attention.md",
             "docs/catalogue.md",
+            "docs/mechanisms.md",
             "docs/cost.md",
             "docs/compare.md",
             "docs/claims.md",
@@ -182,6 +185,7 @@ class Stage:
         for source, page in self.mine.pages.items():
             text = (ROOT / source).read_text(encoding="utf-8")
             self._put(page, self.rewrite(text, source))
+        shutil.copyfile(ROOT / "docs" / SCRIPT, self.folder / SCRIPT)
         for source, page in self._files.items():
             path = ROOT / source
             if page.endswith(".md"):
@@ -334,6 +338,7 @@ def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
                 {"name": "简体中文", "link": "./zh/" if english else "./", "lang": "zh"},
             ],
         },
+        "extra_javascript": [SCRIPT],
         "plugins": {
             "search": {},
             "mkdocstrings": {

@@ -49,6 +49,23 @@ def test_what_a_row_calls_built_exists(language: str, built: str) -> None:
     assert [name for name in named if name not in known] == []
 
 
+def test_every_row_of_the_literature_says_built_or_why_not() -> None:
+    states = {"en": r"(recurrence )?built as |not (built|a mechanism)", "zh": r".*(已|未|不是)"}
+    reasons = {"en": r", because |of its own: ", "zh": "因为|："}
+    for language, state in states.items():
+        rows = [x.strip("| ").split(" | ", 1) for x in tables(language)]
+        assert len(rows) >= 117, "no row may be lost"
+        assert [name for name, said in rows if not re.match(state, said)] == []
+        left_out = [said for _, said in rows if re.match("not |未|不", said)]
+        assert [said for said in left_out if not re.search(reasons[language], said)] == []
+
+
+def tables(language: str) -> list[str]:
+    """The rows of the second section, without heads."""
+    rows = page(language).split("\n## ")[2].splitlines()
+    return [x for x in rows if x.startswith("| ") and not re.match(r"\| (mechanism|机制) ", x)]
+
+
 def test_both_languages_have_the_same_rows() -> None:
     tables = [
         re.findall(r"^### |^\| `?", page(language), re.MULTILINE) for language in ("en", "zh")

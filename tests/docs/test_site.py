@@ -8,6 +8,7 @@ import functools
 import http.server
 import importlib.util
 import json
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -90,6 +91,31 @@ class Links(HTMLParser):
                 self.links.append(value)
 
 
+TABLE = """<!doctype html><meta charset="utf-8"><div class="sortable"><table>
+<thead><tr><th>name</th><th>MiB</th></tr></thead>
+<tbody><tr><td>b</td><td>16</td></tr><tr><td>c</td><td>–</td></tr><tr><td>a</td><td>9.5</td></tr>
+<tr><td>d</td><td>128</td></tr></tbody></table></div><script src="sortable_tables.js"></script>"""
+
+
+@pytest.mark.full
+def test_a_click_on_the_head_of_a_column_sorts_a_table(tmp_path: Path) -> None:
+    if CHROMIUM is None:
+        pytest.skip(WHY_NOT)
+    script = builder().SCRIPT
+    shutil.copyfile(ROOT / "docs" / script, tmp_path / script)
+    (tmp_path / "index.html").write_text(TABLE, encoding="utf-8")
+    names = "[...document.querySelectorAll('td:first-child')].map(x => x.innerText).join('')"
+    with chromium() as running:
+        tab = running.tab()
+        tab.open((tmp_path / "index.html").as_uri())
+        assert tab.js(names) == "bcad"
+        for column, order in ((1, "abcd"), (1, "dcba"), (2, "abdc"), (2, "dbac")):
+            tab.click(f"th:nth-child({column})")  # a dash is no number, and stays at the end
+            assert tab.js(names) == order
+        assert tab.js("document.querySelector('[aria-sort]').innerText") == "MiB"
+        assert tab.errors == []
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("zensical")
@@ -128,6 +154,10 @@ def dead_links(folder: Path) -> list[str]:
 def test_no_link_of_the_site_is_dead(built: Path) -> None:
     assert dead_links(built) == []
     assert len(list(built.rglob("index.html"))) > 60
+    for page in ("mechanisms", "zh/mechanisms"):  # its tables can be sorted
+        text = (built / page / "index.html").read_text(encoding="utf-8")
+        assert text.count('class="sortable"') == 2
+        assert builder().SCRIPT in text
 
 
 @pytest.mark.full
