@@ -6,8 +6,6 @@ This file imports no triton; `launch` does, when the first call runs.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -25,6 +23,7 @@ from regard.ops.softmax.triton.mask_data import (
     mask_data,
     tile_lists,
 )
+from regard.ops.triton_support import has_triton, interprets, why_not_device
 from regard.span import Span
 from regard.units import plural
 
@@ -50,10 +49,7 @@ class TritonKernel:
         """
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         device = call.q.device.type
-        if device != "cuda" and not (device == "cpu" and interprets()):
-            reasons.append(f"runs on cuda, not on {device}")
-        elif not has_triton():
-            reasons.append("triton is not installed: pip install 'regard[gpu]'")
+        reasons += why_not_device(device, installed=has_triton(), interpreted=interprets())
         if call.dropout:
             reasons.append("no dropout")
         if call.compiling:  # a question about sizes would specialise the graph
@@ -224,22 +220,6 @@ def gradients(
         )
     )
     return *d_qkv, *(next(matching) if x.requires_grad else None for x in leaves)
-
-
-@cache
-def has_triton() -> bool:
-    """Return whether triton is installed."""
-    return find_spec("triton") is not None
-
-
-@cache
-def interprets() -> bool:
-    """Return whether triton interprets kernels on a CPU (TRITON_INTERPRET=1 before its import)."""
-    if not has_triton():
-        return False
-    from regard.ops.softmax.triton.launch import is_interpreted
-
-    return is_interpreted()
 
 
 def _positions(call: Call) -> tuple[object, object]:

@@ -36,6 +36,7 @@ from regard.ops.softmax.triton.mask_data import (
     transposed_lists,
 )
 from regard.ops.softmax.triton.scores import mark_odd_tiles
+from regard.ops.triton_support import Launch, interprets
 
 LOG2E = 1.4426950408889634
 
@@ -56,26 +57,6 @@ class ForwardResult(NamedTuple):
     scaled_sum: Tensor
 
 
-class Launch(NamedTuple):
-    """One launch of a kernel.
-
-    Args:
-        kernel: the function that triton compiles.
-        grid: the number of programs in two dimensions.
-        args: its tensors and numbers.
-        options: the arguments for which it is compiled, warps and stages.
-    """
-
-    kernel: Any
-    grid: tuple[int, int]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        """Run the kernel with these arguments on the current device."""
-        self.kernel[self.grid](*self.args, **self.options)
-
-
 class WantedGradients(NamedTuple):
     """Which parts of a bias need a gradient."""
 
@@ -84,14 +65,9 @@ class WantedGradients(NamedTuple):
     table: bool = False
 
 
-def is_interpreted() -> bool:
-    """Return whether triton interprets the kernels on a CPU instead of compiling them."""
-    return bool(triton.knobs.runtime.interpret)
-
-
 def sizes_of(call: Call, kind: Any) -> LaunchSizes:
     """Return the block sizes of a kernel for a call."""
-    return INTERPRETED if is_interpreted() else block_sizes(kind, call.q.dtype, call.D, call.E)
+    return INTERPRETED if interprets() else block_sizes(kind, call.q.dtype, call.D, call.E)
 
 
 def run_forward(call: Call, bias: BiasData) -> ForwardResult:
@@ -123,11 +99,11 @@ def run_decode(call: Call, bias: BiasData) -> tuple[Tensor, Tensor]:
 def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, Tensor]:
     """Return the launches of a decoding step, and the output and lse that they will write."""
     q, k, v = (dense_rows(x) for x in (call.q, call.k, call.v))
-    sizes = INTERPRETED if is_interpreted() else decode_sizes(call.q.dtype, call.D, call.E)
+    sizes = INTERPRETED if interprets() else decode_sizes(call.q.dtype, call.D, call.E)
     data = mask_data(call)
     # the kinds of the tiles for all queries and heads: a program computes the heads of a group
     kinds = tile_lists(call, data, triton.next_power_of_2(call.T), sizes.keys).kinds
-    span_tiles = 2 if is_interpreted() else SPAN_KEYS // sizes.keys
+    span_tiles = 2 if interprets() else SPAN_KEYS // sizes.keys
     bounds = span_bounds(kinds.amax((1, 2)), span_tiles)
     spans = bounds.shape[1]
     shape = (call.B, call.H, call.T)
@@ -417,7 +393,7 @@ def _widens(call: Call) -> bool:
     """Return whether a kernel computes in fp32 what it loads, because triton's interpreter computes
     bf16 wrongly.
     """
-    return is_interpreted() and call.q.dtype == torch.bfloat16
+    return interprets() and call.q.dtype == torch.bfloat16
 
 
 def _rule_tensors(
