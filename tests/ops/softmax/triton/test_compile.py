@@ -136,6 +136,24 @@ def test_decoding(dtype: torch.dtype, D: int, capability: int) -> None:
             assert "cp.async" in found.ptx
 
 
+@pytest.mark.full
+def test_decoding_of_latents() -> None:
+    """128 heads that share one key of 576 channels, of which the first 512 are the value."""
+    from regard.ops.softmax.triton.launch import decode_launches
+
+    q, k = torch.zeros(1, 128, 1, 576), torch.zeros(1, 1, 2048, 576)
+    q, k = q.to(torch.bfloat16), k.to(torch.bfloat16)
+    call = make_call(q, k, k[..., :512], mask=masks.Causal())
+    launch = decode_launches(call, bias_data(call, None))[0][0]
+    assert launch.options["SHARED_VALUES"]
+    assert launch.options["REST"] == 64
+    found = compile_launch(launch, 90)
+    assert found.shared <= SHARED_LIMIT[90]
+    assert found.spilled == 0
+    assert "mma.sync" in found.ptx
+    assert "cp.async" in found.ptx
+
+
 def test_nothing_is_compiled_for_another_length() -> None:
     """The arguments by which triton keys its compiled kernels are the same for every length."""
     from regard.ops.softmax.triton.launch import decode_launches

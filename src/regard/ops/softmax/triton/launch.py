@@ -25,6 +25,7 @@ from regard.ops.softmax.triton.block_sizes import (
     LaunchSizes,
     block_sizes,
     decode_sizes,
+    split_key_dim,
 )
 from regard.ops.softmax.triton.decode_kernels import attention_decode, join_spans
 from regard.ops.softmax.triton.forward_kernel import attention_forward
@@ -78,16 +79,6 @@ def run_forward(call: Call, bias: BiasData) -> ForwardResult:
     return result._replace(out=result.out.to(call.result_dtype))
 
 
-MAX_PACKED_ROWS = 32
-"""The most queries of a group of heads, all together, that the decoding kernel takes."""
-
-
-def is_decoding(call: Call) -> bool:
-    """Return whether the decoding kernel runs a call: few queries, more keys, and no gradient."""
-    rows = call.H // call.G * call.T
-    return rows <= MAX_PACKED_ROWS and call.S > call.T and not call.has_gradient
-
-
 def run_decode(call: Call, bias: BiasData) -> tuple[Tensor, Tensor]:
     """Run the decoding kernels, and return the output and the lse."""
     launches, out, lse = decode_launches(call, bias)
@@ -116,13 +107,19 @@ def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, T
     group = call.H // call.G
     args = (
         q, k, v, part, part_lse, *tensors[:5], bounds, *tensors[7:], *_strides(q, k, v),
-        *strides, call.H, group, call.T, call.S, spans, call.scale, call.softcap or 0.0,
+        *strides, call.H, group, call.T, call.S, spans,
     )  # fmt: skip
-    options = {**constants(call, bias, data, sizes), **_resources(sizes)}
-    options["BM"] = max(16, triton.next_power_of_2(group * call.T))
+    first, rest = split_key_dim(call.D)
+    options = {
+        **constants(call, bias, data, sizes), **_resources(sizes),
+        "BM": min(2 * sizes.rows, max(16, triton.next_power_of_2(group * call.T))),
+        "BLOCK_D": first, "REST": rest, "SHARED_VALUES": _shares_values(call, k, v, first),
+    }  # fmt: skip
+    row_blocks = triton.cdiv(group * call.T, options["BM"])
     width = triton.next_power_of_2(spans)
     join = {"E": call.E, "BLOCK_E": options["BLOCK_E"], "BLOCK_SPANS": width}
-    launch = Launch(attention_decode, (spans, call.B * call.G), args, options)
+    args = (*args, row_blocks, call.scale, call.softcap or 0.0)
+    launch = Launch(attention_decode, (spans, call.B * call.G * row_blocks), args, options)
     return (
         [
             *with_care(launch, [], call),
@@ -131,6 +128,12 @@ def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, T
         out,
         lse,
     )
+
+
+def _shares_values(call: Call, k: Tensor, v: Tensor, width: int) -> bool:
+    """Return whether the values are the first channels of the keys, in the same memory."""
+    same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+    return same and call.E <= width == max(16, triton.next_power_of_2(call.E))
 
 
 def span_bounds(kinds: Tensor, span_tiles: int) -> Tensor:
