@@ -53,12 +53,23 @@ _TABLE: dict[tuple[RecurrenceKernelKind, bool, int], ChunkSizes] = {
 }
 """(kind, one decay for each channel, largest D) -> sizes; all kernels of a call have one chunk."""
 
+_EXACT = ChunkSizes(16, 16, 16, 4, 1)
+"""All kernels in fp32, whose products run on no tensor cores and need many registers."""
 
-def chunk_sizes(kind: RecurrenceKernelKind, *, by_channel: bool, D: int) -> ChunkSizes:
+
+def chunk_sizes(kind: RecurrenceKernelKind, *, by_channel: bool, exact: bool, D: int) -> ChunkSizes:
     """Return the sizes of a kernel for keys of D channels, at most `MAX_KEY_CHANNELS`.
 
-    >>> chunk_sizes("states", by_channel=False, D=100)
+    Args:
+        kind: the kind of the kernel.
+        by_channel: whether each channel has a decay.
+        exact: whether products need all digits of fp32.
+        D: the key channels.
+
+    >>> chunk_sizes("states", by_channel=False, exact=False, D=100)
     ChunkSizes(chunk=64, channels=64, columns=32, warps=8, stages=2)
     """
+    if exact:
+        return _EXACT
     width = min(x for name, kept, x in _TABLE if (name, kept) == (kind, by_channel) and x >= D)
     return _TABLE[kind, by_channel, width]

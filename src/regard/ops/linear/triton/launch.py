@@ -253,8 +253,11 @@ class Shared:
 
     def _sizes(self, kind: RecurrenceKernelKind) -> ChunkSizes:
         """Return the sizes of a kernel; chunks are the same for all kernels."""
-        by_channel, D = self.call.decay_form == 2, self.call.k.shape[3]
-        return INTERPRETED if interprets() else chunk_sizes(kind, by_channel=by_channel, D=D)
+        if interprets():
+            return INTERPRETED
+        call = self.call
+        by_channel, D = call.decay_form == 2, call.k.shape[3]
+        return chunk_sizes(kind, by_channel=by_channel, exact=call.exact, D=D)
 
 
 def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
