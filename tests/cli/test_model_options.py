@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from regard.cli.app import run
+from regard.cli.options import LoadOptions, load
 from regard.models.families import bert, t5
 from regard.models.save import save
+from regard.train import pretraining
 from tests.models import small
 
 
@@ -41,6 +43,35 @@ def change(folder: Path, **tensors: Any) -> None:
 
 def generate(folder: Path, *options: str) -> tuple[str, ...]:
     return ("generate", "the key", "--model", str(folder), "--max-tokens", "3", *options)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("generate",), ("explain",), ("view", "tiny"), ("inspect", "attribute")],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("device", ["meta", "cud"])
+def test_a_device_that_cannot_be_used_is_refused_before_a_model_is_read(
+    arguments: tuple[str, ...], device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = command(capsys, *arguments, "the key", "--device", device)
+    assert code == 2
+    assert out == ""
+    assert f"device '{device}' cannot be used" in " ".join(err.split())
+    assert "--device" in err
+
+
+def test_a_device_that_can_be_used(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = command(capsys, *generate(folder))
+    on_cpu = command(capsys, *generate(folder, "--device", "cpu"))
+    assert on_cpu[:2] == plain[:2]
+
+
+def test_a_model_goes_to_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is given to the model that was loaded; "meta" stands for one that is there."""
+    monkeypatch.setattr(pretraining, "check_device", lambda device: None)
+    assert load(str(folder), LoadOptions(device="meta")).device.type == "meta"
+    assert load(str(folder), LoadOptions()).device.type == "cpu"
 
 
 def test_weights_that_are_missing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

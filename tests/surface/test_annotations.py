@@ -158,7 +158,7 @@ def modules() -> list[types.ModuleType]:
     ]
     left_out = list(annotations.LEFT_OUT)
     if importlib.util.find_spec("triton") is None:  # an extra, which its kernels import
-        left_out.append("regard.ops.softmax.triton")
+        left_out += ["regard.ops.softmax.triton", "regard.ops.linear.triton"]
     return [importlib.import_module(name) for name in names if not name.startswith(tuple(left_out))]
 
 

@@ -16,6 +16,7 @@ from regard import units
 from regard.cli._module import Batch, Module
 from regard.cli.options import (
     AllowMissing,
+    Device,
     Dtype,
     Finite,
     Ignore,
@@ -234,6 +235,7 @@ def explain(
     list_heads: List = False,
     color: Color = None,
     dtype: Dtype = None,
+    device: Device = None,
     revision: Revision = None,
     allow_missing: AllowMissing = None,
     ignore: Ignore = None,
@@ -254,7 +256,7 @@ def explain(
         raise typer.BadParameter(
             "compares two runs on the page; add --html FILE", param_hint="--beside"
         )
-    load_options = LoadOptions(dtype, allow_missing, ignore, finite, revision)
+    load_options = LoadOptions(dtype, allow_missing, ignore, finite, revision, device=device)
     if module is not None:
         others: dict[str, Any] = {
             "TEXT": text,
@@ -292,7 +294,7 @@ def explain(
         beside_run = None
         if beside or beside_model:
             # --revision, --allow-missing, --ignore and --finite apply to the folder of --model only
-            beside_options = LoadOptions(dtype) if beside_model else load_options
+            beside_options = LoadOptions(dtype, device=device) if beside_model else load_options
             beside_run = read_text(
                 beside or text, beside_model or model, beside_options, target=target
             )
@@ -451,6 +453,10 @@ def read_text(
     from regard.language import translate
 
     if (Path(source) / "task.json").exists():
+        if load_options is not None and load_options.device not in (None, "cpu"):
+            raise typer.BadParameter(
+                "a model that was trained on a task runs on the CPU here", param_hint="--device"
+            )
         return _run_task_model(text, source, target)
     model = load(source, LoadOptions() if load_options is None else load_options)
     run_on_text = prepare_run(model, text, target)

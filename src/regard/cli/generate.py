@@ -17,6 +17,7 @@ import typer
 from regard import units
 from regard.cli.options import (
     AllowMissing,
+    Device,
     Dtype,
     Finite,
     Ignore,
@@ -353,6 +354,7 @@ def generate(
     cache: CacheKind = None,
     parallel: Parallel = None,
     dtype: Dtype = None,
+    device: Device = None,
     weights: Weights = None,
     revision: Revision = None,
     allow_missing: AllowMissing = None,
@@ -385,7 +387,8 @@ def generate(
                 CacheConfig(cache or "growing", max_context),
             )
             loaded = load(
-                model, LoadOptions(dtype, allow_missing, ignore, finite, revision, weights)
+                model,
+                LoadOptions(dtype, allow_missing, ignore, finite, revision, weights, device),
             )
             if not isinstance(loaded, Model):
                 generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)

@@ -15,6 +15,7 @@ import typer
 
 from regard.cli.options import (
     AllowMissing,
+    Device,
     Dtype,
     Finite,
     Ignore,
@@ -196,6 +197,7 @@ def inspect(
     top: Top = 10,
     json: Json = False,
     dtype: Dtype = None,
+    device: Device = None,
     revision: Revision = None,
     allow_missing: AllowMissing = None,
     ignore: Ignore = None,
@@ -221,7 +223,7 @@ def inspect(
     }
     options = {name: value for name, value in values.items() if value is not None}
     _check(task, texts or [], options, out)
-    loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision))
+    loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision, device=device))
     try:
         result = _RUNS[task](loaded, texts or [], options)
     except (ArgumentError, ArgumentTypeError) as error:

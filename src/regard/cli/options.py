@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 import typer
 
-from regard.errors import FileError
+from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
 from regard.files.regular_files import open_regular
 from regard.language import translate, translate_count, translate_message
@@ -44,6 +44,14 @@ Dtype = Annotated[
     typer.Option(
         help="Number format to compute in: float32, float16, bfloat16 or float64.",
         show_default="the checkpoint's dtype",
+        rich_help_panel=PANEL,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Device: cpu, cuda, ...",
+        show_default="cpu",
         rich_help_panel=PANEL,
     ),
 ]
@@ -239,6 +247,7 @@ class LoadOptions:
         finite: whether NaN and infinity are refused.
         revision: the branch, tag or commit of a repository on the hub, or None.
         weights: the form in which weights are stored, such as int8, or None.
+        device: where the model computes, or None for the CPU.
     """
 
     dtype: str | None = None
@@ -247,6 +256,7 @@ class LoadOptions:
     finite: bool = False
     revision: str | None = None
     weights: str | None = None
+    device: str | None = None
 
     def flags_given(self) -> list[str]:
         """Return the flags of the options that were given, for errors of commands that load no
@@ -277,12 +287,19 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
         The loaded model.
 
     Raises:
-        typer.BadParameter: the dtype is unknown.
+        typer.BadParameter: the dtype is unknown, or the device cannot be used.
     """
     import torch
 
     import regard
 
+    if options.device is not None:
+        from regard.train.pretraining import check_device
+
+        try:  # before the weights are read
+            check_device(options.device)
+        except ArgumentError as error:
+            raise typer.BadParameter(str(error), param_hint="--device") from error
     dtype_names = ("float32", "float16", "bfloat16", "float64")
     if options.dtype is not None and options.dtype not in dtype_names:
         raise typer.BadParameter(
@@ -309,7 +326,7 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
             f"({examples})"
         )
     report_ignored(model.ignored)
-    return model
+    return model if options.device is None else model.to(options.device)
 
 
 def report_ignored(names: Sequence[str]) -> None:

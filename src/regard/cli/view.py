@@ -12,6 +12,7 @@ import typer
 from regard import units
 from regard.cli.options import (
     AllowMissing,
+    Device,
     Dtype,
     Finite,
     Ignore,
@@ -126,6 +127,7 @@ def view(
     open_browser: Open = False,
     lang: Lang = None,
     dtype: Dtype = None,
+    device: Device = None,
     revision: Revision = None,
     allow_missing: AllowMissing = None,
     ignore: Ignore = None,
@@ -137,7 +139,7 @@ def view(
     at it. The server answers only requests with the token of the printed link. Ctrl-C ends it.
     """
     check_files({"--save": save})
-    options = LoadOptions(dtype, allow_missing, ignore, finite, revision)
+    options = LoadOptions(dtype, allow_missing, ignore, finite, revision, device=device)
     serving = _serving(port, host, allow_remote, open_browser, lang)
     try:
         if beside is not None:

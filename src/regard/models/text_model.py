@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 from jaxtyping import Int
@@ -66,6 +66,20 @@ class TextModel:
         """The device of the network's weights; `encode` creates ids there."""
         parameter = next(self._network.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
+
+    def to(self, device: torch.device | str) -> Self:
+        """Move the weights to a device, and return the model itself; `forward`, generation and
+        recordings then compute there.
+
+        Args:
+            device: such as "cuda".
+
+        >>> import regard
+        >>> regard.load("tiny").to("cpu").device.type
+        'cpu'
+        """
+        self._network.to(device)
+        return self
 
     @property
     def dtype(self) -> torch.dtype:

@@ -384,7 +384,7 @@ class PretrainingRun:
 
 
 def check_device(device: str) -> None:
-    """Check that tensors can be created on a device.
+    """Check that tensors can be created on a device, and read.
 
     Raises:
         ArgumentError: the device cannot be used; the message has torch's reason.
@@ -392,7 +392,7 @@ def check_device(device: str) -> None:
     >>> check_device("cpu")
     """
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()  # "meta" creates tensors, but holds no numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ArgumentError(f"device {device!r} cannot be used: {reason}; use cpu") from error

@@ -100,7 +100,7 @@ ONE = "one number per key/value head and token"
         (
             {"form": "chunked"},
             regard.ArgumentError,
-            "form is 'chunked'; it must be one of auto, recurrent, chunk, parallel",
+            "form is 'chunked'; it must be one of auto, recurrent, chunk, parallel, triton",
         ),
         ({"chunk": 0}, regard.ArgumentError, "chunk is 0; it must be at least 1"),
         ({"chunk": 2.0}, regard.ArgumentTypeError, "chunk is float; it must be an int, at least 1"),

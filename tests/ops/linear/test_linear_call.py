@@ -70,7 +70,7 @@ PASS_ON = "pass the state that a call with the same sizes returned"
         (
             {"form": "chunked"},
             regard.ArgumentError,
-            "form is 'chunked'; it must be one of auto, recurrent, chunk, parallel",
+            "form is 'chunked'; it must be one of auto, recurrent, chunk, parallel, triton",
         ),
         ({"chunk": 0}, regard.ArgumentError, "chunk is 0; it must be at least 1"),
         ({"chunk": True}, regard.ArgumentTypeError, "chunk is bool; it must be an int, at least 1"),

@@ -9,7 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.argument_checks import check_finite
+from regard.ops.linear.form_choice import choose_form
 from regard.ops.linear.linear_recurrence import (
+    FORMS_WITH_TRITON,
     check_call,
     check_tensor_shape,
     chunk_size,
@@ -22,6 +24,7 @@ from regard.ops.linear.linear_recurrence import (
     split_into_chunks,
     zero_empty_slots,
 )
+from regard.ops.linear.triton.kernel import RecurrenceCall, run
 from regard.ops.linear.value_heads import group_heads, shared_matmul, split_value_heads
 from regard.span import Positions
 
@@ -265,7 +268,7 @@ def delta_rule(
     Source: Schlag et al. 2021 (arXiv 2102.11174), section 4.2; in chunks: Yang et al. 2024 (arXiv
     2406.06484).
     """
-    check_call(q, k, v, scale, k_positions, form, chunk)
+    check_call(q, k, v, scale, k_positions, form, chunk, FORMS_WITH_TRITON)
     return _run_rule(q, k, v, {"beta": beta}, scale, state, k_positions, form, chunk)
 
 
@@ -330,7 +333,7 @@ def gated_delta_rule(
     Source: Yang et al. 2024 (arXiv 2412.06464), equation 10; a decay per channel: Kimi Team 2025
     (arXiv 2510.26692), equation 1; ONNX operator LinearAttention, version 27.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk)
+    check_call(q, k, v, scale, k_positions, form, chunk, FORMS_WITH_TRITON)
     gates = {"beta": beta, "log_decay": log_decay}
     return _run_rule(q, k, v, gates, scale, state, k_positions, form, chunk)
 
@@ -371,9 +374,29 @@ def _run_rule(
     q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
     gates_4d = (x if x.ndim == 4 else x[..., None] for x in gates.values())
-    beta, *decay = (split_value_heads(zero_empty_slots(x, empty).to(S.dtype), G) for x in gates_4d)
-    g = decay[0] if decay else None  # [B,G,P,T,1 or D]
-    q = q.to(S.dtype) * (D**-0.5 if scale is None else scale)
+    strength, *decay = (zero_empty_slots(x, empty) for x in gates_4d)
+    call = RecurrenceCall(
+        q, k, v, S, strength, decay[0] if decay else None,
+        D**-0.5 if scale is None else scale, k.dtype, dtype,
+    )  # fmt: skip
+    form = choose_form(call, form)
+    if form == "triton":
+        out, new = run(call, lambda x: _corrected_recurrence(x, "chunk", chunk))
+    else:
+        out, new = _corrected_recurrence(call, form, chunk)
+    return zero_empty_slots(out, empty), (new,)
+
+
+def _corrected_recurrence(call: RecurrenceCall, form: str, chunk: int) -> tuple[Tensor, Tensor]:
+    """Compute the delta rule of a call in operations of torch."""
+    q, k, v, strength, log_decay, S = (
+        call.q, call.k, call.v, call.beta, call.log_decay, call.state,
+    )  # fmt: skip
+    assert strength is not None
+    G, T = k.shape[1:3]
+    beta = split_value_heads(strength.to(S.dtype), G)
+    g = None if log_decay is None else split_value_heads(log_decay.to(S.dtype), G)
+    q = q.to(S.dtype) * call.scale
     queries, keys, values = group_heads(q, k.to(S.dtype), v.to(S.dtype))
     grouped, size = split_value_heads(S, G), chunk_size(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):
@@ -381,5 +404,4 @@ def _run_rule(
             out, new = recurrent(queries, keys, values, beta, g, grouped)
         else:
             out, new = chunked(queries, keys, values, beta, g, grouped, size)
-    out = out.flatten(1, 3).to(dtype)
-    return zero_empty_slots(out, empty), (new.flatten(1, 2),)
+    return out.flatten(1, 3).to(call.out_dtype), new.flatten(1, 2)

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from regard.argument_checks import check_finite
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.linear.linear_recurrence import (
+    FORMS_WITH_TRITON,
     check_call,
     check_tensor_shape,
     empty_slot_mask,
@@ -181,7 +182,7 @@ def linear_attention(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 8 to 12 and 16 to 20.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk)
+    check_call(q, k, v, scale, k_positions, form, chunk, FORMS_WITH_TRITON)
     features, empty = feature_map_of(feature_map), empty_slot_mask(k_positions, q)
     q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
     check_finite(query=q, key=k, value=v)
@@ -197,7 +198,14 @@ def linear_attention(
             S_and_z = torch.cat([S, z.repeat_interleave(N // G, 1)[..., None]], -1)
             v_and_one = pad(v.to(dtype), (0, 1), value=1.0)
             out, S_and_z = linear_recurrence(
-                queries, keys, v_and_one, None, S_and_z, form=form, chunk=chunk
+                queries,
+                keys,
+                v_and_one,
+                None,
+                S_and_z,
+                form=form,
+                chunk=chunk,
+                dtype=k.dtype,
             )
             out, new_state = (
                 _normalised(out),
@@ -206,8 +214,11 @@ def linear_attention(
             )
         else:
             (S,) = initial_state(state, {"S": (B, N, F, E)}, k)
-            queries = features(q.to(dtype)) * scale
-            out, S = linear_recurrence(queries, keys, v, None, S, form=form, chunk=chunk)
+            queries = features(q.to(dtype))
+            out, S = linear_recurrence(
+                queries, keys, v, None, S,
+                form=form, chunk=chunk, scale=scale, dtype=k.dtype, out_dtype=q.dtype,
+            )  # fmt: skip
             new_state = (S,)
     return zero_empty_slots(out.to(q.dtype), empty), new_state
 
@@ -291,7 +302,7 @@ def retention(
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 5 to 8.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk)
+    check_call(q, k, v, scale, k_positions, form, chunk, FORMS_WITH_TRITON)
     (B, G, T, D), (N, E) = k.shape, v.shape[1::2]
     if decay is not None:
         kind = "key/value" if N == G else "value"
@@ -309,9 +320,12 @@ def retention(
     )
     rows = 1 if empty is None else empty.shape[0]
     log_decay = zero_empty_slots(g[None, :, None, None].expand(rows, N, T, 1), empty)
-    queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
-    out, S = linear_recurrence(queries, k, v, log_decay, S, form=form, chunk=chunk)
-    return zero_empty_slots(out.to(q.dtype), empty), (S,)
+    factor = D**-0.5 if scale is None else scale
+    out, S = linear_recurrence(
+        q, k, v, log_decay, S,
+        form=form, chunk=chunk, scale=factor, dtype=k.dtype, out_dtype=q.dtype,
+    )  # fmt: skip
+    return zero_empty_slots(out, empty), (S,)
 
 
 def default_log_decays(
@@ -389,7 +403,7 @@ def gated_linear(
 
     Source: Yang et al. 2023 (arXiv 2312.06635), equation 3 and section 4.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk)
+    check_call(q, k, v, scale, k_positions, form, chunk, FORMS_WITH_TRITON)
     (B, _, T, D), (N, E) = k.shape, v.shape[1::2]
     meaning = "one number per key channel and token, or one for all channels"
     check_tensor_shape("log_decay", log_decay, ((B, N, T, D), (B, N, T, 1)), meaning, k)
@@ -397,6 +411,9 @@ def gated_linear(
     empty = empty_slot_mask(k_positions, q)
     q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
     check_finite(query=q, key=k, value=v)
-    queries = q.to(state_dtype(k)) * (D**-0.5 if scale is None else scale)
-    out, S = linear_recurrence(queries, k, v, log_decay, S, form=form, chunk=chunk)
-    return zero_empty_slots(out.to(q.dtype), empty), (S,)
+    factor = D**-0.5 if scale is None else scale
+    out, S = linear_recurrence(
+        q, k, v, log_decay, S,
+        form=form, chunk=chunk, scale=factor, dtype=k.dtype, out_dtype=q.dtype,
+    )  # fmt: skip
+    return zero_empty_slots(out, empty), (S,)

@@ -25,6 +25,8 @@ from regard.argument_checks import (
     check_value_heads,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.ops.linear.form_choice import MAX_RECURRENT_TOKENS, choose_form
+from regard.ops.linear.triton.kernel import RecurrenceCall, run
 from regard.ops.linear.value_heads import group_heads, split_value_heads
 from regard.span import Positions, find_empty_slots
 from regard.units import plural
@@ -125,8 +127,8 @@ FORMS = ("auto", "recurrent", "chunk", "parallel")
 """The forms in which a recurrence can be computed: "recurrent" token by token, "chunk" in
 chunks, "parallel" as one chunk, and "auto". All give the same result.
 """
-MAX_RECURRENT_TOKENS = 8
-"""The largest number of tokens for which "auto" computes token by token."""
+FORMS_WITH_TRITON = (*FORMS, "triton")
+"""The forms of the recurrences that have kernels in Triton as well."""
 
 
 def check_call(
@@ -137,6 +139,7 @@ def check_call(
     positions: Positions | None,
     form: str,
     chunk: int,
+    forms: tuple[str, ...] = FORMS,
 ) -> None:
     """Check that q, k and v fit together and have the same number of tokens, and that the
     options are valid.
@@ -150,8 +153,8 @@ def check_call(
     check_number("scale", scale, float("-inf"), float("inf"), "finite")
     if positions is not None:
         check_positions("k_positions", positions, k.shape[0], k.shape[2])
-    if form not in FORMS:
-        raise ArgumentError(f"form is {form!r}; it must be one of {', '.join(FORMS)}")
+    if form not in forms:
+        raise ArgumentError(f"form is {form!r}; it must be one of {', '.join(forms)}")
     if isinstance(chunk, bool) or not isinstance(chunk, int):
         raise ArgumentTypeError(f"chunk is {type(chunk).__name__}; it must be an int, at least 1")
     if chunk < 1:
@@ -478,9 +481,12 @@ def linear_recurrence(
     *,
     form: str,
     chunk: int,
+    scale: float = 1.0,
+    dtype: Dtype | None = None,
+    out_dtype: Dtype | None = None,
 ) -> tuple[Float[Tensor, "B O T E"], Float[Tensor, "B N D E"]]:
-    """Compute S <- diag(exp(g)) S + k v^T, o = S^T q in the dtype of the state, for the heads that
-    `value_heads` describes.
+    """Compute S <- diag(exp(g)) S + k v^T, o = scale S^T q, with sums in the dtype of the state,
+    for the heads that `value_heads` describes.
 
     Args:
         q: queries `[B, H, T, D]`.
@@ -489,8 +495,12 @@ def linear_recurrence(
         log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
             all channels, or None.
         state: S `[B, N, D, E]` before the first token.
-        form: "auto", "recurrent", "chunk" or "parallel".
+        form: "auto", "recurrent", "chunk", "parallel" or "triton".
         chunk: the number of tokens in a chunk.
+        scale: the factor on the queries.
+        dtype: the dtype of the inputs of the mechanism, which says how exact the products of a GPU
+            must be; None: that of the state.
+        out_dtype: the dtype of the outputs; None: that of the state.
 
     Returns:
         The outputs `[B, max(H, N), T, E]`, and the state after the last token.
@@ -501,8 +511,22 @@ def linear_recurrence(
     >>> out.flatten().tolist()
     [1.0, 2.0, 3.0]
     """
+    call = RecurrenceCall(
+        q, k, v, state, None, log_decay, scale, dtype or state.dtype, out_dtype or state.dtype
+    )
+    form = choose_form(call, form)
+    if form == "triton":
+        return run(call, lambda x: _in_torch(x, "chunk", chunk))
+    return _in_torch(call, form, chunk)
+
+
+def _in_torch(call: RecurrenceCall, form: str, chunk: int) -> tuple[Tensor, Tensor]:
+    """Compute `linear_recurrence` in operations of torch."""
+    q, k, v, log_decay, state = call.q, call.k, call.v, call.log_decay, call.state
     G, T = k.shape[1:3]
-    queries, keys, values = group_heads(*(x.to(state.dtype) for x in (q, k, v)))
+    queries, keys, values = group_heads(
+        q.to(state.dtype) * call.scale, k.to(state.dtype), v.to(state.dtype)
+    )
     g = None if log_decay is None else split_value_heads(log_decay.to(state.dtype), G)
     grouped, size = split_value_heads(state, G), chunk_size(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):
@@ -512,7 +536,7 @@ def linear_recurrence(
             out, S = _chunked_as_columns(queries, keys, values, grouped, size)
         else:
             out, S = chunked(queries, keys, values, g, grouped, size)
-    return out.flatten(1, 3), S.flatten(1, 2)
+    return out.flatten(1, 3).to(call.out_dtype), S.flatten(1, 2)
 
 
 def _chunked_as_columns(

@@ -20,8 +20,7 @@ from regard import biases, masks
 from regard.ops.softmax.call import KernelResult, make_call
 from regard.ops.softmax.part_gradients import part_gradients
 from regard.ops.softmax.reference import ReferenceKernel
-from regard.ops.softmax.triton.kernel import TritonKernel
-from regard.ops.softmax.triton.launch import is_decoding
+from regard.ops.softmax.triton.kernel import TritonKernel, is_decoding
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.ops.softmax.test_contract import answers, gradient_answers, gradients
 from tests.rules import GRADIENT, assert_close_rule
@@ -132,6 +131,35 @@ def test_decoding_passes_on_what_is_not_finite(where: str) -> None:
     assert torch.equal(out.isinf(), right.out.isinf())
     seen = right.out.isfinite()
     torch.testing.assert_close(out[seen], right.out[seen], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_latents_decode_for_all_heads(dtype: torch.dtype, queries: int) -> None:
+    """The sizes of DeepSeek-V3 but for the heads: the values are channels of the keys, and the
+    rows of 24 heads and 2 queries need two blocks.
+    """
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 24, queries, 576, generator=draw).to(dtype)
+    latents = torch.randn(2, 1, 37, 576, generator=draw).to(dtype)
+    latents[0, :, :5] = math.nan
+    positions = torch.arange(37).repeat(2, 1)
+    positions[0, :5] = -1
+    found, several = [], []
+    for of_dtype, kernel in ((dtype, KERNEL), (dtype, None), (torch.float64, None)):
+        device = DEVICE if kernel else "cpu"
+        x, keys = (y.to(device, of_dtype) for y in (q, latents))
+        values = keys[..., :512] if kernel else keys[..., :512].clone()
+        call = make_call(
+            x, keys, values, mask=masks.Causal(), scale=0.1, wants_lse=True,
+            k_positions=positions.to(device),
+        )  # fmt: skip
+        assert is_decoding(call)
+        result = (kernel or ReferenceKernel()).run(call)
+        assert result.lse is not None
+        (found if kernel else several).append([result.out.cpu(), result.lse.cpu()])
+    for i, what in enumerate(("out", "lse")):
+        assert_close_rule(found[0][i], several[0][i], several[1][i], what=what)
 
 
 def test_a_row_decodes_to_the_same_digits_in_every_batch() -> None:

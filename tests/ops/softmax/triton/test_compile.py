@@ -5,28 +5,20 @@ memory and spilled registers, for every row of the table of block sizes.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from regard import biases, masks
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.triton.bias_data import bias_data
+from tests.ops.triton_compiler import SHARED_LIMIT, compile_launch
 
-triton = pytest.importorskip("triton", reason="triton is not installed: pip install 'regard[gpu]'")
+pytest.importorskip("triton", reason="triton is not installed: pip install 'regard[gpu]'")
 
-SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}
-"""Bytes of shared memory of a program, by compute capability."""
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
-TYPES = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16",
-    torch.int32: "*i32", torch.uint8: "*u8", torch.int8: "*i8",
-}  # fmt: skip
 SPILLS = {
     ("backward_q", torch.float32, 256): 320,
     ("forward", torch.float32, 64): 16,
@@ -40,51 +32,6 @@ RICH = {
     "softcap": 3.0,
     "bias": biases.ALiBi(2),
 }
-
-
-class Compiled(NamedTuple):
-    ptx: str
-    shared: int
-    spilled: int
-
-
-def compile_launch(launch: Any, capability: int) -> Compiled:
-    """Compile the kernel of a launch for the types and divisibilities of its arguments."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = launch.kernel.arg_names
-    signature: dict[str, str] = {}
-    attributes: dict[tuple[int], list[list[object]]] = {}
-    for i, (name, arg) in enumerate(zip(names, launch.args, strict=False)):
-        if isinstance(arg, Tensor):
-            signature[name] = TYPES[arg.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(arg, float) else "i32"
-        looked_at = not launch.kernel.params[i].do_not_specialize
-        if isinstance(arg, Tensor) or (
-            looked_at and isinstance(arg, int) and arg and arg % 16 == 0
-        ):
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    constants = {name: x for name, x in launch.options.items() if name in names}
-    options = {name: x for name, x in launch.options.items() if name not in names}
-    signature.update(dict.fromkeys(constants, "constexpr"))
-    source = ASTSource(launch.kernel, signature, constants, attributes)
-    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Compiled(found.asm["ptx"], found.metadata.shared, spilled_bytes(found.asm["cubin"]))
-
-
-def spilled_bytes(cubin: bytes) -> int:
-    """The stack of a compiled kernel, as the program of the wheel reports it."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", text)
-    assert found is not None, text
-    return int(found[1])
 
 
 def launches_of(dtype: torch.dtype, D: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -187,6 +134,24 @@ def test_decoding(dtype: torch.dtype, D: int, capability: int) -> None:
         if dtype == torch.bfloat16 and launch.kernel.__name__ == "attention_decode":
             assert "mma.sync" in found.ptx
             assert "cp.async" in found.ptx
+
+
+@pytest.mark.full
+def test_decoding_of_latents() -> None:
+    """128 heads that share one key of 576 channels, of which the first 512 are the value."""
+    from regard.ops.softmax.triton.launch import decode_launches
+
+    q, k = torch.zeros(1, 128, 1, 576), torch.zeros(1, 1, 2048, 576)
+    q, k = q.to(torch.bfloat16), k.to(torch.bfloat16)
+    call = make_call(q, k, k[..., :512], mask=masks.Causal())
+    launch = decode_launches(call, bias_data(call, None))[0][0]
+    assert launch.options["SHARED_VALUES"]
+    assert launch.options["REST"] == 64
+    found = compile_launch(launch, 90)
+    assert found.shared <= SHARED_LIMIT[90]
+    assert found.spilled == 0
+    assert "mma.sync" in found.ptx
+    assert "cp.async" in found.ptx
 
 
 def test_nothing_is_compiled_for_another_length() -> None:

@@ -73,13 +73,33 @@ SPAN_KEYS = 512
 """The keys of a program that decodes. The number is fixed, so that the order of sums depends on the
 keys alone."""
 
+MAX_DECODED_KEY_DIM, MAX_DECODED_VALUE_DIM = 576, 512
+"""The largest D and E of the decoding kernel: those of latent attention in DeepSeek-V2 and V3."""
+
 
 def decode_sizes(dtype: torch.dtype, D: int, E: int) -> LaunchSizes:
-    """Return the sizes of the decoding kernel, whose rows are the queries of a group of heads.
+    """Return the sizes of the decoding kernel, whose rows are the queries of a group of heads; of
+    more rows than here, blocks of at most twice as many are made.
 
     >>> decode_sizes(torch.bfloat16, 128, 128)
     LaunchSizes(rows=16, keys=64, warps=4, stages=3)
     """
+    if max(D, E) > MAX_HEAD_DIM:
+        half = dtype.itemsize == 2
+        return LaunchSizes(16, 32, 8, 2) if half else LaunchSizes(16, 16, 8, 1)
     if dtype.itemsize == 2:
         return LaunchSizes(16, 64, 4, 3) if max(D, E) <= 128 else LaunchSizes(16, 32, 4, 2)
     return LaunchSizes(16, 16, 4, 2)
+
+
+def split_key_dim(D: int) -> tuple[int, int]:
+    """Return the key channels of the first product of the decoding kernel, and those of the second,
+    both powers of 2; 0 without a second one.
+
+    >>> split_key_dim(128), split_key_dim(576), split_key_dim(80)
+    ((128, 0), (512, 64), (128, 0))
+    """
+    power = max(16, 1 << (D - 1).bit_length())
+    if power <= MAX_HEAD_DIM or power == D:
+        return power, 0
+    return power // 2, max(16, 1 << (D - power // 2 - 1).bit_length())

@@ -52,8 +52,9 @@ def attention_decode(
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s,
     q_pos_b, k_pos_b, mask_b, mask_h, list_b, list_h, bits_row,
     weight_h, table_b, table_h, table_t, table_s,
-    H, group, T, S, spans, scale, softcap,
+    H, group, T, S, spans, row_blocks, scale, softcap,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    REST: tl.constexpr, SHARED_VALUES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
     SOFTCAP: tl.constexpr, LINEAR: tl.constexpr, MAX_DISTANCE: tl.constexpr, TABLE: tl.constexpr,
     PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -63,14 +64,17 @@ def attention_decode(
 
     A masked weight of 0 times a value that is not finite is NaN. With CAREFUL, which is a second
     launch, a program looks at what the first one wrote, and computes it again only if a number
-    there is not finite.
+    there is not finite. Key channels behind the first BLOCK_D are a second product of REST
+    channels. With SHARED_VALUES the values are the first channels of the keys, as in the absorbed
+    form of latent attention, and are loaded once.
     """
     span = tl.program_id(0)
     G = H // group
-    b, g = tl.program_id(1) // G, tl.program_id(1) % G
+    head, row_block = tl.program_id(1) // row_blocks, tl.program_id(1) % row_blocks
+    b, g = head // G, head % G
     b64, g64 = b.to(tl.int64), g.to(tl.int64)
     # row r of the product is query r % T of head g * group + r // T
-    packed = tl.arange(0, BM)
+    packed = row_block * BM + tl.arange(0, BM)
     row, h = packed % T, g * group + packed // T
     row_inside = packed < group * T
     h64 = h.to(tl.int64)
@@ -79,6 +83,14 @@ def attention_decode(
     q = tl.load(q_at, mask=row_inside[:, None] & (d < D)[None, :], other=0.0)
     if WIDEN:
         q = q.to(tl.float32)
+    if REST:
+        rest = BLOCK_D + tl.arange(0, REST)
+        q_rest_at = q_ptr + b64 * q_b + (h64 * q_h + row.to(tl.int64) * q_t)[:, None]
+        q_rest_mask = row_inside[:, None] & (rest < D)[None, :]
+        q_rest = tl.load(q_rest_at + rest[None, :], mask=q_rest_mask, other=0.0)
+        if WIDEN:
+            q_rest = q_rest.to(tl.float32)
+        rest_offset = tl.arange(0, BN)[:, None] * k_s + rest[None, :]
     qp = tl.load(q_pos_ptr + b64 * q_pos_b + row, mask=row_inside, other=-1)[:, None]
     slope = 0.0
     if LINEAR:
@@ -113,12 +125,22 @@ def attention_decode(
         k_at = k_base + first_col.to(tl.int64) * k_s + k_offset
         v_at = v_base + first_col.to(tl.int64) * v_s + v_offset
         k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
+        if SHARED_VALUES:
+            v = k
+        else:
+            v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
         if WIDEN:
             k, v = k.to(tl.float32), v.to(tl.float32)
         kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[None, :]
         inside = row_inside[:, None] & col_inside[None, :]
-        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        if REST:
+            k_at = k_base + first_col.to(tl.int64) * k_s + rest_offset
+            k_rest = tl.load(k_at, mask=col_inside[:, None] & (rest < D)[None, :], other=0.0)
+            if WIDEN:
+                k_rest = k_rest.to(tl.float32)
+            s = tl.dot(q_rest, k_rest.T, s, input_precision=PRECISION)
+        s = s * scale
         if SOFTCAP:
             s = softcap * tanh(s / softcap, PRECISE)
         if LINEAR or MAX_DISTANCE or TABLE:

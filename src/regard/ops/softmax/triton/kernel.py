@@ -6,8 +6,6 @@ This file imports no triton; `launch` does, when the first call runs.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -17,7 +15,14 @@ from regard.ops.softmax.call import AutogradContext, Call, KernelResult, Partial
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.triton.bias_data import BiasData, bias_data, why_no_bias_data
-from regard.ops.softmax.triton.block_sizes import MAX_HEAD_DIM, block_sizes
+from regard.ops.softmax.triton.block_sizes import (
+    MAX_DECODED_KEY_DIM,
+    MAX_DECODED_VALUE_DIM,
+    MAX_HEAD_DIM,
+    LaunchSizes,
+    block_sizes,
+    decode_sizes,
+)
 from regard.ops.softmax.triton.mask_data import (
     LARGEST,
     count_pairs,
@@ -25,6 +30,7 @@ from regard.ops.softmax.triton.mask_data import (
     mask_data,
     tile_lists,
 )
+from regard.ops.triton_support import has_triton, interprets, why_not_device
 from regard.span import Span
 from regard.units import plural
 
@@ -52,18 +58,19 @@ class TritonKernel:
             return ["not inside a compiled graph"]
         reasons = [f"does not expose {sorted(call.needs)}"] if call.needs else []
         device = call.q.device.type
-        if device != "cuda" and not (device == "cpu" and interprets()):
-            reasons.append(f"runs on cuda, not on {device}")
-        elif not has_triton():
-            reasons.append("triton is not installed: pip install 'regard[gpu]'")
+        reasons += why_not_device(device, installed=has_triton(), interpreted=interprets())
         if call.dropout:
             reasons.append("no dropout")
         if not call.readable:
             reasons.append("not inside a transform of torch.func, nor without values")
         if call.q.dtype not in DTYPES:
             reasons.append(f"no {str(call.q.dtype).removeprefix('torch.')}")
-        if max(call.D, call.E) > MAX_HEAD_DIM:
-            reasons.append(f"head dimensions above {MAX_HEAD_DIM} (D {call.D}, E {call.E})")
+        if max(call.D, call.E) > MAX_HEAD_DIM and not is_wide_decoding(call):
+            reasons.append(
+                f"head dimensions above {MAX_HEAD_DIM} (D {call.D}, E {call.E}), unless few "
+                f"queries decode with D up to {MAX_DECODED_KEY_DIM} and E up to "
+                f"{MAX_DECODED_VALUE_DIM}"
+            )
         if 0 in (call.B, call.T, call.S, call.E):
             reasons.append(f"nothing to compute (B {call.B}, T {call.T}, S {call.S}, E {call.E})")
         if any(isinstance(x, Span) and x.stop > LARGEST for x in _positions(call)):
@@ -79,7 +86,7 @@ class TritonKernel:
     def describe(self, call: Call) -> str:
         """Return in one sentence how the kernel reads the mask, and its blocks."""
         data = mask_data(call)
-        sizes = block_sizes("forward", call.q.dtype, call.D, call.E)
+        sizes = _sizes(call)
         rows, keys = plural(sizes.rows, "query", "queries"), plural(sizes.keys, "key")
         form = f"{data.ranges} ranges of positions for each query" if data.ranges else "positions"
         form = "one bit for each pair" if data.bits is not None else form
@@ -96,7 +103,7 @@ class TritonKernel:
                 call, call.q, call.k, call.v, *bias_tensors
             )
         else:
-            from regard.ops.softmax.triton.launch import is_decoding, run_decode, run_forward
+            from regard.ops.softmax.triton.launch import run_decode, run_forward
 
             run = run_decode if is_decoding(call) else run_forward
             out, lse = run(call, bias_data(call, call.bias))[:2]
@@ -117,7 +124,7 @@ class TritonKernel:
         """Return the pairs of the tiles that are not empty, and the bytes of the mask as data, of
         the lse and of a written table.
         """
-        sizes, data = block_sizes("forward", call.q.dtype, call.D, call.E), mask_data(call)
+        sizes, data = _sizes(call), mask_data(call)
         lists = tile_lists(call, data, sizes.rows, sizes.keys)
         size = 3 * call.B * call.H * call.T * 4 + mask_bytes(data, lists)
         table = bias_data(call, call.bias).table
@@ -226,20 +233,33 @@ def gradients(
     return *d_qkv, *(next(matching) if x.requires_grad else None for x in leaves)
 
 
-@cache
-def has_triton() -> bool:
-    """Return whether triton is installed."""
-    return find_spec("triton") is not None
+MAX_PACKED_ROWS = 32
+"""The most queries of a group of heads, all together, that the decoding kernel takes."""
+MAX_WIDE_QUERIES = 16
+"""The most queries of a head that it takes where the other kernels have no room for a head."""
 
 
-@cache
-def interprets() -> bool:
-    """Return whether triton interprets kernels on a CPU (TRITON_INTERPRET=1 before its import)."""
-    if not has_triton():
-        return False
-    from regard.ops.softmax.triton.launch import is_interpreted
+def is_decoding(call: Call) -> bool:
+    """Return whether the decoding kernel runs a call: few queries, more keys, and no gradient."""
+    rows = call.H // call.G * call.T
+    few = rows <= MAX_PACKED_ROWS and call.S > call.T and not call.has_gradient
+    return few or is_wide_decoding(call)
 
-    return is_interpreted()
+
+def is_wide_decoding(call: Call) -> bool:
+    """Return whether only the decoding kernel has room for the heads of a call, such as the latents
+    of multi-head latent attention, and runs it.
+    """
+    small = call.D <= MAX_DECODED_KEY_DIM and call.E <= MAX_DECODED_VALUE_DIM
+    wide = max(call.D, call.E) > MAX_HEAD_DIM
+    return wide and small and call.T <= MAX_WIDE_QUERIES and not call.has_gradient
+
+
+def _sizes(call: Call) -> LaunchSizes:
+    """Return the blocks of a forward pass."""
+    if is_wide_decoding(call):
+        return decode_sizes(call.q.dtype, call.D, call.E)
+    return block_sizes("forward", call.q.dtype, call.D, call.E)
 
 
 def _positions(call: Call) -> tuple[object, object]:

@@ -25,6 +25,7 @@ from regard.ops.softmax.triton.block_sizes import (
     LaunchSizes,
     block_sizes,
     decode_sizes,
+    split_key_dim,
 )
 from regard.ops.softmax.triton.decode_kernels import attention_decode, join_spans
 from regard.ops.softmax.triton.forward_kernel import attention_forward
@@ -36,6 +37,7 @@ from regard.ops.softmax.triton.mask_data import (
     transposed_lists,
 )
 from regard.ops.softmax.triton.scores import mark_odd_tiles
+from regard.ops.triton_support import Launch, interprets
 
 LOG2E = 1.4426950408889634
 
@@ -56,26 +58,6 @@ class ForwardResult(NamedTuple):
     scaled_sum: Tensor
 
 
-class Launch(NamedTuple):
-    """One launch of a kernel.
-
-    Args:
-        kernel: the function that triton compiles.
-        grid: the number of programs in two dimensions.
-        args: its tensors and numbers.
-        options: the arguments for which it is compiled, warps and stages.
-    """
-
-    kernel: Any
-    grid: tuple[int, int]
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def run(self) -> None:
-        """Run the kernel with these arguments on the current device."""
-        self.kernel[self.grid](*self.args, **self.options)
-
-
 class WantedGradients(NamedTuple):
     """Which parts of a bias need a gradient."""
 
@@ -84,14 +66,9 @@ class WantedGradients(NamedTuple):
     table: bool = False
 
 
-def is_interpreted() -> bool:
-    """Return whether triton interprets the kernels on a CPU instead of compiling them."""
-    return bool(triton.knobs.runtime.interpret)
-
-
 def sizes_of(call: Call, kind: Any) -> LaunchSizes:
     """Return the block sizes of a kernel for a call."""
-    return INTERPRETED if is_interpreted() else block_sizes(kind, call.q.dtype, call.D, call.E)
+    return INTERPRETED if interprets() else block_sizes(kind, call.q.dtype, call.D, call.E)
 
 
 def run_forward(call: Call, bias: BiasData) -> ForwardResult:
@@ -100,16 +77,6 @@ def run_forward(call: Call, bias: BiasData) -> ForwardResult:
     for launch in launches:
         launch.run()
     return result._replace(out=result.out.to(call.result_dtype))
-
-
-MAX_PACKED_ROWS = 32
-"""The most queries of a group of heads, all together, that the decoding kernel takes."""
-
-
-def is_decoding(call: Call) -> bool:
-    """Return whether the decoding kernel runs a call: few queries, more keys, and no gradient."""
-    rows = call.H // call.G * call.T
-    return rows <= MAX_PACKED_ROWS and call.S > call.T and not call.has_gradient
 
 
 def run_decode(call: Call, bias: BiasData) -> tuple[Tensor, Tensor]:
@@ -123,11 +90,11 @@ def run_decode(call: Call, bias: BiasData) -> tuple[Tensor, Tensor]:
 def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, Tensor]:
     """Return the launches of a decoding step, and the output and lse that they will write."""
     q, k, v = (dense_rows(x) for x in (call.q, call.k, call.v))
-    sizes = INTERPRETED if is_interpreted() else decode_sizes(call.q.dtype, call.D, call.E)
+    sizes = INTERPRETED if interprets() else decode_sizes(call.q.dtype, call.D, call.E)
     data = mask_data(call)
     # the kinds of the tiles for all queries and heads: a program computes the heads of a group
     kinds = tile_lists(call, data, triton.next_power_of_2(call.T), sizes.keys).kinds
-    span_tiles = 2 if is_interpreted() else SPAN_KEYS // sizes.keys
+    span_tiles = 2 if interprets() else SPAN_KEYS // sizes.keys
     bounds = span_bounds(kinds.amax((1, 2)), span_tiles)
     spans = bounds.shape[1]
     shape = (call.B, call.H, call.T)
@@ -140,13 +107,19 @@ def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, T
     group = call.H // call.G
     args = (
         q, k, v, part, part_lse, *tensors[:5], bounds, *tensors[7:], *_strides(q, k, v),
-        *strides, call.H, group, call.T, call.S, spans, call.scale, call.softcap or 0.0,
+        *strides, call.H, group, call.T, call.S, spans,
     )  # fmt: skip
-    options = {**constants(call, bias, data, sizes), **_resources(sizes)}
-    options["BM"] = max(16, triton.next_power_of_2(group * call.T))
+    first, rest = split_key_dim(call.D)
+    options = {
+        **constants(call, bias, data, sizes), **_resources(sizes),
+        "BM": min(2 * sizes.rows, max(16, triton.next_power_of_2(group * call.T))),
+        "BLOCK_D": first, "REST": rest, "SHARED_VALUES": _shares_values(call, k, v, first),
+    }  # fmt: skip
+    row_blocks = triton.cdiv(group * call.T, options["BM"])
     width = triton.next_power_of_2(spans)
     join = {"E": call.E, "BLOCK_E": options["BLOCK_E"], "BLOCK_SPANS": width}
-    launch = Launch(attention_decode, (spans, call.B * call.G), args, options)
+    args = (*args, row_blocks, call.scale, call.softcap or 0.0)
+    launch = Launch(attention_decode, (spans, call.B * call.G * row_blocks), args, options)
     return (
         [
             *with_care(launch, [], call),
@@ -155,6 +128,12 @@ def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, T
         out,
         lse,
     )
+
+
+def _shares_values(call: Call, k: Tensor, v: Tensor, width: int) -> bool:
+    """Return whether the values are the first channels of the keys, in the same memory."""
+    same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+    return same and call.E <= width == max(16, triton.next_power_of_2(call.E))
 
 
 def span_bounds(kinds: Tensor, span_tiles: int) -> Tensor:
@@ -417,7 +396,7 @@ def _widens(call: Call) -> bool:
     """Return whether a kernel computes in fp32 what it loads, because triton's interpreter computes
     bf16 wrongly.
     """
-    return is_interpreted() and call.q.dtype == torch.bfloat16
+    return interprets() and call.q.dtype == torch.bfloat16
 
 
 def _rule_tensors(

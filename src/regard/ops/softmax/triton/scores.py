@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 UNSPECIALIZED = (
-    "H", "group", "T", "S", "B", "heads", "n", "query_blocks", "key_tiles", "spans",
+    "H", "group", "T", "S", "B", "heads", "n", "query_blocks", "key_tiles", "spans", "row_blocks",
     "q_pos_b", "k_pos_b", "mask_b", "mask_h", "list_b", "list_h", "bits_row", "weight_h",
     "table_b", "table_h", "table_rows", "table_heads",
 )  # fmt: skip

@@ -1,0 +1,69 @@
+"""Which form of a recurrence runs: token by token, in chunks of torch's operations, or in Triton.
+
+"auto" computes few tokens one by one, because a chunk costs as much as many of them; more tokens
+run in Triton on a GPU where its kernels serve the call, else in chunks. A form that is named runs
+or is refused with its reasons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from regard.errors import KernelRefusal
+from regard.ops.linear.triton.kernel import RecurrenceCall, why_not
+
+MAX_RECURRENT_TOKENS = 8
+"""The largest number of tokens for which "auto" computes token by token."""
+
+
+@dataclass(frozen=True)
+class FormChoice:
+    """The form of a recurrence that would run, and why not in Triton.
+
+    Args:
+        form: "recurrent", "chunk", "parallel" or "triton".
+        reasons: why the kernels in Triton do not run the call; empty if they do.
+    """
+
+    form: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.form + "".join(f"\n  not triton: {reason}" for reason in self.reasons)
+
+
+def plan_form(call: RecurrenceCall, form: str) -> FormChoice:
+    """Return which form runs a call, and why the kernels in Triton do not.
+
+    Args:
+        call: the checked call.
+        form: "auto", or the form that was asked for.
+
+    Raises:
+        KernelRefusal: Triton was asked for by name and cannot run the call.
+    """
+    if form not in ("auto", "triton"):
+        return FormChoice(form, (f'form is "{form}"',))
+    reasons = why_not(call)
+    if form == "triton":
+        if reasons:
+            raise KernelRefusal(
+                f'form is "triton", which cannot run this recurrence: {"; ".join(reasons)}; '
+                'pass form="auto"'
+            )
+        return FormChoice("triton", ())
+    if call.q.shape[2] <= MAX_RECURRENT_TOKENS:
+        few = f"at most {MAX_RECURRENT_TOKENS} tokens are computed one by one"
+        return FormChoice("recurrent", (*reasons, few))
+    if call.q.device.type != "cuda" and not reasons:
+        reasons = ["triton only interprets kernels on a CPU"]
+    return FormChoice("chunk", tuple(reasons)) if reasons else FormChoice("triton", ())
+
+
+def choose_form(call: RecurrenceCall, form: str) -> str:
+    """Return which form runs a call; see `plan_form`. On other devices than GPUs, "auto" stays as
+    it is, and nothing is asked.
+    """
+    if form == "triton" or (form == "auto" and call.q.is_cuda):
+        return plan_form(call, form).form
+    return form

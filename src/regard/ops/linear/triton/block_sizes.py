@@ -1,0 +1,75 @@
+"""The sizes of chunks and blocks of the recurrences: a table that is reviewed like code.
+
+Compiled for sm_80, sm_90 and sm_100 by tests/ops/linear/triton/test_compile.py, and not yet
+measured on a GPU; `regard bench --tune` proposes rows.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+RecurrenceKernelKind: TypeAlias = Literal["states", "parallel", "gradients", "solve"]
+"""The kernels that pass a state from chunk to chunk; those that compute all chunks at once; of
+these the ones with gradients; and the triangular systems."""
+
+
+class ChunkSizes(NamedTuple):
+    """The sizes of a program.
+
+    Args:
+        chunk: the tokens of a chunk, C; all kernels of a call share it.
+        channels: the key channels that a program computes at once, where it needs not all.
+        columns: the value channels that it computes at once.
+        warps: the warps of a program.
+        stages: the tiles that are loaded ahead, the current one included.
+    """
+
+    chunk: int
+    channels: int
+    columns: int
+    warps: int
+    stages: int
+
+
+INTERPRETED = ChunkSizes(16, 16, 16, 4, 1)
+"""Small chunks for triton's interpreter, where small calls have several of them."""
+
+MAX_KEY_CHANNELS = 256
+"""The largest D that the table has a row for."""
+
+_TABLE: dict[tuple[RecurrenceKernelKind, bool, int], ChunkSizes] = {
+    ("states", False, 64): ChunkSizes(64, 64, 64, 4, 2),
+    ("states", False, 128): ChunkSizes(64, 64, 32, 8, 2),
+    ("states", False, 256): ChunkSizes(64, 64, 16, 8, 2),
+    ("parallel", False, 256): ChunkSizes(64, 32, 64, 8, 1),
+    ("gradients", False, 256): ChunkSizes(64, 32, 32, 8, 1),
+    ("solve", False, 256): ChunkSizes(64, 32, 64, 4, 1),
+    ("states", True, 64): ChunkSizes(32, 64, 64, 4, 2),
+    ("states", True, 128): ChunkSizes(32, 64, 32, 8, 2),
+    ("states", True, 256): ChunkSizes(32, 64, 16, 8, 2),
+    ("parallel", True, 256): ChunkSizes(32, 16, 32, 8, 1),
+    ("gradients", True, 256): ChunkSizes(32, 16, 32, 4, 1),
+    ("solve", True, 256): ChunkSizes(32, 16, 32, 8, 1),
+}
+"""(kind, one decay for each channel, largest D) -> sizes; all kernels of a call have one chunk."""
+
+_EXACT = ChunkSizes(16, 16, 16, 4, 1)
+"""All kernels in fp32, whose products run on no tensor cores and need many registers."""
+
+
+def chunk_sizes(kind: RecurrenceKernelKind, *, by_channel: bool, exact: bool, D: int) -> ChunkSizes:
+    """Return the sizes of a kernel for keys of D channels, at most `MAX_KEY_CHANNELS`.
+
+    Args:
+        kind: the kind of the kernel.
+        by_channel: whether each channel has a decay.
+        exact: whether products need all digits of fp32.
+        D: the key channels.
+
+    >>> chunk_sizes("states", by_channel=False, exact=False, D=100)
+    ChunkSizes(chunk=64, channels=64, columns=32, warps=8, stages=2)
+    """
+    if exact:
+        return _EXACT
+    width = min(x for name, kept, x in _TABLE if (name, kept) == (kind, by_channel) and x >= D)
+    return _TABLE[kind, by_channel, width]

@@ -1,0 +1,202 @@
+"""The recurrences in Triton: which calls they serve, and their gradient.
+
+This file imports no triton; `launch` does, when the first call runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from regard.ops.linear.triton.block_sizes import MAX_KEY_CHANNELS
+from regard.ops.triton_support import has_triton, interprets, why_not_device
+from regard.process_state import is_compiling, values_are_readable
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of q, k and v that the kernels read."""
+
+
+@dataclass(frozen=True)
+class RecurrenceCall:
+    """One checked recurrence, S <- diag(exp(g)) S + k u^T and o = scale S^T q, where u is v, or for
+    the delta rules beta (v - S^T k) with the decayed S.
+
+    Args:
+        q: queries `[B, H, T, D]`.
+        k: keys `[B, G, T, D]`.
+        v: values `[B, N, T, E]`; heads are as in `value_heads`.
+        state: S before the first token, `[B, N, D, E]`.
+        beta: `[B, N, T, 1]`, or None without corrections.
+        log_decay: g, `[B or 1, N, T, 1 or D]`, or None.
+        scale: the factor on the queries.
+        dtype: the dtype of the results, and what says how exact products must be: in half
+            precision, products of matrices read 10 bits of fraction, and add in fp32.
+        out_dtype: the dtype of the outputs.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    state: Tensor
+    beta: Tensor | None = None
+    log_decay: Tensor | None = None
+    scale: float = 1.0
+    dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.float32
+
+    @property
+    def outputs(self) -> int:
+        """The number of output heads, O = max(H, N)."""
+        return max(self.q.shape[1], self.v.shape[1])
+
+    @property
+    def exact(self) -> bool:
+        """Whether products need all digits of fp32."""
+        return self.dtype.itemsize > 2
+
+    @property
+    def decay_form(self) -> int:
+        """0 without a decay, 1 with one for all channels of a token, 2 with one for each."""
+        return 0 if self.log_decay is None else 1 + (self.log_decay.shape[3] > 1)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What may have a gradient."""
+        return self.q, self.k, self.v, self.beta, self.log_decay, self.state
+
+    def with_tensors(self, tensors: tuple[Tensor | None, ...]) -> RecurrenceCall:
+        """Return the same recurrence of other tensors, in the order of `tensors`."""
+        q, k, v, beta, log_decay, state = tensors
+        if q is None or k is None or v is None or state is None:
+            raise AssertionError("only beta and the decay may be missing")
+        return replace(self, q=q, k=k, v=v, state=state, beta=beta, log_decay=log_decay)
+
+
+Definition = Callable[[RecurrenceCall], tuple[Tensor, Tensor]]
+"""The same recurrence in differentiable operations, for second derivatives."""
+
+
+def why_not(call: RecurrenceCall) -> list[str]:
+    """Return why the kernels cannot run a recurrence; empty if they can."""
+    device = call.q.device.type
+    reasons = why_not_device(device, installed=has_triton(), interpreted=interprets())
+    if is_compiling():
+        return [*reasons, "not inside a compiled graph"]
+    given = [x for x in call.tensors if x is not None]
+    if not values_are_readable(*given):
+        reasons.append("not inside a transform of torch.func, nor without values")
+    wrong = {x.dtype for x in given} | {call.dtype}
+    reasons += [f"no {str(x).removeprefix('torch.')}" for x in wrong if x not in DTYPES]
+    D = call.k.shape[3]
+    if D > MAX_KEY_CHANNELS:
+        reasons.append(f"more than {MAX_KEY_CHANNELS} key channels or features (D {D})")
+    B, N, T, E = call.v.shape
+    if 0 in (B, N, T, E, D):
+        reasons.append(f"nothing to compute (B {B}, T {T}, D {D}, E {E})")
+    return reasons
+
+
+def run(call: RecurrenceCall, definition: Definition) -> tuple[Tensor, Tensor]:
+    """Run the kernels, and return the outputs `[B, O, T, E]` and the last state."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in call.tensors):
+        return RecurrenceFunction.apply(  # type: ignore[no-any-return, no-untyped-call]
+            call.with_tensors(_detached(call.tensors)), definition, *call.tensors
+        )
+    from regard.ops.linear.triton.launch import run_forward
+
+    return run_forward(call)[:2]
+
+
+def _detached(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Return the tensors without their graph."""
+    return tuple(None if x is None else x.detach() for x in tensors)
+
+
+class _RecurrenceContext(Protocol):
+    """What `RecurrenceFunction` keeps for its gradient."""
+
+    call: RecurrenceCall
+    definition: Definition
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor | None, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors."""
+
+    def set_materialize_grads(self, value: bool, /) -> None:  # noqa: FBT001  # as in torch
+        """Say whether missing gradients are zeros."""
+
+
+class RecurrenceFunction(torch.autograd.Function):
+    """Autograd function of a recurrence. It saves its inputs only: the backward pass computes the
+    states of the chunks again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _RecurrenceContext,
+        call: RecurrenceCall,
+        definition: Definition,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the outputs and the last state."""
+        from regard.ops.linear.triton.launch import run_forward
+
+        ctx.save_for_backward(*tensors)
+        # autograd saves the tensors; the saved call holds their shapes only
+        shapes = tuple(None if x is None else x.detach().to("meta") for x in tensors)
+        ctx.call, ctx.definition = call.with_tensors(shapes), definition
+        ctx.set_materialize_grads(False)
+        return run_forward(call)[:2]
+
+    @staticmethod
+    def backward(
+        ctx: _RecurrenceContext, d_out: Tensor | None, d_last: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients; where they must be differentiable, the definition computes them."""
+        from regard.ops.linear.triton.launch import run_backward
+
+        tensors, call = ctx.saved_tensors, ctx.call
+        if torch.is_grad_enabled():  # create_graph=True
+            return None, None, *_differentiable(call, ctx.definition, tensors, d_out, d_last)
+        if d_out is None:
+            B, _, T, E = call.v.shape
+            assert d_last is not None
+            d_out = d_last.new_zeros(B, call.outputs, T, E)
+        if d_last is None:
+            d_last = d_out.new_zeros(call.state.shape, dtype=call.state.dtype)
+        call = call.with_tensors(_detached(tensors))
+        with torch.autocast(d_out.device.type, enabled=False):
+            found = run_backward(call, d_out, d_last)
+        return (
+            None,
+            None,
+            *(
+                None if d is None or x is None or not needed else d.to(x.dtype)
+                for x, d, needed in zip(tensors, found, ctx.needs_input_grad[2:], strict=True)
+            ),
+        )
+
+
+def _differentiable(
+    call: RecurrenceCall,
+    definition: Definition,
+    tensors: tuple[Tensor | None, ...],
+    d_out: Tensor | None,
+    d_last: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the definition, which have gradients themselves."""
+    results = definition(call.with_tensors(tensors))
+    pairs = [(x, d) for x, d in zip(results, (d_out, d_last), strict=True) if d is not None]
+    trained = [x for x in tensors if x is not None and x.requires_grad]
+    found = iter(
+        torch.autograd.grad(
+            [x for x, _ in pairs], trained, [d for _, d in pairs],
+            create_graph=True, allow_unused=True,
+        )
+    )  # fmt: skip
+    return tuple(next(found) if x is not None and x.requires_grad else None for x in tensors)

@@ -1,0 +1,68 @@
+"""What all kernels in Triton share: whether triton is there, and the launch of a kernel.
+
+This file imports no triton before it is asked.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@cache
+def has_triton() -> bool:
+    """Return whether triton is installed."""
+    return find_spec("triton") is not None
+
+
+@cache
+def interprets() -> bool:
+    """Return whether triton interprets kernels on a CPU (TRITON_INTERPRET=1 before its import)."""
+    if not has_triton():
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def why_not_device(device: str, *, installed: bool, interpreted: bool) -> list[str]:
+    """Return why kernels in Triton cannot run on a device.
+
+    Args:
+        device: the type of the device, such as "cuda".
+        installed: whether triton is installed.
+        interpreted: whether it interprets kernels.
+
+    >>> why_not_device("cpu", installed=True, interpreted=False)
+    ['runs on cuda, not on cpu']
+    """
+    if device != "cuda" and not (device == "cpu" and interpreted):
+        return [f"runs on cuda, not on {device}"]
+    return [] if installed else ["triton is not installed: pip install 'regard[gpu]'"]
+
+
+class Launch(NamedTuple):
+    """One launch of a kernel.
+
+    Args:
+        kernel: the function that triton compiles.
+        grid: the number of programs in two dimensions.
+        args: its tensors and numbers; a tensor is the first.
+        options: the arguments for which it is compiled, warps and stages.
+    """
+
+    kernel: Any
+    grid: tuple[int, int]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> None:
+        """Run the kernel with these arguments on the device of its first tensor."""
+        first: Tensor = self.args[0]
+        with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+            self.kernel[self.grid](*self.args, **self.options)
