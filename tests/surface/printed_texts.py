@@ -34,6 +34,7 @@ from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_meanings
+from regard.nn.variants.teaching_order import GROUPS
 from regard.nn.variants.usage import USAGE, equation_symbols
 from regard.notation import GLOSSARY
 from regard.train.tasks import TASKS
@@ -115,7 +116,8 @@ def data_texts() -> Iterator[str]:
         yield from (entry.summary, usage.models, usage.choose, usage.avoid)
         yield from option_meanings(entry).values()
         yield from equation_symbols(entry.name, entry.equation).values()
-        yield f"{entry.family} attention"
+    for group in GROUPS:
+        yield from (f"{group.family} attention", group.title)
     yield from COUNTS
     yield from (*VERDICTS, *get_args(Role), "yes", "no")
     yield from STEP_NAMES
