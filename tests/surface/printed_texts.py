@@ -62,6 +62,8 @@ RESULTS = (
     "models/convert",
 )
 """Folders of modules that write what a command prints: all their texts."""
+CODE = re.compile(r"[\w.()]+|python -.*")
+"""A description that is only a call or a command."""
 LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
 """What makes a string a text: two words."""
 
@@ -69,7 +71,19 @@ LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
 STEP_NAMES = ("input", "projected", "rotated")
 """Steps of q, k and v that are words; the others are names of functions, such as l2norm."""
 AXES = (
-    *("layer", "head", "position", "key", "effect", "logit", "place", "query", "term", "token"),
+    *(
+        "layer",
+        "head",
+        "position",
+        "key",
+        "effect",
+        "logit",
+        "place",
+        "query",
+        "term",
+        "text",
+        "token",
+    ),
     "probability {known}",
 )
 """Rows, columns and quantities of tables of effects that are single words."""
@@ -128,6 +142,8 @@ def data_texts() -> Iterator[str]:
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())
     yield from (case.description for case in CASES.values())
+    peers = {peer.description for case in CASES.values() for peer in case.peers}
+    yield from (text for text in sorted(peers) if not CODE.fullmatch(text))
     titles = (*layer_text.HEADS, *layer_text.TITLES.values(), *COLUMNS)
     yield from (title for title in titles if title)
 

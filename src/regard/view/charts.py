@@ -359,7 +359,13 @@ def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Pict
     longest = max((one.high for model in models for one in model.bins), default=0)
     edge = trained + 0.5 if longest > trained else None
     return Picture(
-        title, "tokens of the source", "share correct", lines, "", edge, "longer than in training"
+        title,
+        translate("tokens of the source"),
+        translate("share correct"),
+        lines,
+        "",
+        edge,
+        translate("longer than in training"),
     )
 
 
