@@ -172,8 +172,8 @@ def mechanism_cost(
     64
     """
     report = CostReport(model, setting)
-    found = QUALITY_EVIDENCE.get(evidence, NO_COMPARISON)
-    row = MechanismCost(label, report, found, options or {}, suggested or {})
+    quality = QUALITY_EVIDENCE.get(evidence, NO_COMPARISON)
+    row = MechanismCost(label, report, quality, options or {}, suggested or {})
     if machine is None:
         return row
     bounds = roofline_bounds(report, machine)
