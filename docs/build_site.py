@@ -186,6 +186,7 @@ class Stage:
             text = (ROOT / source).read_text(encoding="utf-8")
             self._put(page, self.rewrite(text, source))
         shutil.copyfile(ROOT / "docs" / SCRIPT, self.folder / SCRIPT)
+        self._put("style.css", STYLE)
         for source, page in self._files.items():
             path = ROOT / source
             if page.endswith(".md"):
@@ -248,9 +249,21 @@ def as_mathml(formula: str, *, block: bool) -> str:
     from latex2mathml.converter import convert
 
     math: str = convert(formula.strip(), display="block" if block else "inline")
-    return math
+    return f'<div class="formula">{math}</div>' if block else math
 
 
+STYLE = """/* Names of modules, mechanisms and commands in a table break between words only. */
+.md-typeset table td:first-child code { overflow-wrap: normal; word-break: normal; }
+/* A long formula, and a figure with small text, are moved sideways on a phone. */
+.md-typeset .formula { overflow-x: auto; }
+@media (max-width: 44em) {
+  .md-typeset p:has(> img[src$=".svg"]) { overflow-x: auto; }
+  .md-typeset p > img[src$=".svg"] { max-width: none; }
+}
+/* Chinese fonts have no italics, and slanted characters run into one another. */
+html:lang(zh) .md-typeset { font-synthesis-style: none; }
+"""
+"""What the theme leaves to do."""
 LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "sh", ".json": "json"}
 
 
@@ -331,6 +344,7 @@ def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
                 },
             ],
         },
+        "extra_css": ["style.css"],
         "extra": {
             "generator": False,
             "alternate": [

@@ -9,9 +9,9 @@ import pytest
 
 from regard.cli import main
 from regard.cli.app import run
-from regard.cli.describe import FAMILIES
 from regard.configs.suggested_sizes import ALIASES
 from regard.nn.variants import VARIANTS
+from regard.nn.variants.teaching_order import GROUPS, in_teaching_order
 from regard.nn.variants.usage import USAGE
 
 
@@ -79,12 +79,14 @@ def test_options_symbols_and_advice_are_printed(
     assert max(map(len, narrow.partition("One layer")[0].splitlines())) <= 60
 
 
-def test_families_are_listed_in_a_teaching_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mechanisms_are_listed_in_a_teaching_order(capsys: pytest.CaptureFixture[str]) -> None:
     names = list(json.loads(said(capsys, "--json")))
     order = ["bahdanau", "weightless", "single_head", "causal", "mha", "gqa", "sliding_window"]
-    order += ["cross_attention", "mla", "nsa", "linear_attention", "infini"]
+    order += ["tpa", "nope", "head_gate", "forgetting", "sigmoid_attention", "dual_chunk"]
+    order += ["cross_attention", "mla", "nsa", "h2o", "linear_attention", "mamba2", "kimi_delta"]
+    order += ["based", "mesa", "infini"]
     assert sorted(order, key=names.index) == order
-    assert {VARIANTS[name].family for name in names} == set(FAMILIES)
+    assert sorted(names) == sorted(VARIANTS)
 
 
 def test_figures_of_heads_and_masks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -138,7 +140,17 @@ def test_short_names_are_those_of_cost(
     assert set(ALIASES.values()) <= set(VARIANTS)
 
 
-def test_families_are_in_a_teaching_order(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_are_in_a_teaching_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["describe"]) == 0
     headings = [x for x in capsys.readouterr().out.splitlines() if x and not x.startswith(" ")]
-    assert [*dict.fromkeys(headings)] == list(FAMILIES)
+    assert headings == [f"{group.family} attention: {group.title}" for group in GROUPS]
+    families = dict.fromkeys(group.family for group in GROUPS)
+    assert list(families) == [
+        *("additive", "softmax", "cross", "latent", "selected", "linear", "memory")
+    ]
+
+
+def test_every_mechanism_has_one_group() -> None:
+    grouped = [entry.name for group in GROUPS for entry in group.variants()]
+    assert sorted(grouped) == sorted(VARIANTS)
+    assert [entry.name for entry in in_teaching_order()] == grouped

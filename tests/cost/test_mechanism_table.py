@@ -5,6 +5,7 @@ that it suggests, its limits, its page, and what is refused.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,10 @@ from regard.configs.suggested_sizes import (
 )
 from regard.cost import CostReport, Setting, machine_of
 from regard.cost.evidence import QUALITY_EVIDENCE
-from regard.cost.mechanism_table import replace_attention
+from regard.cost.mechanism_table import replace_attention, replace_mixers
 from regard.cost.roofline import memory_fit
+from regard.models.assembly.catalogue_mixer import decoder_variants
+from regard.models.assembly.counted_layers import count_layer
 
 LLAMA = BaseModel.of(model_of("llama-3.1-8b"))
 SETTING = Setting(32768)
@@ -146,6 +149,39 @@ def test_every_choice_has_evidence_and_can_be_counted() -> None:
     assert len(sourced) >= 15
 
 
+def test_a_layer_says_the_same_as_the_count_without_torch() -> None:
+    for name in ("gqa", "mqa", "sliding_window", "nope", "value_norm", "kimi_delta"):
+        choice = parse_mechanism(name)
+        sized = choice.sized(LLAMA.model.dim, LLAMA.heads, LLAMA.groups)
+        layer = count_layer(replace(choice, sizes=sized.options), LLAMA)
+        wanted = mechanism_costs([name], LLAMA, SETTING)[0].report
+        found = CostReport(replace_mixers(LLAMA.model, layer.spec), SETTING)
+        assert found.kv_bytes == wanted.kv_bytes, name
+        assert found.prefill_flops == wanted.prefill_flops, name
+        assert found.decode_flops == wanted.decode_flops, name
+        assert found.model.parameters == wanted.model.parameters, name
+
+
+def test_every_mechanism_of_a_decoder_has_a_row() -> None:
+    names = decoder_variants()
+    rows = mechanism_costs(names, LLAMA, SETTING, count_layer=count_layer)
+    by_name = {row.label: row for row in rows}
+    assert list(by_name) == list(names)
+    assert all(row.report.decode_flops > 0 for row in rows)
+    gqa = by_name["gqa"].report
+    assert by_name["chunked"].suggested == {
+        "groups": "llama-3.1-8b",
+        "chunk": "regard describe chunked",
+    }
+    assert by_name["chunked"].report.kv_bytes * 4 == gqa.kv_bytes  # 8,192 of 32,768 tokens
+    assert by_name["softpick"].report.kv_bytes == gqa.kv_bytes
+    # one number for each head and token: the sum of the gates
+    assert by_name["forgetting"].report.kv_bytes_per_token - gqa.kv_bytes_per_token == 32 * 32 * 2
+    small = mechanism_costs(["h2o:2048"], LLAMA, SETTING, count_layer=count_layer)[0]
+    assert small.options["budget"] == 2048
+    assert "budget" not in small.suggested
+
+
 def test_the_command_prints_the_rows_of_the_library(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -167,7 +203,10 @@ def test_the_command_prints_the_rows_of_the_library(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--dim", "64", "--mechanisms", "mhaa"), "'mhaa' is not a mechanism"),
+        (("--dim", "64", "--mechanisms", "mhaa"), "named 'mhaa'; did you mean 'mha'"),
+        (("--dim", "64", "--mechanisms", "deberta"), "attends to later tokens, so it cannot be"),
+        (("--dim", "64", "--mechanisms", "luong"), "attends to a second sequence, so it cannot be"),
+        (("--dim", "64", "--mechanisms", "chunked:chunks=3"), "did you mean 'chunk'? Its options"),
         (("--dim", "64", "--mechanisms", "gqa:x"), "write for example gqa:groups=8"),
         (("--dim", "64", "--mechanisms", "gqa:2:groups=2"), "groups is given twice"),
         (("--dim", "64", "--mechanisms", " , "), "no mechanism is named"),

@@ -208,6 +208,21 @@ def test_a_walk_through_every_page_meets_no_error_and_no_other_host(
 
 
 @pytest.mark.full
+def test_nothing_is_wider_than_a_phone(built: Path, host: str, browser: Browser) -> None:
+    """A long formula, a table or a figure scrolls in itself, and never moves the page."""
+    tab = browser.tab(400, 800)
+    pages = ["", *(f"learn/{path.name}/" for path in sorted((built / "learn").glob("[0-9]*")))]
+    for page in [f"{language}{page}" for language in ("", "zh/") for page in pages]:
+        tab.open(f"{host}/{page}")
+        width = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert tab.js(width) == 0, page
+    assert len(pages) == 13
+    tab.open(f"{host}/zh/learn/02-dot-products-and-softmax/")
+    assert tab.js("getComputedStyle(document.querySelector('.formula')).overflowX") == "auto"
+    tab.close()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("site", "word"), [("", "neighborhood"), ("zh/", "掩码")])
 def test_the_search_finds_a_word(host: str, browser: Browser, site: str, word: str) -> None:
     tab = browser.tab()

@@ -34,6 +34,7 @@ from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_meanings
+from regard.nn.variants.teaching_order import GROUPS
 from regard.nn.variants.usage import USAGE, equation_symbols
 from regard.notation import GLOSSARY
 from regard.train.tasks import TASKS
@@ -61,6 +62,8 @@ RESULTS = (
     "models/convert",
 )
 """Folders of modules that write what a command prints: all their texts."""
+CODE = re.compile(r"[\w.()]+|python -.*")
+"""A description that is only a call or a command."""
 LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
 """What makes a string a text: two words."""
 
@@ -68,7 +71,19 @@ LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
 STEP_NAMES = ("input", "projected", "rotated")
 """Steps of q, k and v that are words; the others are names of functions, such as l2norm."""
 AXES = (
-    *("layer", "head", "position", "key", "effect", "logit", "place", "query", "term", "token"),
+    *(
+        "layer",
+        "head",
+        "position",
+        "key",
+        "effect",
+        "logit",
+        "place",
+        "query",
+        "term",
+        "text",
+        "token",
+    ),
     "probability {known}",
 )
 """Rows, columns and quantities of tables of effects that are single words."""
@@ -115,7 +130,8 @@ def data_texts() -> Iterator[str]:
         yield from (entry.summary, usage.models, usage.choose, usage.avoid)
         yield from option_meanings(entry).values()
         yield from equation_symbols(entry.name, entry.equation).values()
-        yield f"{entry.family} attention"
+    for group in GROUPS:
+        yield from (f"{group.family} attention", group.title)
     yield from COUNTS
     yield from (*VERDICTS, *get_args(Role), "yes", "no")
     yield from STEP_NAMES
@@ -126,6 +142,8 @@ def data_texts() -> Iterator[str]:
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())
     yield from (case.description for case in CASES.values())
+    peers = {peer.description for case in CASES.values() for peer in case.peers}
+    yield from (text for text in sorted(peers) if not CODE.fullmatch(text))
     titles = (*layer_text.HEADS, *layer_text.TITLES.values(), *COLUMNS)
     yield from (title for title in titles if title)
 

@@ -114,8 +114,8 @@ def test_chinese_is_written_in_chinese() -> None:
             ),
         ),
         (
-            "no mechanism is named 'x'. The catalogue has mha, gqa",
-            "没有名为 'x' 的机制。机制目录中有：mha, gqa",
+            "no mechanism is named 'x'. `regard describe` lists all 115",
+            "没有名为 'x' 的机制。`regard describe` 列出全部 115 种",
         ),
         (
             (

@@ -284,7 +284,7 @@ def list_cases(cases: Iterable[Case]) -> str:
     for case in cases:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
         about = f"{translate_message(case.description)} {dtypes}"
-        lines.append(wrap(about, line_width(), indent=f"  {case.name:<18}", hang=" " * 20))
+        lines.append(wrap(about, line_width(), indent=f"  {case.name:<18} ", hang=" " * 21))
         lines += [
             wrap(str(sizes), line_width(), indent=f"    {size:<8} ", hang=" " * 13)
             for size, sizes in case.sizes.items()
@@ -294,8 +294,11 @@ def list_cases(cases: Iterable[Case]) -> str:
         missing = peer.missing()
         state = translate("installed")
         if missing is not None:
-            state = translate("missing: {what}", what=missing)
-        rows.append([peer.name, state, f"{peer.description} {', '.join(names)}"])
+            modules = missing.removeprefix("no module ")
+            what = translate("no module {names}", names=modules) if modules != missing else missing
+            state = translate("missing: {what}", what=what)
+        about = translate_message(peer.description)
+        rows.append([peer.name, state, f"{about} {', '.join(names)}"])
     table = [
         wrap(f"{state}  {text}", line_width(), indent=f"  {name:<22}", hang=" " * 24)
         for name, state, text in rows

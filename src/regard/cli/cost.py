@@ -32,7 +32,7 @@ from regard.view import cost_text as text
 if TYPE_CHECKING:
     import torch
 
-    from regard.configs.suggested_sizes import BaseModel
+    from regard.configs.suggested_sizes import BaseModel, CountedLayer, MechanismChoice
 
 Source = Annotated[
     str | None,
@@ -127,9 +127,9 @@ Mechanisms = Annotated[
     typer.Option(
         metavar="NAMES",
         help=(
-            "Print one row for each of these mechanisms in place of the model's attention: "
-            "mha,gqa:8,mla,window:4096,local_global,linear_attention. Sizes that are not given "
-            "are those of published models of that width."
+            "Print one row for each of these mechanisms in place of the model's attention, such "
+            "as mha,gqa:8,mla,window:4096,local_global,linear; `regard describe` lists them all. "
+            "Sizes that are not given are those of published models of that width."
         ),
         show_default=False,
     ),
@@ -480,7 +480,7 @@ def _show_mechanisms(
     from regard.cost import mechanism_table
 
     _check_pictures(plot, html)
-    rows = mechanism_costs(names.split(","), base, setting, machine)
+    rows = mechanism_costs(names.split(","), base, setting, machine, count_layer=_count_layer)
     if plot is not None or html is not None:
         from regard.view import charts
         from regard.view.cost_page import mechanisms_html
@@ -500,6 +500,13 @@ def _show_mechanisms(
         typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
     else:
         typer.echo(text.mechanisms_page(rows, machine, base.suggested))
+
+
+def _count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
+    """Count a mechanism from its layer; torch is imported only if one is asked for."""
+    from regard.models.assembly.counted_layers import count_layer
+
+    return count_layer(choice, base)
 
 
 def _check_pictures(plot: Path | None, html: Path | None = None) -> None:

@@ -67,16 +67,16 @@ def describe(
     The figures are those of one layer at the given sizes; options that are not set have the values
     of a published model.
     """
-    from regard.nn.variants import VARIANTS
     from regard.nn.variants.registry import find_variant, parse_options
+    from regard.nn.variants.teaching_order import in_teaching_order
     from regard.nn.variants.usage import USAGE
 
     if name is None:
         mechanisms = {
             entry.name: {"family": entry.family, "about": entry.summary}
-            for entry in sorted(VARIANTS.values(), key=_teaching_order)
+            for entry in in_teaching_order()
         }
-        typer.echo(json_format.dumps(mechanisms) if json else _list(mechanisms))
+        typer.echo(json_format.dumps(mechanisms) if json else _list())
         return
     try:
         entry = find_variant(name)
@@ -94,36 +94,31 @@ def describe(
         typer.echo(_description_text(entry, dim, heads, options, description))
 
 
-def _list(mechanisms: dict[str, dict[str, str]]) -> str:
-    """Return the mechanisms by family; lines are wrapped at the width of the terminal."""
+def _list() -> str:
+    """Return the mechanisms by groups; lines are wrapped at the width of the terminal."""
+    from regard.nn.variants import VARIANTS
+    from regard.nn.variants.teaching_order import GROUPS
+
     columns = line_width()
-    families: dict[str, list[str]] = {}
-    name_width = max(map(len, mechanisms)) + 4
-    for name, entry in mechanisms.items():
-        indent = f"  {name}".ljust(name_width)
-        line = wrap(translate(entry["about"]), columns, indent=indent, hang=" " * name_width)
-        families.setdefault(entry["family"], []).append(line)
-    return "\n\n".join("\n".join([_family(name), *lines]) for name, lines in families.items())
-
-
-def _family(name: str) -> str:
-    """Return the name of a family, with its translation where the language is another one."""
-    title = translate(f"{name} attention")
-    return name if title == f"{name} attention" else f"{name}  {title}"
-
-
-FAMILIES = ("additive", "softmax", "cross", "latent", "selected", "linear", "memory")
-"""The families in a teaching order."""
-FIRST_STEPS = ("bahdanau", "luong", "weightless", "single_head", "causal")
-"""The mechanisms that come first in their families."""
-
-
-def _teaching_order(entry: Variant) -> tuple[int, int, int]:
-    """Return the place of a mechanism in a list: its family, first steps, parts, then masks."""
-    steps = FIRST_STEPS.index(entry.name) if entry.name in FIRST_STEPS else len(FIRST_STEPS)
-    parts = ("softmax", "masked", "bounded_memory")
-    module = entry.build.__module__.rpartition(".")[2]
-    return FAMILIES.index(entry.family), steps, parts.index(module) if module in parts else 0
+    name_width = max(map(len, VARIANTS)) + 4
+    blocks = []
+    for group in GROUPS:
+        title = translate(
+            "{kind}: {title}",
+            kind=translate(f"{group.family} attention"),
+            title=translate(group.title),
+        )
+        lines = [
+            wrap(
+                translate(entry.summary),
+                columns,
+                indent=f"  {entry.name}".ljust(name_width),
+                hang=" " * name_width,
+            )
+            for entry in group.variants()
+        ]
+        blocks.append("\n".join([wrap(title, columns), *lines]))
+    return "\n\n".join(blocks)
 
 
 def _build(entry: Variant, dim: int, heads: int, options: dict[str, object]) -> nn.Module:

@@ -17,6 +17,7 @@ from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.strict_json import read_json
+from regard.language import translate
 
 MAX_FILE_BYTES = 64 << 20
 """The maximum size in bytes of a saved measurement."""
@@ -243,12 +244,10 @@ class Session:
         finished_estimate, measured_seconds = 0.0, 0.0
         for i, experiment in enumerate(missing):
             remaining = sum(other.seconds for other in missing[i:])
-            estimate = (
-                ""
-                if not finished_estimate
-                else ", about "
-                f"{format_duration(measured_seconds / finished_estimate * remaining)} left"
-            )
+            estimate = ""
+            if finished_estimate:
+                left = format_duration(measured_seconds / finished_estimate * remaining)
+                estimate = translate(", about {left} left", left=left)
             self.report(
                 f"{experiment.name} "
                 f"({len(experiments) - len(missing) + i + 1}/{len(experiments)}{estimate})"

@@ -10,18 +10,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from regard.argument_checks import divisors
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.head_parts import HEAD_PARTS
 from regard.cost.latent import LatentSpec
-from regard.cost.mechanism_table import MechanismCost, mechanism_cost, replace_attention
+from regard.cost.mechanism_table import (
+    MechanismCost,
+    mechanism_cost,
+    replace_attention,
+    replace_mixers,
+)
 from regard.cost.mechanisms import MECHANISMS, Sizes
 from regard.cost.model import ModelSpec
 from regard.cost.report import Setting
 from regard.cost.roofline import Machine
 from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import Spec
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.units import plural
@@ -65,6 +71,13 @@ MAIN_OPTION = {
     "nsa": "count",
     "infini": "segment",
     "infini_delta": "segment",
+    "chunked": "chunk",
+    "longformer": "window",
+    "dilated": "window",
+    "sparse_strided": "stride",
+    "sparse_fixed": "stride",
+    "streaming": "window",
+    **dict.fromkeys(("h2o", "tova", "snapkv", "key_norm", "keydiff"), "budget"),
 }
 """The option whose value may follow the name of a mechanism without its own name."""
 MECHANISM_CHOICES = ("local_global", *MECHANISMS)
@@ -141,8 +154,12 @@ class MechanismChoice:
         )
 
 
-def parse_mechanism(text: str) -> MechanismChoice:
+def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
     """Return the mechanism that a text such as "gqa:8" or "mla:kv_rank=256:q_rank=768" names.
+
+    Args:
+        text: the name, with its sizes.
+        any_name: whether a name that is not counted here is left to the caller.
 
     Raises:
         ArgumentError: the name is unknown, an option is not a whole number or is given twice.
@@ -153,7 +170,7 @@ def parse_mechanism(text: str) -> MechanismChoice:
     first, *values = text.strip().split(":")
     spelled = first.lower().replace("-", "_")
     name = ALIASES.get(spelled, spelled)
-    if name not in MECHANISM_CHOICES:
+    if name not in MECHANISM_CHOICES and not any_name:
         hint = suggest(first, [*ALIASES, *MECHANISM_CHOICES], cutoff=0.5, otherwise=".")
         raise ArgumentError(
             f"{short_repr(first)} is not a mechanism whose cost is known{hint} Choose among "
@@ -173,6 +190,27 @@ def parse_mechanism(text: str) -> MechanismChoice:
             raise ArgumentError(f"{option} is given twice in {short_repr(text)}; give it once")
         known[option] = int(number)
     return MechanismChoice(text.strip(), name, known)
+
+
+@dataclass(frozen=True)
+class CountedLayer:
+    """What the layer of a mechanism costs, with its sizes.
+
+    Attributes:
+        name: its name in the catalogue.
+        spec: what a layer stores, reads and computes.
+        options: its sizes; those of `suggested` are among them.
+        suggested: the sizes that were not given, with the source of their values.
+    """
+
+    name: str
+    spec: Spec
+    options: Mapping[str, int]
+    suggested: Mapping[str, str]
+
+
+LayerCounter: TypeAlias = "Callable[[MechanismChoice, BaseModel], CountedLayer]"
+"""Counts a mechanism that is not in `MECHANISM_CHOICES`; it builds the layer, which needs torch."""
 
 
 def reference_model(dim: int, layers: int | None = None) -> str:
@@ -240,7 +278,12 @@ def base_model(known: Mapping[str, Any], groups: int | None = None) -> BaseModel
 
 
 def mechanism_costs(
-    names: Iterable[str], base: BaseModel, setting: Setting, machine: Machine | None = None
+    names: Iterable[str],
+    base: BaseModel,
+    setting: Setting,
+    machine: Machine | None = None,
+    *,
+    count_layer: LayerCounter | None = None,
 ) -> list[MechanismCost]:
     """Return the cost of one model with each of several attention mechanisms.
 
@@ -249,6 +292,7 @@ def mechanism_costs(
         base: the model whose attention they replace.
         setting: context, batch and number formats.
         machine: a machine for the times and limits; None leaves them out.
+        count_layer: counts the mechanisms that are not in `MECHANISM_CHOICES`; None refuses them.
 
     Returns:
         One row for each mechanism, in the given order.
@@ -261,28 +305,42 @@ def mechanism_costs(
     >>> rows[0].report.kv_bytes // rows[1].report.kv_bytes
     4
     """
-    choices = [parse_mechanism(name) for name in names if name.strip()]
+    any_name = count_layer is not None
+    choices = [parse_mechanism(name, any_name=any_name) for name in names if name.strip()]
     if not choices:
         raise ArgumentError("no mechanism is named; name some, such as mha,gqa:8,mla")
     labels = [choice.label for choice in choices]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ArgumentError(f"{twice[0]} is named twice; name it once")
-    rows = []
-    for choice in choices:
+    return [_row(choice, base, setting, machine, count_layer) for choice in choices]
+
+
+def _row(
+    choice: MechanismChoice,
+    base: BaseModel,
+    setting: Setting,
+    machine: Machine | None,
+    count_layer: LayerCounter | None,
+) -> MechanismCost:
+    """Return the cost of the model with one mechanism."""
+    if choice.name in MECHANISM_CHOICES or count_layer is None:
         sized = choice.sized(base.model.dim, base.heads, base.groups)
         every = sized.global_every
         model = replace_attention(base.model, sized.attention, base.heads, sized.options, every)
-        row = mechanism_cost(
-            choice.label,
-            model,
-            setting,
-            machine,
-            evidence=sized.evidence,
-            options=sized.sizes,
-            suggested=sized.suggested,
-        )
-        rows.append(row)
-    return rows
+        evidence, sizes, suggested = sized.evidence, sized.sizes, sized.suggested
+    else:
+        layer = count_layer(choice, base)
+        model = replace_mixers(base.model, layer.spec)
+        evidence, sizes, suggested = layer.name, dict(layer.options), layer.suggested
+    return mechanism_cost(
+        choice.label,
+        model,
+        setting,
+        machine,
+        evidence=evidence,
+        options=sizes,
+        suggested=suggested,
+    )
 
 
 def _sizes_like(name: str, dim: int) -> dict[str, int]:
@@ -360,7 +418,18 @@ def _no_suggestion(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: AR
     return {}
 
 
-def _groups(dim: int, heads: int, groups: int) -> Suggestion:
+def suggested_groups(dim: int, heads: int, groups: int) -> Suggestion:
+    """Return the number of key/value heads with its source, as every mechanism that has one takes
+    it.
+
+    Args:
+        dim: M, the width of the model.
+        heads: H, the number of query heads.
+        groups: G, the number of key/value heads of the published model of that width.
+
+    >>> suggested_groups(4096, 32, 8)
+    {'groups': (8, 'llama-3.1-8b')}
+    """
     model = reference_model(dim)
     own = next(iter(model_of(model).mixers))
     same = isinstance(own, SoftmaxSpec) and own.shape.groups == groups
@@ -370,7 +439,10 @@ def _groups(dim: int, heads: int, groups: int) -> Suggestion:
 
 def _window(dim: int, heads: int, groups: int) -> Suggestion:
     layer = next(iter(model_of(WINDOW_MODEL).mixers))
-    return {**_groups(dim, heads, groups), "window": (layer.cached(1 << 40).tokens, WINDOW_MODEL)}
+    return {
+        **suggested_groups(dim, heads, groups),
+        "window": (layer.cached(1 << 40).tokens, WINDOW_MODEL),
+    }
 
 
 def _local_global(dim: int, heads: int, groups: int) -> Suggestion:
@@ -379,7 +451,7 @@ def _local_global(dim: int, heads: int, groups: int) -> Suggestion:
     every = 1 + [x.bounded for x in cached].index(False)
     window = next(x.tokens for x in cached if x.bounded)
     sizes = {"window": (window, name), "every": (every, name)}
-    return {**_groups(dim, heads, groups), **sizes}
+    return {**suggested_groups(dim, heads, groups), **sizes}
 
 
 def _latents(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
@@ -426,17 +498,17 @@ def _segment(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
 
 
 _SUGGESTIONS: dict[str, Callable[[int, int, int], Suggestion]] = {
-    "gqa": _groups,
+    "gqa": suggested_groups,
     "sliding_window": _window,
     "local_global": _local_global,
     "mla": _latents,
     "mfa": _low_rank_query,
-    "gta": _groups,
+    "gta": suggested_groups,
     "grouped_latent": _split_latents(2),
     "mlra": _split_latents(4),
     "nsa": _selected_blocks,
     "gated_delta_net": _gated_delta,
     "infini": _segment,
     "infini_delta": _segment,
-    **{name: _groups for name in HEAD_PARTS if name != "shared_kv"},
+    **{name: suggested_groups for name in HEAD_PARTS if name != "shared_kv"},
 }

@@ -28,7 +28,8 @@ class QualityEvidence:
     source: str = ""
 
 
-_NO_COMPARISON = "no comparison at equal size and training is known to us"
+NO_COMPARISON = QualityEvidence("no comparison at equal size and training is known to us")
+"""What is said of a mechanism without published evidence."""
 _LINEAR = (
     "1.3B parameters and 100B tokens, mean accuracy of common-sense tasks: {figures}; tasks that "
     "ask for an exact earlier token stay behind softmax attention"
@@ -59,12 +60,12 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
         "multi-head attention, with 4 % of its cache",
         "DeepSeek-AI 2024 (arXiv 2405.04434), appendix D.2",
     ),
-    "tpa": QualityEvidence(_NO_COMPARISON),
-    "mfa": QualityEvidence(_NO_COMPARISON),
-    "gta": QualityEvidence(_NO_COMPARISON),
-    "grouped_latent": QualityEvidence(_NO_COMPARISON),
-    "mlra": QualityEvidence(_NO_COMPARISON),
-    "sliding_window": QualityEvidence(_NO_COMPARISON),
+    "tpa": NO_COMPARISON,
+    "mfa": NO_COMPARISON,
+    "gta": NO_COMPARISON,
+    "grouped_latent": NO_COMPARISON,
+    "mlra": NO_COMPARISON,
+    "sliding_window": NO_COMPARISON,
     "local_global": QualityEvidence(
         "the perplexity hardly changes with up to 7 local layers for each global one",
         "Gemma Team 2025 (arXiv 2503.19786), section 5.2",
@@ -95,27 +96,27 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
         "47.2 with latent attention in all layers and 47.9 with Gated DeltaNet",
         "Kimi Team 2025 (arXiv 2510.26692), figure 1",
     ),
-    "gated_delta_2": QualityEvidence(_NO_COMPARISON),
-    "comba": QualityEvidence(_NO_COMPARISON),
-    "delta_product": QualityEvidence(_NO_COMPARISON),
-    "preconditioned_delta": QualityEvidence(_NO_COMPARISON),
-    "mesa": QualityEvidence(_NO_COMPARISON),
-    "titans_linear": QualityEvidence(_NO_COMPARISON),
-    "short_convolution": QualityEvidence(_NO_COMPARISON),
-    "lightning": QualityEvidence(_NO_COMPARISON),
+    "gated_delta_2": NO_COMPARISON,
+    "comba": NO_COMPARISON,
+    "delta_product": NO_COMPARISON,
+    "preconditioned_delta": NO_COMPARISON,
+    "mesa": NO_COMPARISON,
+    "titans_linear": NO_COMPARISON,
+    "short_convolution": NO_COMPARISON,
+    "lightning": NO_COMPARISON,
     "hgrn2": _BEHIND_GATED_DELTA,
     "mamba2": _BEHIND_GATED_DELTA,
-    "lightnet": QualityEvidence(_NO_COMPARISON),
-    "rwkv4": QualityEvidence(_NO_COMPARISON),
-    "rwkv6": QualityEvidence(_NO_COMPARISON),
-    "mlstm": QualityEvidence(_NO_COMPARISON),
-    "gsa": QualityEvidence(_NO_COMPARISON),
-    "abc": QualityEvidence(_NO_COMPARISON),
-    "based": QualityEvidence(_NO_COMPARISON),
-    "rebased": QualityEvidence(_NO_COMPARISON),
-    "power_attention": QualityEvidence(_NO_COMPARISON),
-    "performer": QualityEvidence(_NO_COMPARISON),
-    "cosformer": QualityEvidence(_NO_COMPARISON),
+    "lightnet": NO_COMPARISON,
+    "rwkv4": NO_COMPARISON,
+    "rwkv6": NO_COMPARISON,
+    "mlstm": NO_COMPARISON,
+    "gsa": NO_COMPARISON,
+    "abc": NO_COMPARISON,
+    "based": NO_COMPARISON,
+    "rebased": NO_COMPARISON,
+    "power_attention": NO_COMPARISON,
+    "performer": NO_COMPARISON,
+    "cosformer": NO_COMPARISON,
     "infini": QualityEvidence(
         "language models on PG19 with segments of 2,048: perplexity 9.65, against 11.88 of "
         "Transformer-XL",
@@ -131,6 +132,6 @@ QUALITY_EVIDENCE: dict[str, QualityEvidence] = {
         "0.443 with full attention",
         "Yuan et al. 2025 (arXiv 2502.11089), table 1",
     ),
-    **{name: QualityEvidence(_NO_COMPARISON) for name in HEAD_PARTS},
+    **dict.fromkeys(HEAD_PARTS, NO_COMPARISON),
 }
-"""The evidence for each mechanism that `regard cost` counts, by its name in the catalogue."""
+"""What is published on each mechanism that is counted without torch, by its name."""

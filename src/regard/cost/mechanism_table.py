@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from regard.cost.evidence import QUALITY_EVIDENCE, QualityEvidence
+from regard.cost.evidence import NO_COMPARISON, QUALITY_EVIDENCE, QualityEvidence
 from regard.cost.mechanisms import mechanism_spec
 from regard.cost.model import ModelSpec
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, memory_fit, roofline_bounds
+from regard.cost.spec import Spec
 from regard.errors import ArgumentError
 
 MAX_BATCH = 1 << 20
@@ -100,17 +101,44 @@ def replace_attention(
     >>> replace_attention(llama, "gqa", 32, {"groups": 8}).parameters == llama.parameters
     True
     """
-    if model.encoder or not model.decodes:
-        raise ArgumentError(
-            f"{model.name} is not a decoder; the mechanisms can be compared in a decoder only"
-        )
     local = mechanism_spec(attention, model.dim, heads, options)
     everywhere = {name: value for name, value in options.items() if name != "window"}
     full = (
         local if global_every is None else mechanism_spec(attention, model.dim, heads, everywhere)
     )
+    return replace_mixers(model, local, full, global_every)
+
+
+def replace_mixers(
+    model: ModelSpec, local: Spec, full: Spec | None = None, global_every: int | None = None
+) -> ModelSpec:
+    """Return a decoder in which every layer mixes its tokens by the same spec.
+
+    Args:
+        model: the decoder; its feed-forward layers, norms and vocabulary stay.
+        local: the spec of a layer.
+        full: the spec of every n-th layer.
+        global_every: n; None leaves `local` in all layers.
+
+    Returns:
+        The model; its learned positions and notes stay too.
+
+    Raises:
+        ArgumentError: the model is not a decoder.
+
+    >>> from regard.cost import model_of
+    >>> llama = model_of("llama-3-8b")
+    >>> replace_mixers(llama, next(iter(llama.mixers))).parameters == llama.parameters
+    True
+    """
+    if model.encoder or not model.decodes:
+        raise ArgumentError(
+            f"{model.name} is not a decoder; the mechanisms can be compared in a decoder only"
+        )
     layers = tuple(
-        replace(layer, mixer=full if global_every and (i + 1) % global_every == 0 else local)
+        replace(
+            layer, mixer=full if full and global_every and (i + 1) % global_every == 0 else local
+        )
         for i, layer in enumerate(model.layers)
     )
     return replace(model, layers=layers)
@@ -144,7 +172,8 @@ def mechanism_cost(
     64
     """
     report = CostReport(model, setting)
-    row = MechanismCost(label, report, QUALITY_EVIDENCE[evidence], options or {}, suggested or {})
+    quality = QUALITY_EVIDENCE.get(evidence, NO_COMPARISON)
+    row = MechanismCost(label, report, quality, options or {}, suggested or {})
     if machine is None:
         return row
     bounds = roofline_bounds(report, machine)

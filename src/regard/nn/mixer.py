@@ -16,6 +16,7 @@ from regard.cost import Description, Spec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.masks import Full, Mask, reach
+from regard.masks.pair_counts import count_pairs
 from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import Explainable
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
@@ -208,13 +209,9 @@ class MaskVisibility:
         """Return how many keys the token at position context - 1 sees, in the head that sees the
         most.
         """
-        return int(self._counts(Span(context - 1, 1), context).max())
+        mask = self.mask if self.mask is not None else Full()
+        return int(mask.visible(Span(context - 1, 1), Span(0, context)).max())
 
     def pairs(self, context: int) -> int:
         """Return the number of visible query-key pairs, in the head that has the most."""
-        return int(self._counts(Span(0, context), context).sum(-1).max())
-
-    def _counts(self, queries: Span, context: int) -> Tensor:
-        """Count the visible keys of each query for the first `context` keys."""
-        mask = self.mask if self.mask is not None else Full()
-        return mask.visible(queries, Span(0, context))
+        return count_pairs(Full() if self.mask is None else self.mask, context)

@@ -15,14 +15,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+UNITS = {
+    "share": r"^share|比例",
+    "seconds": r"\bseconds\b|(?<![毫微每])秒",
+    "bytes": r"\bbytes\b|字节",
+    "FLOPs": r"\bFLOPs\b",
+}
+"""Each unit with the words for it in the name of an axis, in every language of figures."""
+TOKENS = re.compile("token|词元")
+"""The words for a number of tokens, likewise."""
+
+
 def unit_in(words: str) -> str:
     """Return the unit that the name of an axis contains, or "" for none.
 
     >>> [unit_in(words) for words in ("cache, bytes", "share correct", "milliseconds", "nats")]
     ['bytes', 'share', '', '']
+    >>> unit_in("缓存，字节")
+    'bytes'
     """
-    match = re.search(r"^share|\b(seconds|bytes|FLOPs)\b", words)
-    return match[0] if match else ""
+    return next((unit for unit, name in UNITS.items() if re.search(name, words)), "")
 
 
 def value_formatter(unit: str) -> Callable[[float], str]:

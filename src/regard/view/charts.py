@@ -20,7 +20,7 @@ from rich.cells import cell_len
 from regard.language import translate
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting
-from regard.view.axes import set_scale, unit_in, value_formatter
+from regard.view.axes import TOKENS, set_scale, unit_in, value_formatter
 from regard.view.plotting import Drawing
 
 if TYPE_CHECKING:
@@ -240,7 +240,9 @@ class Picture:
         unit = unit_in(words)
         if unit == "share" and not log and min(values) >= 0 and max(values) <= 1:
             values = [0.0, 1.0]
-        set_scale(axes, name, values, unit, log=log, tokens=words == "n" or "token" in words)
+        set_scale(
+            axes, name, values, unit, log=log, tokens=words == "n" or bool(TOKENS.search(words))
+        )
 
 
 @dataclass(frozen=True)
@@ -359,7 +361,13 @@ def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Pict
     longest = max((one.high for model in models for one in model.bins), default=0)
     edge = trained + 0.5 if longest > trained else None
     return Picture(
-        title, "tokens of the source", "share correct", lines, "", edge, "longer than in training"
+        title,
+        translate("tokens of the source"),
+        translate("share correct"),
+        lines,
+        "",
+        edge,
+        translate("longer than in training"),
     )
 
 
@@ -590,10 +598,10 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
     ['cache, bytes', 'one token, FLOPs']
     """
     timed = all("decode_seconds" in row for model_rows in rows.values() for row in model_rows)
-    token = ("decode_seconds", "one token, seconds at best")
+    token = ("decode_seconds", translate("one token, seconds at best"))
     wanted = (
-        ("kv_bytes", "cache, bytes"),
-        token if timed else ("decode_flops", "one token, FLOPs"),
+        ("kv_bytes", translate("cache, bytes")),
+        token if timed else ("decode_flops", translate("one token, FLOPs")),
     )
     misfits = {
         model: frozenset(float(row["context"]) for row in model_rows if row.get("fits") is False)
@@ -606,7 +614,7 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
         tuple(
             Picture(
                 "",
-                "context, tokens",
+                translate("context, tokens"),
                 words,
                 tuple(
                     Line(

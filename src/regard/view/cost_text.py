@@ -406,11 +406,16 @@ def mechanisms_page(
         blocks.append(f"{title}\n{format_table(table, width=line_width())}")
     sizes = suggested_sizes(rows, model_sizes)
     if sizes:
-        lines = _lines(f"{label}: {text}" for label, text in sizes)
+        lines = _lines(_titled(label, text) for label, text in sizes)
         blocks.append("\n".join([translate_title(SUGGESTED), *lines]))
-    evidence = (f"{row.label}: {quoted_evidence(row)}" for row in rows)
+    evidence = (_titled(row.label, quoted_evidence(row)) for row in rows)
     blocks.append("\n".join([translate_title(EVIDENCE), *_lines(evidence)]))
     return "\n\n".join(blocks)
+
+
+def _titled(title: str, text: str) -> str:
+    """Return a text behind its title and a colon."""
+    return translate("{title}: {text}", title=title, text=text)
 
 
 def mechanisms_title(rows: Sequence[MechanismCost], machine: Machine | None) -> str:
@@ -499,7 +504,7 @@ def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> lis
             translate("as {source}: {sizes}", source=source, sizes=", ".join(sizes))
             for source, sizes in by_source.items()
         ]
-        lines += [(row.label, "; ".join(texts))] if texts else []
+        lines += [(row.label, translate("; ").join(texts))] if texts else []
     return lines
 
 

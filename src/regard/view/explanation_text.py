@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from regard.language import PLACEHOLDER, translate, translate_count, translate_message
+from regard.text_table import line_width, wrap
 from regard.view import terminal
 from regard.view.explanation_sections import (
     cost,
@@ -132,8 +133,9 @@ def show_heads(
     ▶     0    0  1.0000 ████████████████████████    1 b
     """
     say = Sentences(lang)
+    title = say("heads.title", query=terminal.cell(query, 20).rstrip())
     lines = [
-        Text(say("heads.title", query=terminal.cell(query, 20).rstrip())),
+        *(Text(line) for line in wrap(title, line_width()).splitlines()),
         Text(say("heads.columns"), "dim"),
     ]
     for row in rows:

@@ -19,11 +19,13 @@ from jaxtyping import Float
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_user_file
 from regard.language import translate, translate_message
-from regard.text_table import format_table, line_width, wrap
+from regard.text_table import display_width, format_table, line_width, wrap
 from regard.untrusted_text import escape_controls
 
 AXES = {"head": "attention head"}
 """Names of axes as the catalogue has them: "head" alone is the output head of a model there."""
+QUANTITY_WIDTH = 16
+"""The width of a quantity that heads its column in a terminal."""
 ENDINGS = (".csv", ".json", ".npy", ".png", ".svg", ".pdf")
 """The endings of files that `EffectTable.to` writes."""
 
@@ -234,7 +236,11 @@ class EffectTable:
             head += translate("; the other run: {value}", value=f"{self.target:.4g}")
         best = self.top(n)
         names = list(best[0]) if best else []
-        lines = [[translate(AXES.get(name, name)) for name in names]] + [
+        title = [translate(AXES.get(name, name)) for name in names[:-1]]
+        if names:  # a long quantity stands above the table
+            short = translate_message(self.quantity)
+            title.append(short if display_width(short) <= QUANTITY_WIDTH else translate("value"))
+        lines = [title] + [
             [f"{x:.4g}" if isinstance(x, float) else escape_controls(str(x)) for x in cell.values()]
             for cell in best
         ]

@@ -211,7 +211,8 @@ def find_decoder_variant(name: str) -> Variant:
     entry = find_variant(name)
     if reason := _decoder_refusal(entry):
         raise ArgumentError(
-            f"{name} {reason}; a decoder's layers can be {', '.join(decoder_variants())}"
+            f"{name} {reason}, so it cannot be a layer of a decoder; most mechanisms can, such as "
+            "gqa, mla, local_global and gated_delta_net"
         )
     return entry
 

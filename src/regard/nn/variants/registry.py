@@ -127,7 +127,7 @@ def find_variant(name: str) -> Variant:
     if name not in VARIANTS:
         hint = suggest(name, [*ALIASES, *VARIANTS], otherwise=".")
         raise ArgumentError(
-            f"no mechanism is named {name!r}{hint} The catalogue has {', '.join(VARIANTS)}"
+            f"no mechanism is named {name!r}{hint} `regard describe` lists all {len(VARIANTS)}"
         )
     return VARIANTS[name]
 

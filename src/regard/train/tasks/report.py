@@ -13,6 +13,7 @@ from torch import nn
 
 from regard.errors import FileError
 from regard.files.regular_files import read_text
+from regard.language import translate
 from regard.train.tasks.evaluate import (
     AccuracyBin,
     Alignment,
@@ -125,7 +126,7 @@ def write_report(
     """
     task, series = report.task, [report.series(), *beside]
     write(folder / "accuracy.csv", _accuracy_csv(report.bins))
-    title = f"{task.name}: share of sources with every word right"
+    title = translate("{task}: share of sources with every word right", task=task.name)
     charts.write(charts.accuracy_chart(series, task.lengths[1], title), folder / "accuracy.svg")
     if report.alignments:
         first = report.alignments[0]

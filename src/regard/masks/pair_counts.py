@@ -1,0 +1,72 @@
+"""How many pairs of a whole text a mask leaves visible, for texts too long to look at every pair.
+
+A rule has period P if it gives the same answer after both positions move by P: 1 for a rule on the
+distance of two tokens, such as a window, and the size of a block for a rule on blocks. Such a rule
+is known from P rows: the number of pairs is a sum over rows modulo P and distances.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from regard.masks.base import All, Any, Mask, Not
+from regard.masks.patterns import Causal, Chunk, Dilated, Full, Strided, Window
+from regard.span import Span
+
+
+def period(mask: Mask) -> int | None:
+    """Return the number of positions by which a query and a key may move together.
+
+    Args:
+        mask: the mask.
+
+    Returns:
+        The period; None if the mask has none, or if none is known.
+
+    >>> from regard.masks import Causal, Sinks, Strided
+    >>> period(Causal() & Strided(8)), period(Causal() & Strided(8, fixed=1)), period(Sinks(1))
+    (1, 8, None)
+    """
+    if isinstance(mask, Full | Causal | Window | Dilated):
+        return 1
+    if isinstance(mask, Strided):
+        return 1 if mask.fixed is None else mask.stride
+    if isinstance(mask, Chunk):
+        return mask.size
+    if not isinstance(mask, All | Any | Not):
+        return None
+    periods = [period(member) for member in mask.members()]
+    known = [P for P in periods if P is not None]
+    return math.lcm(*known) if len(known) == len(periods) else None
+
+
+def count_pairs(mask: Mask, n: int) -> int:
+    """Count the visible pairs of the first n positions, in the head that has the most.
+
+    Args:
+        mask: the mask.
+        n: the number of queries, and of keys.
+
+    Returns:
+        The number of pairs, as `mask.visible` counts them.
+
+    >>> from regard.masks import Causal, Strided
+    >>> count_pairs(Causal() & Strided(8), 64)
+    708
+    """
+    P = period(mask)
+    has_ranges = mask.intervals(Span(0, 1)) is not None  # counted from the bounds of each row
+    if P is None or has_ranges or n <= 2 * P:
+        return int(mask.visible(Span(0, n), Span(0, n)).sum(-1).max())
+    start = -(-n // P) * P
+    distances = torch.arange(n - 1, -n, -1)  # of the keys start - n + 1, ..., start + n - 1
+    first, end = distances.clamp(min=0), (n + distances).clamp(max=n)
+    total = torch.zeros((), dtype=torch.int64)
+    for r in range(P):
+        keys = Span(start + r - n + 1, 2 * n - 1)
+        sees = mask.block(Span(start + r, 1), keys).reshape(-1, keys.length)
+        queries = (end - r + P - 1) // P - (first - r + P - 1) // P
+        total = total + (sees * queries).sum(-1)
+    return int(total.max())

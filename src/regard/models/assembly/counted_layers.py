@@ -1,0 +1,74 @@
+"""What a layer costs in `regard cost --mechanisms` if its mechanism is not counted without torch.
+
+The layer is built without memory for its weights, and says what it stores and computes; that is
+what `regard describe` prints of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from regard.configs.suggested_sizes import (
+    BaseModel,
+    CountedLayer,
+    MechanismChoice,
+    suggested_groups,
+)
+from regard.cost.mechanisms import OPTIONS_WITHOUT_COST
+from regard.did_you_mean import suggest
+from regard.errors import ArgumentError
+from regard.models.assembly.catalogue_mixer import build_mixer, find_decoder_variant
+from regard.nn.variants.registry import find_variant, option_names
+from regard.nn.variants.usage import USAGE
+
+WITHOUT_SIZE = OPTIONS_WITHOUT_COST | {"depth"}
+"""Options whose value is no size of the layer."""
+
+
+def count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
+    """Return the cost of a layer of any mechanism that can be the layer of a decoder.
+
+    Args:
+        choice: the mechanism and the sizes that were given.
+        base: the model, whose width and heads the layer gets.
+
+    Raises:
+        ArgumentError: no mechanism has this name, it cannot be the layer of a decoder, it has no
+            option of a given name, or its sizes do not match those of the model.
+
+    >>> from regard.configs.suggested_sizes import parse_mechanism
+    >>> from regard.cost import model_of
+    >>> llama = BaseModel.of(model_of("llama-3.1-8b"))
+    >>> layer = count_layer(parse_mechanism("chunked", any_name=True), llama)
+    >>> layer.options["chunk"], layer.spec.cached(32768).tokens
+    (8192, 8192)
+    """
+    entry = find_decoder_variant(find_variant(choice.name).name)
+    known = option_names(entry)
+    for name in choice.sizes:
+        if name not in known:
+            hint = suggest(name, known, otherwise=".")
+            raise ArgumentError(
+                f"{entry.name} has no option {name}{hint} Its options are {', '.join(known)}"
+            )
+    catalogue = f"regard describe {entry.name}"
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(entry.build).parameters.items()
+        if type(parameter.default) is int and name in known and name not in WITHOUT_SIZE
+    }
+    published = {
+        name: (value, catalogue)
+        for name, value in {**defaults, **USAGE[entry.name].options}.items()
+    }
+    if "groups" in known:
+        published.update(suggested_groups(base.model.dim, base.heads, base.groups))
+    missing = {name: pair for name, pair in published.items() if name not in choice.sizes}
+    options = {**{name: value for name, (value, _) in missing.items()}, **choice.sizes}
+    with torch.device("meta"):
+        mixer = build_mixer(entry.name, base.model.dim, base.heads, options)
+    sizes = {name: value for name, value in options.items() if isinstance(value, int)}
+    sources = {name: source for name, (_, source) in missing.items() if name in sizes}
+    return CountedLayer(entry.name, mixer.spec, sizes, sources)
