@@ -64,43 +64,6 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class UnscaledRMSNorm(nn.Module):
-    """Root mean square normalisation without a weight.
-
-    y = x / sqrt(mean(x^2) + eps), computed in fp32 or better
-
-    Args:
-        dim: the size of the last dimension.
-        eps: added to the mean square.
-
-    Raises:
-        ArgumentError: dim is less than 1, or eps is negative.
-
-    >>> UnscaledRMSNorm(4, eps=0.0)(torch.tensor([3.0, 4.0, 0.0, 0.0])).tolist()
-    [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
-
-    Source: Zhang and Sennrich 2019 (arXiv 1910.07467), equation 4; without a weight: the values of
-    Gemma 3n.
-    """
-
-    def __init__(self, dim: int, *, eps: float = 1e-6) -> None:
-        super().__init__()
-        if dim < 1 or not eps >= 0:
-            raise ArgumentError(
-                f"UnscaledRMSNorm({dim}, eps={eps}): dim must be at least 1 and eps at least 0"
-            )
-        self.dim, self.eps = dim, eps
-
-    def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim]; positions are ignored, as in `RMSNorm`."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        """Return the dimension and the epsilon."""
-        return f"{self.dim}, eps={self.eps}"
-
-
 class OffsetRMSNorm(RMSNorm):
     """An `RMSNorm` whose factor is 1 + weight, so that weight decay pulls the factor to 1.
 

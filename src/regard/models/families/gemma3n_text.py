@@ -34,8 +34,8 @@ from regard.nn.altup import (
 )
 from regard.nn.embedding import CappedLogits
 from regard.nn.feed_forward import GatedFeedForward
+from regard.nn.head_steps import WeightlessRMSNorm
 from regard.nn.linear import Linear
-from regard.nn.norms import UnscaledRMSNorm
 from regard.nn.shared_memory import without_own_memory
 from regard.positions import Rotary
 
@@ -80,7 +80,7 @@ def _attention(config: Config, rotary: Rotary, window: int | None) -> Attention:
     G, eps, bias = config.num_key_value_heads, config.rms_norm_eps, config.attention_bias
     q = HeadProjection(M, H, D, RMSNorm(D, eps=eps), rotary, bias=bias)
     k = HeadProjection(M, G, D, RMSNorm(D, eps=eps), rotary, bias=bias)
-    v = HeadProjection(M, G, D, UnscaledRMSNorm(D, eps=eps), bias=bias)
+    v = HeadProjection(M, G, D, WeightlessRMSNorm(eps=eps), bias=bias)
     mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
     output = Linear(H * D, M, bias=bias)
     return Attention(SeparateQKV(q, k, v), output, mask=mask, scale=1.0)
