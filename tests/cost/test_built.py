@@ -95,7 +95,7 @@ HEADED = [
 ]
 
 
-STATE_SPACE = {"bamba", "granitemoehybrid", "jamba", "mamba2", "nemotron_h"}
+STATE_SPACE = {"bamba", "granitemoehybrid", "jamba", "mamba2", "nemotron_h", "rwkv"}
 OTHERS = {"t5", "deepseek_v2", "deepseek_v3"} | STATE_SPACE
 """Families that are neither encoders nor decoders with softmax attention in every layer."""
 
@@ -140,6 +140,8 @@ def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context:
         built = list(mixer.mixers) if isinstance(mixer, ParallelMixers) else [mixer]
         if isinstance(mixer, Tokenwise):
             built = []  # a feed-forward layer
+        if isinstance(block.feed_forward, Mixer):
+            built.append(block.feed_forward)
         for module, ours in zip((part.spec for part in built), layer.mixers, strict=True):
             assert type(module) is type(ours)
             assert module.weights.total == ours.weights.total

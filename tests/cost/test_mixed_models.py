@@ -117,7 +117,7 @@ def built_by_transformers(raw: dict[str, Any]) -> int:
 
 
 # the files of models with images are compared in tests/configs: they have the same language model
-STATE_SPACE = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "mamba2", "nemotron_h"}
+STATE_SPACE = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "mamba2", "nemotron_h", "rwkv"}
 SMALL = COUNTED | {n: raw for n, raw in TINY.items() if raw["model_type"] in STATE_SPACE}
 
 
