@@ -97,7 +97,7 @@ HEADED = [
 
 LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_linear"}
 RECURRENT = {"bamba", "granitemoehybrid", "jamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid"}
-RECURRENT |= {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"}
+RECURRENT |= {"qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "rwkv"}
 OTHERS = {*ENCODERS, *ENCODER_DECODERS} | LATENT | RECURRENT
 """Families that are not decoders with softmax attention in every layer."""
 
@@ -142,6 +142,8 @@ def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context:
         built = list(mixer.mixers) if isinstance(mixer, ParallelMixers) else [mixer]
         if isinstance(mixer, Tokenwise):
             built = []  # a feed-forward layer
+        if isinstance(block.feed_forward, Mixer):
+            built.append(block.feed_forward)
         for module, ours in zip((part.spec for part in built), layer.mixers, strict=True):
             assert type(module) is type(ours)
             assert module.weights.total == ours.weights.total

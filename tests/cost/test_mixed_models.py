@@ -23,7 +23,9 @@ from regard.errors import ArgumentError
 from tests.cost.tiny import COUNTED, TINY
 
 EVERY = TINY | COUNTED
+STATE_SPACE = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "mamba2", "nemotron_h", "rwkv"}
 LOADED = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "minimax", "kimi_linear"]
+LOADED += [name for name, raw in TINY.items() if raw["model_type"] in STATE_SPACE]
 """Small models that mix mechanisms, and that are loaded, too."""
 
 # billions of all and of active parameters that the makers state, and how far rounding and parts

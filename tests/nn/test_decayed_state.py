@@ -140,7 +140,8 @@ def inputs(name: str, m: Any, x: Tensor) -> list[Tensor]:
     for i, letter in enumerate("qkv"):
         part, y = getattr(m.project, letter), x
         if isinstance(m.project, TokenShiftQKV):
-            y = x * m.project.mix[i] + before * (1 - m.project.mix[i])
+            mix = getattr(m.project, f"mix_{'qkv'[i]}")
+            y = x * mix + before * (1 - mix)
         y = y @ part.linear.weight.mT
         if taps is not None:
             own = slice(channels, channels + y.shape[1])

@@ -203,7 +203,7 @@ def rwkv() -> tuple[Any, Any]:
         }
     )
     mixes = (theirs.time_mix_receptance, theirs.time_mix_key, theirs.time_mix_value)
-    load({ours.project.mix: torch.cat(mixes)})
+    load(dict(zip((getattr(ours.project, f"mix_{i}") for i in "qkv"), mixes, strict=True)))
     return ours, theirs
 
 
@@ -219,7 +219,7 @@ def test_rwkv4() -> None:
     changes: list[Callable[[Any], Any]] = [
         lambda m: m.rule.bonus.data.add_(1),
         lambda m: m.rule.decay.data.add_(1),
-        lambda m: m.project.mix.data.copy_(1 - m.project.mix),
+        lambda m: m.project.mix_k.data.copy_(1 - m.project.mix_k),
     ]
     for change in changes:
         wrong, _ = rwkv()

@@ -83,6 +83,7 @@ CONFIG_MODULES = {
     "qwen3_next": "gated_delta_hybrids",
     "regard": "regard",
     "roberta": "bert",
+    "rwkv": "rwkv",
     "seed_oss": "llama_relatives",
     "smollm3": "llama_relatives",
     "stablelm": "layer_norm_decoders",

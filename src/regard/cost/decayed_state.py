@@ -30,6 +30,24 @@ def rwkv4_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     )
 
 
+def channel_mix_spec(weights: ParameterCounts, dim: int, hidden: int) -> CountedSpec:
+    """Return the cost of a channel mix: two mixes (3 M each), a squared ReLU (2 F), a gate (M).
+
+    >>> channel_mix_spec(ParameterCounts(), 4, 8).step(1).value
+    44
+    """
+    shape, work = HeadShape(1, 1, dim, dim), 7 * dim + 2 * hidden
+    return CountedSpec(
+        weights,
+        (),
+        shape,
+        "channel mix",
+        Quantity(0, "0"),
+        Quantity(work, f"7 M + 2 F = 7 x {dim} + 2 x {hidden}"),
+        convolution=ShortConvolution(dim, 2),
+    )
+
+
 def rwkv6_spec(weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
     """Return the spec of RWKV-6: a read is 2 D E, the token itself 3 D + 2 E, a write 3 D E.
 

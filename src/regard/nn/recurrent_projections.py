@@ -268,9 +268,9 @@ class TokenShiftQKV(StatefulQKV):
 
     def __init__(self, q: HeadProjection, k: HeadProjection, v: HeadProjection) -> None:
         super().__init__(q, k, v)
-        dim = q.linear.in_features
         # channels start with shares of the present token from 0 to 1
-        self.mix = torch.nn.Parameter(torch.linspace(0, 1, dim).repeat(3, 1))
+        share = torch.linspace(0, 1, q.linear.in_features)
+        self.mix_q, self.mix_k, self.mix_v = (torch.nn.Parameter(share.clone()) for _ in "qkv")
 
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
         """Compute the queries, keys and values of tokens, with the last token as the state.
@@ -283,16 +283,10 @@ class TokenShiftQKV(StatefulQKV):
         Returns:
             The queries, keys and values, and the state after the last token.
         """
-        device = self.mix.device
-        if x.device != device or not torch.is_autocast_enabled(device.type):
-            check_linear_map(x, self.mix, None)
-        # a filter that returns the token before
-        before = x.new_tensor([1.0, 0.0]).expand(x.shape[-1], 2)
-        shifted, state = short_convolution(
-            x, before, None, activation=None, state=state, positions=positions
-        )
-        parts = zip((self.q, self.k, self.v), self.mix, strict=True)
-        q, k, v = (part(x * c + shifted * (1 - c), positions) for part, c in parts)
+        before, state = token_before(x, self.mix_q, state, positions)
+        mixes = (self.mix_q, self.mix_k, self.mix_v)
+        parts = zip((self.q, self.k, self.v), mixes, strict=True)
+        q, k, v = (part(x * c + before * (1 - c), positions) for part, c in parts)
         return ProjectedQKV(q, k, v, state)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
@@ -308,7 +302,38 @@ class TokenShiftQKV(StatefulQKV):
     @property
     def cost(self) -> ShortConvolution:
         """The sizes of the state: one past token of M channels."""
-        return ShortConvolution(self.mix.shape[1], 2)
+        return ShortConvolution(self.mix_q.shape[0], 2)
+
+
+def token_before(
+    x: Tensor, mix: Tensor, state: Parts | None, positions: Positions | None
+) -> tuple[Tensor, Parts]:
+    """Return the token before each token (a token shift), and the state after the last one.
+
+    Args:
+        x: hidden states [B,T,M].
+        mix: the share [M] of the present token in a mix of both.
+        state: the state after the tokens before; None at the start of a text, which has zeros
+            before it.
+        positions: positions of the tokens.
+
+    Returns:
+        The tokens before [B,T,M], and the last token.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: x has another size, dtype or device than mix.
+
+    >>> x = torch.arange(3.0)[None, :, None]
+    >>> token_before(x, torch.ones(1), None, None)[0].flatten().tolist()
+    [0.0, 0.0, 1.0]
+
+    Source: Peng et al. 2023 (arXiv 2305.13048), section 3.1.
+    """
+    if x.device != mix.device or not torch.is_autocast_enabled(mix.device.type):
+        check_linear_map(x, mix[None], None)
+    # a filter that returns the token before
+    shift = x.new_tensor([1.0, 0.0]).expand(x.shape[-1], 2)
+    return short_convolution(x, shift, None, activation=None, state=state, positions=positions)
 
 
 class ProjectedQKV(NamedTuple):
