@@ -30,6 +30,7 @@ HOMES = {
         "models/assembly/llama_like.py",
         "models/assembly/gemma.py",
         "models/assembly/deepseek.py",
+        "models/assembly/gated_delta.py",
         "models/checkpoint/gguf.py",  # the names of these families in another format
     },
     r"\bnan_to_num\(": set(),

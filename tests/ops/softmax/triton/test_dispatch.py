@@ -102,8 +102,8 @@ def test_what_it_refuses() -> None:
     assert why(cuda_call(dropout=0.1)) == ["no dropout"]
     assert why(cuda_call(shape=(1, 2, 2, 16, 16, 512, 512))) == [
         (
-            "head dimensions above 256 (D 512, E 512), unless few queries decode with D up to 576 and "
-            "E up to 512"
+            "head dimensions above 256 (D 512, E 512), unless few queries decode with D up to 576 "
+            "and E up to 512"
         )
     ]
     assert why(cuda_call(shape=(1, 128, 1, 1, 4096, 576, 512))) == []
