@@ -247,8 +247,9 @@ def delta_rule(
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing, and their
             outputs are 0.
         form: "recurrent" is the definition, token by token; "chunk" solves a triangular system per
-            chunk; "parallel" is one chunk of length T; "auto" takes "recurrent" for up to 8 tokens,
-            else "chunk". All give the same result.
+            chunk; "parallel" is one chunk of length T; "triton" uses kernels for GPUs with chunks
+            of their own size; "auto" takes "recurrent" for up to 8 tokens, else "triton" on a GPU
+            where it serves the call, else "chunk". All give the same result.
         chunk: the number of tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
@@ -258,6 +259,7 @@ def delta_rule(
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
             computed.
+        KernelRefusal: form is "triton", which cannot run the call; the message says why.
 
     >>> k = torch.eye(2)[[0, 1, 0]][None, None]  # the third token has the key of the first
     >>> v = torch.tensor([[3.0], [5.0], [7.0]])[None, None]
@@ -309,7 +311,7 @@ def gated_delta_rule(
             None: zeros. It is not changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
             nothing, and their outputs are 0.
-        form: "auto", "recurrent", "chunk" or "parallel", as in `delta_rule`.
+        form: "auto", "recurrent", "chunk", "parallel" or "triton", as in `delta_rule`.
         chunk: the number of tokens in a chunk, at least 1; with a decay per channel it is rounded
             up to a power of 2.
 
@@ -320,6 +322,7 @@ def gated_delta_rule(
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
             computed.
+        KernelRefusal: form is "triton", which cannot run the call; the message says why.
 
     >>> k = torch.eye(2)[None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None]
@@ -360,7 +363,7 @@ def _run_rule(
         scale: the factor on the queries, or None.
         state: the state before the first token, or None.
         positions: the positions of the tokens, or None.
-        form: "auto", "recurrent", "chunk" or "parallel".
+        form: "auto", "recurrent", "chunk", "parallel" or "triton".
         chunk: the number of tokens in a chunk.
     """
     (B, G, T, D), (N, E) = k.shape, v.shape[1::2]

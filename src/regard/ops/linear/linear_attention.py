@@ -163,8 +163,9 @@ def linear_attention(
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing, and their
             outputs are 0.
         form: "recurrent" is the definition, token by token; "chunk" uses matrix products over
-            chunks; "parallel" is one chunk of length T; "auto" takes "recurrent" for up to 8
-            tokens, else "chunk". All give the same result.
+            chunks; "parallel" is one chunk of length T; "triton" uses kernels for GPUs with chunks
+            of their own size; "auto" takes "recurrent" for up to 8 tokens, else "triton" on a GPU
+            where it serves the call, else "chunk". All give the same result.
         chunk: the number of tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
@@ -174,6 +175,7 @@ def linear_attention(
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
             computed.
+        KernelRefusal: form is "triton", which cannot run the call; the message says why.
 
     >>> q, v = torch.randn(1, 2, 5, 4), torch.ones(1, 2, 5, 3)
     >>> out, (S, z) = linear_attention(q, q, v)
@@ -285,7 +287,7 @@ def retention(
             None: zeros. It is not changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
             nothing, and their outputs are 0.
-        form: "auto", "recurrent", "chunk" or "parallel", as in `linear_attention`.
+        form: "auto", "recurrent", "chunk", "parallel" or "triton", as in `linear_attention`.
         chunk: the number of tokens in a chunk, at least 1.
 
     Returns:
@@ -295,6 +297,7 @@ def retention(
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
             computed.
+        KernelRefusal: form is "triton", which cannot run the call; the message says why.
 
     >>> one = torch.ones(1, 1, 3, 1)
     >>> retention(one, one, one, decay=torch.tensor([0.5]))[0].flatten().tolist()
@@ -383,7 +386,7 @@ def gated_linear(
             None: zeros. It is not changed.
         k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
             nothing, and their outputs are 0.
-        form: "auto", "recurrent", "chunk" or "parallel", as in `linear_attention`.
+        form: "auto", "recurrent", "chunk", "parallel" or "triton", as in `linear_attention`.
         chunk: the number of tokens in a chunk, at least 1; with one decay per channel it is rounded
             up to a power of 2.
 
@@ -394,6 +397,7 @@ def gated_linear(
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
             computed.
+        KernelRefusal: form is "triton", which cannot run the call; the message says why.
 
     >>> import torch
     >>> one = torch.ones(1, 1, 3, 1)

@@ -524,9 +524,8 @@ def _in_torch(call: RecurrenceCall, form: str, chunk: int) -> tuple[Tensor, Tens
     """Compute `linear_recurrence` in operations of torch."""
     q, k, v, log_decay, state = call.q, call.k, call.v, call.log_decay, call.state
     G, T = k.shape[1:3]
-    queries, keys, values = group_heads(
-        q.to(state.dtype) * call.scale, k.to(state.dtype), v.to(state.dtype)
-    )
+    q, k, v = (x.to(state.dtype) for x in (q, k, v))
+    queries, keys, values = group_heads(q if call.scale == 1 else q * call.scale, k, v)
     g = None if log_decay is None else split_value_heads(log_decay.to(state.dtype), G)
     grouped, size = split_value_heads(state, G), chunk_size(form, chunk, T)
     with torch.autocast(q.device.type, enabled=False):

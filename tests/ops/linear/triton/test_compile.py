@@ -15,9 +15,19 @@ from tests.ops.triton_compiler import SHARED_LIMIT, compile_launch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'regard[gpu]'")
 
-SPILLS: dict[tuple[str, int], int] = {}
-"""Bytes of registers that a kernel may spill, by its name and D, where no other block that was
-tried spills less; fp32 has its own row, under 0."""
+SPILLS = {
+    ("solve_chunk", True, 64): 40,
+    ("solve_chunk", True, 128): 40,
+    ("solve_chunk", True, 256): 40,
+    ("chunk_states", True, 256): 464,
+    ("write_nans", True, 256): 384,
+    ("gradients_of_inputs", True, 64): 56,
+    ("gradients_of_inputs", True, 128): 40,
+    ("gradients_of_inputs", True, 256): 64,
+    ("gradients_of_states", False, 256): 328,
+}
+"""(kernel, half precision, D) -> bytes of registers that it may spill, where no other block that
+was tried spills less."""
 FORMS = {"sums": (0, False), "gated": (2, False), "gated delta": (1, True), "kimi": (2, True)}
 """Name -> the form of the decay, and whether tokens correct what is stored."""
 
@@ -45,7 +55,7 @@ def check(launches: list[Any], capability: int, D: int, *, half: bool) -> None:
     for launch in launches:
         found, name = compile_launch(launch, capability), launch.kernel.__name__
         assert found.shared <= SHARED_LIMIT[capability], (name, found.shared)
-        assert found.spilled <= SPILLS.get((name, D), 0), (name, D, found.spilled)
+        assert found.spilled <= SPILLS.get((name, half, D), 0), (name, half, D, found.spilled)
         if half and name != "write_nans":
             assert any(x in found.ptx for x in ("wgmma", "mma.sync", "tcgen05.mma")), name
         if half and name == "chunk_states" and launch.options["num_stages"] > 1:
@@ -68,7 +78,7 @@ def test_other_numbers_of_channels(D: int) -> None:
 @pytest.mark.full
 def test_fp32_uses_no_tensor_cores_and_fits() -> None:
     launches = launches_of("gated delta", torch.float32, 128)
-    check(launches, 90, 0, half=False)
+    check(launches, 90, 128, half=False)
 
 
 @pytest.mark.full

@@ -53,8 +53,8 @@ _TABLE: dict[tuple[RecurrenceKernelKind, bool, int], ChunkSizes] = {
 }
 """(kind, one decay for each channel, largest D) -> sizes; all kernels of a call have one chunk."""
 
-_EXACT = ChunkSizes(16, 16, 16, 4, 1)
-"""All kernels in fp32, whose products run on no tensor cores and need many registers."""
+_EXACT, _EXACT_STATES = ChunkSizes(16, 16, 16, 4, 1), ChunkSizes(16, 16, 16, 8, 1)
+"""The kernels in fp32, whose products run on no tensor cores and need many registers."""
 
 
 def chunk_sizes(kind: RecurrenceKernelKind, *, by_channel: bool, exact: bool, D: int) -> ChunkSizes:
@@ -70,6 +70,6 @@ def chunk_sizes(kind: RecurrenceKernelKind, *, by_channel: bool, exact: bool, D:
     ChunkSizes(chunk=64, channels=64, columns=32, warps=8, stages=2)
     """
     if exact:
-        return _EXACT
+        return _EXACT_STATES if kind == "states" else _EXACT
     width = min(x for name, kept, x in _TABLE if (name, kept) == (kind, by_channel) and x >= D)
     return _TABLE[kind, by_channel, width]
