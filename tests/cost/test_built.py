@@ -155,6 +155,7 @@ def test_specs_of_every_layer_are_those_of_the_built_modules(name: str, context:
 
 
 SMALL = {
+    "num_kv_shared_layers": 1,
     "num_hidden_layers": 4,
     "n_layer": 4,
     "n_routed_experts": 16,

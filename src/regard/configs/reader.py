@@ -231,9 +231,7 @@ SIZE_KEYS = frozenset(
         "n_inner",
         "no_bias",
         "position_embedding_type",
-        "projectors_bias",
         "pruned_heads",
-        "use_bias",
     }
 )
 """Keys that change sizes: values that a family does not support also raise when a model is
