@@ -110,6 +110,7 @@ def test_words_name_mechanisms_once() -> None:
     assert {VARIANTS[name].family for name in exact} == {"softmax", "latent", "cross", "additive"}
 
 
+@pytest.mark.full
 def test_models_that_were_trained_have_equal_parameters() -> None:
     wanted = count_parameters(models()["mha"].config)
     for name, one in models().items():
@@ -117,6 +118,7 @@ def test_models_that_were_trained_have_equal_parameters() -> None:
     assert len(MOST_USED) == 20
 
 
+@pytest.mark.full
 def test_the_kept_runs_are_those_of_the_page() -> None:
     results = quality_results()
     assert set(results) == {(task, name) for task in STEPS for name in MOST_USED}
@@ -136,6 +138,7 @@ def test_the_kept_runs_are_those_of_the_page() -> None:
         assert max(results["passkey", name]) < 0.2
 
 
+@pytest.mark.full
 def test_numbers_are_plain() -> None:
     assert [page.plain(x) for x in (0.0, 0.01234, 8.0, 131.27, 16384.0)] == [
         "0",
