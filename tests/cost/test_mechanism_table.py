@@ -163,10 +163,10 @@ def test_a_layer_says_the_same_as_the_count_without_torch() -> None:
 
 
 def test_every_mechanism_of_a_decoder_has_a_row() -> None:
-    names = decoder_variants()
+    names = [name for name in decoder_variants() if name != "packed"]  # it depends on the texts
     rows = mechanism_costs(names, LLAMA, SETTING, count_layer=count_layer)
     by_name = {row.label: row for row in rows}
-    assert list(by_name) == list(names)
+    assert list(by_name) == names
     assert all(row.report.decode_flops > 0 for row in rows)
     gqa = by_name["gqa"].report
     assert by_name["chunked"].suggested == {
@@ -205,6 +205,7 @@ def test_the_command_prints_the_rows_of_the_library(
     [
         (("--dim", "64", "--mechanisms", "mhaa"), "named 'mhaa'; did you mean 'mha'"),
         (("--dim", "64", "--mechanisms", "deberta"), "attends to later tokens, so it cannot be"),
+        (("--dim", "64", "--mechanisms", "packed"), "packed depends on bounds"),
         (("--dim", "64", "--mechanisms", "luong"), "attends to a second sequence, so it cannot be"),
         (("--dim", "64", "--mechanisms", "chunked:chunks=3"), "did you mean 'chunk'? Its options"),
         (("--dim", "64", "--mechanisms", "gqa:x"), "write for example gqa:groups=8"),

@@ -34,9 +34,13 @@ def count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
         choice: the mechanism and the sizes that were given.
         base: the model, whose width and heads the layer gets.
 
+    Returns:
+        What the layer stores and computes, with its sizes and the source of those not given.
+
     Raises:
-        ArgumentError: no mechanism has this name, it cannot be the layer of a decoder, it has no
-            option of a given name, or its sizes do not match those of the model.
+        ArgumentError: no mechanism has this name, it cannot be the layer of a decoder, its cost
+            depends on the text, it has no option of a given name, or its sizes do not match those
+            of the model.
 
     >>> from regard.configs.suggested_sizes import parse_mechanism
     >>> from regard.cost import model_of
@@ -46,6 +50,12 @@ def count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
     (8192, 8192)
     """
     entry = find_decoder_variant(find_variant(choice.name).name)
+    for name, value in USAGE[entry.name].options.items():
+        if not isinstance(value, int):
+            raise ArgumentError(
+                f"the cost of {entry.name} depends on {name}, which every text has of its own; "
+                "compare the mechanism that it uses within a text, such as gqa"
+            )
     known = option_names(entry)
     for name in choice.sizes:
         if name not in known:
