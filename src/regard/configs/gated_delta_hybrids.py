@@ -136,7 +136,9 @@ class QwenHybridMoeConfig(QwenHybridConfig):
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(QwenHybridMoeConfig):
-    """The keys of Qwen3-Next."""
+    """The keys of Qwen3-Next, whose expert weights of a token sum to 1 unless a key says
+    otherwise.
+    """
 
     norm_topk_prob: bool = True
 

@@ -117,8 +117,8 @@ class KimiLinearConfig(ModelConfig):
             keys["num_key_value_heads"] = keys.get("num_attention_heads")
         linear, n = raw.get("linear_attn_config"), keys.get("num_hidden_layers")
         if isinstance(linear, Mapping):
-            given = {k: v for k, v in linear.items() if k in STATE_SIZES}
-            keys = rename_keys(keys | given, STATE_SIZES)
+            sizes = {k: v for k, v in linear.items() if k in STATE_SIZES}
+            keys = rename_keys(keys | sizes, STATE_SIZES)
             full = linear.get("full_attn_layers")
             if isinstance(full, list) and isinstance(n, int) and keys.get("layer_types") is None:
                 kinds = [FULL if layer + 1 in full else LINEAR for layer in range(n)]

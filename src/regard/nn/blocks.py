@@ -191,7 +191,7 @@ class NormedResidual(Residual):
         return result
 
     def extra_repr(self) -> str:
-        """Return the two factors."""
+        """Return the factors on the normalised state and on what is added."""
         return f"alpha={self.alpha:g}, beta={self.beta:g}"
 
 

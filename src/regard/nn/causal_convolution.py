@@ -119,7 +119,7 @@ class JoinedConvolution(nn.Module):
 
     @property
     def bias(self) -> None:
-        """There are no biases."""
+        """Always None: the channels have no biases."""
         return
 
     def forward(
