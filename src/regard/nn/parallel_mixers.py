@@ -134,7 +134,7 @@ class ParallelMixers(Mixer):
         return ", ".join(f"{k}={list(v)}" for k, v in named.items() if any(x != 1 for x in v))
 
     def _every(self) -> list[Mixer]:
-        """Return the mechanisms."""
+        """Return all mechanisms, in their order."""
         return [cast("Mixer", mixer) for mixer in self.mixers]
 
 
