@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from regard.errors import KernelRefusal
 from regard.ops.linear.triton.kernel import RecurrenceCall, why_not
+from regard.units import plural
 
 MAX_RECURRENT_TOKENS = 8
 """The largest number of tokens for which "auto" computes token by token."""
@@ -53,7 +54,7 @@ def plan_form(call: RecurrenceCall, form: str) -> FormChoice:
             )
         return FormChoice("triton", ())
     if call.q.shape[2] <= MAX_RECURRENT_TOKENS:
-        few = f"at most {MAX_RECURRENT_TOKENS} tokens are computed one by one"
+        few = f"at most {plural(MAX_RECURRENT_TOKENS, 'token')} are computed one by one"
         return FormChoice("recurrent", (*reasons, few))
     if call.q.device.type != "cuda" and not reasons:
         reasons = ["triton only interprets kernels on a CPU"]

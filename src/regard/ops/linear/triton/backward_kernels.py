@@ -195,8 +195,8 @@ def gradients_of_inputs(
             if DECAY == 1:
                 of_start = tl.sum(of_start, 1)[:, None]
             d_g += tl.cumsum(of_start, 0, reverse=True) + d_pairs
-        at = d_q_ptr + (b * O + o) * T * D
-        store_rows(at, (d_q + d_x) * scale, D, t, T, d, D)
+        place = d_q_ptr + (b * O + o) * T * D
+        store_rows(place, (d_q + d_x) * scale, D, t, T, d, D)
     store_rows(d_k_ptr + head * T * D, d_k, D, t, T, d, D)
     if DECAY == 1:
         part = d_g_ptr + tl.program_id(1).to(tl.int64) * partial

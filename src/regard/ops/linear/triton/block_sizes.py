@@ -71,5 +71,5 @@ def chunk_sizes(kind: RecurrenceKernelKind, *, by_channel: bool, exact: bool, D:
     """
     if exact:
         return _EXACT_STATES if kind == "states" else _EXACT
-    width = min(x for name, kept, x in _TABLE if (name, kept) == (kind, by_channel) and x >= D)
+    width = min(x for *key, x in _TABLE if key == [kind, by_channel] and x >= D)
     return _TABLE[kind, by_channel, width]

@@ -27,8 +27,8 @@ def is_odd(x):
 @triton.jit
 def load_rows(pointer, row_stride, t, T, d, D: tl.constexpr):
     """Rows t of a matrix with D columns, in fp32; 0 outside."""
-    at = pointer + t.to(tl.int64)[:, None] * row_stride + d[None, :]
-    return tl.load(at, mask=(t < T)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    place = pointer + t.to(tl.int64)[:, None] * row_stride + d[None, :]
+    return tl.load(place, mask=(t < T)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -41,19 +41,19 @@ def load_column(pointer, row_stride, t, T):
 @triton.jit
 def store_rows(pointer, x, row_stride, t, T, d, D: tl.constexpr):
     """Write rows t of a matrix with D columns, in its dtype."""
-    at = pointer + t.to(tl.int64)[:, None] * row_stride + d[None, :]
+    place = pointer + t.to(tl.int64)[:, None] * row_stride + d[None, :]
     mask = (t < T)[:, None] & (d < D)[None, :]
-    tl.store(at, x.to(pointer.dtype.element_ty), mask=mask)
+    tl.store(place, x.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_decays(pointer, row_stride, t, inside, d, D: tl.constexpr, BY_CHANNEL: tl.constexpr):
     """g of the tokens t in fp32, `[C, 1]` or `[C, BLOCK_D]`; 0 outside."""
-    at = pointer + t.to(tl.int64)[:, None] * row_stride
+    place = pointer + t.to(tl.int64)[:, None] * row_stride
     mask = inside[:, None]
     if BY_CHANNEL:
-        at, mask = at + d[None, :], mask & (d < D)[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        place, mask = place + d[None, :], mask & (d < D)[None, :]
+    return tl.load(place, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -142,8 +142,8 @@ def decayed_products(
     x, k, g, g_next, i,
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for the channels of a block, where j <= i, and
-    0 elsewhere, `[C, C]`; with one decay for all channels without the decay.
+    """sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) for the channels of a block, where j <= i,
+    else 0, `[C, C]`; with one decay for all channels without the decay.
 
     With a decay per channel, blocks of 1, 2, 4, ... tokens are joined in pairs: with i in the
     second and j in the first, the decay is the product of two exponents that are sums of g alone,

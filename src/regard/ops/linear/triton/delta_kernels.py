@@ -132,8 +132,8 @@ def gradients_of_corrections(
     matrix = (head * chunks + c) * C * C
     state = states_ptr + (head * chunks + c) * D * E
     # X^T, loaded transposed
-    at = inverse_ptr + matrix + i[None, :] * C + i[:, None]
-    transposed = tl.load(at)
+    place = inverse_ptr + matrix + i[None, :] * C + i[:, None]
+    transposed = tl.load(place)
     d_matrix = tl.zeros([C, C], tl.float32)
     d_beta = tl.zeros([C, 1], tl.float32)
     for first in range(0, E, BE):
@@ -200,8 +200,8 @@ def gradients_of_system(
             of_start = tl.sum(of_start, 1)[:, None]
         d_g += tl.cumsum(of_start, 0, reverse=True)
         if DECAY == 1:
-            at = d_g_ptr + part + head * T
-            store_rows(at, d_g + load_rows(at, 1, t, T, one, 1), 1, t, T, one, 1)
+            place = d_g_ptr + part + head * T
+            store_rows(place, d_g + load_rows(place, 1, t, T, one, 1), 1, t, T, one, 1)
         else:
-            at = d_g_ptr + head * T * D
-            store_rows(at, d_g + load_rows(at, D, t, T, d, D), D, t, T, d, D)
+            place = d_g_ptr + head * T * D
+            store_rows(place, d_g + load_rows(place, D, t, T, d, D), D, t, T, d, D)

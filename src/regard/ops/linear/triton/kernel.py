@@ -86,10 +86,10 @@ def why_not(call: RecurrenceCall) -> list[str]:
     reasons = why_not_device(device, installed=has_triton(), interpreted=interprets())
     if is_compiling():
         return [*reasons, "not inside a compiled graph"]
-    given = [x for x in call.tensors if x is not None]
-    if not values_are_readable(*given):
+    present = [x for x in call.tensors if x is not None]
+    if not values_are_readable(*present):
         reasons.append("not inside a transform of torch.func, nor without values")
-    wrong = {x.dtype for x in given} | {call.dtype}
+    wrong = {x.dtype for x in present} | {call.dtype}
     reasons += [f"no {str(x).removeprefix('torch.')}" for x in wrong if x not in DTYPES]
     D = call.k.shape[3]
     if D > MAX_KEY_CHANNELS:
@@ -125,7 +125,7 @@ class _RecurrenceContext(Protocol):
     saved_tensors: tuple[Tensor | None, ...]
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors."""
+        """Save inputs and outputs for the gradient."""
 
     def set_materialize_grads(self, value: bool, /) -> None:  # noqa: FBT001  # as in torch
         """Say whether missing gradients are zeros."""
@@ -171,13 +171,13 @@ class RecurrenceFunction(torch.autograd.Function):
             d_last = d_out.new_zeros(call.state.shape, dtype=call.state.dtype)
         call = call.with_tensors(_detached(tensors))
         with torch.autocast(d_out.device.type, enabled=False):
-            found = run_backward(call, d_out, d_last)
+            results = run_backward(call, d_out, d_last)
         return (
             None,
             None,
             *(
                 None if d is None or x is None or not needed else d.to(x.dtype)
-                for x, d, needed in zip(tensors, found, ctx.needs_input_grad[2:], strict=True)
+                for x, d, needed in zip(tensors, results, ctx.needs_input_grad[2:], strict=True)
             ),
         )
 
@@ -193,10 +193,10 @@ def _differentiable(
     results = definition(call.with_tensors(tensors))
     pairs = [(x, d) for x, d in zip(results, (d_out, d_last), strict=True) if d is not None]
     trained = [x for x in tensors if x is not None and x.requires_grad]
-    found = iter(
+    gradients = iter(
         torch.autograd.grad(
             [x for x, _ in pairs], trained, [d for _, d in pairs],
             create_graph=True, allow_unused=True,
         )
     )  # fmt: skip
-    return tuple(next(found) if x is not None and x.requires_grad else None for x in tensors)
+    return tuple(next(gradients) if x is not None and x.requires_grad else None for x in tensors)

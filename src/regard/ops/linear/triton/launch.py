@@ -80,7 +80,7 @@ class RecurrenceGradients(NamedTuple):
 def forward_launches(call: RecurrenceCall) -> tuple[list[Launch], ForwardBuffers]:
     """Return the launches of the forward pass, in their order, and what they will write."""
     B, N, T, E, D = *call.v.shape, call.k.shape[3]
-    shared = Shared(call)
+    shared = SharedArguments(call)
     q, k, v, g, beta, chunks = shared.q, shared.k, shared.v, shared.g, shared.beta, shared.chunks
     first, delta = call.state.contiguous(), call.beta is not None
     states, parallel = shared.options("states"), shared.options("parallel")
@@ -136,7 +136,7 @@ def backward_launches(
         d_last: the gradient of the last state.
     """
     B, N, T, E, D = *call.v.shape, call.k.shape[3]
-    shared, delta = Shared(call), call.beta is not None
+    shared, delta = SharedArguments(call), call.beta is not None
     q, k, g, chunks = shared.q, shared.k, shared.g, shared.chunks
     states, parallel = shared.options("states"), shared.options("parallel")
     gradients = shared.options("gradients")
@@ -166,8 +166,8 @@ def backward_launches(
     grid, options = (chunks * B * N, blocks), _without(gradients, "BLOCK_D")
     launches.append(Launch(gradients_of_inputs, grid, args, {**options, "DELTA": delta}))
     if not delta:
-        found = RecurrenceGradients(d_q, d_k, d_updates, None, d_g, d_first)
-        return launches, found
+        results = RecurrenceGradients(d_q, d_k, d_updates, None, d_g, d_first)
+        return launches, results
     d_v, d_beta = shared.empty(B, N, T, E), shared.empty(blocks + 1, B, N, T, 1)
     d_right, d_matrix = torch.empty_like(forward.erased), torch.empty_like(forward.inverse)
     args = (
@@ -204,18 +204,18 @@ def run_backward(
     for launch in launches:
         if launch.kernel in (solve_chunk, chunk_states):
             launch.run()
-    launches, found = backward_launches(call, forward, d_out, d_last)
+    launches, results = backward_launches(call, forward, d_out, d_last)
     for launch in launches:
         launch.run()
     H, G = call.q.shape[1], call.k.shape[1]
-    d_q = found.q.unflatten(1, (H, -1)).sum(2)
-    d_k = found.k.unflatten(1, (G, -1)).sum(2)
-    d_g = None if call.log_decay is None else found.g.sum(0).sum_to_size(call.log_decay.shape)
-    d_beta = None if found.beta is None else found.beta.sum(0)
-    return d_q, d_k, found.v, d_beta, d_g, found.first
+    d_q = results.q.unflatten(1, (H, -1)).sum(2)
+    d_k = results.k.unflatten(1, (G, -1)).sum(2)
+    d_g = None if call.log_decay is None else results.g.sum(0).sum_to_size(call.log_decay.shape)
+    d_beta = None if results.beta is None else results.beta.sum(0)
+    return d_q, d_k, results.v, d_beta, d_g, results.first
 
 
-class Shared:
+class SharedArguments:
     """What all kernels of a call share.
 
     Args:

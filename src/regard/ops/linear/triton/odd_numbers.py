@@ -43,8 +43,8 @@ def write_nans(
         count = 0
         for x in range(COUNTS):
             count += tl.load(odd_ptr + (head * chunks + c) * COUNTS + x)
-        found = tl.max(rows, 0) + tl.max(columns, 0)
-        if (count > 0) | (found > 0):
+        seen = tl.max(rows, 0) + tl.max(columns, 0)
+        if (count > 0) | (seen > 0):
             t = c * C + i
             k = load_rows(k_ptr + b * k_b + n // shared_keys * k_h, k_t, t, T, d, D)
             v = load_rows(v_ptr + b * v_b + n * v_h, v_t, t, T, e, E)
@@ -59,8 +59,8 @@ def write_nans(
             bad += tl.max(rows, 0) + columns[None, :]
             mask = (t < T)[:, None] & (e < E)[None, :] & (bad > 0)
             for r in range(outputs):
-                at = out_ptr + (b * O + n * outputs + r) * T * E
-                place = at + t.to(tl.int64)[:, None] * E + e[None, :]
+                first = out_ptr + (b * O + n * outputs + r) * T * E
+                place = first + t.to(tl.int64)[:, None] * E + e[None, :]
                 tl.store(place, tl.full([C, BE], float("nan"), out_ptr.dtype.element_ty), mask=mask)
             if DELTA:
                 rows = rows | tl.max(tl.max(bad_rows, 1), 0)
