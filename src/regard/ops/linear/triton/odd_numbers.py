@@ -43,8 +43,8 @@ def write_nans(
         count = 0
         for x in range(COUNTS):
             count += tl.load(odd_ptr + (head * chunks + c) * COUNTS + x)
-        seen = tl.max(rows, 0) + tl.max(columns, 0)
-        if (count > 0) | (seen > 0):
+        earlier = tl.max(rows, 0) + tl.max(columns, 0)
+        if (count > 0) | (earlier > 0):
             t = c * C + i
             k = load_rows(k_ptr + b * k_b + n // shared_keys * k_h, k_t, t, T, d, D)
             v = load_rows(v_ptr + b * v_b + n * v_h, v_t, t, T, e, E)
