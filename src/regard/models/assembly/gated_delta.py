@@ -133,6 +133,7 @@ def mixture(config: QwenHybridMoeConfig, *, normalise: bool) -> MoE:
 def filters(parameter_name: str) -> TensorRule:
     """Return the rule of the filters of a short convolution, stored as torch's Conv1d has them.
 
+    >>> import torch
     >>> filters("w").pack([torch.zeros(6, 4)]).shape
     torch.Size([6, 1, 4])
     """
