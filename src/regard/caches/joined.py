@@ -72,9 +72,13 @@ class Joined(Cache):
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Replace the contents of all parts."""
         for i, part in enumerate(self.parts):
-            front = f"{i}."
+            prefix = f"{i}."
             part.fill(
-                {name[len(front) :]: x for name, x in contents.items() if name.startswith(front)}
+                {
+                    name.removeprefix(prefix): x
+                    for name, x in contents.items()
+                    if name.startswith(prefix)
+                }
             )
 
     @property

@@ -51,7 +51,7 @@ Device = Annotated[
     str | None,
     typer.Option(
         help="Device: cpu, cuda, ...",
-        show_default="cpu",
+        show_default="the CPU",
         rich_help_panel=PANEL,
     ),
 ]

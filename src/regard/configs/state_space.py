@@ -19,6 +19,7 @@ from regard.cost.spec import ParameterCounts
 from regard.cost.state_space import mamba2
 from regard.errors import ArgumentError
 from regard.files.strict_json import INFINITY
+from regard.units import plural
 
 StepLimits: TypeAlias = tuple[float | Mapping[str, object], ...]
 """The smallest and the largest step size, as config.json has them."""
@@ -131,8 +132,8 @@ def check_width(expand: float, dim: int, sizes: Mamba2Sizes, names: str) -> None
     """
     if sizes.heads * sizes.head_dim != int(expand * dim):
         raise ArgumentError(
-            f"{names}: {sizes.heads} heads of {sizes.head_dim} are {sizes.heads * sizes.head_dim} "
-            f"channels, and {expand} times hidden_size {dim} is {int(expand * dim)}; they must be "
+            f"{names}: {plural(sizes.heads, 'head')} of {sizes.head_dim} are "
+            f"{sizes.heads * sizes.head_dim} channels, and {expand} times hidden_size {dim} is {int(expand * dim)}; they must be "
             "equal"
         )
 

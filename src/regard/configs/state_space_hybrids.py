@@ -274,7 +274,7 @@ class FalconH1Config(Mamba2Keys):
             super().check_mixer_width()
         elif self.mamba_n_heads * self.mamba_d_head != self.mamba_d_ssm:
             raise ArgumentError(
-                f"mamba_d_ssm is {self.mamba_d_ssm}, and {self.mamba_n_heads} heads of "
+                f"mamba_d_ssm is {self.mamba_d_ssm}, and {plural(self.mamba_n_heads, 'head')} of "
                 f"{self.mamba_d_head} are {self.mamba_n_heads * self.mamba_d_head} channels; they "
                 "must be equal"
             )

@@ -209,7 +209,7 @@ class CountedLayer:
     suggested: Mapping[str, str]
 
 
-LayerCounter: TypeAlias = "Callable[[MechanismChoice, BaseModel], CountedLayer]"
+LayerCounter: TypeAlias = Callable[["MechanismChoice", "BaseModel"], "CountedLayer"]
 """Counts a mechanism that is not in `MECHANISM_CHOICES`; it builds the layer, which needs torch."""
 
 

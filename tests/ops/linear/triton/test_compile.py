@@ -51,7 +51,7 @@ def launches_of(form: str, dtype: torch.dtype, D: int, T: int = 256) -> list[Any
     return [*forward, *backward]
 
 
-def check(launches: list[Any], capability: int, D: int, *, half: bool) -> None:
+def assert_compiles(launches: list[Any], capability: int, D: int, *, half: bool) -> None:
     for launch in launches:
         found, name = compile_launch(launch, capability), launch.kernel.__name__
         assert found.shared <= SHARED_LIMIT[capability], (name, found.shared)
@@ -65,26 +65,26 @@ def check(launches: list[Any], capability: int, D: int, *, half: bool) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_half_precision_on_hopper(form: str) -> None:
-    check(launches_of(form, torch.bfloat16, 128), 90, 128, half=True)
+    assert_compiles(launches_of(form, torch.bfloat16, 128), 90, 128, half=True)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("D", [64, 256])
 def test_other_numbers_of_channels(D: int) -> None:
     for form in ("gated delta", "gated"):
-        check(launches_of(form, torch.bfloat16, D), 90, D, half=True)
+        assert_compiles(launches_of(form, torch.bfloat16, D), 90, D, half=True)
 
 
 @pytest.mark.full
 def test_fp32_uses_no_tensor_cores_and_fits() -> None:
     launches = launches_of("gated delta", torch.float32, 128)
-    check(launches, 90, 128, half=False)
+    assert_compiles(launches, 90, 128, half=False)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 100])
 def test_other_gpus(capability: int) -> None:
-    check(launches_of("gated delta", torch.bfloat16, 128), capability, 128, half=True)
+    assert_compiles(launches_of("gated delta", torch.bfloat16, 128), capability, 128, half=True)
 
 
 @pytest.mark.full
