@@ -249,11 +249,7 @@ WRONG = (
     steps("no positions at all", lambda old: old[1:], rotated=True),
     steps("no temperature", lambda _: [], rotated=False),
     steps("rotated everywhere", lambda old: [*old, Rotary(D, 100.0)], rotated=False),
-    steps(
-        "a temperature in all layers",
-        lambda old: [*old, QueryTemperature(**TEMPERED)],
-        rotated=True,
-    ),
+    steps("temperatures in all layers", lambda old: [*old, TEMPERATURE], rotated=True),
     steps("vectors of length 1", lambda old: [old[0], UnitLength()], rotated=True),
     steps("a norm without positions", lambda old: [*old, WeightlessRMSNorm()], rotated=False),
     weights_on_outputs,
@@ -421,7 +417,8 @@ def test_weighted_inputs_are_the_definition() -> None:
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
     alone = torch.cat([moe(row[None]) for row in x])
     torch.testing.assert_close(alone, exact, rtol=1e-12, atol=1e-12)
-    assert float((MoE.weighted_expert(moe, 0, x, x[:, :1].sigmoid()) - exact).abs().max()) > 1e-3
+    on_outputs = MoE(router, list(moe.experts), moe.shared)
+    assert float((on_outputs(x) - exact).detach().abs().max()) > 1e-3
 
 
 def test_large_logits_are_told_apart() -> None:
