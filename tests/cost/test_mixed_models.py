@@ -25,6 +25,7 @@ from tests.cost.tiny import COUNTED, TINY
 EVERY = TINY | COUNTED
 STATE_SPACE = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "mamba2", "nemotron_h", "rwkv"}
 LOADED = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "minimax", "kimi_linear"]
+LOADED += ["llama4_text"]
 LOADED += [name for name, raw in TINY.items() if raw["model_type"] in STATE_SPACE]
 """Small models that mix mechanisms, and that are loaded, too."""
 

@@ -636,12 +636,6 @@ TINY: dict[str, dict[str, Any]] = {
         "attention": "infini",
         "attention_options": {"segment": 8, "groups": 2},
     },
-    "t5": T5,
-    "t5, gated": {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-}
-
-
-COUNTED: dict[str, dict[str, Any]] = {
     "llama4_text": {
         **LLAMA,
         "model_type": "llama4_text",
@@ -655,6 +649,12 @@ COUNTED: dict[str, dict[str, Any]] = {
         "model_type": "llama4",
         "text_config": {**LLAMA, "intermediate_size_mlp": 44, **MOE},
     },
+    "t5": T5,
+    "t5, gated": {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+}
+
+
+COUNTED: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": {
         **DEEPSEEK,
         "model_type": "glm_moe_dsa",

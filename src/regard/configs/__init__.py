@@ -50,8 +50,8 @@ CONFIG_MODULES = {
     "jamba": "state_space_hybrids",
     "kimi_linear": "kimi_linear",
     "llama": "llama",
-    "llama4": "mixtures",
-    "llama4_text": "mixtures",
+    "llama4": "llama4",
+    "llama4_text": "llama4",
     "mamba2": "state_space",
     "marian": "bart",
     "minimax": "lightning_hybrids",
@@ -96,8 +96,6 @@ CONFIG_MODULES = {
 COUNTED_ONLY = frozenset(
     {
         "glm_moe_dsa",
-        "llama4",
-        "llama4_text",
         "ministral3",
     }
 )

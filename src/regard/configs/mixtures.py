@@ -1,5 +1,5 @@
-"""The configs of further models with grouped queries and mixtures of experts: Llama 4, GLM-4.5,
-MiniMax-M2, OLMoE, Qwen1.5-MoE and Granite 3 MoE.
+"""The configs of further models with grouped queries and mixtures of experts: GLM-4.5, MiniMax-M2,
+OLMoE, Qwen1.5-MoE and Granite 3 MoE.
 
 Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
 """
@@ -10,99 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from regard.configs.base import FULL, Raw
+from regard.configs.base import Raw
 from regard.configs.llama import GroupedQueryConfig, Qwen2Config, check_experts
 from regard.configs.llama_relatives import GraniteConfig
 from regard.configs.rope import RopeSettings, rotated_share
 from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec, MoESpec
-from regard.cost.softmax import CausalKeys
-from regard.errors import ArgumentError
-from regard.units import plural
-
-CHUNKED = "chunked_attention"
-IMAGES = {
-    "text_config",
-    "vision_config",
-    "boi_token_index",
-    "eoi_token_index",
-    "image_token_index",
-}
-"""Keys of a Llama 4 that also reads images."""
-
-
-@dataclass(frozen=True)
-class Llama4Config(GroupedQueryConfig):
-    """The keys of Llama 4: attention inside chunks in three of four layers, and a mixture of
-    experts in every `interleave_moe_layer_step`-th layer.
-    """
-
-    intermediate_size_mlp: int = field(kw_only=True)
-    num_local_experts: int = field(kw_only=True)
-    num_experts_per_tok: int = 1
-    interleave_moe_layer_step: int = 1
-    attention_chunk_size: int = 8192
-    no_rope_layer_interval: int = 4
-    layer_types: tuple[str, ...] | None = None
-
-    model_types: ClassVar[tuple[str, ...]] = ("llama4_text", "llama4")
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-    }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
-        self._chunked()
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys of the language model, also from the file of a model that reads images.
-
-        `no_rope_layers` has a 1 for each layer with rotary positions, which attends inside chunks.
-        """
-        text = raw.get("text_config")
-        if isinstance(text, Mapping):
-            raw = {k: v for k, v in raw.items() if k not in IMAGES} | dict(text)
-        keys = super().normalize_keys(raw)
-        rotated = keys.pop("no_rope_layers", None)
-        if isinstance(rotated, list) and rotated and keys.get("layer_types") is None:
-            keys["layer_types"] = [CHUNKED if flag else FULL for flag in rotated]
-        return keys
-
-    def _chunked(self) -> tuple[bool, ...]:
-        """Return whether each layer attends inside chunks."""
-        layers, n = self.num_hidden_layers, self.no_rope_layer_interval
-        if self.layer_types is None:
-            return tuple((i + 1) % n != 0 for i in range(layers))
-        if len(self.layer_types) != layers or not set(self.layer_types) <= {CHUNKED, FULL}:
-            raise ArgumentError(
-                f"layer_types must have {CHUNKED!r} or {FULL!r} for each of "
-                f"{plural(layers, 'layer')}"
-            )
-        return tuple(kind == CHUNKED for kind in self.layer_types)
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, with chunks and experts in their layers."""
-        model, M = super().sizes(name), self.hidden_size
-        full = self.attention(None)
-        chunked = replace(full, visible=CausalKeys(self.attention_chunk_size, chunked=True))
-        dense: FeedForwardSpec = DenseSpec(M, self.intermediate_size_mlp)
-        step = self.interleave_moe_layer_step
-        layers = tuple(
-            replace(
-                layer,
-                mixer=chunked if in_chunks else full,
-                feed_forward=self.feed_forward() if (i + 1) % step == 0 else dense,
-            )
-            for i, (layer, in_chunks) in enumerate(zip(model.layers, self._chunked(), strict=True))
-        )
-        return replace(model, layers=layers)
-
-    def feed_forward(self) -> FeedForwardSpec:
-        """Return the sizes of a mixture of experts with a shared one."""
-        expert = DenseSpec(self.hidden_size, self.intermediate_size)
-        return MoESpec(expert, self.num_local_experts, self.num_experts_per_tok, expert)
 
 
 @dataclass(frozen=True)

@@ -537,13 +537,30 @@ class MoE(nn.Module):
         y = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
         for expert, tokens, weights in _tokens_by_expert(*self.router(rows)):
             if tokens is None:
-                y = y + self.experts[expert](rows) * weights
+                y = y + self.weighted_expert(expert, rows, weights)
             else:
                 # A token occurs once per expert, so every device adds in the order of this loop.
-                y.index_add_(0, tokens, (self.experts[expert](rows[tokens]) * weights).to(y.dtype))
+                added = self.weighted_expert(expert, rows[tokens], weights)
+                y.index_add_(0, tokens, added.to(y.dtype))
         if self.shared is not None:
             y = y + self.shared(rows)
         return y.to(x.dtype).reshape(x.shape)
+
+    def weighted_expert(
+        self, expert: int, rows: Float[Tensor, "n M"], weights: Float[Tensor, "n 1"]
+    ) -> Float[Tensor, "n M"]:
+        """Compute what an expert adds to its tokens: w expert(x).
+
+        Args:
+            expert: the index of the expert.
+            rows: the hidden states x of its tokens [n,M].
+            weights: their weights w [n,1].
+
+        Returns:
+            What is added to the tokens [n,M].
+        """
+        result: Float[Tensor, "n M"] = self.experts[expert](rows) * weights
+        return result
 
 
 def _tokens_by_expert(

@@ -213,13 +213,15 @@ class Llama3(Scaling):
     theta' = (1 - m) theta / s + m theta
     m = clamp((r - low) / (high - low), 0, 1),  r = L theta / (2 pi), the rotations within L
 
+    Where low = high, as in Llama 4, no frequency is between: m = 1 where r >= low, 0 elsewhere.
+
     Args:
         factor: the factor s.
         low_freq_factor, high_freq_factor: the numbers of rotations low and high.
         original_length: the trained length L.
 
     Raises:
-        ArgumentError: a number is not above 0, or low is not below high.
+        ArgumentError: a number is not above 0, or low is above high.
 
     >>> from regard.positions import rope_frequencies
     >>> scaled = rope_frequencies(128, 500000.0, scaling=Llama3(8.0, 1.0, 4.0, 8192)).inv_freq
@@ -237,14 +239,18 @@ class Llama3(Scaling):
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             check_above(name, value)
-        check_increasing(
-            "low_freq_factor", self.low_freq_factor, "high_freq_factor", self.high_freq_factor
-        )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low != high:
+            check_increasing("low_freq_factor", low, "high_freq_factor", high)
 
     def scale(self, rope: UnscaledFrequencies) -> RopeFrequencies:
         """Keep, blend or divide each frequency."""
         theta, low, high = rope.theta, self.low_freq_factor, self.high_freq_factor
-        m = ((self.original_length * theta / math.tau - low) / (high - low)).clamp(0, 1)
+        rotations = self.original_length * theta / math.tau
+        if low == high:
+            m = (rotations >= low).to(theta.dtype)
+        else:
+            m = ((rotations - low) / (high - low)).clamp(0, 1)
         return RopeFrequencies((1 - m) * theta / self.factor + m * theta, 1.0, 1.0)
 
 

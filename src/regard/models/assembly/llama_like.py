@@ -305,19 +305,25 @@ def expert_names(stored: str, gate: str, up: str, down: str) -> dict[str, str]:
     }
 
 
-def experts_in_one_tensor(*parts: str) -> TensorRule:
+def experts_in_one_tensor(*parts: str, transposed: bool = False) -> TensorRule:
     """Return the rule for a tensor [n, rows, columns] with the matrices of all n experts; several
     parts are one above the other in the rows.
+
+    Args:
+        parts: the names of the matrices of an expert.
+        transposed: whether the tensor is [n, columns, rows].
 
     >>> experts_in_one_tensor("gate", "up").parameters[0]
     'layers.{}.feed_forward.experts.*.gate.weight'
     """
 
     def unpack(stored: Tensor, _: Sequence[torch.Size]) -> list[Tensor]:
-        return [matrix for part in stored.chunk(len(parts), 1) for matrix in part]
+        matrices = stored.mT if transposed else stored
+        return [matrix for part in matrices.chunk(len(parts), 1) for matrix in part]
 
     def pack(parameters: Sequence[Tensor]) -> Tensor:
-        return torch.cat(torch.stack(list(parameters)).chunk(len(parts)), 1)
+        matrices = torch.cat(torch.stack(list(parameters)).chunk(len(parts)), 1)
+        return matrices.mT if transposed else matrices
 
     stem = MODEL_LAYER + "feed_forward.experts.*."
     return TensorRule(tuple(f"{stem}{part}.weight" for part in parts), unpack, pack)

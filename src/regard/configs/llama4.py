@@ -1,0 +1,190 @@
+"""The config of Llama 4: attention inside chunks in most layers, layers without positions, and
+mixtures of experts.
+
+Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from regard.argument_checks import check_number
+from regard.configs.base import FULL, Raw
+from regard.configs.llama import GroupedQueryConfig, check_experts
+from regard.configs.rope import RopeSettings
+from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec, MoESpec
+from regard.cost.softmax import CausalKeys
+from regard.errors import ArgumentError
+from regard.units import plural
+
+CHUNKED = "chunked_attention"
+IMAGES = frozenset(
+    {
+        "text_config",
+        "vision_config",
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+    }
+)
+"""Keys of a Llama 4 that also reads images."""
+SIZES: Mapping[str, object] = {
+    "vocab_size": 202048,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_local_experts": 16,
+}
+"""Sizes that the text_config of a model with image input leaves out where they are the default."""
+
+
+@dataclass(frozen=True)
+class Llama4Config(GroupedQueryConfig):
+    """The keys of Llama 4: attention inside chunks in three of four layers, no positions in the
+    others, and a mixture of experts in every `interleave_moe_layer_step`-th layer.
+
+    Raises:
+        ArgumentError: as in `GroupedQueryConfig`; a list has not one entry per layer, or a number
+            of a layer or of a query temperature is out of range.
+    """
+
+    intermediate_size_mlp: int = field(kw_only=True)
+    num_local_experts: int = field(kw_only=True)
+    rope_theta: float = 500000.0
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    num_experts_per_tok: int = 1
+    interleave_moe_layer_step: int = 1
+    moe_layers: tuple[int, ...] | None = None
+    attention_chunk_size: int = 8192
+    no_rope_layers: tuple[int, ...] | None = None
+    no_rope_layer_interval: int = 4
+    layer_types: tuple[str, ...] | None = None
+    use_qk_norm: bool = True
+    attn_temperature_tuning: bool = True
+    floor_scale: int = 8192
+    attn_scale: float = 0.1
+    attention_bias: bool = False
+
+    model_types: ClassVar[tuple[str, ...]] = ("llama4_text", "llama4")
+    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "hidden_act": ("silu",),
+        "for_llm_compressor": (False,),
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_experts("num_local_experts", self.num_local_experts, self.num_experts_per_tok)
+        check_number("attn_scale", self.attn_scale, -float("inf"), float("inf"), "finite")
+        self.chunked()
+        self.with_experts()
+        if self.use_qk_norm and self.rope.is_length_dependent:
+            raise ArgumentError(
+                "rope_scaling has frequencies that depend on the length, and use_qk_norm is true; "
+                "a norm behind such a rotation is not supported: use another rope_type"
+            )
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys of the language model, also from the file of a model that reads images.
+
+        The first files have a number in attn_temperature_tuning, which is true unless it is 0, and
+        an empty list in no_rope_layers, which is no list.
+
+        Raises:
+            ArgumentError: the file of a model that reads images lacks text_config.
+        """
+        if raw.get("model_type") == "llama4":
+            text = raw.get("text_config")
+            if not isinstance(text, Mapping):
+                raise ArgumentError(
+                    f"text_config is {text!r}; it must be an object with the language model's keys"
+                )
+            rest = {key: value for key, value in raw.items() if key not in IMAGES}
+            raw = {**SIZES, **rest, **text}
+        keys = super().normalize_keys(raw)
+        if type(tuning := keys.get("attn_temperature_tuning")) is int:
+            keys["attn_temperature_tuning"] = tuning != 0
+        if keys.get("no_rope_layers") == []:
+            keys["no_rope_layers"] = None
+        return keys
+
+    def rotated(self) -> tuple[bool, ...]:
+        """Return whether each layer has rotary positions: a 1 in `no_rope_layers`."""
+        n, layers = self.no_rope_layer_interval, self.num_hidden_layers
+        if self.no_rope_layers is None:
+            return tuple((i + 1) % n != 0 for i in range(layers))
+        if len(self.no_rope_layers) != layers or not set(self.no_rope_layers) <= {0, 1}:
+            raise ArgumentError(
+                f"no_rope_layers must have 0 or 1 for each of {plural(layers, 'layer')}; it has "
+                f"{plural(len(self.no_rope_layers), 'entry')}"
+            )
+        return tuple(flag == 1 for flag in self.no_rope_layers)
+
+    def chunked(self) -> tuple[bool, ...]:
+        """Return whether each layer attends inside chunks; without `layer_types`, those with rotary
+        positions do.
+        """
+        layers, rotated = self.num_hidden_layers, self.rotated()
+        if self.layer_types is None:
+            return rotated
+        if len(self.layer_types) != layers or not set(self.layer_types) <= {CHUNKED, FULL}:
+            raise ArgumentError(
+                f"layer_types must have {CHUNKED!r} or {FULL!r} for each of "
+                f"{plural(layers, 'layer')}"
+            )
+        return tuple(kind == CHUNKED for kind in self.layer_types)
+
+    def with_experts(self) -> tuple[bool, ...]:
+        """Return whether each layer has a mixture of experts, not a dense network."""
+        layers, step = range(self.num_hidden_layers), self.interleave_moe_layer_step
+        if self.moe_layers is None:
+            return tuple((i + 1) % step == 0 for i in layers)
+        if wrong := [i for i in self.moe_layers if i not in layers]:
+            raise ArgumentError(
+                f"moe_layers has {wrong[0]}; the model has "
+                f"{plural(self.num_hidden_layers, 'layer')}, counted from 0"
+            )
+        return tuple(i in self.moe_layers for i in layers)
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The rotary settings: neighbours form a pair."""
+        return super().rope._replace(layout="interleaved")
+
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer; None for a layer without positions."""
+        return tuple(self.rope if rotates else None for rotates in self.rotated())
+
+    @property
+    def biases(self) -> tuple[bool, bool]:
+        """Whether all maps of the attention have biases."""
+        return self.attention_bias, self.attention_bias
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, with chunks and experts in their layers."""
+        model, full = super().sizes(name), self.attention(None)
+        chunks = replace(full, visible=CausalKeys(self.attention_chunk_size, chunked=True))
+        experts = self.feed_forward()
+        dense: FeedForwardSpec = DenseSpec(self.hidden_size, self.intermediate_size_mlp)
+        rows = zip(model.layers, self.chunked(), self.with_experts(), strict=True)
+        layers = tuple(
+            replace(
+                layer,
+                mixer=chunks if in_chunks else full,
+                feed_forward=experts if has_experts else dense,
+            )
+            for layer, in_chunks, has_experts in rows
+        )
+        return replace(model, layers=layers)
+
+    def feed_forward(self) -> FeedForwardSpec:
+        """Return the sizes of a mixture of experts with a shared one."""
+        expert = DenseSpec(self.hidden_size, self.intermediate_size)
+        return MoESpec(expert, self.num_local_experts, self.num_experts_per_tok, expert)
