@@ -143,9 +143,7 @@ def test_which_mechanisms_a_decoder_can_have() -> None:
         ArgumentError, match=r"^bahdanau attends to a second sequence, .* and gated_delta_net$"
     ):
         find_decoder_variant("bahdanau")
-    with pytest.raises(
-        ArgumentError, match=r"^prefix_lm attends to later tokens, so it cannot be a layer"
-    ):
+    with pytest.raises(ArgumentError, match=r"^prefix_lm attends to later tokens, so it"):
         config("prefix_lm")
     with pytest.raises(ArgumentError, match="no mechanism is named 'gqua'; did you mean 'gqa'"):
         Config(V, 32, 48, 2, 4, "gqua")

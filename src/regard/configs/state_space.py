@@ -133,8 +133,8 @@ def check_width(expand: float, dim: int, sizes: Mamba2Sizes, names: str) -> None
     if sizes.heads * sizes.head_dim != int(expand * dim):
         raise ArgumentError(
             f"{names}: {plural(sizes.heads, 'head')} of {sizes.head_dim} are "
-            f"{sizes.heads * sizes.head_dim} channels, and {expand} times hidden_size {dim} is {int(expand * dim)}; they must be "
-            "equal"
+            f"{sizes.heads * sizes.head_dim} channels, and {expand} times hidden_size {dim} is "
+            f"{int(expand * dim)}; they must be equal"
         )
 
 
