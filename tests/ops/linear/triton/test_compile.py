@@ -28,6 +28,9 @@ SPILLS = {
 }
 """(kernel, half precision, D) -> bytes of registers that it may spill, where no other block that
 was tried spills less."""
+SPILLS_OF_OTHER_GPUS = {(80, "solve_chunk"): 464}
+"""(capability, kernel) -> bytes that half precision with 128 channels may spill on GPUs for which
+the blocks were not chosen."""
 FORMS = {"sums": (0, False), "gated": (2, False), "gated delta": (1, True), "kimi": (2, True)}
 """Name -> the form of the decay, and whether tokens correct what is stored."""
 
@@ -55,7 +58,9 @@ def assert_compiles(launches: list[Any], capability: int, D: int, *, half: bool)
     for launch in launches:
         found, name = compile_launch(launch, capability), launch.kernel.__name__
         assert found.shared <= SHARED_LIMIT[capability], (name, found.shared)
-        assert found.spilled <= SPILLS.get((name, half, D), 0), (name, half, D, found.spilled)
+        known = SPILLS.get((name, half, D), 0)
+        allowed = SPILLS_OF_OTHER_GPUS.get((capability, name), known)
+        assert found.spilled <= allowed, (name, half, D, found.spilled)
         if half and name != "write_nans":
             assert any(x in found.ptx for x in ("wgmma", "mma.sync", "tcgen05.mma")), name
         if half and name == "chunk_states" and launch.options["num_stages"] > 1:

@@ -35,7 +35,7 @@ from regard.ops.linear.triton.decays import (
 )
 
 UNSPECIALIZED = ("H", "N", "O", "T", "chunks", "shared_keys", "shared_queries",
-    "g_b", "g_h", "g_t", "partial",
+    "g_b", "g_h", "g_t", "beta_b", "beta_h", "beta_t", "partial",
 )  # fmt: skip
 """Numbers whose values triton must not look at, so that nothing is compiled for another length."""
 
