@@ -213,7 +213,7 @@ class Llama3(Scaling):
     theta' = (1 - m) theta / s + m theta
     m = clamp((r - low) / (high - low), 0, 1),  r = L theta / (2 pi), the rotations within L
 
-    Where low = high, as in Llama 4, no frequency is between: m = 1 where r >= low, 0 elsewhere.
+    If low = high, as in Llama 4, no frequency is between: m is 1 if r >= low, and 0 if not.
 
     Args:
         factor: the factor s.
