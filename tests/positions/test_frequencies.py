@@ -261,6 +261,7 @@ def test_llama3_keeps_blends_and_divides():
     for dim, scaling, counts in (
         (128, Llama3(8.0, 1.0, 4.0, 8192), (29, 6, 29)),
         (64, Llama3(32.0, 1.0, 4.0, 8192), (15, 3, 14)),
+        (128, Llama3(16.0, 1.0, 1.0, 8192), (35, 0, 29)),  # Llama 4 Scout
     ):
         theta = rope_frequencies(dim, 5e5).inv_freq
         ratio = rope_frequencies(dim, 5e5, scaling=scaling).inv_freq / theta

@@ -286,6 +286,7 @@ def test_equal_limits_of_the_scaling(tmp_path: Path) -> None:
 # Folders.
 
 
+@pytest.mark.full
 def test_a_folder_that_sees_pictures(tmp_path: Path) -> None:
     """Its language model is read; what sees is left where it is."""
     vision = {
@@ -316,6 +317,7 @@ def test_a_folder_that_sees_pictures(tmp_path: Path) -> None:
     assert torch.equal(regard.load(again)(ids), mine(ids))
 
 
+@pytest.mark.full
 def test_loading_is_strict(tmp_path: Path) -> None:
     """A key, a missing tensor, one that nothing reads, and one of another shape."""
     folder = saved(llama4({}), tmp_path)
