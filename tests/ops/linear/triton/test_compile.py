@@ -28,7 +28,12 @@ SPILLS = {
 }
 """(kernel, half precision, D) -> bytes of registers that it may spill, where no other block that
 was tried spills less."""
-SPILLS_OF_OTHER_GPUS = {(80, "solve_chunk"): 464}
+SPILLS_OF_OTHER_GPUS = {
+    (80, "solve_chunk"): 464,
+    (80, "chunk_outputs"): 8,
+    (80, "gradients_of_inputs"): 376,
+    (80, "gradients_of_system"): 224,
+}
 """(capability, kernel) -> bytes that half precision with 128 channels may spill on GPUs for which
 the blocks were not chosen."""
 FORMS = {"sums": (0, False), "gated": (2, False), "gated delta": (1, True), "kimi": (2, True)}
