@@ -442,7 +442,7 @@ def assert_near(x: Tensor, y: Tensor, exact: Tensor) -> None:
     assert_close_rule(x, y, exact)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kernel", ["sdpa", "reference"])
 def test_compiles_in_one_graph(kernel: str, compiler: str) -> None:

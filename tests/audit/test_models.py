@@ -92,7 +92,7 @@ def spoil(model: Any) -> None:
     attentions(model)[0].output.weight[0, 0] = float("nan")
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "breaks, names",
     [(unmask, ("future-leak",)), (see_one_more, ("future-leak",)), (forget, ("cache-differs",))],
@@ -105,6 +105,7 @@ def test_what_is_broken_in_a_model_is_found(breaks: Any, names: tuple[str, ...])
     assert found.names == names, str(found)
 
 
+@pytest.mark.full
 def test_the_length_at_which_a_cache_forgets() -> None:
     model = small.model(num_hidden_layers=1)
     forget(model)

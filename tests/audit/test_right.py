@@ -79,7 +79,7 @@ RIGHT: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.full(keep=5)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_code_has_no_fault(name: str) -> None:
     target, options, made = RIGHT[name]
@@ -115,7 +115,7 @@ OURS = (
 )
 
 
-@pytest.mark.full(keep=3)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", OURS)
 def test_mechanisms_of_the_catalogue_have_no_fault(name: str) -> None:
     entry = VARIANTS[name]

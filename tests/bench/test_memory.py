@@ -36,6 +36,7 @@ def fresh(code: str) -> list[int]:
     return [int(n) for n in done.stdout.split()]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not TELLS, reason="this system does not tell")
 def test_what_is_allocated_is_the_peak() -> None:
     """Also when it is freed again, and when as much was used and freed before; what was held before

@@ -52,6 +52,7 @@ def loops(problem: AttentionProblem) -> Tensor:
 ATTENTION = [name for name, sizes in SMALL.items() if isinstance(sizes, AttentionSizes)]
 
 
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("block", [1, 1 << 27], ids=["row by row", "at once"])
 def test_the_reference_is_the_definition(name: str, block: int) -> None:

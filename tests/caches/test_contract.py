@@ -64,6 +64,7 @@ def test_a_crop_forgets(kind: Kind, run: list[Step], more: list[Step], back: int
     contract.assert_a_crop_forgets(kind, run, more, back)
 
 
+@pytest.mark.full(keep=4)
 @every
 @few
 @given(run=steps(), more=steps(most=3))
@@ -71,6 +72,7 @@ def test_copies_are_apart(kind: Kind, run: list[Step], more: list[Step]) -> None
     contract.assert_copies_are_apart(kind, run[:4], more[:3])
 
 
+@pytest.mark.full(keep=4)
 @every
 @few
 @given(run=steps(), more=steps(most=3), rows=st.lists(st.integers(0, 1), max_size=3))
@@ -78,6 +80,7 @@ def test_rows_are_selected(kind: Kind, run: list[Step], more: list[Step], rows: 
     contract.assert_rows_are_selected(kind, run, more[:3], rows)
 
 
+@pytest.mark.full(keep=4)
 @every
 @few
 @given(run=steps(), n=st.integers(1, 2 * W + 1))

@@ -102,6 +102,7 @@ def test_claims_that_share_an_experiment_measure_the_same() -> None:
         assert owner.measure is claim.measure, claim.id
 
 
+@pytest.mark.full(keep=25)
 @pytest.mark.parametrize("name", PLANTED)
 def test_numbers_as_predicted_hold(name: str) -> None:
     outcome = Outcome(CLAIMS[name], PLANTED[name]())

@@ -127,7 +127,7 @@ def test_without_a_tokenizer(
     assert "perplexity" not in out
 
 
-@pytest.mark.full(keep=5)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

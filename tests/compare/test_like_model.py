@@ -43,6 +43,7 @@ def test_models_that_a_comparison_cannot_have(name: str, message: str) -> None:
         shape_like(name)
 
 
+@pytest.mark.full
 def test_memory_is_counted_before_anything_is_built() -> None:
     shape = shape_like("qwen2-0.5b")
     made = configs(candidates(["mha", "gqa"], shape), shape)

@@ -68,6 +68,7 @@ def test_every_family_has_a_small_config() -> None:
     assert set(FAMILIES) == set(CONFIGS) - COUNTED_ONLY
 
 
+@pytest.mark.full(keep=40)
 @pytest.mark.parametrize("name", TINY)
 def test_parameters_of_every_family(name: str) -> None:
     network, model = network_of(name), read_sizes(TINY[name], name)

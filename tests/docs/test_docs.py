@@ -109,7 +109,7 @@ class _Finder(doctest.DocTestFinder):
         return bool(super()._from_module(module, object))  # type: ignore[misc]
 
 
-@pytest.mark.full(keep=60)
+@pytest.mark.full(keep=25)
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_in_docstrings(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -370,6 +370,7 @@ except FileError as error:
 """
 
 
+@pytest.mark.full
 def test_a_sparse_file_that_cannot_be_mapped(tmp_path: Path) -> None:
     """A terabyte that the disk does not hold, where a process may have an eighth of that."""
     size = 2**40
@@ -411,6 +412,7 @@ def test_what_the_library_forgives(tmp_path: Path) -> None:
     assert [x.name for x in read_header(path).tensors] == ["a"]
 
 
+@pytest.mark.full
 def test_a_hostile_header_costs_little_memory(tmp_path: Path) -> None:
     """As many lists as are let through to the parser: they are bounded, whatever the header's
     size.

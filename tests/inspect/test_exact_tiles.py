@@ -91,7 +91,7 @@ def assert_close(found: Tensor, expected: Tensor, scores: float) -> None:
     assert bool(((found.double() - expected).abs() <= allowed).all())
 
 
-@pytest.mark.full(keep=5)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", CASES)
 def test_every_tile_equals_the_pooled_pattern(name: str) -> None:
     recording = recorded(name)

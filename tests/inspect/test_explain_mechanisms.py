@@ -88,7 +88,7 @@ def test_a_mechanism_without_a_row_is_refused_with_the_reason(name: str) -> None
         found(name)
 
 
-@pytest.mark.full(keep=10)
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in {*SCORED, *NO_ROW}])
 def test_every_mechanism_is_explained(name: str) -> None:
     """Its row, mixed over its values, is what the mechanism gave; it travels as JSON; its page has

@@ -179,7 +179,7 @@ columns are slots.
 """
 
 
-@pytest.mark.full(keep=12)
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", sorted(CAUSAL))
 def test_every_mechanism_with_its_cache(name: str) -> None:
     """Outputs bit for bit; sound sums; and the patterns of chunks and tokens are those of one

@@ -36,7 +36,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
 """Architectures, and what of each is tried."""
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_architecture_does_what_the_page_says(name: str) -> None:
     if name not in architectures():

@@ -373,6 +373,7 @@ def test_an_embedding_that_raises_changes_no_cache() -> None:
     assert [len(cache) for cache in caches] == [4, 4]
 
 
+@pytest.mark.full
 def test_a_plan_keeps_neither_a_decoder_nor_a_cache_alive() -> None:
     decoder = llama()
     caches = prompted(decoder)

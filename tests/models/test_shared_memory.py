@@ -179,6 +179,7 @@ def test_every_cache_of_generation_serves_shared_layers(kind: str) -> None:
     assert (torch.cat(out, 1) - whole).abs().max() < 1e-12
 
 
+@pytest.mark.full
 def test_it_compiles_and_the_compiled_step_says_why_not() -> None:
     shared, x = share_memory(plain(), cross_layer(4, 2)), ids()
     torch._dynamo.reset()

@@ -47,6 +47,7 @@ text = st.one_of(
 )
 
 
+@pytest.mark.full
 @given(text)
 def test_decode_of_encode_is_the_text(words: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(words)) == words

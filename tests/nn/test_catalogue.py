@@ -281,6 +281,7 @@ def test_decoding_compiles_at_most_three_times(name: str) -> None:
     assert_close(torch.cat([prompt, *out], 1), forward(module, x), name)
 
 
+@pytest.mark.full(keep=60)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_describe_tells_what_a_cache_really_holds(name: str) -> None:
     module = example(CAUSAL[name], dtype=torch.float32)

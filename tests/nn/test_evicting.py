@@ -172,6 +172,7 @@ def test_equal_scores_and_empty_slots() -> None:
     assert count.tolist() == [4, 2]
 
 
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_generation_with_a_budget(kind: str) -> None:
     model = regard.load("tiny")

@@ -98,6 +98,7 @@ def _turned(x: Tensor) -> Tensor:
     )
 
 
+@pytest.mark.full
 @settings(max_examples=10)
 @given(chunks=st.lists(st.integers(0, 9), min_size=1, max_size=7), update=st.sampled_from(UPDATES))
 def test_any_chunks_are_one_pass(chunks: list[int], update: str) -> None:

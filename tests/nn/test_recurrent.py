@@ -204,7 +204,7 @@ def test_a_refused_call_changes_no_cache(make: Any) -> None:
     assert isinstance(module.new_cache(), State)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("make", ALL)
 def test_a_decode_step_compiles_and_copies_are_equal(make: Any) -> None:
     torch._dynamo.reset()

@@ -157,6 +157,7 @@ def test_parameters_settle() -> None:
     assert small.weight.data_ptr() == at
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_graph_holds_an_operator_that_chooses_when_it_runs(dtype: torch.dtype) -> None:
     torch._dynamo.reset()

@@ -91,6 +91,7 @@ def test_nothing_else_changes_it(tmp_path: Path) -> None:
     assert package(tmp_path / "copy", **CHAIN).stamp("top") == before
 
 
+@pytest.mark.full(keep=5)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_import_of_the_package_is_found(name: str) -> None:
     """What a parser says, in place of the pattern that the stamps are made with."""

@@ -42,6 +42,7 @@ def test_zigzag_shares_causal_work_and_even_does_not() -> None:
     assert Shards.even(4096, 8).efficiency(causal) == pytest.approx(0.533, abs=0.001)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "mask", [masks.Causal(), DOCUMENTS, masks.Full(), masks.Causal() & masks.Window(512)], ids=str
 )

@@ -203,7 +203,7 @@ def test_rules_under_transforms(name: str, way: str) -> None:
         torch.testing.assert_close(found, right, rtol=0, atol=1e-13)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["fn", "by-head", "sigmoid-by-head"])
 def test_second_derivatives(name: str) -> None:
     q, k, v = (x[:1, :, :3].clone().requires_grad_() for x in tensors())

@@ -162,6 +162,7 @@ def modules() -> list[types.ModuleType]:
     return [importlib.import_module(name) for name in names if not name.startswith(tuple(left_out))]
 
 
+@pytest.mark.full
 def test_every_annotation_can_be_resolved() -> None:
     for module in modules():
         for _, _, member in annotations._functions(module):

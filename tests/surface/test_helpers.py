@@ -8,6 +8,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+import pytest
+
 ACTS = {"start_and_kill"}
 """Helpers that do something, and assert on the way that it could be done."""
 
@@ -78,6 +80,7 @@ def called(node: ast.AST) -> str:
     return getattr(function, "id", "") or getattr(function, "attr", "")
 
 
+@pytest.mark.full
 def test_helpers_that_assert_say_so(trees: dict[str, ast.Module]) -> None:
     assert len(trees) > 200
     assert {name: found for name, tree in trees.items() if (found := misnamed(tree))} == {}
@@ -137,6 +140,7 @@ def patched(tree: ast.Module) -> list[str]:
     return [f"line {line}: {place}" for line, place in sorted(found)]
 
 
+@pytest.mark.full
 def test_no_constant_is_patched(trees: dict[str, ast.Module]) -> None:
     found = {name: places for name, tree in trees.items() if (places := patched(tree))}
     assert {name: len(places) for name, places in found.items()} == PATCHED, found

@@ -52,6 +52,7 @@ def test_a_line_has_one_home(line: str, sources: dict[str, Source]) -> None:
     assert strangers == set()
 
 
+@pytest.mark.full
 def test_every_module_says_what_it_is(sources: dict[str, Source]) -> None:
     assert len(sources) > 100
     assert [name for name, source in sources.items() if not source.docstring] == []

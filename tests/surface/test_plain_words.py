@@ -9,6 +9,7 @@ import pytest
 from tests.surface import plain_words
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rule", plain_words.RULES)
 def test_nothing_is_found(rule: str) -> None:
     assert plain_words.RULES[rule]() == []

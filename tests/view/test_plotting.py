@@ -109,6 +109,7 @@ def test_text_stays_text_in_the_fonts_of_its_reader() -> None:
     assert "DejaVu" not in text
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("ending", [".svg", ".png", ".pdf"])
 def test_the_same_chart_is_the_same_file(ending: str, tmp_path: Path) -> None:
     for chart in every("三"):

@@ -93,7 +93,7 @@ CALLS: dict[str, tuple[dict[str, Any], int]] = {
 """Calls, and how many nodes Attention the file has with opset 23."""
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", CALLS)
 def test_the_new_exporter_serves_all_lengths(name: str) -> None:
     options, attention = CALLS[name]
@@ -174,7 +174,7 @@ def with_past(name: str) -> Thing:
     return Thing(name, lambda: module, inputs, ((1, "T"),), layer=True)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "dynamo"),
     # the tables try the slower exporter on more

@@ -18,6 +18,7 @@ def layout(network: nn.Module) -> list[tuple[str, torch.Size, int]]:
     return [(name, x.shape, first.setdefault(id(x), i)) for i, (name, x) in enumerate(every)]
 
 
+@pytest.mark.full(keep=30)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_without_values_is_the_same_model(name: str) -> None:
     found = family(name)

@@ -327,7 +327,7 @@ def built(name: str) -> tuple[Any, Any]:
     return build(PUBLISHED[name][0])
 
 
-@pytest.mark.full(keep=5)
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_as_many_as_published(name: str) -> None:
     _, network = built(name)

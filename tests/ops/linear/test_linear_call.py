@@ -208,7 +208,7 @@ def test_the_finite_check_names_the_tensor() -> None:
             call(Q, K, bad, k_positions=positions)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["elu+1", "retention", "gated", "gated by head"])
 def test_it_compiles_without_a_break(name: str) -> None:
     torch._dynamo.reset()

@@ -104,6 +104,7 @@ def skip_refused(kernel: Kernel, call: Call) -> None:
         pytest.skip(f"{kernel.name}: {'; '.join(refused)}")
 
 
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("name", IDS)
 def test_each_kernel_runs_its_cells(name: str, gradient: bool) -> None:

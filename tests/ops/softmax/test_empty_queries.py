@@ -211,6 +211,7 @@ def test_in_a_compiled_graph() -> None:
         assert out.transpose(1, 2)[~EMPTY_ROWS].ne(0).any()
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "tiled", "gemm", "flex", "reference"])
 def test_more_queries_than_keys_are_tokens(backend: str) -> None:
     """No position was given, and nobody said that a query is empty: a decoder's queries over a

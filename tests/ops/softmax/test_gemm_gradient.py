@@ -110,7 +110,7 @@ def grid(T: int, S: int) -> tuple[Tensor, Tensor]:
     return torch.arange(S - T, S)[:, None], torch.arange(S)[None]
 
 
-@pytest.mark.full(keep=3)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [0.1, 1.0, 6.0])
 def test_several_tiles_and_blocks(dtype: torch.dtype, size: float) -> None:

@@ -150,7 +150,7 @@ def test_opcheck_of_the_backward_operator() -> None:
 LENGTHS = range(1, 41, 2)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("mask", [None, MASK], ids=str)
 @pytest.mark.parametrize("decoding", [False, True])
 def test_one_graph_serves_many_lengths(mask: Mask | None, decoding: bool) -> None:
@@ -163,7 +163,7 @@ def test_one_graph_serves_many_lengths(mask: Mask | None, decoding: bool) -> Non
     assert all(held == ["regard.attention"] for held in graphs.held)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["auto", "gemm"])
 def test_gradients_in_a_graph_are_the_right_ones(backend: str) -> None:
     graphs = Graphs()

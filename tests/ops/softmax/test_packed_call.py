@@ -128,6 +128,7 @@ def test_a_field_that_is_not_packed_is_refused() -> None:
     assert unpackable_parts(call, ("scale",)) == ["a graph cannot hold scale of a call"]
 
 
+@pytest.mark.full
 def test_nothing_is_kept() -> None:
     """Texts and rules of numbers are remembered, a bounded number of them; tensors never."""
     for cached in (packed_call._parse, packed_call._rule_without_tensors):

@@ -56,6 +56,7 @@ def test_they_follow_the_definition(kernel: str, mask: Any, extra: str) -> None:
         assert_close_rule(x, y, z, 3.0)
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("kernel", ["tiled", "sdpa", "reference"])
 def test_finite_differences_agree(kernel: str) -> None:
     q, k, v = (x[:, :2, :18, :4].double().requires_grad_() for x in inputs(18, 18))
@@ -72,6 +73,7 @@ def test_one_tensor_may_be_query_key_and_value() -> None:
     assert gradgradcheck(lambda x: regard.attend(x, x, x, backend="tiled"), (x,))
 
 
+@pytest.mark.full
 def test_dropout_and_too_many_scores_are_refused() -> None:
     q, k, v = (x.requires_grad_() for x in inputs(48, 48))
     out = regard.attend(q, k, v, dropout=0.5, backend="tiled")

@@ -85,7 +85,7 @@ def test_blocks_shrink_with_many_heads() -> None:
         assert area <= max(tiled.DEFAULT_TILE_SIZES.tile, 16 * tiled.DEFAULT_TILE_SIZES.keys * H)
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "case",
     [

@@ -109,6 +109,7 @@ def test_padding_on_either_side_changes_nothing(tmp_path: Path) -> None:
             )
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     ("head", "change"),
     [

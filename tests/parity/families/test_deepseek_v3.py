@@ -232,6 +232,7 @@ V3: dict[str, Any] = {
 }
 
 
+@pytest.mark.full
 def test_published_config_and_names() -> None:
     raw = V3 | {"num_hidden_layers": 4}
     _, network = build(raw)

@@ -75,6 +75,7 @@ def test_llama(name: str, tmp_path: Path) -> None:
     assert_saved(mine, model, tmp_path, start=1000)
 
 
+@pytest.mark.full
 def test_dynamic(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     sizes = SMALL | {"max_position_embeddings": 20, "rope_parameters": rope}
@@ -228,7 +229,7 @@ NEW_1B = {
 }
 
 
-@pytest.mark.full(keep=["SmolLM2", "135M"])
+@pytest.mark.full
 @pytest.mark.parametrize(
     "raw, parameters, base",
     [

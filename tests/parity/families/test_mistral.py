@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize(
     "change", [{}, {"sliding_window": None, "rope_parameters": {"rope_theta": 1e6}}]
 )

@@ -26,6 +26,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("change", [{}, {"attention_bias": True, "tie_word_embeddings": True}])
 def test_olmo2(change: dict[str, Any], tmp_path: Path) -> None:
     model = theirs("Olmo2", SMALL | change)
@@ -35,6 +36,7 @@ def test_olmo2(change: dict[str, Any], tmp_path: Path) -> None:
     assert_saved(mine, model, tmp_path)
 
 
+@pytest.mark.full
 def test_norms_over_all_heads_stand_before_a_rotary_that_follows_the_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     sizes = SMALL | {"max_position_embeddings": 30, "rope_parameters": rope}

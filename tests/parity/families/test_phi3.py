@@ -70,7 +70,7 @@ def test_a_window_and_a_part_of_each_head_that_turns(tmp_path: Path) -> None:
     assert_saved(mine, model, tmp_path)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("partial", [1.0, 0.75])
 def test_longrope(partial: float, tmp_path: Path) -> None:
     """Below the trained length as any other; and across it."""

@@ -62,7 +62,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.full(keep=2)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_phimoe(name: str, tmp_path: Path) -> None:
     model = theirs("Phimoe", SMALL | CHANGES[name])
@@ -206,6 +206,7 @@ def test_the_router_by_its_definition() -> None:
         SparseMixerRouter(5, 1, tolerance=0.1)
 
 
+@pytest.mark.full
 def test_published_size() -> None:
     """Phi-3.5-MoE has 41.9 billion parameters, of which a token uses 6.6 billion."""
     raw = {

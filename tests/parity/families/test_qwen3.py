@@ -39,6 +39,7 @@ def test_qwen3(change: dict[str, Any], tmp_path: Path) -> None:
     assert_saved(mine, model, tmp_path)
 
 
+@pytest.mark.full
 def test_norms_stand_before_a_rotary_that_follows_the_length(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     sizes = SMALL | {"max_position_embeddings": 30, "rope_parameters": rope}

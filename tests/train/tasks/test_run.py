@@ -77,6 +77,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.full
 def test_it_writes_what_it_says(made: Path) -> None:
     assert sorted(path.name for path in made.iterdir()) == [
         "accuracy.csv",
