@@ -1,13 +1,16 @@
 """The matrix product that prefill consists of, and the packing of keys and values for it. One
-product multiplies REGISTER_ROWS rows of a with PANEL_COLUMNS columns of b; the factors are bfloat16
+product multiplies a few rows of a with PANEL_COLUMNS columns of b; the factors are bfloat16
 or fp32 and the sums fp32.
 
-    c_rj (+)= sum_k a_rk b_kj        r < REGISTER_ROWS, j < PANEL_COLUMNS
+    c_rj (+)= sum_k a_rk b_kj        r < rows, j < PANEL_COLUMNS
 
 All sums stay in registers during the loop over k: a number of a is broadcast to all lanes, and
 PANEL_COLUMNS numbers of b are loaded at once. With AVX512-BF16 one instruction adds two products of
 bfloat16 numbers to each of 16 fp32 sums, without rounding in between. The loop is written as LLVM
 code, because compilers do not generate this form.
+
+With AMX one instruction multiplies tiles of bfloat16 numbers (`amx`); b is packed in the same way,
+and a product has more rows, and sums of more numbers (`Factors`).
 
 a is stored row by row. b is packed in panels `[k, PANEL_COLUMNS]`, for bfloat16 as `[k/2,
 PANEL_COLUMNS, 2]`, so that two neighbours along the sum are adjacent. A panel of keys is `[D,
@@ -25,11 +28,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from regard.ops.jit.amx import TILE_DEPTH, TILE_PRODUCT_ROWS, has_amx, multiply_tiles
 from regard.ops.jit.compile import has_cpu_feature, njit_fastmath
 from regard.ops.jit.half_precision import convert
 
@@ -48,7 +53,47 @@ REGISTERS = 4 if HAS_AVX512 else 2
 """The number of registers for the sums of one row."""
 
 REGISTER_ROWS, PANEL_COLUMNS = 6, LANES * REGISTERS
-"""The rows of a that one product multiplies, and the columns of a panel of b."""
+"""The rows of a that one product in vector registers multiplies, and the columns of a panel of b."""
+
+
+class Factors(NamedTuple):
+    """How the factors of a product are stored.
+
+    Args:
+        dtype: the numpy type of their arrays, from which compiled code knows the kind of product:
+            float32, or the 16 bits of bfloat16 numbers as uint16 (pairs) or int16 (tiles).
+        each: how many neighbours along the sum are adjacent in b.
+        depth: the number of products in a sum is a multiple of this.
+        rows: the rows of a that one product multiplies.
+    """
+
+    dtype: type[np.generic]
+    each: int
+    depth: int
+    rows: int
+
+
+FP32_FACTORS = Factors(np.float32, 1, 1, REGISTER_ROWS)
+BF16_PAIRS = Factors(np.uint16, 2, 2, REGISTER_ROWS)
+BF16_TILES = Factors(np.int16, 2, TILE_DEPTH, TILE_PRODUCT_ROWS)
+
+
+def bfloat16_factors() -> tuple[Factors, ...]:
+    """Return the forms in which this process can multiply bfloat16 numbers, the fastest first."""
+    tiles = [BF16_TILES] if has_amx() and PANEL_COLUMNS % TILE_PRODUCT_ROWS == 0 else []
+    return *tiles, *([BF16_PAIRS] if HAS_BF16_DOT else []), FP32_FACTORS
+
+
+@intrinsic
+def product_rows(context, a):
+    """Return how many rows one product multiplies if `a` is its left factor, a constant."""
+    kinds = {types.float32: FP32_FACTORS, types.uint16: BF16_PAIRS, types.int16: BF16_TILES}
+    rows = kinds[a.dtype].rows
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _I64(rows)
+
+    return types.int64(a), code
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SUMS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -136,10 +181,13 @@ class _MatmulEmitter:
             sums[i].add_incoming(after, head)
 
 
-def _make_matmul(kind: _FactorType, *, adds: bool) -> Callable[..., Any]:
-    """Return the function that emits the code of `matmul`, or with `adds` of `matmul_add`, in the
-    form that Numba expects.
+def _make_matmul(factors: Any, *, adds: bool) -> Callable[..., Any]:
+    """Return the function that emits the code of `matmul`, or with `adds` of `matmul_add`, for
+    arrays of this Numba type, in the form that Numba expects.
     """
+    if factors.dtype == types.int16:
+        return _make_tile_matmul(adds=adds)
+    kind = _BF16 if factors.dtype == types.uint16 else _FP32
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         a, a_at, a_step, b, b_at, k, c, c_at, c_step = args
@@ -184,6 +232,25 @@ def _make_matmul(kind: _FactorType, *, adds: bool) -> Callable[..., Any]:
     return code
 
 
+def _make_tile_matmul(*, adds: bool) -> Callable[..., Any]:
+    """Return what `_make_matmul` returns, for factors in tiles."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, a_at, a_step, b, b_at, k, c, c_at, c_step = args
+
+        def start(i: int, array: Any, steps: Any, size: int) -> Any:
+            data = context.make_array(signature.args[i])(context, builder, array).data
+            place = builder.bitcast(data, ir.IntType(8).as_pointer())
+            return builder.gep(place, [builder.mul(steps, _I64(size))], source_etype=ir.IntType(8))
+
+        left = start(0, a, a_at, 2), builder.mul(a_step, _I64(2))
+        target = start(6, c, c_at, 4), builder.mul(c_step, _I64(4))
+        multiply_tiles(builder, left, start(3, b, b_at, 2), k, target, PANEL_COLUMNS, adds)
+        return context.get_dummy_value()
+
+    return code
+
+
 def _signature(a: Any, b: Any, c: Any) -> Any:
     """Return the Numba signature of a product of these array types."""
     i = types.int64
@@ -192,22 +259,20 @@ def _signature(a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def matmul(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
-    """Compute c = a b for REGISTER_ROWS rows of a and one panel of b, which are parts of flat
+    """Compute c = a b for `product_rows(a)` rows of a and one panel of b, which are parts of flat
     arrays.
 
     The rows of a begin at a_at and are a_step numbers apart; the panel of b begins at b_at; the
-    rows of c begin at c_at and are c_step numbers apart. k is the number of products in a sum; it
-    is even for bfloat16.
+    rows of c begin at c_at and are c_step numbers apart. k is the number of products in a sum, a
+    multiple of the depth of the factors. Tiles must have been configured (`amx.configure_tiles`).
     """
-    kind = _BF16 if a.dtype == types.uint16 else _FP32
-    return _signature(a, b, c), _make_matmul(kind, adds=False)
+    return _signature(a, b, c), _make_matmul(a, adds=False)
 
 
 @intrinsic
 def matmul_add(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
     """Compute c += a b, with the arguments of `matmul`."""
-    kind = _BF16 if a.dtype == types.uint16 else _FP32
-    return _signature(a, b, c), _make_matmul(kind, adds=True)
+    return _signature(a, b, c), _make_matmul(a, adds=True)
 
 
 @njit_fastmath

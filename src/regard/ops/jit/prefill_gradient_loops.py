@@ -27,16 +27,17 @@ from __future__ import annotations
 
 import numpy as np
 
+from regard.ops.jit.amx import CONFIGURATION_BYTES, configure_tiles, restore_tiles
 from regard.ops.jit.compile import njit_fastmath, njit_strict
 from regard.ops.jit.exp_tanh import exp
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.matmul import (
     PANEL_COLUMNS,
-    REGISTER_ROWS,
     matmul,
     matmul_add,
     pack_keys,
     pack_values,
+    product_rows,
 )
 from regard.ops.jit.prefill_loops import (
     ONE,
@@ -96,13 +97,13 @@ def _softcap_slopes(s, scale, cap, out):
 
 @njit_fastmath
 def recompute_weights(block, panel, group, hidden, rows, scores, mask, extra):
-    """Compute the weights and score gradients of a group of rows for a panel of keys; rows after
-    the last one of the block become 0.
+    """Compute the weights and score gradients of a group of rows, group = (first row, one past the
+    last one), for a panel of keys; rows after the last one of the block become 0.
 
     hidden: whether the mask hides some keys of the panel from some rows.
     """
     s, d, slopes = scores
-    for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS):
+    for r in range(*group):
         here, change = (
             s[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
             d[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
@@ -129,7 +130,7 @@ def pack_row_pairs(x, group, tag, like, words):
     """Write the rows of a group as bfloat16 with two rows per word, for a product that sums over
     rows.
     """
-    for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS, 2):
+    for r in range(group[0], group[1], 2):
         even, odd = (
             x[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
             x[(r + 1) * PANEL_COLUMNS : (r + 2) * PANEL_COLUMNS],
@@ -137,20 +138,21 @@ def pack_row_pairs(x, group, tag, like, words):
         out = words[r // 2 * PANEL_COLUMNS : (r // 2 + 1) * PANEL_COLUMNS]
         for c in range(PANEL_COLUMNS):
             low, high = from_float32(even[c], tag, like), from_float32(odd[c], tag, like)
-            out[c] = np.uint32(low) | (np.uint32(high) << np.uint32(16))
+            # np.uint16, because an int16 would be extended by its sign
+            out[c] = np.uint32(np.uint16(low)) | (np.uint32(np.uint16(high)) << np.uint32(16))
 
 
 @njit_fastmath
 def pack_rows(x, group, tag, out):
     """Write the rows of a group as bfloat16 row by row, for a product that sums over keys."""
-    first, last = group * REGISTER_ROWS * PANEL_COLUMNS, (group + 1) * REGISTER_ROWS * PANEL_COLUMNS
+    first, last = group[0] * PANEL_COLUMNS, group[1] * PANEL_COLUMNS
     numbers, to = x[first:last], out[first:last]
     for c in range(numbers.shape[0]):
         to[c] = from_float32(numbers[c], tag, out)
 
 
-ROWS_PER_SUM = 10 * REGISTER_ROWS
-"""The largest number of rows that one product sums. A sum of partial sums rounds less than one long
+ROWS_PER_SUM = 64
+"""About the largest number of rows that one product sums. A sum of partial sums rounds less than one long
 sum, and so many rows of a panel stay in the L1 cache.
 """
 
@@ -230,25 +232,28 @@ def _panel_weights(block, where, visibility, head, left, rows, scores, factors, 
     (panel, p), (_, hidden), (k, k_at, v, v_at) = where, visibility, head
     (q, _, d_out, _), (s, d, _), (weights, words, _, d_words, d_rows, tag) = left, scores, factors
     depth, width = q.size // rows[0].size, d_out.size // rows[0].size
-    first_group, stop_group = hidden.shape[0], 0
+    first_group, stop_group, group_rows = hidden.shape[0], 0, product_rows(q)
     for group in range(hidden.shape[0]):
         if hidden[group, p] < 2:
             first_group, stop_group = min(first_group, group), group + 1
     for group in range(first_group, stop_group):
-        r, offset = group * REGISTER_ROWS, group * REGISTER_ROWS * PANEL_COLUMNS
+        r, offset = group * group_rows, group * group_rows * PANEL_COLUMNS
+        rows_of_group = (r, r + group_rows)
         if hidden[group, p] < 2:
             matmul(q, r * depth, depth, k, k_at, depth, s, offset, PANEL_COLUMNS)
             matmul(d_out, r * width, width, v, v_at, width, d, offset, PANEL_COLUMNS)
-            recompute_weights(block, panel, group, hidden[group, p], rows, scores, mask, extra)
+            recompute_weights(
+                block, panel, rows_of_group, hidden[group, p], rows, scores, mask, extra
+            )
         else:
             (
-                s[offset : offset + REGISTER_ROWS * PANEL_COLUMNS],
-                d[offset : offset + REGISTER_ROWS * PANEL_COLUMNS],
+                s[offset : offset + group_rows * PANEL_COLUMNS],
+                d[offset : offset + group_rows * PANEL_COLUMNS],
             ) = ZERO, ZERO
         if weights.itemsize < s.itemsize:  # otherwise the factors are s and d
-            pack_row_pairs(s, group, tag, weights, words)
-            pack_row_pairs(d, group, tag, weights, d_words)
-            pack_rows(d, group, tag, d_rows)
+            pack_row_pairs(s, rows_of_group, tag, weights, words)
+            pack_row_pairs(d, rows_of_group, tag, weights, d_words)
+            pack_rows(d, rows_of_group, tag, d_rows)
     return first_group, stop_group
 
 
@@ -260,18 +265,20 @@ def _add_panel_gradients(low, high, step, left, factors, keys, sums):
     (_, q_turned, _, d_out_turned), (weights, _, slopes, _, d_rows, _) = left, factors
     w, w_at, w_panel = keys
     d_q, d_k, k_at, d_v, v_at = sums
-    first, last, width = low * REGISTER_ROWS, high * REGISTER_ROWS, d_q.size // step
-    for r in range(first, last, ROWS_PER_SUM):
-        n = min(ROWS_PER_SUM, last - r)
-        for e in range(0, d_out_turned.size // step, REGISTER_ROWS):
+    group_rows = product_rows(d_rows)
+    rows_per_sum = ROWS_PER_SUM // group_rows * group_rows
+    first, last, width = low * group_rows, high * group_rows, d_q.size // step
+    for r in range(first, last, rows_per_sum):
+        n = min(rows_per_sum, last - r)
+        for e in range(0, d_out_turned.size // step, group_rows):
             x, to = e * step + r, v_at + e * PANEL_COLUMNS
             matmul_add(d_out_turned, x, step, weights, r * PANEL_COLUMNS, n, d_v, to, PANEL_COLUMNS)
-        for e in range(0, q_turned.size // step, REGISTER_ROWS):
+        for e in range(0, q_turned.size // step, group_rows):
             x, to = e * step + r, k_at + e * PANEL_COLUMNS
             matmul_add(q_turned, x, step, slopes, r * PANEL_COLUMNS, n, d_k, to, PANEL_COLUMNS)
     for e in range(0, width, PANEL_COLUMNS):
         y = w_at + e // PANEL_COLUMNS * w_panel
-        for r in range(first, last, REGISTER_ROWS):
+        for r in range(first, last, group_rows):
             matmul_add(
                 d_rows,
                 r * PANEL_COLUMNS,
@@ -306,7 +313,7 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
     and T, tag, D). packed: the result of `pack_for_gradient`. sizes: B, H, G, T, rows of a block,
     splits. saved: m, l and dlse of each row. results: dq `[B, H, T, D]`; dk without the factor
     scale, and dv, both `[splits, B, G, panels, D, PANEL_COLUMNS]` in fp32 with D and E
-    rounded up to REGISTER_ROWS.
+    rounded up to the rows of a product.
     """
     B, H, G, T, step, splits = sizes
     left, scores, factors, d_q = scratch
@@ -315,14 +322,16 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
     panels, square = heads * count, PANEL_COLUMNS * PANEL_COLUMNS
     k_size, v_size, w_size = k.size // panels, v.size // panels, w.size // heads
     dk_size, dv_size = d_k.size // (splits * panels), d_v.size // (splits * panels)
-    numbers = np.empty((4, step), np.float32)
+    group_rows, numbers = product_rows(left[0]), np.empty((4, step), np.float32)
     rows = (numbers[0], numbers[1], numbers[2], numbers[3])
     visibility = (
-        np.empty((step // REGISTER_ROWS, 2), np.int64),
-        np.empty((step // REGISTER_ROWS, TILE_PANELS), np.int8),
+        np.empty((step // group_rows, 2), np.int64),
+        np.empty((step // group_rows, TILE_PANELS), np.int8),
     )
     hull = np.empty((mask[2].shape[3], 2), np.int64)
     block_data, buffers, score_rules = (left, rows), (scores, factors), (mask, extra)
+    configuration = np.empty(2 * CONFIGURATION_BYTES, np.uint8)
+    configure_tiles(left[0], configuration)
     for task in range(first, heads * splits, stride):
         pair, split = task // splits, task % splits
         for number in range(split, blocks, splits):
@@ -332,7 +341,7 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
             d_q[:] = 0
             for tile in range(0, count, TILE_PANELS):
                 if not tile_in_reach(block, tile, mask, hull) or not survey_tile(
-                    block, tile, mask, *visibility
+                    block, tile, group_rows, mask, *visibility
                 ):
                     continue
                 for panel in range(tile, min(tile + TILE_PANELS, count)):
@@ -354,6 +363,7 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
                         block, where, visibility, keys, block_data, buffers, score_rules, sums
                     )
             _write_query_gradient(block, T, H, tensors[0], d_q, step, extra[0], results[0])
+    restore_tiles(left[0], configuration)
 
 
 @njit_fastmath

@@ -4,7 +4,7 @@ Tiles that the mask hides from all queries of a block are not multiplied.
 For each row b of the batch and each key/value head g, the queries of its n = H/G query heads form
 T n rows: row r is query r // n of query head g n + r % n, so that neighbouring rows see almost the
 same keys. A block consists of as many rows as fit into the L2 cache, divided into groups of
-REGISTER_ROWS rows; a tile consists of TILE_PANELS panels of PANEL_COLUMNS keys. For each tile, a
+as many rows as one product multiplies; a tile consists of TILE_PANELS panels of PANEL_COLUMNS keys. For each tile, a
 group computes the scores of the panels that it sees, converts them to weights (online softmax,
 Milakov and Gimelshein 2018, arXiv 1805.02867), and multiplies the weights with the values from the
 first to the last of these panels.
@@ -28,7 +28,8 @@ import numpy as np
 from regard.ops.jit.compile import njit_fastmath, njit_strict
 from regard.ops.jit.exp_tanh import exp, tanh
 from regard.ops.jit.half_precision import convert, from_float32
-from regard.ops.jit.matmul import PANEL_COLUMNS, REGISTER_ROWS, matmul, matmul_add
+from regard.ops.jit.amx import CONFIGURATION_BYTES, configure_tiles, restore_tiles
+from regard.ops.jit.matmul import PANEL_COLUMNS, matmul, matmul_add, product_rows
 
 ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32(-np.inf)
 
@@ -124,8 +125,8 @@ TILE_PANELS = 256 // PANEL_COLUMNS
 """The number of panels of keys in a tile."""
 
 TILE_KEYS = TILE_PANELS * PANEL_COLUMNS
-MAX_BLOCK_ROWS = 43 * REGISTER_ROWS
-"""The largest number of rows in a block: with a tile of 256 keys, their scores, weights, queries
+MAX_BLOCK_ROWS = 258
+"""About the largest number of rows in a block: with a tile of 256 keys, their scores, weights, queries
 and sums fit into the L2 cache.
 """
 
@@ -185,9 +186,9 @@ def tile_in_reach(block, first, mask, hull):
 
 
 @njit_strict
-def survey_tile(block, first, mask, spans, hidden):
-    """Determine which panels of the tile whose first panel is `first` each group of rows sees, and
-    return whether any group sees any of them.
+def survey_tile(block, first, group_rows, mask, spans, hidden):
+    """Determine which panels of the tile whose first panel is `first` each group of `group_rows`
+    rows sees, and return whether any group sees any of them.
 
     spans[group] is set to the first visible panel and one past the last one. hidden[group, panel]
     is set to 0 if all rows see all of the panel, to 2 if no row sees any of it, else to 1.
@@ -200,7 +201,7 @@ def survey_tile(block, first, mask, spans, hidden):
         spans[group, 0], spans[group, 1] = TILE_PANELS, 0
         for p in range(panels):
             smallest, largest, previous_query = 2, 0, -1
-            for r in range(group * REGISTER_ROWS, min(rows, (group + 1) * REGISTER_ROWS)):
+            for r in range(group * group_rows, min(rows, (group + 1) * group_rows)):
                 h, t = head_and_query(block, r)
                 if t == previous_query and starts.shape[1] == 1:
                     continue
@@ -225,11 +226,12 @@ def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sum
     depth, k, k_at, v, v_at, v_panel, tag = head
     s, p, lanes = scratch
     acc, width, top, total = sums
+    group_rows = product_rows(q)
     for panel in range(TILE_PANELS):
         offset = k_at + (first + panel) * PANEL_COLUMNS * depth
         for group in range(spans.shape[0]):
             if hidden[group, panel] < 2:
-                r = group * REGISTER_ROWS
+                r = group * group_rows
                 matmul(
                     q,
                     r * depth,
@@ -242,7 +244,7 @@ def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sum
                     TILE_KEYS,
                 )
     for r in range(rows):
-        group, (h, t) = r // REGISTER_ROWS, head_and_query(block, r)
+        group, (h, t) = r // group_rows, head_and_query(block, r)
         start, stop = spans[group, 0], spans[group, 1]
         if start >= stop:
             continue
@@ -260,7 +262,7 @@ def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sum
             if start < stop:
                 offset, r = (
                     v_at + e * v_panel + (first + start) * PANEL_COLUMNS * PANEL_COLUMNS,
-                    group * REGISTER_ROWS,
+                    group * group_rows,
                 )
                 matmul_add(
                     p,
@@ -303,14 +305,13 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stri
     B, H, G, T, E, step, depth = sizes
     k, v, k_head, v_head, v_panel = packed
     q, s, p, acc, lanes = scratch
-    n, width, groups = H // G, acc.shape[0] // step, step // REGISTER_ROWS
-    blocks = (T * n + step - 1) // step
-    top, total = (
-        np.empty(groups * REGISTER_ROWS, np.float32),
-        np.empty(groups * REGISTER_ROWS, np.float32),
-    )
+    n, width, group_rows = H // G, acc.shape[0] // step, product_rows(q)
+    groups, blocks = step // group_rows, (T * n + step - 1) // step
+    top, total = np.empty(step, np.float32), np.empty(step, np.float32)
     spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, TILE_PANELS), np.int8)
     hull, sums = np.empty((mask[2].shape[3], 2), np.int64), (acc, width, top, total)
+    configuration = np.empty(2 * CONFIGURATION_BYTES, np.uint8)
+    configure_tiles(q, configuration)
     for task in range(first, B * G * blocks, stride):
         number, pair = blocks - 1 - task // (B * G), task % (B * G)
         block = (pair // G, pair % G, number * step, min(step, T * n - number * step), n)
@@ -322,10 +323,11 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stri
         total[:] = 0
         for panel in range(0, mask[1].shape[1], TILE_PANELS):
             if tile_in_reach(block, panel, mask, hull) and survey_tile(
-                block, panel, mask, spans, hidden
+                block, panel, group_rows, mask, spans, hidden
             ):
                 _attend_tile(block, panel, q, head, spans, hidden, (s, p, lanes), mask, extra, sums)
         _write_output(block, T, H, E, sums, queries[4], results)
+    restore_tiles(q, configuration)
 
 
 @njit_fastmath
