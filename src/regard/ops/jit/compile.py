@@ -141,6 +141,13 @@ do not distinguish -0 from 0.
 njit_fastmath = njit_cached(fastmath=FASTMATH_FLAGS)
 """Decorator: compile a loop over floating-point numbers with `FASTMATH_FLAGS`."""
 
+njit_strict_leaf = njit_cached(makes_arrays=False)
+njit_fastmath_leaf = njit_cached(fastmath=FASTMATH_FLAGS, makes_arrays=False)
+"""Decorators: the same for functions that allocate no arrays and are called many times, for each
+row for example. Threads count the references of an array in one place, which costs about as much as
+a hundred scores.
+"""
+
 
 def has_cpu_feature(feature: str) -> bool:
     """Return whether loops may use the instructions of a processor feature: LLVM reports it for

@@ -35,7 +35,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from regard.ops.jit.amx import TILE_DEPTH, TILE_PRODUCT_ROWS, has_amx, multiply_tiles
-from regard.ops.jit.compile import has_cpu_feature, njit_fastmath
+from regard.ops.jit.compile import has_cpu_feature, njit_fastmath_leaf
 from regard.ops.jit.half_precision import convert
 
 HAS_AVX512 = has_cpu_feature("avx512f")
@@ -94,6 +94,7 @@ def product_rows(context, a):
         return _I64(rows)
 
     return types.int64(a), code
+
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SUMS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -275,7 +276,7 @@ def matmul_add(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
     return _signature(a, b, c), _make_matmul(a, adds=True)
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def pack_keys(memory, tokens, D, each, out, start):
     """Pack the keys tokens[0] to tokens[1] - 1 of D dimensions into one panel of `out`, beginning
     at index `start`.
@@ -293,7 +294,7 @@ def pack_keys(memory, tokens, D, each, out, start):
                 out[target + j * each] = convert(flat[source + j * step], tag, out)
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def pack_values(memory, tokens, E, each, out, offset, across):
     """Pack the values of the keys tokens[0] to tokens[1] - 1 into all panels of their E dimensions.
 
@@ -316,7 +317,7 @@ def pack_values(memory, tokens, E, each, out, offset, across):
                 panel[i] = convert(numbers[i], tag, out)
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def pack_panels(keys, values, sizes, packed, first, stride):
     """Pack the panels first, first + stride, ... of the keys of all rows and heads, and the values
     of the same keys.

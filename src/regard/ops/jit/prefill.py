@@ -200,9 +200,7 @@ def prefill_gradient(
     packed = _pack_for_backward(args, workers)
     d_q = torch.empty(args.q.shape, dtype=dtype or args.q.dtype)
     panels = (splits, B * G, round_up(S, PANEL_COLUMNS) // PANEL_COLUMNS)
-    d_k, d_v = (
-        torch.zeros(*panels, round_up(size, group_rows), PANEL_COLUMNS) for size in (D, E)
-    )
+    d_k, d_v = (torch.zeros(*panels, round_up(size, group_rows), PANEL_COLUMNS) for size in (D, E))
     row_inputs = ((*_flat_memory(args.q), D), (*_flat_memory(d_out), E), (*_flat_memory(out), E))
     sizes = (B, H, G, T, step, splits)
     rows = tuple(_flat_array(x.contiguous()) for x in (*saved, d_lse))
@@ -329,7 +327,7 @@ def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[object
 
 def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[object, ...]:
     """Allocate the memory of one thread of `prefill`: the queries, scores, weights and output sums
-    of a block, and one panel of numbers for computing maxima.
+    of a block.
     """
     from regard.ops.jit.matmul import PANEL_COLUMNS
     from regard.ops.jit.prefill_loops import TILE_KEYS
@@ -339,7 +337,7 @@ def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[object, 
     scores = torch.empty(rows * TILE_KEYS).numpy()
     weights = _factor_array(rows * TILE_KEYS, factors) if factors.each == 2 else scores
     sums = torch.empty(rows * round_up(args.v.shape[3], PANEL_COLUMNS)).numpy()
-    return q, scores, weights, sums, torch.empty(PANEL_COLUMNS).numpy()
+    return q, scores, weights, sums
 
 
 def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[object, ...]:
@@ -353,9 +351,7 @@ def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[object, ...]:
     length, depth = round_up(S, PANEL_COLUMNS), factors.depth
     widths = round_up(D, depth), round_up(E, depth), round_up(D, PANEL_COLUMNS)
     padded = (length, *widths) != (S, D, E, D)  # then the padding must be zeros
-    packed = tuple(
-        _factor_array(B * G * length * width, factors, zeros=padded) for width in widths
-    )
+    packed = tuple(_factor_array(B * G * length * width, factors, zeros=padded) for width in widths)
     sizes, keys, values = (B, G, S, D, E, factors.each), _flat_memory(args.k), _flat_memory(args.v)
     openmp.THREAD_POOL.run(
         lambda worker, worker_count: prefill_gradient_loops.pack_for_gradient(

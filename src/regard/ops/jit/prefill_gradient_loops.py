@@ -28,9 +28,10 @@ from __future__ import annotations
 import numpy as np
 
 from regard.ops.jit.amx import CONFIGURATION_BYTES, configure_tiles, restore_tiles
-from regard.ops.jit.compile import njit_fastmath, njit_strict
+from regard.ops.jit.compile import njit_fastmath_leaf, njit_strict, njit_strict_leaf
 from regard.ops.jit.exp_tanh import exp
 from regard.ops.jit.half_precision import from_float32, to_float32
+from regard.ops.jit.llvm_vectors import use_wide_vectors
 from regard.ops.jit.matmul import (
     PANEL_COLUMNS,
     matmul,
@@ -53,7 +54,7 @@ from regard.ops.jit.prefill_loops import (
 )
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def transpose(x, rows, step, D, out):
     """Transpose x `[step, depth]` to out `[D, step]`; the columns of `out` from `rows` on are set
     to 0.
@@ -67,7 +68,7 @@ def transpose(x, rows, step, D, out):
             line[r] = 0
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def _weights_and_gradients(s, d, top, share, shift, alone):
     """Replace the scores s of a row by its weights p = exp(s - top) share, and the gradients d of
     the weights by those of the scores, p (d - shift).
@@ -76,6 +77,7 @@ def _weights_and_gradients(s, d, top, share, shift, alone):
     are the same number, summed in another order, and their difference is set to 0: what remains of
     p (d - shift) is `alone`, the gradient of the lse.
     """
+    use_wide_vectors()
     for c in range(s.shape[0]):
         p, change = exp(s[c] - top) * share, d[c] - shift
         # 0 is selected where p = 0, because p * change would be NaN if a masked key has NaN in dp.
@@ -84,18 +86,19 @@ def _weights_and_gradients(s, d, top, share, shift, alone):
         s[c] = p
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def _softcap_slopes(s, scale, cap, out):
     """Compute the derivative 1 - tanh(x)^2 of the softcap, x = scale s / cap, from the scores s
     before scaling, as 4e / (1 + e)^2 with e = exp(-2|x|), which loses no digits where tanh is near
     1.
     """
+    use_wide_vectors()
     for c in range(s.shape[0]):
         e = exp(np.float32(-2) * abs(s[c] * scale / cap))
         out[c] = np.float32(4) * e / ((ONE + e) * (ONE + e))
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def recompute_weights(block, panel, group, hidden, rows, scores, mask, extra):
     """Compute the weights and score gradients of a group of rows, group = (first row, one past the
     last one), for a panel of keys; rows after the last one of the block become 0.
@@ -125,11 +128,12 @@ def recompute_weights(block, panel, group, hidden, rows, scores, mask, extra):
                 change[c] *= slopes[c]
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def pack_row_pairs(x, group, tag, like, words):
     """Write the rows of a group as bfloat16 with two rows per word, for a product that sums over
     rows.
     """
+    use_wide_vectors()
     for r in range(group[0], group[1], 2):
         even, odd = (
             x[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
@@ -142,9 +146,10 @@ def pack_row_pairs(x, group, tag, like, words):
             out[c] = np.uint32(np.uint16(low)) | (np.uint32(np.uint16(high)) << np.uint32(16))
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def pack_rows(x, group, tag, out):
     """Write the rows of a group as bfloat16 row by row, for a product that sums over keys."""
+    use_wide_vectors()
     first, last = group[0] * PANEL_COLUMNS, group[1] * PANEL_COLUMNS
     numbers, to = x[first:last], out[first:last]
     for c in range(numbers.shape[0]):
@@ -157,7 +162,7 @@ sum, and so many rows of a panel stay in the L1 cache.
 """
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def pack_for_gradient(keys, values, sizes, packed, first, stride):
     """Pack the panels first, first + stride, ... of all rows and heads: keys and values `[dims,
     PANEL_COLUMNS]`, and keys `[S, PANEL_COLUMNS]`.
@@ -183,7 +188,7 @@ def pack_for_gradient(keys, values, sizes, packed, first, stride):
         pack_keys(source, tokens, E, each, values_by_dims, task * v_size)
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def _row_dot(x, y, b, h, t):
     """Return the dot product of x[b, h, t] and y[b, h, t]; x, y: (flat memory, strides of B, H and
     T, tag, number of dimensions).
@@ -195,7 +200,7 @@ def _row_dot(x, y, b, h, t):
     return total
 
 
-@njit_strict
+@njit_strict_leaf
 def _load_block(block, tensors, T, H, saved, left, rows):
     """Load the data of a block: write its queries, its output gradients and their transposes to
     `left`, and m, 1/l, shift and dlse of its rows to `rows`.
@@ -224,7 +229,7 @@ def _load_block(block, tensors, T, H, saved, left, rows):
     transpose(d_out, block[3], step, output_gradients[5], d_out_turned)
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def _panel_weights(block, where, visibility, head, left, rows, scores, factors, mask, extra):
     """Compute the weights of a block for a panel of keys, and the gradients of the scores; return
     the first group of rows that sees some of the panel, and one past the last such group.
@@ -257,7 +262,7 @@ def _panel_weights(block, where, visibility, head, left, rows, scores, factors, 
     return first_group, stop_group
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def _add_panel_gradients(low, high, step, left, factors, keys, sums):
     """Add the contribution of the groups low to high - 1 of a block to the gradients of a panel
     of keys and values, and of the queries.
@@ -292,7 +297,7 @@ def _add_panel_gradients(low, high, step, left, factors, keys, sums):
             )
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def _process_panel(block, where, visibility, keys, block_data, buffers, score_rules, sums):
     """Combine all rows of a block with one panel of keys: compute the weights and the gradients of
     the scores, and add their contributions to dq, dk and dv.
@@ -366,7 +371,7 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
     restore_tiles(left[0], configuration)
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def _write_query_gradient(block, T, H, queries, d_q, step, scale, out):
     """Write the sums of a block to the gradient of the queries, multiplied by the scale."""
     D, width = queries[5], d_q.size // step

@@ -25,30 +25,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from regard.ops.jit.compile import njit_fastmath, njit_strict
+from regard.ops.jit.compile import njit_fastmath_leaf, njit_strict, njit_strict_leaf
 from regard.ops.jit.exp_tanh import exp, tanh
 from regard.ops.jit.half_precision import convert, from_float32
 from regard.ops.jit.amx import CONFIGURATION_BYTES, configure_tiles, restore_tiles
+from regard.ops.jit.llvm_vectors import max_of, use_wide_vectors
 from regard.ops.jit.matmul import PANEL_COLUMNS, matmul, matmul_add, product_rows
 
 ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
-@njit_strict
-def row_of(x, b, h, t):
-    """Return the row of an array `[b, h, t, n]` for a batch row, a head and a query; a
+@njit_strict_leaf
+def mask_row(x, b, h, t):
+    """Return the index of the row of an array `[b, h, t, n]` for a batch row, a head and a query; a
     dimension of 1 is shared.
     """
-    return x[min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(t, x.shape[2] - 1)]
+    return min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(t, x.shape[2] - 1)
 
 
-@njit_strict
+@njit_strict_leaf
 def hide_masked(s, b, h, t, keys, mask):
     """Set the scores s of one row to -inf for each of the keys keys[0] to keys[1] - 1 that the row
     does not see.
     """
+    use_wide_vectors()
     k_positions, _, starts, stops = mask
-    lo, hi = row_of(starts, b, h, t), row_of(stops, b, h, t)
+    lo, hi = starts[mask_row(starts, b, h, t)], stops[mask_row(stops, b, h, t)]
     positions = k_positions[min(b, k_positions.shape[0] - 1), keys[0] : keys[1]]
     for c in range(positions.shape[0]):
         inside = False
@@ -57,11 +59,12 @@ def hide_masked(s, b, h, t, keys, mask):
         s[c] = s[c] if inside else NEG_INF
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def adjust_scores(s, first, b, h, t, k_positions, extra):
     """Apply the scale, the softcap and ALiBi to the scores of one row with the keys from
     `first` on.
     """
+    use_wide_vectors()
     scale, cap, symmetric, slopes, q_positions = extra
     for c in range(s.shape[0]):
         s[c] *= scale
@@ -79,30 +82,13 @@ def adjust_scores(s, first, b, h, t, k_positions, extra):
             s[c] -= slope * np.float32(abs(distance) if symmetric else distance)
 
 
-@njit_fastmath
-def _row_maximum(s, lanes):
-    """Return the largest score of a row of whole panels, ignoring NaN; `lanes` is scratch memory
-    for PANEL_COLUMNS separate maxima, so that the compiler vectorises the loop.
-    """
-    for i in range(PANEL_COLUMNS):
-        lanes[i] = NEG_INF
-    for start in range(0, s.shape[0], PANEL_COLUMNS):
-        panel = s[start : start + PANEL_COLUMNS]
-        for i in range(PANEL_COLUMNS):
-            # not max(), which checks for NaN in Numba
-            lanes[i] = panel[i] if panel[i] > lanes[i] else lanes[i]  # noqa: FURB136
-    largest = NEG_INF
-    for i in range(PANEL_COLUMNS):
-        largest = lanes[i] if lanes[i] > largest else largest  # noqa: FURB136
-    return largest
-
-
-@njit_fastmath
-def online_softmax(s, p, acc, top, total, r, tag, lanes):
+@njit_fastmath_leaf
+def online_softmax(s, p, acc, top, total, r, tag):
     """Convert the scores s of row r to weights p = exp(s - top), where top is the largest score of
     the row so far, and rescale the earlier sums to this maximum.
     """
-    largest = _row_maximum(s, lanes)
+    use_wide_vectors()
+    largest = max_of(s, 0, s.shape[0])
     if largest > top[r]:
         shrink = exp(top[r] - largest)
         total[r] *= shrink
@@ -134,7 +120,7 @@ NO_POSITION = 1 << 62
 """Larger than any position."""
 
 
-@njit_strict
+@njit_strict_leaf
 def _panel_visibility(ranges, bounds):
     """Return 0 if no range of positions overlaps a panel of keys, 2 if one range covers the panel
     and the panel has no empty slot, else 1.
@@ -151,14 +137,14 @@ def _panel_visibility(ranges, bounds):
     return state
 
 
-@njit_strict
+@njit_strict_leaf
 def head_and_query(block, r):
     """Return the query head and the query of row r of a block."""
     _, g, r0, _, n = block
     return g * n + (r0 + r) % n, (r0 + r) // n
 
 
-@njit_strict
+@njit_strict_leaf
 def block_reach(block, mask, hull):
     """Set hull[i] to the smallest start and the largest stop of range i over all rows of a block,
     so that no row sees a tile outside of all `hull[i]`.
@@ -167,13 +153,13 @@ def block_reach(block, mask, hull):
     hull[:, 0], hull[:, 1] = NO_POSITION, 0
     for r in range(rows):
         h, t = head_and_query(block, r)
-        lo, hi = row_of(mask[2], b, h, t), row_of(mask[3], b, h, t)
+        lo, hi = mask[2][mask_row(mask[2], b, h, t)], mask[3][mask_row(mask[3], b, h, t)]
         for i in range(lo.shape[0]):
             if lo[i] < hi[i]:
                 hull[i, 0], hull[i, 1] = min(hull[i, 0], lo[i]), max(hull[i, 1], hi[i])
 
 
-@njit_strict
+@njit_strict_leaf
 def tile_in_reach(block, first, mask, hull):
     """Return whether a row of a block may see some panel of the tile whose first panel is `first`;
     False only if no row sees any.
@@ -185,7 +171,7 @@ def tile_in_reach(block, first, mask, hull):
     return False
 
 
-@njit_strict
+@njit_strict_leaf
 def survey_tile(block, first, group_rows, mask, spans, hidden):
     """Determine which panels of the tile whose first panel is `first` each group of `group_rows`
     rows sees, and return whether any group sees any of them.
@@ -207,7 +193,8 @@ def survey_tile(block, first, group_rows, mask, spans, hidden):
                     continue
                 previous_query = t
                 state = _panel_visibility(
-                    (row_of(starts, b, h, t), row_of(stops, b, h, t)), bound[first + p]
+                    (starts[mask_row(starts, b, h, t)], stops[mask_row(stops, b, h, t)]),
+                    bound[first + p],
                 )
                 smallest, largest = min(smallest, state), max(largest, state)
             hidden[group, p] = 2 if largest == 0 else smallest != 2
@@ -217,14 +204,14 @@ def survey_tile(block, first, group_rows, mask, spans, hidden):
     return any_visible
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
     """Compute the scores and weights of a block of queries with one tile of keys, and add the
     weighted values to the sums.
     """
     b, _, _, rows, _ = block
     depth, k, k_at, v, v_at, v_panel, tag = head
-    s, p, lanes = scratch
+    s, p = scratch
     acc, width, top, total = sums
     group_rows = product_rows(q)
     for panel in range(TILE_PANELS):
@@ -255,7 +242,7 @@ def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sum
                 keys = ((first + panel) * PANEL_COLUMNS, (first + panel + 1) * PANEL_COLUMNS)
                 hide_masked(s[r * TILE_KEYS + panel * PANEL_COLUMNS :], b, h, t, keys, mask)
         weights = p[r * TILE_KEYS + start * PANEL_COLUMNS : r * TILE_KEYS + stop * PANEL_COLUMNS]
-        online_softmax(row, weights, acc[r * width : (r + 1) * width], top, total, r, tag, lanes)
+        online_softmax(row, weights, acc[r * width : (r + 1) * width], top, total, r, tag)
     for e in range(width // PANEL_COLUMNS):
         for group in range(spans.shape[0]):
             start, stop = spans[group, 0], spans[group, 1]
@@ -277,7 +264,7 @@ def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sum
                 )
 
 
-@njit_strict
+@njit_strict_leaf
 def load_queries(queries, block, q, depth):
     """Copy the queries of a block to q `[rows, depth]`, in the dtype of the products; rows after
     the last one, and dimensions from D on, are not written.
@@ -300,11 +287,11 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stri
     largest), `[B, H, T]`. queries: (flat memory, strides of B, H and T, tag, D). packed: the
     results of `pack_panels`, and the strides of a head in both and of a panel of values. sizes: B,
     H, G, T, E, rows of a block, D as packed. scratch: the memory that `prefill` allocates for each
-    thread (queries, scores, weights, output sums, lanes).
+    thread (queries, scores, weights, output sums).
     """
     B, H, G, T, E, step, depth = sizes
     k, v, k_head, v_head, v_panel = packed
-    q, s, p, acc, lanes = scratch
+    q, s, p, acc = scratch
     n, width, group_rows = H // G, acc.shape[0] // step, product_rows(q)
     groups, blocks = step // group_rows, (T * n + step - 1) // step
     top, total = np.empty(step, np.float32), np.empty(step, np.float32)
@@ -325,12 +312,12 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stri
             if tile_in_reach(block, panel, mask, hull) and survey_tile(
                 block, panel, group_rows, mask, spans, hidden
             ):
-                _attend_tile(block, panel, q, head, spans, hidden, (s, p, lanes), mask, extra, sums)
+                _attend_tile(block, panel, q, head, spans, hidden, (s, p), mask, extra, sums)
         _write_output(block, T, H, E, sums, queries[4], results)
     restore_tiles(q, configuration)
 
 
-@njit_fastmath
+@njit_fastmath_leaf
 def _write_output(block, T, H, E, sums, tag, results):
     """Divide the sums of each row of a block by the total of its weights and write them; a row that
     saw no key gets the output 0 and the total 0.
