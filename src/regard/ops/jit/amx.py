@@ -100,7 +100,9 @@ class _TileEmitter:
         return self.builder.gep(place, [size], source_etype=_I8)
 
 
-def multiply_tiles(builder: Any, a: Any, b: Any, k: Any, c: Any, columns: int, adds: bool) -> None:
+def multiply_tiles(
+    builder: Any, a: Any, b: Any, k: Any, c: Any, columns: int, *, adds: bool
+) -> None:
     """Emit the code of c = a b, or with `adds` of c += a b, for TILE_PRODUCT_ROWS rows of a and one
     panel of b.
 

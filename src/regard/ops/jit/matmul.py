@@ -53,7 +53,7 @@ REGISTERS = 4 if HAS_AVX512 else 2
 """The number of registers for the sums of one row."""
 
 REGISTER_ROWS, PANEL_COLUMNS = 6, LANES * REGISTERS
-"""The rows of a that one product in vector registers multiplies, and the columns of a panel of b."""
+"""The rows of a that one product in vector registers multiplies; the columns of a panel of b."""
 
 
 class Factors(NamedTuple):
@@ -246,7 +246,7 @@ def _make_tile_matmul(*, adds: bool) -> Callable[..., Any]:
 
         left = start(0, a, a_at, 2), builder.mul(a_step, _I64(2))
         target = start(6, c, c_at, 4), builder.mul(c_step, _I64(4))
-        multiply_tiles(builder, left, start(3, b, b_at, 2), k, target, PANEL_COLUMNS, adds)
+        multiply_tiles(builder, left, start(3, b, b_at, 2), k, target, PANEL_COLUMNS, adds=adds)
         return context.get_dummy_value()
 
     return code

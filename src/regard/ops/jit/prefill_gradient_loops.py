@@ -157,8 +157,8 @@ def pack_rows(x, group, tag, out):
 
 
 ROWS_PER_SUM = 64
-"""About the largest number of rows that one product sums. A sum of partial sums rounds less than one long
-sum, and so many rows of a panel stay in the L1 cache.
+"""About the largest number of rows that one product sums. A sum of partial sums rounds less than
+one long sum, and so many rows of a panel stay in the L1 cache.
 """
 
 

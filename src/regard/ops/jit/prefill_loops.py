@@ -3,11 +3,11 @@ Tiles that the mask hides from all queries of a block are not multiplied.
 
 For each row b of the batch and each key/value head g, the queries of its n = H/G query heads form
 T n rows: row r is query r // n of query head g n + r % n, so that neighbouring rows see almost the
-same keys. A block consists of as many rows as fit into the L2 cache, divided into groups of
-as many rows as one product multiplies; a tile consists of TILE_PANELS panels of PANEL_COLUMNS keys. For each tile, a
-group computes the scores of the panels that it sees, converts them to weights (online softmax,
-Milakov and Gimelshein 2018, arXiv 1805.02867), and multiplies the weights with the values from the
-first to the last of these panels.
+same keys. A block consists of as many rows as fit into the L2 cache, divided into groups of as many
+rows as one product multiplies; a tile consists of TILE_PANELS panels of PANEL_COLUMNS keys. For
+each tile, a group computes the scores of the panels that it sees, converts them to weights (online
+softmax, Milakov and Gimelshein 2018, arXiv 1805.02867), and multiplies the weights with the values
+from the first to the last of these panels.
 
 The module `prefill` calls `run_tasks`. Arguments that the functions share:
     block: (b, g, the first row of the block, its number of rows, n)
@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from regard.ops.jit.compile import njit_fastmath_leaf, njit_strict, njit_strict_leaf
-from regard.ops.jit.exp_tanh import exp, tanh
-from regard.ops.jit.half_precision import convert, from_float32
 from regard.ops.jit.amx import CONFIGURATION_BYTES, configure_tiles, restore_tiles
+from regard.ops.jit.compile import njit_fastmath_leaf, njit_strict, njit_strict_leaf
+from regard.ops.jit.exp_tanh import exp, exp_row, tanh
+from regard.ops.jit.half_precision import convert, from_float32
 from regard.ops.jit.llvm_vectors import max_of, use_wide_vectors
 from regard.ops.jit.matmul import PANEL_COLUMNS, matmul, matmul_add, product_rows
 
@@ -96,15 +96,7 @@ def online_softmax(s, p, acc, top, total, r, tag):
             acc[e] *= shrink
         top[r] = largest
     base = top[r] if top[r] > NEG_INF else ZERO
-    added = ZERO
-    for c in range(s.shape[0]):
-        weight = exp(s[c] - base)
-        added += weight
-        s[c] = weight
-    total[r] += added
-    if p.itemsize < s.itemsize:  # otherwise p and s are the same array
-        for c in range(s.shape[0]):
-            p[c] = from_float32(s[c], tag, p)
+    total[r] += exp_row(s, base, p, tag)
 
 
 TILE_PANELS = 256 // PANEL_COLUMNS
@@ -112,8 +104,8 @@ TILE_PANELS = 256 // PANEL_COLUMNS
 
 TILE_KEYS = TILE_PANELS * PANEL_COLUMNS
 MAX_BLOCK_ROWS = 258
-"""About the largest number of rows in a block: with a tile of 256 keys, their scores, weights, queries
-and sums fit into the L2 cache.
+"""About the largest number of rows in a block: with a tile of 256 keys, their scores, weights,
+queries and sums fit into the L2 cache.
 """
 
 NO_POSITION = 1 << 62
