@@ -109,14 +109,15 @@ def multiply_tiles(
     Args:
         builder: the LLVM builder.
         a: (pointer, bytes from one row to the next) of the bfloat16 rows.
-        b: pointer to the panel `[k/2, columns, 2]` of bfloat16 numbers.
+        b: (pointer, bytes from one row to the next) of the panel `[k/2, n, 2]` of bfloat16
+            numbers.
         k: the number of products in a sum, a multiple of TILE_DEPTH.
         c: (pointer, bytes from one row to the next) of the fp32 rows.
-        columns: the columns of the panel, a multiple of 32.
+        columns: how many columns of the panel to compute, a multiple of 32.
         adds: whether the products are added to c.
     """
     emit, (a_start, a_stride), (c_start, c_stride) = _TileEmitter(builder), a, c
-    b_stride = _I64(columns * 4)
+    b_start, b_stride = b
     halves = range(2)
     lower = builder.mul(a_stride, _I64(TILE_ROWS)), builder.mul(c_stride, _I64(TILE_ROWS))
     for first in range(0, columns, 2 * TILE_ROWS):
@@ -131,7 +132,7 @@ def multiply_tiles(
                     emit.zero(2 * i + j)
         with cgutils.for_range_slice(builder, _I64(0), k, _I64(TILE_DEPTH), intp=_I64) as (at, _):
             left = emit.offset(a_start, builder.mul(at, _I64(2)))
-            right = emit.offset(b, builder.mul(at, _I64(columns * 2)))
+            right = emit.offset(b_start, builder.lshr(builder.mul(at, b_stride), _I64(1)))
             for i in halves:
                 emit.load(4 + i, emit.offset(left, lower[0]) if i else left, a_stride)
                 emit.load(6 + i, emit.offset(right, _I64((first + i * TILE_ROWS) * 4)), b_stride)

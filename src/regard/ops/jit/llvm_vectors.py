@@ -314,20 +314,3 @@ def _maximum(builder: Any, x: Any, y: Any) -> Any:
 
 
 max_of, max_abs_of = _make_max(absolute=False), _make_max(absolute=True)
-
-
-@intrinsic
-def use_wide_vectors(context):
-    """Let LLVM use vectors of 512 bits for the loops of the function that calls this first; a
-    processor without them is not affected.
-
-    LLVM prefers 256 bits on Intel's processors, because the first of them that had AVX-512 lowered
-    their clock for wide vectors.
-    """
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # llvmlite lists the attributes that it knows, and this is not one of them
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
-        return context.get_dummy_value()
-
-    return types.none(), code

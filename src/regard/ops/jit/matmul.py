@@ -35,7 +35,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from regard.ops.jit.amx import TILE_DEPTH, TILE_PRODUCT_ROWS, has_amx, multiply_tiles
-from regard.ops.jit.compile import has_cpu_feature, njit_fastmath_leaf
+from regard.ops.jit.compile import has_cpu_feature, njit_fastmath_no_arrays
 from regard.ops.jit.half_precision import convert
 
 HAS_AVX512 = has_cpu_feature("avx512f")
@@ -54,6 +54,10 @@ REGISTERS = 4 if HAS_AVX512 else 2
 
 REGISTER_ROWS, PANEL_COLUMNS = 6, LANES * REGISTERS
 """The rows of a that one product in vector registers multiplies; the columns of a panel of b."""
+
+
+HALF_PANEL = PANEL_COLUMNS // 2
+"""The columns that `matmul_add_half` computes, for a last panel that is half empty."""
 
 
 class Factors(NamedTuple):
@@ -182,12 +186,13 @@ class _MatmulEmitter:
             sums[i].add_incoming(after, head)
 
 
-def _make_matmul(factors: Any, *, adds: bool) -> Callable[..., Any]:
+def _make_matmul(factors: Any, *, adds: bool, columns: int = PANEL_COLUMNS) -> Callable[..., Any]:
     """Return the function that emits the code of `matmul`, or with `adds` of `matmul_add`, for
-    arrays of this Numba type, in the form that Numba expects.
+    arrays of this Numba type and the first columns of a panel, in the form that Numba expects.
     """
     if factors.dtype == types.int16:
-        return _make_tile_matmul(adds=adds)
+        return _make_tile_matmul(columns, adds=adds)
+    registers = columns // LANES
     kind = _BF16 if factors.dtype == types.uint16 else _FP32
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -207,7 +212,7 @@ def _make_matmul(factors: Any, *, adds: bool) -> Callable[..., Any]:
         targets = [
             emit.offset(target, builder.add(builder.mul(c_step, _I64(r)), _I64(v * LANES)), _F32)
             for r in range(REGISTER_ROWS)
-            for v in range(REGISTERS)
+            for v in range(registers)
         ]
         sums = [ir.Constant(_SUMS, [0.0] * LANES) for _ in targets]
         times = builder.lshr(k, _I64(1)) if kind.each == 2 else k
@@ -217,13 +222,13 @@ def _make_matmul(factors: Any, *, adds: bool) -> Callable[..., Any]:
                 builder.mul(i, _I64(kind.each)),
             )
             ys = []
-            for v in range(REGISTERS):
+            for v in range(registers):
                 steps = builder.add(across, _I64(v * LANES * kind.each))
                 ys.append(emit.load(emit.offset(right, steps, kind.number), kind.register))
             for r in range(REGISTER_ROWS):
                 x = emit.spread(emit.offset(lines[r], along, kind.number))
-                for v in range(REGISTERS):
-                    after[r * REGISTERS + v] = emit.add(so_far[r * REGISTERS + v], x, ys[v])
+                for v in range(registers):
+                    after[r * registers + v] = emit.add(so_far[r * registers + v], x, ys[v])
         for target_pointer, total in zip(targets, sums, strict=True):
             if adds:  # added last, because a sum of partial sums rounds less than one long sum
                 total = builder.fadd(emit.load(target_pointer, _SUMS), total)
@@ -233,7 +238,7 @@ def _make_matmul(factors: Any, *, adds: bool) -> Callable[..., Any]:
     return code
 
 
-def _make_tile_matmul(*, adds: bool) -> Callable[..., Any]:
+def _make_tile_matmul(columns: int, *, adds: bool) -> Callable[..., Any]:
     """Return what `_make_matmul` returns, for factors in tiles."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -246,7 +251,8 @@ def _make_tile_matmul(*, adds: bool) -> Callable[..., Any]:
 
         left = start(0, a, a_at, 2), builder.mul(a_step, _I64(2))
         target = start(6, c, c_at, 4), builder.mul(c_step, _I64(4))
-        multiply_tiles(builder, left, start(3, b, b_at, 2), k, target, PANEL_COLUMNS, adds=adds)
+        panel = start(3, b, b_at, 2), _I64(PANEL_COLUMNS * 4)
+        multiply_tiles(builder, left, panel, k, target, columns, adds=adds)
         return context.get_dummy_value()
 
     return code
@@ -276,7 +282,13 @@ def matmul_add(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
     return _signature(a, b, c), _make_matmul(a, adds=True)
 
 
-@njit_fastmath_leaf
+@intrinsic
+def matmul_add_half(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
+    """Compute c += a b for the first HALF_PANEL columns of a panel of b."""
+    return _signature(a, b, c), _make_matmul(a, adds=True, columns=HALF_PANEL)
+
+
+@njit_fastmath_no_arrays
 def pack_keys(memory, tokens, D, each, out, start):
     """Pack the keys tokens[0] to tokens[1] - 1 of D dimensions into one panel of `out`, beginning
     at index `start`.
@@ -294,7 +306,7 @@ def pack_keys(memory, tokens, D, each, out, start):
                 out[target + j * each] = convert(flat[source + j * step], tag, out)
 
 
-@njit_fastmath_leaf
+@njit_fastmath_no_arrays
 def pack_values(memory, tokens, E, each, out, offset, across):
     """Pack the values of the keys tokens[0] to tokens[1] - 1 into all panels of their E dimensions.
 
@@ -317,7 +329,7 @@ def pack_values(memory, tokens, E, each, out, offset, across):
                 panel[i] = convert(numbers[i], tag, out)
 
 
-@njit_fastmath_leaf
+@njit_fastmath_no_arrays
 def pack_panels(keys, values, sizes, packed, first, stride):
     """Pack the panels first, first + stride, ... of the keys of all rows and heads, and the values
     of the same keys.

@@ -327,7 +327,7 @@ def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[object
 
 def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[object, ...]:
     """Allocate the memory of one thread of `prefill`: the queries, scores, weights and output sums
-    of a block.
+    of a block, the largest score and the sum of weights of each row, and `_loop_scratch`.
     """
     from regard.ops.jit.matmul import PANEL_COLUMNS
     from regard.ops.jit.prefill_loops import TILE_KEYS
@@ -337,7 +337,25 @@ def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[object, 
     scores = torch.empty(rows * TILE_KEYS).numpy()
     weights = _factor_array(rows * TILE_KEYS, factors) if factors.each == 2 else scores
     sums = torch.empty(rows * round_up(args.v.shape[3], PANEL_COLUMNS)).numpy()
-    return q, scores, weights, sums
+    maxima_and_totals = torch.empty(2, rows).numpy()
+    return q, scores, weights, sums, (*maxima_and_totals,), *_loop_scratch(args, rows)
+
+
+def _loop_scratch(args: PrefillArgs, rows: int) -> tuple[object, ...]:
+    """Allocate what one thread notes of a mask and of its tile registers.
+
+    Returns:
+        For each group of rows the first and one past the last panel of a tile that it sees, and
+        what the mask hides of each panel; for each range of positions its bounds over all rows of
+        a block; and two configurations of tile registers.
+    """
+    from regard.ops.jit.amx import CONFIGURATION_BYTES
+    from regard.ops.jit.prefill_loops import TILE_PANELS
+
+    groups, ranges = rows // _factors(args).rows, max(args.starts.shape[3], 1)
+    spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, TILE_PANELS), np.int8)
+    hull = np.empty((ranges, 2), np.int64)
+    return (spans, hidden), hull, np.empty(2 * CONFIGURATION_BYTES, np.uint8)
 
 
 def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[object, ...]:
@@ -369,9 +387,9 @@ def _backward_scratch(args: PrefillArgs, step: int) -> tuple[object, ...]:
         The queries and output gradients of a block with their transposes; the scores, their
         gradients, and the derivatives of the softcap for one row; the weights and score gradients
         as factors of the products, which are separate bfloat16 arrays where products are in
-        bfloat16; and the sums of the query gradient.
+        bfloat16; the sums of the query gradient; m, 1/l, shift and dlse of each row; and
+        `_loop_scratch`.
     """
-    from regard.ops.jit.half_precision import BF16
     from regard.ops.jit.matmul import PANEL_COLUMNS
 
     D, E, factors = args.q.shape[3], args.v.shape[3], _factors(args)
@@ -388,8 +406,10 @@ def _backward_scratch(args: PrefillArgs, step: int) -> tuple[object, ...]:
         weights, slopes, rows = (_factor_array(step * PANEL_COLUMNS, factors) for _ in range(3))
     else:
         weights, slopes, rows = scores[0], scores[1], scores[1]
-    right = weights, weights.view("uint32"), slopes, slopes.view("uint32"), rows, BF16
-    return row_factors, scores, right, torch.empty(step * round_up(D, PANEL_COLUMNS)).numpy()
+    right = weights, weights.view("uint32"), slopes, slopes.view("uint32"), rows
+    d_q = torch.empty(step * round_up(D, PANEL_COLUMNS)).numpy()
+    of_rows = torch.empty(4, step).numpy()
+    return row_factors, scores, right, d_q, (*of_rows,), *_loop_scratch(args, step)
 
 
 def _unpack_gradient(sums: Tensor, like: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

@@ -25,17 +25,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from regard.ops.jit.amx import CONFIGURATION_BYTES, configure_tiles, restore_tiles
-from regard.ops.jit.compile import njit_fastmath_leaf, njit_strict, njit_strict_leaf
-from regard.ops.jit.exp_tanh import exp, exp_row, tanh
+from regard.ops.jit.amx import configure_tiles, restore_tiles
+from regard.ops.jit.compile import njit_fastmath_no_arrays, njit_strict_no_arrays
+from regard.ops.jit.exp_tanh import exp, tanh
 from regard.ops.jit.half_precision import convert, from_float32
-from regard.ops.jit.llvm_vectors import max_of, use_wide_vectors
-from regard.ops.jit.matmul import PANEL_COLUMNS, matmul, matmul_add, product_rows
+from regard.ops.jit.matmul import (
+    HALF_PANEL,
+    PANEL_COLUMNS,
+    matmul,
+    matmul_add,
+    matmul_add_half,
+    product_rows,
+)
+from regard.ops.jit.softmax_rows import hide_outside, largest_score, weigh_scores
 
 ZERO, ONE, NEG_INF = np.float32(0), np.float32(1), np.float32(-np.inf)
 
 
-@njit_strict_leaf
+@njit_strict_no_arrays
 def mask_row(x, b, h, t):
     """Return the index of the row of an array `[b, h, t, n]` for a batch row, a head and a query; a
     dimension of 1 is shared.
@@ -43,15 +50,17 @@ def mask_row(x, b, h, t):
     return min(b, x.shape[0] - 1), min(h, x.shape[1] - 1), min(t, x.shape[2] - 1)
 
 
-@njit_strict_leaf
+@njit_strict_no_arrays
 def hide_masked(s, b, h, t, keys, mask):
     """Set the scores s of one row to -inf for each of the keys keys[0] to keys[1] - 1 that the row
     does not see.
     """
-    use_wide_vectors()
     k_positions, _, starts, stops = mask
     lo, hi = starts[mask_row(starts, b, h, t)], stops[mask_row(stops, b, h, t)]
     positions = k_positions[min(b, k_positions.shape[0] - 1), keys[0] : keys[1]]
+    if lo.shape[0] == 1:
+        hide_outside(s, positions, keys[1] - keys[0], lo[0], hi[0])
+        return
     for c in range(positions.shape[0]):
         inside = False
         for i in range(lo.shape[0]):
@@ -59,13 +68,15 @@ def hide_masked(s, b, h, t, keys, mask):
         s[c] = s[c] if inside else NEG_INF
 
 
-@njit_fastmath_leaf
+@njit_fastmath_no_arrays
 def adjust_scores(s, first, b, h, t, k_positions, extra):
-    """Apply the scale, the softcap and ALiBi to the scores of one row with the keys from
-    `first` on.
+    """Apply the softcap and ALiBi, and the scale before them, to the scores of one row with the
+    keys from `first` on, and return the scale that is still to be applied: 1, or the scale itself
+    where it is positive and nothing comes after it, because it then keeps the order of the scores.
     """
-    use_wide_vectors()
     scale, cap, symmetric, slopes, q_positions = extra
+    if scale > ZERO and cap == ZERO and slopes.shape[0] == 0:
+        return scale
     for c in range(s.shape[0]):
         s[c] *= scale
     if cap > 0:
@@ -80,15 +91,15 @@ def adjust_scores(s, first, b, h, t, k_positions, extra):
         for c in range(s.shape[0]):
             distance = q - positions[c]
             s[c] -= slope * np.float32(abs(distance) if symmetric else distance)
+    return ONE
 
 
-@njit_fastmath_leaf
-def online_softmax(s, p, acc, top, total, r, tag):
-    """Convert the scores s of row r to weights p = exp(s - top), where top is the largest score of
-    the row so far, and rescale the earlier sums to this maximum.
+@njit_fastmath_no_arrays
+def online_softmax(s, p, scale, acc, top, total, r):
+    """Convert the scores s of row r to weights p = exp(scale s - top), where top is the largest
+    scaled score of the row so far, and rescale the earlier sums to this maximum.
     """
-    use_wide_vectors()
-    largest = max_of(s, 0, s.shape[0])
+    largest = scale * largest_score(s, s.shape[0])
     if largest > top[r]:
         shrink = exp(top[r] - largest)
         total[r] *= shrink
@@ -96,7 +107,7 @@ def online_softmax(s, p, acc, top, total, r, tag):
             acc[e] *= shrink
         top[r] = largest
     base = top[r] if top[r] > NEG_INF else ZERO
-    total[r] += exp_row(s, base, p, tag)
+    total[r] += weigh_scores(s, p, s.shape[0], scale, base)
 
 
 TILE_PANELS = 256 // PANEL_COLUMNS
@@ -112,7 +123,7 @@ NO_POSITION = 1 << 62
 """Larger than any position."""
 
 
-@njit_strict_leaf
+@njit_strict_no_arrays
 def _panel_visibility(ranges, bounds):
     """Return 0 if no range of positions overlaps a panel of keys, 2 if one range covers the panel
     and the panel has no empty slot, else 1.
@@ -129,14 +140,14 @@ def _panel_visibility(ranges, bounds):
     return state
 
 
-@njit_strict_leaf
+@njit_strict_no_arrays
 def head_and_query(block, r):
     """Return the query head and the query of row r of a block."""
     _, g, r0, _, n = block
     return g * n + (r0 + r) % n, (r0 + r) // n
 
 
-@njit_strict_leaf
+@njit_strict_no_arrays
 def block_reach(block, mask, hull):
     """Set hull[i] to the smallest start and the largest stop of range i over all rows of a block,
     so that no row sees a tile outside of all `hull[i]`.
@@ -151,7 +162,7 @@ def block_reach(block, mask, hull):
                 hull[i, 0], hull[i, 1] = min(hull[i, 0], lo[i]), max(hull[i, 1], hi[i])
 
 
-@njit_strict_leaf
+@njit_strict_no_arrays
 def tile_in_reach(block, first, mask, hull):
     """Return whether a row of a block may see some panel of the tile whose first panel is `first`;
     False only if no row sees any.
@@ -163,7 +174,7 @@ def tile_in_reach(block, first, mask, hull):
     return False
 
 
-@njit_strict_leaf
+@njit_strict_no_arrays
 def survey_tile(block, first, group_rows, mask, spans, hidden):
     """Determine which panels of the tile whose first panel is `first` each group of `group_rows`
     rows sees, and return whether any group sees any of them.
@@ -196,15 +207,30 @@ def survey_tile(block, first, group_rows, mask, spans, hidden):
     return any_visible
 
 
-@njit_fastmath_leaf
+@njit_fastmath_no_arrays
+def add_product(left, panel, at, k, target, columns):
+    """Add a product of `product_rows` rows with a panel, of which only the first `columns` columns
+    are not padding, to the target.
+
+    left, target: (flat array, offset, distance of the rows).
+    """
+    a, a_at, a_step = left
+    c, c_at, c_step = target
+    if columns <= HALF_PANEL:
+        matmul_add_half(a, a_at, a_step, panel, at, k, c, c_at, c_step)
+    else:
+        matmul_add(a, a_at, a_step, panel, at, k, c, c_at, c_step)
+
+
+@njit_fastmath_no_arrays
 def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sums):
     """Compute the scores and weights of a block of queries with one tile of keys, and add the
     weighted values to the sums.
     """
     b, _, _, rows, _ = block
-    depth, k, k_at, v, v_at, v_panel, tag = head
+    depth, k, k_at, v, v_at, v_panel = head
     s, p = scratch
-    acc, width, top, total = sums
+    acc, width, E, top, total = sums
     group_rows = product_rows(q)
     for panel in range(TILE_PANELS):
         offset = k_at + (first + panel) * PANEL_COLUMNS * depth
@@ -228,35 +254,29 @@ def _attend_tile(block, first, q, head, spans, hidden, scratch, mask, extra, sum
         if start >= stop:
             continue
         row = s[r * TILE_KEYS + start * PANEL_COLUMNS : r * TILE_KEYS + stop * PANEL_COLUMNS]
-        adjust_scores(row, (first + start) * PANEL_COLUMNS, b, h, t, mask[0], extra)
+        scale = adjust_scores(row, (first + start) * PANEL_COLUMNS, b, h, t, mask[0], extra)
         for panel in range(start, stop):
             if hidden[group, panel]:
                 keys = ((first + panel) * PANEL_COLUMNS, (first + panel + 1) * PANEL_COLUMNS)
                 hide_masked(s[r * TILE_KEYS + panel * PANEL_COLUMNS :], b, h, t, keys, mask)
         weights = p[r * TILE_KEYS + start * PANEL_COLUMNS : r * TILE_KEYS + stop * PANEL_COLUMNS]
-        online_softmax(row, weights, acc[r * width : (r + 1) * width], top, total, r, tag)
-    for e in range(width // PANEL_COLUMNS):
+        online_softmax(row, weights, scale, acc[r * width : (r + 1) * width], top, total, r)
+    for e in range(0, E, PANEL_COLUMNS):
         for group in range(spans.shape[0]):
             start, stop = spans[group, 0], spans[group, 1]
             if start < stop:
-                offset, r = (
-                    v_at + e * v_panel + (first + start) * PANEL_COLUMNS * PANEL_COLUMNS,
-                    group * group_rows,
-                )
-                matmul_add(
-                    p,
-                    r * TILE_KEYS + start * PANEL_COLUMNS,
-                    TILE_KEYS,
+                r = group * group_rows
+                add_product(
+                    (p, r * TILE_KEYS + start * PANEL_COLUMNS, TILE_KEYS),
                     v,
-                    offset,
+                    v_at + e // PANEL_COLUMNS * v_panel + (first + start) * PANEL_COLUMNS**2,
                     (stop - start) * PANEL_COLUMNS,
-                    acc,
-                    r * width + e * PANEL_COLUMNS,
-                    width,
+                    (acc, r * width + e, width),
+                    E - e,
                 )
 
 
-@njit_strict_leaf
+@njit_strict_no_arrays
 def load_queries(queries, block, q, depth):
     """Copy the queries of a block to q `[rows, depth]`, in the dtype of the products; rows after
     the last one, and dimensions from D on, are not written.
@@ -270,7 +290,7 @@ def load_queries(queries, block, q, depth):
             row[d] = convert(numbers[d], tag, q)
 
 
-@njit_strict
+@njit_strict_no_arrays
 def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stride):
     """Compute the blocks first, first + stride, ... of all rows and heads, beginning with the last
     queries.
@@ -278,23 +298,19 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stri
     results: out `[B, H, T, E]`, and for each query the largest score and the sum of exp(score -
     largest), `[B, H, T]`. queries: (flat memory, strides of B, H and T, tag, D). packed: the
     results of `pack_panels`, and the strides of a head in both and of a panel of values. sizes: B,
-    H, G, T, E, rows of a block, D as packed. scratch: the memory that `prefill` allocates for each
-    thread (queries, scores, weights, output sums).
+    H, G, T, E, rows of a block, D as packed. scratch: the result of
+    `_forward_scratch` in `prefill`.
     """
     B, H, G, T, E, step, depth = sizes
     k, v, k_head, v_head, v_panel = packed
-    q, s, p, acc = scratch
-    n, width, group_rows = H // G, acc.shape[0] // step, product_rows(q)
-    groups, blocks = step // group_rows, (T * n + step - 1) // step
-    top, total = np.empty(step, np.float32), np.empty(step, np.float32)
-    spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, TILE_PANELS), np.int8)
-    hull, sums = np.empty((mask[2].shape[3], 2), np.int64), (acc, width, top, total)
-    configuration = np.empty(2 * CONFIGURATION_BYTES, np.uint8)
+    q, s, p, acc, (top, total), (spans, hidden), hull, configuration = scratch
+    n, sums, group_rows = H // G, (acc, acc.shape[0] // step, E, top, total), product_rows(q)
+    blocks = (T * n + step - 1) // step
     configure_tiles(q, configuration)
     for task in range(first, B * G * blocks, stride):
         number, pair = blocks - 1 - task // (B * G), task % (B * G)
         block = (pair // G, pair % G, number * step, min(step, T * n - number * step), n)
-        head = (depth, k, pair * k_head, v, pair * v_head, v_panel, queries[4])
+        head = (depth, k, pair * k_head, v, pair * v_head, v_panel)
         load_queries(queries, block, q, depth)
         block_reach(block, mask, hull)
         acc[:] = 0
@@ -309,12 +325,12 @@ def run_tasks(queries, packed, sizes, mask, extra, scratch, results, first, stri
     restore_tiles(q, configuration)
 
 
-@njit_fastmath_leaf
+@njit_fastmath_no_arrays
 def _write_output(block, T, H, E, sums, tag, results):
     """Divide the sums of each row of a block by the total of its weights and write them; a row that
     saw no key gets the output 0 and the total 0.
     """
-    acc, width, top, total = sums
+    acc, width, _, top, total = sums
     out, tops, totals = results
     for r in range(block[3]):
         h, t = head_and_query(block, r)
