@@ -384,6 +384,7 @@ def test_beside_amx_it_is_the_first_choice_where_torch_computes_more(
 
     monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
     monkeypatch.setattr(gemm, "_processor_has_amx", lambda: True)
+    monkeypatch.setattr(gemm, "_processor_has_float16_amx", lambda: False)
     window = masks.Causal() & masks.Window(64)
     for dtype in (torch.bfloat16, torch.float32):
         assert first(1, 8, 1024, 64, dtype=dtype) == "sdpa"
@@ -395,6 +396,10 @@ def test_beside_amx_it_is_the_first_choice_where_torch_computes_more(
     assert first(1, 8, 1024, 64, mask=masks.Causal(), trained=True) == "gemm"
     assert first(8, 8, 256, 64, mask=masks.Causal(), trained=True) == "sdpa", "too few rows"
     assert first(1, 8, 1024, 64, dtype=torch.float32, trained=True) == "sdpa"
+    assert first(1, 16, 1024, 64, dtype=torch.float16) == "gemm", "torch has no AMX for it"
+    assert first(8, 8, 256, 64, dtype=torch.float16) == "sdpa", "too few keys"
+    monkeypatch.setattr(gemm, "_processor_has_float16_amx", lambda: True)
+    assert first(1, 16, 1024, 64, dtype=torch.float16) == "sdpa"
 
 
 FORMS = {"tiles": matmul.BF16_TILES, "pairs": matmul.BF16_PAIRS, "float32": matmul.FP32_FACTORS}

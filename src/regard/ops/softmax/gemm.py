@@ -235,11 +235,13 @@ def prefer_gemm(call: Call) -> bool:
 
 def _prefer_beside_amx(call: Call, rows: int) -> bool:
     """Return whether the kernel was measured to be faster than torch's where that multiplies with
-    AMX: if torch's kernel computes more pairs or reads a mask for a bias, or refuses the call; and
-    in bfloat16 with a gradient.
+    AMX: if torch's kernel computes more pairs or reads a mask for a bias, or refuses the call; in
+    bfloat16 with a gradient; and in float16, for which the measured processor has no AMX.
     """
     if call.S < MIN_KEYS_WITH_AMX:
         return False
+    if call.q.dtype == torch.float16 and not _processor_has_float16_amx():
+        return True
     if call.has_gradient and call.q.dtype == torch.bfloat16 and rows >= MIN_TRAINING_ROWS_WITH_AMX:
         return True
     has_rule = call.softcap is not None or call.bias is not None
@@ -309,6 +311,13 @@ def _inputs_to_check(call: Call) -> str:
 def _processor_suits() -> bool:
     """Return whether the processor has AVX-512, as on the machines of the measurements."""
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@cache
+def _processor_has_float16_amx() -> bool:
+    """Return whether torch multiplies float16 numbers with AMX, too."""
+    amx = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
+    return bool(amx())
 
 
 @cache
