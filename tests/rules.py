@@ -4,10 +4,15 @@ chose.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Result = TypeVar("Result")
+aten: Any = torch.ops.aten
 
 GRADIENT = 3.0
 """The factor for gradients."""
@@ -53,6 +58,32 @@ def assert_close_rule(
     assert error <= allowed, (
         f"{what} error {error:.3g} above {allowed:.3g} ({factor} plain + {floor:.3g})"
     )
+
+
+class _SumsBackwards(TorchDispatchMode):
+    """Sum the terms of matrix products, and of sums, from the last one to the first."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}:
+            *before, a, b = args
+            args = (*before, a.flip(-1), b.flip(-2))
+        elif func in {aten.mv.default, aten.dot.default}:
+            args = tuple(x.flip(-1) for x in args)
+        elif func in {aten.sum.default, aten.sum.dim_IntList}:
+            summed = args[1] if len(args) > 1 and args[1] else range(args[0].ndim)
+            args = (args[0].flip([*summed]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def in_both_orders(compute: Callable[[], Result]) -> list[Result]:
+    """The results of plain math, and of the same math with every sum from the last term to the
+    first: neither is better, and one of them alone may be right by luck, which depends on the
+    processor.
+    """
+    found = [compute()]
+    with _SumsBackwards():
+        found.append(compute())
+    return found
 
 
 def spacing(x: Tensor) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from regard.nn.variants import VARIANTS, mla
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Positions, Span, as_tensor
 from tests.oracles import latent as oracle
-from tests.rules import GRADIENT, assert_close_rule
+from tests.rules import GRADIENT, assert_close_rule, in_both_orders
 
 FORMS = ("naive", "expand", "absorb", "auto")
 M, H = 12, 3
@@ -584,17 +585,23 @@ def test_gradients_in_single_precision(form: str) -> None:
     with torch.enable_grad():
         given = x.clone().requires_grad_()
         got = gradient(layer(given), given, *layer.parameters())
-        usual = []
-        for absorb in (False, True):
+
+        def plain(*, absorb: bool) -> list[Tensor]:
             given = x.clone().requires_grad_()
             out = oracle.plain(weights_of(layer), given, sizes_of(), 0, absorb=absorb)
-            usual.append(gradient(out, given, *layer.parameters()))
+            return gradient(out, given, *layer.parameters())
+
+        usual = [
+            found
+            for absorb in (False, True)
+            for found in in_both_orders(partial(plain, absorb=absorb))
+        ]
         wide = copy.deepcopy(layer).double()
         given = x.double().requires_grad_()
         out = oracle.plain(weights_of(wide), given, sizes_of(), 0, absorb=False)
         ref = gradient(out, given, *wide.parameters())
-    for one, first, second, good in zip(got, *usual, ref, strict=True):
-        assert_close_rule(one, [first, second], good, GRADIENT)
+    for one, *others, good in zip(got, *usual, ref, strict=True):
+        assert_close_rule(one, others, good, GRADIENT)
 
 
 def test_state_dict_is_parameters_and_fits_every_form() -> None:

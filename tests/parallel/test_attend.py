@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from regard.parallel import Shards, spawn
 from regard.span import Span
 from tests.parallel import ranks
 from tests.parallel.ranks import LENGTHS, MASKS, G, H, S
-from tests.rules import GRADIENT, assert_close_rule
+from tests.rules import GRADIENT, assert_close_rule, in_both_orders
 
 Case = tuple[str, str, str, str, torch.dtype]
 
@@ -49,13 +50,24 @@ OPTIONS: list[Case] = [
 ]
 
 
-def expected(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """Output and gradients of one process, in a dtype."""
+def expected(case: Case, dtype: torch.dtype, parts: int = 1) -> list[Tensor]:
+    """Output and gradients of one process, in a dtype; over all keys, or joined from parts."""
     mask, _, _, option, _ = case
     given = ranks.options(option, case[4])
     given = _converted(given, dtype)
     q, k, v = (x.to(dtype).requires_grad_() for x in ranks.tensors(case[4]))
-    z = regard.attend(q, k, v, mask=MASKS[mask], backend="reference", **given)
+    if parts == 1:
+        z = regard.attend(q, k, v, mask=MASKS[mask], backend="reference", **given)
+    else:
+        T, S, some = q.shape[2], k.shape[2], given.copy()
+        sink, joined, at = some.pop("sink", None), [], 0
+        for key, value in zip(k.tensor_split(parts, 2), v.tensor_split(parts, 2), strict=True):
+            n = key.shape[2]
+            where = {"q_positions": Span(S - T, T), "k_positions": Span(at, n)}
+            options = some | where | {"mask": MASKS[mask], "backend": "reference"}
+            joined.append(regard.attend_partial(q, key, value, **options))
+            at += n
+        z = regard.merge(joined, sink=sink).out.to(dtype)
     loss = (z * ranks.weights(case[4]).to(dtype)).sum()
     return [z.detach(), *torch.autograd.grad(loss, [q, k, v, *ranks.learned(given)])]
 
@@ -72,8 +84,15 @@ def _converted(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def assert_results(case: Case, found: Sequence[Sequence[Tensor]], shards: Shards) -> None:
     """Every rank's output and gradients against one process."""
-    exact, plain = expected(case, torch.float64), expected(case, case[4])
-    for i, (usual, reference) in enumerate(zip(plain, exact, strict=True)):
+    exact, plain = (
+        expected(case, torch.float64),
+        [
+            result
+            for parts in (1, 3)
+            for result in in_both_orders(partial(expected, case, case[4], parts))
+        ],
+    )
+    for i, (*usual, reference) in enumerate(zip(*plain, exact, strict=True)):
         factor = 2.0 if i == 0 else GRADIENT
         what = f"{case}, result {i}"
         if i < 4:

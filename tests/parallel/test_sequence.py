@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from regard.span import Span
 from tests.parallel import sequence_ranks
 from tests.parallel.ranks import LENGTHS, S
 from tests.parallel.sequence_ranks import MECHANISMS, hidden_states, mechanism, prompt
-from tests.rules import GRADIENT, assert_close_rule
+from tests.rules import GRADIENT, assert_close_rule, in_both_orders
 
 QUICK = [("gqa", "zigzag"), ("retention", "zigzag"), ("infini", "uneven"), ("learned_sink", "even")]
 ALL = [(name, lengths) for name in MECHANISMS for lengths in LENGTHS]
@@ -51,7 +52,11 @@ def test_mechanisms(W: int, cases: list[tuple[str, str]], recompute: bool) -> No
     results = spawn(sequence_ranks.mechanisms_over_ranks, W, cases, recompute)
     for n, (name, lengths) in enumerate(cases):
         exact = forward_and_backward(mechanism(name, torch.float64), 1)
-        usual = [forward_and_backward(mechanism(name), chunks) for chunks in (1, 2, 3)]
+        usual = [
+            run
+            for chunks in (1, 2, 3, 4, 6)
+            for run in in_both_orders(partial(forward_and_backward, mechanism(name), chunks))
+        ]
         shards = LENGTHS[lengths](W)
         whole = [shards.join([rank[n][i] for rank in results], 1) for i in range(2)]
         gradients = zip(*(rank[n][2] for rank in results), strict=True)

@@ -73,6 +73,9 @@ def test_trained_saved_and_loaded(name: str, tmp_path: Path) -> None:
     settings = Settings(steps=2, lr=0.01, warmup=0)
     assert math.isfinite(fit(model, Batches(stream, batch=2, context=LENGTH - 1), settings).loss)
     unmoved = {key for key, p in model.named_parameters() if torch.equal(p, before[key])}
+    if name == "fire":  # b1 of units that are always on, and b2, add one number to a row of scores:
+        # their gradients are 0 but for rounding
+        unmoved -= {f"layers.{i}.attention.bias_tensors.{n}" for i in (0, 1) for n in (3, 5)}
     assert unmoved == set(parameters_without_gradient(model, V, LENGTH - 1))
     assert bool(unmoved) == (name == "dsa")  # its paper trains the indexer by another loss
     first, second = tmp_path / "first", tmp_path / "second"

@@ -124,8 +124,8 @@ def plan(
 
     >>> import torch, regard
     >>> q = torch.randn(1, 8, 1024, 64)
-    >>> regard.plan(q, q, q, mask=regard.masks.Causal()).kernel
-    'gemm'
+    >>> regard.plan(q, q, q, mask=regard.masks.Causal(), backend="tiled").kernel
+    'tiled'
     """
     call = zero_empty_slots(make_call(q, k, v, **options))
     all_pairs = call.B * call.H * call.T * call.S
