@@ -17,9 +17,10 @@ from regard.errors import KernelRefusal
 from regard.ops.jit import matmul
 from regard.ops.jit.amx import CONFIGURATION_BYTES, configure_tiles, restore_tiles
 from regard.ops.jit.compile import njit_fastmath
-from regard.ops.jit.exp_tanh import exp_row, tanh
-from regard.ops.jit.half_precision import BF16, from_float32
+from regard.ops.jit.exp_tanh import tanh
+from regard.ops.jit.half_precision import from_float32
 from regard.ops.jit.prefill import prefill
+from regard.ops.jit.softmax_rows import weigh_scores
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import UNREADABLE, make_call
 from regard.ops.softmax.gemm import GemmKernel
@@ -511,4 +512,4 @@ def test_the_exponentials_of_a_row() -> None:
 
 @njit_fastmath
 def weights_of(x, base, out):  # type: ignore[no-untyped-def]
-    return exp_row(x, base, out, BF16)
+    return weigh_scores(x, out, x.shape[0], np.float32(1), base)
