@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,12 @@ import regard
 from regard import biases, masks
 from regard.errors import KernelRefusal
 from regard.ops.jit import matmul
+from regard.ops.jit.amx import CONFIGURATION_BYTES, configure_tiles, restore_tiles
 from regard.ops.jit.compile import njit_fastmath
 from regard.ops.jit.exp_tanh import tanh
 from regard.ops.jit.half_precision import from_float32
+from regard.ops.jit.prefill import prefill
+from regard.ops.jit.softmax_rows import weigh_scores
 from regard.ops.softmax import gemm
 from regard.ops.softmax.call import UNREADABLE, make_call
 from regard.ops.softmax.gemm import GemmKernel
@@ -347,6 +351,7 @@ def test_it_is_the_first_choice_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
         return regard.plan(x, x, x, **options).kernel
 
     monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
+    monkeypatch.setattr(gemm, "_processor_has_amx", lambda: False)
     assert first(1, 8, 512, 64) == "gemm"
     assert first(1, 8, 256, 64) == "sdpa"
     assert first(1, 8, 512, 64, dtype=torch.float32) == "sdpa"
@@ -369,3 +374,142 @@ def test_it_is_the_first_choice_where_it_pays(monkeypatch: pytest.MonkeyPatch) -
     )
     monkeypatch.setattr(gemm, "_processor_suits", lambda: False)
     assert first(1, 8, 512, 64) == "sdpa"
+
+
+def test_beside_amx_it_is_the_first_choice_where_torch_computes_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def first(*shape: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> str:
+        x = torch.zeros(1, 1, 1, 1).expand(*shape).to(dtype)
+        return regard.plan(x.requires_grad_(options.pop("trained", False)), x, x, **options).kernel
+
+    monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
+    monkeypatch.setattr(gemm, "_processor_has_amx", lambda: True)
+    monkeypatch.setattr(gemm, "_processor_has_float16_amx", lambda: False)
+    window = masks.Causal() & masks.Window(64)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert first(1, 8, 1024, 64, dtype=dtype) == "sdpa"
+        assert first(1, 16, 1024, 64, dtype=dtype, mask=masks.Causal()) == "sdpa"
+        assert first(1, 8, 1024, 64, dtype=dtype, mask=window) == "gemm"
+        assert first(8, 8, 256, 64, dtype=dtype, mask=window) == "sdpa", "too few keys"
+        assert first(1, 16, 1024, 64, dtype=dtype, softcap=30.0) == "gemm", "sdpa refuses it"
+    assert first(1, 8, 1024, 64, mask=masks.Causal(), bias=biases.ALiBi(8)) == "gemm"
+    assert first(1, 8, 1024, 64, mask=masks.Causal(), trained=True) == "gemm"
+    assert first(8, 8, 256, 64, mask=masks.Causal(), trained=True) == "sdpa", "too few rows"
+    assert first(1, 8, 1024, 64, dtype=torch.float32, trained=True) == "sdpa"
+    assert first(1, 16, 1024, 64, dtype=torch.float16) == "gemm", "torch has no AMX for it"
+    assert first(8, 8, 256, 64, dtype=torch.float16) == "sdpa", "too few keys"
+    monkeypatch.setattr(gemm, "_processor_has_float16_amx", lambda: True)
+    assert first(1, 16, 1024, 64, dtype=torch.float16) == "sdpa"
+
+
+FORMS = {"tiles": matmul.BF16_TILES, "pairs": matmul.BF16_PAIRS, "float32": matmul.FP32_FACTORS}
+"""The forms in which bfloat16 numbers are multiplied; a process has some of them."""
+
+
+def form_or_skip(form: str) -> matmul.Factors:
+    """Return a form of factors, and skip the test where this process cannot multiply it."""
+    if FORMS[form] not in matmul.bfloat16_factors():
+        pytest.skip(f"this process cannot multiply bfloat16 numbers as {form}")
+    return FORMS[form]
+
+
+@pytest.mark.full(keep=["tiles"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_factors_is_right(form: str) -> None:
+    """The same call with each form that this processor has: with AMX all three run."""
+    factors = form_or_skip(form)
+    # 3 heads of 85 queries are 255 rows, which fill no tile, and 150 keys end within a panel
+    for D, E in ((33, 70), (64, 32)):
+        q, k, v = qkv(H=3, G=1, T=85, S=150, D=D, E=E, dtype=torch.bfloat16)
+        i, j = grid(85, 150)
+        seen = (j <= i) & (i - j < 40)
+        right, right_lse = plain_attention(q.double(), k.double(), v.double(), visible=seen)[:2]
+        outs, lses = zip(*several_plains(q, k, v, visible=seen), strict=True)
+        args = gemm.prefill_args(make_call(q, k, v, mask=masks.Causal() & masks.Window(40)))
+        out, top, total = prefill(replace(args, factors=factors))
+        assert_close_rule(out, list(outs), right, what="out")
+        assert_close_rule(top + total.log(), [x.float() for x in lses], right_lse, what="lse")
+        wrong = prefill(replace(args, factors=factors, k=k.roll(1, 2)))[0]
+        with pytest.raises(AssertionError, match="out error"):
+            assert_close_rule(wrong, list(outs), right, what="out")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_of_whole_numbers_is_exact(form: str) -> None:
+    """Whole numbers up to 8 and their sums are exact in every form, and rows of c that do not
+    belong to the product keep what they held.
+    """
+    factors = form_or_skip(form)
+    depth, columns, draw = 2 * factors.depth, matmul.PANEL_COLUMNS, torch.Generator().manual_seed(0)
+    a = torch.randint(-8, 9, (factors.rows, depth), generator=draw)
+    b = torch.randint(-8, 9, (depth, columns), generator=draw)
+    c = torch.randint(-8, 9, (factors.rows + 1, columns), generator=draw).float()
+
+    def stored(x: Tensor) -> Any:
+        half = factors.each == 2
+        flat = (x.bfloat16() if half else x.float()).contiguous().flatten()
+        return (flat.view(torch.int16) if half else flat).numpy().view(factors.dtype)
+
+    pairs = b.view(-1, factors.each, columns).mT
+    found = c.clone().flatten().numpy()
+    memory = np.zeros(2 * CONFIGURATION_BYTES, np.uint8)
+    multiply_once(stored(a), stored(pairs), depth, found, columns, memory)
+    right = c.double()
+    right[:-1] = 2 * (a.double() @ b.double())
+    assert torch.equal(torch.from_numpy(found).view_as(c).double(), right)
+    assert not memory[:CONFIGURATION_BYTES].any(), "before, the thread had configured no tiles"
+
+
+@njit_fastmath
+def multiply_once(a, b, depth, c, columns, memory):  # type: ignore[no-untyped-def]
+    """Compute c = a b and then c += a b, and leave the tiles as they were."""
+    configure_tiles(a, memory)
+    matmul.matmul(a, 0, depth, b, 0, depth, c, 0, columns)
+    matmul.matmul_add(a, 0, depth, b, 0, depth, c, 0, columns)
+    restore_tiles(a, memory)
+
+
+@njit_fastmath
+def configure_twice(a, outer, inner):  # type: ignore[no-untyped-def]
+    """Configure tiles within a part that has configured them already."""
+    configure_tiles(a, outer)
+    configure_tiles(a, inner)
+    restore_tiles(a, inner)
+    restore_tiles(a, outer)
+
+
+def test_tiles_are_given_back_as_they_were() -> None:
+    form_or_skip("tiles")
+    outer, inner, after = (np.zeros(2 * CONFIGURATION_BYTES, np.uint8) for _ in range(3))
+    a = np.zeros(1, np.int16)
+    configure_twice(a, outer, inner)
+    configure_twice(a, after, after.copy())
+    own = slice(CONFIGURATION_BYTES, None)
+    assert not outer[:CONFIGURATION_BYTES].any()
+    assert np.array_equal(inner[:CONFIGURATION_BYTES], outer[own]), "what the outer part had loaded"
+    assert not after[:CONFIGURATION_BYTES].any(), "nothing is left of the first time"
+
+
+def test_the_exponentials_of_a_row() -> None:
+    draw = np.random.default_rng(0)
+    edges = [0, -86.99, -87.01, -88, -1e30, -math.inf]
+    x = np.concatenate([-draw.exponential(10, 1018), edges]).astype(np.float32)
+    out = np.empty_like(x)
+    total = weights_of(x.copy(), np.float32(0), out)
+    right = np.where(x >= -87, np.exp(x.astype(np.float64)), 0)
+    assert (np.abs(out - right) <= 2 * 2.0**-24 * right).all(), "two roundings"
+    assert abs(total - right.sum()) <= 64 * 2.0**-24 * right.sum()
+    x[5] = math.nan
+    assert math.isnan(weights_of(x.copy(), np.float32(0), out))
+    assert np.isnan(out).tolist() == np.isnan(x).tolist()
+    if matmul.HAS_BF16_DOT:
+        weights_of(x.copy(), np.float32(0), halves := np.empty(1024, np.uint16))
+        rounded = torch.from_numpy(out).bfloat16()
+        found = torch.from_numpy(halves.view(np.int16)).view(torch.bfloat16)
+        torch.testing.assert_close(found, rounded, rtol=0, atol=0, equal_nan=True)
+
+
+@njit_fastmath
+def weights_of(x, base, out):  # type: ignore[no-untyped-def]
+    return weigh_scores(x, out, x.shape[0], np.float32(1), base)

@@ -414,6 +414,7 @@ def test_it_trains_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         return regard.plan(x, x, x, **options).kernel
 
     monkeypatch.setattr(gemm, "_processor_suits", lambda: True)
+    monkeypatch.setattr(gemm, "_processor_has_amx", lambda: False)
     window = masks.Causal() & masks.Window(64)
     assert first(1, 8, 512, 64) == "gemm"
     assert first(1, 8, 256, 64) == "sdpa", "too little of it"

@@ -47,6 +47,7 @@ The files, from the entry points inwards:
     prefill_loops.py            prefill: blocks of queries against tiles of keys
     prefill_gradient_loops.py   the gradient of prefill
     matmul.py                   the matrix products of prefill, and the packing of their factors
+    amx.py                      products of bfloat16 tiles on processors with AMX
     gemv_loops.py               a linear map of a few rows
     rms_norm_loops.py           an RMS norm of a few rows
     step_loops.py               a decoded token through all layers of a model

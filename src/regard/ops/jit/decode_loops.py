@@ -44,7 +44,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from regard.ops.jit.argument_structs import DECODE_STRUCT
-from regard.ops.jit.compile import FASTMATH_FLAGS, njit_cached, njit_strict
+from regard.ops.jit.compile import (
+    FASTMATH_FLAGS,
+    njit_cached,
+    njit_strict,
+    njit_strict_no_arrays,
+)
 from regard.ops.jit.entry_points import (
     STORAGE,
     array_4d_at,
@@ -88,7 +93,6 @@ together, so that all sums stay in registers.
 """
 
 ZERO, NEG_INF = np.float32(0), np.float32(-np.inf)
-njit_leaf = njit_cached(makes_arrays=False)
 njit_fast_leaf = njit_cached(fastmath=(*FASTMATH_FLAGS, "arcp"), makes_arrays=False)
 
 
@@ -246,7 +250,7 @@ _mix_1_128, _mix_1_16, _mix_1_1 = (
 )
 
 
-@njit_leaf
+@njit_strict_no_arrays
 def to_bfloat16(x, words):
     """Write the fp32 numbers x `[R, D]` to `words` as bfloat16, by dropping the lower 16 bits; this
     is exact for numbers that were bfloat16 before.
@@ -256,7 +260,7 @@ def to_bfloat16(x, words):
             words[r, d] = np.int16(float_to_bits(x[r, d]) >> np.int32(16))
 
 
-@njit_leaf
+@njit_strict_no_arrays
 def compute_scores(q, rows, keys, index, n, s):
     """Compute the scores of all rows of q with n keys: four rows at a time, and one row alone if
     only one remains. q: (fp32 `[R, D]`, the same numbers as bfloat16 `[R, D]`, the scale).
@@ -270,7 +274,7 @@ def compute_scores(q, rows, keys, index, n, s):
         _score_1(q, rows - 1, keys, index, n, s)
 
 
-@njit_leaf
+@njit_strict_no_arrays
 def add_values(s, rows, values, index, n, acc):
     """Compute acc `[R, E]` += weights times values: four rows at a time, and one row alone if only
     one remains.

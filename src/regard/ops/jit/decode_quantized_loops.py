@@ -39,7 +39,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from regard.ops.jit.argument_structs import DECODE_QUANTIZED_STRUCT
-from regard.ops.jit.compile import FASTMATH_FLAGS, njit_cached, njit_strict
+from regard.ops.jit.compile import njit_fastmath_no_arrays, njit_strict
 from regard.ops.jit.decode_loops import (
     NEG_INF,
     apply_softcap_and_bias,
@@ -217,10 +217,7 @@ def _store_sums(
         builder.store(builder.fadd(before, whole), target, align=4)
 
 
-njit_leaf = njit_cached(fastmath=FASTMATH_FLAGS, makes_arrays=False)
-
-
-@njit_leaf
+@njit_fastmath_no_arrays
 def _scale_weights(scales, first, count, w, rows, half, scratch):
     """Compute w[r, i] scale[i] `[R, n]`, and for each row sum_i w[r, i] (zero[i] + half scale[i])
     `[R]`; both are written to `scratch`.
@@ -245,7 +242,7 @@ def _scale_weights(scales, first, count, w, rows, half, scratch):
         added[r] = total
 
 
-@njit_leaf
+@njit_fastmath_no_arrays
 def weighted_line_sums(rows, memory, offsets, w, scratch, out):
     """Compute out[r, c] (+)= sum_i w[r, i] x[i, c] over the lines i of a group, for all its columns
     c and all rows r.

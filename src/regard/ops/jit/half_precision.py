@@ -89,7 +89,7 @@ def from_float32(context: Any, x: Any, tag: Any, like: Any) -> Any:
 
     if like.dtype == types.float32:
         return types.float32(types.float32, tag, like), _unchanged
-    return types.uint16(types.float32, tag, like), bfloat if tag == types.int8 else half
+    return like.dtype(types.float32, tag, like), bfloat if tag == types.int8 else half
 
 
 @intrinsic
@@ -102,6 +102,6 @@ def convert(context: Any, x: Any, tag: Any, like: Any) -> Any:
         kind = types.float32(*signature.args[:2])
         return context.compile_internal(builder, lambda x, tag: to_float32(x, tag), kind, args[:2])
 
-    if like.dtype == types.uint16:
-        return types.uint16(x, tag, like), _unchanged
+    if like.dtype.bitwidth == 16:
+        return like.dtype(x, tag, like), _unchanged
     return types.float32(x, tag, like), wide

@@ -1,13 +1,16 @@
 """The matrix product that prefill consists of, and the packing of keys and values for it. One
-product multiplies REGISTER_ROWS rows of a with PANEL_COLUMNS columns of b; the factors are bfloat16
+product multiplies a few rows of a with PANEL_COLUMNS columns of b; the factors are bfloat16
 or fp32 and the sums fp32.
 
-    c_rj (+)= sum_k a_rk b_kj        r < REGISTER_ROWS, j < PANEL_COLUMNS
+    c_rj (+)= sum_k a_rk b_kj        r < rows, j < PANEL_COLUMNS
 
 All sums stay in registers during the loop over k: a number of a is broadcast to all lanes, and
 PANEL_COLUMNS numbers of b are loaded at once. With AVX512-BF16 one instruction adds two products of
 bfloat16 numbers to each of 16 fp32 sums, without rounding in between. The loop is written as LLVM
 code, because compilers do not generate this form.
+
+With AMX one instruction multiplies tiles of bfloat16 numbers (`amx`); b is packed in the same way,
+and a product has more rows, and sums of more numbers (`Factors`).
 
 a is stored row by row. b is packed in panels `[k, PANEL_COLUMNS]`, for bfloat16 as `[k/2,
 PANEL_COLUMNS, 2]`, so that two neighbours along the sum are adjacent. A panel of keys is `[D,
@@ -25,12 +28,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.compile import has_cpu_feature, njit_fastmath
+from regard.ops.jit.amx import TILE_DEPTH, TILE_PRODUCT_ROWS, has_amx, multiply_tiles
+from regard.ops.jit.compile import has_cpu_feature, njit_fastmath_no_arrays
 from regard.ops.jit.half_precision import convert
 
 HAS_AVX512 = has_cpu_feature("avx512f")
@@ -48,7 +53,52 @@ REGISTERS = 4 if HAS_AVX512 else 2
 """The number of registers for the sums of one row."""
 
 REGISTER_ROWS, PANEL_COLUMNS = 6, LANES * REGISTERS
-"""The rows of a that one product multiplies, and the columns of a panel of b."""
+"""The rows of a that one product in vector registers multiplies; the columns of a panel of b."""
+
+
+HALF_PANEL = PANEL_COLUMNS // 2
+"""The columns that `matmul_add_half` computes, for a last panel that is half empty."""
+
+
+class Factors(NamedTuple):
+    """How the factors of a product are stored.
+
+    Args:
+        dtype: the numpy type of their arrays, from which compiled code knows the kind of product:
+            float32, or the 16 bits of bfloat16 numbers as uint16 (pairs) or int16 (tiles).
+        each: how many neighbours along the sum are adjacent in b.
+        depth: the number of products in a sum is a multiple of this.
+        rows: the rows of a that one product multiplies.
+    """
+
+    dtype: type[np.generic]
+    each: int
+    depth: int
+    rows: int
+
+
+FP32_FACTORS = Factors(np.float32, 1, 1, REGISTER_ROWS)
+BF16_PAIRS = Factors(np.uint16, 2, 2, REGISTER_ROWS)
+BF16_TILES = Factors(np.int16, 2, TILE_DEPTH, TILE_PRODUCT_ROWS)
+
+
+def bfloat16_factors() -> tuple[Factors, ...]:
+    """Return the forms in which this process can multiply bfloat16 numbers, the fastest first."""
+    tiles = [BF16_TILES] if has_amx() and PANEL_COLUMNS % TILE_PRODUCT_ROWS == 0 else []
+    return *tiles, *([BF16_PAIRS] if HAS_BF16_DOT else []), FP32_FACTORS
+
+
+@intrinsic
+def product_rows(context, a):
+    """Return how many rows one product multiplies if `a` is its left factor, a constant."""
+    kinds = {types.float32: FP32_FACTORS, types.uint16: BF16_PAIRS, types.int16: BF16_TILES}
+    rows = kinds[a.dtype].rows
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _I64(rows)
+
+    return types.int64(a), code
+
 
 _I16, _I32, _I64, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _SUMS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
@@ -136,10 +186,14 @@ class _MatmulEmitter:
             sums[i].add_incoming(after, head)
 
 
-def _make_matmul(kind: _FactorType, *, adds: bool) -> Callable[..., Any]:
-    """Return the function that emits the code of `matmul`, or with `adds` of `matmul_add`, in the
-    form that Numba expects.
+def _make_matmul(factors: Any, *, adds: bool, columns: int = PANEL_COLUMNS) -> Callable[..., Any]:
+    """Return the function that emits the code of `matmul`, or with `adds` of `matmul_add`, for
+    arrays of this Numba type and the first columns of a panel, in the form that Numba expects.
     """
+    if factors.dtype == types.int16:
+        return _make_tile_matmul(columns, adds=adds)
+    registers = columns // LANES
+    kind = _BF16 if factors.dtype == types.uint16 else _FP32
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         a, a_at, a_step, b, b_at, k, c, c_at, c_step = args
@@ -158,7 +212,7 @@ def _make_matmul(kind: _FactorType, *, adds: bool) -> Callable[..., Any]:
         targets = [
             emit.offset(target, builder.add(builder.mul(c_step, _I64(r)), _I64(v * LANES)), _F32)
             for r in range(REGISTER_ROWS)
-            for v in range(REGISTERS)
+            for v in range(registers)
         ]
         sums = [ir.Constant(_SUMS, [0.0] * LANES) for _ in targets]
         times = builder.lshr(k, _I64(1)) if kind.each == 2 else k
@@ -168,17 +222,37 @@ def _make_matmul(kind: _FactorType, *, adds: bool) -> Callable[..., Any]:
                 builder.mul(i, _I64(kind.each)),
             )
             ys = []
-            for v in range(REGISTERS):
+            for v in range(registers):
                 steps = builder.add(across, _I64(v * LANES * kind.each))
                 ys.append(emit.load(emit.offset(right, steps, kind.number), kind.register))
             for r in range(REGISTER_ROWS):
                 x = emit.spread(emit.offset(lines[r], along, kind.number))
-                for v in range(REGISTERS):
-                    after[r * REGISTERS + v] = emit.add(so_far[r * REGISTERS + v], x, ys[v])
+                for v in range(registers):
+                    after[r * registers + v] = emit.add(so_far[r * registers + v], x, ys[v])
         for target_pointer, total in zip(targets, sums, strict=True):
             if adds:  # added last, because a sum of partial sums rounds less than one long sum
                 total = builder.fadd(emit.load(target_pointer, _SUMS), total)
             builder.store(total, builder.bitcast(target_pointer, ir.PointerType(_SUMS)), align=4)
+        return context.get_dummy_value()
+
+    return code
+
+
+def _make_tile_matmul(columns: int, *, adds: bool) -> Callable[..., Any]:
+    """Return what `_make_matmul` returns, for factors in tiles."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        a, a_at, a_step, b, b_at, k, c, c_at, c_step = args
+
+        def start(i: int, array: Any, steps: Any, size: int) -> Any:
+            data = context.make_array(signature.args[i])(context, builder, array).data
+            place = builder.bitcast(data, ir.IntType(8).as_pointer())
+            return builder.gep(place, [builder.mul(steps, _I64(size))], source_etype=ir.IntType(8))
+
+        left = start(0, a, a_at, 2), builder.mul(a_step, _I64(2))
+        target = start(6, c, c_at, 4), builder.mul(c_step, _I64(4))
+        panel = start(3, b, b_at, 2), _I64(PANEL_COLUMNS * 4)
+        multiply_tiles(builder, left, panel, k, target, columns, adds=adds)
         return context.get_dummy_value()
 
     return code
@@ -192,25 +266,29 @@ def _signature(a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def matmul(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
-    """Compute c = a b for REGISTER_ROWS rows of a and one panel of b, which are parts of flat
+    """Compute c = a b for `product_rows(a)` rows of a and one panel of b, which are parts of flat
     arrays.
 
     The rows of a begin at a_at and are a_step numbers apart; the panel of b begins at b_at; the
-    rows of c begin at c_at and are c_step numbers apart. k is the number of products in a sum; it
-    is even for bfloat16.
+    rows of c begin at c_at and are c_step numbers apart. k is the number of products in a sum, a
+    multiple of the depth of the factors. Tiles must have been configured (`amx.configure_tiles`).
     """
-    kind = _BF16 if a.dtype == types.uint16 else _FP32
-    return _signature(a, b, c), _make_matmul(kind, adds=False)
+    return _signature(a, b, c), _make_matmul(a, adds=False)
 
 
 @intrinsic
 def matmul_add(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
     """Compute c += a b, with the arguments of `matmul`."""
-    kind = _BF16 if a.dtype == types.uint16 else _FP32
-    return _signature(a, b, c), _make_matmul(kind, adds=True)
+    return _signature(a, b, c), _make_matmul(a, adds=True)
 
 
-@njit_fastmath
+@intrinsic
+def matmul_add_half(context, a, a_at, a_step, b, b_at, k, c, c_at, c_step):
+    """Compute c += a b for the first HALF_PANEL columns of a panel of b."""
+    return _signature(a, b, c), _make_matmul(a, adds=True, columns=HALF_PANEL)
+
+
+@njit_fastmath_no_arrays
 def pack_keys(memory, tokens, D, each, out, start):
     """Pack the keys tokens[0] to tokens[1] - 1 of D dimensions into one panel of `out`, beginning
     at index `start`.
@@ -228,7 +306,7 @@ def pack_keys(memory, tokens, D, each, out, start):
                 out[target + j * each] = convert(flat[source + j * step], tag, out)
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def pack_values(memory, tokens, E, each, out, offset, across):
     """Pack the values of the keys tokens[0] to tokens[1] - 1 into all panels of their E dimensions.
 
@@ -251,7 +329,7 @@ def pack_values(memory, tokens, E, each, out, offset, across):
                 panel[i] = convert(numbers[i], tag, out)
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def pack_panels(keys, values, sizes, packed, first, stride):
     """Pack the panels first, first + stride, ... of the keys of all rows and heads, and the values
     of the same keys.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ import torch
 from torch import Tensor
 
 from regard.ops.jit import openmp
+
+if TYPE_CHECKING:
+    from regard.ops.jit.matmul import Factors
 
 FlatArray: TypeAlias = npt.NDArray[np.generic]
 """The memory of a tensor as a numpy array of one dimension."""
@@ -50,6 +53,8 @@ class PrefillArgs:
         starts: the starts of the n ranges of positions that each query sees, int64 `[b, h, t, n]`.
         stops: one past the ends of these ranges, in the same shape.
         out_dtype: the dtype of the output: that of q, or fp32.
+        factors: how the factors of the products are stored; None: in the form that this process
+            multiplies fastest.
     """
 
     q: Tensor
@@ -64,6 +69,7 @@ class PrefillArgs:
     starts: Tensor
     stops: Tensor
     out_dtype: torch.dtype
+    factors: Factors | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -84,16 +90,16 @@ def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
         The output `[B, H, T, E]` in `args.out_dtype`, and for each query in fp32 `[B, H, T]` the
         largest score m (0 if it sees no key) and the sum of e^(s - m) over its scores s.
     """
-    from regard.ops.jit import matmul
     from regard.ops.jit import prefill_loops as loops
 
     B, H, G, T, _, D, E = args.sizes
-    workers = openmp.thread_count()
+    workers, group_rows = openmp.thread_count(), _factors(args).rows
     out = torch.empty(B, H, T, E, dtype=args.out_dtype)
     max_score, scaled_sum = torch.empty(B, H, T), torch.empty(B, H, T)
     panels, packed_dims = _pack_keys_and_values(args, workers)
     rows_per_worker = math.ceil(B * G * T * (H // G) / workers)
-    block_rows = min(loops.MAX_BLOCK_ROWS, round_up(rows_per_worker, matmul.REGISTER_ROWS))
+    most_rows = loops.MAX_BLOCK_ROWS // group_rows * group_rows
+    block_rows = min(most_rows, round_up(rows_per_worker, group_rows))
     sizes = (B, H, G, T, E, block_rows, packed_dims)
     mask, extra, queries = _mask_arguments(args), _score_arguments(args), (*_flat_memory(args.q), D)
     results = _flat_array(out), _flat_array(max_score), _flat_array(scaled_sum)
@@ -182,21 +188,19 @@ def prefill_gradient(
         dtype: the dtype of the gradients: that of q (None), or fp32.
     """
     from regard.ops.jit import prefill_gradient_loops as loops
-    from regard.ops.jit.matmul import PANEL_COLUMNS, REGISTER_ROWS
+    from regard.ops.jit.matmul import PANEL_COLUMNS
     from regard.ops.jit.prefill_loops import MAX_BLOCK_ROWS
 
     B, H, G, T, S, D, E = args.sizes
-    workers, group_size = openmp.thread_count(), H // G
-    step = min(MAX_BLOCK_ROWS, round_up(T * group_size, REGISTER_ROWS))
+    workers, group_size, group_rows = openmp.thread_count(), H // G, _factors(args).rows
+    step = min(MAX_BLOCK_ROWS // group_rows * group_rows, round_up(T * group_size, group_rows))
     splits = min(
         workers // math.gcd(B * G, workers), max(4, group_size), -(-T * group_size // step)
     )
     packed = _pack_for_backward(args, workers)
     d_q = torch.empty(args.q.shape, dtype=dtype or args.q.dtype)
     panels = (splits, B * G, round_up(S, PANEL_COLUMNS) // PANEL_COLUMNS)
-    d_k, d_v = (
-        torch.zeros(*panels, round_up(size, REGISTER_ROWS), PANEL_COLUMNS) for size in (D, E)
-    )
+    d_k, d_v = (torch.zeros(*panels, round_up(size, group_rows), PANEL_COLUMNS) for size in (D, E))
     row_inputs = ((*_flat_memory(args.q), D), (*_flat_memory(d_out), E), (*_flat_memory(out), E))
     sizes = (B, H, G, T, step, splits)
     rows = tuple(_flat_array(x.contiguous()) for x in (*saved, d_lse))
@@ -227,13 +231,20 @@ def round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def _factors_per_word(args: PrefillArgs) -> int:
-    """Return 2 where the processor multiplies pairs of bfloat16 numbers and q is bfloat16, else
-    1.
-    """
-    from regard.ops.jit.matmul import HAS_BF16_DOT
+def _factors(args: PrefillArgs) -> Factors:
+    """Return how the factors of the products of a call are stored."""
+    from regard.ops.jit.matmul import FP32_FACTORS, bfloat16_factors
 
-    return 2 if args.q.dtype == torch.bfloat16 and HAS_BF16_DOT else 1
+    if args.factors is not None:
+        return args.factors
+    return bfloat16_factors()[0] if args.q.dtype == torch.bfloat16 else FP32_FACTORS
+
+
+def _factor_array(length: int, factors: Factors, *, zeros: bool = False) -> FlatArray:
+    """Allocate an array of `length` factors, all 0 or uninitialised."""
+    dtype = torch.bfloat16 if factors.each == 2 else torch.float32
+    memory = (torch.zeros if zeros else torch.empty)(length, dtype=dtype)
+    return _flat_array(memory).view(factors.dtype)
 
 
 def _flat_array(x: Tensor) -> FlatArray:
@@ -298,19 +309,13 @@ def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[object
     """
     from regard.ops.jit import matmul
 
-    (B, _, G, _, S, D, E), per_word, PANEL = (
-        args.sizes,
-        _factors_per_word(args),
-        matmul.PANEL_COLUMNS,
-    )
-    length, depth, width = round_up(S, PANEL), round_up(D, per_word), round_up(E, PANEL)
-    dtype = torch.bfloat16 if per_word == 2 else torch.float32
-    is_exact = (length, depth, width) == (S, D, E)  # otherwise the padding must be zeros
-    allocate = torch.empty if is_exact else torch.zeros
+    (B, _, G, _, S, D, E), factors, PANEL = args.sizes, _factors(args), matmul.PANEL_COLUMNS
+    length, depth, width = round_up(S, PANEL), round_up(D, factors.depth), round_up(E, PANEL)
+    padded = (length, depth, width) != (S, D, E)  # then the padding must be zeros
     packed = tuple(
-        _flat_array(allocate(B * G * length * size, dtype=dtype)) for size in (depth, width)
+        _factor_array(B * G * length * size, factors, zeros=padded) for size in (depth, width)
     )
-    sizes, keys, values = (B, G, S, D, E, per_word), _flat_memory(args.k), _flat_memory(args.v)
+    sizes, keys, values = (B, G, S, D, E, factors.each), _flat_memory(args.k), _flat_memory(args.v)
     openmp.THREAD_POOL.run(
         lambda worker, worker_count: matmul.pack_panels(
             keys, values, sizes, packed, worker, worker_count
@@ -322,19 +327,35 @@ def _pack_keys_and_values(args: PrefillArgs, workers: int) -> tuple[tuple[object
 
 def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[object, ...]:
     """Allocate the memory of one thread of `prefill`: the queries, scores, weights and output sums
-    of a block, and one panel of numbers for computing maxima.
+    of a block, the largest score and the sum of weights of each row, and `_loop_scratch`.
     """
     from regard.ops.jit.matmul import PANEL_COLUMNS
     from regard.ops.jit.prefill_loops import TILE_KEYS
 
-    in_pairs = _factors_per_word(args) == 2
-    q = _flat_array(torch.zeros(rows * depth, dtype=torch.bfloat16 if in_pairs else torch.float32))
+    factors = _factors(args)
+    q = _factor_array(rows * depth, factors, zeros=True)
     scores = torch.empty(rows * TILE_KEYS).numpy()
-    weights = (
-        _flat_array(torch.empty(rows * TILE_KEYS, dtype=torch.bfloat16)) if in_pairs else scores
-    )
+    weights = _factor_array(rows * TILE_KEYS, factors) if factors.each == 2 else scores
     sums = torch.empty(rows * round_up(args.v.shape[3], PANEL_COLUMNS)).numpy()
-    return q, scores, weights, sums, torch.empty(PANEL_COLUMNS).numpy()
+    maxima_and_totals = torch.empty(2, rows).numpy()
+    return q, scores, weights, sums, (*maxima_and_totals,), *_loop_scratch(args, rows)
+
+
+def _loop_scratch(args: PrefillArgs, rows: int) -> tuple[object, ...]:
+    """Allocate what one thread notes of a mask and of its tile registers.
+
+    Returns:
+        For each group of rows the first and one past the last panel of a tile that it sees, and
+        what the mask hides of each panel; for each range of positions its bounds over all rows of
+        a block; and two configurations of tile registers.
+    """
+    from regard.ops.jit.amx import CONFIGURATION_BYTES
+    from regard.ops.jit.prefill_loops import TILE_PANELS
+
+    groups, ranges = rows // _factors(args).rows, max(args.starts.shape[3], 1)
+    spans, hidden = np.empty((groups, 2), np.int64), np.empty((groups, TILE_PANELS), np.int8)
+    hull = np.empty((ranges, 2), np.int64)
+    return (spans, hidden), hull, np.empty(2 * CONFIGURATION_BYTES, np.uint8)
 
 
 def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[object, ...]:
@@ -344,14 +365,12 @@ def _pack_for_backward(args: PrefillArgs, workers: int) -> tuple[object, ...]:
     from regard.ops.jit import prefill_gradient_loops
     from regard.ops.jit.matmul import PANEL_COLUMNS
 
-    (B, _, G, _, S, D, E), per_word = args.sizes, _factors_per_word(args)
-    length = round_up(S, PANEL_COLUMNS)
-    dtype = torch.bfloat16 if per_word == 2 else torch.float32
-    widths = round_up(D, per_word), round_up(E, per_word), round_up(D, PANEL_COLUMNS)
-    is_exact = (length, *widths) == (S, D, E, D)  # otherwise the padding must be zeros
-    allocate = torch.empty if is_exact else torch.zeros
-    packed = tuple(_flat_array(allocate(B * G * length * width, dtype=dtype)) for width in widths)
-    sizes, keys, values = (B, G, S, D, E, per_word), _flat_memory(args.k), _flat_memory(args.v)
+    (B, _, G, _, S, D, E), factors = args.sizes, _factors(args)
+    length, depth = round_up(S, PANEL_COLUMNS), factors.depth
+    widths = round_up(D, depth), round_up(E, depth), round_up(D, PANEL_COLUMNS)
+    padded = (length, *widths) != (S, D, E, D)  # then the padding must be zeros
+    packed = tuple(_factor_array(B * G * length * width, factors, zeros=padded) for width in widths)
+    sizes, keys, values = (B, G, S, D, E, factors.each), _flat_memory(args.k), _flat_memory(args.v)
     openmp.THREAD_POOL.run(
         lambda worker, worker_count: prefill_gradient_loops.pack_for_gradient(
             keys, values, sizes, packed, worker, worker_count
@@ -368,30 +387,29 @@ def _backward_scratch(args: PrefillArgs, step: int) -> tuple[object, ...]:
         The queries and output gradients of a block with their transposes; the scores, their
         gradients, and the derivatives of the softcap for one row; the weights and score gradients
         as factors of the products, which are separate bfloat16 arrays where products are in
-        bfloat16; and the sums of the query gradient.
+        bfloat16; the sums of the query gradient; m, 1/l, shift and dlse of each row; and
+        `_loop_scratch`.
     """
-    from regard.ops.jit.half_precision import BF16
-    from regard.ops.jit.matmul import PANEL_COLUMNS, REGISTER_ROWS
+    from regard.ops.jit.matmul import PANEL_COLUMNS
 
-    D, E, per_word = args.q.shape[3], args.v.shape[3], _factors_per_word(args)
-    dtype = torch.bfloat16 if per_word == 2 else torch.float32
+    D, E, factors = args.q.shape[3], args.v.shape[3], _factors(args)
     row_factors = tuple(
-        _flat_array(torch.zeros(step * width, dtype=dtype))
+        _factor_array(step * width, factors, zeros=True)
         for size in (D, E)
-        for width in (round_up(size, per_word), round_up(size, REGISTER_ROWS))
+        for width in (round_up(size, factors.depth), round_up(size, factors.rows))
     )
     scores = tuple(
         torch.empty(length).numpy()
         for length in (step * PANEL_COLUMNS, step * PANEL_COLUMNS, PANEL_COLUMNS)
     )
-    if per_word == 2:
-        weights, slopes, rows = (
-            _flat_array(torch.empty(step * PANEL_COLUMNS, dtype=dtype)) for _ in range(3)
-        )
+    if factors.each == 2:
+        weights, slopes, rows = (_factor_array(step * PANEL_COLUMNS, factors) for _ in range(3))
     else:
         weights, slopes, rows = scores[0], scores[1], scores[1]
-    factors = weights, weights.view("uint32"), slopes, slopes.view("uint32"), rows, BF16
-    return row_factors, scores, factors, torch.empty(step * round_up(D, PANEL_COLUMNS)).numpy()
+    right = weights, weights.view("uint32"), slopes, slopes.view("uint32"), rows
+    d_q = torch.empty(step * round_up(D, PANEL_COLUMNS)).numpy()
+    of_rows = torch.empty(4, step).numpy()
+    return row_factors, scores, right, d_q, (*of_rows,), *_loop_scratch(args, step)
 
 
 def _unpack_gradient(sums: Tensor, like: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

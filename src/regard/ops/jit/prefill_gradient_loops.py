@@ -16,7 +16,7 @@ in addition to `block`, `mask` and `extra` of `prefill_loops`:
     rows: (m, 1/l, shift, dlse) of each row of a block
     scores: (s, dp, the derivatives of the softcap for one row), the first two [rows,PANEL_COLUMNS]
     left: (q, q transposed, dO, dO transposed), [rows,dims] and [dims,rows]
-    factors: (p, p as 32-bit words, ds, ds as 32-bit words, ds row by row, tag); where products are
+    factors: (p, p as 32-bit words, ds, ds as 32-bit words, ds row by row); where products are
         not in bfloat16, p and ds are the arrays s and dp of `scores`
     sums: (dq of the block, dk, offset of the panel in dk, dv, offset of the panel in dv)
 
@@ -27,21 +27,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from regard.ops.jit.compile import njit_fastmath, njit_strict
+from regard.ops.jit.amx import configure_tiles, restore_tiles
+from regard.ops.jit.compile import njit_fastmath_no_arrays, njit_strict_no_arrays
 from regard.ops.jit.exp_tanh import exp
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.matmul import (
     PANEL_COLUMNS,
-    REGISTER_ROWS,
     matmul,
     matmul_add,
     pack_keys,
     pack_values,
+    product_rows,
 )
 from regard.ops.jit.prefill_loops import (
     ONE,
     TILE_PANELS,
     ZERO,
+    add_product,
     adjust_scores,
     block_reach,
     head_and_query,
@@ -50,9 +52,10 @@ from regard.ops.jit.prefill_loops import (
     survey_tile,
     tile_in_reach,
 )
+from regard.ops.jit.softmax_rows import round_pairs, round_row, weigh_with_gradient
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def transpose(x, rows, step, D, out):
     """Transpose x `[step, depth]` to out `[D, step]`; the columns of `out` from `rows` on are set
     to 0.
@@ -66,24 +69,7 @@ def transpose(x, rows, step, D, out):
             line[r] = 0
 
 
-@njit_fastmath
-def _weights_and_gradients(s, d, top, share, shift, alone):
-    """Replace the scores s of a row by its weights p = exp(s - top) share, and the gradients d of
-    the weights by those of the scores, p (d - shift).
-
-    Where a weight is exactly 1, the other weights of the row are lost in rounding. Then dp and dO O
-    are the same number, summed in another order, and their difference is set to 0: what remains of
-    p (d - shift) is `alone`, the gradient of the lse.
-    """
-    for c in range(s.shape[0]):
-        p, change = exp(s[c] - top) * share, d[c] - shift
-        # 0 is selected where p = 0, because p * change would be NaN if a masked key has NaN in dp.
-        # A NaN in dp of a visible key stays.
-        d[c] = ZERO if p == ZERO else (alone if p == ONE and change == change else p * change)
-        s[c] = p
-
-
-@njit_fastmath
+@njit_fastmath_no_arrays
 def _softcap_slopes(s, scale, cap, out):
     """Compute the derivative 1 - tanh(x)^2 of the softcap, x = scale s / cap, from the scores s
     before scaling, as 4e / (1 + e)^2 with e = exp(-2|x|), which loses no digits where tanh is near
@@ -94,15 +80,15 @@ def _softcap_slopes(s, scale, cap, out):
         out[c] = np.float32(4) * e / ((ONE + e) * (ONE + e))
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def recompute_weights(block, panel, group, hidden, rows, scores, mask, extra):
-    """Compute the weights and score gradients of a group of rows for a panel of keys; rows after
-    the last one of the block become 0.
+    """Compute the weights and score gradients of a group of rows, group = (first row, one past the
+    last one), for a panel of keys; rows after the last one of the block become 0.
 
     hidden: whether the mask hides some keys of the panel from some rows.
     """
     s, d, slopes = scores
-    for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS):
+    for r in range(*group):
         here, change = (
             s[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
             d[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
@@ -113,49 +99,47 @@ def recompute_weights(block, panel, group, hidden, rows, scores, mask, extra):
         h, t = head_and_query(block, r)
         if extra[1] > 0:
             _softcap_slopes(here, extra[0], extra[1], slopes)
-        adjust_scores(here, panel * PANEL_COLUMNS, block[0], h, t, mask[0], extra)
+        scale = adjust_scores(here, panel * PANEL_COLUMNS, block[0], h, t, mask[0], extra)
         if hidden:
             hide_masked(
                 here, block[0], h, t, (panel * PANEL_COLUMNS, (panel + 1) * PANEL_COLUMNS), mask
             )
-        _weights_and_gradients(here, change, rows[0][r], rows[1][r], rows[2][r], rows[3][r])
+        weigh_with_gradient(
+            here,
+            change,
+            PANEL_COLUMNS,
+            scale,
+            rows[0][r],
+            rows[1][r],
+            rows[2][r],
+            rows[3][r],
+        )
         if extra[1] > 0:
             for c in range(PANEL_COLUMNS):
                 change[c] *= slopes[c]
 
 
-@njit_fastmath
-def pack_row_pairs(x, group, tag, like, words):
+@njit_fastmath_no_arrays
+def pack_row_pairs(x, group, words):
     """Write the rows of a group as bfloat16 with two rows per word, for a product that sums over
     rows.
     """
-    for r in range(group * REGISTER_ROWS, (group + 1) * REGISTER_ROWS, 2):
+    for r in range(group[0], group[1], 2):
         even, odd = (
             x[r * PANEL_COLUMNS : (r + 1) * PANEL_COLUMNS],
             x[(r + 1) * PANEL_COLUMNS : (r + 2) * PANEL_COLUMNS],
         )
         out = words[r // 2 * PANEL_COLUMNS : (r // 2 + 1) * PANEL_COLUMNS]
-        for c in range(PANEL_COLUMNS):
-            low, high = from_float32(even[c], tag, like), from_float32(odd[c], tag, like)
-            out[c] = np.uint32(low) | (np.uint32(high) << np.uint32(16))
+        round_pairs(even, odd, out, PANEL_COLUMNS)
 
 
-@njit_fastmath
-def pack_rows(x, group, tag, out):
-    """Write the rows of a group as bfloat16 row by row, for a product that sums over keys."""
-    first, last = group * REGISTER_ROWS * PANEL_COLUMNS, (group + 1) * REGISTER_ROWS * PANEL_COLUMNS
-    numbers, to = x[first:last], out[first:last]
-    for c in range(numbers.shape[0]):
-        to[c] = from_float32(numbers[c], tag, out)
-
-
-ROWS_PER_SUM = 10 * REGISTER_ROWS
-"""The largest number of rows that one product sums. A sum of partial sums rounds less than one long
-sum, and so many rows of a panel stay in the L1 cache.
+ROWS_PER_SUM = 64
+"""About the largest number of rows that one product sums. A sum of partial sums rounds less than
+one long sum, and so many rows of a panel stay in the L1 cache.
 """
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def pack_for_gradient(keys, values, sizes, packed, first, stride):
     """Pack the panels first, first + stride, ... of all rows and heads: keys and values `[dims,
     PANEL_COLUMNS]`, and keys `[S, PANEL_COLUMNS]`.
@@ -181,7 +165,7 @@ def pack_for_gradient(keys, values, sizes, packed, first, stride):
         pack_keys(source, tokens, E, each, values_by_dims, task * v_size)
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def _row_dot(x, y, b, h, t):
     """Return the dot product of x[b, h, t] and y[b, h, t]; x, y: (flat memory, strides of B, H and
     T, tag, number of dimensions).
@@ -193,7 +177,7 @@ def _row_dot(x, y, b, h, t):
     return total
 
 
-@njit_strict
+@njit_strict_no_arrays
 def _load_block(block, tensors, T, H, saved, left, rows):
     """Load the data of a block: write its queries, its output gradients and their transposes to
     `left`, and m, 1/l, shift and dlse of its rows to `rows`.
@@ -222,70 +206,67 @@ def _load_block(block, tensors, T, H, saved, left, rows):
     transpose(d_out, block[3], step, output_gradients[5], d_out_turned)
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def _panel_weights(block, where, visibility, head, left, rows, scores, factors, mask, extra):
     """Compute the weights of a block for a panel of keys, and the gradients of the scores; return
     the first group of rows that sees some of the panel, and one past the last such group.
     """
     (panel, p), (_, hidden), (k, k_at, v, v_at) = where, visibility, head
-    (q, _, d_out, _), (s, d, _), (weights, words, _, d_words, d_rows, tag) = left, scores, factors
+    (q, _, d_out, _), (s, d, _), (weights, words, _, d_words, d_rows) = left, scores, factors
     depth, width = q.size // rows[0].size, d_out.size // rows[0].size
-    first_group, stop_group = hidden.shape[0], 0
+    first_group, stop_group, group_rows = hidden.shape[0], 0, product_rows(q)
     for group in range(hidden.shape[0]):
         if hidden[group, p] < 2:
             first_group, stop_group = min(first_group, group), group + 1
     for group in range(first_group, stop_group):
-        r, offset = group * REGISTER_ROWS, group * REGISTER_ROWS * PANEL_COLUMNS
+        r, offset = group * group_rows, group * group_rows * PANEL_COLUMNS
+        rows_of_group = (r, r + group_rows)
         if hidden[group, p] < 2:
             matmul(q, r * depth, depth, k, k_at, depth, s, offset, PANEL_COLUMNS)
             matmul(d_out, r * width, width, v, v_at, width, d, offset, PANEL_COLUMNS)
-            recompute_weights(block, panel, group, hidden[group, p], rows, scores, mask, extra)
+            recompute_weights(
+                block, panel, rows_of_group, hidden[group, p], rows, scores, mask, extra
+            )
         else:
             (
-                s[offset : offset + REGISTER_ROWS * PANEL_COLUMNS],
-                d[offset : offset + REGISTER_ROWS * PANEL_COLUMNS],
+                s[offset : offset + group_rows * PANEL_COLUMNS],
+                d[offset : offset + group_rows * PANEL_COLUMNS],
             ) = ZERO, ZERO
         if weights.itemsize < s.itemsize:  # otherwise the factors are s and d
-            pack_row_pairs(s, group, tag, weights, words)
-            pack_row_pairs(d, group, tag, weights, d_words)
-            pack_rows(d, group, tag, d_rows)
+            pack_row_pairs(s, rows_of_group, words)
+            pack_row_pairs(d, rows_of_group, d_words)
+            stop = offset + group_rows * PANEL_COLUMNS  # row by row, for a sum over keys
+            round_row(d[offset:stop], d_rows[offset:stop], stop - offset)
     return first_group, stop_group
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def _add_panel_gradients(low, high, step, left, factors, keys, sums):
     """Add the contribution of the groups low to high - 1 of a block to the gradients of a panel
     of keys and values, and of the queries.
     """
-    (_, q_turned, _, d_out_turned), (weights, _, slopes, _, d_rows, _) = left, factors
-    w, w_at, w_panel = keys
+    (_, q_turned, _, d_out_turned), (weights, _, slopes, _, d_rows) = left, factors
+    w, w_at, w_panel, D = keys
     d_q, d_k, k_at, d_v, v_at = sums
-    first, last, width = low * REGISTER_ROWS, high * REGISTER_ROWS, d_q.size // step
-    for r in range(first, last, ROWS_PER_SUM):
-        n = min(ROWS_PER_SUM, last - r)
-        for e in range(0, d_out_turned.size // step, REGISTER_ROWS):
+    group_rows = product_rows(d_rows)
+    rows_per_sum = ROWS_PER_SUM // group_rows * group_rows
+    first, last, width = low * group_rows, high * group_rows, d_q.size // step
+    for r in range(first, last, rows_per_sum):
+        n = min(rows_per_sum, last - r)
+        for e in range(0, d_out_turned.size // step, group_rows):
             x, to = e * step + r, v_at + e * PANEL_COLUMNS
             matmul_add(d_out_turned, x, step, weights, r * PANEL_COLUMNS, n, d_v, to, PANEL_COLUMNS)
-        for e in range(0, q_turned.size // step, REGISTER_ROWS):
+        for e in range(0, q_turned.size // step, group_rows):
             x, to = e * step + r, k_at + e * PANEL_COLUMNS
             matmul_add(q_turned, x, step, slopes, r * PANEL_COLUMNS, n, d_k, to, PANEL_COLUMNS)
-    for e in range(0, width, PANEL_COLUMNS):
+    for e in range(0, D, PANEL_COLUMNS):
         y = w_at + e // PANEL_COLUMNS * w_panel
-        for r in range(first, last, REGISTER_ROWS):
-            matmul_add(
-                d_rows,
-                r * PANEL_COLUMNS,
-                PANEL_COLUMNS,
-                w,
-                y,
-                PANEL_COLUMNS,
-                d_q,
-                r * width + e,
-                width,
-            )
+        for r in range(first, last, group_rows):
+            rows = (d_rows, r * PANEL_COLUMNS, PANEL_COLUMNS)
+            add_product(rows, w, y, PANEL_COLUMNS, (d_q, r * width + e, width), D - e)
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def _process_panel(block, where, visibility, keys, block_data, buffers, score_rules, sums):
     """Combine all rows of a block with one panel of keys: compute the weights and the gradients of
     the scores, and add their contributions to dq, dk and dv.
@@ -297,7 +278,7 @@ def _process_panel(block, where, visibility, keys, block_data, buffers, score_ru
         _add_panel_gradients(low, high, rows[0].size, left, factors, keys[4:], sums)
 
 
-@njit_strict
+@njit_strict_no_arrays
 def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, first, stride):
     """Run the tasks first, first + stride, ...; each is all blocks of one batch row, one key/value
     head and one split.
@@ -306,23 +287,18 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
     and T, tag, D). packed: the result of `pack_for_gradient`. sizes: B, H, G, T, rows of a block,
     splits. saved: m, l and dlse of each row. results: dq `[B, H, T, D]`; dk without the factor
     scale, and dv, both `[splits, B, G, panels, D, PANEL_COLUMNS]` in fp32 with D and E
-    rounded up to REGISTER_ROWS.
+    rounded up to the rows of a product.
     """
     B, H, G, T, step, splits = sizes
-    left, scores, factors, d_q = scratch
+    left, scores, factors, d_q, rows, visibility, hull, configuration = scratch
     (k, v, w), (_, d_k, d_v), n = packed, results, H // G
     heads, count, blocks = B * G, mask[1].shape[1], (T * n + step - 1) // step
     panels, square = heads * count, PANEL_COLUMNS * PANEL_COLUMNS
     k_size, v_size, w_size = k.size // panels, v.size // panels, w.size // heads
     dk_size, dv_size = d_k.size // (splits * panels), d_v.size // (splits * panels)
-    numbers = np.empty((4, step), np.float32)
-    rows = (numbers[0], numbers[1], numbers[2], numbers[3])
-    visibility = (
-        np.empty((step // REGISTER_ROWS, 2), np.int64),
-        np.empty((step // REGISTER_ROWS, TILE_PANELS), np.int8),
-    )
-    hull = np.empty((mask[2].shape[3], 2), np.int64)
     block_data, buffers, score_rules = (left, rows), (scores, factors), (mask, extra)
+    group_rows = product_rows(left[0])
+    configure_tiles(left[0], configuration)
     for task in range(first, heads * splits, stride):
         pair, split = task // splits, task % splits
         for number in range(split, blocks, splits):
@@ -332,7 +308,7 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
             d_q[:] = 0
             for tile in range(0, count, TILE_PANELS):
                 if not tile_in_reach(block, tile, mask, hull) or not survey_tile(
-                    block, tile, mask, *visibility
+                    block, tile, group_rows, mask, *visibility
                 ):
                     continue
                 for panel in range(tile, min(tile + TILE_PANELS, count)):
@@ -346,6 +322,7 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
                         w,
                         w_at,
                         count * square,
+                        tensors[0][5],
                     )
                     to = split * panels + panel_index
                     sums = (d_q, d_k, to * dk_size, d_v, to * dv_size)
@@ -354,9 +331,10 @@ def run_tasks(tensors, packed, sizes, mask, extra, saved, scratch, results, firs
                         block, where, visibility, keys, block_data, buffers, score_rules, sums
                     )
             _write_query_gradient(block, T, H, tensors[0], d_q, step, extra[0], results[0])
+    restore_tiles(left[0], configuration)
 
 
-@njit_fastmath
+@njit_fastmath_no_arrays
 def _write_query_gradient(block, T, H, queries, d_q, step, scale, out):
     """Write the sums of a block to the gradient of the queries, multiplied by the scale."""
     D, width = queries[5], d_q.size // step

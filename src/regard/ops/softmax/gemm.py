@@ -86,14 +86,25 @@ MIN_TRAINING_HEAD_DIMS = {torch.float32: 128, torch.bfloat16: 128, torch.float16
 """The same for calls with a gradient."""
 
 
+MIN_KEYS_WITH_AMX = 512
+"""The smallest number of keys for which the kernel may be the first choice on a processor with
+AMX, where torch's kernel is faster.
+"""
+
+MIN_TRAINING_ROWS_WITH_AMX = 512
+"""The smallest number of rows H/G T per key/value head for which it may be the first choice there
+for bfloat16 calls with a gradient, whatever the mask hides.
+"""
+
+
 class GemmKernel:
     """The kernel "gemm": blocks of queries against packed keys and values, with the heads of a
     group as rows; compiled once by Numba.
 
-    Where the processor has AVX512-BF16, bfloat16 inputs are multiplied without conversion, with
-    sums, scores and softmax in fp32 and weights rounded to bfloat16 before they are multiplied with
-    the values, as in torch's kernel. On other processors half-precision inputs are converted to
-    fp32. The gradients of q, k and v are computed in the same way, over the visible tiles only.
+    Where the processor has AMX or AVX512-BF16, bfloat16 inputs are multiplied without conversion,
+    with sums, scores and softmax in fp32 and weights rounded to bfloat16 before they are multiplied
+    with the values, as in torch's kernel. On other processors half-precision inputs are converted
+    to fp32. The gradients of q, k and v are computed in the same way, over the visible tiles only.
     """
 
     name = "gemm"
@@ -211,13 +222,30 @@ class GemmKernel:
 
 
 def prefer_gemm(call: Call) -> bool:
-    """Return whether this kernel was measured to be faster than torch's: with AVX-512 and
-    without AMX, which torch uses.
+    """Return whether this kernel was measured to be faster than torch's on a processor like this:
+    with AVX-512, and with or without AMX.
     """
     rows = call.H // call.G * call.T
     if rows < MIN_ROWS or call.compiling or not _processor_suits():
         return False
+    if _processor_has_amx() and not _prefer_beside_amx(call, rows):
+        return False
     return _prefer_in_training(call, rows) if call.has_gradient else _prefer_forward(call, rows)
+
+
+def _prefer_beside_amx(call: Call, rows: int) -> bool:
+    """Return whether the kernel was measured to be faster than torch's where that multiplies with
+    AMX: if torch's kernel computes more pairs or reads a mask for a bias, or refuses the call; in
+    bfloat16 with a gradient; and in float16, for which the measured processor has no AMX.
+    """
+    if call.S < MIN_KEYS_WITH_AMX:
+        return False
+    if call.q.dtype == torch.float16 and not _processor_has_float16_amx():
+        return True
+    if call.has_gradient and call.q.dtype == torch.bfloat16 and rows >= MIN_TRAINING_ROWS_WITH_AMX:
+        return True
+    has_rule = call.softcap is not None or call.bias is not None
+    return has_rule or _skips_pairs(call.mask) or _is_padded_causal(call.mask)
 
 
 def _prefer_forward(call: Call, rows: int) -> bool:
@@ -281,11 +309,22 @@ def _inputs_to_check(call: Call) -> str:
 
 @cache
 def _processor_suits() -> bool:
-    """Return whether the processor has AVX-512 and no AMX, as on the machine of the
-    measurements.
-    """
+    """Return whether the processor has AVX-512, as on the machines of the measurements."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@cache
+def _processor_has_float16_amx() -> bool:
+    """Return whether torch multiplies float16 numbers with AMX, too."""
+    amx = getattr(torch.cpu, "_is_amx_fp16_supported", lambda: False)
+    return bool(amx())
+
+
+@cache
+def _processor_has_amx() -> bool:
+    """Return whether the processor has AMX, with which torch multiplies bfloat16 numbers."""
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and not amx()
+    return bool(amx())
 
 
 def visible_position_ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | None:
