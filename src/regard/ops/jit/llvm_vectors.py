@@ -318,8 +318,8 @@ max_of, max_abs_of = _make_max(absolute=False), _make_max(absolute=True)
 
 @intrinsic
 def use_wide_vectors(context):
-    """Let LLVM use vectors of 512 bits for the loops of the function that calls this first; a
-    processor without them is not affected.
+    """Let LLVM use vectors of 512 bits for the loops of the function that calls this; a processor
+    without them is not affected.
 
     LLVM prefers 256 bits on Intel's processors, because the first of them that had AVX-512 lowered
     their clock for wide vectors.
