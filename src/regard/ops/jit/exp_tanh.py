@@ -102,10 +102,10 @@ def _emit_exp(builder: Any, x: Any) -> Any:
     for c in (_C1, _C2, _C3, _C4, _C5):
         p = fma(builder, p, r, constant(c))
     e = builder.fadd(fma(builder, p, builder.fmul(r, r), r), constant(_ONE))
-    kept = builder.bitcast(builder.fcmp_unordered(">=", x, least), ir.IntType(16))
+    has_weight = builder.bitcast(builder.fcmp_unordered(">=", x, least), ir.IntType(16))
     i32, name = ir.IntType(32), "llvm.x86.avx512.mask.scalef.ps.512"
     kinds = [VECTOR, VECTOR, VECTOR, ir.IntType(16), i32]
-    return call(name, kinds, [e, n, ZEROS, kept, i32(4)])  # 4: round as usual
+    return call(name, kinds, [e, n, ZEROS, has_weight, i32(4)])  # 4: round as usual
 
 
 @intrinsic
@@ -158,7 +158,7 @@ def _exp_row_loops(s, base, out, tag):
 
 @njit_fastmath_leaf
 def _exp_row_vectors(s, base, out, tag):
-    """Compute `exp_row` with AVX-512."""
+    """Compute `exp_row` with the vectors of 512 bits of AVX-512."""
     return _exp_row_avx512(s, base, out)
 
 
