@@ -130,9 +130,11 @@ def multiply_tiles(
                     emit.load(2 * i + j, sums[i, j], c_stride)
                 else:
                     emit.zero(2 * i + j)
-        with cgutils.for_range_slice(builder, _I64(0), k, _I64(TILE_DEPTH), intp=_I64) as (at, _):
-            left = emit.offset(a_start, builder.mul(at, _I64(2)))
-            right = emit.offset(b_start, builder.lshr(builder.mul(at, b_stride), _I64(1)))
+        steps = cgutils.for_range_slice(builder, _I64(0), k, _I64(TILE_DEPTH), intp=_I64)
+        with steps as (first_product, _):
+            left = emit.offset(a_start, builder.mul(first_product, _I64(2)))
+            row = builder.lshr(first_product, _I64(1))  # a row of b has two products
+            right = emit.offset(b_start, builder.mul(row, b_stride))
             for i in halves:
                 emit.load(4 + i, emit.offset(left, lower[0]) if i else left, a_stride)
                 emit.load(6 + i, emit.offset(right, _I64((first + i * TILE_ROWS) * 4)), b_stride)

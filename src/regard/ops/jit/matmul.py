@@ -80,12 +80,17 @@ class Factors(NamedTuple):
 FP32_FACTORS = Factors(np.float32, 1, 1, REGISTER_ROWS)
 BF16_PAIRS = Factors(np.uint16, 2, 2, REGISTER_ROWS)
 BF16_TILES = Factors(np.int16, 2, TILE_DEPTH, TILE_PRODUCT_ROWS)
+"""The forms of factors. Compiled code knows a form from the type of its arrays, never from a
+constant of a module, because it is kept on disk, and not every process may use tiles
+(`amx.has_amx`).
+"""
 
 
 def bfloat16_factors() -> tuple[Factors, ...]:
     """Return the forms in which this process can multiply bfloat16 numbers, the fastest first."""
-    tiles = [BF16_TILES] if has_amx() and PANEL_COLUMNS % TILE_PRODUCT_ROWS == 0 else []
-    return *tiles, *([BF16_PAIRS] if HAS_BF16_DOT else []), FP32_FACTORS
+    if not HAS_BF16_DOT:  # what is around the products of tiles converts with its instructions
+        return (FP32_FACTORS,)
+    return *([BF16_TILES] if has_amx() else []), BF16_PAIRS, FP32_FACTORS
 
 
 @intrinsic

@@ -68,13 +68,13 @@ def _vector_exp(builder: Any, x: Any) -> Any:
         p = fma(builder, p, r, _all(coefficient))
     power = builder.fadd(fma(builder, p, builder.fmul(r, r), r), _all(1.0))
     if HAS_AVX512:  # multiplies by 2^n, and sets the other lanes to 0
-        kept = builder.bitcast(builder.not_(too_small), ir.IntType(LANES))
+        has_weight = builder.bitcast(builder.not_(too_small), ir.IntType(LANES))
         kinds = [_VECTOR, _VECTOR, _VECTOR, ir.IntType(LANES), _I32]
         name = "llvm.x86.avx512.mask.scalef.ps.512"
         scale = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(_VECTOR, kinds), name
         )
-        return builder.call(scale, [power, n, _all(0.0), kept, _I32(4)])  # 4: round as usual
+        return builder.call(scale, [power, n, _all(0.0), has_weight, _I32(4)])  # 4: round as usual
     exponent = builder.shl(builder.bitcast(shifted, _BITS), ir.Constant(_BITS, [23] * LANES))
     two_to_n = builder.add(exponent, ir.Constant(_BITS, [127 << 23] * LANES))
     e = builder.fmul(power, builder.bitcast(two_to_n, _VECTOR))
