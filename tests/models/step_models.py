@@ -58,6 +58,7 @@ def llama(H: int = 4, G: int = 2, D: int = 32, *, seed: int = 0, **parts: object
             mask=mask,
             bias=parts.get("alibi"),  # type: ignore[arg-type]
             softcap=parts.get("softcap"),  # type: ignore[arg-type]
+            sink=nn.Parameter(torch.zeros(H)) if parts.get("sink") else None,
         )
         activation = parts.get("activation")
         network = (
@@ -93,6 +94,7 @@ KINDS: dict[str, dict[str, object]] = {
     "interleaved": {"rotary": Rotary(32, layout="interleaved", rotary_dim=16)},
     "scaled": {"rotary": Rotary(32, scaling=LinearScaling(4.0)), "H": 3, "G": 3},
     "no-rotary": {"rotary": None},
+    "sink": {"sink": True, "mask": masks.Causal() & masks.Window(9)},
     "alibi": {"rotary": None, "alibi": ALiBi(4)},
     "symmetric-alibi": {
         "rotary": None,

@@ -97,6 +97,23 @@ def test_alibi_has_all_bits_of_the_kernel(kind: str, steps: list[int]) -> None:
     assert not torch.allclose(found, decode(decoder, ids, 9)[0], rtol=1e-3)
 
 
+@pytest.mark.parametrize(("dtype", "prompt"), [(torch.bfloat16, 9), (torch.float32, 1100)], ids=str)
+def test_sinks_have_all_bits_of_the_kernel(
+    dtype: torch.dtype, prompt: int, steps: list[int]
+) -> None:
+    """Also where the keys of a head are divided into splits. The values of a sink may change."""
+    decoder = llama(H=8, G=4, activation=nn.ReLU(), bias=True, sink=True).to(dtype)
+    generator = torch.Generator().manual_seed(4)
+    ids, logits = torch.randint(V, (2, prompt + 3), generator=generator), []
+    for sink in (1.0, -torch.inf):
+        decoder.layers[0].attention.sink.data.add_(sink)
+        found, _ = decode(decoder, ids, prompt)
+        assert torch.equal(found, decode(decoder, ids, prompt, backend="cpu")[0])
+        logits.append(found)
+    assert len(steps) == 6
+    assert not torch.allclose(*logits, rtol=1e-2)
+
+
 @pytest.mark.parametrize("cache", ["growing", "fixed"])
 def test_padded_rows_equal_single_rows(cache: str, steps: list[int]) -> None:
     decoder = llama(seed=3)
@@ -159,6 +176,10 @@ CHANGES: dict[str, tuple[Callable[[Decoder], object], str]] = {
     "learned slopes": (
         lambda d: setattr(d.layers[1].attention, "bias", ALiBi(slopes=torch.ones(4))),
         "which may change",
+    ),
+    "size of sinks": (
+        lambda d: setattr(d.layers[1].attention, "sink", nn.Parameter(torch.ones(3))),
+        "layer 1: the sink has another size than the heads",
     ),
     "subclass": (
         lambda d: setattr(d.layers[0], "feed_forward", type("Other", (SwiGLU,), {})(M, F)),

@@ -147,15 +147,15 @@ class ModelReader:
             softcap=float(attention.softcap or 0.0),
             rotary=None if rotary is None else _index_of(rotary, self.rotaries),
             mask=_index_of(attention.mask, self.masks),
+            sink=self._sink(attention, q.heads),
             slopes=slopes,
             symmetric=symmetric,
         )
 
     def _projection(self, attention: Attention) -> SeparateQKV:
         """Read the parts of an attention layer that must be plain; return its projection."""
-        for name in ("score", "sink"):
-            if getattr(attention, name) is not None:
-                raise Unsupported(f"the attention has a {name}")
+        if attention.score is not None:
+            raise Unsupported("the attention has a score rule")
         if attention.mask is None:
             raise Unsupported("the attention has no mask")
         if attention.dropout and attention.training:
@@ -169,6 +169,15 @@ class ModelReader:
             _checked("a projection of heads", part, HeadProjection)
             _checked("the norm over all heads", part.flat, nn.Identity)
         return project
+
+    def _sink(self, attention: Attention, H: int) -> Tensor | None:
+        """Read the sinks of an attention layer with H heads."""
+        if attention.sink is None:
+            return None
+        sink = self._tensor(attention.sink, "the sink")
+        if sink.shape != (H,):
+            raise Unsupported("the sink has another size than the heads")
+        return sink
 
     def _steps(self, heads: HeadProjection) -> tuple[StepNorm | None, Rotary | None]:
         """Read the steps on heads: a norm, a rotation, both in this order, or none."""

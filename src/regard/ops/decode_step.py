@@ -84,6 +84,7 @@ class StepLayer:
         softcap: the bound on the scores; 0: none.
         rotary: the number of the layer's rotary tables in `StepInputs.tables`; None: no rotation.
         mask: the number of the layer's ranges in `StepInputs.ranges`.
+        sink: the logits of the sinks `[H]`, contiguous; None: no sinks.
         slopes: the slopes of ALiBi, contiguous fp32 `[H]`; None: no ALiBi.
         symmetric: whether ALiBi is symmetric.
     """
@@ -110,6 +111,7 @@ class StepLayer:
     softcap: float
     rotary: int | None
     mask: int
+    sink: Tensor | None = None
     slopes: Tensor | None = None
     symmetric: bool = False
 
@@ -395,6 +397,7 @@ def _pack_layer(record: np.void, layer: StepLayer) -> None:
     record["H"], record["G"], record["D"], record["E"] = layer.H, layer.G, layer.D, layer.E
     record["F"] = layer.down.weight.shape[1]
     record["activation"] = ACTIVATIONS.index(layer.activation)
+    record["sink"] = 0 if layer.sink is None else layer.sink.data_ptr()
     for name in ("q", "k", "v", "out", "gate", "up", "down"):
         for part, number in zip(MAP_PARTS, _map_numbers(getattr(layer, name)), strict=True):
             record[f"{name}_{part}"] = number

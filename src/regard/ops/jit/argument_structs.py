@@ -271,6 +271,7 @@ STEP_LAYER_STRUCT = StructLayout(
     IntField("cos"),  # the address of cos [tables,pairs], in the dtype of the weights
     IntField("sin"),
     IntField("slot"),  # the slot of keys and values that the step writes
+    IntField("sink"),  # the address of the sinks [H], in the dtype of the weights; 0: none
     *(IntField(f"{x}_{part}") for x in _STEP_MAPS for part in MAP_PARTS),  # address or 0
     *(
         IntField(f"{x}_{part}") if part == "w" else FloatField(f"{x}_{part}")

@@ -4,8 +4,9 @@
 precision, of any strides; `decode_quantized` attends to keys and values that a cache stores as
 codes. Both pack an argument struct (`regard.ops.jit.argument_structs`), look up the compiled entry
 for the dtype (`decode_loops`, `decode_quantized_loops`) and run it in torch's threads (`openmp`).
-`join_splits` joins the results of the two functions. Compiled code checks no argument: the caller
-has checked sizes, dtypes and devices. Numba is imported at the first call.
+`join_splits` joins the results of the two functions, and `apply_sinks` adds attention sinks.
+Compiled code checks no argument: the caller has checked sizes, dtypes and devices. Numba is
+imported at the first call.
 """
 
 from __future__ import annotations
@@ -318,6 +319,23 @@ def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor,
     out, lse = torch.stack(list(outs), 2), torch.stack(list(lses), 2)
     join_splits(out.numpy(), lse.numpy())
     return out[:, :, 0], lse[:, :, 0]
+
+
+def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
+    """Return the output `[B, G, R, E]` with exp(sink) added to each softmax denominator; it may be
+    the changed `out` itself.
+
+    Args:
+        out: the output without the sink `[B, G, R, E]` in fp32.
+        lse: its log-sum-exp without the sink `[B, G, R]` in fp32.
+        sink: one logit per head `[H]`.
+        T: the number of queries; row r of key/value head g belongs to head g H/G + r // T.
+    """
+    from regard.ops.jit.decode_loops import apply_sinks
+
+    out, sink = out.contiguous(), sink.detach().float().contiguous()
+    apply_sinks(out.numpy(), lse.contiguous().numpy(), sink.numpy(), T)
+    return out
 
 
 @cache

@@ -494,6 +494,30 @@ def join_splits(out, lse):
 
 
 @njit_strict
+def sink_share(lse, sink):
+    """Return the share of a softmax that its keys keep beside a sink: sigmoid(lse - sink), computed
+    in fp64 and rounded once. A row that sees no key keeps its output of 0.
+    """
+    if lse == NEG_INF:
+        return np.float32(1)
+    return np.float32(1 / (1 + math.exp(np.float64(sink) - np.float64(lse))))
+
+
+@njit_strict
+def apply_sinks(out, lse, sink, T):
+    """Multiply each row of out `[B, G, R, E]` by its share beside the sink `[H]` of its head, given
+    its lse `[B, G, R]`; row r of key/value head g belongs to head g H/G + r // T.
+    """
+    B, G, R, E = out.shape
+    for b in range(B):
+        for g in range(G):
+            for r in range(R):
+                share = sink_share(lse[b, g, r], sink[g * (R // T) + r // T])
+                for e in range(E):
+                    out[b, g, r, e] *= share
+
+
+@njit_strict
 def run_tasks(address, call, keys, values):
     """Take tasks until none of the B G P tasks of a call is left, and write their results to out
     `[B, G, P, R, E]` and lse `[B, G, P, R]`. Joining the splits of a call counts as one more

@@ -47,6 +47,7 @@ from regard.ops.jit.argument_structs import (
     STORED_MATRIX_STRUCT,
 )
 from regard.ops.jit.compile import njit_fastmath, njit_strict
+from regard.ops.jit.decode_loops import sink_share
 from regard.ops.jit.entry_points import (
     STORAGE,
     call_entry,
@@ -423,12 +424,16 @@ def map_output(counters, layer, attention, sizes, y, scratch, dtype, tag):
     task = take_task(counters)
     # the output of attention is [B G,P,R,E]; split 0 has the result
     out, shape = memory_at(attention.out, np.float32), attention.out_shape
-    heads, distance = shape[2], shape[1] * shape[2] * E
+    lse, sink = memory_at(attention.lse, np.float32), memory_at(layer.sink, dtype)
+    heads, rows = shape[2], shape[1] * shape[2]
     for r in range(R):
         for h in range(H):
-            place = (r * (H // heads) + h // heads) * distance + h % heads * E
+            place = (r * (H // heads) + h // heads) * rows + h % heads
+            share = np.float32(1)
+            if layer.sink:
+                share = sink_share(lse[place], to_float32(sink[h], tag))
             for e in range(E):
-                stored = from_float32(out[place + e], tag, rounding)
+                stored = from_float32(out[place * E + e] * share, tag, rounding)
                 vectors[r, h * E + e] = to_float32(stored, tag)
         vectors[r, H * E :] = np.float32(0)
     mark_changed(room[1])
