@@ -60,9 +60,11 @@ def llama(H: int = 4, G: int = 2, D: int = 32, *, seed: int = 0, **parts: object
             softcap=parts.get("softcap"),  # type: ignore[arg-type]
             sink=nn.Parameter(torch.zeros(H)) if parts.get("sink") else None,
         )
-        activation = parts.get("activation")
-        network = (
-            SwiGLU(M, F, bias=bias)
+        activation, make = parts.get("activation"), parts.get("network")
+        network: nn.Module = (
+            make()  # type: ignore[operator]
+            if make is not None
+            else SwiGLU(M, F, bias=bias)
             if activation is None
             else GatedFeedForward(M, F, activation, bias=bias)  # type: ignore[arg-type]
         )

@@ -26,12 +26,14 @@ from regard.ops.jit.argument_structs import (
     DECODE_STRUCT,
     MAP_PARTS,
     STEP_LAYER_STRUCT,
+    STEP_MIXTURE_STRUCT,
+    STEP_NETWORK_STRUCT,
     STEP_STRUCT,
 )
 from regard.ops.jit.decode import ELEMENTS_PER_THREAD, split_count
 from regard.ops.stored_weights import StoredWeight
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "clipped_silu")
 """The activations that the compiled step supports, in the order of their numbers."""
 
 COUNTER_WORDS = 16
@@ -69,17 +71,70 @@ class StepNorm:
 
 
 @dataclass(frozen=True, eq=False)
+class StepNetwork:
+    """A gated feed-forward network of the compiled step, down (f(gate x) * up x).
+
+    Args:
+        gate, up, down: its linear maps.
+        activation: one of `ACTIVATIONS`.
+        limit, alpha: the numbers of "clipped_silu", as in `regard.nn.ClippedSwiGLU`.
+    """
+
+    gate: StepMap
+    up: StepMap
+    down: StepMap
+    activation: str
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class StepMixture:
+    """A mixture of experts of the compiled step, as `regard.nn.MoE` defines it.
+
+    Args:
+        router: the map to the logits of the experts.
+        experts: their networks, all with the same number of hidden units.
+        k: how many of them a token uses.
+        sigmoid: whether scores are sigmoids of the logits; otherwise a softmax.
+        normalise: whether the weights of a token are divided by their sum.
+        scale: the factor on the weights.
+        correction: what is added to the scores for the choice `[n]`, contiguous, in fp32 or the
+            dtype of the weights; None: nothing.
+        groups: the number of groups of experts, how many a token may use, and how many experts of a
+            group make up its score; zeros: no groups.
+        shared: the network for all tokens; None: there is none.
+        shared_gate: the map to the logit of its weight; None: its weight is 1.
+    """
+
+    router: StepMap
+    experts: tuple[StepNetwork, ...]
+    k: int
+    sigmoid: bool
+    normalise: bool
+    scale: float
+    correction: Tensor | None = None
+    groups: tuple[int, int, int] = (0, 0, 0)
+    shared: StepNetwork | None = None
+    shared_gate: StepMap | None = None
+
+    @property
+    def networks(self) -> tuple[StepNetwork, ...]:
+        """All networks; the one for all tokens is the last."""
+        return self.experts if self.shared is None else (*self.experts, self.shared)
+
+
+@dataclass(frozen=True, eq=False)
 class StepLayer:
-    """One layer of the compiled step: attention, then a gated feed-forward layer.
+    """One layer of the compiled step: attention, then a feed-forward layer.
 
     Args:
         H, G, D, E: query heads, key/value heads, query/key head dim, value head dim.
         q, k, v, out: the linear maps of the attention.
-        gate, up, down: the linear maps of the feed-forward layer.
+        network: the feed-forward layer.
         before, after: the norm before the attention and the one on its result; None: no norm.
         ff_before, ff_after: the same of the feed-forward layer.
         q_norm, k_norm: the norm on each head of queries and of keys, before the rotation.
-        activation: one of `ACTIVATIONS`.
         scale: the factor on q . k.
         softcap: the bound on the scores; 0: none.
         rotary: the number of the layer's rotary tables in `StepInputs.tables`; None: no rotation.
@@ -97,16 +152,13 @@ class StepLayer:
     k: StepMap
     v: StepMap
     out: StepMap
-    gate: StepMap
-    up: StepMap
-    down: StepMap
+    network: StepNetwork | StepMixture
     before: StepNorm | None
     after: StepNorm | None
     ff_before: StepNorm | None
     ff_after: StepNorm | None
     q_norm: StepNorm | None
     k_norm: StepNorm | None
-    activation: str
     scale: float
     softcap: float
     rotary: int | None
@@ -222,12 +274,13 @@ class DecodeStep:
         self.model = model
         self.dtype = model.head.weight.dtype
         self._layers = np.zeros(len(model.layers), STEP_LAYER_STRUCT.dtype)
+        self._networks = _Networks(self._layers, [layer.network for layer in model.layers])
         self._attention = np.zeros(len(model.layers), DECODE_STRUCT.dtype)
         for i, layer in enumerate(model.layers):
             _pack_layer(self._layers[i], layer)
             self._attention[i]["T"], self._attention[i]["scale"] = 1, layer.scale
             self._attention[i]["softcap"] = layer.softcap
-        self._counters = np.zeros((4 * len(model.layers) + 1, COUNTER_WORDS), np.int64)
+        self._counters = np.zeros((5 * len(model.layers) + 1, COUNTER_WORDS), np.int64)
         self._by_mask = _numbers_by_value([layer.mask for layer in model.layers])
         self._place_of: tuple[int, ...] = ()
         self._by_place: list[tuple[int, np.ndarray]] = []
@@ -255,7 +308,7 @@ class DecodeStep:
         logits = torch.empty(B, 1, model.head.weight.shape[0], dtype=self.dtype)
         self._counters.fill(0)
         self._attention["taken"] = self._attention["done"] = 0
-        x, x_mid, y, hidden = self._scratch[:4]
+        x, x_mid, y, hidden, parts, logits_of_experts, shares = self._scratch[:7]
         norm, (step_entry, attend_entry) = _norm_numbers(model.norm), _compiled_entries()
         record = STEP_STRUCT.pack_numbers(
             B,
@@ -265,12 +318,17 @@ class DecodeStep:
             self._layers.ctypes.data,
             attend_entry(self.dtype),
             self._attention.ctypes.data,
+            max(inputs.x.shape[2], self._networks.width, *(x.H * x.E for x in model.layers)),
+            max(max(x.D, x.E) for x in model.layers),
             self._counters.ctypes.data,
             inputs.x.data_ptr(),
             x.data_ptr(),
             x_mid.data_ptr(),
             y.data_ptr(),
             hidden.data_ptr(),
+            logits_of_experts.data_ptr(),
+            shares.data_ptr(),
+            parts.data_ptr(),
             logits.data_ptr(),
             *norm,
             *_map_numbers(model.head),
@@ -286,13 +344,14 @@ class DecodeStep:
             return
         M = self.model.head.weight.shape[1]
         states = [torch.empty(B, M, dtype=self.dtype) for _ in range(3)]
-        hidden = torch.empty(
-            B, max(layer.down.weight.shape[1] for layer in layers), dtype=self.dtype
-        )
+        pairs = self._networks.prepare(B)
+        hidden = torch.empty(B, self._networks.units, dtype=self.dtype)
+        parts = torch.empty(pairs, M, dtype=self.dtype)
+        shares, logits = torch.empty(pairs), torch.empty(B, self._networks.logits)
         q = torch.empty(B, max(layer.H * layer.D for layer in layers))
         out = torch.empty(B, splits, max(layer.H * layer.E for layer in layers))
         lse = torch.empty(B, splits, max(layer.H for layer in layers))
-        self._scratch = *states, hidden, q, out, lse
+        self._scratch = *states, hidden, parts, logits, shares, q, out, lse
         self._rows, self._splits = B, splits
         for i, layer in enumerate(layers):
             record = self._attention[i]
@@ -392,15 +451,104 @@ def _map_numbers(linear_map: StepMap) -> tuple[int, int, int]:
     return 0, bias, matrix.buffer_info()[0]
 
 
-def _pack_layer(record: np.void, layer: StepLayer) -> None:
-    """Write a layer to its struct."""
-    record["H"], record["G"], record["D"], record["E"] = layer.H, layer.G, layer.D, layer.E
-    record["F"] = layer.down.weight.shape[1]
-    record["activation"] = ACTIVATIONS.index(layer.activation)
-    record["sink"] = 0 if layer.sink is None else layer.sink.data_ptr()
-    for name in ("q", "k", "v", "out", "gate", "up", "down"):
-        for part, number in zip(MAP_PARTS, _map_numbers(getattr(layer, name)), strict=True):
+class _Networks:
+    """The packed structs of the feed-forward layers, to which the structs of the layers refer.
+
+    Args:
+        layers: the structs of the layers.
+        networks: their feed-forward layers.
+
+    Attributes:
+        width: the largest number of hidden units of a network.
+        units: the largest number of hidden units that a token has in a layer.
+        logits: the largest number of logits of experts, and of a gate, that a token has.
+    """
+
+    def __init__(self, layers: np.ndarray, networks: Sequence[StepNetwork | StepMixture]) -> None:
+        mixtures = [x for x in networks if isinstance(x, StepMixture)]
+        several = [x.networks if isinstance(x, StepMixture) else (x,) for x in networks]
+        self.width = max(_hidden_units(x) for each in several for x in each)
+        self.logits = max((len(x.experts) + 1 for x in mixtures), default=0)
+        self.units, self._pairs = 0, max((x.k + 1 for x in mixtures), default=0)
+        self._networks = np.zeros(sum(map(len, several)), STEP_NETWORK_STRUCT.dtype)
+        self._mixtures = np.zeros(len(mixtures), STEP_MIXTURE_STRUCT.dtype)
+        self._routing = np.zeros((0, 0), np.int64)
+        first = i = 0
+        for layer, network, own in zip(layers, networks, several, strict=True):
+            place = _address(self._networks[first:])
+            for record, x in zip(self._networks[first:], own, strict=False):
+                _pack_network(record, x)
+            units = _hidden_units(own[0])
+            if isinstance(network, StepMixture):
+                _pack_mixture(self._mixtures[i], network, place)
+                layer["mixture"] = _address(self._mixtures[i:])
+                units = network.k * units
+                units += 0 if network.shared is None else _hidden_units(network.shared)
+                i += 1
+            else:
+                layer["network"] = place
+            self.units = max(self.units, units)
+            first += len(own)
+
+    def prepare(self, B: int) -> int:
+        """Allocate the memory for the choice of experts for B tokens, and return the largest
+        number of results of networks of a mixture.
+        """
+        self._routing = np.zeros((len(self._mixtures), 3 * B * self._pairs + 2), np.int64)
+        for record, x in zip(self._mixtures, self._routing, strict=True):
+            record["routing"] = _address(x)
+        return B * self._pairs
+
+
+def _address(x: np.ndarray) -> int:
+    """Return the address of the first element of an array."""
+    address: int = x.ctypes.data
+    return address
+
+
+def _hidden_units(network: StepNetwork) -> int:
+    """Return the number of hidden units of a network."""
+    return network.down.weight.shape[1]
+
+
+def _pack_network(record: np.void, network: StepNetwork) -> None:
+    """Write a network to its struct."""
+    record["F"] = _hidden_units(network)
+    record["activation"] = ACTIVATIONS.index(network.activation)
+    record["limit"], record["alpha"] = network.limit, network.alpha
+    _pack_maps(record, network, ("gate", "up", "down"))
+
+
+def _pack_mixture(record: np.void, mixture: StepMixture, networks: int) -> None:
+    """Write a mixture to its struct; its networks lie one after the other at an address."""
+    record["n"], record["k"], record["networks"] = len(mixture.experts), mixture.k, networks
+    record["sigmoid"], record["normalise"] = mixture.sigmoid, mixture.normalise
+    record["scale"] = mixture.scale
+    record["groups"], record["group_topk"], record["group_best"] = mixture.groups
+    correction = mixture.correction
+    if correction is not None:
+        record["correction"] = correction.data_ptr()
+        record["wide_correction"] = correction.dtype == torch.float32
+    _pack_maps(record, mixture, ("router",))
+    if mixture.shared is not None:
+        record["shared"] = networks + len(mixture.experts) * STEP_NETWORK_STRUCT.dtype.itemsize
+    if mixture.shared_gate is not None:
+        record["gated"] = True
+        _pack_maps(record, mixture, ("shared_gate",))
+
+
+def _pack_maps(record: np.void, owner: object, names: Sequence[str]) -> None:
+    """Write the linear maps of these names to a struct."""
+    for name in names:
+        for part, number in zip(MAP_PARTS, _map_numbers(getattr(owner, name)), strict=True):
             record[f"{name}_{part}"] = number
+
+
+def _pack_layer(record: np.void, layer: StepLayer) -> None:
+    """Write a layer to its struct, except for its feed-forward layer."""
+    record["H"], record["G"], record["D"], record["E"] = layer.H, layer.G, layer.D, layer.E
+    record["sink"] = 0 if layer.sink is None else layer.sink.data_ptr()
+    _pack_maps(record, layer, ("q", "k", "v", "out"))
     for name in ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after"):
         numbers = _norm_numbers(getattr(layer, name))
         record[f"{name}_w"], record[f"{name}_eps"], record[f"{name}_offset"] = numbers
