@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.biases import ALiBi
-from regard.caches import Cache, Fixed, Growing
+from regard.caches import Cache, Fixed, Growing, Paged, Quantised
 from regard.models import compiled_step
 from regard.models.decoder import Decoder
 from regard.nn import (
@@ -105,8 +105,18 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
+CACHES: dict[str, Callable[[int], Cache]] = {
+    "growing": lambda _: Growing(),
+    "fixed": Fixed,
+    "8 bits": lambda _: Quantised(8, group=8, residual=9),
+    "4 bits": lambda _: Quantised(4, group=4, residual=5),
+    "paged": lambda slots: Paged(4, slots),
+    "2 bits": lambda _: Quantised(2, group=4, residual=1),
+}
+
+
 def full_caches(decoder: Decoder, kind: str, slots: int = 64) -> list[Cache]:
-    return [Growing() if kind == "growing" else Fixed(slots) for _ in decoder.layers]
+    return [CACHES[kind](slots) for _ in decoder.layers]
 
 
 def decode(

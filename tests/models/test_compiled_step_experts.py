@@ -205,6 +205,10 @@ REFUSED: dict[str, tuple[Callable[[Decoder], object], str]] = {
         "layer 0: the router is Other",
     ),
     "number": (lambda d: setattr(d.layers[0].feed_forward.router, "k", 9), "9 of 8 experts"),
+    "groups": (
+        lambda d: setattr(d.layers[0].feed_forward.router, "groups", ExpertGroups(3, 1)),
+        "8 experts are not in ExpertGroups(count=3",
+    ),
     "expert": (
         lambda d: d.layers[1].feed_forward.experts.__setitem__(2, nn.Identity()),
         "an expert is Identity",

@@ -214,9 +214,13 @@ class ModelReader:
         experts = tuple(self._network("an expert", x) for x in mixture.experts)
         if len({x.gate.weight.shape[0] for x in experts}) > 1:
             raise Unsupported("experts have different numbers of hidden units")
-        shared, shared_gate = mixture.shared, None
-        if type(shared) is GatedSharedExpert:
-            shared, shared_gate = shared.expert, self._map(shared.gate, 1)
+        if groups is not None and (n % groups.count or groups.best > n // groups.count):
+            raise Unsupported(f"{n} experts are not in {groups}")
+        shared: nn.Module | None = mixture.shared
+        shared_gate: StepMap | None = None
+        if isinstance(shared, GatedSharedExpert):
+            gated = _checked("the shared expert", shared, GatedSharedExpert)
+            shared, shared_gate = gated.expert, self._map(gated.gate, 1)
         return StepMixture(
             router=self._map(router.linear, n),
             experts=experts,
@@ -232,22 +236,24 @@ class ModelReader:
 
     def _network(self, name: str, module: nn.Module) -> StepNetwork:
         """Read a gated network."""
-        module = _checked(name, module, GatedFeedForward, SwiGLU, ClippedSwiGLU)
-        F = module.gate.out_features
-        gate, up = self._map(module.gate, F), self._map(module.up, F)
-        down = self._map(module.down, self.width, F)
-        if isinstance(module, ClippedSwiGLU):
-            limit, alpha = float(module.limit), float(module.alpha)
+        network: GatedFeedForward | ClippedSwiGLU = _checked(
+            name, module, GatedFeedForward, SwiGLU, ClippedSwiGLU
+        )
+        F = network.gate.out_features
+        gate, up = self._map(network.gate, F), self._map(network.up, F)
+        down = self._map(network.down, self.width, F)
+        if isinstance(network, ClippedSwiGLU):
+            limit, alpha = float(network.limit), float(network.alpha)
             return StepNetwork(gate, up, down, "clipped_silu", limit, alpha)
-        return StepNetwork(gate, up, down, _activation(module.activation))
+        return StepNetwork(gate, up, down, _activation(network.activation))
 
     def _correction(self, router: Router) -> Tensor | None:
         """Read what a router adds to the scores of its experts."""
         if not isinstance(router, SigmoidRouter):
             return None
-        correction = router._parameters.get("correction")
-        wide = correction is not None and correction.dtype == torch.float32
-        correction = self._tensor(correction, "the correction", torch.float32 if wide else None)
+        stored = router._parameters.get("correction")
+        wide = stored is not None and stored.dtype == torch.float32
+        correction = self._tensor(stored, "the correction", torch.float32 if wide else None)
         if correction.shape != (router.experts,):
             raise Unsupported("the correction has another size than the experts")
         return correction

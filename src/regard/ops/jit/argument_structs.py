@@ -166,8 +166,16 @@ _DECODE_FIELDS = (
     ArrayField("q_positions"),  # int64 [b,T]
     IntField("S"),  # the number of keys
 )
-DECODE_STRUCT = StructLayout(*_DECODE_FIELDS, StridedField("k"), StridedField("v"))
-"""The arguments of decoding over keys and values in full precision, packed by `decode`."""
+DECODE_STRUCT = StructLayout(
+    *_DECODE_FIELDS,
+    ArrayField("pages"),  # int64 [b,n], the pages of each row in order, or [1,0] without pages
+    IntField("page_size"),  # the number of slots of a page
+    StridedField("k"),
+    StridedField("v"),
+)
+"""The arguments of decoding over keys and values in full precision, packed by `decode`. With pages,
+slot s of row b is slot pages[b, s // page_size] page_size + s % page_size in memory.
+"""
 
 DECODE_QUANTIZED_STRUCT = StructLayout(*_DECODE_FIELDS, QuantizedField("k"), QuantizedField("v"))
 """The arguments of decoding over quantised keys and values."""
@@ -247,9 +255,11 @@ STEP_STRUCT = StructLayout(
     IntField("layers"),  # the address of L structs STEP_LAYER_STRUCT
     IntField("attend"),  # the address of the entry of `decode_loops`
     IntField("attention"),  # the address of L structs DECODE_STRUCT, its arguments
+    IntField("attend_codes"),  # the address of the entry of `decode_quantized_loops`
+    IntField("codes"),  # the address of L structs DECODE_QUANTIZED_STRUCT: S is 0 without codes
     IntField("width"),  # the largest number of numbers in a vector of a step
     IntField("head"),  # the largest size of a head
-    IntField("counters"),  # the address of 5 L + 1 pairs of counters, one for each phase
+    IntField("counters"),  # the address of pairs of counters, one for each phase: at most 5 L + 1
     IntField("embedded"),  # the address of the hidden states before the first layer [B,M]
     IntField("x"),  # the address of the hidden states before the attention of a layer [B,M]
     IntField("x_mid"),  # the address of the hidden states before its feed-forward layer [B,M]
@@ -306,7 +316,7 @@ STEP_LAYER_STRUCT = StructLayout(
     IntField("tables"),  # the number of rows of cos and sin: B, or 1 for all
     IntField("cos"),  # the address of cos [tables,pairs], in the dtype of the weights
     IntField("sin"),
-    IntField("slot"),  # the slot of keys and values that the step writes
+    IntField("slots"),  # the address of the slots of keys and values that the step writes [B]
     IntField("sink"),  # the address of the sinks [H], in the dtype of the weights; 0: none
     *(IntField(f"{x}_{part}") for x in _STEP_MAPS for part in MAP_PARTS),  # address or 0
     *(

@@ -11,10 +11,11 @@ imported at the first call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ ELEMENTS_PER_THREAD = 1 << 17
 """The number of elements of keys and values per thread. For fewer, starting a thread takes longer
 than it saves.
 """
+
+
+NO_PAGES = torch.empty(1, 0, dtype=torch.int64)
+"""The field `pages` of keys and values that do not lie in pages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,19 +193,35 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
 def _quantized_argument(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     """Return the numbers of a `QuantizedField`, and the tensors whose memory they refer to."""
     codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
-    codes = codes if codes.stride(-1) == 1 else codes.contiguous()
-    if zero.stride() != scale.stride():  # the strides of scale and zero must be equal
-        scale, zero = scale.contiguous(), zero.contiguous()
-    memory = (
+    if not is_readable(x):
+        codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
+    return quantized_numbers(codes, scale, zero, x.bits), (codes, scale, zero)
+
+
+def is_readable(x: QuantizedSlots) -> bool:
+    """Return whether compiled code can read codes where they are: their last dimension is
+    contiguous, and the strides of scales and zeros are equal.
+    """
+    groups = x.groups
+    return groups.codes.stride(-1) == 1 and groups.zero.stride() == groups.scale.stride()
+
+
+def quantized_numbers(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> tuple[int, ...]:
+    """Return the numbers of a `QuantizedField`.
+
+    Args:
+        codes, scale, zero: the codes, their scales and zeros, as in `QuantizedCodes`.
+        bits: the number of bits of a code.
+    """
+    return (
         codes.data_ptr(),
         *codes.stride()[:4],
         scale.data_ptr(),
         zero.data_ptr(),
         *scale.stride()[:4],
-        codes.shape[-1] * 8 // x.bits,
-        x.bits,
+        codes.shape[-1] * 8 // bits,
+        bits,
     )
-    return memory, (codes, scale, zero)
 
 
 def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,6 +244,7 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         (k_argument, v_argument),
         k.shape[2],
         v.shape[3],
+        {"pages": NO_PAGES, "page_size": 1},
     )
 
 
@@ -269,6 +291,7 @@ def _run_decode(
     memory: tuple[Sequence[int], Sequence[int]],
     S: int,
     E: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor]:
     """Pack the argument struct, run the entry in one or more threads, and return the output and the
     lse.
@@ -281,6 +304,7 @@ def _run_decode(
         memory: the values of the struct fields `k` and `v`.
         S: the number of keys.
         E: the dimension of the values.
+        more: the other fields of the struct.
     """
     B, G, R, D = args.q.shape
     workers = min(openmp.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
@@ -305,6 +329,7 @@ def _run_decode(
         S=S,
         k=memory[0],
         v=memory[1],
+        **more,
     )
     openmp.run_entry(entry(dtype), packed, workers)
     return out[:, 0].view(B, G, R, E), lse[:, :, 0]

@@ -463,7 +463,7 @@ def write_output(acc, top, total, out, lse):
 
 
 @njit_strict
-def _join_row(out, lse):
+def join_row(out, lse):
     """Join the splits of one row, out `[P, E]` and lse `[P]`, into split 0."""
     top = NEG_INF
     for x in lse:
@@ -490,7 +490,7 @@ def join_splits(out, lse):
     for b in range(B):
         for g in range(G):
             for r in range(R):
-                _join_row(out[b, g, :, r], lse[b, g, :, r])
+                join_row(out[b, g, :, r], lse[b, g, :, r])
 
 
 @njit_strict
@@ -518,13 +518,24 @@ def apply_sinks(out, lse, sink, T):
 
 
 @njit_strict
-def run_tasks(address, call, keys, values):
+def slot_in_memory(pages, b, slot):
+    """Return where a slot of row b is in memory. pages: (the pages of each row [b,n], or empty; the
+    number of slots of a page).
+    """
+    table, size = pages
+    if table.shape[1] == 0:
+        return slot
+    return table[min(b, table.shape[0] - 1), slot // size] * size + slot % size
+
+
+@njit_strict
+def run_tasks(address, call, keys, values, pages):
     """Take tasks until none of the B G P tasks of a call is left, and write their results to out
     `[B, G, P, R, E]` and lse `[B, G, P, R]`. Joining the splits of a call counts as one more
     finished task.
 
     call: (q `[B, G, R, D]`, the scale, T, mask, extra, out, lse). keys, values: (flat memory,
-    strides of B, G and the tokens, tag, number of tokens S).
+    strides of B, G and the tokens, tag, number of tokens S). pages: see `slot_in_memory`.
     """
     q_all, scale, T, mask, extra, out, lse = call
     B, G, P, R, E = out.shape
@@ -534,6 +545,9 @@ def run_tasks(address, call, keys, values):
     top, total = np.empty(padded, np.float32), np.empty(padded, np.float64)
     s, vis = np.zeros((padded, TILE), np.float32), np.empty((R, TILE), np.bool_)
     index = np.empty(TILE, np.int64)
+    # where the keys of a tile are in memory; without pages their indices themselves
+    paged = pages[0].shape[1] > 0
+    places = np.empty(TILE, np.int64) if paged else index
     S = keys[5]
     tiles = (S + TILE - 1) // TILE
     share = (tiles + P - 1) // P
@@ -562,7 +576,9 @@ def run_tasks(address, call, keys, values):
                 n, full = _gather_visible_keys(b, g, tile, R, T, mask, vis, index)
             if cover == 0 or n == 0:
                 continue
-            compute_scores((q, words, scale), R, head_k, index, n, s)
+            for c in range(n if paged else 0):
+                places[c] = slot_in_memory(pages, b, index[c])
+            compute_scores((q, words, scale), R, head_k, places, n, s)
             if not plain:
                 apply_softcap_and_bias(s, b, g, R, T, n, index, mask, extra)
             for r in range(R):
@@ -571,9 +587,9 @@ def run_tasks(address, call, keys, values):
                         s[r, c] = NEG_INF
             online_softmax(s, R, n, acc, top, total)
             if full:
-                add_values(s, R, head_v, index, n, acc)
+                add_values(s, R, head_v, places, n, acc)
             else:
-                add_visible_values(s, R, head_v, index, n, acc)
+                add_visible_values(s, R, head_v, places, n, acc)
         write_output(acc, top, total, out[b, g, p], lse[b, g, p])
         if finish_task(address) == B * G * P - 1 and P > 1:
             join_splits(out, lse)
@@ -608,6 +624,13 @@ def decode_arguments(arguments):
     return q, scale, arguments.T, mask, extra, out.reshape(B, G, P, R, E), lse.reshape(B, G, P, R)
 
 
+@njit_strict
+def page_table(arguments):
+    """Read the pages of a struct, as `slot_in_memory` takes them."""
+    table = array_4d_at(arguments.pages, arguments.pages_shape, np.int64)[0, 0]
+    return table, arguments.page_size
+
+
 ARGUMENTS = DECODE_STRUCT.dtype
 
 
@@ -619,7 +642,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
         S, k_steps, v_steps = arguments.S, arguments.k_steps, arguments.v_steps
         keys = (memory_at(arguments.k, dtype), k_steps[0], k_steps[1], k_steps[2], tag, S)
         values = (memory_at(arguments.v, dtype), v_steps[0], v_steps[1], v_steps[2], tag, S)
-        run_tasks(address, decode_arguments(arguments), keys, values)
+        run_tasks(address, decode_arguments(arguments), keys, values, page_table(arguments))
 
     return entry
 

@@ -4,8 +4,9 @@ A layer has phases, each divided into tasks that the threads take one after anot
 
     1. norm, queries, keys and values: a task is one head. It computes the rows of the head, its
        norm and its rotation, and writes queries to a buffer, keys and values to the cache.
-    2. attention: the tasks of `decode_loops.run_tasks`. Its entry is called by its address, so that
-       its code is not compiled a second time.
+    2. attention: the tasks of `decode_loops.run_tasks`, and of `decode_quantized_loops.run_tasks`
+       for slots that a cache stores as codes. Their entries are called by their addresses, so that
+       their code is not compiled a second time.
     3. output map: a task is a block of rows.
     4. norm, gate, up and activation: a task is a block of hidden units.
     5. down: a task is a block of rows.
@@ -36,9 +37,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from regard.ops.jit.argument_structs import DECODE_STRUCT, STEP_LAYER_STRUCT, STEP_STRUCT
+from regard.ops.jit.argument_structs import (
+    DECODE_QUANTIZED_STRUCT,
+    DECODE_STRUCT,
+    STEP_LAYER_STRUCT,
+    STEP_STRUCT,
+)
 from regard.ops.jit.compile import njit_strict
-from regard.ops.jit.decode_loops import sink_share
+from regard.ops.jit.decode_loops import join_row, page_table, sink_share, slot_in_memory
 from regard.ops.jit.entry_points import (
     STORAGE,
     call_entry,
@@ -78,16 +84,14 @@ from regard.ops.jit.stored_weight_loops import make_call, mark_changed
 HEAD_TASK_BYTES = 1 << 18
 """The size in bytes of the rows of the head in one task."""
 
-PHASES = 5
-"""The number of phases of a layer that have counters in `STEP_STRUCT`; attention has its own."""
-
 COUNTER_BYTES = 128
 """The distance in bytes from the counters of one phase to those of the next: whole cache lines, so
 that threads do not disturb each other.
 """
 
 STEP, LAYER, ATTENTION = STEP_STRUCT.dtype, STEP_LAYER_STRUCT.dtype, DECODE_STRUCT.dtype
-LAYER_BYTES, ATTENTION_BYTES = LAYER.itemsize, ATTENTION.itemsize
+CODES = DECODE_QUANTIZED_STRUCT.dtype
+LAYER_BYTES, ATTENTION_BYTES, CODES_BYTES = LAYER.itemsize, ATTENTION.itemsize, CODES.itemsize
 
 
 @njit_strict
@@ -145,6 +149,7 @@ def project_heads(counters, layer, attention, sizes, states, last, scratch, dtyp
     tables = (cos, sin, layer.tables, layer.pairs, layer.interleaved != 0)
     queries = memory_at(attention.q, np.float32)
     keys, values = memory_at(attention.k, dtype), memory_at(attention.v, dtype)
+    slots, pages = memory_at(layer.slots, np.int64), page_table(attention)
     tasks = H + 2 * G
     task = take_task(counters)
     if task < tasks:
@@ -171,13 +176,15 @@ def project_heads(counters, layer, attention, sizes, states, last, scratch, dtyp
             map_rows(k_map, (g * D, (g + 1) * D), vectors, R, tag, room, (raw, 0, D))
             head = finish_head(raw, turned, k_norm, tables, R, D, tag)
             for r in range(R):
-                place = r * steps[0] + g * steps[1] + layer.slot * steps[2]
+                slot = slot_in_memory(pages, r, slots[r])
+                place = r * steps[0] + g * steps[1] + slot * steps[2]
                 copy_row(head, r * D, keys, place, D)
         else:
             g, steps = task - H - G, attention.v_steps
             map_rows(v_map, (g * E, (g + 1) * E), vectors, R, tag, room, (raw, 0, E))
             for r in range(R):
-                place = r * steps[0] + g * steps[1] + layer.slot * steps[2]
+                slot = slot_in_memory(pages, r, slots[r])
+                place = r * steps[0] + g * steps[1] + slot * steps[2]
                 copy_row(raw, r * E, values, place, E)
         finish_task(counters)
         task = take_task(counters)
@@ -185,33 +192,66 @@ def project_heads(counters, layer, attention, sizes, states, last, scratch, dtyp
 
 
 @njit_strict
-def attend_to_cache(entry, address, attention):
-    """Phase 2 of a layer: attention of the new tokens to the cache, by the entry of decoding."""
-    call_entry(entry, address)
-    splits = attention.out_shape[1]
-    wait_until_finished(address, attention.out_shape[0] * splits + (1 if splits > 1 else 0))
+def attend_to_cache(step, place, codes_place):
+    """Phase 2 of a layer: attention of the new tokens to the cache, by the entry of decoding; to
+    slots that are stored as codes by an entry of its own. place, codes_place: the addresses of the
+    structs.
+    """
+    attention, codes = struct_at(place, ATTENTION), struct_at(codes_place, CODES)
+    if codes.S:
+        call_entry(step.attend_codes, codes_place)
+    call_entry(step.attend, place)
+    if codes.S:
+        wait_until_finished(codes_place, attention_tasks(codes))
+    wait_until_finished(place, attention_tasks(attention))
 
 
 @njit_strict
-def map_output(counters, layer, attention, sizes, y, scratch, dtype, tag):
-    """Phase 3 of a layer: the output map of the attention."""
+def attention_tasks(call):
+    """Return the number of tasks of a call of attention; joining the splits is one of them."""
+    splits = call.out_shape[1]
+    return call.out_shape[0] * splits + (1 if splits > 1 else 0)
+
+
+@njit_strict
+def read_row(call, row, E, out, lse):
+    """Write the output of a row of a call of attention to out[:E] and its lse to lse[0]; split 0
+    has the result of all splits.
+    """
+    heads, splits = call.out_shape[2], call.out_shape[1]
+    place = row // heads * splits * heads + row % heads
+    start = memory_at(call.out, np.float32)
+    for e in range(E):
+        out[e] = start[place * E + e]
+    lse[0] = memory_at(call.lse, np.float32)[place]
+
+
+@njit_strict
+def map_output(counters, layer, calls, sizes, y, scratch, dtype, tag):
+    """Phase 3 of a layer: the output map of the attention. calls: the structs of attention to codes
+    and to the slots after them.
+    """
     R, M = sizes
     wide, room, rounding = scratch[4], scratch[5], scratch[0]
     H, E = layer.H, layer.E
     vectors = vectors_in(wide, R, H * E)
     task = take_task(counters)
-    # the output of attention is [B G,P,R,E]; split 0 has the result
-    out, shape = memory_at(attention.out, np.float32), attention.out_shape
-    lse, sink = memory_at(attention.lse, np.float32), memory_at(layer.sink, dtype)
-    heads, rows = shape[2], shape[1] * shape[2]
+    codes, attention = calls
+    sink, several = memory_at(layer.sink, dtype), codes.S > 0
+    out, lse = np.empty((2, E), np.float32), np.empty(2, np.float32)
     for r in range(R):
         for h in range(H):
-            place = (r * (H // heads) + h // heads) * rows + h % heads
+            if several:
+                read_row(codes, r * H + h, E, out[0], lse)
+                read_row(attention, r * H + h, E, out[1], lse[1:])
+                join_row(out, lse)
+            else:
+                read_row(attention, r * H + h, E, out[0], lse)
             share = np.float32(1)
             if layer.sink:
-                share = sink_share(lse[place], to_float32(sink[h], tag))
+                share = sink_share(lse[0], to_float32(sink[h], tag))
             for e in range(E):
-                stored = from_float32(out[place * E + e] * share, tag, rounding)
+                stored = from_float32(out[0, e] * share, tag, rounding)
                 vectors[r, h * E + e] = to_float32(stored, tag)
         vectors[r, H * E :] = np.float32(0)
     mark_changed(room[1])
@@ -291,9 +331,11 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
                 dtype,
                 tag,
             )
-            attend_to_cache(step.attend, place, attention)
+            codes_place = step.codes + i * CODES_BYTES
+            attend_to_cache(step, place, codes_place)
             counters += COUNTER_BYTES
-            map_output(counters, layer, attention, sizes, y, scratch, dtype, tag)
+            calls = (struct_at(codes_place, CODES), attention)
+            map_output(counters, layer, calls, sizes, y, scratch, dtype, tag)
             counters += COUNTER_BYTES
             mixture, between = layer.mixture, (x, y, x_mid)
             if mixture:
