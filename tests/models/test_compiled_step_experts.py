@@ -204,10 +204,13 @@ REFUSED: dict[str, tuple[Callable[[Decoder], object], str]] = {
         ),
         "layer 0: the router is Other",
     ),
-    "number": (lambda d: setattr(d.layers[0].feed_forward.router, "k", 9), "9 of 8 experts"),
+    "number": (
+        lambda d: setattr(d.layers[0].feed_forward.router, "k", 9),
+        "the router chooses 9 of 8, and there are 8 experts",
+    ),
     "groups": (
         lambda d: setattr(d.layers[0].feed_forward.router, "groups", ExpertGroups(3, 1)),
-        "8 experts are not in ExpertGroups(count=3",
+        "8 experts cannot be in ExpertGroups(count=3",
     ),
     "expert": (
         lambda d: d.layers[1].feed_forward.experts.__setitem__(2, nn.Identity()),

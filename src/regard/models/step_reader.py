@@ -209,13 +209,14 @@ class ModelReader:
         n, k, groups = router.experts, router.k, router.groups
         if not 0 < k <= n == len(mixture.experts):
             raise Unsupported(
-                f"{k} of {n} experts are chosen, and there are {len(mixture.experts)}"
+                f"the router chooses {k} of {n}, and there are "
+                f"{plural(len(mixture.experts), 'expert')}"
             )
         experts = tuple(self._network("an expert", x) for x in mixture.experts)
         if len({x.gate.weight.shape[0] for x in experts}) > 1:
             raise Unsupported("experts have different numbers of hidden units")
         if groups is not None and (n % groups.count or groups.best > n // groups.count):
-            raise Unsupported(f"{n} experts are not in {groups}")
+            raise Unsupported(f"{plural(n, 'expert')} cannot be in {groups}")
         shared: nn.Module | None = mixture.shared
         shared_gate: StepMap | None = None
         if isinstance(shared, GatedSharedExpert):
@@ -235,10 +236,8 @@ class ModelReader:
         )
 
     def _network(self, name: str, module: nn.Module) -> StepNetwork:
-        """Read a gated network."""
-        network: GatedFeedForward | ClippedSwiGLU = _checked(
-            name, module, GatedFeedForward, SwiGLU, ClippedSwiGLU
-        )
+        """Read the maps and the activation of a gated network."""
+        network: Any = _checked(name, module, GatedFeedForward, SwiGLU, ClippedSwiGLU)
         F = network.gate.out_features
         gate, up = self._map(network.gate, F), self._map(network.up, F)
         down = self._map(network.down, self.width, F)
