@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import threading
 import types
 import typing
 from abc import ABCMeta
@@ -138,6 +139,23 @@ def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[
 
 
 def _hold(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> None:
+    # a finaliser may run in the middle of a check, whose locks it must not ask for again
+    if getattr(_checking, "now", False):
+        return
+    _checking.now = True
+    try:
+        _hold_call(function, args, kwargs, result)
+    finally:
+        _checking.now = False
+
+
+_checking = threading.local()
+"""Whether this thread checks a call now."""
+
+
+def _hold_call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> None:
     plan = _plans.get(function) or _plan(function)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.biases import ALiBi
-from regard.caches import Cache, Fixed, Growing
+from regard.caches import Cache, Fixed, Growing, Paged, Quantised
 from regard.models import compiled_step
 from regard.models.decoder import Decoder
 from regard.nn import (
@@ -58,10 +58,13 @@ def llama(H: int = 4, G: int = 2, D: int = 32, *, seed: int = 0, **parts: object
             mask=mask,
             bias=parts.get("alibi"),  # type: ignore[arg-type]
             softcap=parts.get("softcap"),  # type: ignore[arg-type]
+            sink=nn.Parameter(torch.zeros(H)) if parts.get("sink") else None,
         )
-        activation = parts.get("activation")
-        network = (
-            SwiGLU(M, F, bias=bias)
+        activation, make = parts.get("activation"), parts.get("network")
+        network: nn.Module = (
+            make()  # type: ignore[operator]
+            if make is not None
+            else SwiGLU(M, F, bias=bias)
             if activation is None
             else GatedFeedForward(M, F, activation, bias=bias)  # type: ignore[arg-type]
         )
@@ -93,6 +96,7 @@ KINDS: dict[str, dict[str, object]] = {
     "interleaved": {"rotary": Rotary(32, layout="interleaved", rotary_dim=16)},
     "scaled": {"rotary": Rotary(32, scaling=LinearScaling(4.0)), "H": 3, "G": 3},
     "no-rotary": {"rotary": None},
+    "sink": {"sink": True, "mask": masks.Causal() & masks.Window(9)},
     "alibi": {"rotary": None, "alibi": ALiBi(4)},
     "symmetric-alibi": {
         "rotary": None,
@@ -101,8 +105,18 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
+CACHES: dict[str, Callable[[int], Cache]] = {
+    "growing": lambda _: Growing(),
+    "fixed": Fixed,
+    "8 bits": lambda _: Quantised(8, group=8, residual=9),
+    "4 bits": lambda _: Quantised(4, group=4, residual=5),
+    "paged": lambda slots: Paged(4, slots),
+    "2 bits": lambda _: Quantised(2, group=4, residual=1),
+}
+
+
 def full_caches(decoder: Decoder, kind: str, slots: int = 64) -> list[Cache]:
-    return [Growing() if kind == "growing" else Fixed(slots) for _ in decoder.layers]
+    return [CACHES[kind](slots) for _ in decoder.layers]
 
 
 def decode(

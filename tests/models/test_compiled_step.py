@@ -64,7 +64,9 @@ def test_a_compiled_step_equals_the_modules(
     plain, plain_caches = [out for out, _ in runs], runs[0][1]
     assert len(steps) == 6
     exact, _ = decode(copy.deepcopy(decoder).double(), ids, 15, kind=cache, backend="reference")
-    assert_close_rule(found, plain, exact)
+    with torch.inference_mode():
+        one_pass = decoder(ids, backend="reference", last=6)
+    assert_close_rule(found, [plain, one_pass], exact)
     for one, other in zip(caches, plain_caches, strict=True):
         assert len(one) == 21
         assert one.next(1) == Span(21, 1)
@@ -99,7 +101,24 @@ def test_alibi_has_all_bits_of_the_kernel(kind: str, steps: list[int]) -> None:
     assert not torch.allclose(found, decode(decoder, ids, 9)[0], rtol=1e-3)
 
 
-@pytest.mark.parametrize("cache", ["growing", "fixed"])
+@pytest.mark.parametrize(("dtype", "prompt"), [(torch.bfloat16, 9), (torch.float32, 1100)], ids=str)
+def test_sinks_have_all_bits_of_the_kernel(
+    dtype: torch.dtype, prompt: int, steps: list[int]
+) -> None:
+    """Also where the keys of a head are divided into splits. The values of a sink may change."""
+    decoder = llama(H=8, G=4, activation=nn.ReLU(), bias=True, sink=True).to(dtype)
+    generator = torch.Generator().manual_seed(4)
+    ids, logits = torch.randint(V, (2, prompt + 3), generator=generator), []
+    for sink in (8.0, -torch.inf):
+        decoder.layers[0].attention.sink.data.add_(sink)
+        found, _ = decode(decoder, ids, prompt)
+        assert torch.equal(found, decode(decoder, ids, prompt, backend="cpu")[0])
+        logits.append(found)
+    assert len(steps) == 6
+    assert not torch.allclose(*logits, rtol=1e-2)
+
+
+@pytest.mark.parametrize("cache", ["growing", "fixed", "paged"])
 def test_padded_rows_equal_single_rows(cache: str, steps: list[int]) -> None:
     decoder = llama(seed=3)
     rows = [[5, 6, 7, 8, 9, 10], [11, 12], [13, 14, 15]]
@@ -161,6 +180,10 @@ CHANGES: dict[str, tuple[Callable[[Decoder], object], str]] = {
     "learned slopes": (
         lambda d: setattr(d.layers[1].attention, "bias", ALiBi(slopes=torch.ones(4))),
         "which may change",
+    ),
+    "size of sinks": (
+        lambda d: setattr(d.layers[1].attention, "sink", nn.Parameter(torch.ones(3))),
+        "layer 1: the sink has another size than the heads",
     ),
     "subclass": (
         lambda d: setattr(d.layers[0], "feed_forward", type("Other", (SwiGLU,), {})(M, F)),
@@ -237,7 +260,7 @@ def test_a_trace_between_compiled_steps_sees_all_keys() -> None:
 REFUSED: dict[str, tuple[Callable[[Decoder, list[Cache]], list[str]], str]] = {
     "empty": (lambda d, _: why_not(d, full_caches(d, "growing")), "opens no slot"),
     "full": (lambda d, _: why_not(d, prompted_in(d, 3)), "opens no slot"),
-    "other kind": (lambda d, c: why_not(d, [c[0], regard.caches.Paged(4, 8)]), "Paged cache"),
+    "other kind": (lambda d, c: why_not(d, [c[0], regard.caches.State()]), "State cache"),
     "number": (lambda d, c: why_not(d, c[:1]), "not one cache for each layer"),
     "rows": (lambda d, c: why_not(d, c, 2), "other parts"),
     "many rows": (lambda d, c: why_not(d, c, 40), "40 rows of torch.float32"),

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from regard.caches.quantization import CodedSlots
 from regard.deprecation import renamed_attribute, take_old_attributes
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
@@ -51,15 +52,28 @@ class OpenSlot(NamedTuple):
         buffers: the buffers, each `[B, n, c, d]` with c larger than `slot`; the same tuple as long
             as they are the same.
         slot: the slot of the new token.
-        positions: the positions of the slots before it.
+        positions: the positions of the slots before it, those of the codes included.
         after: the positions of all slots with the new token, from slot 0 on, where it overwrites
             one of them; None if it follows all others.
+        slots: the slot of the new token in each row, where the rows differ; else None.
+        pages: the pages of each row in order, where a buffer consists of pages that all rows share:
+            slot s of row r is slot pages[r, s // page_size] * page_size + s % page_size of the
+            buffers; else None.
+        page_size: the number of slots of a page.
+        coded: the slots before those of the buffers, which are stored as codes; None if there are
+            none.
+        state: what `fill_slot` of the cache keeps.
     """
 
     buffers: Parts
     slot: int
     positions: Positions
     after: Int[Tensor, "b S"] | None = None
+    slots: Int[Tensor, " B"] | None = None
+    pages: Int[Tensor, "B n"] | None = None
+    page_size: int = 1
+    coded: CodedSlots | None = None
+    state: Any = None
 
 
 CACHES: Registry[Cache] = Registry("cache")

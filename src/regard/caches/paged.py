@@ -15,6 +15,7 @@ from regard.caches.base import (
     Cache,
     Contents,
     LayerSize,
+    OpenSlot,
     Parts,
     check_crop,
     check_same_layout,
@@ -234,6 +235,7 @@ class PageTable:
     def __init__(self, pool: PagePool, rows: list[list[int]], lengths: list[int]) -> None:
         self.pool, self.rows = pool, [list(row) for row in rows]
         self.lengths = list(lengths)
+        self._numbers: Tensor | None = None
         pool.share(page for row in rows for page in row)
 
     def rows_at(self, rows: list[int]) -> PageTable:
@@ -241,7 +243,19 @@ class PageTable:
         return type(self)(self.pool, [self.rows[r] for r in rows], [self.lengths[r] for r in rows])
 
     def grow(self, new: list[int]) -> None:
-        """Allocate pages for more slots in each row.
+        """Allocate pages for more slots in each row, and count the slots as filled.
+
+        Args:
+            new: the number of new slots of each row.
+
+        Raises:
+            ArgumentError: the pool has too few free pages; nothing has changed.
+        """
+        self.reserve(new)
+        self.lengths = [n + more for n, more in zip(self.lengths, new, strict=True)]
+
+    def reserve(self, new: list[int]) -> None:
+        """Allocate pages for more slots in each row, which stay empty.
 
         A partly filled last page that is shared is copied. If several rows of this table share it,
         the last of them keeps the original.
@@ -255,8 +269,8 @@ class PageTable:
         size, counts = self.pool.page_size, self.pool.counts
         last, new_pages = [], []
         for row, n, more in zip(self.rows, self.lengths, new, strict=True):
-            new_pages.append(-(-(n + more) // size) - len(row))
-            last.append(row[-1] if more and n % size else None)
+            new_pages.append(max(0, -(-(n + more) // size) - len(row)))
+            last.append(row[n // size] if more and n // size < len(row) else None)
         # If n rows write to one page, n - 1 copies are enough, unless other tables share the page.
         writers = Counter(page for page in last if page is not None)
         copies = sum(min(n, counts[page] - 1) for page, n in writers.items())
@@ -264,9 +278,11 @@ class PageTable:
         for i, row in enumerate(self.rows):
             page = last[i]
             if page is not None and counts[page] > 1:
-                row[-1] = self.pool.copy(page)
-            row += self.pool.take(new_pages[i])
-            self.lengths[i] += new[i]
+                row[self.lengths[i] // size] = self.pool.copy(page)
+                self._numbers = None
+            if new_pages[i]:
+                row += self.pool.take(new_pages[i])
+                self._numbers = None
 
     def shorten(self, lengths: list[int]) -> None:
         """Release the pages after the given number of slots of each row."""
@@ -274,21 +290,31 @@ class PageTable:
             full = -(-n // self.pool.page_size)
             self.pool.release(row[full:])
             del row[full:]
-        self.lengths = list(lengths)
+        self.lengths, self._numbers = list(lengths), None
 
     def release(self) -> None:
         """Release all pages of the table."""
         self.shorten([0] * len(self.rows))
+
+    @property
+    def numbers(self) -> Tensor:
+        """The pages of each row, int64 on the CPU `[B, n]`; the page of zeros follows the last one
+        of each row.
+        """
+        if self._numbers is None:
+            most = max((len(row) for row in self.rows), default=0) + 1
+            rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
+            self._numbers = torch.tensor(rows, dtype=torch.int64).reshape(-1, most)
+        return self._numbers
 
     def slots(self, row_slots: Tensor) -> Tensor:
         """Return the pool's slot numbers for slots `[B, N]` of the rows.
 
         A slot after the end of a row refers to the page of zeros.
         """
-        size, most = self.pool.page_size, max((len(row) for row in self.rows), default=0) + 1
-        rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
-        pages = torch.tensor(rows, dtype=torch.int64, device=row_slots.device).reshape(-1, most)
-        return pages.gather(1, (row_slots // size).clamp(max=most - 1)) * size + row_slots % size
+        size, pages = self.pool.page_size, self.numbers.to(row_slots.device)
+        index = (row_slots // size).clamp(max=pages.shape[1] - 1)
+        return pages.gather(1, index) * size + row_slots % size
 
 
 class Paged(Cache):
@@ -329,6 +355,8 @@ class Paged(Cache):
 
     def __init__(self, page_size: int, pages: int) -> None:
         self._set(PageTable(PagePool(page_size, pages), [], []), None)
+        # the pool's tensors as `open_slot` gave them last, and what it made of them
+        self._opened: tuple[Parts, Parts] = (), ()
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Paged:
@@ -397,6 +425,53 @@ class Paged(Cache):
             real = (as_tensor(positions) >= 0).expand(memory[0].shape[0], -1)
         self._place(memory, positions, real)
         return self._read()
+
+    def open_slot(self, positions: Positions) -> OpenSlot | None:
+        """Return the pages of the pool, with room for one more token per row.
+
+        None while the cache is empty, if a token has no position, or if the pool has too few free
+        pages, which `update` reports.
+        """
+        table, stored, pool = self._table, self._positions, self.pool
+        if stored is None or slot_count(positions) != 1 or not table.rows:
+            return None
+        if isinstance(positions, Tensor) and bool((positions < 0).any()):
+            return None
+        B, lengths = len(table.rows), table.lengths
+        with pool.lock:
+            if not can_write_in_place(pool.parts, ()):
+                return None
+            try:
+                table.reserve([1] * B)
+            except ArgumentError:
+                return None
+            parts, buffers = self._opened
+            if parts is not pool.parts or buffers[0].shape[0] != B:
+                buffers = tuple(
+                    x.flatten(0, 1).transpose(0, 1).expand(B, -1, -1, -1) for x in pool.parts
+                )
+                self._opened = pool.parts, buffers
+        opened = OpenSlot(buffers, len(self), stored, pages=table.numbers, state=pool.parts)
+        opened = opened._replace(page_size=pool.page_size)
+        if lengths == [len(self)] * B:
+            return opened
+        slots = torch.tensor(lengths)
+        real = torch.ones(B, 1, dtype=torch.bool)
+        after = self._joined(positions, real, slots[:, None], max(lengths) + 1)
+        return opened._replace(slots=slots, after=as_tensor(after))
+
+    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+        """Count the slot of each row as written."""
+        table = self._table
+        with self.pool.lock:
+            if self.pool.parts is not opened.state:  # another thread has replaced the tensors
+                slots = table.slots(torch.tensor(table.lengths)[:, None])[:, 0]
+                memory = tuple(x.flatten(0, 1)[slots] for x in opened.state)
+                self.pool.write(slots, memory)
+        table.lengths = [n + 1 for n in table.lengths]
+        if isinstance(positions, Tensor):
+            positions = positions.expand(len(table.rows), -1)
+        self._positions = positions
 
     def crop(self, length: int) -> None:
         """Remove every token at position `length` or later."""

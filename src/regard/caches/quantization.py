@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -271,6 +272,25 @@ class QuantizedAndRecent(NamedTuple):
     axis: Axis
     bits: int
     recent: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CodedSlots:
+    """The older slots of a cache that a compiled step reads as codes, without outliers.
+
+    It is the same object as long as the codes are the same.
+
+    Attributes:
+        parts: the codes of each part, as a kernel reads them.
+        slots: the number of slots that are stored as codes.
+
+    >>> made = quantize(torch.ones(1, 2, 8, 4), torch.ones(1, 8).bool(), "token", bits=8, group=4)
+    >>> CodedSlots((QuantizedAndRecent(made, "token", 8, torch.ones(1, 2, 1, 4)),), 8).slots
+    8
+    """
+
+    parts: tuple[QuantizedAndRecent, ...]
+    slots: int
 
 
 class LazyDequantizedTensor(Tensor):

@@ -14,6 +14,7 @@ from regard.caches.base import (
     Cache,
     Contents,
     LayerSize,
+    OpenSlot,
     Parts,
     check_crop,
     check_same_layout,
@@ -22,10 +23,11 @@ from regard.caches.base import (
     parts_of,
     positions_before,
 )
-from regard.caches.buffer_writes import write_slots
+from regard.caches.buffer_writes import can_write_in_place, write_slots
 from regard.caches.contiguous import written_length
 from regard.caches.quantization import (
     Axis,
+    CodedSlots,
     LazyDequantizedTensor,
     QuantizedAndRecent,
     QuantizedGroups,
@@ -89,6 +91,24 @@ class GrowingTensor:
             memory[:, :, :start] = self.view
         (memory,) = write_slots((memory,), (new,), start)
         return GrowingTensor(memory, stop, inner=self._inner)
+
+    def with_room(self, slots: int) -> GrowingTensor:
+        """Return these slots in a buffer that the caller may write, with room for more slots; it is
+        the present one if that has some room left.
+
+        Args:
+            slots: the room of a new buffer.
+        """
+        if self.length < self._memory.shape[2] and can_write_in_place((self._memory,), ()):
+            return self
+        memory = self._empty(self.length + slots)
+        memory[:, :, : self.length] = self.view
+        return GrowingTensor(memory, self.length, inner=self._inner)
+
+    @property
+    def buffer(self) -> Tensor:
+        """The buffer of the slots, with the spare capacity."""
+        return self._memory
 
     def cut(self, length: int) -> GrowingTensor:
         """Return the first `length` slots."""
@@ -287,6 +307,8 @@ class Quantised(Cache):
         self.axes = cast("tuple[Axis, ...]", tuple(axes))
         self._parts: tuple[QuantizedPart, ...] = ()
         self._positions: Positions | None = None
+        # the codes as `open_slot` gave them last, and the rows from which they were made
+        self._coded: tuple[list[tuple[GrowingTensor, ...]], CodedSlots | None] = [], None
 
     @classmethod
     def for_layer(cls, size: LayerSize) -> Quantised:
@@ -336,15 +358,42 @@ class Quantised(Cache):
                 QuantizedPart.of(x, axis, bits=self.bits, group=self._group(axis, x.shape[3]))
                 for x, axis in zip(memory, self.axes, strict=True)
             )
-        count = (max(0, slot_count(positions) - self.residual) // self.group) * self.group - old
+        count = self._due(slot_count(positions)) - old
         if count > 0:
-            used = (
-                as_tensor(slice_positions(positions, slice(old, old + count)), memory[0].device)
-                >= 0
-            )
-            parts = tuple(x.with_oldest_quantized(count, used, old) for x in parts)
+            parts = _with_oldest_quantized(parts, positions, old, count)
         self._parts, self._positions = parts, positions
         return tuple(x.all_slots() for x in parts), positions
+
+    def open_slot(self, positions: Positions) -> OpenSlot | None:
+        """Return the recent slots with room for one more token per row, and the codes before them.
+
+        If the new token makes a group full, its codes are computed now. None while the cache is
+        empty, if a part is not quantized, or if there are outliers.
+        """
+        parts, stored = self._parts, self._positions
+        if not parts or stored is None or slot_count(positions) != 1 or "exact" in self.axes:
+            return None
+        if any(x.recent.buffer.requires_grad for x in parts):
+            return None
+        count = self._due(len(self) + 1) - self.quantised
+        if count > parts[0].recent.length:  # the new token itself
+            return None
+        if count > 0:
+            parts = _with_oldest_quantized(parts, stored, self.quantised, count)
+        parts = tuple(replace(x, recent=x.recent.with_room(self.group)) for x in parts)
+        if count <= 0:
+            self._parts = parts  # the same contents with more room
+        if any(x.odd.shape[1] for x in parts):
+            return None
+        buffers, slot = tuple(x.recent.buffer for x in parts), parts[0].recent.length
+        coded = self._codes_of(parts, len(self) - slot)
+        return OpenSlot(buffers, slot, stored, coded=coded, state=parts)
+
+    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+        """Count the slot as written."""
+        length = opened.slot + 1
+        self._parts = tuple(replace(x, recent=x.recent.cut(length)) for x in opened.state)
+        self._positions = positions
 
     def crop(self, length: int) -> None:
         """Remove every token at position `length` or later."""
@@ -378,6 +427,7 @@ class Quantised(Cache):
             ArgumentError: their shapes are not those of this cache.
         """
         positions, recent = contents.get("positions"), parts_of(contents, "recent")
+        self._coded = [], None
         if positions is None or isinstance(positions, int):
             self._parts, self._positions = (), None
             return
@@ -402,6 +452,24 @@ class Quantised(Cache):
 
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)
+
+    def _due(self, slots: int) -> int:
+        """Return how many of a number of slots are to be quantized."""
+        return (max(0, slots - self.residual) // self.group) * self.group
+
+    def _codes_of(self, parts: tuple[QuantizedPart, ...], slots: int) -> CodedSlots | None:
+        """Return the codes of the parts, which hold a number of slots: the same object as last time
+        if they are the same; None if there are none.
+        """
+        rows, (known, coded) = [x.rows for x in parts], self._coded
+        if len(rows) != len(known) or any(x is not y for x, y in zip(rows, known, strict=True)):
+            codes = (
+                QuantizedAndRecent(x.codes, x.axis, x.bits, x.recent.buffer[:, :, :0])
+                for x in parts
+            )
+            coded = CodedSlots(tuple(codes), slots) if slots else None
+            self._coded = rows, coded
+        return coded
 
     def _check_contents(
         self, codes: tuple[QuantizedGroups, ...], recent: Parts, slots: int
@@ -461,6 +529,15 @@ class Quantised(Cache):
                     "codes "
                     f"of {self.bits} bits; allowed groups: {allowed or 'none'}"
                 )
+
+
+def _with_oldest_quantized(
+    parts: tuple[QuantizedPart, ...], positions: Positions, old: int, count: int
+) -> tuple[QuantizedPart, ...]:
+    """Return the parts with `count` more slots quantized, after the first `old` ones."""
+    group = slice_positions(positions, slice(old, old + count))
+    used = as_tensor(group, parts[0].recent.view.device) >= 0
+    return tuple(x.with_oldest_quantized(count, used, old) for x in parts)
 
 
 def _pad_positions(positions: Positions, slots: int) -> Positions:

@@ -4,7 +4,8 @@
 `regard.ops.decode_step`, if the modules of the decoder are ones that the compiled loops know, and
 if nothing observes or changes what a module computes: no trace, hook, gradient, autocast or
 compilation. Otherwise it returns None, and the modules run one after another. `why_not` gives the
-reasons.
+reasons. The loops know RMS norms, grouped heads with a rotary or ALiBi, sinks, gated networks and
+mixtures of experts, and the caches that open a slot: all tokens, rings, codes of few bits, pages.
 
 A plan is made once for a decoder and a thread, and used as long as nothing in the decoder has
 changed: modules, parameters and their memory, attributes, hooks, and the training mode.
@@ -26,17 +27,19 @@ from torch.nn.modules import module as torch_module
 from regard.argument_checks import finite_checks_enabled
 from regard.caches import Cache
 from regard.caches.base import OpenSlot
+from regard.caches.quantization import CodedSlots
 from regard.models.step_reader import ModelReader, Unsupported
 from regard.nn.stored import StoredWeightMixin
 from regard.ops.decode_step import (
     DecodeStep,
     KeyPlace,
     RotaryTables,
-    SameTensors,
+    SameObjects,
     StepInputs,
     StepLayer,
 )
 from regard.ops.jit import has_numba
+from regard.ops.jit.decode import is_readable
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
 from regard.positions import Rotary
@@ -145,14 +148,26 @@ def _open_slots(plan: _Plan, positions: Positions, caches: Sequence[Cache]) -> l
 
 def _same_place(one: OpenSlot, other: OpenSlot) -> bool:
     """Return whether two caches hold the same positions, and get the new token in the same slot."""
-    if one.slot != other.slot or (one.after is None) != (other.after is None):
+    if one.slot != other.slot or not _same_tensor(one.after, other.after):
         return False
-    if one.after is not None and other.after is not None:
-        return one.after is other.after or torch.equal(one.after, other.after)
+    if _coded_slots(one) != _coded_slots(other) or not _same_tensor(one.slots, other.slots):
+        return False
+    if one.after is not None:
+        return True
     a, b = one.positions, other.positions
     if isinstance(a, Span) or isinstance(b, Span):
         return isinstance(a, Span) and isinstance(b, Span) and a == b
     return a is b or torch.equal(a, b)
+
+
+def _same_tensor(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return whether two tensors hold the same numbers, or both are None."""
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _coded_slots(opened: OpenSlot) -> int:
+    """Return the number of slots that a cache holds as codes."""
+    return 0 if opened.coded is None else opened.coded.slots
 
 
 def _places(opened: Sequence[OpenSlot], new: Positions) -> tuple[list[Positions], list[int]]:
@@ -171,12 +186,21 @@ def _places(opened: Sequence[OpenSlot], new: Positions) -> tuple[list[Positions]
     return joined, place_of
 
 
-def _key_place(slot: int, positions: Positions) -> KeyPlace:
-    """Return the place of keys at these positions, one of which is the new token in its slot."""
-    S = slot_count(positions)
+def _key_place(opened: OpenSlot, positions: Positions, B: int) -> KeyPlace:
+    """Return the place of keys at these positions, one of which is the new token in its slot, for B
+    rows.
+    """
+    slots = opened.slots
+    if slots is None:
+        slots = torch.full((B,), opened.slot)
+    coded = _coded_slots(opened)
+    S = slot_count(positions) - coded
     if isinstance(positions, Span):
-        return KeyPlace(slot, S, _NO_POSITIONS, positions.start)
-    return KeyPlace(slot, S, positions.long().contiguous(), 0)
+        start = positions.start
+        return KeyPlace(slots, S, _NO_POSITIONS, start + coded, coded, _NO_POSITIONS, start)
+    positions = positions.long().contiguous()
+    own = positions[:, coded:].contiguous()
+    return KeyPlace(slots, S, own, 0, coded, positions, 0)
 
 
 class _Plans(threading.local):
@@ -204,7 +228,7 @@ class _Plan:
         self.guards = _Guards(decoder)
         self.reason: str | None = None
         self.layers: tuple[StepLayer, ...] = ()
-        self._checked = SameTensors()
+        self._checked = SameObjects()
         try:
             reader = ModelReader(decoder)
         except Unsupported as reason:
@@ -235,7 +259,7 @@ class _Plan:
             return None
         x = x.contiguous()
         joined, place_of = _places(opened, positions)
-        places = [_key_place(opened[place_of.index(i)].slot, x) for i, x in enumerate(joined)]
+        places = [_key_place(opened[place_of.index(i)], p, len(x)) for i, p in enumerate(joined)]
         tables = [_tables(rotary, x, positions) for rotary in self.rotaries]
         logits = self.step.run(
             StepInputs(
@@ -243,6 +267,8 @@ class _Plan:
                 [slot.buffers for slot in opened],  # type: ignore[misc]
                 places,
                 tuple(place_of),
+                [slot.coded for slot in opened],
+                [None if x.pages is None else (x.pages, x.page_size) for x in opened],
                 causal_positions(positions)[0],
                 ranges,  # type: ignore[arg-type]
                 tables,
@@ -260,18 +286,21 @@ class _Plan:
                 f"more than {self.max_rows}"
             )
         buffers = [x for slot in opened for x in slot.buffers]
-        if self._checked.are(buffers):
+        codes = [slot.coded for slot in opened if slot.coded is not None]
+        if self._checked.are([*buffers, *codes]):
             return None if buffers[0].shape[0] == B else "the caches have other rows"
         for layer, slot in zip(self.layers, opened, strict=True):
             if not _fits(layer, slot, B, self.dtype):
                 return f"a cache holds other parts than keys and values of {self.dtype}"
-        self._checked.remember(buffers)
+        self._checked.remember([*buffers, *codes])
         return None
 
 
 def _fits(layer: StepLayer, slot: OpenSlot, B: int, dtype: torch.dtype) -> bool:
     """Return whether the buffers of a cache are keys and values of a layer."""
     sizes = (layer.D, layer.E)
+    if slot.coded is not None and not _codes_fit(layer, slot.coded, B, dtype):
+        return False
     return len(slot.buffers) == 2 and all(
         x.shape[:2] == (B, layer.G)
         and x.shape[2] > slot.slot
@@ -280,6 +309,19 @@ def _fits(layer: StepLayer, slot: OpenSlot, B: int, dtype: torch.dtype) -> bool:
         and x.is_cpu
         and x.stride(3) == 1
         for x, size in zip(slot.buffers, sizes, strict=True)
+    )
+
+
+def _codes_fit(layer: StepLayer, coded: CodedSlots, B: int, dtype: torch.dtype) -> bool:
+    """Return whether codes of a cache are keys and values of a layer that compiled code reads."""
+    wanted = (("channel", layer.D), ("token", layer.E))
+    return len(coded.parts) == 2 and all(
+        x.axis == axis
+        and x.recent.shape == (B, layer.G, 0, size)
+        and x.groups.scale.dtype == dtype
+        and x.groups.codes.is_cpu
+        and is_readable(x)
+        for x, (axis, size) in zip(coded.parts, wanted, strict=True)
     )
 
 

@@ -17,19 +17,30 @@ from regard.nn import (
     Block,
     GatedFeedForward,
     HeadProjection,
+    MoE,
     OffsetRMSNorm,
     OutputNorm,
     PreNorm,
     RMSNorm,
     SandwichNorm,
     SeparateQKV,
+    SigmoidRouter,
+    SoftmaxRouter,
     SwiGLU,
 )
 from regard.nn.blocks import Residual
 from regard.nn.embedding import CappedLogits
+from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, Router
 from regard.nn.linear import Linear
 from regard.nn.stored import plain_class
-from regard.ops.decode_step import StepLayer, StepMap, StepModel, StepNorm
+from regard.ops.decode_step import (
+    StepLayer,
+    StepMap,
+    StepMixture,
+    StepModel,
+    StepNetwork,
+    StepNorm,
+)
 from regard.ops.gemv import MAX_VECTORS, MIN_WEIGHT_SIZE
 from regard.ops.softmax.cpu import MAX_ROWS
 from regard.ops.stored_linear import MAX_VECTORS as MAX_STORED_VECTORS
@@ -92,7 +103,9 @@ class ModelReader:
         self.layers = tuple(self._layer(i, layer) for i, layer in enumerate(decoder.layers))
         if not self.layers:
             raise Unsupported("there is no layer")
-        largest = max(layer.gate.weight.shape.numel() for layer in self.layers)
+        networks = (layer.network for layer in self.layers)
+        gates = (x.experts[0].gate if isinstance(x, StepMixture) else x.gate for x in networks)
+        largest = max(gate.weight.shape.numel() for gate in gates)
         if largest < MIN_WEIGHT_SIZE:
             raise Unsupported(
                 f"its matrices have at most {plural(largest, 'element')}, so that there is little "
@@ -110,9 +123,6 @@ class ModelReader:
     def _read_layer(self, block: nn.Module) -> StepLayer:
         block = _checked("the layer", block, Block)
         attention = _checked("the mechanism", block.attention, Attention)
-        network: GatedFeedForward = _checked(
-            "the feed-forward layer", block.feed_forward, GatedFeedForward, SwiGLU
-        )
         project = self._projection(attention)
         q, k, v = project.q, project.k, project.v
         q_norm, rotary = self._steps(q)
@@ -122,7 +132,6 @@ class ModelReader:
         before, after = self._residual(block.attention_residual)
         ff_before, ff_after = self._residual(block.feed_forward_residual)
         slopes, symmetric = _alibi(attention.bias, q.heads)
-        F = network.gate.out_features
         scale = attention._default_scale if attention.scale is None else attention.scale
         return StepLayer(
             H=q.heads,
@@ -133,29 +142,26 @@ class ModelReader:
             k=self._map(k.linear, k.heads * k.head_dim),
             v=self._map(v.linear, v.heads * v.head_dim),
             out=self._map(attention.output, self.width, q.heads * v.head_dim),
-            gate=self._map(network.gate, F),
-            up=self._map(network.up, F),
-            down=self._map(network.down, self.width, F),
+            network=self._feed_forward(block.feed_forward),
             before=before,
             after=after,
             ff_before=ff_before,
             ff_after=ff_after,
             q_norm=q_norm,
             k_norm=k_norm,
-            activation=_activation(network.activation),
             scale=float(scale),
             softcap=float(attention.softcap or 0.0),
             rotary=None if rotary is None else _index_of(rotary, self.rotaries),
             mask=_index_of(attention.mask, self.masks),
+            sink=self._sink(attention, q.heads),
             slopes=slopes,
             symmetric=symmetric,
         )
 
     def _projection(self, attention: Attention) -> SeparateQKV:
         """Read the parts of an attention layer that must be plain; return its projection."""
-        for name in ("score", "sink"):
-            if getattr(attention, name) is not None:
-                raise Unsupported(f"the attention has a {name}")
+        if attention.score is not None:
+            raise Unsupported("the attention has a score rule")
         if attention.mask is None:
             raise Unsupported("the attention has no mask")
         if attention.dropout and attention.training:
@@ -170,6 +176,15 @@ class ModelReader:
             _checked("the norm over all heads", part.flat, nn.Identity)
         return project
 
+    def _sink(self, attention: Attention, H: int) -> Tensor | None:
+        """Read the sinks of an attention layer with H heads."""
+        if attention.sink is None:
+            return None
+        sink = self._tensor(attention.sink, "the sink")
+        if sink.shape != (H,):
+            raise Unsupported("the sink has another size than the heads")
+        return sink
+
     def _steps(self, heads: HeadProjection) -> tuple[StepNorm | None, Rotary | None]:
         """Read the steps on heads: a norm, a rotation, both in this order, or none."""
         steps = list(heads.steps)
@@ -182,6 +197,65 @@ class ModelReader:
         if rotary is not None and (rotary.follows_length or rotary.dim != heads.head_dim):
             raise Unsupported("the rotary frequencies follow the length")
         return norm, rotary
+
+    def _feed_forward(self, module: nn.Module) -> StepNetwork | StepMixture:
+        """Read a feed-forward layer: one network, or a mixture of experts."""
+        if plain_class(module) is not MoE:
+            return self._network("the feed-forward layer", module)
+        mixture = cast("MoE", module)
+        _check_methods(mixture, "weighted_expert")
+        router = _checked("the router", mixture.router, SoftmaxRouter, SigmoidRouter)
+        _check_methods(router, "logits", "choose")
+        n, k, groups = router.experts, router.k, router.groups
+        if not 0 < k <= n == len(mixture.experts):
+            raise Unsupported(
+                f"the router chooses {k} of {n}, and there are "
+                f"{plural(len(mixture.experts), 'expert')}"
+            )
+        experts = tuple(self._network("an expert", x) for x in mixture.experts)
+        if len({x.gate.weight.shape[0] for x in experts}) > 1:
+            raise Unsupported("experts have different numbers of hidden units")
+        if groups is not None and (n % groups.count or groups.best > n // groups.count):
+            raise Unsupported(f"{plural(n, 'expert')} cannot be in {groups}")
+        shared: nn.Module | None = mixture.shared
+        shared_gate: StepMap | None = None
+        if isinstance(shared, GatedSharedExpert):
+            gated = _checked("the shared expert", shared, GatedSharedExpert)
+            shared, shared_gate = gated.expert, self._map(gated.gate, 1)
+        return StepMixture(
+            router=self._map(router.linear, n),
+            experts=experts,
+            k=k,
+            sigmoid=type(router) is SigmoidRouter,
+            normalise=router.normalise,
+            scale=float(router.scale),
+            correction=self._correction(router),
+            groups=(0, 0, 0) if groups is None else (groups.count, groups.topk, groups.best),
+            shared=None if shared is None else self._network("the shared expert", shared),
+            shared_gate=shared_gate,
+        )
+
+    def _network(self, name: str, module: nn.Module) -> StepNetwork:
+        """Read the maps and the activation of a gated network."""
+        network: Any = _checked(name, module, GatedFeedForward, SwiGLU, ClippedSwiGLU)
+        F = network.gate.out_features
+        gate, up = self._map(network.gate, F), self._map(network.up, F)
+        down = self._map(network.down, self.width, F)
+        if isinstance(network, ClippedSwiGLU):
+            limit, alpha = float(network.limit), float(network.alpha)
+            return StepNetwork(gate, up, down, "clipped_silu", limit, alpha)
+        return StepNetwork(gate, up, down, _activation(network.activation))
+
+    def _correction(self, router: Router) -> Tensor | None:
+        """Read what a router adds to the scores of its experts."""
+        if not isinstance(router, SigmoidRouter):
+            return None
+        stored = router._parameters.get("correction")
+        wide = stored is not None and stored.dtype == torch.float32
+        correction = self._tensor(stored, "the correction", torch.float32 if wide else None)
+        if correction.shape != (router.experts,):
+            raise Unsupported("the correction has another size than the experts")
+        return correction
 
     def _residual(self, residual: nn.Module) -> tuple[StepNorm | None, StepNorm | None]:
         """Read a residual connection: the norm before the sublayer, and the one on its result."""
@@ -239,13 +313,18 @@ class ModelReader:
         self.max_rows = min(self.max_rows, MAX_STORED_VECTORS)
         return weight
 
-    def _tensor(self, x: Tensor | None, name: str) -> Tensor:
-        """Check that compiled code can read a parameter."""
+    def _tensor(self, x: Tensor | None, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Check that compiled code can read a parameter of a dtype; None is that of the head."""
         if x is None:
             raise Unsupported(f"{name} is computed when it is read (a parametrization)")
         if type(x) not in (Tensor, nn.Parameter):
             raise Unsupported(f"{name} is {type(x).__name__}")
-        if x.dtype != self.dtype or not x.is_cpu or not x.is_contiguous() or not x.numel():
+        if (
+            x.dtype != (dtype or self.dtype)
+            or not x.is_cpu
+            or not x.is_contiguous()
+            or not x.numel()
+        ):
             raise Unsupported(
                 f"{name} is {x.dtype} on {x.device}; it must be {self.dtype}, like the head, "
                 "contiguous, and on a CPU"
@@ -259,6 +338,13 @@ def _check_calls(module: nn.Module) -> None:
         raise Unsupported(f"{type(module).__name__} has a hook")
     if "forward" in module.__dict__:
         raise Unsupported(f"the forward of a {type(module).__name__} was replaced")
+
+
+def _check_methods(module: nn.Module, *names: str) -> None:
+    """Raise if a method of a module was replaced."""
+    for name in names:
+        if name in module.__dict__:
+            raise Unsupported(f"the {name} of a {type(module).__name__} was replaced")
 
 
 def _checked(name: str, module: object, *allowed: type[Part]) -> Part:

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -23,16 +24,29 @@ from torch import Tensor
 
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import (
+    DECODE_QUANTIZED_STRUCT,
     DECODE_STRUCT,
     MAP_PARTS,
     STEP_LAYER_STRUCT,
+    STEP_MIXTURE_STRUCT,
+    STEP_NETWORK_STRUCT,
     STEP_STRUCT,
+    QuantizedField,
 )
-from regard.ops.jit.decode import ELEMENTS_PER_THREAD, split_count
+from regard.ops.jit.decode import (
+    ELEMENTS_PER_THREAD,
+    NO_PAGES,
+    QuantizedSlots,
+    quantized_numbers,
+    split_count,
+)
 from regard.ops.stored_weights import StoredWeight
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "clipped_silu")
 """The activations that the compiled step supports, in the order of their numbers."""
+
+PHASES = 5
+"""The largest number of phases of a layer that have counters; attention has its own."""
 
 COUNTER_WORDS = 16
 """The distance between the counters of two phases in 8-byte integers; it must be equal to
@@ -69,21 +83,75 @@ class StepNorm:
 
 
 @dataclass(frozen=True, eq=False)
+class StepNetwork:
+    """A gated feed-forward network of the compiled step, down (f(gate x) * up x).
+
+    Args:
+        gate, up, down: its linear maps.
+        activation: one of `ACTIVATIONS`.
+        limit, alpha: the numbers of "clipped_silu", as in `regard.nn.ClippedSwiGLU`.
+    """
+
+    gate: StepMap
+    up: StepMap
+    down: StepMap
+    activation: str
+    limit: float = 0.0
+    alpha: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class StepMixture:
+    """A mixture of experts of the compiled step, as `regard.nn.MoE` defines it.
+
+    Args:
+        router: the map to the logits of the experts.
+        experts: their networks, all with the same number of hidden units.
+        k: how many of them a token uses.
+        sigmoid: whether scores are sigmoids of the logits; otherwise a softmax.
+        normalise: whether the weights of a token are divided by their sum.
+        scale: the factor on the weights.
+        correction: what is added to the scores for the choice `[n]`, contiguous, in fp32 or the
+            dtype of the weights; None: nothing.
+        groups: the number of groups of experts, how many a token may use, and how many experts of a
+            group make up its score; zeros: no groups.
+        shared: the network for all tokens; None: there is none.
+        shared_gate: the map to the logit of its weight; None: its weight is 1.
+    """
+
+    router: StepMap
+    experts: tuple[StepNetwork, ...]
+    k: int
+    sigmoid: bool
+    normalise: bool
+    scale: float
+    correction: Tensor | None = None
+    groups: tuple[int, int, int] = (0, 0, 0)
+    shared: StepNetwork | None = None
+    shared_gate: StepMap | None = None
+
+    @property
+    def networks(self) -> tuple[StepNetwork, ...]:
+        """All networks; the one for all tokens is the last."""
+        return self.experts if self.shared is None else (*self.experts, self.shared)
+
+
+@dataclass(frozen=True, eq=False)
 class StepLayer:
-    """One layer of the compiled step: attention, then a gated feed-forward layer.
+    """One layer of the compiled step: attention, then a feed-forward layer.
 
     Args:
         H, G, D, E: query heads, key/value heads, query/key head dim, value head dim.
         q, k, v, out: the linear maps of the attention.
-        gate, up, down: the linear maps of the feed-forward layer.
+        network: the feed-forward layer.
         before, after: the norm before the attention and the one on its result; None: no norm.
         ff_before, ff_after: the same of the feed-forward layer.
         q_norm, k_norm: the norm on each head of queries and of keys, before the rotation.
-        activation: one of `ACTIVATIONS`.
         scale: the factor on q . k.
         softcap: the bound on the scores; 0: none.
         rotary: the number of the layer's rotary tables in `StepInputs.tables`; None: no rotation.
         mask: the number of the layer's ranges in `StepInputs.ranges`.
+        sink: the logits of the sinks `[H]`, contiguous; None: no sinks.
         slopes: the slopes of ALiBi, contiguous fp32 `[H]`; None: no ALiBi.
         symmetric: whether ALiBi is symmetric.
     """
@@ -96,20 +164,18 @@ class StepLayer:
     k: StepMap
     v: StepMap
     out: StepMap
-    gate: StepMap
-    up: StepMap
-    down: StepMap
+    network: StepNetwork | StepMixture
     before: StepNorm | None
     after: StepNorm | None
     ff_before: StepNorm | None
     ff_after: StepNorm | None
     q_norm: StepNorm | None
     k_norm: StepNorm | None
-    activation: str
     scale: float
     softcap: float
     rotary: int | None
     mask: int
+    sink: Tensor | None = None
     slopes: Tensor | None = None
     symmetric: bool = False
 
@@ -146,17 +212,30 @@ class KeyPlace(NamedTuple):
     """Where the keys of some layers are, and where the new tokens go.
 
     Args:
-        slot: the slot of the buffers that the new tokens take.
-        S: the number of slots, from 0 on, that hold the keys.
+        slots: the slot of the buffers that the new token of each row takes, int64 `[B]`.
+        S: the number of slots of the buffers, from 0 on, that hold keys.
         k_positions: the positions of these slots `[B or 1, S]`, or `[1, 0]` where they are
             contiguous from `origin` on.
         origin: the position of slot 0 where they are contiguous.
+        coded: the number of slots before these that are stored as codes.
+        coded_positions, coded_origin: the positions of the coded slots, in the same form.
     """
 
-    slot: int
+    slots: Tensor
     S: int
     k_positions: Tensor
     origin: int
+    coded: int
+    coded_positions: Tensor
+    coded_origin: int
+
+
+class StepCodes(Protocol):
+    """Protocol of the slots of a layer that are stored as codes."""
+
+    @property
+    def parts(self) -> Sequence[QuantizedSlots]:
+        """The codes of keys and of values, which compiled code can read where they are."""
 
 
 class StepInputs(NamedTuple):
@@ -168,6 +247,10 @@ class StepInputs(NamedTuple):
             last dimension is contiguous.
         places: the different places of keys.
         place_of: for each layer the index of its place.
+        codes: for each layer the slots before those of the buffers that are stored as codes, the
+            same object as long as they are the same; None: there are none.
+        pages: for each layer the pages `[B, n]` of its rows, contiguous, and the number of slots of
+            a page; None: its buffers are no pages.
         q_positions: the positions of the new tokens `[B or 1, 1]`.
         ranges: for each different mask the starts and stops of the ranges of positions that the
             queries see, each int64 `[b, h, 1, n]`.
@@ -178,31 +261,34 @@ class StepInputs(NamedTuple):
     buffers: Sequence[tuple[Tensor, Tensor]]
     places: Sequence[KeyPlace]
     place_of: tuple[int, ...]
+    codes: Sequence[StepCodes | None]
+    pages: Sequence[tuple[Tensor, int] | None]
     q_positions: Tensor
     ranges: Sequence[tuple[Tensor, Tensor]]
     tables: Sequence[RotaryTables]
 
 
-class SameTensors:
-    """Remembers tensors without keeping them alive, to find out later whether others are the same.
+class SameObjects:
+    """Remembers objects, such as tensors, without keeping them alive, to find out later whether
+    others are the same.
 
-    >>> known, x = SameTensors(), torch.ones(2)
+    >>> known, x = SameObjects(), torch.ones(2)
     >>> known.remember([x])
     >>> known.are([x]), known.are([x.clone()])
     (True, False)
     """
 
     def __init__(self) -> None:
-        self._known: list[ReferenceType[Tensor]] = []
+        self._known: list[ReferenceType[Any]] = []
 
-    def remember(self, tensors: Sequence[Tensor]) -> None:
-        """Remember these tensors instead of the last ones."""
-        self._known = list(map(ref, tensors))
+    def remember(self, objects: Sequence[object]) -> None:
+        """Remember these objects instead of the last ones."""
+        self._known = list(map(ref, objects))
 
-    def are(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether these are the remembered tensors, in the same order."""
-        return len(tensors) == len(self._known) and all(
-            known() is x for known, x in zip(self._known, tensors, strict=True)
+    def are(self, objects: Sequence[object]) -> bool:
+        """Return whether these are the remembered objects, in the same order."""
+        return len(objects) == len(self._known) and all(
+            known() is x for known, x in zip(self._known, objects, strict=True)
         )
 
 
@@ -220,19 +306,26 @@ class DecodeStep:
         self.model = model
         self.dtype = model.head.weight.dtype
         self._layers = np.zeros(len(model.layers), STEP_LAYER_STRUCT.dtype)
+        self._networks = _Networks(self._layers, [layer.network for layer in model.layers])
         self._attention = np.zeros(len(model.layers), DECODE_STRUCT.dtype)
+        self._codes = np.zeros(len(model.layers), DECODE_QUANTIZED_STRUCT.dtype)
         for i, layer in enumerate(model.layers):
             _pack_layer(self._layers[i], layer)
-            self._attention[i]["T"], self._attention[i]["scale"] = 1, layer.scale
-            self._attention[i]["softcap"] = layer.softcap
-        self._counters = np.zeros((4 * len(model.layers) + 1, COUNTER_WORDS), np.int64)
+            _set_pages(self._attention[i], None)
+            for record in (self._attention[i], self._codes[i]):
+                record["T"], record["scale"], record["softcap"] = 1, layer.scale, layer.softcap
+        widths = (model.head.weight.shape[1], self._networks.width)
+        self._width = max(*widths, *(layer.H * layer.E for layer in model.layers))
+        self._head = max(max(layer.D, layer.E) for layer in model.layers)
+        self._counters = np.zeros((PHASES * len(model.layers) + 1, COUNTER_WORDS), np.int64)
         self._by_mask = _numbers_by_value([layer.mask for layer in model.layers])
         self._place_of: tuple[int, ...] = ()
         self._by_place: list[tuple[int, np.ndarray]] = []
         self._by_rotary = _numbers_by_value([layer.rotary for layer in model.layers])
         self._scratch: tuple[Tensor, ...] = ()
         self._rows = self._splits = 0
-        self._buffers = SameTensors()
+        self._buffers, self._last_codes = SameObjects(), SameObjects()
+        self._last_pages = SameObjects()
 
     def run(self, inputs: StepInputs) -> Tensor:
         """Compute the logits of the new tokens, and write their keys and values to the buffers.
@@ -252,9 +345,11 @@ class DecodeStep:
         self._set_positions(inputs)
         logits = torch.empty(B, 1, model.head.weight.shape[0], dtype=self.dtype)
         self._counters.fill(0)
-        self._attention["taken"] = self._attention["done"] = 0
-        x, x_mid, y, hidden = self._scratch[:4]
+        for calls in (self._attention, self._codes):
+            calls["taken"] = calls["done"] = 0
+        x, x_mid, y, hidden, parts, logits_of_experts, shares = self._scratch[:7]
         norm, (step_entry, attend_entry) = _norm_numbers(model.norm), _compiled_entries()
+        has_codes = any(x is not None for x in inputs.codes)
         record = STEP_STRUCT.pack_numbers(
             B,
             len(model.layers),
@@ -263,12 +358,19 @@ class DecodeStep:
             self._layers.ctypes.data,
             attend_entry(self.dtype),
             self._attention.ctypes.data,
+            _entry_of_codes()(self.dtype) if has_codes else 0,
+            self._codes.ctypes.data,
+            self._width,
+            self._head,
             self._counters.ctypes.data,
             inputs.x.data_ptr(),
             x.data_ptr(),
             x_mid.data_ptr(),
             y.data_ptr(),
             hidden.data_ptr(),
+            logits_of_experts.data_ptr(),
+            shares.data_ptr(),
+            parts.data_ptr(),
             logits.data_ptr(),
             *norm,
             *_map_numbers(model.head),
@@ -284,25 +386,36 @@ class DecodeStep:
             return
         M = self.model.head.weight.shape[1]
         states = [torch.empty(B, M, dtype=self.dtype) for _ in range(3)]
-        hidden = torch.empty(
-            B, max(layer.down.weight.shape[1] for layer in layers), dtype=self.dtype
-        )
+        pairs = self._networks.prepare(B)
+        hidden = torch.empty(B, self._networks.units, dtype=self.dtype)
+        parts = torch.empty(pairs, M, dtype=self.dtype)
+        shares, logits = torch.empty(pairs), torch.empty(B, self._networks.logits)
         q = torch.empty(B, max(layer.H * layer.D for layer in layers))
-        out = torch.empty(B, splits, max(layer.H * layer.E for layer in layers))
-        lse = torch.empty(B, splits, max(layer.H for layer in layers))
-        self._scratch = *states, hidden, q, out, lse
+        self._scratch = *states, hidden, parts, logits, shares, q
         self._rows, self._splits = B, splits
-        for i, layer in enumerate(layers):
-            record = self._attention[i]
-            record["q"], record["out"], record["lse"] = (x.data_ptr() for x in (q, out, lse))
-            record["q_shape"] = B, layer.G, layer.H // layer.G, layer.D
-            record["symmetric"] = layer.symmetric
-            slopes = _NO_SLOPES if layer.slopes is None else layer.slopes
-            for name, x in (("visible", _NO_VISIBLE), ("slopes", slopes), ("bias", _NO_BIAS)):
-                record[name], record[f"{name}_shape"] = x.data_ptr(), _shape_4d(x)
+        for calls in (self._attention, self._codes):
+            out = torch.empty(B, splits, max(layer.H * layer.E for layer in layers))
+            lse = torch.empty(B, splits, max(layer.H for layer in layers))
+            self._scratch += out, lse
+            for record, layer in zip(calls, layers, strict=True):
+                record["q"], record["out"], record["lse"] = (x.data_ptr() for x in (q, out, lse))
+                record["q_shape"] = B, layer.G, layer.H // layer.G, layer.D
+                record["out_shape"] = 0
+                record["symmetric"] = layer.symmetric
+                slopes = _NO_SLOPES if layer.slopes is None else layer.slopes
+                for name, x in (("visible", _NO_VISIBLE), ("slopes", slopes), ("bias", _NO_BIAS)):
+                    record[name], record[f"{name}_shape"] = x.data_ptr(), _shape_4d(x)
 
     def _set_buffers(self, inputs: StepInputs) -> None:
-        """Set the addresses of the buffers, if they are others than in the last step."""
+        """Set the addresses of the buffers and of the codes, if they are others than in the last
+        step.
+        """
+        codes = [_ABSENT if x is None else x for x in inputs.codes]
+        if not self._last_codes.are(codes):
+            for record, x in zip(self._codes, inputs.codes, strict=True):
+                if x is not None:
+                    _set_codes(record, x)
+            self._last_codes.remember(codes)
         tensors = [x for pair in inputs.buffers for x in pair]
         if self._buffers.are(tensors):
             return
@@ -317,16 +430,26 @@ class DecodeStep:
             self._place_of = inputs.place_of
             self._by_place = _numbers_by_value(inputs.place_of)
         records = self._attention
+        pages = [_ABSENT if x is None else x[0] for x in inputs.pages]
+        if not self._last_pages.are(pages):
+            for record, own in zip(records, inputs.pages, strict=True):
+                _set_pages(record, own)
+            self._last_pages.remember(pages)
         for i, layers in self._by_place:
             place = inputs.places[i]
             records["S"][layers], records["origin"][layers] = place.S, place.origin
-            self._layers["slot"][layers] = place.slot
+            self._layers["slots"][layers] = place.slots.data_ptr()
             records["k_positions"][layers] = place.k_positions.data_ptr()
             records["k_positions_shape"][layers] = _shape_4d(place.k_positions)
+            codes, positions = self._codes, place.coded_positions
+            codes["S"][layers], codes["origin"][layers] = place.coded, place.coded_origin
+            codes["k_positions"][layers] = positions.data_ptr()
+            codes["k_positions_shape"][layers] = _shape_4d(positions)
 
     def _set_splits(self, B: int, workers: int) -> None:
         """Divide the keys into splits, exactly as `regard.ops.jit.decode` does."""
-        for record, layer in zip(self._attention, self.model.layers, strict=True):
+        several = zip(self._attention, self._codes, self.model.layers, strict=True)
+        for record, layer in ((x, layer) for *both, layer in several for x in both):
             heads, S = B * layer.G, int(record["S"])
             work = heads * S * (layer.D + layer.E)
             used = min(workers, max(1, work // ELEMENTS_PER_THREAD))
@@ -340,11 +463,13 @@ class DecodeStep:
         """Set the positions of the queries, the ranges that each mask lets them see, and the
         rotations.
         """
-        records, x = self._attention, inputs.q_positions
-        records["q_positions"], records["q_positions_shape"] = x.data_ptr(), _shape_4d(x)
-        for i, layers in self._by_mask:
-            for name, x in zip(("starts", "stops"), inputs.ranges[i], strict=True):
-                records[name][layers], records[f"{name}_shape"][layers] = x.data_ptr(), _shape_4d(x)
+        for records in (self._attention, self._codes):
+            x = inputs.q_positions
+            records["q_positions"], records["q_positions_shape"] = x.data_ptr(), _shape_4d(x)
+            for i, layers in self._by_mask:
+                for name, x in zip(("starts", "stops"), inputs.ranges[i], strict=True):
+                    records[name][layers] = x.data_ptr()
+                    records[f"{name}_shape"][layers] = _shape_4d(x)
         for i, layers in self._by_rotary:
             cos, sin, interleaved = inputs.tables[i]
             for name, number in (
@@ -356,6 +481,25 @@ class DecodeStep:
             ):
                 self._layers[name][layers] = number
 
+
+def _set_pages(record: np.void, pages: tuple[Tensor, int] | None) -> None:
+    """Write the pages of a layer to a struct."""
+    table, size = (NO_PAGES, 1) if pages is None else pages
+    record["pages"], record["pages_shape"] = table.data_ptr(), _shape_4d(table)
+    record["page_size"] = size
+
+
+def _set_codes(record: np.void, codes: StepCodes) -> None:
+    """Write the addresses and sizes of codes to a struct."""
+    for name, x in zip(("k", "v"), codes.parts, strict=True):
+        groups = x.groups
+        numbers = iter(quantized_numbers(groups.codes, groups.scale, groups.zero, x.bits))
+        for field, _, n in QuantizedField(name).parts:
+            record[field] = next(numbers) if n == 1 else tuple(islice(numbers, n))
+
+
+_ABSENT = torch.empty(0)
+"""Stands for the codes or the pages that a layer does not have."""
 
 _NO_VISIBLE = torch.empty(1, 1, 1, 0, dtype=torch.bool)
 _NO_BIAS, _NO_SLOPES = torch.empty(1, 1, 1, 0), torch.empty(0)
@@ -390,14 +534,104 @@ def _map_numbers(linear_map: StepMap) -> tuple[int, int, int]:
     return 0, bias, matrix.buffer_info()[0]
 
 
-def _pack_layer(record: np.void, layer: StepLayer) -> None:
-    """Write a layer to its struct."""
-    record["H"], record["G"], record["D"], record["E"] = layer.H, layer.G, layer.D, layer.E
-    record["F"] = layer.down.weight.shape[1]
-    record["activation"] = ACTIVATIONS.index(layer.activation)
-    for name in ("q", "k", "v", "out", "gate", "up", "down"):
-        for part, number in zip(MAP_PARTS, _map_numbers(getattr(layer, name)), strict=True):
+class _Networks:
+    """The packed structs of the feed-forward layers, to which the structs of the layers refer.
+
+    Args:
+        layers: the structs of the layers.
+        networks: their feed-forward layers.
+
+    Attributes:
+        width: the largest number of hidden units of a network.
+        units: the largest number of hidden units that a token has in a layer.
+        logits: the largest number of logits of experts, and of a gate, that a token has.
+    """
+
+    def __init__(self, layers: np.ndarray, networks: Sequence[StepNetwork | StepMixture]) -> None:
+        mixtures = [x for x in networks if isinstance(x, StepMixture)]
+        several = [x.networks if isinstance(x, StepMixture) else (x,) for x in networks]
+        self.width = max(_hidden_units(x) for each in several for x in each)
+        self.logits = max((len(x.experts) + 1 for x in mixtures), default=0)
+        self.units, self._pairs = 0, max((x.k + 1 for x in mixtures), default=0)
+        self._networks = np.zeros(sum(map(len, several)), STEP_NETWORK_STRUCT.dtype)
+        self._mixtures = np.zeros(len(mixtures), STEP_MIXTURE_STRUCT.dtype)
+        self._routing = np.zeros((0, 0), np.int64)
+        first = i = 0
+        for layer, network, own in zip(layers, networks, several, strict=True):
+            place = _address(self._networks[first:])
+            for record, x in zip(self._networks[first:], own, strict=False):
+                _pack_network(record, x)
+            units = _hidden_units(own[0])
+            if isinstance(network, StepMixture):
+                _pack_mixture(self._mixtures[i], network, place)
+                layer["mixture"] = _address(self._mixtures[i:])
+                units = network.k * units
+                units += 0 if network.shared is None else _hidden_units(network.shared)
+                i += 1
+            else:
+                layer["network"] = place
+            self.units = max(self.units, units)
+            first += len(own)
+
+    def prepare(self, B: int) -> int:
+        """Allocate the memory for the choice of experts for B tokens, and return the largest
+        number of results of networks of a mixture.
+        """
+        self._routing = np.zeros((len(self._mixtures), 3 * B * self._pairs + 2), np.int64)
+        for record, x in zip(self._mixtures, self._routing, strict=True):
+            record["routing"] = _address(x)
+        return B * self._pairs
+
+
+def _address(x: np.ndarray) -> int:
+    """Return the address of the first element of an array."""
+    address: int = x.ctypes.data
+    return address
+
+
+def _hidden_units(network: StepNetwork) -> int:
+    """Return the number of hidden units of a network."""
+    return network.down.weight.shape[1]
+
+
+def _pack_network(record: np.void, network: StepNetwork) -> None:
+    """Write a network to its struct."""
+    record["F"] = _hidden_units(network)
+    record["activation"] = ACTIVATIONS.index(network.activation)
+    record["limit"], record["alpha"] = network.limit, network.alpha
+    _pack_maps(record, network, ("gate", "up", "down"))
+
+
+def _pack_mixture(record: np.void, mixture: StepMixture, networks: int) -> None:
+    """Write a mixture to its struct; its networks lie one after the other at an address."""
+    record["n"], record["k"], record["networks"] = len(mixture.experts), mixture.k, networks
+    record["sigmoid"], record["normalise"] = mixture.sigmoid, mixture.normalise
+    record["scale"] = mixture.scale
+    record["groups"], record["group_topk"], record["group_best"] = mixture.groups
+    correction = mixture.correction
+    if correction is not None:
+        record["correction"] = correction.data_ptr()
+        record["wide_correction"] = correction.dtype == torch.float32
+    _pack_maps(record, mixture, ("router",))
+    if mixture.shared is not None:
+        record["shared"] = networks + len(mixture.experts) * STEP_NETWORK_STRUCT.dtype.itemsize
+    if mixture.shared_gate is not None:
+        record["gated"] = True
+        _pack_maps(record, mixture, ("shared_gate",))
+
+
+def _pack_maps(record: np.void, owner: object, names: Sequence[str]) -> None:
+    """Write the linear maps of these names to a struct."""
+    for name in names:
+        for part, number in zip(MAP_PARTS, _map_numbers(getattr(owner, name)), strict=True):
             record[f"{name}_{part}"] = number
+
+
+def _pack_layer(record: np.void, layer: StepLayer) -> None:
+    """Write a layer to its struct, except for its feed-forward layer."""
+    record["H"], record["G"], record["D"], record["E"] = layer.H, layer.G, layer.D, layer.E
+    record["sink"] = 0 if layer.sink is None else layer.sink.data_ptr()
+    _pack_maps(record, layer, ("q", "k", "v", "out"))
     for name in ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after"):
         numbers = _norm_numbers(getattr(layer, name))
         record[f"{name}_w"], record[f"{name}_eps"], record[f"{name}_offset"] = numbers
@@ -411,3 +645,13 @@ def _compiled_entries() -> tuple[Callable[[torch.dtype], int], ...]:
     from regard.ops.jit import decode_loops, step_loops
 
     return step_loops.entry_address, decode_loops.entry_address
+
+
+@cache
+def _entry_of_codes() -> Callable[[torch.dtype], int]:
+    """Import the compiled loops of quantised caches at the first call, and return the function that
+    maps a dtype to the address of their code.
+    """
+    from regard.ops.jit import decode_quantized_loops
+
+    return decode_quantized_loops.entry_address

@@ -33,8 +33,8 @@ increments a counter in the struct). A task is one split of the keys of one key/
 tile of 64 keys it determines which queries see which keys (`tile_coverage`,
 `_gather_visible_keys`), and computes scores (`compute_scores`), weights (`online_softmax`) and
 weighted values (`add_values`). The thread that finishes last joins the splits (`join_splits`).
-6. `decode` returns the output and the lse; `CpuKernel.run` applies the sink and converts to the
-dtype of the call.
+6. `decode` returns the output and the lse; `apply_sinks` applies the sinks, and `CpuKernel.run`
+converts to the dtype of the call.
 
 The files, from the entry points inwards:
 
@@ -51,6 +51,8 @@ The files, from the entry points inwards:
     gemv_loops.py               a linear map of a few rows
     rms_norm_loops.py           an RMS norm of a few rows
     step_loops.py               a decoded token through all layers of a model
+    step_network_loops.py       its feed-forward layers: one network, or a mixture of experts
+    step_parts.py               what its phases are made of: waiting, norms, rows of linear maps
     entry_points.py             compiled functions that take the address of a struct
     llvm_vectors.py             loops written in LLVM's vector instructions
     half_precision.py           bfloat16 and float16 in registers

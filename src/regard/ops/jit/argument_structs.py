@@ -166,8 +166,16 @@ _DECODE_FIELDS = (
     ArrayField("q_positions"),  # int64 [b,T]
     IntField("S"),  # the number of keys
 )
-DECODE_STRUCT = StructLayout(*_DECODE_FIELDS, StridedField("k"), StridedField("v"))
-"""The arguments of decoding over keys and values in full precision, packed by `decode`."""
+DECODE_STRUCT = StructLayout(
+    *_DECODE_FIELDS,
+    ArrayField("pages"),  # int64 [b,n], the pages of each row in order, or [1,0] without pages
+    IntField("page_size"),  # the number of slots of a page
+    StridedField("k"),
+    StridedField("v"),
+)
+"""The arguments of decoding over keys and values in full precision, packed by `decode`. With pages,
+slot s of row b is slot pages[b, s // page_size] page_size + s % page_size in memory.
+"""
 
 DECODE_QUANTIZED_STRUCT = StructLayout(*_DECODE_FIELDS, QuantizedField("k"), QuantizedField("v"))
 """The arguments of decoding over quantised keys and values."""
@@ -247,30 +255,69 @@ STEP_STRUCT = StructLayout(
     IntField("layers"),  # the address of L structs STEP_LAYER_STRUCT
     IntField("attend"),  # the address of the entry of `decode_loops`
     IntField("attention"),  # the address of L structs DECODE_STRUCT, its arguments
-    IntField("counters"),  # the address of 4 L + 1 pairs of counters, one for each phase
+    IntField("attend_codes"),  # the address of the entry of `decode_quantized_loops`
+    IntField("codes"),  # the address of L structs DECODE_QUANTIZED_STRUCT: S is 0 without codes
+    IntField("width"),  # the largest number of numbers in a vector of a step
+    IntField("head"),  # the largest size of a head
+    IntField("counters"),  # the address of pairs of counters, one for each phase: at most 5 L + 1
     IntField("embedded"),  # the address of the hidden states before the first layer [B,M]
     IntField("x"),  # the address of the hidden states before the attention of a layer [B,M]
     IntField("x_mid"),  # the address of the hidden states before its feed-forward layer [B,M]
     IntField("y"),  # the address of the result of a sublayer [B,M]
-    IntField("hidden"),  # the address of the hidden units of a feed-forward layer [B,F]
+    IntField("hidden"),  # the address of the hidden units of a feed-forward layer [B,F]; of a
+    # mixture those of each pair of an expert and a token [B k,F], then those of the shared network
+    IntField("router_logits"),  # the address of the logits of the experts in fp32 [B,n], then of
+    # those of the gate of the shared network [B]
+    IntField("shares"),  # the address of the weights of the pairs in fp32 [B k]
+    IntField("parts"),  # the address of the results of the pairs [B k,M], then of the shared [B,M]
     IntField("logits"),  # the address of the output [B,V]
     *(IntField(f"norm_{x}") if x == "w" else FloatField(f"norm_{x}") for x in NORM_PARTS),
     *(IntField(f"head_{part}") for part in MAP_PARTS),
 )
 """The arguments of a decoding step of a whole model, packed by `regard.ops.decode_step`."""
 
+STEP_NETWORK_STRUCT = StructLayout(
+    IntField("F"),  # the number of hidden units
+    IntField("activation"),  # the number of the activation, in `decode_step.ACTIVATIONS`
+    FloatField("limit"),  # the limits of an activation that clips
+    FloatField("alpha"),  # its factor inside the sigmoid
+    *(IntField(f"{x}_{part}") for x in ("gate", "up", "down") for part in MAP_PARTS),
+)
+"""A gated feed-forward network of a decoding step."""
+
+STEP_MIXTURE_STRUCT = StructLayout(
+    IntField("n"),  # the number of experts
+    IntField("k"),  # how many of them a token uses
+    IntField("sigmoid"),  # whether scores are sigmoids of the logits; otherwise a softmax
+    IntField("normalise"),  # whether the weights of a token are divided by their sum
+    FloatField("scale"),  # the factor on the weights
+    IntField("groups"),  # the number of groups of experts; 0: no groups
+    IntField("group_topk"),  # how many groups a token may use
+    IntField("group_best"),  # how many experts of a group make up its score
+    IntField("correction"),  # the address of a correction of the scores [n], or 0
+    IntField("wide_correction"),  # whether the correction is fp32, otherwise of the step's dtype
+    *(IntField(f"router_{part}") for part in MAP_PARTS),
+    IntField("routing"),  # the address of the 3 B k + 2 numbers of `choose_experts`, an output
+    IntField("networks"),  # the address of n STEP_NETWORK_STRUCT
+    IntField("shared"),  # the address of the STEP_NETWORK_STRUCT for all tokens, or 0
+    IntField("gated"),  # whether a gate weighs its result
+    *(IntField(f"shared_gate_{part}") for part in MAP_PARTS),
+)
+"""A mixture of experts of a decoding step."""
+
 _STEP_NORMS = ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after")
-_STEP_MAPS = ("q", "k", "v", "out", "gate", "up", "down")
+_STEP_MAPS = ("q", "k", "v", "out")
 STEP_LAYER_STRUCT = StructLayout(
     *(IntField(x) for x in ("H", "G", "D", "E")),  # heads, key/value heads, their sizes
-    IntField("F"),  # the number of hidden units of the feed-forward layer
-    IntField("activation"),  # the number of the activation, in `step_loops.ACTIVATIONS`
+    IntField("network"),  # the address of a STEP_NETWORK_STRUCT, or 0
+    IntField("mixture"),  # the address of a STEP_MIXTURE_STRUCT in its place, or 0
     IntField("pairs"),  # the number of rotary pairs of a head; 0: no rotation
     IntField("interleaved"),  # whether pair i are the dims 2i, 2i + 1; otherwise i, i + pairs
     IntField("tables"),  # the number of rows of cos and sin: B, or 1 for all
     IntField("cos"),  # the address of cos [tables,pairs], in the dtype of the weights
     IntField("sin"),
-    IntField("slot"),  # the slot of keys and values that the step writes
+    IntField("slots"),  # the address of the slots of keys and values that the step writes [B]
+    IntField("sink"),  # the address of the sinks [H], in the dtype of the weights; 0: none
     *(IntField(f"{x}_{part}") for x in _STEP_MAPS for part in MAP_PARTS),  # address or 0
     *(
         IntField(f"{x}_{part}") if part == "w" else FloatField(f"{x}_{part}")

@@ -4,16 +4,18 @@
 precision, of any strides; `decode_quantized` attends to keys and values that a cache stores as
 codes. Both pack an argument struct (`regard.ops.jit.argument_structs`), look up the compiled entry
 for the dtype (`decode_loops`, `decode_quantized_loops`) and run it in torch's threads (`openmp`).
-`join_splits` joins the results of the two functions. Compiled code checks no argument: the caller
-has checked sizes, dtypes and devices. Numba is imported at the first call.
+`join_splits` joins the results of the two functions, and `apply_sinks` adds attention sinks.
+Compiled code checks no argument: the caller has checked sizes, dtypes and devices. Numba is
+imported at the first call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +30,10 @@ ELEMENTS_PER_THREAD = 1 << 17
 """The number of elements of keys and values per thread. For fewer, starting a thread takes longer
 than it saves.
 """
+
+
+NO_PAGES = torch.empty(1, 0, dtype=torch.int64)
+"""The field `pages` of keys and values that do not lie in pages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,19 +193,35 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
 def _quantized_argument(x: QuantizedSlots) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
     """Return the numbers of a `QuantizedField`, and the tensors whose memory they refer to."""
     codes, scale, zero = x.groups.codes, x.groups.scale, x.groups.zero
-    codes = codes if codes.stride(-1) == 1 else codes.contiguous()
-    if zero.stride() != scale.stride():  # the strides of scale and zero must be equal
-        scale, zero = scale.contiguous(), zero.contiguous()
-    memory = (
+    if not is_readable(x):
+        codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
+    return quantized_numbers(codes, scale, zero, x.bits), (codes, scale, zero)
+
+
+def is_readable(x: QuantizedSlots) -> bool:
+    """Return whether compiled code can read codes where they are: their last dimension is
+    contiguous, and the strides of scales and zeros are equal.
+    """
+    groups = x.groups
+    return groups.codes.stride(-1) == 1 and groups.zero.stride() == groups.scale.stride()
+
+
+def quantized_numbers(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> tuple[int, ...]:
+    """Return the numbers of a `QuantizedField`.
+
+    Args:
+        codes, scale, zero: the codes, their scales and zeros, as in `QuantizedCodes`.
+        bits: the number of bits of a code.
+    """
+    return (
         codes.data_ptr(),
         *codes.stride()[:4],
         scale.data_ptr(),
         zero.data_ptr(),
         *scale.stride()[:4],
-        codes.shape[-1] * 8 // x.bits,
-        x.bits,
+        codes.shape[-1] * 8 // bits,
+        bits,
     )
-    return memory, (codes, scale, zero)
 
 
 def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,6 +244,7 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         (k_argument, v_argument),
         k.shape[2],
         v.shape[3],
+        {"pages": NO_PAGES, "page_size": 1},
     )
 
 
@@ -268,6 +291,7 @@ def _run_decode(
     memory: tuple[Sequence[int], Sequence[int]],
     S: int,
     E: int,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor]:
     """Pack the argument struct, run the entry in one or more threads, and return the output and the
     lse.
@@ -280,6 +304,7 @@ def _run_decode(
         memory: the values of the struct fields `k` and `v`.
         S: the number of keys.
         E: the dimension of the values.
+        more: the other fields of the struct.
     """
     B, G, R, D = args.q.shape
     workers = min(openmp.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
@@ -304,6 +329,7 @@ def _run_decode(
         S=S,
         k=memory[0],
         v=memory[1],
+        **more,
     )
     openmp.run_entry(entry(dtype), packed, workers)
     return out[:, 0].view(B, G, R, E), lse[:, :, 0]
@@ -318,6 +344,23 @@ def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor,
     out, lse = torch.stack(list(outs), 2), torch.stack(list(lses), 2)
     join_splits(out.numpy(), lse.numpy())
     return out[:, :, 0], lse[:, :, 0]
+
+
+def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
+    """Return the output `[B, G, R, E]` with exp(sink) added to each softmax denominator; it may be
+    the changed `out` itself.
+
+    Args:
+        out: the output without the sink `[B, G, R, E]` in fp32.
+        lse: its log-sum-exp without the sink `[B, G, R]` in fp32.
+        sink: one logit per head `[H]`.
+        T: the number of queries; row r of key/value head g belongs to head g H/G + r // T.
+    """
+    from regard.ops.jit.decode_loops import apply_sinks
+
+    out, sink = out.contiguous(), sink.detach().float().contiguous()
+    apply_sinks(out.numpy(), lse.contiguous().numpy(), sink.numpy(), T)
+    return out
 
 
 @cache

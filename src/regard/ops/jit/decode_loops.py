@@ -467,7 +467,7 @@ def write_output(acc, top, total, out, lse):
 
 
 @njit_strict
-def _join_row(out, lse):
+def join_row(out, lse):
     """Join the splits of one row, out `[P, E]` and lse `[P]`, into split 0."""
     top = NEG_INF
     for x in lse:
@@ -494,17 +494,52 @@ def join_splits(out, lse):
     for b in range(B):
         for g in range(G):
             for r in range(R):
-                _join_row(out[b, g, :, r], lse[b, g, :, r])
+                join_row(out[b, g, :, r], lse[b, g, :, r])
 
 
 @njit_strict
-def run_tasks(address, call, keys, values):
+def sink_share(lse, sink):
+    """Return the share of a softmax that its keys keep beside a sink: sigmoid(lse - sink), computed
+    in fp64 and rounded once. A row that sees no key keeps its output of 0.
+    """
+    if lse == NEG_INF:
+        return np.float32(1)
+    return np.float32(1 / (1 + math.exp(np.float64(sink) - np.float64(lse))))
+
+
+@njit_strict
+def apply_sinks(out, lse, sink, T):
+    """Multiply each row of out `[B, G, R, E]` by its share beside the sink `[H]` of its head, given
+    its lse `[B, G, R]`; row r of key/value head g belongs to head g H/G + r // T.
+    """
+    B, G, R, E = out.shape
+    for b in range(B):
+        for g in range(G):
+            for r in range(R):
+                share = sink_share(lse[b, g, r], sink[g * (R // T) + r // T])
+                for e in range(E):
+                    out[b, g, r, e] *= share
+
+
+@njit_strict
+def slot_in_memory(pages, b, slot):
+    """Return where a slot of row b is in memory. pages: (the pages of each row [b,n], or empty; the
+    number of slots of a page).
+    """
+    table, size = pages
+    if table.shape[1] == 0:
+        return slot
+    return table[min(b, table.shape[0] - 1), slot // size] * size + slot % size
+
+
+@njit_strict
+def run_tasks(address, call, keys, values, pages):
     """Take tasks until none of the B G P tasks of a call is left, and write their results to out
     `[B, G, P, R, E]` and lse `[B, G, P, R]`. Joining the splits of a call counts as one more
     finished task.
 
     call: (q `[B, G, R, D]`, the scale, T, mask, extra, out, lse). keys, values: (flat memory,
-    strides of B, G and the tokens, tag, number of tokens S).
+    strides of B, G and the tokens, tag, number of tokens S). pages: see `slot_in_memory`.
     """
     q_all, scale, T, mask, extra, out, lse = call
     B, G, P, R, E = out.shape
@@ -514,6 +549,9 @@ def run_tasks(address, call, keys, values):
     top, total = np.empty(padded, np.float32), np.empty(padded, np.float64)
     s, vis = np.zeros((padded, TILE), np.float32), np.empty((R, TILE), np.bool_)
     index = np.empty(TILE, np.int64)
+    # where the keys of a tile are in memory; without pages their indices themselves
+    paged = pages[0].shape[1] > 0
+    places = np.empty(TILE, np.int64) if paged else index
     S = keys[5]
     tiles = (S + TILE - 1) // TILE
     share = (tiles + P - 1) // P
@@ -542,7 +580,9 @@ def run_tasks(address, call, keys, values):
                 n, full = _gather_visible_keys(b, g, tile, R, T, mask, vis, index)
             if cover == 0 or n == 0:
                 continue
-            compute_scores((q, words, scale), R, head_k, index, n, s)
+            for c in range(n if paged else 0):
+                places[c] = slot_in_memory(pages, b, index[c])
+            compute_scores((q, words, scale), R, head_k, places, n, s)
             if not plain:
                 apply_softcap_and_bias(s, b, g, R, T, n, index, mask, extra)
             for r in range(R):
@@ -551,9 +591,9 @@ def run_tasks(address, call, keys, values):
                         s[r, c] = NEG_INF
             online_softmax(s, R, n, acc, top, total)
             if full:
-                add_values(s, R, head_v, index, n, acc)
+                add_values(s, R, head_v, places, n, acc)
             else:
-                add_visible_values(s, R, head_v, index, n, acc)
+                add_visible_values(s, R, head_v, places, n, acc)
         write_output(acc, top, total, out[b, g, p], lse[b, g, p])
         if finish_task(address) == B * G * P - 1 and P > 1:
             join_splits(out, lse)
@@ -588,6 +628,13 @@ def decode_arguments(arguments):
     return q, scale, arguments.T, mask, extra, out.reshape(B, G, P, R, E), lse.reshape(B, G, P, R)
 
 
+@njit_strict
+def page_table(arguments):
+    """Read the pages of a struct, as `slot_in_memory` takes them."""
+    table = array_4d_at(arguments.pages, arguments.pages_shape, np.int64)[0, 0]
+    return table, arguments.page_size
+
+
 ARGUMENTS = DECODE_STRUCT.dtype
 
 
@@ -599,7 +646,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
         S, k_steps, v_steps = arguments.S, arguments.k_steps, arguments.v_steps
         keys = (memory_at(arguments.k, dtype), k_steps[0], k_steps[1], k_steps[2], tag, S)
         values = (memory_at(arguments.v, dtype), v_steps[0], v_steps[1], v_steps[2], tag, S)
-        run_tasks(address, decode_arguments(arguments), keys, values)
+        run_tasks(address, decode_arguments(arguments), keys, values, page_table(arguments))
 
     return entry
 

@@ -406,6 +406,7 @@ def run_tasks(address, call, keys, values):
         write_output(acc, top, total, out[b, g, p], lse[b, g, p])
         if finish_task(address) == B * G * P - 1 and P > 1:
             join_splits(out, lse)
+            finish_task(address)
 
 
 @njit_strict

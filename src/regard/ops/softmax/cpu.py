@@ -17,13 +17,13 @@ from regard.ops.jit.argument_structs import DTYPES
 from regard.ops.jit.decode import (
     TILE_KEYS,
     DecodeArgs,
+    apply_sinks,
     decode,
     decode_quantized,
     join_splits,
     quantized_segment,
 )
 from regard.ops.softmax.call import UNREADABLE, Call, KernelResult, WorkEstimate
-from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.packed_call import unpackable_parts
 from regard.span import Positions, Span, find_empty_slots
 from regard.units import plural
@@ -237,9 +237,10 @@ class CpuKernel:
         if coded_slots < call.S:
             results.append(decode(args, k, v))
         out, lse = results[0] if len(results) == 1 else join_splits(*zip(*results, strict=True))
+        if call.sink is not None:
+            out = apply_sinks(out, lse, call.sink, call.T)
         z = out.reshape(call.B, call.H, call.T, call.E)
         sums = lse.reshape(call.B, call.H, call.T)
-        z = z if call.sink is None else apply_sink(z, sums, call.sink)
         return KernelResult(z.to(call.result_dtype), sums if call.wants_lse else None)
 
     def work(self, call: Call) -> WorkEstimate:

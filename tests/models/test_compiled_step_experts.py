@@ -1,0 +1,241 @@
+"""The compiled step of decoders with mixtures of experts, against their modules."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard.models.compiled_step import why_not
+from regard.models.decoder import Decoder
+from regard.nn import ExpertGroups, GatedFeedForward, MoE, SigmoidRouter, SoftmaxRouter, SwiGLU
+from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, Router
+from regard.ops.stored_weights import Int4Weight, Int8Weight
+from tests.models.step_models import DTYPES, F, M, V, counted_steps, decode, llama, prompted
+from tests.models.test_compiled_step_stored import in_double, in_few_bits
+from tests.rules import assert_close_rule
+
+pytest.importorskip("numba", reason="the loops are compiled by Numba")
+
+IDS = torch.randint(V, (3, 14), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    with counted_steps(monkeypatch) as counted:
+        yield counted
+
+
+def mixture(
+    router: Router, shared: nn.Module | None = None, expert: type[nn.Module] = SwiGLU
+) -> MoE:
+    return MoE(router, [expert(M, F) for _ in range(router.experts)], shared)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": lambda: mixture(SoftmaxRouter(M, 5, 2, normalise=True)),
+    "qwen2-moe": lambda: mixture(SoftmaxRouter(M, 7, 3), GatedSharedExpert(M, SwiGLU(M, 2 * F))),
+    "gpt-oss": lambda: mixture(
+        SoftmaxRouter(M, 4, 2, normalise=True, bias=True), expert=ClippedSwiGLU
+    ),
+    "glm4-moe": lambda: mixture(
+        SigmoidRouter(M, 8, 3, normalise=True, scale=2.5, groups=ExpertGroups(4, 2, best=2)),
+        SwiGLU(M, 72),
+    ),
+    "groups": lambda: mixture(
+        SoftmaxRouter(M, 6, 2, normalise=True, groups=ExpertGroups(3, 1)), expert=ClippedSwiGLU
+    ),
+    "scores": lambda: mixture(SigmoidRouter(M, 6, 2, bias=True), SwiGLU(M, F)),
+}
+
+
+@pytest.mark.full(keep=["bfloat16-qwen2-moe", "float32-glm4-moe"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: str(x).removeprefix("torch."))
+def test_the_step_equals_the_modules(kind: str, dtype: torch.dtype, steps: list[int]) -> None:
+    """Three rows, of which several may use one expert."""
+    decoder = llama(network=KINDS[kind], sink=kind == "gpt-oss").to(dtype)
+    found, _ = decode(decoder, IDS, 9)
+    assert len(steps) == 5
+    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    exact, _ = decode(copy.deepcopy(decoder).double(), IDS, 9, backend="reference")
+    assert len(steps) == 5
+    assert_close_rule(found, plain, exact)
+
+
+def exact_shares(k: int) -> Decoder:
+    """Experts whose logits are numbers of the hidden states, so that every sum of them is exact,
+    and whose weights are powers of two: k experts have the same logit.
+    """
+
+    def network() -> MoE:
+        experts = [GatedFeedForward(M, F, nn.ReLU()) for _ in range(4 * k)]
+        shared = GatedSharedExpert(M, GatedFeedForward(M, F, nn.ReLU()))
+        return MoE(SoftmaxRouter(M, 4 * k, k, normalise=True), experts, shared)
+
+    decoder = llama(H=8, G=4, bias=True, network=network)
+    for layer in decoder.layers:
+        weight = layer.feed_forward.router.linear.weight
+        weight.zero_()
+        weight[torch.arange(4 * k), torch.arange(4 * k) // k] = 1
+        layer.feed_forward.shared.gate.weight.zero_()
+    return decoder
+
+
+@pytest.mark.full(keep=["bfloat16-3-2", "float32-1-2"])
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda x: str(x).removeprefix("torch."))
+def test_where_the_shares_are_exact_all_bits_are(
+    dtype: torch.dtype, rows: int, k: int, steps: list[int]
+) -> None:
+    decoder = exact_shares(k).to(dtype)
+    found, caches = decode(decoder, IDS[:rows], 9)
+    plain, plain_caches = decode(decoder, IDS[:rows], 9, backend="cpu")
+    assert len(steps) == 5
+    assert torch.equal(found, plain)
+    for one, other in zip(caches, plain_caches, strict=True):
+        for name in ("memory.0", "memory.1"):
+            assert torch.equal(one.contents()[name], other.contents()[name])  # type: ignore[arg-type]
+
+
+@pytest.mark.full(keep=["bfloat16-int4"])
+@pytest.mark.parametrize("form", [Int8Weight, Int4Weight])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda x: str(x).removeprefix("torch."))
+def test_stored_experts(
+    dtype: torch.dtype, form: type[Int8Weight | Int4Weight], steps: list[int]
+) -> None:
+    """Some experts, a router and a gate are stored in few bits, and others are not."""
+    decoder = llama(network=KINDS["qwen2-moe"]).to(dtype)
+    decoder = in_few_bits(decoder, form.quantize, form.quantize, None, form.quantize, None)
+    found, _ = decode(decoder, IDS, 9)
+    assert len(steps) == 5
+    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
+    assert_close_rule(found, plain, exact)
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
+    decoder = llama(network=KINDS["glm4-moe"])
+    before, expected = torch.get_num_threads(), decode(decoder, IDS, 9)[0]
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(decode(decoder, IDS, 9)[0], expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_dense_layers_and_mixtures_in_one_decoder(steps: list[int]) -> None:
+    networks = iter(
+        [
+            SwiGLU(M, 3 * F),
+            KINDS["qwen2-moe"](),
+            KINDS["mixtral"](),
+            SwiGLU(M, F),
+            KINDS["scores"](),
+        ]
+    )
+    decoder = llama(network=lambda: next(networks), layers=5)
+    found, _ = decode(decoder, IDS, 9)
+    assert len(steps) == 5
+    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    exact, _ = decode(copy.deepcopy(decoder).double(), IDS, 9, backend="reference")
+    assert_close_rule(found, plain, exact)
+
+
+def test_changes_are_used(steps: list[int]) -> None:
+    """Each change also is a negative control of the last one: it changes the numbers."""
+    decoder = llama(network=KINDS["glm4-moe"])
+    layer = decoder.layers[1].feed_forward
+    seen: list[Tensor] = []
+
+    def set_scale() -> None:
+        layer.router.scale = 1.0
+
+    def set_groups() -> None:
+        layer.router.groups = None
+
+    def set_normalise() -> None:
+        layer.router.normalise = False
+
+    def set_k() -> None:
+        layer.router.k = 5
+
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        set_scale,
+        set_groups,
+        set_normalise,
+        set_k,
+        lambda: layer.router.correction.copy_(torch.arange(8.0)),
+        lambda: layer.experts[7].up.weight.mul_(2),
+        lambda: layer.experts.__setitem__(7, copy.deepcopy(layer.experts[0])),
+        lambda: setattr(layer, "shared", None),
+    ]
+    for change in changes:
+        change()
+        found, _ = decode(decoder, IDS, 11)
+        plain, _ = decode(decoder, IDS, 11, backend="reference")
+        torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
+        seen.append(found)
+    assert len(steps) == 3 * len(changes)
+    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(seen))
+
+
+def _method(decoder: Decoder) -> None:
+    layer = decoder.layers[1].feed_forward
+    layer.weighted_expert = lambda *_: None
+
+
+REFUSED: dict[str, tuple[Callable[[Decoder], object], str]] = {
+    "hook": (
+        lambda d: d.layers[1].feed_forward.experts[3].down.register_forward_hook(print),
+        "has a hook",
+    ),
+    "method": (_method, "layer 1: the weighted_expert of a MoE was replaced"),
+    "router": (
+        lambda d: setattr(
+            d.layers[0].feed_forward, "router", type("Other", (SoftmaxRouter,), {})(M, 8, 3)
+        ),
+        "layer 0: the router is Other",
+    ),
+    "number": (
+        lambda d: setattr(d.layers[0].feed_forward.router, "k", 9),
+        "the router chooses 9 of 8, and there are 8 experts",
+    ),
+    "groups": (
+        lambda d: setattr(d.layers[0].feed_forward.router, "groups", ExpertGroups(3, 1)),
+        "8 experts cannot be in ExpertGroups(count=3",
+    ),
+    "expert": (
+        lambda d: d.layers[1].feed_forward.experts.__setitem__(2, nn.Identity()),
+        "an expert is Identity",
+    ),
+    "units": (
+        lambda d: d.layers[1].feed_forward.experts.__setitem__(2, SwiGLU(M, 2 * F)),
+        "different numbers of hidden units",
+    ),
+    "dtype": (lambda d: d.layers[1].feed_forward.router.linear.half(), "torch.float16 on cpu"),
+    "correction": (
+        lambda d: setattr(
+            d.layers[1].feed_forward.router, "correction", nn.Parameter(torch.ones(3))
+        ),
+        "the correction has another size than the experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_leaves_the_step_and_why(case: str) -> None:
+    decoder = llama(network=KINDS["glm4-moe"])
+    caches, (change, reason) = prompted(decoder), REFUSED[case]
+    with torch.inference_mode():
+        assert why_not(decoder, caches) == []
+        change(decoder)
+        (said,) = why_not(decoder, caches)
+    assert reason in said
