@@ -5,6 +5,7 @@ run it with caches, what an explanation shows, and what is refused.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ from regard.caches.shared import Carrying, FirstValues
 from regard.errors import ArgumentError
 from regard.inspect import explain
 from regard.inspect.explain.random_model import random_model
+from regard.masks import Document
 from regard.models import compiled_step
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn.variants import gqa, rwkv7, value_residual
+from regard.sequence_scope import use_scope
 from regard.span import Span
 from tests.integrations.pytorch.matrix.transforms import onnx_session, traced_onnx_file
 from tests.nn.catalogue import randomise
@@ -193,7 +196,7 @@ def test_gradients_reach_the_first_layer_through_the_values(name: str) -> None:
 
 
 @every
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 def test_it_compiles_and_the_compiled_step_says_why_not(name: str) -> None:
     network, x = decoder(name), ids()
     torch._dynamo.reset()
@@ -265,6 +268,29 @@ def test_a_call_that_raises_changes_no_cache(name: str) -> None:
         network(x[:, 5:7], None, wrong)
     assert caches[0].bytes == held
     assert far(network(x[:, 5:], None, caches), network(x)[:, 5:]) < 1e-11
+
+
+@torch.no_grad()
+def test_packed_documents_of_rwkv7_do_not_see_one_another() -> None:
+    """Neither the state nor the token before reaches the next document."""
+    layer: Any = randomise(rwkv7(16, 4, **OPTIONS["rwkv7"]).double(), 0).eval()
+    x = torch.randn(1, T, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    right = torch.cat([layer(x[:, :4]), layer(x[:, 4:])], 1)
+    assert far(layer(x), right) > 1e-3, "negative control"
+    layer.documents = Document((0, 4, T))
+    cache = layer.new_cache()
+    assert far(layer(x), right) < 1e-11
+    steps = [layer(part, None, cache) for part in x.split([2, 5, T - 7], 1)]
+    assert far(torch.cat(steps, 1), right) < 1e-11
+
+
+@every
+def test_several_ranks_are_refused(name: str) -> None:
+    with (
+        use_scope(SimpleNamespace()),  # type: ignore[arg-type]
+        pytest.raises(ArgumentError, match="shares keys and values between layers"),
+    ):
+        decoder(name)(ids(1), Span(0, T))
 
 
 def test_what_is_refused() -> None:

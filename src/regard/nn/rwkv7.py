@@ -18,7 +18,7 @@ from regard.cost import Spec
 from regard.cost.delta_rules import rwkv7_spec
 from regard.cost.fixed_state import ShortConvolution
 from regard.cost.spec import HeadShape
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.errors import ArgumentTypeError
 from regard.masks import Document
 from regard.nn.delta_rules import BottleneckProjection, at_least_float32
 from regard.nn.explainable import (
@@ -35,7 +35,7 @@ from regard.nn.norms import HeadNorm
 from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection
 from regard.nn.recurrent_projections import token_before
-from regard.nn.value_residual import NO_FIRST_VALUES
+from regard.nn.value_residual import require_first
 from regard.ops.linear.generalised_delta_rule import generalised_delta_rule
 from regard.span import Positions, Span
 from regard.tracing import tap
@@ -223,10 +223,8 @@ class RWKV7(Mixer):
 
     def _with_first(self, v: Tensor, share: Tensor, first: FirstValues | None) -> Tensor:
         """Return values v [B,H,T,D], mixed with those of the first layer by logits `share`."""
-        if first is None:
-            raise ArgumentError(NO_FIRST_VALUES)
         assert self.first_share_bias is not None, "a later layer has it"
-        start = first.take(self.heads.heads, self.heads.head_dim)
+        start = require_first(first).take(self.heads.heads, self.heads.head_dim)
         return torch.lerp(v, start, _gate(share, self.first_share_bias).to(v.dtype))
 
     def _recur(

@@ -15,12 +15,26 @@ from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.span import Positions
 
-NO_FIRST_VALUES = (
-    "a layer mixes its values with those of the first layer, and was called without them; call a "
-    "Decoder, which passes them from layer to layer, or give the layer a "
-    "regard.caches.shared.Carrying"
-)
-"""What is said if such a layer is called alone."""
+
+def require_first(first: FirstValues | None) -> FirstValues:
+    """Return the values of the first layer that came with a call.
+
+    Args:
+        first: them, or None if none came.
+
+    Raises:
+        ArgumentError: none came.
+
+    >>> require_first(FirstValues()).values is None
+    True
+    """
+    if first is None:
+        raise ArgumentError(
+            "a layer mixes its values with those of the first layer, and was called without them; "
+            "call a Decoder, which passes them from layer to layer, or give the layer a "
+            "regard.caches.shared.Carrying"
+        )
+    return first
 
 
 class ValueResidualQKV(SeparateQKV):
@@ -66,7 +80,7 @@ class ValueResidualQKV(SeparateQKV):
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
         """Return the keys and the values of the first layer; a later layer needs its values."""
         if self.share is not None:
-            raise ArgumentError(NO_FIRST_VALUES)
+            require_first(None)
         return super().remember(x, positions)
 
     def remember_carried(self, x: Tensor, positions: Positions | None, first: FirstValues) -> Parts:

@@ -15,8 +15,8 @@ from regard.positions import Rotary
 
 @variant(
     family="softmax",
-    equation="z_h = softmax(q_h k_g^T / sqrt(D) + causal) v_g; v = s W_v x + (1 - s) v1, v1 = the "
-    "values of the first layer, which has v = W_v x",
+    equation="z_h = softmax(q_h k_g^T / sqrt(D) + causal) v_g; v = s W_v x + (1 - s) v1, v1 = v of "
+    "the first layer",
     source="Zhou et al. 2024 (arXiv 2410.17897), section 3",
     groups=2,
 )
