@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from regard.caches.base import Cache, Contents, Parts, check_crop
@@ -135,7 +136,7 @@ class FirstValues:
                 f"the values of the first layer have {self.values.shape[-1]} channels, and this "
                 f"layer has {heads * dim}; give both the same value heads"
             )
-        return self.values.unflatten(-1, (heads, dim)).transpose(1, 2)
+        return torch.unflatten(self.values, -1, (heads, dim)).transpose(1, 2)
 
 
 class Carrying(Recorded):

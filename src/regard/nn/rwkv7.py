@@ -88,6 +88,8 @@ class RWKV7(Mixer):
         value_rank: the rank of the map to the share of the first layer's values.
         gate_rank: the rank of the map to the gate, g = W_2 sigmoid(W_1 y).
         eps: what is added to the variance in the norm.
+        documents: the documents of packed text, by position, as in `Recurrent`; None is one
+            document.
 
     Raises:
         ArgumentError, ArgumentTypeError: a size is less than 1, or eps is not above 0. In a call:
@@ -280,8 +282,8 @@ class RWKV7(Mixer):
         T = run.q.shape[2]
         before, _ = self._token_before(run.x, Span(0, T), None)
         # the values of the run contain the mix with the first layer
-        ones = FirstValues(torch.zeros_like(run.v).transpose(1, 2).flatten(2))
-        given = self._vectors(run.x, before, None if self.first_share is None else ones)
+        unused = FirstValues(torch.zeros_like(run.v).transpose(1, 2).flatten(2))
+        given = self._vectors(run.x, before, None if self.first_share is None else unused)
         given = given._replace(q=run.q, k=run.k, v=run.v)
 
         def read(v: Tensor, n: int = T) -> tuple[Tensor, Parts]:

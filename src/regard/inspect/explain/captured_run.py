@@ -269,7 +269,7 @@ def _hooks(
     def keep_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep("x", args[0])
         keep("memory", kwargs.get("memory"))
-        _, first = own_cache(args[2] if len(args) > 2 else kwargs.get("cache"))
+        first = own_cache(args[2] if len(args) > 2 else kwargs.get("cache"))[1]
         keep("first_values", None if first is None else first.values)
 
     hooks.append(attention.register_forward_pre_hook(keep_inputs, with_kwargs=True))
