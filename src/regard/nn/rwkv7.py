@@ -42,7 +42,7 @@ from regard.tracing import tap
 
 LARGEST_RATE = math.exp(-0.5)
 """The largest rate at which a channel of the state decays: no decay factor is below
-exp(-LARGEST_RATE) = 0.545, so that chunks of tokens can be computed without overflow."""
+exp(-LARGEST_RATE) = 0.545."""
 
 
 class RWKV7Vectors(NamedTuple):
@@ -100,7 +100,7 @@ class RWKV7(Mixer):
     >>> layer(torch.zeros(1, 5, 8), cache=cache).shape, [tuple(x.shape) for x in cache.state]
     (torch.Size([1, 5, 8]), [(1, 2, 4, 4), (1, 1, 8)])
 
-    Source: Peng et al. 2025 (arXiv 2503.14456), section 4 and equations 3 to 21.
+    Source: Peng et al. 2025 (arXiv 2503.14456), section 4.
     """
 
     across_ranks: ClassVar[AcrossRanks] = "state"
@@ -171,13 +171,13 @@ class RWKV7(Mixer):
         form = "recurrent" if backend == "reference" else backend
         state = None if own is None else own.state
         before, past = self._token_before(x, positions, None if state is None else state[1:])
-        given = self._vectors(x, before, first)
-        q, k, v = tap("q", given.q), tap("k", given.k), tap("v", given.v)
-        given = given._replace(q=q, k=k, v=v)
-        read, after = self._recur(given, positions, None if state is None else state[:1], form)
+        vectors = self._vectors(x, before, first)
+        q, k, v = tap("q", vectors.q), tap("k", vectors.k), tap("v", vectors.v)
+        vectors = vectors._replace(q=q, k=k, v=v)
+        read, after = self._recur(vectors, positions, None if state is None else state[:1], form)
         if own is not None:
             own.store((*after, *past), positions)
-        z = tap("z", self._finish(read, given))
+        z = tap("z", self._finish(read, vectors))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def _token_before(
@@ -197,7 +197,7 @@ class RWKV7(Mixer):
         return before, past
 
     def _vectors(self, x: Tensor, before: Tensor, first: FirstValues | None) -> RWKV7Vectors:
-        """Return what the recurrence reads and writes for tokens x [B,T,M], given those before."""
+        """Return what the recurrence reads and writes for tokens x [B,T,M], vectors those before."""
 
         def heads(part: HeadProjection, share: Tensor) -> Tensor:
             y: Tensor = part(before + (x - before) * share, None)
@@ -230,7 +230,7 @@ class RWKV7(Mixer):
         return torch.lerp(v, start, _gate(share, self.first_share_bias).to(v.dtype))
 
     def _recur(
-        self, given: RWKV7Vectors, positions: Positions, state: Parts | None, form: str
+        self, vectors: RWKV7Vectors, positions: Positions, state: Parts | None, form: str
     ) -> tuple[Tensor, Parts]:
         """Run the recurrence, in every document from an empty state; return S^T q [B,H,T,D]."""
 
@@ -252,27 +252,29 @@ class RWKV7(Mixer):
             )
             return (z,), state
 
-        (z,), state = over_documents(self.documents, run, given[:6], positions, state)
+        (z,), state = over_documents(self.documents, run, vectors[:6], positions, state)
         return z, state
 
-    def _finish(self, read: Tensor, given: RWKV7Vectors) -> Tensor:
+    def _finish(self, read: Tensor, vectors: RWKV7Vectors) -> Tensor:
         """Return z of what was read [B,H,T,D]: the norm, the token itself, and the gate."""
-        own = (at_least_float32(given.q) * given.k * _by_channel(self.bonus)).sum(-1, keepdim=True)
+        own = (at_least_float32(vectors.q) * vectors.k * _by_channel(self.bonus)).sum(
+            -1, keepdim=True
+        )
         z: Tensor = self.norm(read)
-        return (z + own.to(z.dtype) * given.v) * given.gate
+        return (z + own.to(z.dtype) * vectors.v) * vectors.gate
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the queries, the written keys and the values, each as one step."""
         x, first = query.x, FirstValues(query.first_values)
         before, _ = self._token_before(x, query.positions, None)
-        given = self._vectors(x, before, None if self.first_share is None else first)
+        vectors = self._vectors(x, before, None if self.first_share is None else first)
         mix = "W (c * x_{i} + (1 - c) * x_{{{i}-1}})"
         name, key, value = "mixed with the token before", "the written key", "the written value"
         later = " and v1_j of the first layer" if self.first_share is not None else ""
         return InputSteps(
-            (MechanismStep(name, f"q_i ← {mix.format(i='i')}", given.q[0]),),
-            (MechanismStep(key, f"k_j ← (1 + (a_j - 1) m) * {mix.format(i='j')}", given.k[0]),),
-            (MechanismStep(value, f"v_j ← {mix.format(i='j')}{later}", given.v[0]),),
+            (MechanismStep(name, f"q_i ← {mix.format(i='i')}", vectors.q[0]),),
+            (MechanismStep(key, f"k_j ← (1 + (a_j - 1) m) * {mix.format(i='j')}", vectors.k[0]),),
+            (MechanismStep(value, f"v_j ← {mix.format(i='j')}{later}", vectors.v[0]),),
         )
 
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow:
@@ -283,15 +285,15 @@ class RWKV7(Mixer):
         before, _ = self._token_before(run.x, Span(0, T), None)
         # the values of the run contain the mix with the first layer
         unused = FirstValues(torch.zeros_like(run.v).transpose(1, 2).flatten(2))
-        given = self._vectors(run.x, before, None if self.first_share is None else unused)
-        given = given._replace(q=run.q, k=run.k, v=run.v)
+        vectors = self._vectors(run.x, before, None if self.first_share is None else unused)
+        vectors = vectors._replace(q=run.q, k=run.k, v=run.v)
 
         def read(v: Tensor, n: int = T) -> tuple[Tensor, Parts]:
-            cut = [x[..., :n, :] for x in given._replace(v=v)]
+            cut = [x[..., :n, :] for x in vectors._replace(v=v)]
             return self._recur(RWKV7Vectors(*cut), Span(0, n), None, "auto")
 
         result, _ = read(run.v)
-        z = self._finish(result, given)
+        z = self._finish(result, vectors)
         weights = effective_row(lambda unit: read(unit)[0], run.v, head, row)
         is_visible = torch.arange(T) <= row
         dots = (run.k[0, head].double() @ run.q[0, head, row].double()).cpu()
