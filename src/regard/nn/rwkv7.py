@@ -197,7 +197,7 @@ class RWKV7(Mixer):
         return before, past
 
     def _vectors(self, x: Tensor, before: Tensor, first: FirstValues | None) -> RWKV7Vectors:
-        """Return what the recurrence reads and writes for tokens x [B,T,M], vectors those before."""
+        """Return what the recurrence reads and writes for tokens x [B,T,M], given those before."""
 
         def heads(part: HeadProjection, share: Tensor) -> Tensor:
             y: Tensor = part(before + (x - before) * share, None)
@@ -261,7 +261,7 @@ class RWKV7(Mixer):
             -1, keepdim=True
         )
         z: Tensor = self.norm(read)
-        return (z + own.to(z.dtype) * vectors.v) * vectors.gate
+        return (z + own.sum(-1, keepdim=True).to(z.dtype) * vectors.v) * vectors.gate
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the queries, the written keys and the values, each as one step."""
