@@ -192,6 +192,7 @@ NO_TOKENS = {
     "Shared": "the memory of an earlier layer, which is lent for one call",
     "Joined": "the caches of several mechanisms in one layer, which update their parts",
     "Recorded": "another cache, for the length of one call",
+    "Carrying": "another cache, for the length of one call, with the values of the first layer",
 }
 """Public caches that are not in the suite, and why."""
 

@@ -34,6 +34,7 @@ NO_SOFTMAX = {"delta_net", "gated_delta_net", "linear_attention", "retention", "
 NO_SOFTMAX |= {"kimi_delta", "gated_delta_2", "comba", "preconditioned_delta", "mesa"}
 NO_SOFTMAX |= {"delta_product", "titans_linear", "short_convolution"}
 NO_SOFTMAX |= {"abc", "gsa", "hgrn2", "lightnet", "lightning", "mamba2", "mlstm", "rwkv4", "rwkv6"}
+NO_SOFTMAX |= {"mamba", "rwkv7"}
 NO_SOFTMAX |= {"based", "cosformer", "performer", "power_attention", "rebased"}
 
 

@@ -12,6 +12,8 @@ import regard
 from regard.nn import CausalConvolution, HeadProjection, Recurrent, RMSNorm, selective_scan
 from regard.nn.linear import Linear
 from regard.nn.selective_scan import SelectiveQKV, SelectiveScanRule
+from regard.nn.variants import VARIANTS
+from tests.nn import catalogue
 
 M, N, D, RANK, KERNEL, T = 6, 5, 3, 2, 4, 11
 
@@ -132,3 +134,15 @@ def test_what_is_refused() -> None:
         SelectiveQKV(HeadProjection(6, 1, D), HeadProjection(6, 1, D), v, CausalConvolution(N, 2))
     assert "no row of weights" in layer().explain_refusal
     assert selective_scan.MAX_DECAYS == 1 << 24
+
+
+def test_without_gradients_the_tokens_are_computed_one_by_one() -> None:
+    """On a CPU, where that is faster; the results are those of chunks up to rounding."""
+    module, x = catalogue.example(VARIANTS["mamba"]), catalogue.tokens(17)
+    with_gradients = module(x).detach()
+    with torch.no_grad():
+        found, chunks = module(x), module(x, backend="chunk")
+        assert torch.equal(found, module(x, backend="recurrent"))
+    assert torch.equal(with_gradients, chunks)
+    assert float((found - chunks).abs().max()) < 1e-12
+    assert not torch.equal(found, chunks), "negative control: the forms round differently"

@@ -115,8 +115,8 @@ def test_chinese_is_written_in_chinese() -> None:
             ),
         ),
         (
-            "no mechanism is named 'x'. `regard describe` lists all 115",
-            "没有名为 'x' 的机制。`regard describe` 列出全部 115 种",
+            "no mechanism is named 'x'. `regard describe` lists all 118",
+            "没有名为 'x' 的机制。`regard describe` 列出全部 118 种",
         ),
         (
             (

@@ -1,5 +1,6 @@
-"""Caches for layers that read the keys and values of an earlier layer: `Shared` stores nothing, and
-`Recorded` shows what another cache returned.
+"""What passes between the layers of a decoder, beside the hidden states. Layers that read the keys
+and values of an earlier layer have a cache `Shared`, which stores nothing, and `Recorded` shows
+what another cache returned. `Carrying` brings the values of the first layer to the later ones.
 
 A reader gets what the earlier layer saw in the same call, not the earlier layer's cache: a ring has
 forgotten tokens that the first queries of a long call may see, and a cache that has already
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from regard.caches.base import Cache, Contents, Parts, check_crop
@@ -77,6 +79,112 @@ class Recorded(Cache):
 
     def __len__(self) -> int:
         return 0 if self.inner is None else len(self.inner)
+
+
+class FirstValues:
+    """The values that the first layer computes for the tokens of one call.
+
+    Attributes:
+        values: the values of all heads [B,T,G*E]; None before the first layer has run.
+
+    >>> import torch
+    >>> first = FirstValues()
+    >>> first.give(torch.ones(1, 2, 3, 4))
+    >>> first.take(2, 4).shape
+    torch.Size([1, 2, 3, 4])
+    """
+
+    def __init__(self, values: Tensor | None = None) -> None:
+        self.values = values
+
+    def give(self, v: Tensor) -> None:
+        """Keep the values of the first layer.
+
+        Args:
+            v: values [B,G,T,E].
+
+        Raises:
+            ArgumentError: an earlier layer of the call has given its values.
+        """
+        if self.values is not None:
+            raise ArgumentError(
+                "two layers of this call give the values of the first layer; number the layers by "
+                "their option `layer`, from 0"
+            )
+        self.values = v.transpose(1, 2).flatten(2)
+
+    def take(self, heads: int, dim: int) -> Tensor:
+        """Return the values of the first layer.
+
+        Args:
+            heads: the value heads G of the layer that reads them.
+            dim: the size E of its value heads.
+
+        Returns:
+            The values [B,G,T,E].
+
+        Raises:
+            ArgumentError: no layer has given its values, or they have another width.
+        """
+        if self.values is None:
+            raise ArgumentError(
+                "a layer reads the values of the first layer, and no earlier layer of this call "
+                "has given any; the first layer of a Decoder must be built with layer=0"
+            )
+        if self.values.shape[-1] != heads * dim:
+            raise ArgumentError(
+                f"the values of the first layer have {self.values.shape[-1]} channels, and this "
+                f"layer has {heads * dim}; give both the same value heads"
+            )
+        return torch.unflatten(self.values, -1, (heads, dim)).transpose(1, 2)
+
+
+class Carrying(Recorded):
+    """The cache of a layer for the length of one call, with the values of the first layer.
+
+    `Decoder` makes one for each layer that carries values (`Mixer.carries_values`), so that they
+    take the way of the cache through every block. A cache of tokens stores the values after the
+    mix, and so decoding needs no earlier values of the first layer.
+
+    Args:
+        inner: the layer's own cache; None stores nothing.
+        first: the values of the first layer, which all layers of the call share.
+
+    Raises:
+        ArgumentError: an update is refused by the inner cache.
+
+    >>> import torch
+    >>> from regard.nn.variants import value_residual
+    >>> first, x = FirstValues(), torch.zeros(1, 3, 8)
+    >>> for layer in range(2):
+    ...     x = value_residual(8, 2, groups=1, layer=layer)(x, cache=Carrying(None, first))
+    >>> x.shape, first.values.shape
+    (torch.Size([1, 3, 8]), torch.Size([1, 3, 4]))
+
+    Source: Zhou et al. 2024 (arXiv 2410.17897), section 3.
+    """
+
+    def __init__(self, inner: Cache | None, first: FirstValues) -> None:
+        super().__init__(inner)
+        self.first = first
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """A copy of the inner cache, with the values of the present call."""
+        return {**super().settings, "first": self.first}
+
+    def next(self, length: int) -> Positions:
+        """Return the default positions of the next tokens, as the inner cache numbers them."""
+        return Span(0, length) if self.inner is None else self.inner.next(length)
+
+
+def own_cache(cache: Cache | None) -> tuple[Cache | None, FirstValues | None]:
+    """Return the cache of a layer itself, and the values of the first layer that came with it.
+
+    >>> own_cache(None)
+    (None, None)
+    """
+    return (cache.inner, cache.first) if isinstance(cache, Carrying) else (cache, None)
 
 
 class Shared(Cache):

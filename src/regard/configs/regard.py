@@ -63,17 +63,20 @@ class RegardConfig(ModelConfig):
             options["window"] = self.window
         if self.attention == "mha" and options.pop("bias", False):
             raise ArgumentError("mha with bias is not counted; gpt2 has the same shape")
-        layer = LayerSpec(
-            mechanism_spec(self.attention, M, H, options),
-            DenseSpec(M, self.intermediate_size),
-            ParameterCounts(norms=2 * M),
+        layers = tuple(
+            LayerSpec(
+                mechanism_spec(self.attention, M, H, {**options, "layer": i}),
+                DenseSpec(M, self.intermediate_size),
+                ParameterCounts(norms=2 * M),
+            )
+            for i in range(self.num_hidden_layers)
         )
         rows = self.max_position_embeddings if self.position == "learned" else 0
         return ModelSpec(
             name,
             self.vocab_size,
             M,
-            (layer,) * self.num_hidden_layers,
+            layers,
             positions=rows * M,
             position_rows=int(rows > 0),
             max_context=rows or None,

@@ -60,6 +60,7 @@ ALIASES = {
 """Short names of `--mechanisms`, with the names of the catalogue."""
 MAIN_OPTION = {
     "gqa": "groups",
+    "value_residual": "groups",
     "sliding_window": "window",
     "local_global": "window",
     "mla": "kv_rank",
@@ -499,6 +500,7 @@ def _segment(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: ARG001
 
 _SUGGESTIONS: dict[str, Callable[[int, int, int], Suggestion]] = {
     "gqa": suggested_groups,
+    "value_residual": suggested_groups,
     "sliding_window": _window,
     "local_global": _local_global,
     "mla": _latents,

@@ -156,6 +156,50 @@ def delta_product_spec(weights: ParameterCounts, shape: HeadShape, writes: int) 
     )
 
 
+def rwkv7(
+    dim: int, shape: HeadShape, *, ranks: tuple[int, int, int], is_first: bool
+) -> CountedSpec:
+    """Return the spec of the time mixing of RWKV-7.
+
+    Args:
+        dim: M.
+        shape: the heads, as many keys and values as queries, of one width.
+        ranks: the ranks of the maps to decays and rates, to the share of the first layer's values,
+            and to the output gate.
+        is_first: whether this is the first layer, which has no map to that share.
+
+    >>> rwkv7(32, HeadShape(4, 4, 8, 8), ranks=(3, 3, 3), is_first=True).state.value
+    288
+
+    Source: Peng et al. 2025 (arXiv 2503.14456).
+    """
+    rank, value_rank, gate_rank = ranks
+    channels = shape.heads * shape.head_dim
+    inner = 2 * rank + gate_rank + (0 if is_first else value_rank)
+    own = ParameterCounts(
+        matrices=inner * (dim + channels),
+        # six shares per channel of x; two biases, two scales and the bonus per channel of heads
+        biases=6 * dim + (5 if is_first else 6) * channels,
+        norms=2 * channels,
+    )
+    return rwkv7_spec(shape.maps(dim) + own, shape, ShortConvolution(dim, 2))
+
+
+def rwkv7_spec(
+    weights: ParameterCounts, shape: HeadShape, convolution: ShortConvolution
+) -> CountedSpec:
+    """Return the spec of the rule of RWKV-7 with these parameters: a removal of 5 D E, a write of
+    2 D E, a read of 2 D E, and the token itself, 3 D + 2 E.
+    """
+    N, D, E = shape.states, shape.head_dim, shape.value_dim
+    work = N * (9 * D * E + 3 * D + 2 * E)
+    formula = f"{N} x (9 D E + 3 D + 2 E), D = {D}, E = {E}"
+    state = Quantity(N * D * E, f"G D E = {N} x {D} x {E}")
+    return CountedSpec(
+        weights, (), shape, "RWKV-7", state, Quantity(work, formula), convolution=convolution
+    )
+
+
 def mesa(dim: int, shape: HeadShape, kernel: int) -> CountedSpec:
     """Return the spec of the Mesa layer, with its gates and its regularisation per channel.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from regard.argument_checks import check_value_heads, divisors
@@ -29,7 +29,7 @@ from regard.untrusted_text import short_repr
 
 OPTIONS_WITHOUT_COST = frozenset(
     {"base", "scaling", "empty", "feature_map", "dropout", "temperature", "most", "normalise_keys"}
-    | {"lower_bound", "max_beta"}
+    | {"lower_bound", "max_beta", "share"}
     | {"layer", "layers", "lower_bound", "gate_cap", "seed", "period"}
 )
 """Options of the catalogue that do not change the cost."""
@@ -231,6 +231,28 @@ def _rwkv6(dim: int, heads: int, options: MechanismOptions) -> Spec:
     return decayed_state.rwkv6(dim, _head_shape(dim, heads, options), options.get("rank", 64))
 
 
+def _rwkv7(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    ranks = (
+        options.get("rank", 64),
+        options.get("value_rank", 32),
+        options.get("gate_rank", 128),
+    )
+    is_first = options.get("layer", 0) == 0
+    return delta_rules.rwkv7(dim, _head_shape(dim, heads, options), ranks=ranks, is_first=is_first)
+
+
+def _mamba(dim: int, heads: int, options: MechanismOptions) -> Spec:  # noqa: ARG001
+    inner = options.get("inner", 2 * dim)
+    rank = options.get("rank", -(-dim // 16))
+    return state_space.mamba(dim, inner, options.get("state", 16), options.get("kernel", 4), rank)
+
+
+def _value_residual(dim: int, heads: int, options: MechanismOptions) -> Spec:
+    spec = SoftmaxSpec.of(dim, _head_shape(dim, heads, options), window=options.get("window"))
+    share = ParameterCounts(biases=0 if options.get("layer", 0) == 0 else 1)
+    return replace(spec, weights=spec.weights + share)
+
+
 def _mlstm(dim: int, heads: int, options: MechanismOptions) -> Spec:
     shape = _head_shape(dim, heads, options, value_factor=2, head_dim_divisor=2)
     return decayed_state.mlstm(dim, shape)
@@ -341,6 +363,13 @@ MECHANISMS: dict[str, SpecBuilder] = {
     ),
     "rwkv4": SpecBuilder(_rwkv4, optional=frozenset({"head_dim"})),
     "rwkv6": SpecBuilder(_rwkv6, optional=frozenset({"head_dim", "rank"})),
+    "rwkv7": SpecBuilder(
+        _rwkv7, optional=frozenset({"head_dim", "rank", "value_rank", "gate_rank"})
+    ),
+    "mamba": SpecBuilder(_mamba, optional=frozenset({"inner", "state", "kernel", "rank"})),
+    "value_residual": SpecBuilder(
+        _value_residual, frozenset({"groups"}), frozenset({"head_dim", "window"})
+    ),
     "mlstm": SpecBuilder(_mlstm, optional=frozenset({"head_dim", "value_dim"})),
     "gsa": _slots(summed=False),
     "abc": _slots(summed=True),

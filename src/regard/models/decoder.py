@@ -9,11 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.caches import Cache, Shared, rollback_on_error
-from regard.caches.shared import Recorded
+from regard.caches.shared import Carrying, FirstValues, Recorded
 from regard.errors import ArgumentError
 from regard.models.compiled_step import try_step
 from regard.nn import Block, InputEmbedding
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.nn.mixer import Mixer
 from regard.process_state import is_compiling
 from regard.sequence_scope import current_scope
 from regard.span import Positions, Span
@@ -33,6 +34,9 @@ class Decoder(nn.Module):
         memory_from: for each layer the number of the earlier layer whose keys and values it reads
             (`regard.models.assembly.shared_memory`), or None if it stores its own; () is None for
             all. A reading layer gets what the earlier one saw in the same call.
+
+    Layers that carry values (`regard.nn.variants.value_residual`, `rwkv7`) get those that the first
+    of them computed in the same call.
 
     Raises:
         ArgumentError: `memory_from` has not one entry for each layer, or an entry does not name an
@@ -58,6 +62,7 @@ class Decoder(nn.Module):
         self.norm, self.head = norm, head
         self.memory_from = _check_memory_from(memory_from, len(layers))
         self._lenders = frozenset(i for i in self.memory_from if i is not None)
+        self._carriers = frozenset(i for i, layer in enumerate(layers) if _carries_values(layer))
 
     def forward(
         self,
@@ -168,7 +173,8 @@ class Decoder(nn.Module):
         x, is_traced = self.embed(ids, positions), is_tracing()
         x = tap("embed", x) if is_traced else x
         lent: dict[int, Recorded] = {}
-        if self._lenders and current_scope() is not None:
+        first = FirstValues()
+        if (self._lenders or self._carriers) and current_scope() is not None:
             raise ArgumentError(
                 "this decoder shares keys and values between layers, which does not run over "
                 "several ranks; close regard.parallel.sequence"
@@ -177,6 +183,8 @@ class Decoder(nn.Module):
             cache = caches[i] if caches is not None else None
             if self._lenders:
                 cache = self._shared_cache(i, cache, lent)
+            if i in self._carriers:
+                cache = Carrying(cache, first)
             if not is_traced:
                 x = layer(x, positions, cache, backend=backend)
                 continue
@@ -213,6 +221,12 @@ class Decoder(nn.Module):
     def new_caches(self) -> list[Cache]:
         """Create an empty cache for each layer, of the kind that suits its attention."""
         return [cast("Block", layer).new_cache() for layer in self.layers]
+
+
+def _carries_values(layer: nn.Module) -> bool:
+    """Return whether the mechanism of a block gives or reads the values of the first layer."""
+    mixer = getattr(layer, "attention", None)
+    return isinstance(mixer, Mixer) and mixer.carries_values
 
 
 def _check_memory_from(memory_from: Sequence[int | None], layers: int) -> tuple[int | None, ...]:

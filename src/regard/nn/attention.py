@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_number
 from regard.biases import Bias
 from regard.caches import Cache, Parts, for_reach
+from regard.caches.shared import own_cache
 from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
@@ -21,6 +22,7 @@ from regard.nn.projections import (
     adjust_query,
     attention_spec,
     postprocess,
+    remember_carried,
     select_form,
 )
 from regard.ops.softmax import attend
@@ -102,12 +104,29 @@ class Attention(Mixer):
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] to its own tokens and to the tokens in the cache."""
         project = self.project
-        memory, k_positions = project.remember(x, positions), positions
+        memory, cache = self._remember(x, positions, cache)
+        k_positions = positions
         if cache is not None:
             if project.cache_unsafe_reason:
                 raise ArgumentError(f"a cache was given, but {project.cache_unsafe_reason}")
             memory, k_positions = cache.update(memory, positions)
         return self._attend_and_project(x, positions, memory, k_positions, backend)
+
+    def _remember(
+        self, x: Tensor, positions: Positions, cache: Cache | None
+    ) -> tuple[Parts, Cache | None]:
+        """Return what a cache stores for x [B,T,M], and the layer's own cache, which may have come
+        with the values of the first layer.
+        """
+        own, first = own_cache(cache)
+        if first is None:
+            return self.project.remember(x, positions), own
+        return remember_carried(self.project, x, positions, first), own
+
+    @property
+    def carries_values(self) -> bool:
+        """Whether the projection gives or reads the values of the first layer."""
+        return hasattr(type(self.project), "remember_carried")
 
     def _attend_and_project(
         self, x: Tensor, positions: Positions, memory: Parts, k_positions: Positions, backend: str

@@ -39,7 +39,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 class BottleneckProjection(HeadProjection):
-    """A `HeadProjection` through a bottleneck: x -> W_2 W_1 x + b -> split into heads.
+    """A `HeadProjection` through a bottleneck: x -> W_2 f(W_1 x) + b -> split into heads.
 
     Args:
         dim: the model dim M.
@@ -47,6 +47,7 @@ class BottleneckProjection(HeadProjection):
         heads: the number of heads n.
         head_dim: the size of one head d.
         bias: whether the second map has a bias.
+        inner: a module f on [B,L,rank], such as `nn.Tanh()`; None applies none.
 
     Raises:
         ArgumentError: a size is less than 1.
@@ -56,18 +57,26 @@ class BottleneckProjection(HeadProjection):
     """
 
     def __init__(
-        self, dim: int, rank: int, heads: int, head_dim: int, *, bias: bool = False
+        self,
+        dim: int,
+        rank: int,
+        heads: int,
+        head_dim: int,
+        *,
+        bias: bool = False,
+        inner: nn.Module | None = None,
     ) -> None:
         super().__init__(rank, heads, head_dim, bias=bias)
         if dim < 1:
             raise ArgumentError(f"BottleneckProjection(dim={dim}): it must be at least 1")
         self.down = Linear(dim, rank, bias=False)
+        self.inner = nn.Identity() if inner is None else inner
 
     def forward(
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B n L d"]:
         """Apply both maps and split the result into heads."""
-        return super().forward(self.down(x), positions)
+        return super().forward(self.inner(self.down(x)), positions)
 
 
 class ChannelLogDecay(nn.Module):

@@ -117,7 +117,8 @@ class EvictingAttention(Attention):
         """Attend from x [B,T,M] to the held tokens and to its own, and evict."""
         project = self.project
         q = tap("q", project.query(x, positions))
-        k, v = project.recall(project.remember(x, positions), positions)
+        memory, cache = self._remember(x, positions, cache)
+        k, v = project.recall(memory, positions)
         k, v = tap("k", k), tap("v", v)
         if cache is None:
             z = self._attend_without_cache(q, k, v, positions, backend)

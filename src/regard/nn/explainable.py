@@ -53,6 +53,8 @@ class ProjectionQuery(NamedTuple):
         call_index: the index of the call among all calls for this query, in the order of the run.
         head_dim: the head dim of the recorded keys. It shows whether a latent projection (MLA) ran
             in its expanded or in its absorbed form.
+        first_values: the values of the first layer [1,S,G*E], where a decoder passed them to this
+            one; None where it passed none.
     """
 
     x: Tensor
@@ -63,6 +65,7 @@ class ProjectionQuery(NamedTuple):
     branch: str
     call_index: int
     head_dim: int
+    first_values: Tensor | None = None
 
 
 class InputSteps(NamedTuple):

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Cache, rollback_on_error
+from regard.caches.shared import own_cache
 from regard.cost import Description, Spec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
@@ -44,6 +45,13 @@ class Mixer(Explainable, nn.Module):
 
     onnx_refusal: str | None = None
     """Why one ONNX file cannot serve every length of this mechanism; None if it can."""
+
+    @property
+    def carries_values(self) -> bool:
+        """Whether the mechanism gives or reads the values of the first layer, which a `Decoder`
+        passes with the cache (`regard.caches.shared.Carrying`).
+        """
+        return False
 
     def forward(
         self,
@@ -80,8 +88,8 @@ class Mixer(Explainable, nn.Module):
             )
         if self.onnx_refusal is not None:
             check_onnx_export(self, self.onnx_refusal)
-        if cache is not None:
-            self.check_cache(cache)
+        if (own := own_cache(cache)[0]) is not None:
+            self.check_cache(own)
         if (scope := current_scope()) is not None:
             result: Tensor = scope.run_mixer(self, x, positions, cache, backend)
             return result

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_groups, check_number
 from regard.caches import Parts
+from regard.caches.shared import FirstValues
 from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
@@ -153,6 +154,38 @@ def adjust_query(
     """
     adjusts = hasattr(type(project), "adjust_query")
     return cast("AdjustsQuery", project).adjust_query(q, positions, k_positions) if adjusts else q
+
+
+@runtime_checkable
+class CarriesValues(Projection, Protocol):
+    """Interface of a projection that gives the values of the first layer to the later layers of a
+    decoder, or mixes them with its own.
+    """
+
+    def remember_carried(self, x: Tensor, positions: Positions, first: FirstValues) -> Parts:
+        """Compute what a cache stores for hidden states x [B,S,M] at `positions`, and give or take
+        the values of the first layer.
+        """
+
+
+def remember_carried(
+    project: Projection, x: Tensor, positions: Positions, first: FirstValues
+) -> Parts:
+    """Compute what a cache stores, with the values of the first layer if the projection uses them
+    (`CarriesValues`).
+
+    Args:
+        project: a projection.
+        x: hidden states [B,S,M].
+        positions: positions of their tokens.
+        first: the values of the first layer in this call.
+
+    Returns:
+        The parts that a cache stores.
+    """
+    if hasattr(type(project), "remember_carried"):
+        return cast("CarriesValues", project).remember_carried(x, positions, first)
+    return project.remember(x, positions)
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from regard.nn.linear import Linear
 from regard.nn.projections import HeadProjection
 from regard.nn.recurrent_projections import ProjectedQKV, StatefulQKV
 from regard.ops.linear.linear_attention import gated_linear
+from regard.process_state import is_compiling
 from regard.span import Positions, slice_positions
 
 MAX_DECAYS = 1 << 24
@@ -178,9 +179,14 @@ class SelectiveScanRule(nn.Module):
     ) -> tuple[Float[Tensor, "B O T E"], Parts]:
         """Return the results [B,N,T,1] and the state (S,) after the last token.
 
-        Every token has N D decays, so that long texts are computed in pieces.
+        Every token has N D decays, so that long texts are computed in pieces. Without gradients on
+        a CPU, "auto" computes the tokens one by one.
         """
         T = v.shape[2]
+        if form == "auto" and v.device.type == "cpu" and not torch.is_grad_enabled():
+            # A head has one value, so that products over a chunk do far more work than the tokens
+            # one by one. Autograd would keep each of them, and a compiled graph unrolls them.
+            form = "auto" if is_compiling() else "recurrent"
         piece = self.piece
         if piece is None:
             piece = max(64, MAX_DECAYS // max(1, v.shape[0] * self.A_log.numel()))

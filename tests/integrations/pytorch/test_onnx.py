@@ -284,7 +284,7 @@ def test_the_catalogue_is_served_or_refused() -> None:
         "weightless", "single_head", "causal", "mha", "mha_per_head", "mqa", "qk_norm",
         "qk_norm_after_rotary", "qk_norm_flat",
         "nope", "irope", "head_gate", "softplus_gate", "biased_gate", "differential_v2",
-        "value_norm", "keys_as_values", "clip_qkv", "l2_clip", "ngpt", "rope_2d",
+        "value_norm", "value_residual", "keys_as_values", "clip_qkv", "l2_clip", "ngpt", "rope_2d",
         "self_extend", "rerope",
     }  # fmt: skip
     assert set(VARIANTS) == named | alike

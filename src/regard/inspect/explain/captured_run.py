@@ -11,12 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import get_ident
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from regard.caches.shared import own_cache
 from regard.inspect.explain.explanation import Array
 from regard.inspect.explain.prepared_run import AttentionSite, PreparedRun
 from regard.inspect.record.recorded_place import PatternBlock, Place
@@ -155,8 +156,9 @@ class CapturedRun:
         taps: tensors at the explained site, by tap name, without the batch dimension: q, z `[H, T,
             .]`, k, v `[G, S, .]`, out `[T, M]`.
         hidden: hidden states by name: `x` `[T, M]`, the input of the attention; `memory` `[S, M3]`,
-            where there is one; `entering` and `residual` `[T, M]`, before and after its residual
-            path; `embedding`; `last`, after the last block.
+            where there is one; `first_values` `[T, G*E]`, the values of the first layer, where
+            the decoder passed them to this one; `entering` and `residual` `[T, M]`, before and
+            after its residual path; `embedding`; `last`, after the last block.
         observer_difference: the largest difference between the output of this run and that of a run
             without recording.
     """
@@ -264,9 +266,11 @@ def _hooks(
         ):  # other threads may run the model as well
             recorded_states.setdefault(name, []).append(x.detach())
 
-    def keep_inputs(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    def keep_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep("x", args[0])
         keep("memory", kwargs.get("memory"))
+        first = own_cache(args[2] if len(args) > 2 else kwargs.get("cache"))[1]
+        keep("first_values", None if first is None else first.values)
 
     hooks.append(attention.register_forward_pre_hook(keep_inputs, with_kwargs=True))
     hooks.append(run.last.register_forward_hook(_after(keep, "last")))

@@ -630,7 +630,16 @@ def _projection_query(
     # even a call with only some of the queries was computed from the whole sequence
     positions = Span(0, x.shape[0]) if target.is_self_attention else q
     memory_positions = Span(0, memory.shape[0])
+    first = run.hidden.get("first_values")
     query = ProjectionQuery(
-        x[None], positions, memory[None], memory_positions, target.i, branch, number, head_dim
+        x[None],
+        positions,
+        memory[None],
+        memory_positions,
+        target.i,
+        branch,
+        number,
+        head_dim,
+        None if first is None else first[None],
     )
     return query, as_tensor(k)[0]

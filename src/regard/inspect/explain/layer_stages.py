@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from regard import Trace, attend, attention_weights
+from regard.caches import Parts
+from regard.caches.shared import FirstValues
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.explanation import TensorSummary, to_json_value
 from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.blocks import PostNorm
 from regard.nn.data_bias import data_bias
-from regard.nn.projections import adjust_query, postprocess, select_form
+from regard.nn.projections import adjust_query, postprocess, remember_carried, select_form
 from regard.nn.variants.registry import find_variant
 from regard.process_state import seeded
 from regard.span import Span
@@ -81,7 +83,11 @@ def summarize_tensor(
 
 @torch.no_grad()
 def run_stages(
-    attention: Attention, x: Float[Tensor, "B T M"], *, scores: bool = True
+    attention: Attention,
+    x: Float[Tensor, "B T M"],
+    *,
+    scores: bool = True,
+    first_values: Float[Tensor, "B T C"] | None = None,
 ) -> tuple[Stage, ...]:
     """Run one layer of self-attention in evaluation mode, one stage at a time.
 
@@ -95,6 +101,7 @@ def run_stages(
         attention: a softmax attention module.
         x: its input, at positions from 0.
         scores: whether to compute the stages of size H T^2: scores, masked and weights.
+        first_values: the values of the first layer, for a layer that mixes them with its own.
 
     Raises:
         ArgumentTypeError: the module is not a softmax self-attention.
@@ -113,12 +120,14 @@ def run_stages(
     was_training = attention.training
     attention.eval()
     try:
-        return tuple(_run_stages(attention, x, scores=scores))
+        return tuple(_run_stages(attention, x, scores=scores, first_values=first_values))
     finally:
         attention.train(was_training)
 
 
-def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]:
+def _run_stages(
+    attention: Attention, x: Tensor, *, scores: bool, first_values: Tensor | None
+) -> list[Stage]:
     positions, stages = Span(0, x.shape[1]), []
     project = select_form(attention.project, x.shape[1], x.shape[1])
 
@@ -132,10 +141,14 @@ def _run_stages(attention: Attention, x: Tensor, *, scores: bool) -> list[Stage]
         "W_q x, in heads",
         lambda: adjust_query(project, project.query(x, positions), positions, positions),
     )
-    memory = project.remember(x, positions)
+
+    def remember() -> Parts:
+        return remember_carried(project, x, positions, FirstValues(first_values))
+
+    memory = remember()
     both = project.recall(memory, positions)
     # one call computes both keys and values, so that both stages report its time
-    _, seconds = time_stage(lambda: project.recall(project.remember(x, positions), positions)[0])
+    _, seconds = time_stage(lambda: project.recall(remember(), positions)[0])
     k, v = both
     stages += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
     scale = project.shape.D**-0.5 if attention.scale is None else attention.scale
@@ -216,7 +229,13 @@ def summarize_layer(
     x = hidden.get("x")
     if type(attention) is Attention and own and x is not None and x.shape[0] == taps["q"].shape[1]:
         heads, tokens = taps["q"].shape[:2]
-        stages = run_stages(attention, x[None], scores=heads * tokens**2 <= most_pairs)
+        first = hidden.get("first_values")
+        stages = run_stages(
+            attention,
+            x[None],
+            scores=heads * tokens**2 <= most_pairs,
+            first_values=None if first is None else first[None],
+        )
         return tuple(stage.summary() for stage in stages)
     return tuple(
         summarize_tensor(name, "as the layer computed it", x, None) for name, x in taps.items()

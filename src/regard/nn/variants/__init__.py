@@ -3,6 +3,7 @@ them.
 """
 
 from regard.nn.variants.bounded_memory import infini, infini_delta, streaming
+from regard.nn.variants.carried_values import value_residual
 from regard.nn.variants.cross import bahdanau, cross_attention, luong
 from regard.nn.variants.data_bias import (
     cable,
@@ -23,6 +24,7 @@ from regard.nn.variants.decayed_state import (
     hgrn2,
     lightnet,
     lightning,
+    mamba,
     mamba2,
     mlstm,
     rwkv4,
@@ -34,6 +36,7 @@ from regard.nn.variants.delta_rules import (
     gated_delta_2,
     kimi_delta,
     preconditioned_delta,
+    rwkv7,
 )
 from regard.nn.variants.evicting import h2o, key_norm, keydiff, snapkv, tova
 from regard.nn.variants.feature_maps import based, cosformer, performer, power_attention, rebased
@@ -174,6 +177,7 @@ __all__ = [
     "local_global",
     "longformer",
     "luong",
+    "mamba",
     "mamba2",
     "mesa",
     "mfa",
@@ -206,6 +210,7 @@ __all__ = [
     "rope_2d",
     "rwkv4",
     "rwkv6",
+    "rwkv7",
     "scalable_softmax",
     "selective",
     "self_extend",
@@ -233,5 +238,6 @@ __all__ = [
     "tpa",
     "transformer_xl",
     "value_norm",
+    "value_residual",
     "weightless",
 ]

@@ -1,5 +1,5 @@
-"""Constructors of recurrences with decayed sums: lightning attention, HGRN2, LightNet, Mamba-2,
-RWKV-4, RWKV-6, the matrix memory of xLSTM, gated slots and ABC.
+"""Constructors of recurrences with decayed sums: lightning attention, HGRN2, LightNet, Mamba,
+Mamba-2, RWKV-4, RWKV-6, the matrix memory of xLSTM, gated slots and ABC.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from regard.nn.linear_recurrence import Recurrent, RetentionRule, Swish
 from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV, TokenShiftQKV
+from regard.nn.selective_scan import SelectiveQKV, SelectiveScanRule
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 
@@ -272,6 +273,60 @@ def mamba2(
         gate=HeadProjection(dim, heads, value_dim),
         gate_before_norm=True,
     )
+
+
+@variant(
+    family="linear",
+    equation="S[n] <- diag(exp(-s[n] exp(A[n]))) S[n] + k (s[n] v[n]); z = (S[n]^T q + d[n] v[n]) "
+    "* silu(W_g x); q, k = W v, s = softplus(W_2 W_1 v + b); v = W_v x after a convolution",
+    source="Gu and Dao 2023 (arXiv 2312.00752), section 3 and algorithm 2",
+    inner=12,
+    state=4,
+    rank=3,
+)
+def mamba(
+    dim: int,
+    heads: int,
+    *,
+    inner: int | None = None,
+    state: int = 16,
+    kernel: int = 4,
+    rank: int | None = None,
+) -> Recurrent:
+    """Mamba (Mamba-1, S6): every channel has a small state of its own, whose decay and input depend
+    on the token, behind a short convolution.
+
+    x [B,T,M] -> [B,T,M]; a cache stores state values for each of the inner channels, and kernel - 1
+    past inputs of the convolution.
+
+    Args:
+        dim: the model dim M.
+        heads: the heads H of the attention layers beside it; Mamba has none, because each channel
+            has a state of its own.
+        inner: the number of channels N; None is 2 M.
+        state: the number of values D of the state of a channel.
+        kernel: the number of tokens of the convolution, the present one included.
+        rank: the rank of the map to the step sizes; None is M / 16, rounded up.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: a size is less than 1.
+
+    >>> mamba(32, 4, state=8).describe().state.formula
+    'N D E = 64 x 8 x 1 + c (k - 1) = 64 x 3'
+
+    Source: Gu and Dao 2023 (arXiv 2312.00752), section 3 and algorithm 2.
+    """
+    if heads < 1:
+        raise ArgumentError(f"heads is {heads}; it must be at least 1")
+    N = 2 * dim if inner is None else inner
+    q, k = (HeadProjection(N, 1, state) for _ in "qk")
+    v, gate = (HeadProjection(dim, N, 1) for _ in "vg")
+    project = SelectiveQKV(q, k, v, CausalConvolution(N, kernel, bias=True))
+    rule = SelectiveScanRule(N, state, -(-dim // 16) if rank is None else rank)
+    return Recurrent(project, rule, output_projection(dim, N, 1), gate=gate)
 
 
 @variant(

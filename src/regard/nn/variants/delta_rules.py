@@ -18,6 +18,8 @@ from regard.nn.linear_recurrence import DeltaRule, L2Norm, RecurrenceRule, Recur
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import HeadProjection
 from regard.nn.recurrent_projections import ConvolvedQKV
+from regard.nn.rwkv7 import RWKV7
+from regard.nn.variants.carried_values import is_first_layer
 from regard.nn.variants.linear_recurrence import convolved_qkv
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
@@ -293,4 +295,63 @@ def _with_sigmoid_gate(
         norm=RMSNorm(E),
         gate=BottleneckProjection(dim, rank, outputs, E),
         gate_activation="sigmoid",
+    )
+
+
+@variant(
+    family="linear",
+    equation="S <- diag(w) S - (a * r) (S^T r)^T + k v^T; z = (norm(S^T q) + (q . (u * k)) v) * g; "
+    "w = exp(-exp(-1/2) sigmoid(b + W_2 tanh(W_1 y))), a = sigmoid(c + W_2 W_1 y), r = k' / |k'|; "
+    "v mixed with v1 of the first layer",
+    source="Peng et al. 2025 (arXiv 2503.14456), section 4",
+    rank=3,
+    gate_rank=5,
+)
+def rwkv7(
+    dim: int,
+    heads: int,
+    *,
+    head_dim: int | None = None,
+    layer: int = 0,
+    rank: int = 64,
+    value_rank: int = 32,
+    gate_rank: int = 128,
+) -> RWKV7:
+    """RWKV-7 (Goose): a generalised delta rule, which removes what the state holds for one key at a
+    rate per channel, and writes another key; layers behind the first one mix in its values.
+
+    x [B,T,M] -> [B,T,M]; this is the time mixing of one layer. A cache stores H D D values and the
+    last token, at any length. A layer behind the first one runs in a `Decoder`, which passes the
+    values of the first layer.
+
+    Args:
+        dim: the model dim M.
+        heads: the heads H.
+        head_dim: the head dim D; None is M / H.
+        layer: the index of the layer, from 0; layer 0 gives its values, and the others read them.
+        rank: the rank of the maps to the decays and to the rates.
+        value_rank: the rank of the map to the share of the first layer's values.
+        gate_rank: the rank of the map to the output gate.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: a size is less than 1, layer is negative, or head_dim is None and M / H is
+            not whole.
+
+    >>> rwkv7(32, 4).describe().state.formula
+    'G D E = 4 x 8 x 8 + c (k - 1) = 32 x 1'
+
+    Source: Peng et al. 2025 (arXiv 2503.14456), section 4.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    return RWKV7(
+        dim,
+        heads,
+        D,
+        is_first=is_first_layer(layer),
+        rank=rank,
+        value_rank=value_rank,
+        gate_rank=gate_rank,
     )

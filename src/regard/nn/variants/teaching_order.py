@@ -46,6 +46,7 @@ GROUPS = (
     Group("softmax", "a cache of fixed size", ("bounded_memory",)),
     Group("softmax", "fewer cached values per token", ("small_memory",)),
     Group("softmax", "steps on queries, keys and values", ("head_steps",)),
+    Group("softmax", "values of the first layer in every layer", ("carried_values",)),
     Group("softmax", "steps on the results of heads", ("head_finishes",)),
     Group("softmax", "biases on the scores", ("data_bias",)),
     Group("softmax", "other steps from scores to weights", ("scored",)),

@@ -317,6 +317,23 @@ USAGE: dict[str, Usage] = {
             "conv": "short causal convolution",
         },
     ),
+    "mamba": Usage(
+        "Mamba of up to 2.8B parameters, Falcon Mamba 7B, Jamba, Zamba",
+        "to load or study Mamba-1, or Jamba's layers: a small state for every channel",
+        "a new model: mamba2 has one decay for a head, and larger states for the same work",
+        symbols={
+            "n": "index of a channel",
+            "s": "step size of a channel and token",
+            "A": "learned rate of the decay, one for each value of the state of a channel",
+            "S": "state of a channel, a vector",
+            "d": "learned weight of the skip, one for each channel",
+            "k": "keys, shared by all channels",
+            "q": "queries, shared by all channels",
+            "v": "value of a channel",
+            "W_1": "first matrix of the step sizes",
+            "W_2": "second matrix of the step sizes",
+        },
+    ),
     "rwkv4": Usage(
         "RWKV-4 Pile and Raven, of up to 14B parameters",
         "to load or study RWKV-4: its state is the smallest of all",
@@ -341,6 +358,27 @@ USAGE: dict[str, Usage] = {
             "x'": "hidden states of the token before",
             "W_1": "first matrix of the decay",
             "W_2": "second matrix of the decay",
+        },
+    ),
+    "rwkv7": Usage(
+        "RWKV-7 Goose, of up to 2.9B parameters",
+        "a state of fixed size must also forget single keys, and tokens say how fast",
+        "exact recall over long texts matters: take some layers of full attention beside it",
+        symbols={
+            "w": "decay of each key channel",
+            "a": "rate, between 0 and 1, at which each key channel is removed",
+            "r": "removal key, of length 1",
+            "k": "written key: the projected key, made smaller where a is small",
+            "k'": "projected key with a learned factor for each channel",
+            "u": "learned weight of the token itself, one for each key channel",
+            "g": "output gate",
+            "b": "learned bias of the decays",
+            "c": "learned bias of the rates",
+            "y": "mix of the token and the one before, another one for each vector",
+            "v1": "values of the first layer",
+            "norm": "group norm of a head",
+            "W_1": "first matrix of a vector that needs two",
+            "W_2": "second matrix of a vector that needs two",
         },
     ),
     "mlstm": Usage(
@@ -964,7 +1002,7 @@ _SYMBOL = re.compile(r"[A-Za-z]+[0-9]?(?:_[A-Za-z0-9]+)?(?:\^[QKV]\b)?'?")
 _ENGLISH = frozenset(
     {"a", "after", "all", "and", "as", "block", "blocks", "by", "compressed", "document", "each"}
     | {"earlier", "every", "for", "global", "globals", "heads", "in", "infini", "keys", "largest"}
-    | {"convolution"}
+    | {"convolution", "first", "mixed"}
     | {"layer", "memory", "of", "or", "over", "query", "random", "rotated", "same", "segment"}
     | {"selected", "split", "th", "the", "then", "token", "tokens", "way", "window", "with"}
     | {"are", "before", "bias", "blocks", "chunk", "floor", "half", "head", "number", "one"}

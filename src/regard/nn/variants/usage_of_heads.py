@@ -61,6 +61,16 @@ HEAD_USAGE: dict[str, Usage] = {
         _EIGHT,
         {**_WINDOW, "n": "distance of two layers without positions"},
     ),
+    "value_residual": Usage(
+        "ResFormer; the record runs of modded-nanogpt; with shares by token, RWKV-7",
+        "training from scratch: deep layers keep what each token was at the start",
+        "layers are to run alone or on other ranks: each needs the values of the first",
+        _EIGHT,
+        {
+            "s": "learned share of a layer's own values",
+            "v1": "values of the first layer",
+        },
+    ),
     "position_temperature": Usage(
         "Ministral 3, Mistral Large 4, Inkling; the global layers of Llama 4 and Beam",
         "contexts far beyond the training length, where the softmax becomes flat",
