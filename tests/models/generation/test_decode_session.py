@@ -288,7 +288,7 @@ def test_errors_of_rooms() -> None:
             ("rings", 8),
             (
                 "cache is 'rings'; it must be growing, fixed, paged, quantised, h2o, tova, snapkv, "
-                "key_norm, keydiff, ring, streaming; "
+                "key_norm, keydiff, pyramidkv, adakv, expected_attention, ring, streaming; "
                 "did you mean 'ring'?"
             ),
         ),

@@ -35,7 +35,15 @@ from regard.nn.variants.delta_rules import (
     kimi_delta,
     preconditioned_delta,
 )
-from regard.nn.variants.evicting import h2o, key_norm, keydiff, snapkv, tova
+from regard.nn.variants.evicting import (
+    adakv,
+    expected_attention,
+    h2o,
+    key_norm,
+    keydiff,
+    snapkv,
+    tova,
+)
 from regard.nn.variants.feature_maps import based, cosformer, performer, power_attention, rebased
 from regard.nn.variants.head_finishes import (
     biased_gate,
@@ -90,7 +98,7 @@ from regard.nn.variants.scored import (
     talking_heads,
     top_k,
 )
-from regard.nn.variants.selected_keys import dsa, moba, nsa
+from regard.nn.variants.selected_keys import dsa, moba, msa, nsa, quest
 from regard.nn.variants.small_memory import grouped_latent, gta, mfa, mlra, tpa
 from regard.nn.variants.softmax import (
     alibi,
@@ -118,6 +126,7 @@ __all__ = [
     "VARIANTS",
     "Variant",
     "abc",
+    "adakv",
     "alibi",
     "bahdanau",
     "based",
@@ -143,6 +152,7 @@ __all__ = [
     "dynamic_mask",
     "entmax",
     "exclusive",
+    "expected_attention",
     "fire",
     "forgetting",
     "gated",
@@ -185,6 +195,7 @@ __all__ = [
     "moba",
     "mqa",
     "mrope",
+    "msa",
     "ngpt",
     "nope",
     "nsa",
@@ -198,6 +209,7 @@ __all__ = [
     "qk_norm",
     "qk_norm_after_rotary",
     "qk_norm_flat",
+    "quest",
     "rebased",
     "relative_logits",
     "relu_attention",
