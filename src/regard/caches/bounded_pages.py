@@ -95,8 +95,7 @@ class BoundedPages(Growing):
         first = max(0, (positions.start // self.size + page) * self.size - positions.start)
         new = _page_bounds(keys[:, :, first:], (positions.start + first) % self.size, self.size)
         if old is not None and page:
-            kept = (torch.cat([x[:, :, :page], y], 2) for x, y in zip(old, new, strict=True))
-            low, high = kept
+            low, high = (torch.cat([x[:, :, :page], y], 2) for x, y in zip(old, new, strict=True))
             new = low, high
         self._bounds, self._counted = new, positions.length
         return new

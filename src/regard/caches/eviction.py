@@ -325,7 +325,8 @@ class ExpectedAttention(EvictionRule):
         logits = logits + 0.5 * ((keys @ covariance) * keys).sum(-1)
         counts = tokens.is_held & (tokens.positions >= self.first)
         weights = logits.masked_fill(~counts[:, None], -torch.inf).softmax(-1).mean(1)
-        return (weights + self.epsilon) * tokens.values.to(mean.dtype).norm(dim=-1)
+        norms: Tensor = tokens.values.to(mean.dtype).norm(dim=-1)
+        return (weights + self.epsilon) * norms
 
 
 @dataclass(frozen=True)
@@ -361,7 +362,7 @@ class AcrossHeads(EvictionRule):
 
     @property
     def accumulates(self) -> bool:
-        """As the rule."""
+        """Whether the rule needs the summed weights of all queries."""
         return self.rule.accumulates
 
     @property

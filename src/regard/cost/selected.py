@@ -402,7 +402,7 @@ class SelectedSpec(Spec):
         """Return all figures at a context; what a cache stores beside its tokens counts as its
         state at this context.
         """
-        told = super().describe(context, name)
+        described = super().describe(context, name)
         contents = self.read(context)
         per_token = " + ".join(f"{n} x {d}" for n, d in contents.parts)
         terms = [f"{contents.tokens} x ({per_token})"]
@@ -410,7 +410,7 @@ class SelectedSpec(Spec):
             ((n, d),) = other.parts
             terms.append(f"{other.tokens} x {n} x {d} (choice)")
         read = Quantity(contents.values, " + ".join(terms))
-        return replace(told, state=self.summaries(context), read=read)
+        return replace(described, state=self.summaries(context), read=read)
 
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of one query: attention to the selected keys, and their selection."""

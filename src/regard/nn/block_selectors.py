@@ -147,7 +147,7 @@ class QuestAttention(SelectedAttention):
 
     @property
     def _quest(self) -> Quest:
-        """The selector."""
+        """The selector of this layer, whose class the constructor has checked."""
         assert isinstance(self.selector, Quest)
         return self.selector
 

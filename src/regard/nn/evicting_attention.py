@@ -4,7 +4,7 @@ head which tokens stay (H2O, TOVA, SnapKV, key norms, KeyDiff, expected attentio
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ class _Slots(NamedTuple):
 
     k [R,C,D], v [R,C,E], positions [R,C] (-1: empty), sums [R,C], and the last w queries
     q [R,n,w,D] of the n query heads of a row, at q_positions [R,w]. If the rule expects queries:
-    `seen` [R] of them, their mean [R,n,D] before the rotation, and the sum `spread` [R,n,D,D] of
-    the outer products of their distances from the mean.
+    their number `query_count` [R], their mean [R,n,D] before the rotation, and the sum `spread`
+    [R,n,D,D] of the outer products of their distances from the mean.
     """
 
     k: Tensor
@@ -42,7 +42,7 @@ class _Slots(NamedTuple):
     sums: Tensor
     q: Tensor
     q_positions: Tensor
-    seen: Tensor
+    query_count: Tensor
     mean: Tensor
     spread: Tensor
 
@@ -119,7 +119,7 @@ class EvictingAttention(Attention):
             )
         refuse_data_bias(project, "EvictingAttention")
         if rule.future:
-            check_shared_rotary(project)
+            check_shared_rotary(cast("SeparateQKV", project))  # it checks the class, too
             if softcap is not None:
                 raise ArgumentError(
                     f"{rule} expects the mean of exponentials of scores, which is not known with "
@@ -269,7 +269,7 @@ class EvictingAttention(Attention):
         where = positions.expand(B, -1)[:, None].expand(B, G, P).flatten(0, 1)
         queries = torch.unflatten(q, 1, (G, -1)).flatten(0, 1)
         sums = torch.zeros(B * G, P, dtype=_sum_dtype(k), device=k.device)
-        moments = _no_moments(queries, kept=False)
+        moments = _no_moments(queries, stored=False)
         return _Slots(k.flatten(0, 1), v.flatten(0, 1), where, sums, queries, where, *moments)
 
     def _joined(self, slots: _Slots, own: _Slots) -> _Slots:
@@ -277,7 +277,7 @@ class EvictingAttention(Attention):
         k, v = torch.cat([slots.k, own.k], 1), torch.cat([slots.v, own.v], 1)
         positions = torch.cat([slots.positions, own.positions], 1)
         sums = torch.cat([slots.sums, own.sums], 1)
-        moments = slots.seen, slots.mean, slots.spread
+        moments = slots.query_count, slots.mean, slots.spread
         return _Slots(k, v, positions, sums, own.q, own.q_positions, *moments)
 
     def _after(self, own: _Slots, joined: _Slots, before: _Slots) -> _Slots:
@@ -295,7 +295,7 @@ class EvictingAttention(Attention):
             index = last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
             q, q_positions = q.gather(2, index), q_positions.gather(1, last)
             q = torch.where((q_positions >= 0)[:, None, :, None], q, 0)
-        moments = before.seen, before.mean, before.spread
+        moments = before.query_count, before.mean, before.spread
         if rule.future:
             with torch.no_grad():
                 moments = self._with_queries(before, own)
@@ -318,7 +318,7 @@ class EvictingAttention(Attention):
     def _is_full(self, is_held: Tensor) -> Tensor:
         """Return for each row [R] whether the heads of its layer hold enough tokens to evict."""
         G = self.project.shape.G
-        total = is_held.sum(-1).unflatten(0, (-1, G)).sum(1)
+        total: Tensor = torch.unflatten(is_held.sum(-1), 0, (-1, G)).sum(1)
         return (total >= G * self.capacity).repeat_interleave(G)
 
     def _keep(self, slots: _Slots) -> Tensor:
@@ -343,7 +343,7 @@ class EvictingAttention(Attention):
         q = rotate(own.q.detach(), -own.q_positions, rotary.inv_freq, layout=rotary.layout)
         counts = own.q_positions >= self.rule.sinks  # [R,P]
         q = torch.where(counts[:, None, :, None], q.to(before.mean.dtype), 0)
-        new, old = counts.sum(1), before.seen
+        new, old = counts.sum(1), before.query_count
         total = (old + new).clamp(min=1)[:, None, None]
         mean = q.sum(2) / new.clamp(min=1)[:, None, None]
         apart = torch.where(counts[:, None, :, None], q - mean[:, :, None], 0)
@@ -360,7 +360,7 @@ class EvictingAttention(Attention):
         cos, sin = cos_sin(later, rotary.inv_freq, double, newest.device)
         cos, sin = (x.mean(2).to(slots.mean.dtype) for x in (cos, sin))  # [R,1,D/2]
         mean = apply_rotary(slots.mean, cos, sin, rotary.layout)
-        covariance = slots.spread / slots.seen.clamp(min=1)[:, None, None, None]
+        covariance = slots.spread / slots.query_count.clamp(min=1)[:, None, None, None]
         for _ in range(2):  # R C R^T: first the columns, then the rows
             covariance = apply_rotary(covariance, cos[:, None], sin[:, None], rotary.layout).mT
         return QueryMoments(mean * self._scale, covariance * self._scale**2)
@@ -398,7 +398,7 @@ class EvictingAttention(Attention):
             torch.zeros(R, C, dtype=_sum_dtype(k), device=k.device),
             queries,
             torch.full((R, w), -1, dtype=torch.int64, device=k.device),
-            *_no_moments(queries, kept=bool(self.rule.future)),
+            *_no_moments(queries, stored=bool(self.rule.future)),
         )
 
     def _fold(self, parts: tuple[Tensor, ...], q: Tensor, k: Tensor) -> _Slots:
@@ -415,7 +415,7 @@ class EvictingAttention(Attention):
         if not self.rule.accumulates:
             sums = torch.zeros(positions.shape, dtype=_sum_dtype(k), device=k.device)
         if not moments:
-            moments = list(_no_moments(q, kept=False))
+            moments = list(_no_moments(q, stored=False))
         return _Slots(k, v, positions, sums, q, q_positions, *moments)
 
     def _unfold(self, slots: _Slots, batch: int) -> tuple[Tensor, ...]:
@@ -506,15 +506,15 @@ def _gather(x: Tensor, index: Tensor, positions: Tensor) -> Tensor:
     return torch.where((positions >= 0)[..., None], x, 0)
 
 
-def _no_moments(q: Tensor, *, kept: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _no_moments(q: Tensor, *, stored: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the moments of no queries for rows of q [R,n,w,D], without numbers if they are not
-    kept.
+    stored.
     """
     (R, n, _, D), dtype = q.shape, _sum_dtype(q)
-    D = D if kept else 0
-    seen = torch.zeros(R, dtype=torch.int64, device=q.device)
+    D = D if stored else 0
+    count = torch.zeros(R, dtype=torch.int64, device=q.device)
     mean = torch.zeros(R, n, D, dtype=dtype, device=q.device)
-    return seen, mean, torch.zeros(R, n, D, D, dtype=dtype, device=q.device)
+    return count, mean, torch.zeros(R, n, D, D, dtype=dtype, device=q.device)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
