@@ -240,7 +240,8 @@ class BlockMaximum(nn.Module):
     @property
     def spec(self) -> BlockMaximumSelection:
         """The sizes of the index heads and of the blocks, for the cost."""
-        return BlockMaximumSelection(self.q.heads, self.q.head_dim, self.size, self.topk)
+        blocks = max(self.topk, self.local)
+        return BlockMaximumSelection(self.q.heads, self.q.head_dim, self.size, blocks)
 
     def extra_repr(self) -> str:
         """Return the sizes of the blocks."""

@@ -183,14 +183,14 @@ class EvictingAttention(Attention):
     def _visible(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
         """Return which keys the cache would hold at each query: bool [B,G,T,T]."""
         B, G, T, _ = k.shape
-        # a last channel of the values is the columns of the tokens
+        # a first channel of the values is the columns of the tokens
         columns = torch.arange(T, device=k.device, dtype=torch.float64)[None, None, :, None]
-        columns = torch.cat([v.double(), columns.expand(B, G, -1, -1)], -1)
+        columns = torch.cat([columns.expand(B, G, -1, -1), v.double()], -1)
         slots = self._empty(q, k, columns)
         visible = torch.zeros(B * G, T, T + 1, dtype=torch.bool, device=k.device)
         start = 0
         for stop, slots_before in self._pieces(q, k, columns, positions, slots):
-            stored = torch.where(slots_before.positions >= 0, slots_before.v[..., -1], T).long()
+            stored = torch.where(slots_before.positions >= 0, slots_before.v[..., 0], T).long()
             rows = torch.zeros(B * G, T + 1, dtype=torch.bool, device=k.device)
             rows = rows.scatter(1, stored, True)
             rows[:, start:stop] = True
@@ -327,7 +327,7 @@ class EvictingAttention(Attention):
         observed = torch.zeros_like(slots.sums)
         if self.rule.observed:
             observed = self._weights(slots.q, slots.q_positions, slots)
-        values = slots.v[..., : self.project.shape.E]
+        values = slots.v[..., -self.project.shape.E :]
         expected = self._expected(slots) if self.rule.future else None
         tokens = HeldTokens(
             slots.k, is_held, slots.sums, observed, values, slots.positions, expected
@@ -340,9 +340,10 @@ class EvictingAttention(Attention):
         with those of a piece.
         """
         rotary = self._rotary
-        q = rotate(own.q.detach(), -own.q_positions, rotary.inv_freq, layout=rotary.layout)
+        q = own.q.detach().to(before.mean.dtype)
+        q = rotate(q, -own.q_positions, rotary.inv_freq, layout=rotary.layout)
         counts = own.q_positions >= self.rule.sinks  # [R,P]
-        q = torch.where(counts[:, None, :, None], q.to(before.mean.dtype), 0)
+        q = torch.where(counts[:, None, :, None], q, 0)
         new, old = counts.sum(1), before.query_count
         total = (old + new).clamp(min=1)[:, None, None]
         mean = q.sum(2) / new.clamp(min=1)[:, None, None]

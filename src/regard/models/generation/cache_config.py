@@ -28,32 +28,32 @@ class CacheConfig:
 
     Layers with a window or a recurrent state keep their own cache.
 
-    ===========  =====================================================  =======================
-    cache        stored tokens                                          beyond max_context
-    ===========  =====================================================  =======================
-    "growing"    every token, appended                                  raises at the beginning
-    "fixed"      every token, allocated once                            raises at the beginning
-    "paged"      every token, in pages that rows can share              raises at the beginning
-    "quantised"  every token, 8 bits except the last 128: not exact     raises at the beginning
-    "ring"       the last max_context tokens (a sliding window)         continues without limit
-    "streaming"  the first 4 tokens and the last max_context - 4        continues without limit
-    "h2o"        those with the most attention so far, and the newest   continues without limit
-    "tova"       those to which the last query attends most             continues without limit
-    "snapkv"     those to which the last queries attend most            continues without limit
-    "key_norm"   those whose keys have the smallest norm                continues without limit
-    "keydiff"    those whose keys differ most from the mean direction   continues without limit
-    "adakv"      as "snapkv"; the heads of a layer share one budget     continues without limit
-    "pyramidkv"  as "snapkv", with more in lower layers than in higher  continues without limit
-    "expected_attention"  those that should count for the next queries  continues without limit
-    "quest"      every token; a query reads the pages that may match    continues without limit
-    ===========  =====================================================  =======================
+    ====================  ================================================  =======================
+    cache                 stored tokens                                     beyond max_context
+    ====================  ================================================  =======================
+    "growing"             every token, appended                             raises at the beginning
+    "fixed"               every token, allocated once                       raises at the beginning
+    "paged"               every token, in pages that rows can share         raises at the beginning
+    "quantised"           every token, 8 bits except the last 128: inexact  raises at the beginning
+    "ring"                the last max_context tokens (a sliding window)    continues without limit
+    "streaming"           the first 4 tokens, the last max_context - 4      continues without limit
+    "h2o"                 those with most attention so far, and the newest  continues without limit
+    "tova"                those to which the last query attends most        continues without limit
+    "snapkv"              those to which the last queries attend most       continues without limit
+    "key_norm"            those whose keys have the smallest norm           continues without limit
+    "keydiff"             those whose keys differ most from the mean        continues without limit
+    "adakv"               as "snapkv"; the heads of a layer share a budget  continues without limit
+    "pyramidkv"           as "snapkv", with more in lower layers            continues without limit
+    "expected_attention"  those that should count for the next queries      continues without limit
+    "quest"               every token; a query reads pages that may match   continues without limit
+    ====================  ================================================  =======================
 
     To use your own cache class, give its `kind`.
 
-    Those from "h2o" on choose tokens for each key/value head (`regard.caches.eviction`): when
-    max_context tokens are held, an eighth of them is evicted, for good. Up to max_context tokens
-    the result is that of "growing"; with "pyramidkv" up to the smallest budget of a layer, since
-    max_context is the mean over the layers.
+    Those from "h2o" to "expected_attention" choose tokens for each key/value head
+    (`regard.caches.eviction`): when max_context tokens are held, an eighth of them is evicted, for
+    good. Up to max_context tokens the result is that of "growing"; with "pyramidkv" up to the
+    smallest budget of a layer, since max_context is the mean over the layers.
 
     "quest" loses nothing: each query head reads max_context / 16 pages of 16 tokens, rounded down,
     and may miss the best one (`regard.nn.QuestAttention`). With so many pages in all, the result
