@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from regard import masks
 from regard.caches import (
+    BoundedPages,
     Cache,
     Fixed,
     Growing,
@@ -96,6 +97,13 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("growing", Growing, CAUSAL, _causal, held=lambda B, n: B * n * TOKEN),
+        Kind(
+            "bounded pages",
+            lambda: BoundedPages(3),
+            CAUSAL,
+            _causal,
+            held=lambda B, n: B * n * TOKEN,  # bounds are computed when a layer asks for them
+        ),
         Kind(
             "fixed", lambda: Fixed(60), CAUSAL, _causal, held=lambda B, n: B * 60 * TOKEN, slots=60
         ),
@@ -186,6 +194,9 @@ NO_TOKENS = {
             "ObservedWindowCache",
             "SmallKeyNormCache",
             "KeyDifferenceCache",
+            "AdaptiveHeadCache",
+            "PyramidCache",
+            "ExpectedAttentionCache",
         ),
         "the tokens that a rule leaves, which its module alone can read",
     ),

@@ -11,7 +11,17 @@ import typer
 from typer.testing import CliRunner
 
 import regard
-from regard.caches import CACHES, Cache, Evicting, Fixed, Growing, LayerSize, Paged, make_full_cache
+from regard.caches import (
+    CACHES,
+    BoundedPages,
+    Cache,
+    Evicting,
+    Fixed,
+    Growing,
+    LayerSize,
+    Paged,
+    make_full_cache,
+)
 from regard.caches.base import check_same_layout, check_update
 from regard.caches.quantization import QuantizedGroups, dequantize, group_shapes
 from regard.cli.generate import generate
@@ -35,9 +45,16 @@ NAMES = {
 
 def test_the_names() -> None:
     builtin = {name: kind for name, kind in CACHES if is_builtin(kind)}
-    assert {name for name, kind in builtin.items() if not issubclass(kind, Evicting)} == set(NAMES)
-    evicting = set(builtin) - set(NAMES)
-    assert evicting == {"h2o", "tova", "snapkv", "key_norm", "keydiff"}
+    chooses = {x for x, kind in builtin.items() if issubclass(kind, Evicting | BoundedPages)}
+    assert set(builtin) - chooses == set(NAMES)
+    evicting = chooses - {"quest"}
+    assert evicting == {"h2o", "tova", "snapkv", "key_norm", "keydiff"} | {
+        "adakv",
+        "pyramidkv",
+        "expected_attention",
+    }
+    assert builtin["quest"].evicts
+    assert builtin["quest"].min_context == 32, "two pages"
     assert all(builtin[name].evicts and builtin[name].min_context == 8 for name in evicting)
 
 

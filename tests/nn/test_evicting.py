@@ -14,13 +14,16 @@ from torch import Tensor, nn
 import regard
 from regard.caches import Growing, load, save
 from regard.caches.eviction import (
+    AcrossHeads,
     EvictionRule,
+    ExpectedAttention,
     HeavyHitters,
     HeldTokens,
     KeyDifference,
     LastQuery,
     ObservedWindow,
     SmallKeyNorm,
+    pyramid_budget,
     tokens_to_keep,
 )
 from regard.errors import ArgumentError
@@ -41,8 +44,9 @@ RULES: dict[str, tuple[EvictionRule, oracle.Score]] = {
     "snapkv": (ObservedWindow(2, 3), oracle.observed_window(2, 3)),
     "key_norm": (SmallKeyNorm(), oracle.key_norm),
     "keydiff": (KeyDifference(), oracle.key_difference),
+    "expected_attention": (ExpectedAttention(8, 1), oracle.expected_attention(8, 1)),
 }
-KINDS = tuple(RULES)
+KINDS = (*RULES, "adakv")
 
 
 class GivenHeads(nn.Module):
@@ -104,7 +108,7 @@ def test_snapkv_on_the_fixed_example() -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", RULES)
 def test_the_module_is_its_definition(name: str, interval: int) -> None:
     layer = small(VARIANTS[name])
     assert isinstance(layer, EvictingAttention)
@@ -113,7 +117,12 @@ def test_the_module_is_its_definition(name: str, interval: int) -> None:
     q, positions = layer.project.query(x, regard.Span(0, 14)), regard.Span(0, 14)
     k, v = layer.project.recall(layer.project.remember(x, positions), positions)
     heads = []
-    if name in ("h2o", "tova", "snapkv"):  # these add the heads of a group, and the oracle has one
+    if name in (
+        "h2o",
+        "tova",
+        "snapkv",
+        "expected_attention",
+    ):  # these add the heads of a group, and the oracle has one
         q = q[:, ::2].repeat_interleave(2, 1)
         layer.project.q.linear.weight.data = _same_heads(layer.project.q.linear.weight.data)
     for h in range(4):
@@ -148,6 +157,129 @@ def test_a_budget_as_long_as_the_text_is_plain_attention(name: str) -> None:
     with torch.no_grad():
         assert torch.allclose(layer(x), plain(x), atol=1e-6)
         assert torch.allclose(layer(x, None, layer.new_cache()), plain(x), atol=1e-6)
+
+
+@pytest.mark.parametrize(("interval", "floor"), [(1, 0.4), (3, 0.0), (3, 1.0)])
+def test_heads_share_a_budget(interval: int, floor: float) -> None:
+    """Against the loops of all heads together; a floor of 1 is the rule in each head."""
+    layer = small(VARIANTS["adakv"])
+    layer.interval, layer.rule = interval, AcrossHeads(ObservedWindow(2, 3), floor)
+    x, positions = tokens(19, B=2), regard.Span(0, 19)
+    layer.project.q.linear.weight.data = _same_heads(layer.project.q.linear.weight.data)
+    q = layer.project.query(x, positions)
+    k, v = layer.project.recall(layer.project.remember(x, positions), positions)
+    rule = oracle.observed_window(2, 3)
+    cache = layer.new_cache()
+    whole, stored = layer(x), layer(x, None, cache)
+    uneven = False
+    for b in range(2):
+        rows = (
+            [y[b, g].tolist() for g in heads]
+            for y, heads in ((q, (0, 2)), (k, (0, 1)), (v, (0, 1)))
+        )
+        out, held = oracle.evicting_across_heads(*rows, rule, 5, interval, 2, floor)
+        z = torch.tensor([out[0], out[0], out[1], out[1]], dtype=torch.float64)
+        right = z.transpose(0, 1).flatten(1) @ layer.output.weight.T
+        for found in (whole, stored):
+            assert (found[b] - right).abs().max() < 1e-12
+        where = cache.state[2][b]
+        if floor < 1:
+            heads = cache.state[-1][b, 0]
+            assert [sorted(where[0][heads == g].tolist()) for g in (0, 1)] == held
+        uneven |= len(held[0]) != len(held[1])
+    assert uneven == (floor < 1), "negative control: the heads keep different numbers"
+    assert cache.bytes == 8 * 2 * layer.describe(19).cached_values
+
+
+def test_heads_across_a_padded_batch() -> None:
+    layer, x = small(VARIANTS["adakv"]), tokens(17)
+    positions = torch.tensor([[-1] * 5 + list(range(12)), list(range(17))])
+    cache, alone = layer.new_cache(), layer.new_cache()
+    with torch.no_grad():
+        parts = [layer(x[:, i : i + 1], positions[:, i : i + 1], cache) for i in range(17)]
+        right = layer(x[:1, 5:], None, alone)
+    assert (torch.cat(parts, 1)[:1, 5:] - right).abs().max() < 1e-12
+
+
+def test_expected_queries_are_those_of_the_text() -> None:
+    """What the covariance and the values add, and that chunks of queries join to one mean."""
+    torch.manual_seed(0)
+    layer, x = small(VARIANTS["expected_attention"]), tokens(14)
+    whole, parts = layer.new_cache(), layer.new_cache()
+    with torch.no_grad():
+        layer(x, None, whole)
+        for part in x.split((1, 6, 3, 4), 1):
+            layer(part, None, parts)
+        assert whole.state[-3].tolist() == [[13, 13]] * 2, "position 0 is a sink"
+        for a, b in zip(whole.state[-2:], parts.state[-2:], strict=True):
+            assert (a - b).abs().max() < 1e-12
+        q = regard.positions.rotate(
+            layer.project.query(x, regard.Span(0, 14)),
+            -torch.arange(14)[None],
+            layer.project.q.steps[-1].inv_freq,
+        )[:, :, 1:]
+        mean = q.mean(2).unflatten(1, (2, 2))
+        assert (whole.state[-2] - mean).abs().max() < 1e-12
+        spread = torch.stack([torch.cov(y.mT, correction=0) * 13 for y in q.flatten(0, 1)])
+        assert (whole.state[-1].flatten(0, 2) - spread).abs().max() < 1e-11
+    right = oracle.expected_attention(8, 1)
+    q, k, v = (torch.randn(1, 9, 8, dtype=torch.float64)[0].tolist() for _ in range(3))
+    run = oracle.Run(q, k, v)
+    for i in range(9):
+        run.read(i)
+        run.last = i
+    assert right(run) != oracle.expected_attention(9, 1)(run), "the next positions matter"
+    assert right(run)[0] == float("inf")
+
+
+def test_expected_attention_needs_rotated_heads_and_what_attention_gives() -> None:
+    rule, plain = ExpectedAttention(8, 1), separate_qkv(8, 4, 2, 2)
+    with pytest.raises(ArgumentError, match="the last step on queries is None"):
+        EvictingAttention(plain, nn.Identity(), rule=rule, budget=4)
+    rotated = separate_qkv(8, 4, 2, 2, Rotary(2))
+    with pytest.raises(ArgumentError, match=r"is not known with softcap=3.0; use another rule"):
+        EvictingAttention(rotated, nn.Identity(), rule=rule, budget=4, softcap=3.0)
+    with pytest.raises(ArgumentError, match="0 of the newest tokens and 5 of the first"):
+        EvictingAttention(rotated, nn.Identity(), rule=ExpectedAttention(8, 5), budget=4)
+    zeros = torch.zeros(1, 3)
+    with pytest.raises(ArgumentError, match="needs values, positions and expected queries"):
+        rule.score(HeldTokens(torch.zeros(1, 3, 2), zeros == 0, zeros, zeros))
+    with pytest.raises(ArgumentError, match=r"positions=0, first=4.*positions must be at least 1"):
+        ExpectedAttention(0)
+    for wrong in (lambda: AcrossHeads(rule, 1.5), lambda: AcrossHeads(AcrossHeads(rule))):
+        with pytest.raises(ArgumentError, match="least must be from 0 to 1, and the rule one"):
+            wrong()
+
+
+def test_lower_layers_keep_more() -> None:
+    for layers in (1, 2, 5, 32):
+        budgets = [pyramid_budget(256, layer, layers, window=8) for layer in range(layers)]
+        assert abs(sum(budgets) - 256 * layers) <= layers / 2, "rounded, layer by layer"
+        assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] == round(8 + 2 * 248 - 248 / 20)
+    assert budgets[-1] == round(8 + 248 / 20)
+    for wrong in ((4, 4, 8, 20.0), (0, 4, 300, 20.0), (0, 4, 8, 0.5)):
+        layer, layers, window, steepness = wrong
+        with pytest.raises(ArgumentError, match="layer must be below layers, window at most"):
+            pyramid_budget(256, layer, layers, window=window, steepness=steepness)
+
+
+def test_generation_with_budgets_by_layer() -> None:
+    model = regard.load("tiny")
+    ids = torch.randint(0, 1000, (1, 60), generator=torch.Generator().manual_seed(0))
+    config = CacheConfig("pyramidkv", 32)
+    narrow, L = config.restrict(model.decoder), len(model.decoder.layers)
+    caches = config.new_caches(narrow, 1)
+    with torch.no_grad():
+        found = narrow(ids, None, caches)
+        parts = config.new_caches(narrow, 1)
+        again = torch.cat([narrow(part, None, parts) for part in ids.split((20, 1, 1, 38), 1)], 1)
+        assert torch.allclose(found, again, atol=1e-4)
+        assert torch.allclose(found[:, :8], model.decoder(ids)[:, :8], atol=1e-4)
+        assert (found - model.decoder(ids)).abs().max() > 0.01, "negative control"
+    budgets = [layer.attention.budget for layer in narrow.layers]
+    assert budgets == [pyramid_budget(28, i, L, window=7) for i in range(L)]
+    assert [cache.state[2].shape[2] for cache in caches] == [n + 4 for n in budgets]
 
 
 def test_a_learned_sink_stays_in_the_denominator() -> None:
@@ -189,7 +321,8 @@ def test_generation_with_a_budget(kind: str) -> None:
         assert torch.allclose(found, right, atol=1e-4)
         assert (found - whole(ids)[:, 16:]).abs().max() > 0.01, "negative control"
     assert all(cache.bytes < 4 * other.bytes for cache, other in zip(caches, full, strict=True))
-    assert (caches[0].state[2] >= 0).sum(-1).max() < 16
+    held = (caches[0].state[2] >= 0).sum((1, 2)) / whole.layers[0].attention.project.shape.G
+    assert held.max() < 16
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -238,5 +371,5 @@ def test_models_that_cannot_evict_are_refused() -> None:
         CacheConfig("h2o", 16).restrict(shared)
     biased = plain()
     biased.layers[1].attention.bias = regard.biases.ALiBi(4)
-    with pytest.raises(ArgumentError, match=r"layer 1 is Attention .*; cache='tova' evicts"):
+    with pytest.raises(ArgumentError, match=r"layer 1 is Attention .*; cache='tova' chooses"):
         CacheConfig("tova", 16).restrict(biased)

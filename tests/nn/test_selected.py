@@ -19,6 +19,7 @@ import regard
 from regard.caches import Growing
 from regard.cost.selected import block_tokens, compressed_tokens, nsa_tokens
 from regard.nn import HeadProjection, LatentProjection, SeparateQKV
+from regard.nn.block_selectors import BlockMaximum, Quest
 from regard.nn.selected_attention import (
     NSA,
     BlockCompressor,
@@ -36,7 +37,7 @@ from regard.span import Positions, Span, as_tensor
 from tests.oracles import selected as oracle
 from tests.rules import assert_close_rule
 
-NAMES = ("nsa", "moba", "dsa")
+NAMES = ("nsa", "moba", "dsa", "quest", "msa")
 M, B, T, E = 32, 2, 29, -1
 PADDED = torch.tensor([[E] * 6 + list(range(T - 6)), list(range(T))])
 
@@ -59,6 +60,13 @@ def oracle_heads(module: Any, x: Tensor, positions: Positions) -> Tensor:
     select = module.selector
     if isinstance(select, MoBA):
         chosen = oracle.moba(q, k, select.size, select.topk, at, at)
+    elif isinstance(select, Quest):
+        chosen = oracle.quest(q, k, select.size, select.topk, at, at)
+    elif isinstance(select, BlockMaximum):
+        (key,) = select.remember(x, positions)
+        sizes = (select.size, select.topk, select.local)
+        index_q = select.q(x, positions)
+        chosen = oracle.block_maximum(index_q, key, q.shape[1], sizes, at, at)
     else:
         (key,) = select.remember(x, positions)
         _, chosen = oracle.indexer(
@@ -199,7 +207,8 @@ def test_a_nan_in_visible_data_shows() -> None:
 @torch.no_grad()
 def test_enough_capacity_is_dense_causal_attention() -> None:
     x = torch.randn(B, T, M, dtype=torch.float64)
-    for module in (make("moba", topk=8), make("dsa", topk=T), make("dsa", topk=10 * T)):
+    enough = [make(name, topk=8) for name in ("moba", "quest", "msa")]
+    for module in (*enough, make("dsa", topk=T), make("dsa", topk=10 * T)):
         dense = regard.nn.Attention(module.project, module.output, mask=regard.masks.Causal())
         assert float((module(x) - dense(x)).abs().max()) < 1e-12
     less = make("moba", topk=7)  # 8 blocks of 4: one is missing at the end
@@ -388,7 +397,7 @@ def test_published_numbers_of_tokens_read() -> None:
 def test_counts_equal_what_is_seen() -> None:
     for context in (1, 3, 4, 5, 17, 28):
         x, at = torch.randn(1, context, M, dtype=torch.float64), Span(context - 1, 1)
-        for name in ("moba", "dsa"):
+        for name in ("moba", "dsa", "quest", "msa"):
             module = make(name)
             memory = module.selector.remember(x, Span(0, context))
             q = module.project.query(x[:, -1:], at)

@@ -107,3 +107,96 @@ def evicting(
         if len(run.held) >= budget + interval:
             run.evict(score(run), budget, recent)
     return out, run.held
+
+
+def turned(x: Vector, position: float, base: float = 10000.0) -> Vector:
+    """Rotary in halves, at any position."""
+    n, out = len(x) // 2, list(x)
+    for i in range(n):
+        angle = position * base ** (-2 * i / len(x))
+        c, s = math.cos(angle), math.sin(angle)
+        out[i], out[i + n] = x[i] * c - x[i + n] * s, x[i + n] * c + x[i] * s
+    return out
+
+
+def expected_attention(future: int, sinks: int, epsilon: float = 0.0) -> Score:
+    """Expected attention: the queries so far, turned back, have a mean and a covariance; both are
+    turned by the mean of the rotations at the next positions.
+    """
+
+    def score(run: Run) -> list[float]:
+        last, D = run.last, len(run.k[0])  # type: ignore[attr-defined]
+        plain = [turned(run.q[i], -i) for i in range(sinks, last + 1)]
+        mean = [math.fsum(x[d] for x in plain) / len(plain) for d in range(D)]
+        apart = [[a - b for a, b in zip(x, mean, strict=True)] for x in plain]
+        cov = [
+            [math.fsum(x[a] * x[b] for x in apart) / len(plain) for b in range(D)] for a in range(D)
+        ]
+        units = [[float(a == b) for b in range(D)] for a in range(D)]
+        # column d of R is the mean of the turned unit vector d
+        turn = [
+            [
+                math.fsum(turned(unit, last + f)[a] for f in range(1, future + 1)) / future
+                for unit in units
+            ]
+            for a in range(D)
+        ]
+        m = [math.fsum(turn[a][b] * mean[b] for b in range(D)) for a in range(D)]
+        c = [
+            [
+                math.fsum(turn[a][x] * cov[x][y] * turn[b][y] for x in range(D) for y in range(D))
+                for b in range(D)
+            ]
+            for a in range(D)
+        ]
+        logits = {}
+        for j in run.held:
+            k = [run.scale * y for y in run.k[j]]
+            square = math.fsum(k[a] * c[a][b] * k[b] for a in range(D) for b in range(D))
+            if j >= sinks:
+                logits[j] = math.fsum(a * b for a, b in zip(m, k, strict=True)) + square / 2
+        top = max(logits.values(), default=0.0)
+        total = math.fsum(math.exp(x - top) for x in logits.values())
+        found = []
+        for j in run.held:
+            size = math.sqrt(math.fsum(y * y for y in run.v[j]))
+            weight = math.exp(logits[j] - top) / total if j >= sinks else math.inf
+            found.append((weight + epsilon) * size)
+        return found
+
+    return score
+
+
+def evicting_across_heads(
+    qs: list[Matrix],
+    ks: list[Matrix],
+    vs: list[Matrix],
+    score: Score,
+    budget: int,
+    interval: int,
+    recent: int,
+    floor: float,
+) -> tuple[list[Matrix], list[list[int]]]:
+    """Ada-KV: the heads of a layer evict together. Each keeps its int(floor budget) best tokens,
+    and the heads keep as many budgets as there are heads.
+    """
+    runs = [Run(q, k, v) for q, k, v in zip(qs, ks, vs, strict=True)]
+    out: list[Matrix] = [[] for _ in runs]
+    for i in range(len(qs[0])):
+        for run, z in zip(runs, out, strict=True):
+            z.append(run.read(i))
+            run.last = i  # type: ignore[attr-defined]
+        if sum(len(run.held) for run in runs) < len(runs) * (budget + interval):
+            continue
+        ranked = []
+        for h, run in enumerate(runs):
+            scores, n = score(run), len(run.held)
+            order = sorted(range(n), key=lambda x: (x < n - recent, -scores[x], -x))
+            for place, x in enumerate(order):
+                safe = place < int(floor * budget) or x >= n - recent
+                ranked.append((not safe, -scores[x], -h, -x, h, x))
+        kept = [(h, x) for *_, h, x in sorted(ranked)[: len(runs) * budget]]
+        for h, run in enumerate(runs):
+            mine = sorted(x for head, x in kept if head == h)
+            run.held, run.sums = [run.held[x] for x in mine], [run.sums[x] for x in mine]
+    return out, [run.held for run in runs]

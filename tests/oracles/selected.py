@@ -83,6 +83,75 @@ def moba(
     return chosen
 
 
+def page_bound(query: Sequence[float], keys: Sequence[Sequence[float]]) -> float:
+    """arXiv 2406.10774, algorithm 1: the sum over channels of the larger of q times the smallest
+    and q times the largest number of the page.
+    """
+    return math.fsum(
+        max(x * min(channel), x * max(channel))
+        for x, channel in zip(query, zip(*keys, strict=True), strict=True)
+    )
+
+
+def quest(
+    q: Tensor, k: Tensor, size: int, topk: int, q_positions: Rows, k_positions: Rows
+) -> Chosen:
+    """The query's own page, and the topk - 1 past pages with the largest bounds."""
+    (B, H), G = q.shape[:2], k.shape[1]
+    ql, kl = q.detach().double().tolist(), k.detach().double().tolist()
+    chosen: Chosen = []
+    for b in range(B):
+        slot = {p: j for j, p in enumerate(k_positions[b]) if p >= 0}
+        chosen.append([])
+        for h in range(H):
+            keys, rows = kl[b][h // (H // G)], []
+            for t, at in enumerate(q_positions[b]):
+                bounds = {}
+                for page in {p // size for p in slot if at >= 0 and p // size < at // size}:
+                    inside = [keys[slot[p]] for p in slot if p // size == page]
+                    bounds[page] = page_bound(ql[b][h][t], inside)
+                pages = best(bounds, topk - 1) | {at // size}
+                rows.append({p for p in slot if p <= at and p // size in pages})
+            chosen[b].append(rows)
+    return chosen
+
+
+def block_maximum(
+    q: Tensor,
+    k: Tensor,
+    heads: int,
+    sizes: tuple[int, int, int],
+    q_positions: Rows,
+    k_positions: Rows,
+) -> Chosen:
+    """MiniMax-M3, sizes (block, topk, local): the best key of a block is its score, the local
+    blocks are always chosen, and index head j serves heads / J query heads.
+    """
+    size, topk, local = sizes
+    B, J = q.shape[:2]
+    ql, kl = q.detach().double().tolist(), k.detach().double().tolist()
+    chosen: Chosen = []
+    for b in range(B):
+        slot = {p: j for j, p in enumerate(k_positions[b]) if p >= 0}
+        chosen.append([])
+        for h in range(heads):
+            j, rows = h // (heads // J), []
+            for t, at in enumerate(q_positions[b]):
+                past = {p for p in slot if p <= at}
+                scores = {
+                    block: max(
+                        dot(ql[b][j][t], kl[b][0][slot[p]]) for p in past if p // size == block
+                    )
+                    for block in {p // size for p in past}
+                }
+                near = {x for x in scores if x > at // size - local}
+                rest = {x: s for x, s in scores.items() if x not in near}
+                blocks = near | best(rest, topk - len(near))
+                rows.append({p for p in past if p // size in blocks})
+            chosen[b].append(rows)
+    return chosen
+
+
 def indexer(
     q: Tensor, k: Tensor, w: Tensor, topk: int, q_positions: Rows, k_positions: Rows, heads: int
 ) -> tuple[list[list[dict[int, float]]], Chosen]:

@@ -30,10 +30,12 @@ from regard.ops.rms_norm import rms_norm
 from regard.ops.selection import (
     NSABlocks,
     block_layout,
+    block_maximum_mask,
     index_mask,
     index_scores,
     indexer_loss,
     moba_mask,
+    quest_mask,
     selection_mask,
     top_k_mask,
 )
@@ -360,6 +362,20 @@ OPS: dict[Callable[..., Any], Call] = {
         {"q": Q, "k": K, "q_positions": at(T), "k_positions": at(S)},
         WORDS | {"q": "B H T D", "k": "B G S D"},
         bound="H",
+        loose=LOOSE,
+    ),
+    quest_mask: Call(
+        lambda **given: quest_mask(**given, size=3, topk=2),
+        {"q": Q, "k": K, "q_positions": at(T), "k_positions": at(S)},
+        WORDS | {"q": "B H T D", "k": "B G S D"},
+        bound="H",
+        loose=LOOSE,
+    ),
+    block_maximum_mask: Call(
+        lambda **given: block_maximum_mask(**given, heads=H, size=3, topk=2),
+        {"q": Q, "k": randn(B, 1, S, D), "q_positions": at(T), "k_positions": at(S)},
+        WORDS | {"q": "B H T D", "k": "B J1 S D"},
+        bound="HJ1",
         loose=LOOSE,
     ),
     index_scores: Call(

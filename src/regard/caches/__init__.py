@@ -11,6 +11,7 @@ from regard.caches.base import (
     make_full_cache,
     rollback_on_error,
 )
+from regard.caches.bounded_pages import BoundedPages
 from regard.caches.contiguous import Cross, Fixed, Growing, Latent
 from regard.caches.eviction import Evicting
 from regard.caches.paged import Paged, PagePool
@@ -24,6 +25,7 @@ from regard.registry import import_all
 
 __all__ = [
     "CACHES",
+    "BoundedPages",
     "Cache",
     "Contents",
     "Cross",

@@ -101,7 +101,8 @@ class Cache(ABC):
     kind: ClassVar[str | None] = None
     """The name by which generation requests the cache; None if only modules create it."""
     evicts: ClassVar[bool] = False
-    """Whether the cache evicts old tokens. Generation cannot fill such a cache, and requires
+    """Whether queries lose sight of old tokens, because the cache evicts them, or because layers
+    with this cache leave them unread. Generation cannot fill such a cache, and requires
     `max_context` for it.
     """
     needs_slots: ClassVar[bool] = False

@@ -22,6 +22,19 @@ from regard.caches.state import State
 from regard.errors import ArgumentError
 
 
+class QueryMoments(NamedTuple):
+    """The mean and the covariance of the queries that a rule expects next, times the factor on the
+    scores and its square.
+
+    Attributes:
+        mean: `[R, n, D]` for the n query heads of each key/value head.
+        covariance: `[R, n, D, D]`.
+    """
+
+    mean: Float[Tensor, "R n D"]
+    covariance: Float[Tensor, "R n D D"]
+
+
 class HeldTokens(NamedTuple):
     """The tokens of a full cache in the order of their positions; R is batch rows times key/value
     heads. Empty slots come last.
@@ -33,23 +46,28 @@ class HeldTokens(NamedTuple):
             rule does not accumulate.
         observed: `[R, S]`, the weights that the last queries give, summed over them; 0 if the rule
             observes none.
+        values: `[R, S, E]`, 0 in empty slots; None if the rule is not given them.
+        positions: `[R, S]`, -1 in empty slots; None stands for 0, 1, 2 and so on.
+        expected: the moments of the next queries; None if the rule expects none.
     """
 
     keys: Float[Tensor, "R S D"]
     is_held: Tensor
     sums: Float[Tensor, "R S"]
     observed: Float[Tensor, "R S"]
+    values: Float[Tensor, "R S E"] | None = None
+    positions: Int[Tensor, "R S"] | None = None
+    expected: QueryMoments | None = None
 
 
 @dataclass(frozen=True)
 class EvictionRule(ABC):
-    """Base class of rules that score the tokens of a full cache; the largest scores stay.
+    """Base class of rules that score the tokens of a full cache; the largest scores stay."""
 
-    Attributes:
-        accumulates: whether the rule needs the summed weights of all queries.
-    """
-
-    accumulates: ClassVar[bool] = False
+    @property
+    def accumulates(self) -> bool:
+        """Whether the rule needs the summed weights of all queries."""
+        return False
 
     @property
     def observed(self) -> int:
@@ -60,6 +78,25 @@ class EvictionRule(ABC):
     def recent(self) -> int:
         """How many of the newest tokens always stay."""
         return 0
+
+    @property
+    def sinks(self) -> int:
+        """Below which position tokens always stay."""
+        return 0
+
+    @property
+    def future(self) -> int:
+        """For how many of the next positions the rule expects queries by the mean and covariance of
+        those so far; 0: it does not.
+        """
+        return 0
+
+    @property
+    def floor(self) -> float:
+        """Which share of the budget stays in every head, from 0 to 1; the rest stays in the heads
+        of the layer whose tokens have the largest scores.
+        """
+        return 1.0
 
     @abstractmethod
     def score(self, tokens: HeldTokens) -> Float[Tensor, "R S"]:
@@ -94,10 +131,14 @@ class HeavyHitters(EvictionRule):
     """
 
     newest: int
-    accumulates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number("newest", self.newest, -1, float("inf"), "at least 0")
+
+    @property
+    def accumulates(self) -> bool:
+        """True: the rule sums the weights of all queries."""
+        return True
 
     @property
     def recent(self) -> int:
@@ -220,6 +261,182 @@ class KeyDifference(EvictionRule):
         return -F.cosine_similarity(tokens.keys, mean, dim=-1)
 
 
+@dataclass(frozen=True)
+class ExpectedAttention(EvictionRule):
+    """Expected attention: the tokens stay whose values are expected to count most for the next
+    queries, if those are drawn from a normal distribution with the moments of the queries so far.
+
+    a_j = softmax_j(m . k_j + k_j C k_j / 2),  score_j = (mean of a_j over query heads + e) |v_j|
+
+    m = s R mean(q) and C = s^2 R cov(q) R^T, where s is the factor on the scores, q are the queries
+    before their rotation, and R is the mean of the rotations at the next `future` positions.
+    The exponential of a normal variable has the mean exp(m . k + k C k / 2), which is exact for
+    normal queries at one position; R makes one normal distribution of many positions.
+
+    Tokens at positions below `sinks` stay, and their queries and keys do not enter.
+
+    Args:
+        positions: the number of next positions, `future`.
+        first: the number of first positions that always stay, `sinks`.
+        epsilon: e, which lets long values count where little attention is expected.
+
+    Raises:
+        ArgumentError: positions is less than 1, or first or epsilon negative.
+
+    >>> ExpectedAttention(positions=128, first=4).sinks
+    4
+
+    Source: Devoto et al. 2025 (arXiv 2510.00636), section 3; softmax over the held tokens and the
+    mean over query heads as in its published code, kvpress.
+    """
+
+    positions: int = 512
+    first: int = 4
+    epsilon: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.positions < 1 or self.first < 0 or not self.epsilon >= 0:
+            raise ArgumentError(
+                f"ExpectedAttention(positions={self.positions}, first={self.first}, "
+                f"epsilon={self.epsilon}): positions must be at least 1, first and epsilon at "
+                "least 0"
+            )
+
+    @property
+    def sinks(self) -> int:
+        """The first positions, as given."""
+        return self.first
+
+    @property
+    def future(self) -> int:
+        """The number of next positions, as given."""
+        return self.positions
+
+    def score(self, tokens: HeldTokens) -> Tensor:
+        """Return the weights that are expected, times the norms of the values."""
+        if tokens.values is None or tokens.positions is None or tokens.expected is None:
+            raise ArgumentError(
+                "ExpectedAttention needs values, positions and expected queries; "
+                "EvictingAttention gives them"
+            )
+        mean, covariance = tokens.expected
+        keys = tokens.keys.to(mean.dtype)[:, None]  # [R,1,S,D]
+        logits = (keys @ mean[..., None])[..., 0]  # [R,n,S]
+        logits = logits + 0.5 * ((keys @ covariance) * keys).sum(-1)
+        counts = tokens.is_held & (tokens.positions >= self.first)
+        weights = logits.masked_fill(~counts[:, None], -torch.inf).softmax(-1).mean(1)
+        norms: Tensor = tokens.values.to(mean.dtype).norm(dim=-1)
+        return (weights + self.epsilon) * norms
+
+
+@dataclass(frozen=True)
+class AcrossHeads(EvictionRule):
+    """Ada-KV: another rule, whose scores are compared across the key/value heads of a layer, so
+    that heads with spread attention keep more tokens.
+
+    The heads of a layer keep G budget tokens in all: in each head the int(floor budget) tokens
+    with the largest scores, then the tokens with the largest scores of any head.
+
+    Args:
+        rule: the rule that gives the scores.
+        least: the share of the budget that every head keeps, `floor`, from 0 to 1.
+
+    Raises:
+        ArgumentError: least is not between 0 and 1, or the rule is already one across heads.
+
+    >>> AcrossHeads(LastQuery(), least=0.5).observed
+    1
+
+    Source: Feng et al. 2024 (arXiv 2407.11550), algorithm 1 and section 3.3.
+    """
+
+    rule: EvictionRule
+    least: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= 1 or isinstance(self.rule, AcrossHeads):
+            raise ArgumentError(
+                f"AcrossHeads({self.rule}, least={self.least}): least must be from 0 to 1, and the "
+                "rule one that scores the tokens of a head"
+            )
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the rule needs the summed weights of all queries."""
+        return self.rule.accumulates
+
+    @property
+    def observed(self) -> int:
+        """The queries at which the rule looks."""
+        return self.rule.observed
+
+    @property
+    def recent(self) -> int:
+        """The newest tokens, which the rule keeps in every head."""
+        return self.rule.recent
+
+    @property
+    def sinks(self) -> int:
+        """The first positions, which the rule keeps in every head."""
+        return self.rule.sinks
+
+    @property
+    def future(self) -> int:
+        """The next positions for which the rule expects queries."""
+        return self.rule.future
+
+    @property
+    def floor(self) -> float:
+        """The share of the budget that stays in every head, as given."""
+        return self.least
+
+    def score(self, tokens: HeldTokens) -> Tensor:
+        """Return the scores of the rule."""
+        return self.rule.score(tokens)
+
+
+def pyramid_budget(
+    budget: int, layer: int, layers: int, *, window: int, steepness: float = 20.0
+) -> int:
+    """Return the number of tokens that stay in one layer, where lower layers keep more.
+
+    budget_l = w + (2 - 1/b) m - l (2 - 2/b) m / (L - 1),  m = budget - w, rounded
+
+    The first layer keeps w + (2 - 1/b) m tokens and the last w + m / b; their mean is `budget`.
+
+    Args:
+        budget: the mean over the layers.
+        layer: the number l of the layer, from 0.
+        layers: the number of layers L.
+        window: w, the tokens of the last queries, which every layer keeps.
+        steepness: b, the ratio of the mean to the last layer's budget, without the window.
+
+    Returns:
+        The budget of the layer, at least 1.
+
+    Raises:
+        ArgumentError: layer is not one of the layers, window is larger than budget, or steepness is
+            below 1.
+
+    >>> [pyramid_budget(100, layer, 5, window=20) for layer in range(5)]
+    [176, 138, 100, 62, 24]
+
+    Source: Cai et al. 2024 (arXiv 2406.02069), section 4.2.
+    """
+    if not 0 <= layer < layers or not 0 <= window <= budget or not steepness >= 1:
+        raise ArgumentError(
+            f"pyramid_budget(budget={budget}, layer={layer}, layers={layers}, window={window}, "
+            f"steepness={steepness}): layer must be below layers, window at most budget, and "
+            "steepness at least 1"
+        )
+    if layers == 1:
+        return budget
+    mean = budget - window
+    smallest = mean / steepness
+    largest = 2 * mean - smallest
+    return max(1, window + round(largest - layer * (largest - smallest) / (layers - 1)))
+
+
 class Evicting(State):
     """The cache of a layer that evicts tokens by a rule: a fixed number of slots per key/value
     head, each with a token of its own.
@@ -253,6 +470,20 @@ class Evicting(State):
             NotImplementedError: the class has no rule.
         """
         raise NotImplementedError(f"{cls.__name__} has no rule for {budget}")
+
+    @classmethod
+    def layer_budget(cls, budget: int, layer: int, layers: int) -> int:  # noqa: ARG003
+        """Return the number of tokens that stay in one layer of a model.
+
+        Args:
+            budget: the number that stay, on average over the layers.
+            layer: the number of the layer among those that evict, from 0.
+            layers: how many layers evict.
+
+        Returns:
+            The budget of the layer.
+        """
+        return budget
 
 
 class _NamedEviction(Evicting):
@@ -338,19 +569,78 @@ class KeyDifferenceCache(_NamedEviction):
         return KeyDifference()
 
 
+class PyramidCache(_NamedEviction):
+    """The cache "pyramidkv": as "snapkv", with more tokens in lower layers and fewer in higher
+    ones.
+
+    >>> [PyramidCache.layer_budget(64, layer, 3) for layer in range(3)]
+    [110, 64, 18]
+    """
+
+    kind: ClassVar[str | None] = "pyramidkv"
+
+    @classmethod
+    def rule_for(cls, budget: int) -> EvictionRule:
+        """Return the rule of "snapkv" with a window of a quarter of the budget, at most 8."""
+        return ObservedWindow(cls._window(budget))
+
+    @classmethod
+    def layer_budget(cls, budget: int, layer: int, layers: int) -> int:
+        """Return the budget of a layer by `pyramid_budget`."""
+        return pyramid_budget(budget, layer, layers, window=cls._window(budget))
+
+    @staticmethod
+    def _window(budget: int) -> int:
+        """Return the number of observed queries, that of the paper or fewer."""
+        return min(8, max(1, budget // 4))
+
+
+class AdaptiveHeadCache(_NamedEviction):
+    """The cache "adakv": as "snapkv", where the heads of a layer share one budget.
+
+    >>> AdaptiveHeadCache.rule_for(64).floor
+    0.2
+    """
+
+    kind: ClassVar[str | None] = "adakv"
+
+    @classmethod
+    def rule_for(cls, budget: int) -> EvictionRule:
+        """Return the rule of "snapkv", across heads."""
+        return AcrossHeads(ObservedWindowCache.rule_for(budget))
+
+
+class ExpectedAttentionCache(_NamedEviction):
+    """The cache "expected_attention": the tokens that count most for the queries that are expected
+    next.
+
+    >>> ExpectedAttentionCache.rule_for(64).sinks
+    4
+    """
+
+    kind: ClassVar[str | None] = "expected_attention"
+
+    @classmethod
+    def rule_for(cls, budget: int) -> EvictionRule:
+        """Return the rule, which keeps 4 first tokens, or half of the budget if that is fewer."""
+        return ExpectedAttention(first=min(4, budget // 2))
+
+
 def tokens_to_keep(
-    rule: EvictionRule, tokens: HeldTokens, budget: int
+    rule: EvictionRule, tokens: HeldTokens, budget: int, heads: int = 1
 ) -> tuple[Tensor, Int[Tensor, " R"]]:
     """Return which of the held tokens stay.
 
     Args:
         rule: the rule.
         tokens: the held tokens.
-        budget: how many stay in each row.
+        budget: how many stay in each row; for a rule with a `floor` below 1, in each row on average
+            over the heads of a layer.
+        heads: how many rows one after the other are the heads of a layer.
 
     Returns:
-        A bool tensor `[R, S]`, True for at most `budget` tokens in each row, and the number of held
-        tokens `[R]`.
+        A bool tensor `[R, S]`, True for at most `budget` tokens in each row, on average over heads,
+        and the number of held tokens `[R]`.
 
     >>> keys = torch.tensor([[[3.0], [1.0], [2.0]]])
     >>> zeros = torch.zeros(1, 3)
@@ -363,8 +653,23 @@ def tokens_to_keep(
     score = rule.score(tokens).double()
     score = score.masked_fill(score.isnan(), torch.inf)  # NaN stays, so that it shows
     score = torch.where(index >= (count - rule.recent)[:, None], torch.inf, score)
+    positions = index.expand_as(score) if tokens.positions is None else tokens.positions
+    score = torch.where(positions < rule.sinks, torch.inf, score)
     score = torch.where(is_held, score, -torch.inf)
-    # among equal scores the newest stay, so that the recent ones do
+    if rule.floor >= 1:
+        return is_held & (_rank(score) < budget), count
+    score = torch.where(_rank(score) < int(rule.floor * budget), torch.inf, score)
+    score = torch.where(is_held, score, -torch.inf)
+    # [B, G, S] -> one row for all heads of a layer
+    layer = torch.unflatten(score, 0, (-1, heads)).flatten(1)
+    stays = (_rank(layer) < heads * budget).view(score.shape)
+    return is_held & stays, count
+
+
+def _rank(score: Tensor) -> Tensor:
+    """Return the place of each number of a row [R,S] in descending order; of equal numbers the
+    last comes first, so that the newest tokens stay.
+    """
     order = score.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter(1, order, index.expand_as(order)).flip(-1)
-    return is_held & (rank < budget), count
+    index = torch.arange(score.shape[1], device=score.device)
+    return torch.empty_like(order).scatter(1, order, index.expand_as(order)).flip(-1)

@@ -278,6 +278,10 @@ def _figure_lines(description: Description, columns: int) -> list[str]:
         translate("work of one token"): with_formula(units.count(work.value, "FLOP"), work.formula),
         translate("values cached in total"): cached,
     }
+    if (read := description.read) is not None:
+        count, size = f"{read.value:,}", units.size(2 * read.value)
+        text = translate("{n}, {size} in 16 bits each", n=count, size=size)
+        rows[translate("values read per token")] = with_formula(text, read.formula)
     column = max(map(display_width, rows)) + 4
     return [
         wrap(

@@ -313,7 +313,8 @@ CacheKind = Annotated[
         help=(
             "Kind of KV cache: growing, fixed, paged or quantised, which refuse more "
             "tokens than --max-context; ring or streaming, which drop old tokens; h2o, tova, "
-            "snapkv, key_norm or keydiff, which drop the tokens that a rule finds least important."
+            "snapkv, key_norm, keydiff, adakv, pyramidkv or expected_attention, which drop the "
+            "tokens that a rule finds least important; quest, which keeps all and reads some."
         ),
         show_default="growing",
         rich_help_panel=CONTEXT,

@@ -79,6 +79,7 @@ MAIN_OPTION = {
     "sparse_fixed": "stride",
     "streaming": "window",
     **dict.fromkeys(("h2o", "tova", "snapkv", "key_norm", "keydiff"), "budget"),
+    **dict.fromkeys(("adakv", "expected_attention"), "budget"),
 }
 """The option whose value may follow the name of a mechanism without its own name."""
 MECHANISM_CHOICES = ("local_global", *MECHANISMS)

@@ -44,6 +44,7 @@ class EvictingSpec(Spec):
         interval: the tokens between two evictions.
         observed: the number of last queries that the rule looks at; the cache stores them.
         accumulates: whether every query adds its weights to sums, which the cache stores.
+        expects: whether the cache stores the mean and the covariance of the queries.
 
     >>> from regard.cost.spec import ParameterCounts
     >>> shape = HeadShape(4, 2, 8, 8)
@@ -59,6 +60,7 @@ class EvictingSpec(Spec):
     interval: int
     observed: int
     accumulates: bool
+    expects: bool = False
 
     @property
     def name(self) -> str:
@@ -76,9 +78,12 @@ class EvictingSpec(Spec):
 
     @property
     def state(self) -> Quantity:
-        """The queries that the rule looks at: w H D values."""
+        """The queries that the rule looks at, w H D values, and the moments of all queries."""
         H, D, w = self.shape.heads, self.shape.head_dim, self.observed
-        return Quantity(w * H * D, f"w H D = {w} x {H} x {D}" if w else "")
+        moments = H * D * (D + 1) if self.expects else 0
+        formulas = [f"w H D = {w} x {H} x {D}"] if w else []
+        formulas += [f"H D (D + 1) = {H} x {D} x ({D} + 1)"] if moments else []
+        return Quantity(w * H * D + moments, " + ".join(formulas))
 
     def read(self, context: int) -> CacheContents:
         """Return the keys and values of the held tokens."""
@@ -93,9 +98,12 @@ class EvictingSpec(Spec):
         H, D, E = self.shape.heads, self.shape.head_dim, self.shape.value_dim
         formula = f"2 H n (D + E) = 2 x {H} x {n} x ({D} + {E})"
         again = int(self.accumulates) + self.observed / self.interval
-        if not again:
-            return Quantity(attention_flops(H * n, D, E), formula)
         weights = int(2 * H * n * D * again)
+        if self.expects:  # an outer product for each query, and a quadratic form for each key
+            full = self.budget + self.interval
+            weights += 2 * H * D * D + 2 * H * full * D * (D + 2) // self.interval
+        if not weights:
+            return Quantity(attention_flops(H * n, D, E), formula)
         return Quantity(attention_flops(H * n, D, E) + weights, f"{formula} + {weights} (scores)")
 
     def prefill_flops(self, context: int) -> int:
@@ -104,4 +112,5 @@ class EvictingSpec(Spec):
         pairs, full = held_pairs(context, self.budget, self.interval), self.budget + self.interval
         evictions = 0 if context < full else 1 + (context - full) // self.interval
         again = pairs * int(self.accumulates) + evictions * self.observed * full
-        return attention_flops(H * pairs, D, E) + 2 * H * D * again
+        moments = context * D + evictions * full * (D + 2) if self.expects else 0
+        return attention_flops(H * pairs, D, E) + 2 * H * D * (again + moments)

@@ -1,5 +1,5 @@
-"""Count attention to selected keys (MoBA, DSA, NSA): how many keys each query reads, and the cost
-of selecting them.
+"""Count attention to selected keys (MoBA, Quest, MSA, DSA, NSA): how many keys each query reads,
+and the cost of selecting them.
 
 The functions take sizes and return exact integers; `SelectedSpec` and `NSASpec` combine them for
 one layer.
@@ -7,11 +7,19 @@ one layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from regard.cost.softmax import attention_flops, window_pairs
-from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
+from regard.cost.spec import (
+    NO_QUANTITY,
+    CacheContents,
+    Description,
+    HeadShape,
+    ParameterCounts,
+    Quantity,
+    Spec,
+)
 from regard.units import plural
 
 
@@ -133,6 +141,14 @@ class KeySelection(Protocol):
     def pairs(self, context: int) -> int:
         """Return the query-key pairs of one head over the first `context` tokens."""
 
+    def summaries(self, context: int) -> Quantity:
+        """Return how many further vectors of the width of a key the cache keeps for each key head,
+        which the last token reads.
+        """
+
+    def keys_read(self, context: int, heads: int, groups: int) -> int:
+        """Return how many keys of a key/value head the last of `context` tokens reads at most."""
+
 
 @dataclass(frozen=True)
 class BlockSelection:
@@ -169,6 +185,118 @@ class BlockSelection:
     def pairs(self, context: int) -> int:
         """Return the sum of `tokens` over all queries."""
         return block_pairs(context, self.size, self.topk)
+
+    def summaries(self, context: int) -> Quantity:
+        """Return none: the mean keys are computed from all keys at every step."""
+        return NO_QUANTITY
+
+    def keys_read(self, context: int, heads: int, groups: int) -> int:
+        """Return all keys, because the mean keys are computed from them at every step."""
+        return context
+
+
+@dataclass(frozen=True)
+class PageSelection:
+    """The selection of Quest: the query's own page, and the earlier pages with the largest bounds.
+    A cache stores two vectors per page and key head.
+
+    Attributes:
+        size: tokens per page.
+        topk: pages per query, its own page included.
+
+    >>> PageSelection(16, 128).keys_read(32768, 8, 8), PageSelection(16, 128).summaries(32768).value
+    (2048, 4096)
+
+    Source: Tang et al. 2024 (arXiv 2406.10774), sections 3.3 and 3.4.
+    """
+
+    size: int
+    topk: int
+    values_per_token = 0
+
+    def tokens(self, context: int) -> Quantity:
+        """Return the keys of the query's own page up to itself, and of the selected pages."""
+        return Quantity(
+            block_tokens(context, self.size, self.topk),
+            f"own page up to S, and at most {self.topk - 1} x {self.size} before it",
+        )
+
+    def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
+        """Return the FLOPs of the bounds of the earlier pages: two products each, 4 H N D."""
+        N = (context - 1) // self.size
+        formula = f"4 H N D (page bounds) = 4 x {heads} x {N} x {head_dim}"
+        return Quantity(2 * gate_flops(N, heads, head_dim), formula)
+
+    def pairs(self, context: int) -> int:
+        """Return the sum of `tokens` over all queries."""
+        return block_pairs(context, self.size, self.topk)
+
+    def summaries(self, context: int) -> Quantity:
+        """Return the two vectors of each page."""
+        pages = -(-context // self.size)
+        return Quantity(2 * pages, f"2 vectors x {plural(pages, 'page')}")
+
+    def keys_read(self, context: int, heads: int, groups: int) -> int:
+        """Return the keys that the H/G query heads of a key/value head read if they choose
+        different pages.
+        """
+        own = (context - 1) % self.size + 1
+        earlier = self.tokens(context).value - own
+        return min(context, own + heads // groups * earlier)
+
+
+@dataclass(frozen=True)
+class BlockMaximumSelection:
+    """The selection of MSA: local blocks, and the earlier blocks whose best key has the largest
+    index score, computed by J heads of width d. A cache stores one index key per token.
+
+    Attributes:
+        heads, head_dim: J and d.
+        size: tokens per block.
+        topk: blocks per query, the local ones included.
+
+    >>> BlockMaximumSelection(4, 128, 128, 16).tokens(32768).value
+    2048
+
+    Source: MiniMax 2026 (MiniMax-M3), by its code in transformers, `MiniMaxM3VLIndexer`.
+    """
+
+    heads: int
+    head_dim: int
+    size: int
+    topk: int
+
+    @property
+    def values_per_token(self) -> int:
+        """The d values of the index key."""
+        return self.head_dim
+
+    def tokens(self, context: int) -> Quantity:
+        """Return the keys of the query's own block up to itself, and of the selected blocks."""
+        return Quantity(
+            block_tokens(context, self.size, self.topk),
+            f"own block up to S, and at most {self.topk - 1} x {self.size} before it",
+        )
+
+    def flops(self, context: int, heads: int, head_dim: int) -> Quantity:
+        """Return the FLOPs of scoring every key: 2 J S d."""
+        J, d = self.heads, self.head_dim
+        formula = f"2 J S d (index scores) = 2 x {J} x {context} x {d}"
+        return Quantity(gate_flops(context, J, d), formula)
+
+    def pairs(self, context: int) -> int:
+        """Return the sum of `tokens` over all queries."""
+        return block_pairs(context, self.size, self.topk)
+
+    def summaries(self, context: int) -> Quantity:
+        """Return none: every index key is scored."""
+        return NO_QUANTITY
+
+    def keys_read(self, context: int, heads: int, groups: int) -> int:
+        """Return the selected keys, which the query heads of an index head share."""
+        own = (context - 1) % self.size + 1
+        earlier = self.tokens(context).value - own
+        return min(context, own + max(1, self.heads // groups) * earlier)
 
 
 @dataclass(frozen=True)
@@ -211,6 +339,14 @@ class IndexSelection:
         """Return the query-key pairs, which are those of a window of `topk` keys."""
         return window_pairs(context, context, self.topk)
 
+    def summaries(self, context: int) -> Quantity:
+        """Return none: every index key is scored."""
+        return NO_QUANTITY
+
+    def keys_read(self, context: int, heads: int, groups: int) -> int:
+        """Return the selected keys, which all heads share."""
+        return min(context, self.topk)
+
 
 @dataclass(frozen=True)
 class SelectedSpec(Spec):
@@ -228,6 +364,53 @@ class SelectedSpec(Spec):
     def name(self) -> str:
         """The selection rule and the heads."""
         return f"{type(self.selection).__name__}, {self.shape.label}"
+
+    def summaries(self, context: int) -> Quantity:
+        """Return how many values a cache stores beside those of each token, such as the bounds of
+        pages.
+
+        Args:
+            context: the number of tokens.
+
+        Returns:
+            The number of values and its formula.
+        """
+        G, D, vectors = self.shape.groups, self.shape.head_dim, self.selection.summaries(context)
+        if not vectors.value:
+            return NO_QUANTITY
+        return Quantity(G * D * vectors.value, f"G D x {vectors.formula}, {G} x {D} each")
+
+    def cached(self, context: int) -> CacheContents:
+        """Return the tokens of a cache, and what it stores beside them."""
+        return replace(super().cached(context), others=self._others(context))
+
+    def read(self, context: int) -> CacheContents:
+        """Return the part of the cache that the decoded token reads at most: the keys and values
+        that are selected, and everything by which they are selected.
+        """
+        keys = self.selection.keys_read(context, self.shape.heads, self.shape.groups)
+        n = len(self.parts) - bool(self.selection.values_per_token)
+        index = (CacheContents(self.parts[n:], context),) if self.parts[n:] else ()
+        return CacheContents(self.parts[:n], keys, others=(*index, *self._others(context)))
+
+    def _others(self, context: int) -> tuple[CacheContents, ...]:
+        """Return what a cache stores beside its tokens, as contents."""
+        shape, vectors = self.shape, self.selection.summaries(context).value
+        return (CacheContents(((shape.groups, shape.head_dim),), vectors),) if vectors else ()
+
+    def describe(self, context: int, name: str | None = None) -> Description:
+        """Return all figures at a context; what a cache stores beside its tokens counts as its
+        state at this context.
+        """
+        described = super().describe(context, name)
+        contents = self.read(context)
+        per_token = " + ".join(f"{n} x {d}" for n, d in contents.parts)
+        terms = [f"{contents.tokens} x ({per_token})"]
+        for other in contents.others:
+            ((n, d),) = other.parts
+            terms.append(f"{other.tokens} x {n} x {d} (choice)")
+        read = Quantity(contents.values, " + ".join(terms))
+        return replace(described, state=self.summaries(context), read=read)
 
     def step(self, context: int) -> Quantity:
         """Return the FLOPs of one query: attention to the selected keys, and their selection."""

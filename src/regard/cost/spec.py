@@ -53,6 +53,7 @@ class Description:
         kv_tokens: how many tokens are cached at this context.
         state: cached values whose number does not depend on the length.
         flops_per_token: FLOPs of one decoded token at this context, linear maps included.
+        read: cached values that one decoded token reads at most; None is all of them.
 
     >>> kv = Quantity(32, "2 G D = 2 x 2 x 8")
     >>> none = Quantity(0, "")
@@ -68,6 +69,7 @@ class Description:
     kv_tokens: Quantity
     state: Quantity
     flops_per_token: Quantity
+    read: Quantity | None = None
 
     @property
     def cached_values(self) -> int:
@@ -83,6 +85,7 @@ class Description:
             ("tokens cached", self.kv_tokens),
             ("values of the state", self.state),
             ("FLOPs per decoded token", self.flops_per_token),
+            *((("values read per token", self.read),) if self.read is not None else ()),
         )
         lines = [f"{label:<26}{figure}" for label, figure in rows]
         return "\n".join([f"{self.name}, context {self.context:,}", *lines])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from regard.deprecation import renamed
 from regard.nn.attention import Attention
+from regard.nn.block_selectors import QuestAttention
 from regard.nn.blocks import (
     Block,
     BlockCaches,
@@ -135,6 +136,7 @@ __all__ = [
     "PrefixRecomputer",
     "Projection",
     "QueryTemperature",
+    "QuestAttention",
     "RMSNorm",
     "ReRoPE",
     "Recurrent",

@@ -1,24 +1,27 @@
 """Softmax attention whose cache has a budget: when it is full, a rule decides for each key/value
-head which tokens stay (H2O, TOVA, SnapKV, key norms, KeyDiff).
+head which tokens stay (H2O, TOVA, SnapKV, key norms, KeyDiff, expected attention, Ada-KV).
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from regard.caches import Cache, Evicting
-from regard.caches.eviction import EvictionRule, HeldTokens, tokens_to_keep
+from regard.caches.eviction import EvictionRule, HeldTokens, QueryMoments, tokens_to_keep
 from regard.cost.bounded import EvictingSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dense
 from regard.nn.attention import Attention
 from regard.nn.data_bias import refuse_data_bias
 from regard.nn.mixer import AcrossRanks, count_weights
-from regard.nn.projections import Projection
+from regard.nn.projections import Projection, SeparateQKV
+from regard.nn.streaming_attention import check_shared_rotary
 from regard.ops.softmax import Partial, attend, attend_partial, attention_weights, merge
+from regard.positions import Rotary, rotate
+from regard.positions.rotary import apply_rotary, cos_sin
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import tap
@@ -28,7 +31,9 @@ class _Slots(NamedTuple):
     """The contents of the cache: R = B G rows of C slots in the order of positions.
 
     k [R,C,D], v [R,C,E], positions [R,C] (-1: empty), sums [R,C], and the last w queries
-    q [R,n,w,D] of the n query heads of a row, at q_positions [R,w].
+    q [R,n,w,D] of the n query heads of a row, at q_positions [R,w]. If the rule expects queries:
+    their number `query_count` [R], their mean [R,n,D] before the rotation, and the sum `spread`
+    [R,n,D,D] of the outer products of their distances from the mean.
     """
 
     k: Tensor
@@ -37,6 +42,9 @@ class _Slots(NamedTuple):
     sums: Tensor
     q: Tensor
     q_positions: Tensor
+    query_count: Tensor
+    mean: Tensor
+    spread: Tensor
 
 
 class EvictingAttention(Attention):
@@ -51,6 +59,10 @@ class EvictingAttention(Attention):
     same result through a mask. A text of less than budget + interval tokens is plain attention.
     What was evicted is lost for all later queries.
 
+    A rule with a `floor` below 1 (`regard.caches.eviction.AcrossHeads`) divides G budget tokens
+    among the heads: the cache stores them in one pool, and a call unpacks them for as many slots
+    per head as one head may hold.
+
     Args:
         project: a projection that stores keys and values per head, such as `SeparateQKV`.
         output: a module [B,T,H*E] -> [B,T,M].
@@ -61,7 +73,8 @@ class EvictingAttention(Attention):
 
     Raises:
         ArgumentError: budget or interval is less than 1, the rule always keeps more tokens than the
-            budget, or the projection stores something else than keys and values.
+            budget, or the projection stores something else than keys and values; or the rule
+            expects queries, and the heads do not end with one rotary, or there is a softcap.
 
     >>> from regard.caches.eviction import HeavyHitters
     >>> from regard.nn.variants.projections import separate_qkv
@@ -93,10 +106,10 @@ class EvictingAttention(Attention):
             raise ArgumentError(
                 f"budget is {budget} and interval {interval}; both must be at least 1"
             )
-        if rule.recent > budget:
+        if rule.recent + rule.sinks > budget:
             raise ArgumentError(
-                f"{rule} always keeps {rule.recent} of the newest tokens, and budget is {budget}; "
-                "give a larger budget"
+                f"{rule} always keeps {rule.recent} of the newest tokens and {rule.sinks} of the "
+                f"first, and budget is {budget}; give a larger budget"
             )
         _, G, D, E, memory = project.shape
         if memory != (G * D, G * E) or project.cache_unsafe_reason:
@@ -105,6 +118,13 @@ class EvictingAttention(Attention):
                 f"and values per head, ({G * D}, {G * E}), whose rotation is final"
             )
         refuse_data_bias(project, "EvictingAttention")
+        if rule.future:
+            check_shared_rotary(cast("SeparateQKV", project))  # it checks the class, too
+            if softcap is not None:
+                raise ArgumentError(
+                    f"{rule} expects the mean of exponentials of scores, which is not known with "
+                    f"softcap={softcap}; use another rule"
+                )
         super().__init__(project, output, mask=Causal(), scale=scale, softcap=softcap, sink=sink)
         self.rule, self.budget, self.interval = rule, budget, interval
 
@@ -112,6 +132,14 @@ class EvictingAttention(Attention):
     def capacity(self) -> int:
         """The number of held tokens that causes an eviction, budget + interval."""
         return self.budget + self.interval
+
+    @property
+    def slots(self) -> int:
+        """The largest number of tokens that one head may hold; with a rule across heads it is more
+        than `capacity`, because another head may hold less.
+        """
+        others = self.project.shape.G - 1
+        return self.capacity + others * (self.budget - int(self.rule.floor * self.budget))
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] to the held tokens and to its own, and evict."""
@@ -138,7 +166,7 @@ class EvictingAttention(Attention):
         if isinstance(positions, Span) and positions.length <= self.capacity:
             return self._attend(q, k, v, None, positions, positions, backend)
         with torch.no_grad():
-            visible = self._visible(q.detach(), k.detach(), positions)
+            visible = self._visible(q.detach(), k.detach(), v.detach(), positions)
         sees = visible.repeat_interleave(q.shape[1] // k.shape[1], 1)
         return attend(
             q,
@@ -153,12 +181,12 @@ class EvictingAttention(Attention):
             backend=backend,
         )
 
-    def _visible(self, q: Tensor, k: Tensor, positions: Positions) -> Tensor:
+    def _visible(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
         """Return which keys the cache would hold at each query: bool [B,G,T,T]."""
         B, G, T, _ = k.shape
-        # the values of the run are the columns of the tokens
+        # a first channel of the values is the columns of the tokens
         columns = torch.arange(T, device=k.device, dtype=torch.float64)[None, None, :, None]
-        columns = columns.expand(B, G, -1, -1)
+        columns = torch.cat([columns.expand(B, G, -1, -1), v.double()], -1)
         slots = self._empty(q, k, columns)
         visible = torch.zeros(B * G, T, T + 1, dtype=torch.bool, device=k.device)
         start = 0
@@ -230,9 +258,10 @@ class EvictingAttention(Attention):
             return min(T, self.capacity if start == 0 else start + self.interval)
         if is_compiling():
             return start + 1
-        counts = (slots.positions >= 0).sum(-1).unflatten(0, (-1, self.project.shape.G))[:, :1]
-        total = counts + (where[:, start:] >= 0).cumsum(1)
-        full = (total >= self.capacity).any(0).nonzero()
+        G = self.project.shape.G
+        counts = (slots.positions >= 0).sum(-1).unflatten(0, (-1, G)).sum(1, keepdim=True)
+        total = counts + G * (where[:, start:] >= 0).cumsum(1)
+        full = (total >= G * self.capacity).any(0).nonzero()
         return start + int(full[0]) + 1 if len(full) else T
 
     def _piece(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> _Slots:
@@ -241,18 +270,20 @@ class EvictingAttention(Attention):
         where = positions.expand(B, -1)[:, None].expand(B, G, P).flatten(0, 1)
         queries = torch.unflatten(q, 1, (G, -1)).flatten(0, 1)
         sums = torch.zeros(B * G, P, dtype=_sum_dtype(k), device=k.device)
-        return _Slots(k.flatten(0, 1), v.flatten(0, 1), where, sums, queries, where)
+        moments = _no_moments(queries, stored=False)
+        return _Slots(k.flatten(0, 1), v.flatten(0, 1), where, sums, queries, where, *moments)
 
     def _joined(self, slots: _Slots, own: _Slots) -> _Slots:
         """Return the held tokens followed by those of a piece."""
         k, v = torch.cat([slots.k, own.k], 1), torch.cat([slots.v, own.v], 1)
         positions = torch.cat([slots.positions, own.positions], 1)
         sums = torch.cat([slots.sums, own.sums], 1)
-        return _Slots(k, v, positions, sums, own.q, own.q_positions)
+        moments = slots.query_count, slots.mean, slots.spread
+        return _Slots(k, v, positions, sums, own.q, own.q_positions, *moments)
 
     def _after(self, own: _Slots, joined: _Slots, before: _Slots) -> _Slots:
         """Return the slots after a piece: its weights are added, and full rows evict."""
-        C, rule, sums = self.capacity, self.rule, joined.sums
+        C, rule, sums = self.slots, self.rule, joined.sums
         if rule.accumulates:
             with torch.no_grad():
                 weights = self._weights(own.q, own.q_positions, joined)
@@ -265,21 +296,31 @@ class EvictingAttention(Attention):
             index = last[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
             q, q_positions = q.gather(2, index), q_positions.gather(1, last)
             q = torch.where((q_positions >= 0)[:, None, :, None], q, 0)
+        moments = before.query_count, before.mean, before.spread
+        if rule.future:
+            with torch.no_grad():
+                moments = self._with_queries(before, own)
         order = torch.where(joined.positions >= 0, joined.positions, 2**62).argsort(
             dim=1, stable=True
         )
         positions, sums = joined.positions.gather(1, order), sums.gather(1, order)
         k, v = (_gather(x, order, positions) for x in (joined.k, joined.v))
         keep = positions >= 0
-        if is_compiling() or bool((keep.sum(-1) >= C).any()):
+        if is_compiling() or bool(self._is_full(keep).any()):
             with torch.no_grad():
-                ordered = _Slots(k.detach(), v, positions, sums, q, q_positions)
+                ordered = _Slots(k.detach(), v.detach(), positions, sums, q, q_positions, *moments)
                 keep = self._keep(ordered)
         first_slots = (~keep).to(torch.int8).argsort(dim=1, stable=True)[:, :C]
         positions = torch.where(keep, positions, -1).gather(1, first_slots)
         sums = torch.where(positions >= 0, sums.gather(1, first_slots), 0)
         k, v = _gather(k, first_slots, positions), _gather(v, first_slots, positions)
-        return _Slots(k, v, positions, sums, q, q_positions)
+        return _Slots(k, v, positions, sums, q, q_positions, *moments)
+
+    def _is_full(self, is_held: Tensor) -> Tensor:
+        """Return for each row [R] whether the heads of its layer hold enough tokens to evict."""
+        G = self.project.shape.G
+        total: Tensor = torch.unflatten(is_held.sum(-1), 0, (-1, G)).sum(1)
+        return (total >= G * self.capacity).repeat_interleave(G)
 
     def _keep(self, slots: _Slots) -> Tensor:
         """Return which tokens stay: all in rows that are not full."""
@@ -287,9 +328,52 @@ class EvictingAttention(Attention):
         observed = torch.zeros_like(slots.sums)
         if self.rule.observed:
             observed = self._weights(slots.q, slots.q_positions, slots)
-        tokens = HeldTokens(slots.k, is_held, slots.sums, observed)
-        keep, count = tokens_to_keep(self.rule, tokens, self.budget)
-        return torch.where((count >= self.capacity)[:, None], keep, is_held)
+        values = slots.v[..., -self.project.shape.E :]
+        expected = self._expected(slots) if self.rule.future else None
+        tokens = HeldTokens(
+            slots.k, is_held, slots.sums, observed, values, slots.positions, expected
+        )
+        keep, _ = tokens_to_keep(self.rule, tokens, self.budget, self.project.shape.G)
+        return torch.where(self._is_full(is_held)[:, None], keep, is_held)
+
+    def _with_queries(self, before: _Slots, own: _Slots) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the number of queries so far, their mean before the rotation, and their spread,
+        with those of a piece.
+        """
+        rotary = self._rotary
+        q = own.q.detach().to(before.mean.dtype)
+        q = rotate(q, -own.q_positions, rotary.inv_freq, layout=rotary.layout)
+        counts = own.q_positions >= self.rule.sinks  # [R,P]
+        q = torch.where(counts[:, None, :, None], q, 0)
+        new, old = counts.sum(1), before.query_count
+        total = (old + new).clamp(min=1)[:, None, None]
+        mean = q.sum(2) / new.clamp(min=1)[:, None, None]
+        apart = torch.where(counts[:, None, :, None], q - mean[:, :, None], 0)
+        gap = mean - before.mean  # [R,n,D]
+        share = new[:, None, None].to(mean.dtype) / total
+        between = gap[..., None] * gap[..., None, :] * (old[:, None, None] * share)[..., None]
+        return old + new, before.mean + gap * share, before.spread + apart.mT @ apart + between
+
+    def _expected(self, slots: _Slots) -> QueryMoments:
+        """Return the moments of the queries at the next positions, times the scale."""
+        rotary, newest = self._rotary, slots.positions.amax(1, keepdim=True)
+        later = newest + torch.arange(1, self.rule.future + 1, device=newest.device)
+        double = torch.float64 if newest.device.type != "mps" else torch.float32
+        cos, sin = cos_sin(later, rotary.inv_freq, double, newest.device)
+        cos, sin = (x.mean(2).to(slots.mean.dtype) for x in (cos, sin))  # [R,1,D/2]
+        mean = apply_rotary(slots.mean, cos, sin, rotary.layout)
+        covariance = slots.spread / slots.query_count.clamp(min=1)[:, None, None, None]
+        for _ in range(2):  # R C R^T: first the columns, then the rows
+            covariance = apply_rotary(covariance, cos[:, None], sin[:, None], rotary.layout).mT
+        return QueryMoments(mean * self._scale, covariance * self._scale**2)
+
+    @property
+    def _rotary(self) -> Rotary:
+        """The last step on queries and keys, which the constructor has checked."""
+        assert isinstance(self.project, SeparateQKV)
+        rotary = self.project.q.steps[-1]
+        assert isinstance(rotary, Rotary)
+        return rotary
 
     def _weights(self, q: Tensor, q_positions: Tensor, slots: _Slots) -> Tensor:
         """Return the weights that queries [R,n,w,D] give to the slots, summed over both: [R,S]."""
@@ -306,15 +390,17 @@ class EvictingAttention(Attention):
 
     def _empty(self, q: Tensor, k: Tensor, v: Tensor) -> _Slots:
         """Return slots that hold nothing."""
-        (B, G, _, D), C, w = k.shape, self.capacity, self.rule.observed
+        (B, G, _, D), C, w = k.shape, self.slots, self.rule.observed
         R, n = B * G, q.shape[1] // G
+        queries = q.new_zeros(R, n, w, D)
         return _Slots(
             k.new_zeros(R, C, D),
             v.new_zeros(R, C, v.shape[3]),
             torch.full((R, C), -1, dtype=torch.int64, device=k.device),
             torch.zeros(R, C, dtype=_sum_dtype(k), device=k.device),
-            q.new_zeros(R, n, w, D),
+            queries,
             torch.full((R, w), -1, dtype=torch.int64, device=k.device),
+            *_no_moments(queries, stored=bool(self.rule.future)),
         )
 
     def _fold(self, parts: tuple[Tensor, ...], q: Tensor, k: Tensor) -> _Slots:
@@ -325,19 +411,59 @@ class EvictingAttention(Attention):
                 f"x is a batch of {k.shape[0]} in {k.dtype}, and the cache has a batch of "
                 f"{stored.shape[0]} in {stored.dtype}; start a new cache for another batch or model"
             )
-        k, v, positions, sums, q, q_positions = (x.flatten(0, 1) for x in parts)
+        if self.rule.floor < 1:
+            parts = self._unpooled(parts)
+        k, v, positions, sums, q, q_positions, *moments = (x.flatten(0, 1) for x in parts)
         if not self.rule.accumulates:
             sums = torch.zeros(positions.shape, dtype=_sum_dtype(k), device=k.device)
-        return _Slots(k, v, positions, sums, q, q_positions)
+        if not moments:
+            moments = list(_no_moments(q, stored=False))
+        return _Slots(k, v, positions, sums, q, q_positions, *moments)
 
     def _unfold(self, slots: _Slots, batch: int) -> tuple[Tensor, ...]:
-        """Return rows [R,...] as the parts of the cache [B,G,...]; sums only where they are
-        needed.
+        """Return rows [R,...] as the parts of the cache [B,G,...]; sums and moments only where they
+        are needed.
         """
         if not self.rule.accumulates:
             slots = slots._replace(sums=slots.sums[:, :0])
-        G = self.project.shape.G
-        return tuple(torch.unflatten(x, 0, (batch, G)) for x in slots)
+        parts = tuple(slots) if self.rule.future else tuple(slots)[:6]
+        parts = tuple(torch.unflatten(x, 0, (batch, self.project.shape.G)) for x in parts)
+        return self._pooled(parts) if self.rule.floor < 1 else parts
+
+    def _pooled(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the tokens of all heads [B,G,C,...] in one pool [B,1,P,...], head after head, with
+        the head of each as the last part.
+        """
+        k, v, positions, sums, *others = parts
+        G, C, P = self.project.shape.G, positions.shape[2], self.project.shape.G * self.capacity
+        where = positions.flatten(1)  # [B, G C]
+        first = (where < 0).to(torch.int8).argsort(dim=1, stable=True)[:, :P]
+        pool = where.gather(1, first)
+        k, v = (_gather(x.flatten(1, 2), first, pool)[:, None] for x in (k, v))
+        if sums.shape[2]:
+            sums = torch.where(pool >= 0, sums.flatten(1).gather(1, first), 0)[:, None]
+        heads = torch.where(pool >= 0, first // C, G)
+        return (k, v, pool[:, None], sums, *others, heads[:, None])
+
+    def _unpooled(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the parts of `_pooled` as rows of each head [B,G,C,...]."""
+        k, v, pool, sums, *others, heads = parts
+        G, C, pool, heads = self.project.shape.G, self.slots, pool[:, 0], heads[:, 0]
+        counts = (heads[..., None] == torch.arange(G + 1, device=heads.device)).sum(1)  # [B,G+1]
+        before = (counts.cumsum(1) - counts).gather(1, heads)
+        place = torch.arange(heads.shape[1], device=heads.device) - before
+        slot = torch.where(pool >= 0, heads * C + place, G * C)  # the last slot is dropped
+
+        def spread(x: Tensor, empty: int) -> Tensor:
+            B, P, *rest = x.shape
+            index = slot.view(B, P, *(1 for _ in rest)).expand(x.shape)
+            rows = x.new_full((B, G * C + 1, *rest), empty).scatter(1, index, x)
+            return torch.unflatten(rows[:, :-1], 1, (G, C))
+
+        k, v = spread(k[:, 0], 0), spread(v[:, 0], 0)
+        if sums.shape[2]:
+            sums = spread(sums[:, 0], 0)
+        return (k, v, spread(pool, -1), sums, *others)
 
     @property
     def _scale(self) -> float:
@@ -368,6 +494,7 @@ class EvictingAttention(Attention):
             interval=self.interval,
             observed=rule.observed,
             accumulates=rule.accumulates,
+            expects=bool(rule.future),
         )
 
     def extra_repr(self) -> str:
@@ -379,6 +506,17 @@ def _gather(x: Tensor, index: Tensor, positions: Tensor) -> Tensor:
     """Return tokens x [R,S,d] in another order, 0 where the new slot is empty."""
     x = x.gather(1, index[..., None].expand(-1, -1, x.shape[2]))
     return torch.where((positions >= 0)[..., None], x, 0)
+
+
+def _no_moments(q: Tensor, *, stored: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the moments of no queries for rows of q [R,n,w,D], without numbers if they are not
+    stored.
+    """
+    (R, n, _, D), dtype = q.shape, _sum_dtype(q)
+    D = D if stored else 0
+    count = torch.zeros(R, dtype=torch.int64, device=q.device)
+    mean = torch.zeros(R, n, D, dtype=dtype, device=q.device)
+    return count, mean, torch.zeros(R, n, D, D, dtype=dtype, device=q.device)
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:

@@ -290,7 +290,8 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
         q = tap("q", adjust_query(project, project.query(x, positions), positions, k_positions))
         k, v = project.recall(memory[:n], k_positions)
         k, v = tap("k", k), tap("v", v)
-        mask = self.selector.choose(q, k, x, memory[n:], positions, k_positions)
+        chosen_by = self.selector_memory(memory[n:], cache)
+        mask = self.selector.choose(q, k, x, chosen_by, positions, k_positions)
         z = attend(
             q,
             k,
@@ -303,6 +304,18 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
         )
         z = tap("z", postprocess(project, z, x, positions))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def selector_memory(self, memory: Parts, cache: Cache | None) -> Parts:
+        """Return what the selector chooses by, beside queries and keys.
+
+        Args:
+            memory: the stored parts of the selector.
+            cache: the cache, which may hold more for the selector.
+
+        Returns:
+            The parts that `choose` gets, here those that are stored for each token.
+        """
+        return memory
 
     @property
     def _scale(self) -> float:

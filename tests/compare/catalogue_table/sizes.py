@@ -30,7 +30,7 @@ SEEN = TOKENS // 4
 """How many tokens a window, a budget or a selection holds where speed is measured."""
 
 LATENT = {"kv_rank": 256, "nope_dim": 64, "rope_dim": 32, "value_dim": 64}
-EVICTING = ("h2o", "tova", "snapkv", "key_norm", "keydiff")
+EVICTING = ("h2o", "tova", "snapkv", "key_norm", "keydiff", "adakv", "expected_attention")
 """The mechanisms that drop tokens by a score."""
 SMALL: dict[str, dict[str, object]] = {
     "infini": {"groups": GROUPS, "segment": SEEN},
@@ -50,6 +50,8 @@ SMALL: dict[str, dict[str, object]] = {
     "top_k": {"top": 32},
     "nsa": {"count": 4, "window": SEEN},
     "moba": {"block": 64, "topk": 4},
+    "quest": {"page": 16, "topk": SEEN // 16},
+    "msa": {"block": 64, "topk": 4, "index_dim": 64, "rotary_dim": 32},
     "dsa": {"topk": SEEN, "index_heads": 8, "index_dim": 64, "rotary_dim": 32},
     "dual_chunk": {"chunk": SEEN, "length": 2 * SEEN},
     "self_extend": {"group": 8, "window": SEEN},

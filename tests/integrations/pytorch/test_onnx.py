@@ -222,8 +222,8 @@ def test_operations_that_cannot_be_written_raise_an_error(name: str) -> None:
 
 
 REFUSED = (
-    *("infini", "infini_delta", "longformer", "nsa", "moba", "dsa"),
-    *("h2o", "tova", "snapkv", "key_norm", "keydiff"),
+    *("infini", "infini_delta", "longformer", "nsa", "moba", "dsa", "quest", "msa"),
+    *("h2o", "tova", "snapkv", "key_norm", "keydiff", "adakv", "expected_attention"),
     *(name for name, entry in VARIANTS.items() if entry.family == "linear"),
 )
 

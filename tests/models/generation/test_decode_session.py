@@ -287,9 +287,9 @@ def test_errors_of_rooms() -> None:
         (
             ("rings", 8),
             (
-                "cache is 'rings'; it must be growing, fixed, paged, quantised, h2o, tova, snapkv, "
-                "key_norm, keydiff, ring, streaming; "
-                "did you mean 'ring'?"
+                "cache is 'rings'; it must be growing, fixed, paged, quantised, quest, h2o, "
+                "tova, snapkv, key_norm, keydiff, pyramidkv, adakv, expected_attention, ring, "
+                "streaming; did you mean 'ring'?"
             ),
         ),
         (("ring", None), "cache='ring' needs max_context, the number of tokens that it keeps"),

@@ -8,14 +8,16 @@ from typing import cast
 
 from torch import nn
 
-from regard.caches import CACHES, Cache, Evicting, Growing, Latent, LayerSize
+from regard.caches import CACHES, BoundedPages, Cache, Evicting, Growing, Latent, LayerSize
+from regard.caches.bounded_pages import PAGE_SIZE
 from regard.caches.joined import Joined
 from regard.deprecation import renamed_attribute
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
 from regard.models.decoder import Decoder
-from regard.nn import Attention, EvictingAttention, StreamingAttention
+from regard.nn import Attention, EvictingAttention, QuestAttention, StreamingAttention
+from regard.nn.block_selectors import Quest
 from regard.nn.dynamic_rotary import PerRowRotary
 from regard.units import plural
 
@@ -26,27 +28,36 @@ class CacheConfig:
 
     Layers with a window or a recurrent state keep their own cache.
 
-    ===========  =====================================================  =======================
-    cache        stored tokens                                          beyond max_context
-    ===========  =====================================================  =======================
-    "growing"    every token, appended                                  raises at the beginning
-    "fixed"      every token, allocated once                            raises at the beginning
-    "paged"      every token, in pages that rows can share              raises at the beginning
-    "quantised"  every token, 8 bits except the last 128: not exact     raises at the beginning
-    "ring"       the last max_context tokens (a sliding window)         continues without limit
-    "streaming"  the first 4 tokens and the last max_context - 4        continues without limit
-    "h2o"        those with the most attention so far, and the newest   continues without limit
-    "tova"       those to which the last query attends most             continues without limit
-    "snapkv"     those to which the last queries attend most            continues without limit
-    "key_norm"   those whose keys have the smallest norm                continues without limit
-    "keydiff"    those whose keys differ most from the mean direction   continues without limit
-    ===========  =====================================================  =======================
+    ====================  ================================================  =======================
+    cache                 stored tokens                                     beyond max_context
+    ====================  ================================================  =======================
+    "growing"             every token, appended                             raises at the beginning
+    "fixed"               every token, allocated once                       raises at the beginning
+    "paged"               every token, in pages that rows can share         raises at the beginning
+    "quantised"           every token, 8 bits except the last 128: inexact  raises at the beginning
+    "ring"                the last max_context tokens (a sliding window)    continues without limit
+    "streaming"           the first 4 tokens, the last max_context - 4      continues without limit
+    "h2o"                 those with most attention so far, and the newest  continues without limit
+    "tova"                those to which the last query attends most        continues without limit
+    "snapkv"              those to which the last queries attend most       continues without limit
+    "key_norm"            those whose keys have the smallest norm           continues without limit
+    "keydiff"             those whose keys differ most from the mean        continues without limit
+    "adakv"               as "snapkv"; the heads of a layer share a budget  continues without limit
+    "pyramidkv"           as "snapkv", with more in lower layers            continues without limit
+    "expected_attention"  those that should count for the next queries      continues without limit
+    "quest"               every token; a query reads pages that may match   continues without limit
+    ====================  ================================================  =======================
 
     To use your own cache class, give its `kind`.
 
-    The last five choose tokens for each key/value head (`regard.caches.eviction`): when max_context
-    tokens are held, an eighth of them is evicted, for good. Up to max_context tokens the result is
-    that of "growing".
+    Those from "h2o" to "expected_attention" choose tokens for each key/value head
+    (`regard.caches.eviction`): when max_context tokens are held, an eighth of them is evicted, for
+    good. Up to max_context tokens the result is that of "growing"; with "pyramidkv" up to the
+    smallest budget of a layer, since max_context is the mean over the layers.
+
+    "quest" loses nothing: each query head reads max_context / 16 pages of 16 tokens, rounded down,
+    and may miss the best one (`regard.nn.QuestAttention`). With so many pages in all, the result
+    is that of "growing".
 
     "ring" and "streaming" change the result after max_context tokens, in the same way for every
     chunk size: a layer whose mask is unbounded gets a bounded one (see `restrict`).
@@ -101,6 +112,11 @@ class CacheConfig:
     def forgets(self) -> bool:
         """Whether the cache drops old tokens."""
         return self.kind.evicts
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether attention chooses tokens, so that layers need another mechanism."""
+        return issubclass(self.kind, Evicting | BoundedPages)
 
     @property
     def extra_mask(self) -> Mask | None:
@@ -161,7 +177,7 @@ class CacheConfig:
             One cache per layer.
         """
         own_caches = decoder.new_caches()
-        if self == CacheConfig() or self.extra_mask is not None or issubclass(self.kind, Evicting):
+        if self == CacheConfig() or self.extra_mask is not None or self._chooses:
             return own_caches
         return [
             self._layer_cache(layer, rows) if isinstance(cache, (Growing, Latent)) else cache
@@ -208,19 +224,23 @@ class CacheConfig:
                 "that"
             )
         self._check_joined(decoder)
-        extra_mask, evicts = self.extra_mask, issubclass(self.kind, Evicting)
-        if extra_mask is None and not evicts:
+        extra_mask, chooses = self.extra_mask, self._chooses
+        if extra_mask is None and not chooses:
             return decoder
-        if evicts and any(source is not None for source in decoder.memory_from):
+        if chooses and any(source is not None for source in decoder.memory_from):
             raise ArgumentError(
-                f"cache={self.cache!r} evicts tokens by the attention of one layer, but layers of "
+                f"cache={self.cache!r} chooses tokens by the attention of one layer, but layers of "
                 'this model share their keys; choose "ring" or a cache that keeps every token'
             )
         shared = {id(x): x for x in (*decoder.parameters(), *decoder.buffers())}
         restricted = copy.deepcopy(decoder, shared)
-        for i, layer in enumerate(restricted.layers):
-            if not isinstance(layer.get_submodule("attention").new_cache(), (Growing, Latent)):  # type: ignore[operator]
-                continue
+        keep_all = [
+            i
+            for i, layer in enumerate(restricted.layers)
+            if isinstance(layer.get_submodule("attention").new_cache(), (Growing, Latent))  # type: ignore[operator]
+        ]
+        for n, i in enumerate(keep_all):
+            layer = restricted.layers[i]
             if not isinstance(layer.attention, Attention):
                 raise ArgumentError(
                     f"layer {i} is {type(layer.attention).__name__}, which keeps every token and "
@@ -228,7 +248,7 @@ class CacheConfig:
                     f"choose one of {', '.join(name for name, kind in CACHES if not kind.evicts)}"
                 )
             if extra_mask is None:
-                layer.attention = self._evicting(i, layer.attention)
+                layer.attention = self._choosing(i, layer.attention, n, len(keep_all))
                 continue
             # readers of another layer's keys need them as they are, at their own positions
             shares = i in restricted.memory_from
@@ -253,24 +273,39 @@ class CacheConfig:
                     f'which cache={self.cache!r} does not support; only cache="growing" does'
                 )
 
-    def _evicting(self, i: int, attention: Attention) -> EvictingAttention:
-        """Return the attention of layer i with the eviction rule of this cache."""
+    def _choosing(
+        self, i: int, attention: Attention, number: int, layers: int
+    ) -> EvictingAttention | QuestAttention:
+        """Return the attention of layer i with the rule of this cache; it is layer `number` of
+        those that keep every token.
+        """
         assert self.max_context is not None, "the constructor requires it"
-        kind = cast("type[Evicting]", self.kind)
-        interval = max(1, self.max_context // 8)
-        budget = self.max_context - interval
         plain = type(attention) is Attention and attention.mask == Causal()
         if not plain or attention.bias is not None or attention.score is not None:
             raise ArgumentError(
                 f"layer {i} is {type(attention).__name__} with mask {attention.mask}, bias "
-                f"{attention.bias} and score {attention.score}; cache={self.cache!r} evicts tokens "
-                'of causal attention without bias or score rule only; choose "ring"'
+                f"{attention.bias} and score {attention.score}; cache={self.cache!r} chooses "
+                'tokens of causal attention without bias or score rule only; choose "ring"'
             )
+        if issubclass(self.kind, BoundedPages):
+            if attention.softcap is not None or attention.sink is not None:
+                raise ArgumentError(
+                    f"layer {i} has softcap={attention.softcap} and a learned sink: "
+                    f"{attention.sink is not None}; cache={self.cache!r} serves attention without "
+                    'both; choose "ring"'
+                )
+            quest = Quest(PAGE_SIZE, self.max_context // PAGE_SIZE)
+            return QuestAttention(
+                attention.project, quest, attention.output, scale=attention.scale
+            ).train(attention.training)
+        kind = cast("type[Evicting]", self.kind)
+        interval = max(1, self.max_context // 8)
+        budget = self.max_context - interval
         return EvictingAttention(
             attention.project,
             attention.output,
             rule=kind.rule_for(budget),
-            budget=budget,
+            budget=kind.layer_budget(budget, number, layers),
             interval=interval,
             scale=attention.scale,
             softcap=attention.softcap,

@@ -38,7 +38,15 @@ from regard.nn.variants.delta_rules import (
     preconditioned_delta,
     rwkv7,
 )
-from regard.nn.variants.evicting import h2o, key_norm, keydiff, snapkv, tova
+from regard.nn.variants.evicting import (
+    adakv,
+    expected_attention,
+    h2o,
+    key_norm,
+    keydiff,
+    snapkv,
+    tova,
+)
 from regard.nn.variants.feature_maps import based, cosformer, performer, power_attention, rebased
 from regard.nn.variants.head_finishes import (
     biased_gate,
@@ -93,7 +101,7 @@ from regard.nn.variants.scored import (
     talking_heads,
     top_k,
 )
-from regard.nn.variants.selected_keys import dsa, moba, nsa
+from regard.nn.variants.selected_keys import dsa, moba, msa, nsa, quest
 from regard.nn.variants.small_memory import grouped_latent, gta, mfa, mlra, tpa
 from regard.nn.variants.softmax import (
     alibi,
@@ -121,6 +129,7 @@ __all__ = [
     "VARIANTS",
     "Variant",
     "abc",
+    "adakv",
     "alibi",
     "bahdanau",
     "based",
@@ -146,6 +155,7 @@ __all__ = [
     "dynamic_mask",
     "entmax",
     "exclusive",
+    "expected_attention",
     "fire",
     "forgetting",
     "gated",
@@ -189,6 +199,7 @@ __all__ = [
     "moba",
     "mqa",
     "mrope",
+    "msa",
     "ngpt",
     "nope",
     "nsa",
@@ -202,6 +213,7 @@ __all__ = [
     "qk_norm",
     "qk_norm_after_rotary",
     "qk_norm_flat",
+    "quest",
     "rebased",
     "relative_logits",
     "relu_attention",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from regard.argument_checks import resolve_head_dim
 from regard.caches.eviction import (
+    AcrossHeads,
     EvictionRule,
+    ExpectedAttention,
     HeavyHitters,
     KeyDifference,
     LastQuery,
@@ -264,4 +266,106 @@ def keydiff(
     Source: Park et al. 2025 (arXiv 2504.15364), section 3.
     """
     rule = KeyDifference()
+    return _evicting(dim, heads, groups, head_dim, base, rule, budget, interval)
+
+
+@variant(
+    family="selected",
+    equation="z = softmax(q K[I]^T / sqrt(D)) V[I]; "
+    "I = all j > t - w, and the j of any head with the largest mean(sum_t p_tj)",
+    source="Feng et al. 2024 (arXiv 2407.11550), algorithm 1",
+    groups=2,
+    budget=5,
+    interval=2,
+    window=2,
+    pool=3,
+)
+def adakv(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+    budget: int = 960,
+    interval: int = 64,
+    window: int = 32,
+    pool: int = 5,
+    floor: float = 0.2,
+) -> EvictingAttention:
+    """Ada-KV: SnapKV where the heads of a layer share one budget, so that heads with spread
+    attention keep more tokens.
+
+    x [B,T,M] -> [B,T,M]; a cache has G (budget + interval) slots for all heads together, and what
+    was evicted is lost for all later queries.
+
+    Args:
+        dim, heads, groups, head_dim, base, budget, interval: as for `h2o`.
+        window: the number w of last queries, whose own tokens stay.
+        pool: the number of neighbours in the mean, odd.
+        floor: the share of the budget that every head keeps; 1 is `snapkv`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: a size is less than 1, groups does not divide heads, or head_dim is None and
+            M / H is not whole, or window, pool or floor is out of range.
+
+    >>> adakv(32, 4, budget=6, interval=2, window=2).describe(100).kv_tokens.value
+    8
+
+    Source: Feng et al. 2024 (arXiv 2407.11550), algorithm 1 and section 3.3.
+    """
+    rule = AcrossHeads(ObservedWindow(window, pool), floor)
+    return _evicting(dim, heads, groups, head_dim, base, rule, budget, interval)
+
+
+@variant(
+    family="selected",
+    equation="z = softmax(q K[I]^T / sqrt(D)) V[I]; "
+    "I = the j with the largest softmax_j(m k_j + k_j C k_j / 2) abs(v_j)",
+    source="Devoto et al. 2025 (arXiv 2510.00636), section 3",
+    groups=2,
+    budget=5,
+    interval=2,
+    future=8,
+    sinks=1,
+)
+def expected_attention(
+    dim: int,
+    heads: int,
+    *,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+    budget: int = 960,
+    interval: int = 64,
+    future: int = 512,
+    sinks: int = 4,
+) -> EvictingAttention:
+    """Expected attention: the cache keeps the tokens whose values should count most for the next
+    queries, by the mean and covariance of the queries so far.
+
+    x [B,T,M] -> [B,T,M]; a cache has budget + interval slots per key/value head and H D (D + 1)
+    values for the moments, and what was evicted is lost for all later queries.
+
+    Args:
+        dim, heads, groups, head_dim, base, budget, interval: as for `h2o`.
+        future: the number of next positions for which queries are expected.
+        sinks: the number of first tokens that always stay.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: a size is less than 1, groups does not divide heads, or head_dim is None and
+            M / H is not whole, or sinks is larger than budget.
+
+    >>> expected_attention(32, 4, budget=6, interval=2).describe(100).kv_tokens.value
+    8
+
+    Source: Devoto et al. 2025 (arXiv 2510.00636), section 3.
+    """
+    rule = ExpectedAttention(future, sinks)
     return _evicting(dim, heads, groups, head_dim, base, rule, budget, interval)

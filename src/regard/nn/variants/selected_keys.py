@@ -1,5 +1,5 @@
 """Constructors of attention to selected keys: native sparse attention, mixture of block attention,
-and DeepSeek sparse attention.
+Quest, MiniMax's block maximum, and DeepSeek sparse attention.
 """
 
 from __future__ import annotations
@@ -7,6 +7,8 @@ from __future__ import annotations
 from torch import nn
 
 from regard.argument_checks import resolve_head_dim
+from regard.nn.block_selectors import BlockMaximum, Quest, QuestAttention
+from regard.nn.norms import RMSNorm
 from regard.nn.projections import HeadProjection
 from regard.nn.selected_attention import NSA, BlockCompressor, Indexer, MoBA, SelectedAttention
 from regard.nn.variants.projections import output_projection, separate_qkv
@@ -132,6 +134,119 @@ def moba(
     D = resolve_head_dim(dim, heads, head_dim)
     project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
     return SelectedAttention(project, MoBA(block, topk), output_projection(dim, heads, D))
+
+
+@variant(
+    family="selected",
+    equation="z = softmax(q K[I]^T / sqrt(D)) V[I]; I = the query's page and the topk - 1 earlier "
+    "pages with the largest sum_d max(q_d low_d, q_d high_d)",
+    source="Tang et al. 2024 (arXiv 2406.10774), section 3.3",
+    groups=2,
+    page=4,
+    topk=2,
+)
+def quest(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+    page: int = 16,
+    topk: int = 128,
+) -> QuestAttention:
+    """Quest: each query head reads its own page of keys and the past pages whose keys could give it
+    the largest score, by the bounds of each channel.
+
+    x [B,T,M] -> [B,T,M]; a cache stores 2 G D values per token and 2 G D per page, and a decoding
+    step reads all bounds and at most topk pages per query head. A page that is left out may hold
+    the best key, because a bound may be larger than every score of its page.
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        page: the number of positions in a page.
+        topk: the number of pages per query, its own included; 1 is its own page only.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: as for `gqa`, or page or topk is below 1.
+
+    >>> quest(32, 4, groups=2, page=4, topk=2).spec.read(100).tokens
+    12
+
+    Source: Tang et al. 2024 (arXiv 2406.10774), section 3.3.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
+    return QuestAttention(project, Quest(page, topk), output_projection(dim, heads, D))
+
+
+@variant(
+    family="selected",
+    equation="z = softmax(q K[I]^T / sqrt(D)) V[I]; I = the query's block and the topk - 1 earlier "
+    "blocks with the largest max(q' . k')",
+    source="MiniMax 2026 (MiniMax-M3), `MiniMaxM3VLIndexer` of transformers",
+    groups=2,
+    block=4,
+    topk=2,
+    index_dim=8,
+    rotary_dim=4,
+)
+def msa(
+    dim: int,
+    heads: int,
+    *,
+    groups: int,
+    head_dim: int | None = None,
+    base: float = 10000.0,
+    block: int = 128,
+    topk: int = 16,
+    local: int = 1,
+    index_dim: int = 128,
+    rotary_dim: int | None = None,
+) -> SelectedAttention:
+    """MiniMax sparse attention: one small index head for each key/value head scores every key, and
+    its query heads read the blocks with the best keys.
+
+    x [B,T,M] -> [B,T,M]; a cache stores 2 G D + d values per token, and a decoding step reads all
+    index keys and at most topk blocks. A block with many good keys and no best one is left out.
+
+    Args:
+        dim, heads, groups, head_dim, base: as for `gqa`.
+        block: the number of positions in a block.
+        topk: the number of blocks per query, the local ones included.
+        local: the number of last blocks that every query reads, its own included.
+        index_dim: the size d of an index head.
+        rotary_dim: how many of the d dims have rotary positions, in the layout "half"; None is all.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: as for `gqa`; or a size is below 1, or rotary_dim is odd or larger than
+            index_dim.
+
+    >>> layer = msa(32, 4, groups=2, block=4, topk=2, index_dim=8, rotary_dim=4)
+    >>> layer.describe(100).kv_per_token
+    Quantity(value=40, formula='16 + 16 + 8')
+
+    Source: MiniMax 2026 (MiniMax-M3), `MiniMaxM3VLIndexer` of transformers; its attention also has
+    QK-norm.
+    """
+    D = resolve_head_dim(dim, heads, head_dim)
+    project = separate_qkv(dim, heads, groups, D, Rotary(D, base))
+    rotary = Rotary(index_dim, base, rotary_dim=rotary_dim)
+    selector = BlockMaximum(
+        HeadProjection(dim, groups, index_dim, RMSNorm(index_dim), rotary),
+        HeadProjection(dim, 1, index_dim, RMSNorm(index_dim), rotary),
+        heads=heads,
+        size=block,
+        topk=topk,
+        local=local,
+    )
+    return SelectedAttention(project, selector, output_projection(dim, heads, D))
 
 
 @variant(

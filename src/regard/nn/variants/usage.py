@@ -523,6 +523,28 @@ USAGE: dict[str, Usage] = {
         "the answer is spread over many blocks",
         _EIGHT,
     ),
+    "quest": Usage(
+        "none is trained with it; a way to serve models that were trained without it",
+        "a trained model decodes over a long context, and reading all keys is the limit",
+        "the cache is the limit: it keeps all keys, and bounds too",
+        _EIGHT,
+        {
+            "low_d": "smallest number of channel d in the keys of a page",
+            "high_d": "largest number of channel d in the keys of a page",
+            "q_d": "number of channel d of the query",
+            "sum_d": "sum over the channels",
+        },
+    ),
+    "msa": Usage(
+        "MiniMax-M3, in most layers",
+        "a model is trained for a long context, and single keys decide which blocks matter",
+        "a model was trained without it: its index heads must be trained first",
+        _EIGHT,
+        {
+            "q'": "query of the index head of a key/value head",
+            "k'": "index key of a token in the block",
+        },
+    ),
     "dsa": Usage(
         "DeepSeek-V3.2",
         "a trained model with a long context must compute less for each token",
@@ -993,6 +1015,31 @@ USAGE: dict[str, Usage] = {
         {},
         {"k_j": "key j", "c": "mean direction of the held keys"},
     ),
+    "adakv": Usage(
+        "a cache policy of serving systems, on models that were trained without it",
+        "as snapkv, where some heads spread their attention and others do not",
+        "as snapkv; one head may take the budget of the others, down to their share",
+        {},
+        {
+            "w": "number of last queries, which decide",
+            "mean": "mean over the neighbours of key j",
+            "p_tj": "weight that query t gave to key j",
+            "sum_t": "sum over the last w queries",
+            "t": "position of a query, the last one in j > t - w",
+        },
+    ),
+    "expected_attention": Usage(
+        "a cache policy of serving systems, on models that were trained without it",
+        "later questions are not known when tokens are evicted, and heads end with rotary",
+        "the queries change their kind along the text: the moments are those of the past",
+        {},
+        {
+            "k_j": "key j, times 1 / sqrt(D)",
+            "v_j": "value j",
+            "m": "mean of the queries so far, rotated to the next positions",
+            "C": "covariance of the queries so far, rotated to the next positions",
+        },
+    ),
 }
 """The row of each mechanism, by its name in the catalogue."""
 
@@ -1005,6 +1052,7 @@ _ENGLISH = frozenset(
     | {"convolution", "first", "mixed"}
     | {"layer", "memory", "of", "or", "over", "query", "random", "rotated", "same", "segment"}
     | {"selected", "split", "th", "the", "then", "token", "tokens", "way", "window", "with"}
+    | {"any", "head", "page", "pages"}
     | {"are", "before", "bias", "blocks", "chunk", "floor", "half", "head", "number", "one"}
     | {"others", "pair", "pairs", "positions", "rotates", "without"}
 )

@@ -3,19 +3,24 @@ attends to, and return the choice as a mask for softmax attention.
 """
 
 from regard.deprecation import renamed
+from regard.ops.selection.block_maximum import block_maximum_mask
 from regard.ops.selection.lightning_indexer import index_mask, index_scores, indexer_loss
 from regard.ops.selection.moba import moba_mask
 from regard.ops.selection.nsa import NSABlocks, selection_mask
 from regard.ops.selection.position_blocks import BlockLayout, block_layout, top_k_mask
+from regard.ops.selection.quest import PageBounds, quest_mask
 
 __all__ = [
     "BlockLayout",
     "NSABlocks",
+    "PageBounds",
     "block_layout",
+    "block_maximum_mask",
     "index_mask",
     "index_scores",
     "indexer_loss",
     "moba_mask",
+    "quest_mask",
     "selection_mask",
     "top_k_mask",
 ]

@@ -15,8 +15,8 @@ from regard.ops.selection.position_blocks import (
     MAX_CHUNK_BYTES,
     BlockLayout,
     block_layout,
-    in_query_chunks,
-    top_k_mask,
+    head_scores,
+    own_and_best_past_blocks,
     without_gradient,
 )
 from regard.ops.softmax.call import default_query_positions
@@ -75,12 +75,13 @@ def moba_mask(
     check_positions("q_positions", q_positions, q.shape[0], q.shape[2])
     blocks = block_layout(keys, size, q.device)
     with without_gradient(q.device):
-        chosen = _select_blocks(
-            q.detach(),
-            block_mean_keys(k.detach(), blocks),
+        mean_keys = block_mean_keys(k.detach(), blocks)
+        chosen = own_and_best_past_blocks(
+            lambda rows: head_scores(q.detach()[:, :, rows], mean_keys),
             blocks,
             q_positions,
             topk,
+            (q.shape[0], q.shape[1], q.shape[2]),
             max_bytes,
         )
     return Selected(chosen, size, blocks.first) & Causal()
@@ -102,35 +103,3 @@ def block_mean_keys(k: Float[Tensor, "B G S D"], blocks: BlockLayout) -> Float[T
     dtype = torch.promote_types(k.dtype, torch.float32)
     counts = blocks.token_counts.clamp(min=1)[:, None, :, None]
     return blocks.to_blocks(k).sum(3, dtype=dtype) / counts
-
-
-def _select_blocks(
-    q: Tensor,
-    mean_keys: Tensor,
-    blocks: BlockLayout,
-    positions: Positions,
-    topk: int,
-    max_bytes: int,
-) -> Tensor:
-    """Return the selected blocks `[B, H, T, N]`, True = selected.
-
-    Args:
-        q: queries `[B, H, T, D]`.
-        mean_keys: the mean key of each block `[B, G, N, D]`.
-        blocks: the arrangement of the keys in N blocks.
-        positions: the positions of the queries.
-        topk: the number of blocks per query.
-        max_bytes: as in `moba_mask`.
-    """
-    own, number = blocks.block_of(positions)[:, None, :, None], blocks.block_numbers[:, None, None]
-    past = (number < own) & (blocks.token_counts > 0)[:, None, None]
-    B, H, T, _ = q.shape
-    G, N = mean_keys.shape[1:3]
-
-    def choose(rows: slice) -> Tensor:
-        x = torch.unflatten(q[:, :, rows].to(mean_keys.dtype), 1, (G, H // G)).flatten(2, 3)
-        s = torch.unflatten(x @ mean_keys.mT, 2, (H // G, -1)).flatten(1, 2)  # [B,H,t,N]
-        s = s.masked_fill(~past[:, :, rows], -torch.inf)
-        return top_k_mask(s, topk - 1) | (number == own[:, :, rows])
-
-    return in_query_chunks(choose, T, B * H * N * 32, max_bytes)

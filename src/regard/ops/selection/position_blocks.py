@@ -227,6 +227,55 @@ def select_blocks(
     return forced | top_k_mask(free, k, forced.sum(-1, keepdim=True))
 
 
+def own_and_best_past_blocks(
+    score: Callable[[slice], Tensor],
+    blocks: BlockLayout,
+    positions: Positions,
+    topk: int,
+    sizes: tuple[int, int, int],
+    max_bytes: int = MAX_CHUNK_BYTES,
+) -> Bool[Tensor, "B H T N"]:
+    """Mark for each query its own block, and the topk - 1 earlier blocks with the largest scores.
+
+    Args:
+        score: a function from a range of t queries to their scores `[B, H, t, N]` of all blocks.
+        blocks: the arrangement of the keys in N blocks.
+        positions: the positions of the queries.
+        topk: the number of blocks per query.
+        sizes: B, H and T.
+        max_bytes: the memory in bytes that the scores of a chunk of queries may need.
+
+    Returns:
+        A bool tensor `[B, H, T, N]`.
+    """
+    own, number = blocks.block_of(positions)[:, None, :, None], blocks.block_numbers[:, None, None]
+    past = (number < own) & (blocks.token_counts > 0)[:, None, None]
+    B, H, T = sizes
+
+    def choose(rows: slice) -> Tensor:
+        s = score(rows).masked_fill(~past[:, :, rows], -torch.inf)
+        return top_k_mask(s, topk - 1) | (number == own[:, :, rows])
+
+    return in_query_chunks(choose, T, B * H * blocks.blocks * 32, max_bytes)
+
+
+def head_scores(
+    q: Float[Tensor, "B H t D"], k: Float[Tensor, "B G N D"]
+) -> Float[Tensor, "B H t N"]:
+    """Return the products of queries with one vector per block and key head, in the dtype of k.
+
+    Args:
+        q: queries `[B, H, t, D]`.
+        k: vectors `[B, G, N, D]`; query head h reads head h // (H/G).
+
+    Returns:
+        The products `[B, H, t, N]`.
+    """
+    G, n = k.shape[1], q.shape[1] // k.shape[1]
+    rows = torch.unflatten(q.to(k.dtype), 1, (G, n)).flatten(2, 3)
+    return torch.unflatten(rows @ k.mT, 2, (n, -1)).flatten(1, 2)
+
+
 def in_query_chunks(
     choose: Callable[[slice], Tensor], T: int, row_bytes: int, max_bytes: int = MAX_CHUNK_BYTES
 ) -> Tensor:
