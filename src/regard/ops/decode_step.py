@@ -375,7 +375,8 @@ class DecodeStep:
             *norm,
             *_map_numbers(model.head),
         )
-        openmp.run_entry(step_entry(self.dtype), record, workers)
+        has_mixtures = self._networks.logits > 0
+        openmp.run_entry(step_entry(self.dtype, has_mixtures), record, workers)
         return logits
 
     def _prepare_memory(self, B: int, workers: int) -> None:
@@ -638,9 +639,9 @@ def _pack_layer(record: np.void, layer: StepLayer) -> None:
 
 
 @cache
-def _compiled_entries() -> tuple[Callable[[torch.dtype], int], ...]:
+def _compiled_entries() -> tuple[Callable[[torch.dtype, bool], int], Callable[[torch.dtype], int]]:
     """Import the compiled loops at the first call, and return the functions that map a dtype to the
-    address of compiled code: of a step, and of attention.
+    address of compiled code: of a step, with or without mixtures of experts, and of attention.
     """
     from regard.ops.jit import decode_loops, step_loops
 
