@@ -340,7 +340,8 @@ def _make_entry(dtype: Any, tag: Any, *, has_mixtures: bool) -> Callable[[int], 
             map_output(counters, layer, calls, sizes, y, scratch, dtype, tag)
             counters += COUNTER_BYTES
             mixture, between = layer.mixture, (x, y, x_mid)
-            if has_mixtures:  # noqa: SIM102: known to the compiler, which leaves it out otherwise
+            # the compiler knows `has_mixtures`, and leaves the phases out where it is False
+            if has_mixtures:  # noqa: SIM102
                 if mixture:
                     route_tokens(counters, layer, sizes, between, pairs, scratch, dtype, tag)
                     counters += COUNTER_BYTES
