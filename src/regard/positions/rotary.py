@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_number, check_positions, check_tensor
 from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.positions.constant_tensor import ConstantTensor
 from regard.positions.scalings import (
     LinearScaling,
     RopeFrequencies,
@@ -268,6 +269,7 @@ class Rotary(nn.Module):
             length if isinstance(length, int) else getattr(scaling, "original_length", None)
         )
         self.inv_freq, self.rotary_factor, self.softmax_factor = self._frequencies(fixed_length)
+        self._constant = ConstantTensor(self.inv_freq)
         self._last: tuple[object, Positions, Tensor, Tensor] | None = None
 
     def forward(
@@ -326,6 +328,10 @@ class Rotary(nn.Module):
         if key is not None and last is not None and last[0] == key:
             return last[2:]
         inv_freq, factor = self.inv_freq, self.rotary_factor
+        if x.device.type not in ("cpu", "mps"):
+            if self._constant.tensor is not inv_freq:
+                self._constant = ConstantTensor(inv_freq)
+            inv_freq = self._constant.on(x.device)
         if self.follows_length:
             inv_freq, factor, _ = self._frequencies(_sequence_length(positions))
         cos, sin = cos_sin(positions, inv_freq, x.dtype, x.device, factor)
