@@ -318,6 +318,14 @@ class Rotary(nn.Module):
         """
         return self._cos_sin(x, positions)
 
+    def inv_freq_on(self, device: torch.device) -> Tensor:
+        """Return the frequencies [n] in fp64 for tensors of a device, copied there once."""
+        if device.type in ("cpu", "mps"):  # mps has no fp64
+            return self.inv_freq
+        if self._constant.tensor is not self.inv_freq:
+            self._constant = ConstantTensor(self.inv_freq)
+        return self._constant.on(device)
+
     def _cos_sin(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Return the tables of cos and sin for x, from the last call if it had the same
         arguments.
@@ -328,12 +336,10 @@ class Rotary(nn.Module):
         if key is not None and last is not None and last[0] == key:
             return last[2:]
         inv_freq, factor = self.inv_freq, self.rotary_factor
-        if x.device.type not in ("cpu", "mps"):
-            if self._constant.tensor is not inv_freq:
-                self._constant = ConstantTensor(inv_freq)
-            inv_freq = self._constant.on(x.device)
         if self.follows_length:
             inv_freq, factor, _ = self._frequencies(_sequence_length(positions))
+        else:
+            inv_freq = self.inv_freq_on(x.device)
         cos, sin = cos_sin(positions, inv_freq, x.dtype, x.device, factor)
         if key is not None:
             self._last = (key, positions, cos, sin)
