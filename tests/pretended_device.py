@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class PretendedTensor(Tensor):
     host: Tensor
 
     @staticmethod
-    def __new__(cls, host: Tensor) -> PretendedTensor:
+    def __new__(cls, host: Tensor) -> Self:
         result = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             host.shape,
@@ -227,6 +227,8 @@ def _without_device(args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, torch.
     found = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)), None)
     if found is None or found.type == "cpu":
         return args, kwargs, found
+    # torch asks the guard for the index of "cuda", and that of "meta" answers with its own device
+    found = torch.device("cuda", 0)
     host = torch.device("cpu")
     swapped = tuple(host if isinstance(x, torch.device) else x for x in args)
     return (
@@ -273,10 +275,14 @@ def pretended_cuda() -> Iterator[PretendedDevice]:
     only_cpu = torch._C._only_lift_cpu_tensors()
     torch.cuda._lazy_init = lambda: None  # torch must not look for a driver
     torch._C._set_only_lift_cpu_tensors(True)
+    # `Module.to` then makes new parameters: `.data` of one cannot become another class of tensor
+    overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
     _set_device_guard()
     try:
         with PretendedDevice() as device:
             yield device
     finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrite)
         torch._C._set_only_lift_cpu_tensors(only_cpu)
         torch.cuda._lazy_init = lazy_init

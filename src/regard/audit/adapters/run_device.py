@@ -64,7 +64,7 @@ def placed(module: M) -> M:
         The module.
     """
     device = _device.get()
-    module.to(device)
+    to_device(module)
     if device == _CPU:
         return module
 
@@ -74,6 +74,11 @@ def placed(module: M) -> M:
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(lambda _, __, result: to_checks(result))
     return module
+
+
+def to_device(module: M) -> M:
+    """Move a module to the device where audited code runs, and return it."""
+    return module.to(_device.get())
 
 
 def moved_function(function: Callable[..., object]) -> Callable[..., object]:
