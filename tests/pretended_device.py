@@ -121,14 +121,9 @@ class PretendedDevice(TorchDispatchMode):
         return tree_map_only(PretendedTensor, lambda y: y.host, x)
 
     def put_module(self, module: nn.Module) -> None:
-        """Move the parameters and buffers of a module to the device, in place."""
-        for part in module.modules():
-            for name, x in part._parameters.items():
-                if x is not None:
-                    part._parameters[name] = _wrap(x.detach())  # type: ignore[assignment]
-            for name, y in part._buffers.items():
-                if y is not None:
-                    part._buffers[name] = _wrap(y)
+        """Move a module to the device, as a user does."""
+        with self.reads():
+            module.to("cuda")
 
     @contextmanager
     def reads(self) -> Iterator[None]:

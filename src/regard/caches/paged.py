@@ -183,7 +183,7 @@ class PagePool:
             The number of the new page.
         """
         (own,) = self.take(1)
-        self._write(torch.tensor([own]), tuple(x[page : page + 1] for x in self.parts))
+        self._write(torch.tensor([own]), tuple(x[page : page + 1].clone() for x in self.parts))
         self.release([page])
         return own
 

@@ -109,9 +109,7 @@ class StreamingAttention(Attention):
         evicted = self._evicted(q, positions)
         if evicted is None:
             return super()._attend(q, k, v, None, positions, k_positions, backend)
-        q_sinks = rotate(
-            q, -evicted, self._rotary.inv_freq_on(q.device), layout=self._rotary.layout
-        )
+        q_sinks = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
         if not requested_taps().isdisjoint(("scores", "pattern")):
             # A trace needs the scores of both parts in one call.
             q, k = stack_query_forms(q, q_sinks, k, k_positions, self.sinks)
@@ -150,7 +148,7 @@ class StreamingAttention(Attention):
         evicted = (as_tensor(query.positions) - (self.sinks + self.recent - 1)).clamp(min=0)
         q = steps.q[-1].values[None]
         rotated = rotate(
-            q, -evicted.to(q.device), self._rotary.inv_freq_on(q.device), layout=self._rotary.layout
+            q, -evicted.to(q.device), self._rotary.inv_freq, layout=self._rotary.layout
         )
         equation = f"q_i ← R(-{int(evicted[0, query.row])}) q_i, by the number of evicted tokens"
         return steps._replace(q=(*steps.q, MechanismStep("rotated back", equation, rotated[0])))

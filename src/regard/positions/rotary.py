@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from regard.argument_checks import check_number, check_positions, check_tensor
 from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.positions.constant_tensor import ConstantTensor
 from regard.positions.scalings import (
     LinearScaling,
     RopeFrequencies,
@@ -269,7 +268,6 @@ class Rotary(nn.Module):
             length if isinstance(length, int) else getattr(scaling, "original_length", None)
         )
         self.inv_freq, self.rotary_factor, self.softmax_factor = self._frequencies(fixed_length)
-        self._constant = ConstantTensor(self.inv_freq)
         self._last: tuple[object, Positions, Tensor, Tensor] | None = None
 
     def forward(
@@ -318,14 +316,6 @@ class Rotary(nn.Module):
         """
         return self._cos_sin(x, positions)
 
-    def inv_freq_on(self, device: torch.device) -> Tensor:
-        """Return the frequencies [n] in fp64 for tensors of a device, copied there once."""
-        if device.type in ("cpu", "mps"):  # mps has no fp64
-            return self.inv_freq
-        if self._constant.tensor is not self.inv_freq:
-            self._constant = ConstantTensor(self.inv_freq)
-        return self._constant.on(device)
-
     def _cos_sin(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """Return the tables of cos and sin for x, from the last call if it had the same
         arguments.
@@ -338,8 +328,6 @@ class Rotary(nn.Module):
         inv_freq, factor = self.inv_freq, self.rotary_factor
         if self.follows_length:
             inv_freq, factor, _ = self._frequencies(_sequence_length(positions))
-        else:
-            inv_freq = self.inv_freq_on(x.device)
         cos, sin = cos_sin(positions, inv_freq, x.dtype, x.device, factor)
         if key is not None:
             self._last = (key, positions, cos, sin)

@@ -18,8 +18,8 @@ from regard.models.decoder import Decoder
 from regard.models.families import family
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.sampling import Sampler, SamplingParams
-from regard.positions import LearnedPositions, Rotary
-from regard.span import Span
+from regard.positions import LearnedPositions
+from regard.positions.constant_tensor import ConstantTensor
 from tests.cost.tiny import TINY
 from tests.models import small
 from tests.pretended_device import HiddenRead, PretendedTensor, SelectingKernel, pretended_cuda
@@ -209,15 +209,15 @@ def test_positions_of_a_user_are_read() -> None:
         cache.update(one, cache.next(1))
 
 
-def test_frequencies_travel_to_a_device_once() -> None:
-    rotary = Rotary(4)
-    x = torch.randn(1, 1, 3, 4, dtype=torch.float64)
-    with pretended_cuda() as device, torch.no_grad():
-        there = device.put(x)
+def test_a_constant_travels_to_a_device_once() -> None:
+    constant = ConstantTensor(torch.tensor([1.0, 2.0]))
+    with pretended_cuda() as device:
+        where = device.put(torch.ones(1)).device
         with device.reads():
-            rotary(there, Span(0, 3))
-        turned = device.get(rotary(there, Span(5, 3)))
-    assert torch.equal(turned, rotary(x, Span(5, 3)))
+            copy = constant.on(where)
+        assert constant.on(where) is copy
+        assert device.get(copy + 1).tolist() == [2.0, 3.0]
+    assert constant.on(torch.device("cpu")) is constant.tensor
 
 
 @pytest.mark.parametrize(
