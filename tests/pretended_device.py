@@ -165,7 +165,7 @@ class PretendedDevice(TorchDispatchMode):
                 self._refuse(f"a copy from the host: {func}")
         elif device is not None and any(x != (device.type == "cuda") for x in on_device):
             if device.type == "cuda" and _non_blocking(func, args, kwargs):
-                return  # a small copy to the device is queued, and nobody waits
+                return  # a small copy to the device is queued, without a wait
             self._refuse(f"a copy between host and device: {func}")
         elif any(on_device) and any(
             x.ndim and not known for x, known in zip(tensors, on_device, strict=True)
@@ -268,7 +268,9 @@ def pretended_cuda() -> Iterator[PretendedDevice]:
     """Run the block with a pretended CUDA device, which refuses every hidden read."""
     lazy_init: Callable[[], None] = torch.cuda._lazy_init
     only_cpu = torch._C._only_lift_cpu_tensors()
+    synchronize = torch.cuda.synchronize
     torch.cuda._lazy_init = lambda: None  # torch must not look for a driver
+    torch.cuda.synchronize = lambda device=None: None
     torch._C._set_only_lift_cpu_tensors(True)
     # `Module.to` then makes new parameters: `.data` of one cannot become another class of tensor
     overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
@@ -281,3 +283,4 @@ def pretended_cuda() -> Iterator[PretendedDevice]:
         torch.__future__.set_overwrite_module_params_on_conversion(overwrite)
         torch._C._set_only_lift_cpu_tensors(only_cpu)
         torch.cuda._lazy_init = lazy_init
+        torch.cuda.synchronize = synchronize

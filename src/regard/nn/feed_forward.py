@@ -535,7 +535,9 @@ class MoE(nn.Module):
         """Map hidden states [..., M] to [..., M]."""
         rows = x.reshape(-1, x.shape[-1])
         y = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        for expert, tokens, weights in _tokens_by_expert(*self.router(rows), len(self.experts)):
+        shares, chosen = self.router(rows)
+        groups = _tokens_by_expert(shares, chosen, len(self.experts))
+        for expert, tokens, weights in groups:
             if tokens is None:
                 y = y + self.weighted_expert(expert, rows, weights)
             else:

@@ -15,7 +15,7 @@ class ConstantTensor:
     device each time.
 
     Args:
-        tensor: the constant; nobody changes it.
+        tensor: the constant, whose numbers must not change.
 
     >>> constant = ConstantTensor(torch.ones(2))
     >>> constant.on(torch.device("cpu")) is constant.tensor

@@ -375,7 +375,7 @@ class CustomAdapter(TargetAdapter):
 
     def traced_module(self) -> tuple[nn.Module, TargetAdapter] | None:
         """Return the copy of the module that runs, and this adapter; copies on the CPU if they run
-        elsewhere, because the operations are the same.
+        on another device, because the operations are the same.
         """
         if not isinstance(self.target, nn.Module):
             return None

@@ -198,7 +198,7 @@ class ModuleAdapter(TargetAdapter):
 
     def traced_module(self) -> tuple[nn.Module, TargetAdapter]:
         """Return the copy of the module that runs, and this adapter; copies on the CPU if they run
-        elsewhere, because the operations are the same.
+        on another device, because the operations are the same.
         """
         if not is_moved():
             return self.module, self

@@ -266,9 +266,9 @@ class Sampler:
         if self._seen_ids is not None:
             self._seen_ids.scatter_(1, best[:, None], True)
         # numbers of tokens are exact in fp64
-        found: list[float] = torch.cat([largest.double(), best.double()]).tolist()
-        _check_finite(found[:rows])
-        return [int(token) for token in found[rows:]]
+        numbers: list[float] = torch.cat([largest.double(), best.double()]).tolist()
+        _check_finite(numbers[:rows])
+        return [int(token) for token in numbers[rows:]]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the given rows, in this order.
@@ -278,8 +278,8 @@ class Sampler:
         """
         self._generators = [self._generators[row] for row in rows]
         if self._seen_ids is not None:
-            kept = torch.tensor(list(rows)).to(self._seen_ids.device, non_blocking=True)
-            self._seen_ids = self._seen_ids.index_select(0, kept)
+            indices = torch.tensor(list(rows)).to(self._seen_ids.device, non_blocking=True)
+            self._seen_ids = self._seen_ids.index_select(0, indices)
 
 
 def _keep_ids(x: Tensor, ids: Tensor) -> Tensor:
