@@ -19,6 +19,7 @@ from regard.span import Positions, Span
 from regard.units import plural
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _finite: ContextVar[bool] = ContextVar("finite", default=False)
@@ -370,6 +371,24 @@ def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> No
         raise ArgumentError(
             f"{other} is on {like.device} and {name} on {x.device}; move one with .to()"
         )
+
+
+def check_usable_device(device: torch.device | str) -> None:
+    """Raise unless tensors can be created on a device, and read.
+
+    Raises:
+        ArgumentError: the device cannot be used; the message has torch's reason.
+
+    >>> check_usable_device("cpu")
+    """
+    import torch
+
+    try:
+        torch.zeros(1, device=device).item()  # "meta" creates tensors, but holds no numbers
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        device = str(device)
+        raise ArgumentError(f"device {device!r} cannot be used: {reason}; use cpu") from error
 
 
 def check_sink(sink: Tensor | None, heads: int, like: Tensor) -> None:

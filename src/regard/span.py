@@ -165,4 +165,25 @@ def next_positions(positions: Positions, length: int) -> Positions:
     steps = torch.arange(length, device=positions.device)
     if not positions.shape[1]:
         return Span(0, length)
-    return positions.amax(1, keepdim=True).clamp(min=-1) + 1 + steps
+    following = positions.amax(1, keepdim=True).clamp(min=-1) + 1 + steps
+    if not torch.compiler.is_dynamo_compiling():
+        setattr(following, _FOLLOWS, True)
+    return following
+
+
+_FOLLOWS = "_regard_follows"
+"""The attribute of a tensor that `next_positions` made."""
+
+
+def follow_by_construction(positions: Positions) -> bool:
+    """Return whether it is known without reading a tensor that every slot holds a token, at a
+    position behind those that a cache holds: `next_positions` computed them from the cache.
+
+    A copy or a slice of such a tensor is not known any more.
+
+    >>> import torch
+    >>> stored = torch.tensor([[-1, 0], [0, 1]])
+    >>> follow_by_construction(next_positions(stored, 1)), follow_by_construction(stored)
+    (True, False)
+    """
+    return getattr(positions, _FOLLOWS, False) is True

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from regard import argument_checks
 from regard.cli.app import run
 from regard.cli.options import LoadOptions, load
 from regard.models.families import bert, t5
 from regard.models.save import save
-from regard.train import pretraining
 from tests.models import small
 
 
@@ -69,7 +69,7 @@ def test_a_device_that_can_be_used(folder: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_model_goes_to_the_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is given to the model that was loaded; "meta" stands for one that is there."""
-    monkeypatch.setattr(pretraining, "check_device", lambda device: None)
+    monkeypatch.setattr(argument_checks, "check_usable_device", lambda device: None)
     assert load(str(folder), LoadOptions(device="meta")).device.type == "meta"
     assert load(str(folder), LoadOptions()).device.type == "cpu"
 

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.audit.adapters.base import AuditClaims
 from regard.audit.adapters.call_arguments import parameters
 from regard.audit.adapters.resolve_target import import_target
+from regard.audit.adapters.run_device import moved_function, to_device
 from regard.audit.findings import Audit, Finding, NotTried, PassedCheck, finding, root_causes
 from regard.audit.reference import rotate
 from regard.errors import ArgumentError
@@ -34,6 +35,9 @@ def audit_rotary(
     """
     name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
     function: Any = import_target(target) if isinstance(target, str) else target
+    run_function = moved_function(
+        to_device(function) if isinstance(function, nn.Module) else function
+    )
     H, D = claims.heads or 2, claims.head_dim or 8
     second = list(parameters(getattr(function, "forward", function)).values())[1:2]
     takes_positions, takes_start = bool(second), bool(second) and isinstance(second[0].default, int)
@@ -41,8 +45,9 @@ def audit_rotary(
     def run(x: Tensor, start: int = 0) -> Tensor:
         positions = start if takes_start else torch.arange(start, start + x.shape[2])
         with torch.no_grad():
-            out: Tensor = function(x, positions) if takes_positions else function(x)
-        return out
+            out: Any = run_function(x, positions) if takes_positions else run_function(x)
+        result: Tensor = out
+        return result
 
     x = _equal_vectors(H, D, seed)
     try:

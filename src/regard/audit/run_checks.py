@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 
-from regard.argument_checks import check_keyword_names
+from regard.argument_checks import check_keyword_names, check_usable_device
 from regard.audit import rotary_audit
 from regard.audit.adapters.base import AuditClaims, CheckNotApplicable, CheckNotPossible
 from regard.audit.adapters.resolve_target import DtypeOverflow, resolve_target
+from regard.audit.adapters.run_device import run_on
 from regard.audit.check_context import CheckContext, make_context, with_adapter
 from regard.audit.checks import (
     caches,
@@ -186,6 +187,7 @@ def audit(
     adapter: str | Callable[..., object] | None = None,
     options: dict[str, object] | None = None,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
     seed: int = 0,
     strict: bool = False,
     accept: Collection[str] = (),
@@ -207,6 +209,8 @@ def audit(
             "rotary" for a rotary function.
         options: arguments of the target's constructor, besides the sizes.
         dtype: the floating-point dtype in which the code runs.
+        device: where the code runs, such as "cuda"; None is the CPU. The checks compute on the
+            CPU, from what the code returned.
         seed: the seed of all random numbers; equal seeds give equal audits.
         strict: also require what `regard` itself guarantees: NaN in a masked slot reaches no
             output, and a query whose keys are all hidden gives 0.
@@ -219,8 +223,8 @@ def audit(
         The faults that were found, the checks that passed, and the checks that were not made.
 
     Raises:
-        ArgumentError, ArgumentTypeError: no way to call the target was found, or the claims
-            contradict one another.
+        ArgumentError, ArgumentTypeError: no way to call the target was found, the claims
+            contradict one another, or the device cannot be used.
 
     >>> import torch
     >>> def attend(q, k, v):
@@ -239,7 +243,10 @@ def audit(
     reported_claims: dict[str, object] = {
         name: value for name, value in claims.items() if value is not None
     }
-    with ignore_warnings():  # warnings of the audited code are not part of the audit
+    if device is not None:
+        check_usable_device(device)
+    # warnings of the audited code are not part of the audit
+    with ignore_warnings(), run_on(device):
         if adapter == "rotary":
             report = rotary_audit.audit_rotary(
                 target, checked_claims, dtype=dtype, seed=seed, reported_claims=reported_claims

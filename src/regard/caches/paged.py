@@ -31,6 +31,7 @@ from regard.span import (
     Span,
     as_tensor,
     concat_positions,
+    follow_by_construction,
     next_positions,
     slice_positions,
     slot_count,
@@ -183,8 +184,7 @@ class PagePool:
             The number of the new page.
         """
         (own,) = self.take(1)
-        source = torch.tensor([page])
-        self._write(torch.tensor([own]), tuple(x[source.to(x.device)] for x in self.parts))
+        self._write(torch.tensor([own]), tuple(x[page : page + 1].clone() for x in self.parts))
         self.release([page])
         return own
 
@@ -213,7 +213,9 @@ class PagePool:
         indices = index if isinstance(index, tuple) else (index,)
         safe = can_write_in_place(self.parts, new)
         self.parts = tuple(
-            (x.index_put_ if safe else x.index_put)(tuple(i.to(x.device) for i in indices), y)
+            (x.index_put_ if safe else x.index_put)(
+                tuple(i.to(x.device, non_blocking=True) for i in indices), y
+            )
             for x, y in zip(self.parts, new, strict=True)
         )
 
@@ -235,7 +237,7 @@ class PageTable:
     def __init__(self, pool: PagePool, rows: list[list[int]], lengths: list[int]) -> None:
         self.pool, self.rows = pool, [list(row) for row in rows]
         self.lengths = list(lengths)
-        self._numbers: Tensor | None = None
+        self._numbers: Tensor | None = None  # `rows` as a tensor, until they change
         pool.share(page for row in rows for page in row)
 
     def rows_at(self, rows: list[int]) -> PageTable:
@@ -301,10 +303,19 @@ class PageTable:
         """The pages of each row, int64 on the CPU `[B, n]`; the page of zeros follows the last one
         of each row.
         """
-        if self._numbers is None:
+        return self.numbers_on(torch.device("cpu"))
+
+    def numbers_on(self, device: torch.device) -> Tensor:
+        """Return `numbers` on a device.
+
+        The tensor is made again when a row gets or loses a page, not in every step, and is copied
+        to a device without waiting for it.
+        """
+        if self._numbers is None or self._numbers.device != device:
             most = max((len(row) for row in self.rows), default=0) + 1
             rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
-            self._numbers = torch.tensor(rows, dtype=torch.int64).reshape(-1, most)
+            pages = torch.tensor(rows, dtype=torch.int64).reshape(-1, most)
+            self._numbers = pages.to(device, non_blocking=True)
         return self._numbers
 
     def slots(self, row_slots: Tensor) -> Tensor:
@@ -312,9 +323,17 @@ class PageTable:
 
         A slot after the end of a row refers to the page of zeros.
         """
-        size, pages = self.pool.page_size, self.numbers.to(row_slots.device)
-        index = (row_slots // size).clamp(max=pages.shape[1] - 1)
-        return pages.gather(1, index) * size + row_slots % size
+        size, pages = self.pool.page_size, self.numbers_on(row_slots.device)
+        last = pages.shape[1] - 1
+        return pages.gather(1, (row_slots // size).clamp(max=last)) * size + row_slots % size
+
+    def end_slots(self, length: int, device: torch.device) -> Tensor:
+        """Return the `length` slots of each row that follow its filled ones, `[B, length]`."""
+        steps, lengths = torch.arange(length, device=device), self.lengths
+        if len(set(lengths)) == 1:  # known without a tensor
+            return (steps + lengths[0]).expand(len(lengths), -1)
+        stops = torch.tensor(lengths, dtype=torch.int64)[:, None]
+        return stops.to(device, non_blocking=True) + steps
 
 
 class Paged(Cache):
@@ -419,9 +438,9 @@ class Paged(Cache):
         check_update(memory, positions)
         if self._positions is not None:
             check_same_layout(self._like(), memory)
-        if isinstance(positions, Span) and positions.start >= 0:
-            real = torch.ones(memory[0].shape[0], positions.length, dtype=torch.bool)
-        else:
+        real = None
+        all_tokens = isinstance(positions, Span) and positions.start >= 0
+        if not (all_tokens or follow_by_construction(positions)):
             real = (as_tensor(positions) >= 0).expand(memory[0].shape[0], -1)
         self._place(memory, positions, real)
         return self._read()
@@ -555,49 +574,56 @@ class Paged(Cache):
     def _set(self, table: PageTable, positions: Positions | None) -> None:
         self._table, self._positions = table, positions
 
-    def _place(self, memory: Parts, positions: Positions, real: Tensor) -> None:
+    def _place(self, memory: Parts, positions: Positions, real: Tensor | None) -> None:
         """Store new tokens after the last slot of each row; nothing changes if there is no room.
 
         Args:
             memory: the new memory, each part `[B, n, T, d]`.
             positions: its positions.
-            real: which of its slots to store, `[B, T]`.
+            real: which of its slots to store, `[B, T]`; None is all of them.
         """
-        B, device = real.shape[0], memory[0].device
+        (B, _, T, _), device = memory[0].shape, memory[0].device
         table = self._table if self._table.rows else PageTable(self.pool, [[]] * B, [0] * B)
-        before = torch.tensor(table.lengths, dtype=torch.int64, device=device)[:, None]
-        counts, real = real.sum(1).tolist(), real.to(device)
-        row_slots = (before + real.cumsum(1) - 1).clamp(min=0)  # row slot of each real token
+        row_slots = table.end_slots(T, device)  # the row slot of each token
+        counts = [T] * B
+        if real is not None:
+            counts, real = real.sum(1).tolist(), real.to(device)
+            row_slots = (table.end_slots(1, device) + real.cumsum(1) - 1).clamp(min=0)
         with self.pool.lock:  # no other thread takes pages in between
             self.pool.fit(memory)
             table.grow(counts)
-            self.pool.write(
-                table.slots(row_slots)[real], tuple(m.transpose(1, 2)[real] for m in memory)
-            )
+            new, slots = tuple(m.transpose(1, 2) for m in memory), table.slots(row_slots)
+            if real is None:  # a bool index would wait for the device
+                self.pool.write(slots.flatten(), tuple(x.flatten(0, 1) for x in new))
+            else:
+                self.pool.write(slots[real], tuple(x[real] for x in new))
         self._set(table, self._joined(positions, real, row_slots, max(table.lengths, default=0)))
 
     def _joined(
-        self, positions: Positions, real: Tensor, row_slots: Tensor, slots: int
+        self, positions: Positions, real: Tensor | None, row_slots: Tensor, slots: int
     ) -> Positions:
         """Return the old positions and the new ones.
 
         Args:
             positions: the new positions, `[B or 1, T]`.
-            real: which of the new slots are stored, `[B, T]`.
+            real: which of the new slots are stored, `[B, T]`; None is all of them.
             row_slots: the slot in its row to which each stored slot goes, `[B, T]`.
             slots: the number of slots of the longest row.
         """
-        stored, B = self._positions, real.shape[0]
+        stored, (B, _), device = self._positions, row_slots.shape, row_slots.device
         if isinstance(positions, Span) and positions.start >= 0 and not isinstance(stored, Tensor):
             both = positions if stored is None else concat_positions(stored, positions)
             return both if isinstance(both, Span) else both.expand(B, -1)
         slots = max(slots, len(self))  # a batch of size 0 may have slots
-        joined = torch.full((B, slots), -1, device=real.device)
+        joined = torch.full((B, slots), -1, device=device)
         if stored is not None:
-            old = as_tensor(stored, real.device)
+            old = as_tensor(stored, device)
             joined[:, : old.shape[1]] = old
+        new = as_tensor(positions, device).expand(B, -1).long()
+        if real is None:
+            return joined.scatter_(1, row_slots, new)
         row, _ = real.nonzero(as_tuple=True)
-        joined[row, row_slots[real]] = as_tensor(positions, real.device).expand(B, -1)[real].long()
+        joined[row, row_slots[real]] = new[real]
         return joined
 
     def _read(self) -> tuple[Parts, Positions]:

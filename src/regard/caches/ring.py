@@ -34,7 +34,15 @@ from regard.caches.contiguous import Growing
 from regard.errors import ArgumentError
 from regard.masks import Mask, Reach, Sinks, Window
 from regard.process_state import is_compiling
-from regard.span import EMPTY, Positions, Span, as_tensor, concat_positions, slot_count
+from regard.span import (
+    EMPTY,
+    Positions,
+    Span,
+    as_tensor,
+    concat_positions,
+    follow_by_construction,
+    slot_count,
+)
 
 STREAMING_SINKS = 4
 """The number of first tokens that "streaming" never evicts, as in arXiv 2309.17453, section 3.2."""
@@ -431,7 +439,7 @@ class RingBase(Cache):
                 if stored.stop == positions.start:
                     return stored
             stored = SlotPositions.of(stored, self._slots, device)
-        if not compiling:
+        if not compiling and (device.type == "cpu" or not follow_by_construction(positions)):
             stored.check_follows(as_tensor(positions, device))
         return stored
 

@@ -23,7 +23,14 @@ from regard.caches.base import (
 )
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.process_state import is_compiling
-from regard.span import Positions, Span, as_tensor, concat_positions, slot_count
+from regard.span import (
+    Positions,
+    Span,
+    as_tensor,
+    concat_positions,
+    follow_by_construction,
+    slot_count,
+)
 from regard.units import plural
 
 
@@ -268,6 +275,10 @@ class Memory(State):
             return (last + 1) // self.segment * self.segment
         return (last + 1).div(self.segment, rounding_mode="floor") * self.segment
 
+    def _tokens_on_cpu(self) -> bool:
+        """Return whether a look at the positions costs no wait."""
+        return isinstance(self._positions, Tensor) and self._positions.is_cpu
+
     def _check_follows(self, positions: Positions) -> None:
         """Raise unless new positions come after the last one of each row."""
         if self._positions is None or not slot_count(positions):
@@ -275,7 +286,7 @@ class Memory(State):
         last = _last_position(self._positions)
         if isinstance(positions, Span) and isinstance(last, int):
             back = positions.start <= last
-        elif is_compiling():
+        elif is_compiling() or (not self._tokens_on_cpu() and follow_by_construction(positions)):
             return
         else:
             new = as_tensor(positions)
@@ -295,11 +306,12 @@ def _last_position(positions: Positions) -> int | Tensor:
 def _compact(memory: Parts, positions: Tensor, keep: Tensor, most: int) -> tuple[Parts, Tensor]:
     """Move the slots to keep, at most `most` per row, to the front; the other slots become empty.
 
-    The result has as many slots as the longest row needs. In a compiled graph it always has `most`
-    slots, because a graph cannot read the number from a tensor.
+    The result has as many slots as the longest row needs. In a compiled graph and on other devices
+    than the CPU it always has `most` slots: a graph cannot read the number from a tensor, and on a
+    device the read would wait for everything before it.
     """
     keep, n = keep & (positions >= 0), most
-    if not is_compiling():
+    if not is_compiling() and keep.is_cpu:
         n = int(keep.sum(1).max()) if keep.numel() else 0
     order = keep.int().argsort(dim=1, descending=True, stable=True)[:, :n]
     where = positions.masked_fill(~keep, -1).gather(1, order)

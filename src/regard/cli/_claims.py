@@ -50,7 +50,7 @@ Seed = Annotated[
     ),
 ]
 
-COMPARISON_OPTIONS = ("names", "quality", "task", "context", "steps", "lr")
+COMPARISON_OPTIONS = ("names", "quality", "task", "context", "steps", "lr", "device")
 """Options of a comparison that do not apply to claims."""
 
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Ignore, LoadOptions, Revision, console_of, load
+from regard.cli.options import (
+    Ignore,
+    LoadOptions,
+    Revision,
+    check_device_option,
+    console_of,
+    load,
+)
 from regard.errors import ArgumentError, RegardError
 from regard.language import translate, translate_message
 
@@ -216,6 +223,14 @@ Dtype = Annotated[
         rich_help_panel=CALL,
     ),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Device on which the code runs: cpu, cuda, ... The checks compute on the CPU.",
+        show_default="the CPU",
+        rich_help_panel=CALL,
+    ),
+]
 Strict = Annotated[
     bool,
     typer.Option(
@@ -263,6 +278,7 @@ def audit(
     adapter: Adapter = None,
     settings: Set = None,
     dtype: Dtype = "float32",
+    device: Device = None,
     revision: Revision = None,
     ignore: Ignore = None,
     strict: Strict = False,
@@ -287,6 +303,7 @@ def audit(
         raise typer.BadParameter(
             "give either package.module:name or --model with a folder", param_hint="target"
         )
+    check_device_option(device)
     load_options = LoadOptions(dtype, ignore=ignore, revision=revision)
     if model is None and (ignore or revision):
         hint = "--ignore" if ignore else "--revision"
@@ -318,6 +335,7 @@ def audit(
             strict=strict,
             accept=accept or (),
             seed=seed,
+            device=device,
             **claims,
         )
     except RegardError as error:  # 1 means faults

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli import _claims
-from regard.cli.options import check_files, note
+from regard.cli.options import check_device_option, check_files, note
 from regard.errors import ArgumentError
 from regard.language import translate, translate_message
 from regard.text_table import line_width, wrap
@@ -113,6 +113,12 @@ Memory = Annotated[
 Threads = Annotated[
     int | None, _option(_TIME, "Number of CPU threads.", min=1, show_default="torch's number")
 ]
+Device = Annotated[
+    str | None,
+    _option(
+        _TIME, "Device on which models run and are trained: cpu or cuda.", show_default="the CPU"
+    ),
+]
 Quality = Annotated[
     bool,
     _option(_QUALITY, "Also train each mechanism, on the same text and recall tasks.", "--quality"),
@@ -206,6 +212,7 @@ def compare(
     seconds: Seconds = 20.0,
     memory: Memory = True,
     threads: Threads = None,
+    device: Device = None,
     quality: Quality = False,
     task: Tasks = None,
     lesson: OldTasks = None,
@@ -242,6 +249,7 @@ def compare(
     try:
         _claims.check(options)
         check_files({"--csv": csv, "--html": html})
+        check_device_option(device)
         if claim:
             _claims.run(options, _command(sys.argv[1:]))
         plan = _plan(options)
@@ -288,9 +296,12 @@ def _plan(options: dict[str, Any]) -> ComparisonPlan:
         options["rounds"],
         options["seconds"],
         training=options["training"],
+        device=options["device"] or "cpu",
     )
     training = TrainingSettings(
-        tuple(range(options["seeds"])), tuple(options["lr"]) if options["lr"] else None
+        tuple(range(options["seeds"])),
+        tuple(options["lr"]) if options["lr"] else None,
+        device=timing.device,
     )
     chosen = candidates(options["names"], shape)
     if options["like"]:
@@ -353,7 +364,7 @@ def _comparison(plan: ComparisonPlan, options: dict[str, Any]) -> Comparison:
     from regard.compare.comparison import Comparison
     from regard.compare.experiment import ExperimentStore, Session
 
-    machine_facts = describe_machine(torch.device("cpu"))
+    machine_facts = describe_machine(torch.device(plan.timing.device))
     session = Session(ExperimentStore(options["out"], {"machine": machine_facts}), _report)
     return Comparison(
         plan,

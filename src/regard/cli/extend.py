@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Dtype, Ignore, Revision, check_files, note
+from regard.cli.options import Device, Dtype, Ignore, Revision, check_files, note
 from regard.errors import ArgumentError, FileError
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ def extend(
     steps: Steps = 24,
     seed: Seed = 0,
     dtype: Dtype = None,
+    device: Device = None,
     revision: Revision = None,
     ignore: Ignore = None,
     threads: Threads = None,
@@ -122,7 +123,12 @@ def _run(options: dict[str, Any]) -> ExtensionResults:
         torch.set_num_threads(options["threads"])
     model = load(
         options["source"],
-        LoadOptions(options["dtype"], ignore=options["ignore"], revision=options["revision"]),
+        LoadOptions(
+            options["dtype"],
+            ignore=options["ignore"],
+            revision=options["revision"],
+            device=options["device"],
+        ),
         Model,
     )
     ids, text_name = _ids(model, options["text"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard import units
-from regard.cli.options import check_files
+from regard.cli.options import check_device_option, check_files
 from regard.errors import ArgumentError
 from regard.language import translate
 from regard.text_table import line_width, wrap
@@ -43,6 +43,10 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", help="Option of the mechanism, as name=value. Repeatable."),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(help="Device on which the layer runs: cpu, cuda, ...", show_default="the CPU"),
+]
 Html = Annotated[
     Path | None,
     typer.Option(
@@ -69,6 +73,7 @@ def layer(
     mask: MaskOf = "causal",
     seed: Seed = 0,
     option: Set = None,
+    device: Device = None,
     html: Html = None,
     figure: Figure = None,
     head: Head = 0,
@@ -81,8 +86,11 @@ def layer(
     4 tokens of width 512. The layer runs in evaluation mode, without dropout.
     """
     check_files({"--html": html}, pictures={"--figure": figure})
+    check_device_option(device)
     try:
-        layers = _run_layers(names or ["mha"], dim, heads, batch, tokens, mask, seed, option)
+        layers = _run_layers(
+            names or ["mha"], dim, heads, batch, tokens, mask, seed, option, device
+        )
         if figure is not None:
             _draw(layers[0], head, figure)
     except ArgumentError as error:
@@ -105,6 +113,7 @@ def _run_layers(
     mask: str,
     seed: int,
     settings: list[str] | None,
+    device: str | None,
 ) -> list[LayerStages]:
     from regard import masks
     from regard.inspect.explain.layer_stages import default_options, run_layers
@@ -129,6 +138,7 @@ def _run_layers(
         mask=masks.parse(mask),
         seed=seed,
         options=options,
+        device=device,
     )
 
 

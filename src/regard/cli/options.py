@@ -293,13 +293,7 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
 
     import regard
 
-    if options.device is not None:
-        from regard.train.pretraining import check_device
-
-        try:  # before the weights are read
-            check_device(options.device)
-        except ArgumentError as error:
-            raise typer.BadParameter(str(error), param_hint="--device") from error
+    check_device_option(options.device)  # before the weights are read
     dtype_names = ("float32", "float16", "bfloat16", "float64")
     if options.dtype is not None and options.dtype not in dtype_names:
         raise typer.BadParameter(
@@ -327,6 +321,24 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
         )
     report_ignored(model.ignored)
     return model if options.device is None else model.to(options.device)
+
+
+def check_device_option(device: str | None) -> None:
+    """Raise unless the device of --device can be used; None is the CPU.
+
+    Raises:
+        typer.BadParameter: it cannot be used; the message has torch's reason.
+
+    >>> check_device_option("cpu")
+    """
+    if device is None:
+        return
+    from regard.argument_checks import check_usable_device
+
+    try:
+        check_usable_device(device)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from error
 
 
 def report_ignored(names: Sequence[str]) -> None:

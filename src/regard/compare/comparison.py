@@ -442,7 +442,9 @@ class Comparison:
             )
         if not plan.tasks:
             return
-        pilots = session.run(quality.pilot_experiments(plan.train_configs, plan.tasks))
+        pilots = session.run(
+            quality.pilot_experiments(plan.train_configs, plan.tasks, plan.training.device)
+        )
         seconds = {name.partition("/")[2]: numbers["seconds"] for name, numbers in pilots.items()}
         steps = self._steps(seconds)
         session.run(

@@ -405,7 +405,7 @@ def extend_all(
 
     Args:
         model: a model with rotary positions that are not scaled yet.
-        ids: the token ids of a text, longer than the length to reach.
+        ids: the token ids of a text, longer than the length to reach, on any device.
         options: the length, the methods and the sizes of the tests.
         names: the names of the model and of the text.
         report: a function that is called with a line about the current work.
@@ -416,7 +416,8 @@ def extend_all(
     Raises:
         ArgumentError: a method is unknown, the text is too short, or the model cannot be extended.
     """
-    metadata = rotary_metadata(model)
+    metadata, device = rotary_metadata(model), model.device
+    ids = ids.to(device)
     trained = metadata["trained"]
     target = options.length or 4 * trained
     methods = (UNSCALED, *(m for m in dict.fromkeys(options.methods or METHODS) if m != UNSCALED))
@@ -454,7 +455,7 @@ def extend_all(
         "mark": test.mark,
         "seed": test.seed,
         "steps": options.steps,
-        "machine": describe_machine(torch.device("cpu")),
+        "machine": describe_machine(device),
     }
     return ExtensionResults(result_metadata, results)
 

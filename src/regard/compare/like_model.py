@@ -134,7 +134,7 @@ def check_fits(
     Raises:
         ArgumentError: more memory is needed than is free.
     """
-    free = free_memory(torch.device("cpu")) if free is None else free
+    free = free_memory(torch.device(timing.device)) if free is None else free
     needed = needed_memory(configs, timing)
     if free and needed > free:
         rest = needed_memory(configs, Timing(training=False))

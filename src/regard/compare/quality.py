@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from regard.compare.experiment import Experiment, Numbers, ReportProgress, ignore_progress
 from regard.compare.mechanisms import build_decoder
+from regard.compare.speed_and_memory import wait_for
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
 from regard.train.batches import Batches, BatchSource, ExampleBatch, validation_rows
@@ -166,6 +167,7 @@ class TextTask(EvalTask):
         loss divided by log 2.
         """
         rows = validation_rows(self._streams[2], self.context, self.test_rows)
+        rows = rows.to(_device_of(model))
         return {"bits_per_byte": evaluate(model, rows) / math.log(2), "rows": len(rows)}
 
 
@@ -241,7 +243,7 @@ class RecallTask(EvalTask):
         rows = pad(self.task, self.task.examples("validation", 4 * self.test_rows, "judge"))
         answers = right = fully_right = 0
         with torch.no_grad():
-            for batch in rows.split(4 * self.batch):
+            for batch in rows.to(_device_of(model)).split(4 * self.batch):
                 is_answer = batch.target != IGNORE_INDEX
                 wrong = (model(batch.source).argmax(-1) != batch.target) & is_answer
                 answers, right = (
@@ -328,6 +330,7 @@ class TrainingSettings:
             `RECURRENT_LEARNING_RATES` for mechanisms with a recurrent state.
         weight_decay: the weight decay of AdamW.
         clip: the maximum norm of the gradient.
+        device: where the models are trained.
 
     Raises:
         ArgumentError: there is no seed or rate, or one is given twice.
@@ -340,6 +343,7 @@ class TrainingSettings:
     rates: tuple[float, ...] | None = None
     weight_decay: float = 0.01
     clip: float = 1.0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("seeds", "rates"):
@@ -361,7 +365,7 @@ class TrainConfig:
 
 
 def pilot_experiments(
-    train_configs: Mapping[str, TrainConfig], tasks: Sequence[EvalTask]
+    train_configs: Mapping[str, TrainConfig], tasks: Sequence[EvalTask], device: str = "cpu"
 ) -> list[Experiment]:
     """Return an experiment for each task that measures the seconds of a training step: `seconds` by
     mechanism.
@@ -370,11 +374,13 @@ def pilot_experiments(
     for task in tasks:
         models = {name: asdict(one.config) for name, one in train_configs.items()}
         settings = {"models": models, "lesson": task.settings, "steps": PILOT_STEPS}
+        settings |= {} if device == "cpu" else {"device": device}
 
         def measure(task: EvalTask = task) -> Numbers:
             return {
                 "seconds": {
-                    name: _seconds_per_step(one.config, task) for name, one in train_configs.items()
+                    name: _seconds_per_step(one.config, task, device)
+                    for name, one in train_configs.items()
                 }
             }
 
@@ -382,15 +388,17 @@ def pilot_experiments(
     return experiments
 
 
-def _seconds_per_step(config: Config, task: EvalTask) -> float:
+def _seconds_per_step(config: Config, task: EvalTask, device: str) -> float:
     """Return the median seconds of a few training steps, on which a single pause of the machine has
     little effect.
     """
-    model, batches, seconds = build_decoder(config), task.batches(0), []
+    where = torch.device(device)
+    model, batches, seconds = build_decoder(config).to(where), task.batches(0), []
     for _ in range(1 + PILOT_STEPS):
-        rows = next(batches)
+        rows = next(batches).to(where)
         start = time.perf_counter()
         torch.autograd.backward(task.loss(model, rows))
+        wait_for(where)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
 
@@ -492,13 +500,15 @@ class _TrainingRun:
             "seed": self.seed,
             "weight_decay": self.training.weight_decay,
             "clip": self.training.clip,
+            **({} if self.training.device == "cpu" else {"device": self.training.device}),
         }
 
     def run(self) -> Numbers:
         """Train and test the model; the result has `diverged` if the loss became infinite or
         NaN.
         """
-        model, batches = build_decoder(self.config, self.seed), self.task.batches(self.seed)
+        model = build_decoder(self.config, self.seed).to(self.training.device)
+        batches = self.task.batches(self.seed)
         settings = Settings(
             steps=self.steps,
             lr=self.rate,
@@ -553,4 +563,8 @@ class _ProgressLines:
 
 def _validation_loss(model: nn.Module, task: EvalTask) -> float:
     """Return the loss on the validation data, by which learning rates are chosen."""
-    return evaluate(model, task.validation, loss=task.loss)
+    return evaluate(model, task.validation.to(_device_of(model)), loss=task.loss)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

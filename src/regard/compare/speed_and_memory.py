@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard import units
 from regard.bench.machine import free_memory
@@ -76,6 +76,11 @@ def random_ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch le
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
 
+def _ids_on(model: nn.Module, ids: Tensor) -> Tensor:
+    """Return ids on the device of a model."""
+    return ids.to(next(model.parameters()).device)
+
+
 def prefill_caches(
     model: Decoder, prompt: Int[Tensor, "B T"], capacity: int | None = None
 ) -> list[Cache]:
@@ -106,7 +111,7 @@ def prefill_step(model: Decoder, config: Config, context: int, batch: int = 1) -
     >>> len(prefill_step(build_decoder(config), config, 5)())
     1
     """
-    prompt = random_ids(config, batch, context)
+    prompt = _ids_on(model, random_ids(config, batch, context))
     return lambda: prefill_caches(model, prompt)
 
 
@@ -120,7 +125,7 @@ def decode_step(model: Decoder, config: Config, context: int, batch: int = 1) ->
     >>> bool((step() == step()).all())
     True
     """
-    prompt = random_ids(config, batch, context)
+    prompt = _ids_on(model, random_ids(config, batch, context))
     caches = (
         prefill_caches(model, prompt[:, : context - 1], context)
         if context > 1
@@ -149,7 +154,7 @@ def training_step(model: Decoder, config: Config, length: int, batch: int) -> St
     >>> step() > step()
     True
     """
-    rows = random_ids(config, batch, length + 1)
+    rows = _ids_on(model, random_ids(config, batch, length + 1))
     update = make_optimizer(model, Settings(steps=1, lr=LEARNING_RATE))
 
     def step() -> float:
@@ -185,7 +190,7 @@ def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) ->
     """
     caches = model.new_caches()
     with torch.inference_mode():
-        model(random_ids(config, batch, context), None, caches, last=1)
+        model(_ids_on(model, random_ids(config, batch, context)), None, caches, last=1)
     return sum(cache.bytes for cache in caches)
 
 
@@ -219,6 +224,7 @@ class Timing:
         seconds: the limit of the rounds of one experiment; no new round starts after it.
         sample: the least seconds of one timing; calls that are shorter are repeated.
         training: whether a training step is timed too.
+        device: where the models run.
 
     Raises:
         ArgumentError: there is no context, or a number is less than 1.
@@ -234,6 +240,7 @@ class Timing:
     seconds: float = 20.0
     sample: float = 0.02
     training: bool = True
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if not self.contexts:
@@ -263,7 +270,7 @@ def timing_experiments(
     >>> [one.name for one in timing_experiments(made, Timing(contexts=(4, 8)), {})]
     ['prefill/4', 'decode/4', 'prefill/8', 'decode/8', 'training/256']
     """
-    machine_facts = {name: machine.get(name) for name in MACHINE_KEYS}
+    machine_facts = _machine_facts(machine)
     shared = {
         "models": {name: asdict(config) for name, config in configs.items()},
         "machine": machine_facts,
@@ -288,6 +295,16 @@ def timing_experiments(
             )
         )
     return experiments
+
+
+def _machine_facts(machine: Mapping[str, object]) -> dict[str, object]:
+    """Return the facts that measurements depend on; the device only if it is not the CPU, whose
+    saved measurements do not name it.
+    """
+    facts = {name: machine.get(name) for name in MACHINE_KEYS}
+    if machine.get("device", "cpu") != "cpu":
+        facts |= {name: machine.get(name) for name in ("device", "gpu")}
+    return facts
 
 
 def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing: Timing) -> Numbers:
@@ -319,10 +336,16 @@ def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing:
     steps: dict[str, Step] = {}
     for name, config in configs.items():
         try:
-            rows[name], steps[name] = _prepare(config, kind, length, timing.batch)
+            rows[name], steps[name] = _prepare(config, kind, length, timing)
         except RegardError as error:
             rows[name] = {"why": str(error)}
-    times = interleaved(steps, rounds=timing.rounds, sample=timing.sample, limit=timing.seconds)
+    times = interleaved(
+        steps,
+        rounds=timing.rounds,
+        sample=timing.sample,
+        limit=timing.seconds,
+        synchronise=partial(wait_for, torch.device(timing.device)),
+    )
     first = next(iter(times), "")
     for name, seconds in times.items():
         rows[name] |= {
@@ -334,17 +357,18 @@ def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing:
     return {"rows": rows}
 
 
-def _prepare(config: Config, kind: str, length: int, batch: int) -> tuple[Numbers, Step]:
+def _prepare(config: Config, kind: str, length: int, timing: Timing) -> tuple[Numbers, Step]:
     """Build a model, and return the values of its row that are known before timing, and the
     function to time.
     """
-    model = build_decoder(config)
+    device = torch.device(timing.device)
+    model = build_decoder(config).to(device)
     row: Numbers = {}
     if kind == "training":
-        step = training_step(model, config, length, batch)
+        step = training_step(model, config, length, timing.batch)
     else:
         model.eval().requires_grad_(False)
-        _check_memory(cache_bytes_by_formula(model, length), length)
+        _check_memory(cache_bytes_by_formula(model, length), length, device)
         make: Callable[..., Step] = prefill_step if kind == "prefill" else decode_step
         step = make(model, config, length)
         if kind == "decode":
@@ -353,11 +377,11 @@ def _prepare(config: Config, kind: str, length: int, batch: int) -> tuple[Number
     return {**row, "kernels": kernels_used(step)}, step
 
 
-def _check_memory(needed: int, length: int) -> None:
+def _check_memory(needed: int, length: int, device: torch.device) -> None:
     """Raise `ArgumentError` unless the caches of one mechanism fit twice in free memory: while a
     cache grows, the old and the new storage exist together.
     """
-    free_bytes = free_memory(torch.device("cpu"))
+    free_bytes = free_memory(device)
     if free_bytes and 2 * needed > free_bytes:
         raise ArgumentError(
             f"the caches of {units.plural(length, 'token')} need {units.size(needed)} at "
@@ -369,7 +393,7 @@ def _check_memory(needed: int, length: int) -> None:
 MEMORY_METHOD = (
     "the peak resident memory (VmHWM) of a separate process during the work, minus its resident "
     "memory before the work, so that weights are not counted; the work runs once before it is "
-    "measured, so that kernels are already compiled"
+    "measured, so that kernels are already compiled; on a GPU, the peak bytes that torch allocated"
 )
 """How peak memory is measured, as reports print it."""
 
@@ -392,11 +416,13 @@ def memory_experiments(
     }
     if not timing.training:
         sizes["training"] = False
-    machine_facts = {name: machine.get(name) for name in MACHINE_KEYS}
+    machine_facts = _machine_facts(machine)
     experiments = []
     for name, config in configs.items():
         settings = {"model": asdict(config), "machine": machine_facts, **sizes}
         settings["threads"] = torch.get_num_threads()
+        if timing.device != "cpu":
+            settings["device"] = timing.device
         experiments.append(
             Experiment(
                 f"memory/{name}",
@@ -436,7 +462,9 @@ def peaks(settings: Numbers) -> Numbers:
     """
     torch.set_num_threads(settings["threads"])
     config = Config(**settings["model"])
-    model = build_decoder(config)
+    device = torch.device(settings.get("device", "cpu"))
+    model = build_decoder(config).to(device)
+    peak_of = peak_bytes if device.type == "cpu" else partial(device_peak_bytes, device)
 
     def step() -> None:
         training_step(model, config, settings["length"], settings["batch"])()
@@ -445,9 +473,34 @@ def peaks(settings: Numbers) -> Numbers:
     if settings.get("training", True):
         step()
         model.zero_grad(set_to_none=True)
-        step_peak = peak_bytes(step)
+        step_peak = peak_of(step)
         model.zero_grad(set_to_none=True)
     model.eval().requires_grad_(False)
     prompt = prefill_step(model, config, settings["context"])
     prompt()
-    return {"prefill": peak_bytes(prompt), "training": step_peak}
+    return {"prefill": peak_of(prompt), "training": step_peak}
+
+
+def device_peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
+    """Return the peak bytes that torch allocated on a device during some work, without those that
+    were allocated before; None for devices other than CUDA.
+
+    >>> device_peak_bytes(torch.device("cpu"), lambda: None)
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has computed what was queued; a CPU has no queue.
+
+    >>> wait_for(torch.device("cpu"))
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

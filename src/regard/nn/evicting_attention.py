@@ -256,7 +256,7 @@ class EvictingAttention(Attention):
         T = where.shape[1]
         if starts_empty and isinstance(positions, Span) and positions.start >= 0:
             return min(T, self.capacity if start == 0 else start + self.interval)
-        if is_compiling():
+        if is_compiling() or T - start == 1:
             return start + 1
         G = self.project.shape.G
         counts = (slots.positions >= 0).sum(-1).unflatten(0, (-1, G)).sum(1, keepdim=True)
@@ -306,7 +306,8 @@ class EvictingAttention(Attention):
         positions, sums = joined.positions.gather(1, order), sums.gather(1, order)
         k, v = (_gather(x, order, positions) for x in (joined.k, joined.v))
         keep = positions >= 0
-        if is_compiling() or bool(self._is_full(keep).any()):
+        # on another device, the question costs more than the rule
+        if is_compiling() or not keep.is_cpu or bool(self._is_full(keep).any()):
             with torch.no_grad():
                 ordered = _Slots(k.detach(), v.detach(), positions, sums, q, q_positions, *moments)
                 keep = self._keep(ordered)

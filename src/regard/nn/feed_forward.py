@@ -535,7 +535,9 @@ class MoE(nn.Module):
         """Map hidden states [..., M] to [..., M]."""
         rows = x.reshape(-1, x.shape[-1])
         y = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-        for expert, tokens, weights in _tokens_by_expert(*self.router(rows)):
+        shares, chosen = self.router(rows)
+        groups = _tokens_by_expert(shares, chosen, len(self.experts))
+        for expert, tokens, weights in groups:
             if tokens is None:
                 y = y + self.weighted_expert(expert, rows, weights)
             else:
@@ -564,18 +566,22 @@ class MoE(nn.Module):
 
 
 def _tokens_by_expert(
-    weights: Tensor, experts: Tensor
+    weights: Tensor, experts: Tensor, count: int
 ) -> Iterator[tuple[int, Tensor | None, Tensor]]:
-    """Yield each used expert of a routing in ascending order, the indices of its tokens [n] (None
-    for all tokens), and their weights [n,1].
+    """Yield each used one of `count` experts in ascending order, the indices of its tokens [n]
+    (None for all tokens), and their weights [n,1].
     """
     k = experts.shape[1]
     if len(experts) == 1:  # one token, as in decoding: nothing to gather
         for expert, slot in sorted(zip(experts[0].tolist(), range(k), strict=True)):
             yield expert, None, weights[:, slot, None]
         return
-    order = experts.flatten().argsort(stable=True)
-    used, counts = torch.unique_consecutive(experts.flatten()[order], return_counts=True)
-    sizes = counts.tolist()
-    tokens, shares = (order // k).split(sizes), weights.flatten()[order, None].split(sizes)
-    yield from zip(used.tolist(), tokens, shares, strict=True)
+    chosen, order = experts.flatten().sort(stable=True)
+    tokens, shares = order // k, weights.flatten()[order, None]
+    # one read for all experts, because each read waits for the device
+    stops = torch.searchsorted(chosen, torch.arange(count, device=chosen.device), right=True)
+    start = 0
+    for expert, stop in enumerate(stops.tolist()):
+        if start < stop:
+            yield expert, tokens[start:stop], shares[start:stop]
+        start = stop

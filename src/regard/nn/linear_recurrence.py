@@ -37,6 +37,7 @@ from regard.ops.linear.linear_attention import (
     linear_attention,
     retention,
 )
+from regard.positions.constant_tensor import ConstantTensor
 from regard.span import Positions, Span
 from regard.tracing import tap
 from regard.units import plural
@@ -396,6 +397,7 @@ class RetentionRule(nn.Module):
                         "(never forget)"
                     )
         self.decay = None if decay is None else tuple(float(gamma) for gamma in decay)
+        self._decay = ConstantTensor(torch.tensor(self.decay or (), dtype=torch.float64))
         self.scale = scale
 
     def forward(
@@ -411,7 +413,7 @@ class RetentionRule(nn.Module):
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         decay = None
         if self.decay is not None:
-            decay = torch.tensor(self.decay, dtype=torch.float64, device=k.device)
+            decay = self._decay.on(k.device)
         return retention(
             q,
             k,

@@ -30,6 +30,7 @@ from regard.nn.explainable import (
 from regard.nn.linear import Linear, linear
 from regard.ops.stored_linear import stored_linear
 from regard.positions import Rotary
+from regard.positions.constant_tensor import ConstantTensor
 from regard.span import Positions
 from regard.units import plural
 
@@ -657,6 +658,7 @@ class FusedQKV(ProjectionModule):
         self.linear = Linear(dim, (heads + 2 * groups) * head_dim, bias=bias)
         self.steps = nn.ModuleList(steps)
         self._head_rows = _head_rows(heads, groups, order)
+        self._row_indices = [ConstantTensor(torch.tensor(x)) for x in self._head_rows]
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return the queries [B,H,T,D] of hidden states x."""
@@ -710,9 +712,11 @@ class FusedQKV(ProjectionModule):
             weight = self.linear.weight[first : first + n * D]
             bias = self.linear.bias[first : first + n * D] if self.linear.bias is not None else None
         else:
-            weight = torch.unflatten(self.linear.weight, 0, (-1, D))[rows].flatten(0, 1)
-            bias = self.linear.bias
-            bias = None if bias is None else torch.unflatten(bias, 0, (-1, D))[rows].flatten()
+            weight, bias = self.linear.weight, self.linear.bias
+            # a list as an index would be copied to another device in every call
+            index = rows if weight.is_cpu else self._row_indices[part].on(weight.device)
+            weight = torch.unflatten(weight, 0, (-1, D))[index].flatten(0, 1)
+            bias = None if bias is None else torch.unflatten(bias, 0, (-1, D))[index].flatten()
         return torch.unflatten(linear(x, weight, bias), -1, (len(rows), D)).transpose(1, 2)
 
     def _run_steps(self, x: Tensor, positions: Positions | None) -> Tensor:

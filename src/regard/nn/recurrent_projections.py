@@ -331,8 +331,8 @@ def token_before(
     """
     if x.device != mix.device or not torch.is_autocast_enabled(mix.device.type):
         check_linear_map(x, mix[None], None)
-    # a filter that returns the token before
-    shift = x.new_tensor([1.0, 0.0]).expand(x.shape[-1], 2)
+    # a filter that returns the token before, [1, 0], made on the device
+    shift = torch.arange(1, -1, -1, dtype=x.dtype, device=x.device).expand(x.shape[-1], 2)
     return short_convolution(x, shift, None, activation=None, state=state, positions=positions)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_number, check_positions
 from regard.errors import ArgumentError
 from regard.process_state import is_compiling
-from regard.span import Positions, Span, as_tensor, slot_count
+from regard.span import Positions, Span, as_tensor, follow_by_construction, slot_count
 
 SinusoidalLayout: TypeAlias = Literal["interleaved", "halves", "tensor2tensor"]
 LAYOUTS: tuple[str, ...] = get_args(SinusoidalLayout)
@@ -126,6 +126,8 @@ class LearnedPositions(nn.Module):
             last = positions.stop - 1 if positions.length else -1
         elif is_compiling() or not positions.numel():
             last = -1
+        elif not positions.is_cpu and follow_by_construction(positions):
+            last = -1  # a read would wait for the device: see below
         else:
             last = int(positions.max())
         if last >= self.max_len:
@@ -134,7 +136,13 @@ class LearnedPositions(nn.Module):
                 "shorten the input, or use rotary positions"
             )
         p = as_tensor(positions, self.weight.device)
-        vectors = self.weight[p.clamp(min=0) + self.offset]
+        if p.is_cpu:
+            vectors = self.weight[p.clamp(min=0) + self.offset]
+        else:
+            # A position without a vector gets NaN, and no kernel of the device reads behind the
+            # table; the NaN reaches the logits, where the one read of a step refuses it.
+            vectors = self.weight[p.clamp(0, self.max_len - 1) + self.offset]
+            vectors = vectors.masked_fill((p >= self.max_len)[..., None], torch.nan)
         return vectors.masked_fill((p < 0)[..., None], 0)
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.positions.constant_tensor import ConstantTensor
 from regard.positions.rotary import Layout, apply_rotary, check_layout, cos_sin, rope_frequencies
 from regard.positions.scalings import check_above
 from regard.process_state import is_compiling
@@ -105,6 +106,7 @@ class XPos(nn.Module):
         if role not in ("query", "key"):
             raise ArgumentError(f'role is {role!r}; it must be "query" or "key"')
         self.frequencies = rope_frequencies(dim, base)
+        self._inv_freq = ConstantTensor(self.frequencies.inv_freq)
         self.dim, self.role, self.layout, self.center = dim, role, layout, center
         self.scale_base, self.gamma = scale_base, gamma
 
@@ -114,7 +116,9 @@ class XPos(nn.Module):
         """Rotate and scale queries or keys x [B,H,L,D] at their positions."""
         self._check_reach(positions, x.dtype)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = cos_sin(positions, self.frequencies.inv_freq, dtype, x.device)
+        at_cpu = x.device.type in ("cpu", "mps")
+        inv_freq = self._inv_freq.tensor if at_cpu else self._inv_freq.on(x.device)
+        cos, sin = cos_sin(positions, inv_freq, dtype, x.device)
         scale = self.scale(positions, x.device)[:, None].to(dtype)
         return apply_rotary(x, (cos * scale).to(x.dtype), (sin * scale).to(x.dtype), self.layout)
 

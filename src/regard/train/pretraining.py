@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from regard.argument_checks import check_usable_device
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import folder_locked, sync_to_disk, temporary_folder, write_user_file
 from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
@@ -216,7 +217,7 @@ class PretrainingRun:
         else:
             self.options["vocab"] = vocab or VOCAB
             make_config(self.options, self.options["vocab"])  # refuse wrong sizes before the text
-        check_device(self.options["device"])
+        check_usable_device(self.options["device"])
         checkpoints.check_free_space(self.out, checkpoints.EXTRA_BYTES)  # before the text is read
         if self.parallel is not None and not self.parallel.is_first:
             return self._run(settings)
@@ -381,21 +382,6 @@ class PretrainingRun:
             "parameters": parameters,
             "out": str(self.out),
         }
-
-
-def check_device(device: str) -> None:
-    """Check that tensors can be created on a device, and read.
-
-    Raises:
-        ArgumentError: the device cannot be used; the message has torch's reason.
-
-    >>> check_device("cpu")
-    """
-    try:
-        torch.zeros(1, device=device).item()  # "meta" creates tensors, but holds no numbers
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ArgumentError(f"device {device!r} cannot be used: {reason}; use cpu") from error
 
 
 def config_metadata(config: Any) -> dict[str, object]:

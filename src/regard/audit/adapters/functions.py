@@ -31,6 +31,7 @@ from regard.audit.adapters.call_arguments import (
     parameters,
 )
 from regard.audit.adapters.projections import read_projections
+from regard.audit.adapters.run_device import is_moved, moved_function, run_on, to_device
 from regard.caches import Growing
 from regard.errors import ArgumentError
 from regard.span import Span
@@ -145,7 +146,7 @@ class FunctionAdapter(TargetAdapter):
             arguments[self.keywords.bias] = self.bias(q.shape[2], k.shape[2]).to(self.dtype)  # type: ignore[union-attr]
         with torch.no_grad():
             reply = self.output_format.read(
-                self.function(
+                moved_function(self.function)(
                     self._to_layout(q), self._to_layout(k), self._to_layout(v), **arguments
                 )
             )
@@ -340,7 +341,10 @@ class CustomAdapter(TargetAdapter):
         takes = {ADAPTER_KEYWORDS[n] for n in self.known}
         self.accepts = frozenset(takes | ({"mask"} if "rows" in takes else set()))
         is_module = isinstance(target, nn.Module)
-        self.target = copy.deepcopy(target).to("cpu", dtype).eval() if is_module else target
+        self.target = target
+        if is_module:  # the user's adapter gets tensors of its device, and the module no hooks
+            self.target = to_device(copy.deepcopy(target).to("cpu", dtype).eval())
+        self._run = moved_function(user_adapter)
 
     def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008
         """Call the user's adapter with the arguments that it takes."""
@@ -348,7 +352,7 @@ class CustomAdapter(TargetAdapter):
         if x.is_floating_point():
             x = x.to(self.dtype)
         with torch.no_grad():
-            result = self.user_adapter(self.target, x, **arguments)
+            result = self._run(self.target, x, **arguments)
         reply = OutputFormat(1 if inputs.weights else None).read(result)
         memory = reply.memory
         if inputs.memory is not None and memory is None and inputs.memory is not NEW_CACHE:
@@ -370,8 +374,16 @@ class CustomAdapter(TargetAdapter):
         return read_projections(self.original, self.claims, self.width)
 
     def traced_module(self) -> tuple[nn.Module, TargetAdapter] | None:
-        """Return the copy of the module that runs, and this adapter."""
-        return (self.target, self) if isinstance(self.target, nn.Module) else None
+        """Return the copy of the module that runs, and this adapter; copies on the CPU if they run
+        on another device, because the operations are the same.
+        """
+        if not isinstance(self.target, nn.Module):
+            return None
+        if not is_moved():
+            return self.target, self
+        with run_on(None):
+            on_cpu = self.to_dtype(self.dtype)
+        return on_cpu.target, on_cpu
 
     def state_tensors(self) -> dict[str, Tensor] | None:
         """Return the state dict of a module."""

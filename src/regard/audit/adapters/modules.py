@@ -36,6 +36,7 @@ from regard.audit.adapters.call_arguments import (
     query_keys_names,
 )
 from regard.audit.adapters.projections import read_projections
+from regard.audit.adapters.run_device import is_moved, placed, run_on, to_checks, to_run_device
 from regard.errors import ArgumentTypeError
 from regard.masks import Mask
 from regard.models import Model, Seq2Seq, TextEncoder
@@ -90,7 +91,7 @@ class ModuleAdapter(TargetAdapter):
             name,
             dtype,
         )
-        self.module = _copy(module).to("cpu", dtype).eval()
+        self.module = placed(_copy(module).to("cpu", dtype).eval())
         self.query_key_value = query_key_value_names(known)
         self.query_keys = None if self.query_key_value else query_keys_names(known)
         self.keywords = keywords or CallKeywords.of(known)
@@ -196,8 +197,14 @@ class ModuleAdapter(TargetAdapter):
         return read_projections(self.original, self.claims, self.width)
 
     def traced_module(self) -> tuple[nn.Module, TargetAdapter]:
-        """Return the copy of the module that runs, and this adapter."""
-        return self.module, self
+        """Return the copy of the module that runs, and this adapter; copies on the CPU if they run
+        on another device, because the operations are the same.
+        """
+        if not is_moved():
+            return self.module, self
+        with run_on(None):
+            on_cpu = self._copy_with(self.original)
+        return on_cpu.module, on_cpu
 
     def smaller_versions(self) -> Iterator[TargetAdapter]:
         """Yield modules with fewer heads and features, smallest first."""
@@ -313,7 +320,7 @@ class MixerAdapter(TargetAdapter):
             name,
             dtype,
         )
-        self.module = copy.deepcopy(module).to("cpu", dtype).eval()
+        self.module = placed(copy.deepcopy(module).to("cpu", dtype).eval())
         self.accepts = frozenset({"padding", "positions", "memory"})
 
     def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008
@@ -337,7 +344,8 @@ class MixerAdapter(TargetAdapter):
             raise CheckNotPossible("its values have another size than its keys")
         linear = (*(m.linear for m in qkv_maps), out)
         q, k, v, o = (
-            (m.weight.detach(), None if m.bias is None else m.bias.detach()) for m in linear
+            (m.weight.detach().cpu(), None if m.bias is None else m.bias.detach().cpu())
+            for m in linear
         )
         return (Projections(q, k, v, o, project.shape.H, project.shape.G),)
 
@@ -383,7 +391,7 @@ class _ModelAdapter(TargetAdapter):
         self.model, self.original = model, network
         self.claims, self.name, self.dtype = claims, name, dtype
         self.width = int(model.config.vocab_size)
-        self.network = copy.deepcopy(network).to("cpu", dtype).eval()
+        self.network = placed(copy.deepcopy(network).to("cpu", dtype).eval())
         self.accepts = self.abilities
 
     abilities: frozenset[str] = frozenset({"padding", "positions"})
@@ -461,8 +469,10 @@ class Seq2SeqAdapter(_ModelAdapter):
             if inputs.memory is None:
                 return CallOutput(network(source, x))
             caches = network.new_caches() if inputs.memory is NEW_CACHE else inputs.memory
+            source, x = to_run_device((source, x))
             memory = network.run_encoder(source) if inputs.memory is NEW_CACHE else None
-            return CallOutput(network.run_decoder(x, caches, memory=memory), None, caches)
+            logits = to_checks(network.run_decoder(x, caches, memory=memory))
+            return CallOutput(logits, None, caches)
 
 
 def model_adapter(

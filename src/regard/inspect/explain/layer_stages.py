@@ -197,6 +197,8 @@ def time_stage(run: Callable[[], Tensor]) -> tuple[Tensor, float]:
     for _ in range(TIMING_ROUNDS):
         start = time.perf_counter()
         values = run()
+        if values.is_cuda:  # the call returns before the device has computed
+            torch.cuda.synchronize(values.device)
         times.append(time.perf_counter() - start)
     return values, min(times)
 
@@ -314,6 +316,7 @@ def run_layers(
     mask: Mask | None = None,
     seed: int = 0,
     options: Mapping[str, object] | None = None,
+    device: torch.device | str | None = None,
 ) -> list[LayerStages]:
     """Run one layer of each mechanism on the same random tokens, in evaluation mode.
 
@@ -326,6 +329,9 @@ def run_layers(
         mask: mask of every mechanism; None means no mask.
         seed: random seed of the tokens, and of the weights of each mechanism.
         options: options of the mechanisms; None uses `default_options` of each.
+        device: where the layers run and are timed; None is the CPU. Tokens and weights are drawn on
+            the CPU, so that they are the same everywhere, and the tensors that are returned are
+            there, too.
 
     Raises:
         ArgumentError: a name is not in the catalogue or not a softmax self-attention, or a size
@@ -337,7 +343,7 @@ def run_layers(
     (torch.Size([2, 8, 4, 4]), [0, 1, 1, 1])
     """
     x = torch.randn(batch, tokens, dim, generator=torch.Generator().manual_seed(seed))
-    return [run_layer(name, x, heads, mask, seed, options) for name in names]
+    return [run_layer(name, x, heads, mask, seed, options, device) for name in names]
 
 
 def run_layer(
@@ -347,6 +353,7 @@ def run_layer(
     mask: Mask | None,
     seed: int,
     options: Mapping[str, object] | None = None,
+    device: torch.device | str | None = None,
 ) -> LayerStages:
     """Run one layer of a mechanism on tokens x `[B, T, M]`; it raises what `run_layers` raises.
 
@@ -364,7 +371,9 @@ def run_layer(
             f"such as mha, gpt, gqa or mla, or run regard explain TEXT --attention {name}"
         )
     module.mask = mask
-    return LayerStages(name, x, mask, run_block_stages(module, x))
+    stages = run_block_stages(module.to(device), x.to(device))
+    on_cpu = tuple(stage._replace(values=stage.values.cpu()) for stage in stages)
+    return LayerStages(name, x, mask, on_cpu)
 
 
 def run_block_stages(module: Attention, x: Tensor) -> tuple[Stage, ...]:
@@ -376,7 +385,7 @@ def run_block_stages(module: Attention, x: Tensor) -> tuple[Stage, ...]:
     'block'
     """
     stages = run_stages(module, x)
-    path = PostNorm(nn.LayerNorm(x.shape[2]), dropout=DROPOUT).eval().to(x.dtype)
+    path = PostNorm(nn.LayerNorm(x.shape[2]), dropout=DROPOUT).eval().to(x.device, x.dtype)
     with torch.no_grad():
         block, seconds = time_stage(lambda: path(x, lambda _: stages[-1].values))
     return (*stages, Stage("block", "LayerNorm(x + out)", block, seconds))

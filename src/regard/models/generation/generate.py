@@ -346,7 +346,8 @@ class _GenerationLoop:
 
     def _step(self, tokens: list[int]) -> Tensor:
         assert self._session is not None, "prompts are read first"
-        return self._session.append(torch.tensor(tokens, device=self._session.device)[:, None])
+        ids = torch.tensor(tokens)[:, None]
+        return self._session.append(ids.to(self._session.device, non_blocking=True))
 
     def _keep_rows(self, indices: list[int]) -> None:
         """Keep only the rows with these indices, in the session and in the sampler."""

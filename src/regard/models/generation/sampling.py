@@ -127,12 +127,25 @@ def distribution(
     >>> distribution(torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams()).tolist()
     [[0.0, 1.0, 0.0]]
     """
+    x = _penalized(logits, sampling, seen_ids)
+    check_largest(x.amax(1))
+    return _distribution(x, sampling)
+
+
+def _penalized(logits: Tensor, sampling: SamplingParams, seen_ids: Tensor | None) -> Tensor:
+    """Return the logits in fp32 or better after the repetition penalty."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     if seen_ids is not None and sampling.repetition_penalty != 1:
         r = sampling.repetition_penalty
         x = torch.where(seen_ids, torch.where(x < 0, x * r, x / r), x)
+    return x
+
+
+def _distribution(x: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the probabilities after the steps that follow the penalty; nothing is read from
+    another device than the CPU.
+    """
     largest, best = x.max(1)
-    check_largest(largest)
     if sampling.greedy:
         return F.one_hot(best, x.shape[1]).to(x.dtype)
     # after the subtraction no temperature overflows, and the smallest normal number is not 0
@@ -152,6 +165,8 @@ def top_ids(x: Float[Tensor, "B V"], k: int) -> Int[Tensor, "B k"]:
     >>> top_ids(torch.tensor([[1.0, 5.0, 1.0, 1.0]]), 3).tolist()
     [[1, 0, 2]]
     """
+    if not x.is_cpu:  # `nonzero` would wait for the device
+        return x.argsort(dim=1, descending=True, stable=True)[:, :k]
     least = x.topk(k).values[:, -1:]
     above, tied = x > least, x == least
     chosen = above | (tied & (tied.cumsum(1) <= k - above.sum(1, keepdim=True)))
@@ -165,7 +180,12 @@ def check_largest(largest: Float[Tensor, " B"]) -> None:
     Raises:
         ArgumentError: it is NaN or infinite.
     """
-    for row, x in enumerate(largest.tolist()):
+    _check_finite(largest.tolist())
+
+
+def _check_finite(largest: list[float]) -> None:
+    """Raise unless the largest logit of each row is finite."""
+    for row, x in enumerate(largest):
         if not math.isfinite(x):
             raise ArgumentError(
                 f"the largest logit of row {row} is {x}, and no token can be chosen; "
@@ -194,6 +214,7 @@ class Sampler:
     ) -> None:
         sampling.check(vocabulary)
         self.sampling = sampling
+        # on the CPU, so that a seed gives the same draws on every device
         self._generators = [
             torch.Generator().manual_seed(sampling.seed + row) for row in range(len(prompts))
         ]
@@ -205,12 +226,14 @@ class Sampler:
 
     def __call__(self, logits: Float[Tensor, "B V"]) -> list[int]:
         """Draw a token for each row of logits [B, V]."""
+        if not logits.is_cpu:
+            return self._draw_on_device(logits)
         if self.sampling.greedy and self._seen_ids is None:
             largest, best = logits.max(1)
             check_largest(largest)
             most_likely: list[int] = best.tolist()
             return most_likely
-        p = distribution(logits.cpu(), self.sampling, self._seen_ids)
+        p = distribution(logits, self.sampling, self._seen_ids)
         if self.sampling.greedy:
             tokens = p.argmax(1).tolist()
         else:
@@ -222,6 +245,31 @@ class Sampler:
             self._seen_ids[torch.arange(len(tokens)), tokens] = True
         return tokens
 
+    def _draw_on_device(self, logits: Tensor) -> list[int]:
+        """Draw on the device of the logits, and read it once, at the end.
+
+        `torch.multinomial` on a CPU returns the largest p / e with e drawn from the exponential
+        distribution. Here e is drawn by the same generator and sent to the device.
+        """
+        device, rows = logits.device, logits.shape[0]
+        if self._seen_ids is not None and self._seen_ids.device != device:
+            self._seen_ids = self._seen_ids.to(device)
+        x = _penalized(logits, self.sampling, self._seen_ids)
+        largest, best = x.max(1)
+        if not self.sampling.greedy:
+            p = _distribution(x, self.sampling)
+            noise = [
+                torch.empty(p.shape[1], dtype=p.dtype).exponential_(generator=generator)
+                for generator in self._generators
+            ]
+            best = (p / torch.stack(noise).to(device, non_blocking=True)).argmax(1)
+        if self._seen_ids is not None:
+            self._seen_ids.scatter_(1, best[:, None], True)
+        # numbers of tokens are exact in fp64
+        numbers: list[float] = torch.cat([largest.double(), best.double()]).tolist()
+        _check_finite(numbers[:rows])
+        return [int(token) for token in numbers[rows:]]
+
     def select(self, rows: Sequence[int]) -> None:
         """Keep the given rows, in this order.
 
@@ -229,7 +277,9 @@ class Sampler:
             rows: indices of rows.
         """
         self._generators = [self._generators[row] for row in rows]
-        self._seen_ids = None if self._seen_ids is None else self._seen_ids[list(rows)]
+        if self._seen_ids is not None:
+            indices = torch.tensor(list(rows)).to(self._seen_ids.device, non_blocking=True)
+            self._seen_ids = self._seen_ids.index_select(0, indices)
 
 
 def _keep_ids(x: Tensor, ids: Tensor) -> Tensor:
@@ -242,9 +292,10 @@ def _nucleus(x: Tensor, top_p: float) -> Tensor:
     others.
     """
     p = x.softmax(1)
-    few = min(p.shape[1], 1024)  # enough for most rows, and much cheaper than a full sort
+    # on a CPU these are enough for most rows, and much cheaper than a full sort
+    few = min(p.shape[1], 1024) if p.is_cpu else p.shape[1]
     ids = top_ids(p, few)
-    if bool((p.gather(1, ids).sum(1) < top_p).any()):
+    if few < p.shape[1] and bool((p.gather(1, ids).sum(1) < top_p).any()):
         ids = p.argsort(dim=1, descending=True, stable=True)
     before = F.pad(p.gather(1, ids).cumsum(1)[:, :-1], (1, 0))
     nucleus = torch.zeros_like(p, dtype=torch.bool).scatter(1, ids, before < top_p)

@@ -66,7 +66,7 @@ def scaled_dot(call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING
     q = call.q[:, :, rows].to(call.score_dtype) * call.scale
     k = call.k[:, :, columns].to(call.score_dtype)
     s = _grouped_matmul(q, k.transpose(2, 3))
-    if not call.readable or call.finite:
+    if not call.has_gradient or not call.readable or call.finite:
         return s
     # The gradient of a masked score is 0, but 0 times a NaN in q or k is NaN: so the gradient is
     # that of the product of the finite entries, and the value is that of all entries.

@@ -289,7 +289,8 @@ def zero_empty_slots(call: Call) -> Call:
     changes = {}
     for names, positions in ((("k", "v"), call.k_positions), (("q",), call.q_positions)):
         if (isinstance(positions, Span) and positions.all_tokens) or (
-            call.readable and call.finite
+            # on another device, the question costs more than the selection
+            call.readable and call.q.is_cpu and call.finite
         ):
             continue
         if (empty := find_empty_slots(positions, call.q.device)) is not None:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
+from regard.argument_checks import check_usable_device
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import folder_locked, write_user_file
 from regard.files.regular_files import checked_path
@@ -26,7 +27,6 @@ from regard.files.strict_json import read_json
 from regard.train import checkpoints
 from regard.train.loop import TrainResult, fit
 from regard.train.losses import AnswerLoss, Seq2SeqLoss
-from regard.train.pretraining import check_device
 from regard.train.progress import make_progress
 from regard.train.settings import Settings
 from regard.train.tasks import find_task
@@ -91,7 +91,7 @@ class TaskTrainingRun:
         Returns:
             The final figures, and the signal that stopped the run, if any.
         """
-        check_device(self.options["device"])
+        check_usable_device(self.options["device"])
         settings, model, options = self.settings(), self.model(), self.options
         loss = (Seq2SeqLoss if self.task.kind == "seq2seq" else AnswerLoss)(self.recipe.smoothing)
         beside = [read_accuracy(Path(folder)) for folder in options["beside"]]

@@ -1,0 +1,51 @@
+"""A constant tensor with one copy per device, so that a constant travels to a device once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.process_state import is_compiling, values_are_readable
+
+
+class ConstantTensor:
+    """A constant on the CPU, and its copies on other devices.
+
+    `tensor.to(device)` in every layer and step would copy the constant again and wait for the
+    device each time.
+
+    Args:
+        tensor: the constant, whose numbers must not change.
+
+    >>> constant = ConstantTensor(torch.ones(2))
+    >>> constant.on(torch.device("cpu")) is constant.tensor
+    True
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the constant on a device.
+
+        Args:
+            device: the device.
+
+        Returns:
+            The tensor itself, or its copy there.
+        """
+        if device == self.tensor.device:
+            return self.tensor
+        copy = self._copies.get(device)
+        if copy is None:
+            copy = self.tensor.to(device)
+            if not is_compiling() and values_are_readable(copy):  # a graph's tensors end with it
+                self._copies[device] = copy
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ConstantTensor:
+        return type(self)(self.tensor)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.tensor,)

@@ -1,0 +1,78 @@
+"""--device of the commands that measure: a device that cannot be used is refused at once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from regard.cli.app import run
+from regard.compare.speed_and_memory import Timing, memory_experiments, timing_experiments
+from regard.inspect.explain.layer_stages import run_layers
+from regard.masks import Causal
+from tests.pretended_device import pretended_cuda
+
+COMMANDS = {
+    "layer": ["layer", "mha"],
+    "audit": ["audit", "torch.nn:MultiheadAttention", "--dim", "8", "--heads", "2"],
+    "extend": ["extend", "tiny"],
+    "compare": ["compare", "mha", "mqa"],
+}
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = run(list(arguments))
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.mark.parametrize("device", ["meta", "warp"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_device_that_cannot_be_used(
+    name: str, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = command(capsys, *COMMANDS[name], "--device", device)
+    assert (code, out) == (2, "")
+    assert f"device '{device}' cannot be used" in " ".join(err.split())
+    assert "--device" in err
+
+
+def test_claims_take_no_device(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = command(capsys, "compare", "--claim", "fused", "--device", "cpu")
+    assert code == 2
+    assert "--device applies to a comparison" in " ".join(err.split())
+
+
+def test_a_layer_on_the_cpu_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("layer", "gqa", "--dim", "8", "--heads", "4", "--set", "groups=2", "--json")
+    plain = json.loads(command(capsys, *small)[1])
+    named = json.loads(command(capsys, *small, "--device", "cpu")[1])
+    assert without_times(named) == without_times(plain)
+
+
+def test_a_layer_on_a_device() -> None:
+    """Weights and tokens are those of the CPU, and what is returned is there."""
+    sizes: dict[str, Any] = {"dim": 8, "heads": 2, "mask": Causal(), "seed": 3}
+    (expected,) = run_layers(["mha"], **sizes)
+    with pretended_cuda() as device, device.reads():
+        (found,) = run_layers(["mha"], **sizes, device="cuda")
+    for a, b in zip(found.stages, expected.stages, strict=True):
+        assert type(a.values) is type(b.values)
+        assert (a.values - b.values).abs().nan_to_num().max() < 1e-5 or a.name == "block"
+    assert found.blocked.tolist() == expected.blocked.tolist()
+
+
+def test_measurements_of_a_device_are_kept_apart() -> None:
+    """A saved time of the CPU is never taken for one of a GPU; those of the CPU keep their keys."""
+    cpu, gpu = {"device": "cpu", "torch": "2"}, {"device": "cuda", "gpu": "H100", "torch": "2"}
+    timing = Timing(contexts=(4,))
+    here = timing_experiments({}, timing, cpu)[0].settings["machine"]
+    there = timing_experiments({}, timing, gpu)[0].settings["machine"]
+    assert "device" not in here
+    assert there == {**here, "device": "cuda", "gpu": "H100"}
+    assert memory_experiments({}, timing, gpu) == []
+
+
+def without_times(layers: list[dict[str, Any]]) -> list[object]:
+    return [[{**stage, "seconds": 0} for stage in layer["stages"]] for layer in layers]
