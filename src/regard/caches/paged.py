@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from threading import RLock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from jaxtyping import Int
@@ -24,7 +25,9 @@ from regard.caches.base import (
     positions_before,
 )
 from regard.caches.buffer_writes import can_write_in_place
+from regard.caches.lazy_tensor import LazyTensor
 from regard.errors import ArgumentError
+from regard.process_state import is_compiling
 from regard.span import (
     Positions,
     Span,
@@ -38,6 +41,87 @@ from regard.units import plural
 
 PAGE_SIZE = 16
 """Tokens per page of a paged cache that generation creates."""
+
+
+class PagesOfRows(NamedTuple):
+    """The slots of some rows as pages.
+
+    Args:
+        pages: the pages of the pool, `[pages + 1, page_size, n, d]`.
+        table: the page of each page-sized run of slots of a row, int32 `[B, columns]`; the last
+            column, and those behind the end of a row, name the page of zeros.
+    """
+
+    pages: Tensor
+    table: Tensor
+
+
+class LazyPagedTensor(LazyTensor):
+    """A tensor `[B, n, S, d]` that stays in the pages of a pool until a value is needed.
+
+    The first torch operation gathers the slots, once; later operations read and write the result,
+    and `paged` is None from then on. A kernel that can read pages takes `paged` instead. Before a
+    slot that it needs is given away, the pool gathers it, so that its values never change.
+
+    >>> cache = Paged(page_size=4, pages=8)
+    >>> _ = cache.update((torch.ones(1, 2, 6, 3),), Span(0, 6))
+    >>> (k,), _ = cache.lazy_memory()
+    >>> k.shape, k.paged.table.tolist(), (k + 1).max().item(), k.paged is None
+    (torch.Size([1, 2, 6, 3]), [[0, 1, 8]], 2.0, True)
+    """
+
+    _paged: PagesOfRows
+    _positions: Positions
+
+    @classmethod
+    def of(cls, paged: PagesOfRows, positions: Positions) -> LazyPagedTensor:
+        """Create the tensor from pages, and the position of each slot."""
+        _, _, n, d = paged.pages.shape
+        shape = paged.table.shape[0], n, slot_count(positions), d
+        tensor = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=paged.pages.dtype, device=paged.pages.device
+        )
+        tensor._paged, tensor._positions = paged, positions
+        return tensor
+
+    @property
+    def paged(self) -> PagesOfRows | None:
+        """The pages; None if the values were gathered."""
+        return self._paged if self.is_stored else None
+
+    def compute_numbers(self) -> Tensor:
+        """Gather the slots."""
+        return _read(self._paged.pages, _pool_slots(self._paged, self._positions))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        state = "stored in pages" if self.is_stored else "gathered"
+        return f"LazyPagedTensor({tuple(self.shape)}, {self.dtype}, {state})"
+
+
+def _pool_slots(paged: PagesOfRows, positions: Positions) -> Tensor:
+    """Return the pool's slot number of each slot of the rows `[B, S]`; empty slots are those of the
+    page of zeros.
+    """
+    device, S, size = paged.table.device, slot_count(positions), paged.pages.shape[1]
+    row_slots = torch.arange(S, device=device).expand(paged.table.shape[0], -1)
+    slots = _slots_of(paged.table, size, row_slots)
+    if isinstance(positions, Tensor):
+        slots = slots.masked_fill(positions.to(device) < 0, (paged.pages.shape[0] - 1) * size)
+    return slots
+
+
+def _read(pages: Tensor, slots: Tensor) -> Tensor:
+    """Return the tokens of slots `[B, S]` of a pool, `[B, n, S, d]`."""
+    tokens = pages.flatten(0, 1).index_select(0, slots.flatten())
+    return torch.unflatten(tokens, 0, tuple(slots.shape)).transpose(1, 2)
+
+
+def _slots_of(table: Tensor, size: int, row_slots: Tensor) -> Tensor:
+    """Return the pool's slot numbers for slots `[B, N]` of the rows of a table `[B, columns]`; a
+    slot after the end of a row refers to the page of zeros.
+    """
+    page = table.long().gather(1, (row_slots // size).clamp(max=table.shape[1] - 1))
+    return page * size + row_slots % size
 
 
 class PagePool:
@@ -76,6 +160,7 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))  # pages are taken from the end
         # reentrant, since garbage collection in the locking thread may release pages
         self.lock = RLock()
+        self._lazy: list[ReferenceType[LazyPagedTensor]] = []
 
     @property
     def free(self) -> int:
@@ -205,8 +290,27 @@ class PagePool:
         Returns:
             The tokens, each part `[B, n, S, d]`.
         """
-        flat = (x.flatten(0, 1).index_select(0, slots.flatten()) for x in self.parts)
-        return tuple(torch.unflatten(x, 0, tuple(slots.shape)).transpose(1, 2) for x in flat)
+        return tuple(_read(x, slots) for x in self.parts)
+
+    def lend(self, tensors: Iterable[LazyPagedTensor]) -> None:
+        """Remember tensors that read pages of the pool later.
+
+        Args:
+            tensors: the tensors; only weak references are kept.
+        """
+        with self.lock:
+            alive = [x for x in self._lazy if x() is not None]
+            self._lazy = [*alive, *map(ref, tensors)]
+
+    def gather_lent(self) -> None:
+        """Gather the slots of every tensor that would read them later, before some of them are
+        given away and may be overwritten.
+        """
+        with self.lock:
+            lent, self._lazy = self._lazy, []
+            for x in lent:
+                if (tensor := x()) is not None:
+                    tensor.numbers()
 
     def _write(self, index: Tensor | tuple[Tensor, ...], new: Parts) -> None:
         indices = index if isinstance(index, tuple) else (index,)
@@ -234,6 +338,7 @@ class PageTable:
     def __init__(self, pool: PagePool, rows: list[list[int]], lengths: list[int]) -> None:
         self.pool, self.rows = pool, [list(row) for row in rows]
         self.lengths = list(lengths)
+        self._tensor: Tensor | None = None
         pool.share(page for row in rows for page in row)
 
     def rows_at(self, rows: list[int]) -> PageTable:
@@ -264,12 +369,17 @@ class PageTable:
         for i, row in enumerate(self.rows):
             page = last[i]
             if page is not None and counts[page] > 1:
-                row[-1] = self.pool.copy(page)
+                row[-1], self._tensor = self.pool.copy(page), None
+            if new_pages[i]:
+                self._tensor = None
             row += self.pool.take(new_pages[i])
             self.lengths[i] += new[i]
 
     def shorten(self, lengths: list[int]) -> None:
         """Release the pages after the given number of slots of each row."""
+        if any(n < old for n, old in zip(lengths, self.lengths, strict=True)):
+            self.pool.gather_lent()
+        self._tensor = None
         for row, n in zip(self.rows, lengths, strict=True):
             full = -(-n // self.pool.page_size)
             self.pool.release(row[full:])
@@ -280,15 +390,39 @@ class PageTable:
         """Release all pages of the table."""
         self.shorten([0] * len(self.rows))
 
+    def tensor(self, device: torch.device) -> Tensor:
+        """Return the table as a tensor on a device, which stays the same until pages change.
+
+        Args:
+            device: the device.
+
+        Returns:
+            The page numbers, int32 `[B, columns]`; the last column, and those behind the end of a
+            row, name the page of zeros.
+        """
+        if self._tensor is None or self._tensor.device != device:
+            most = max((len(row) for row in self.rows), default=0) + 1
+            rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
+            self._tensor = torch.tensor(rows, dtype=torch.int32, device=device).reshape(-1, most)
+        return self._tensor
+
     def slots(self, row_slots: Tensor) -> Tensor:
         """Return the pool's slot numbers for slots `[B, N]` of the rows.
 
         A slot after the end of a row refers to the page of zeros.
         """
-        size, most = self.pool.page_size, max((len(row) for row in self.rows), default=0) + 1
-        rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
-        pages = torch.tensor(rows, dtype=torch.int64, device=row_slots.device).reshape(-1, most)
-        return pages.gather(1, (row_slots // size).clamp(max=most - 1)) * size + row_slots % size
+        return _slots_of(self.tensor(row_slots.device), self.pool.page_size, row_slots)
+
+    def pages(self, device: torch.device) -> tuple[PagesOfRows, ...]:
+        """Return the pages of the rows, for each part of the memory.
+
+        Args:
+            device: the device of the table.
+
+        Returns:
+            The parts.
+        """
+        return tuple(PagesOfRows(x, self.tensor(device)) for x in self.pool.parts)
 
 
 class Paged(Cache):
@@ -396,7 +530,28 @@ class Paged(Cache):
         else:
             real = (as_tensor(positions) >= 0).expand(memory[0].shape[0], -1)
         self._place(memory, positions, real)
-        return self._read()
+        return self._read() if self.pool.parts[0].is_cpu else self.lazy_memory()
+
+    def lazy_memory(self) -> tuple[Parts, Positions]:
+        """Return all memory without gathering it.
+
+        Kernels that read pages take them from these tensors; any other operation gathers the slots.
+        On other devices than the CPU, whose kernels read no pages, `update` returns the same.
+
+        Returns:
+            The parts, each `[B, n, S, d]`, and their positions, as `update` returns them.
+
+        Raises:
+            ArgumentError: the cache is empty.
+        """
+        if self._positions is None:
+            raise ArgumentError("the paged cache is empty; call update() before lazy_memory()")
+        if is_compiling() or any(x.requires_grad for x in self.pool.parts):
+            return self._read()
+        parts = self._table.pages(self.pool.parts[0].device)
+        lazy = tuple(LazyPagedTensor.of(x, self._positions) for x in parts)
+        self.pool.lend(lazy)
+        return lazy, self._positions
 
     def crop(self, length: int) -> None:
         """Remove every token at position `length` or later."""
@@ -528,14 +683,8 @@ class Paged(Cache):
     def _read(self) -> tuple[Parts, Positions]:
         """Return all slots, gathered from the pages, and their positions."""
         assert self._positions is not None
-        device, S = self.pool.parts[0].device, len(self)
-        row_slots = torch.arange(S, device=device).expand(len(self._table.rows), -1)
-        pool_slots = self._table.slots(row_slots)
-        if isinstance(self._positions, Tensor):
-            pool_slots = pool_slots.masked_fill(
-                self._positions < 0, self.pool.pages * self.pool.page_size
-            )
-        return self.pool.read(pool_slots), self._positions
+        parts = self._table.pages(self.pool.parts[0].device)
+        return self.pool.read(_pool_slots(parts[0], self._positions)), self._positions
 
     def _like(self) -> Parts:
         """Return empty memory with the layout of the contents."""

@@ -92,6 +92,19 @@ def decode_sizes(dtype: torch.dtype, D: int, E: int) -> LaunchSizes:
     return LaunchSizes(16, 16, 4, 2)
 
 
+def coded_sizes(sizes: LaunchSizes, group: int) -> LaunchSizes:
+    """Return the sizes of the decoding kernel for keys that are stored as codes in groups of so
+    many tokens: a tile lies in one group, if a group has 16 tokens or more and can be divided.
+
+    >>> coded_sizes(decode_sizes(torch.bfloat16, 128, 128), 32).keys
+    32
+    >>> coded_sizes(decode_sizes(torch.bfloat16, 128, 128), 20).keys
+    64
+    """
+    divisor = group & -group
+    return sizes._replace(keys=min(sizes.keys, divisor)) if divisor >= 16 else sizes
+
+
 def split_key_dim(D: int) -> tuple[int, int]:
     """Return the key channels of the first product of the decoding kernel, and those of the second,
     both powers of 2; 0 without a second one.

@@ -30,6 +30,7 @@ from regard.ops.softmax.triton.mask_data import (
     mask_data,
     tile_lists,
 )
+from regard.ops.softmax.triton.stored_form import describe_stored_form, stored_form
 from regard.ops.triton_support import has_triton, interprets, why_not_device
 from regard.span import Span
 from regard.units import plural
@@ -79,9 +80,12 @@ class TritonKernel:
 
     def priority(self, call: Call) -> float | None:
         """Return 75 on a GPU, behind torch's flash attention where it serves a call, and before
-        generated kernels; 5 on other devices, behind the reference.
+        generated kernels; 85 where it reads the codes or pages of a cache, of which others would
+        first make numbers; 5 on other devices, behind the reference.
         """
-        return 75 if call.q.device.type == "cuda" else 5
+        if call.q.device.type != "cuda":
+            return 5
+        return 85 if is_decoding(call) and stored_form(call) is not None else 75
 
     def describe(self, call: Call) -> str:
         """Return in one sentence how the kernel reads the mask, and its blocks."""
@@ -90,9 +94,10 @@ class TritonKernel:
         rows, keys = plural(sizes.rows, "query", "queries"), plural(sizes.keys, "key")
         form = f"{data.ranges} ranges of positions for each query" if data.ranges else "positions"
         form = "one bit for each pair" if data.bits is not None else form
+        stored = describe_stored_form(call) if is_decoding(call) else ""
         return (
             f"triton reads the mask as {form}, in blocks of {rows} and {keys}, "
-            "and compiles nothing for a new mask"
+            f"and compiles nothing for a new mask{stored and '; '}{stored}"
         )
 
     def run(self, call: Call) -> KernelResult:
