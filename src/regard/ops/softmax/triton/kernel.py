@@ -6,6 +6,7 @@ This file imports no triton; `launch` does, when the first call runs.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -31,7 +32,7 @@ from regard.ops.softmax.triton.mask_data import (
     tile_lists,
 )
 from regard.ops.softmax.triton.stored_form import describe_stored_form, stored_form
-from regard.ops.triton_support import has_triton, interprets, why_not_device
+from regard.ops.triton_support import capability_of, has_triton, interprets, why_not_device
 from regard.span import Span
 from regard.units import plural
 
@@ -262,9 +263,9 @@ def is_wide_decoding(call: Call) -> bool:
 
 def _sizes(call: Call) -> LaunchSizes:
     """Return the blocks of a forward pass."""
-    if is_wide_decoding(call):
-        return decode_sizes(call.q.dtype, call.D, call.E)
-    return block_sizes("forward", call.q.dtype, call.D, call.E)
+    capability = capability_of(call.q.device) if torch.cuda.is_available() else 90
+    sizes = decode_sizes if is_wide_decoding(call) else partial(block_sizes, "forward")
+    return sizes(call.q.dtype, call.D, call.E, capability=capability)
 
 
 def _positions(call: Call) -> tuple[object, object]:

@@ -25,7 +25,6 @@ from regard.ops.softmax.triton.block_sizes import (
     LaunchSizes,
     block_sizes,
     coded_sizes,
-    decode_sizes,
     split_key_dim,
 )
 from regard.ops.softmax.triton.decode_kernels import attention_decode, join_spans
@@ -40,7 +39,7 @@ from regard.ops.softmax.triton.mask_data import (
 from regard.ops.softmax.triton.scores import mark_odd_tiles
 from regard.ops.softmax.triton.stored_form import stored_form
 from regard.ops.stored_slots import CodedMemory, PagedSlots
-from regard.ops.triton_support import Launch, interprets
+from regard.ops.triton_support import Launch, capability_of, interprets
 
 LOG2E = 1.4426950408889634
 
@@ -71,7 +70,10 @@ class WantedGradients(NamedTuple):
 
 def sizes_of(call: Call, kind: Any) -> LaunchSizes:
     """Return the block sizes of a kernel for a call."""
-    return INTERPRETED if interprets() else block_sizes(kind, call.q.dtype, call.D, call.E)
+    if interprets():
+        return INTERPRETED
+    capability = capability_of(call.q.device)
+    return block_sizes(kind, call.q.dtype, call.D, call.E, capability=capability)
 
 
 def run_forward(call: Call, bias: BiasData) -> ForwardResult:
@@ -121,7 +123,7 @@ def key_segments(call: Call) -> list[KeySegment]:
     """Return the keys and values of a call as segments: the slots that a cache stores as codes and
     those behind them, the pages of a pool, or two tensors.
     """
-    sizes = INTERPRETED if interprets() else decode_sizes(call.q.dtype, call.D, call.E)
+    sizes = sizes_of(call, "decode")
     stored = stored_form(call)
     if isinstance(stored, CodedMemory):
         recent = stored.keys.recent, stored.values.recent
@@ -142,9 +144,7 @@ def _dense_segment(k: Tensor, v: Tensor, first: int, sizes: LaunchSizes) -> KeyS
     return KeySegment(k, v, first, stop, sizes, (k,) * 5, strides, ROWS_OF_TENSORS)
 
 
-def _paged_segment(
-    keys: PagedSlots, values: PagedSlots, S: int, sizes: LaunchSizes
-) -> KeySegment:
+def _paged_segment(keys: PagedSlots, values: PagedSlots, S: int, sizes: LaunchSizes) -> KeySegment:
     """Return the slots of the pages of a pool."""
     k, v, table = keys.pages, values.pages, keys.table
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
