@@ -73,7 +73,8 @@ Measure = Callable[[SizesKey, Sequence[LaunchSizes]], list[Trial]]
 
 
 def candidates(key: SizesKey, current: LaunchSizes) -> list[LaunchSizes]:
-    """Return the sizes that are tried for a row: those of the table first, then its neighbours.
+    """Return the sizes that are tried for a row: those of the table first, then those with at most
+    twice and at least half as many rows and keys.
 
     >>> key = SizesKey("decode", True, 128)
     >>> len(candidates(key, TABLE[key])), candidates(key, TABLE[key])[0] == TABLE[key]
@@ -86,7 +87,9 @@ def candidates(key: SizesKey, current: LaunchSizes) -> list[LaunchSizes]:
     found = [
         LaunchSizes(m, n, warps, s)
         for m in rows
+        if current.rows <= 2 * m <= 4 * current.rows
         for n in keys
+        if current.keys <= 2 * n <= 4 * current.keys
         for warps in (4, 8)
         for s in stages
         # a tile of scores per thread, and tiles of keys and values that can fit

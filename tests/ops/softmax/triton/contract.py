@@ -302,6 +302,19 @@ def test_decoding_reads_pages(case: Stored) -> None:
     assert values.paged is not None
 
 
+def test_a_plan_says_in_which_form_a_cache_is_read() -> None:
+    """With positions as tensors, for which other kernels look at the numbers."""
+    case = Stored()
+    q, k, v, positions = stored_input(case)
+    cache = Paged(4, pages=40)
+    cache.update((k, v), positions)
+    memory, places = cache.lazy_memory()
+    plan = regard.plan(
+        q, *memory, q_positions=places[:, 43:44], k_positions=places, backend="triton"
+    )
+    assert "in pages of 4 slots" in plan.notes[0]
+
+
 def owned_slots(cache: Paged) -> list[int]:
     """The pool's numbers of the slots that the rows of a cache hold."""
     size, lengths = cache.pool.page_size, cache._table.lengths

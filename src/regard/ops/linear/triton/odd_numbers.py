@@ -38,7 +38,7 @@ def write_nans(
     i, d = tl.arange(0, C), tl.arange(0, BLOCK_D)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     outputs = O // N
-    PART: tl.constexpr = 64 if BLOCK_D > 64 else BLOCK_D
+    PART: tl.constexpr = min(BLOCK_D, 64)
     rows, columns = tl.zeros([BLOCK_D], tl.int32), tl.zeros([BE], tl.int32)
     for c in range(chunks):
         count = 0
@@ -55,8 +55,8 @@ def write_nans(
                 # a token's odd number reaches the whole state: one flag a token, from blocks of
                 # channels, because all of them at once take too many registers
                 bad_rows = is_odd(load_column(beta_ptr + b * beta_b + n * beta_h, beta_t, t, T))
-                for first in tl.static_range(0, BLOCK_D, PART):
-                    part = first + tl.arange(0, PART)
+                for start in tl.static_range(0, BLOCK_D, PART):
+                    part = start + tl.arange(0, PART)
                     bad = is_odd(load_rows(k_rows, k_t, t, T, part, D))
                     if DECAY == 2:
                         g = load_decays(g_rows, g_t, t, t < T, part, D, True)

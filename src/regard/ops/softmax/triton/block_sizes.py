@@ -63,7 +63,7 @@ _TABLE: dict[tuple[KernelKind, bool, int], LaunchSizes] = {
     ("backward_q", True, 64): LaunchSizes(128, 64, 8, 2),
     ("backward_q", True, 128): LaunchSizes(64, 64, 8, 2),
     ("backward_q", True, 256): LaunchSizes(32, 32, 8, 1),
-    ("backward_q", False, 64): LaunchSizes(32, 32, 8, 1),
+    ("backward_q", False, 64): LaunchSizes(32, 16, 8, 1),
     ("backward_q", False, 128): LaunchSizes(16, 16, 8, 1),
     ("backward_q", False, 256): LaunchSizes(16, 16, 8, 1),
     ("backward_kv", True, 64): LaunchSizes(64, 64, 8, 1),
@@ -125,6 +125,9 @@ def block_sizes(
 
     >>> block_sizes("forward", torch.bfloat16, 128, 128)
     LaunchSizes(rows=128, keys=64, warps=8, stages=3)
+
+    The rows of the decoding kernel are the queries of a group of heads; of more rows than the
+    table has, blocks of at most twice as many are made.
     """
     key = key_of(kind, dtype, D, E)
     for table in (_tried.get() or {}, MEASURED.get(capability, {})):
@@ -141,24 +144,13 @@ MAX_DECODED_KEY_DIM, MAX_DECODED_VALUE_DIM = 576, 512
 """The largest D and E of the decoding kernel: those of latent attention in DeepSeek-V2 and V3."""
 
 
-def decode_sizes(dtype: torch.dtype, D: int, E: int, *, capability: int = 90) -> LaunchSizes:
-    """Return the sizes of the decoding kernel, whose rows are the queries of a group of heads; of
-    more rows than here, blocks of at most twice as many are made.
-
-    >>> decode_sizes(torch.bfloat16, 128, 128)
-    LaunchSizes(rows=16, keys=64, warps=4, stages=3)
-    """
-    return block_sizes("decode", dtype, D, E, capability=capability)
-
-
 def coded_sizes(sizes: LaunchSizes, group: int) -> LaunchSizes:
     """Return the sizes of the decoding kernel for keys that are stored as codes in groups of so
     many tokens: a tile lies in one group, if a group has 16 tokens or more and can be divided.
 
-    >>> coded_sizes(decode_sizes(torch.bfloat16, 128, 128), 32).keys
-    32
-    >>> coded_sizes(decode_sizes(torch.bfloat16, 128, 128), 20).keys
-    64
+    >>> sizes = block_sizes("decode", torch.bfloat16, 128, 128)
+    >>> sizes.keys, coded_sizes(sizes, 32).keys, coded_sizes(sizes, 20).keys
+    (64, 32, 64)
     """
     divisor = group & -group
     return sizes._replace(keys=min(sizes.keys, divisor)) if divisor >= 16 else sizes

@@ -211,7 +211,9 @@ def attention_decode(
     mask_row = (b64 * mask_b + h64 * mask_h)[:, None] * T
     start, stop = start_ptr + mask_row * RANGES, stop_ptr + mask_row * RANGES
     bits = bits_ptr + mask_row * bits_row
-    k_base, v_base = k_ptr + b64 * k_b + g64 * k_g, v_ptr + b64 * v_b + g64 * v_g
+    k_base, v_base = k_ptr + g64 * k_g, v_ptr + g64 * v_g
+    if not PAGE:  # all rows share the pages
+        k_base, v_base = k_base + b64 * k_b, v_base + b64 * v_b
     if CODE_BITS:
         k_scale_base = k_scale_ptr + b64 * k_scale_b + g64 * k_scale_g
         k_zero_base = k_zero_ptr + b64 * k_scale_b + g64 * k_scale_g

@@ -6,7 +6,6 @@ This file imports no triton; `launch` does, when the first call runs.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,9 +19,9 @@ from regard.ops.softmax.triton.block_sizes import (
     MAX_DECODED_KEY_DIM,
     MAX_DECODED_VALUE_DIM,
     MAX_HEAD_DIM,
+    KernelKind,
     LaunchSizes,
     block_sizes,
-    decode_sizes,
 )
 from regard.ops.softmax.triton.mask_data import (
     LARGEST,
@@ -262,10 +261,10 @@ def is_wide_decoding(call: Call) -> bool:
 
 
 def _sizes(call: Call) -> LaunchSizes:
-    """Return the blocks of a forward pass."""
+    """Return the blocks of a forward pass, or of a decoding step."""
     capability = capability_of(call.q.device) if torch.cuda.is_available() else 90
-    sizes = decode_sizes if is_wide_decoding(call) else partial(block_sizes, "forward")
-    return sizes(call.q.dtype, call.D, call.E, capability=capability)
+    kind: KernelKind = "decode" if is_decoding(call) else "forward"
+    return block_sizes(kind, call.q.dtype, call.D, call.E, capability=capability)
 
 
 def _positions(call: Call) -> tuple[object, object]:
