@@ -292,6 +292,13 @@ def measure_on(device: torch.device, *, rounds: int = 5) -> Measure:
     return measure
 
 
+def shared_memory_limit(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a GPU, as triton asks for it."""
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
 def timed(
     launches: Mapping[LaunchSizes, Launch], device: torch.device, rounds: int
 ) -> dict[LaunchSizes, float]:

@@ -153,7 +153,7 @@ def bench(
         if case.why_not(where):
             needed = case.devices[0]
             raise typer.BadParameter(
-                f"{case.name} is measured on {needed} only; pass --device {needed}",
+                f"{case.name} is measured on {needed} only; choose it with --device",
                 param_hint="--device",
             )
     jobs = _jobs(cases, size, length, batch, dtypes)
@@ -177,13 +177,12 @@ def _tune(path: Path) -> None:
             "torch finds no CUDA device; block sizes are measured on one", param_hint="--tune"
         )
     check_files({"--tune": path})
-    from regard.bench.block_tuning import as_python, measure_on, tune
+    from regard.bench.block_tuning import as_python, measure_on, shared_memory_limit, tune
     from regard.ops.triton_support import capability_of
     from regard.view.html_page import write
 
     device = torch.device("cuda", torch.cuda.current_device())
-    limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    proposals = tune(measure_on(device), limit, say=_report)
+    proposals = tune(measure_on(device), shared_memory_limit(device), say=_report)
     text = as_python(capability_of(device), torch.cuda.get_device_name(device), proposals)
     write(path, text + "\n")
 

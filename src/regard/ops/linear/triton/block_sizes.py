@@ -42,6 +42,7 @@ _TABLE: dict[tuple[RecurrenceKernelKind, bool, int], ChunkSizes] = {
     ("states", False, 128): ChunkSizes(64, 64, 32, 8, 2),
     ("states", False, 256): ChunkSizes(64, 64, 16, 8, 1),
     ("parallel", False, 256): ChunkSizes(64, 32, 64, 8, 1),
+    ("gradients", False, 64): ChunkSizes(64, 16, 32, 8, 1),
     ("gradients", False, 256): ChunkSizes(64, 32, 32, 8, 1),
     ("solve", False, 256): ChunkSizes(64, 32, 64, 4, 1),
     ("states", True, 64): ChunkSizes(32, 64, 64, 4, 2),
