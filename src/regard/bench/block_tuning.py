@@ -84,7 +84,7 @@ def candidates(key: SizesKey, current: LaunchSizes) -> list[LaunchSizes]:
     rows = (16,) if decodes else (16, 32, 64, 128) if key.half else (16, 32, 64)
     keys = (16, 32, 64, 128)
     stages = (1, 2, 3, 4) if decodes else (1, 2, 3)
-    found = [
+    sizes = [
         LaunchSizes(m, n, warps, s)
         for m in rows
         if current.rows <= 2 * m <= 4 * current.rows
@@ -95,7 +95,7 @@ def candidates(key: SizesKey, current: LaunchSizes) -> list[LaunchSizes]:
         # a tile of scores per thread, and tiles of keys and values that can fit
         if 1024 <= m * n * (8 if decodes else 1) <= 16384 and n * key.width * s <= 65536
     ]
-    return [current, *(x for x in found if x != current)]
+    return [current, *(x for x in sizes if x != current)]
 
 
 def choose(trials: Sequence[Trial], shared_limit: int) -> Trial:

@@ -90,7 +90,7 @@ class LazyPagedTensor(LazyTensor):
         return self._paged if self.is_stored else None
 
     def compute_numbers(self) -> Tensor:
-        """Gather the slots."""
+        """Gather the slots of all rows from the pages."""
         return _read(self._paged.pages, _pool_slots(self._paged, self._positions))
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]

@@ -72,15 +72,15 @@ def _options(problem: AttentionProblem) -> dict[str, Any]:
 
 def _mask(sizes: AttentionSizes) -> Mask:
     """Return the mask of a problem."""
-    seen = Causal() if sizes.window is None else Causal() & Window(sizes.window)
+    mask = Causal() if sizes.window is None else Causal() & Window(sizes.window)
     if sizes.pattern == "sinks":
-        return seen | Causal() & Sinks(SINK_KEYS)
+        return mask | Causal() & Sinks(SINK_KEYS)
     if sizes.pattern == "prefix":
-        return seen | Prefix(sizes.prefix)
+        return mask | Prefix(sizes.prefix)
     if sizes.pattern == "documents":
         bounds = [*range(0, sizes.S, sizes.document), sizes.S]
-        return seen & Document(bounds)
-    return seen
+        return mask & Document(bounds)
+    return mask
 
 
 def stored_attention(problem: AttentionProblem, memory: Parts) -> PreparedCall:
@@ -135,14 +135,14 @@ def measured_memory(problem: AttentionProblem) -> PreparedCall:
     extra = plan(problem.q, problem.k, problem.v, **_options(problem))[call.kernel].work
 
     def figures() -> dict[str, float]:
-        found = {"planned bytes / bytes of q, k, v": (extra.bytes if extra else 0) / inputs}
+        shares = {"planned bytes / bytes of q, k, v": (extra.bytes if extra else 0) / inputs}
         if problem.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(problem.device)
             before = torch.cuda.memory_allocated(problem.device)
             call.step()
             peak = torch.cuda.max_memory_allocated(problem.device) - before
-            found["allocated bytes / bytes of q, k, v"] = peak / inputs
-        return found
+            shares["allocated bytes / bytes of q, k, v"] = peak / inputs
+        return shares
 
     return call._replace(figures=figures)
 

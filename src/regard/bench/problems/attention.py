@@ -336,8 +336,8 @@ class AttentionProblem(Problem):
         elif s.pattern == "prefix":
             keys = (i + 1).clamp(min=s.prefix)
         else:
-            seen = (i + 1).clamp(max=s.S if s.window is None else s.window)
-            keys = seen + (i + 1 - seen).clamp(max=SINK_KEYS)
+            in_window = (i + 1).clamp(max=s.S if s.window is None else s.window)
+            keys = in_window + (i + 1 - in_window).clamp(max=SINK_KEYS)
         return int(keys.sum())
 
     @property

@@ -68,17 +68,17 @@ def numbers_of_octets(octets, scale, zero, CODE_BITS: tl.constexpr, ROUND: tl.co
     """
     code = octets.to(tl.int32)
     if CODE_BITS == 8:
-        found = restored(code, scale, zero, ROUND)
+        numbers = restored(code, scale, zero, ROUND)
     elif CODE_BITS == 4:
         low = restored(code & 15, scale, zero, ROUND)
-        found = tl.interleave(low, restored(code >> 4, scale, zero, ROUND))
+        numbers = tl.interleave(low, restored(code >> 4, scale, zero, ROUND))
     else:
         first = restored(code & 3, scale, zero, ROUND)
         second = restored((code >> 2) & 3, scale, zero, ROUND)
         third = restored((code >> 4) & 3, scale, zero, ROUND)
         fourth = restored(code >> 6, scale, zero, ROUND)
-        found = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
-    return found
+        numbers = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
+    return numbers
 
 
 @triton.jit
@@ -96,18 +96,19 @@ def coded_keys(
     inside = (d < D)[:, None] & (row < stop_slot)[None, :]
     if GROUP % BN == 0:  # a tile has one group
         group = (first_col // GROUP).to(tl.int64)
-        at = k_base + group * k_s + (first_col % GROUP) // PER
-        at = at + (d * (GROUP // PER))[:, None] + octet[None, :]
+        octet_at = k_base + group * k_s + (first_col % GROUP) // PER
+        octet_at = octet_at + (d * (GROUP // PER))[:, None] + octet[None, :]
         scale_at = group * scale_s + d
         scale = tl.load(scale_base + scale_at, mask=d < D, other=0.0)[:, None]
         zero = tl.load(zero_base + scale_at, mask=d < D, other=0.0)[:, None]
     else:
         group = (row // GROUP).to(tl.int64)
-        at = k_base + (group * k_s + (row % GROUP) // PER)[None, :] + (d * (GROUP // PER))[:, None]
+        octet_at = k_base + (group * k_s + (row % GROUP) // PER)[None, :]
+        octet_at = octet_at + (d * (GROUP // PER))[:, None]
         scale_at = (group * scale_s)[None, :] + d[:, None]
         scale = tl.load(scale_base + scale_at, mask=inside, other=0.0)
         zero = tl.load(zero_base + scale_at, mask=inside, other=0.0)
-    octets = tl.load(at, mask=inside, other=0)
+    octets = tl.load(octet_at, mask=inside, other=0)
     return numbers_of_octets(octets, scale, zero, CODE_BITS, ROUND)
 
 
@@ -125,8 +126,8 @@ def coded_values(
     first = first_col.to(tl.int64)
     used = first_col + row < stop_slot
     inside = used[:, None] & (octet * PER < E)[None, :]
-    at = v_base + first * v_s + (row * v_s)[:, None] + octet[None, :]
-    octets = tl.load(at, mask=inside, other=0)
+    octet_at = v_base + first * v_s + (row * v_s)[:, None] + octet[None, :]
+    octets = tl.load(octet_at, mask=inside, other=0)
     if BLOCK_E % GROUP == 0 and E == BLOCK_E:  # the octets of a group are neighbours
         LINES: tl.constexpr = E // GROUP
         line = tl.arange(0, LINES)
@@ -136,15 +137,15 @@ def coded_values(
         zero = tl.load(zero_base + scale_at, mask=used[:, None], other=0.0)
         octets = tl.reshape(octets, [BN * LINES, GROUP // PER])
         scale, zero = tl.reshape(scale, [BN * LINES, 1]), tl.reshape(zero, [BN * LINES, 1])
-        found = numbers_of_octets(octets, scale, zero, CODE_BITS, ROUND)
-        found = tl.reshape(found, [BN, BLOCK_E])
+        numbers = numbers_of_octets(octets, scale, zero, CODE_BITS, ROUND)
+        numbers = tl.reshape(numbers, [BN, BLOCK_E])
     else:
         line = (octet * PER) // GROUP
         scale_at = ((first + row) * scale_s)[:, None] + (line * scale_line)[None, :]
         scale = tl.load(scale_base + scale_at, mask=inside, other=0.0)
         zero = tl.load(zero_base + scale_at, mask=inside, other=0.0)
-        found = numbers_of_octets(octets, scale, zero, CODE_BITS, ROUND)
-    return found
+        numbers = numbers_of_octets(octets, scale, zero, CODE_BITS, ROUND)
+    return numbers
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
