@@ -85,6 +85,7 @@ SECTIONS = (
             "docs/extend.md",
             "docs/audit.md",
             "docs/parallel.md",
+            "docs/gpu.md",
         ),
     ),
     Section("See", "观察", ("docs/explain.md", "docs/view.md", "docs/research.md")),

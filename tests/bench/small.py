@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from regard.bench import ProblemSizes
+from regard.bench.gpu_cases import GPU
 from regard.bench.memory_cases import MEMORY, MemorySizes
 from regard.bench.model_cases import MODELS
 from regard.bench.parallel_cases import PARALLEL
@@ -17,6 +19,17 @@ from regard.bench.training_cases import TrainingSizes
 
 CPU = torch.device("cpu")
 HEADS: dict[str, Any] = {"B": 2, "H": 4, "G": 2, "D": 8}
+
+
+def small_gpu_sizes(sizes: ProblemSizes) -> ProblemSizes:
+    """Sizes of a case for a GPU that a CPU can check."""
+    if isinstance(sizes, LatentSizes):
+        return LatentSizes(10, H=2, rank=8, rope=2, nope=4, value=4)
+    assert isinstance(sizes, AttentionSizes)
+    window = None if sizes.window is None else 5
+    heads = {"B": min(sizes.B, 2), "H": 2, "G": 1, "D": 32 if sizes.bits else 8}
+    return replace(sizes, **heads, S=64 if sizes.bits else 16, window=window)
+
 
 SMALL: dict[str, ProblemSizes] = {
     "decode": AttentionSizes(**HEADS, S=40, T=1),
@@ -51,4 +64,5 @@ SMALL: dict[str, ProblemSizes] = {
     },
     **{case.name: case.sizes["small"] for case in MODELS},
     **{case.name: case.sizes["small"].resized(length=64) for case in PARALLEL},
+    **{case.name: small_gpu_sizes(case.sizes["small"]) for case in GPU},
 }

@@ -39,17 +39,32 @@ def loops(problem: AttentionProblem) -> Tensor:
                 low = first if s.window is None else max(first, i - s.window + 1)
                 if isinstance(problem, ParallelProblem) and problem.starts:
                     low = max(low, *(start for start in problem.starts if start <= i), 0)
-                keys = range(low, i + 1) if i >= first else range(0)
-                scores = [
-                    float(q[b, h, t] @ k[b, g, j]) / math.sqrt(s.D) - slope * (i - j) for j in keys
-                ]
+                keys = list(range(low, i + 1)) if i >= first else []
+                if s.pattern == "documents":  # 8 of 2 tokens
+                    keys = [j for j in keys if j // 2 == i // 2]
+                elif s.pattern == "prefix":
+                    keys = sorted({*keys, *range(2)})
+                elif s.pattern == "sinks":
+                    keys = sorted({*keys, *range(min(4, i + 1))})
+                scores = [float(q[b, h, t] @ k[b, g, j]) / math.sqrt(s.D) for j in keys]
+                if s.softcap is not None:
+                    scores = [s.softcap * math.tanh(x / s.softcap) for x in scores]
+                scores = [x - slope * (i - j) for x, j in zip(scores, keys, strict=True)]
                 total = sum(map(math.exp, scores))
+                if problem.sink is not None:
+                    total += math.exp(float(problem.sink[h]))
                 for j, x in zip(keys, scores, strict=True):
                     out[b, h, t] += math.exp(x) / total * v[b, g, j]
     return out
 
 
-ATTENTION = [name for name, sizes in SMALL.items() if isinstance(sizes, AttentionSizes)]
+NEW_ON_A_GPU = ("gpu-documents", "gpu-prefix", "gpu-sinks", "gpu-everything")
+"""The cases for a GPU that differ from those for a CPU in more than their sizes."""
+ATTENTION = [
+    name
+    for name, sizes in SMALL.items()
+    if isinstance(sizes, AttentionSizes) and (name[:4] != "gpu-" or name in NEW_ON_A_GPU)
+]
 
 
 @pytest.mark.full(keep=10)

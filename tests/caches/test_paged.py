@@ -15,7 +15,7 @@ from torch import Tensor
 
 import regard
 from regard.caches import Paged, PagePool, rollback_on_error
-from regard.caches.paged import PageTable
+from regard.caches.paged import LazyPagedTensor, PageTable
 from regard.span import Span, as_tensor
 from regard.units import plural
 
@@ -359,3 +359,87 @@ def test_a_table_alone() -> None:
     assert (table.rows, table.lengths, pool.free) == ([[], []], [0, 0], 3)
     table.grow([3, 1])
     assert table.slots(torch.arange(4).expand(2, -1)).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def lazy(cache: Paged) -> tuple[LazyPagedTensor, Tensor]:
+    """The first part that a kernel would read from the pages, and its values."""
+    memory = cache.lazy_memory()[0][0]
+    assert isinstance(memory, LazyPagedTensor)
+    return memory, cache.contents()["memory.0"].clone()
+
+
+def test_memory_in_pages_is_a_tensor() -> None:
+    """Its shape and dtype are known without gathering; every operation sees the numbers."""
+    cache = Paged(SIZE, 8)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5], [-1, -1, 0, 1, 2, 3]])
+    (right, _), where = cache.update(tokens(2, 6), positions)
+    (keys, values), places = cache.lazy_memory()
+    assert (keys.shape, keys.dtype, keys.device) == (right.shape, right.dtype, right.device)
+    assert torch.equal(places, where)
+    assert repr(keys) == "LazyPagedTensor((2, 2, 6, 2), torch.float64, stored in pages)"
+    assert keys.paged.table.tolist() == [[0, 1, 8], [2, 8, 8]]
+    assert keys.paged.table is values.paged.table
+    assert torch.equal(keys * 2, right * 2)
+    assert keys.paged is None
+    assert repr(keys).endswith("gathered)")
+    keys.mul_(3)
+    assert torch.equal(keys[:1], 3 * right[:1])
+    with pytest.raises(regard.ArgumentError, match="empty; call update"):
+        Paged(SIZE, 8).lazy_memory()
+
+
+def test_the_table_is_one_tensor_until_pages_change() -> None:
+    cache = Paged(SIZE, 8)
+    cache.update(tokens(2, 5), Span(0, 5))
+    tables = []
+    for i in range(5, 10):
+        tables.append(lazy(cache)[0].paged.table)
+        cache.update(tokens(2, 1, seed=i), Span(i, 1))
+    assert tables[0] is tables[1] is tables[2]
+    assert tables[3] is tables[2], "slot 8 is the first of a new page, and not yet written"
+    assert tables[4] is not tables[3]
+    assert tables[4].dtype == torch.int32
+
+
+@pytest.mark.parametrize("what", ["append", "crop", "reset", "fork", "select", "delete"])
+def test_memory_in_pages_keeps_its_values(what: str) -> None:
+    """Whoever writes over a slot first lets the tensors gather it that would read it later."""
+    cache = Paged(SIZE, 12)
+    cache.update(tokens(2, 6), Span(0, 6))
+    memory, right = lazy(cache)
+    pool = cache.pool
+    if what == "append":
+        cache.update(tokens(2, 5, seed=1), Span(6, 5))
+        assert memory.paged is not None, "later slots are none of its own"
+    elif what == "crop":
+        cache.crop(3)
+        cache.update(tokens(2, 5, seed=1), Span(3, 5))
+    elif what == "reset":
+        cache.reset()
+        cache.update(tokens(2, 12, seed=1), Span(0, 12))
+    elif what == "fork":
+        fork = cache.fork()
+        fork.crop(5)
+        fork.update(tokens(2, 4, seed=1), Span(5, 4))
+        cache.update(tokens(2, 1, seed=2), Span(6, 1))
+    elif what == "select":
+        cache.select(torch.tensor([1, 1]))
+        cache.update(tokens(2, 7, seed=1), Span(6, 7))
+    else:
+        del cache
+        gc.collect()
+        assert pool.used == 0
+        for part in pool.parts:
+            part.fill_(float("nan"))
+    assert torch.equal(memory * 1, right)
+
+
+def test_values_that_nobody_gathers_would_change() -> None:
+    """Negative control: a pool that has forgotten whom it lent its pages."""
+    cache = Paged(SIZE, 12)
+    cache.update(tokens(2, 6), Span(0, 6))
+    memory, right = lazy(cache)
+    cache.pool._lazy = []
+    cache.crop(3)
+    cache.update(tokens(2, 5, seed=1), Span(3, 5))
+    assert not torch.equal(memory * 1, right)

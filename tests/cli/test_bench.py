@@ -13,6 +13,7 @@ import torch
 
 from regard.bench import CASES, Case, Ceilings, Peer, PreparedCall
 from regard.bench.cases import GROUPS
+from regard.bench.gpu_cases import GPU
 from regard.bench.peers import regard_kernels
 from regard.bench.program_cases import find_browser
 from regard.bench.render import ratio_chart
@@ -164,6 +165,28 @@ def test_the_group_of_models_ends_with_one_table(capsys: pytest.CaptureFixture[s
         ["torch-encoder", "float32"],
     ]
     assert all("1 call left to torch because it is small" in line for line in table[1:])
+
+
+def test_cases_for_a_gpu_are_listed_and_refused_by_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for case in GPU:
+        monkeypatch.setitem(CASES, case.name, case)
+    listed, _ = run(capsys, "gpu", "--list")
+    assert all(case.name in listed for case in GPU)
+    assert "gpu-causal" not in run(capsys, "--list")[0], "only if they are asked for"
+    if not torch.cuda.is_available():
+        _, err = run(capsys, "gpu-decode", code=2)
+        assert "gpu-decode is measured on cuda only; choose it with --device" in " ".join(
+            err.split()
+        )
+        _, err = run(capsys, "gpu", "--device", "cuda", code=2)
+        assert "torch finds no CUDA device" in err
+        _, err = run(capsys, "--tune", "rows.txt", code=2)
+        assert "torch finds no CUDA device; block sizes are measured on one" in " ".join(
+            err.split()
+        )
+        assert not Path("rows.txt").exists()
 
 
 def wrong(problem: Any) -> PreparedCall:

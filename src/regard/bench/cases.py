@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from regard.bench.gpu_cases import GPU
 from regard.bench.interfaces import Case, Peer
 from regard.bench.memory_cases import MEMORY
 from regard.bench.model_cases import MODELS
@@ -208,6 +209,7 @@ _CASES = (
     *PARALLEL,
     *MEMORY,
     *TRAINING,
+    *GPU,
 )
 CASES = {case.name: case for case in _CASES}
 """The cases by name."""
@@ -216,5 +218,6 @@ GROUPS = {
     "models": tuple(case.name for case in MODELS),
     "parallel": tuple(case.name for case in PARALLEL),
     "memory": tuple(case.name for case in MEMORY),
+    "gpu": tuple(case.name for case in GPU),
 }
 """Names for several cases at once; a run without names leaves their cases out."""

@@ -212,6 +212,7 @@ class Case:
         sizes: the sizes "small", "default" and "paper".
         dtypes: the dtypes that are measured unless others are asked for.
         peers: the peers; ratios are relative to the first one, which is regard.
+        devices: the types of devices on which the case is measured.
     """
 
     name: str
@@ -219,7 +220,21 @@ class Case:
     sizes: Mapping[str, ProblemSizes]
     dtypes: tuple[torch.dtype, ...]
     peers: tuple[Peer[Any], ...]
+    devices: tuple[str, ...] = ("cpu", "cuda")
     about = renamed_attribute("description")
+
+    def why_not(self, device: torch.device) -> str:
+        """Return why the case is not measured on a device, or "".
+
+        Args:
+            device: the device.
+
+        Returns:
+            A sentence without a period.
+        """
+        if device.type in self.devices:
+            return ""
+        return f"{self.name} is measured on {' or '.join(self.devices)} only"
 
 
 Case.__init__ = renamed_parameters(about="description")(Case.__init__)  # type: ignore[method-assign]

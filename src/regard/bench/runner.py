@@ -93,6 +93,8 @@ def measure(
     """
     needed, available = sizes.bytes(dtype), free_memory(device)
     result = CaseResult(case.name, case.description, str(sizes), dtype, device.type)
+    if why := case.why_not(device):
+        return result.refuse(why)
     if available and needed > available:
         return result.refuse(
             f"{case.name} needs {units.size(needed)}, {units.size(available)} are free"

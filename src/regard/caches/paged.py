@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from threading import RLock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from jaxtyping import Int
@@ -25,7 +26,9 @@ from regard.caches.base import (
     positions_before,
 )
 from regard.caches.buffer_writes import can_write_in_place
+from regard.caches.lazy_tensor import LazyTensor
 from regard.errors import ArgumentError
+from regard.process_state import is_compiling
 from regard.span import (
     Positions,
     Span,
@@ -40,6 +43,87 @@ from regard.units import plural
 
 PAGE_SIZE = 16
 """Tokens per page of a paged cache that generation creates."""
+
+
+class PagesOfRows(NamedTuple):
+    """The slots of some rows as pages.
+
+    Args:
+        pages: the pages of the pool, `[pages + 1, page_size, n, d]`.
+        table: the page of each page-sized run of slots of a row, int32 `[B, columns]`; the last
+            column, and those behind the end of a row, name the page of zeros.
+    """
+
+    pages: Tensor
+    table: Tensor
+
+
+class LazyPagedTensor(LazyTensor):
+    """A tensor `[B, n, S, d]` that stays in the pages of a pool until a value is needed.
+
+    The first torch operation gathers the slots, once; later operations read and write the result,
+    and `paged` is None from then on. A kernel that can read pages takes `paged` instead. Before a
+    slot that it needs is given away, the pool gathers it, so that its values never change.
+
+    >>> cache = Paged(page_size=4, pages=8)
+    >>> _ = cache.update((torch.ones(1, 2, 6, 3),), Span(0, 6))
+    >>> (k,), _ = cache.lazy_memory()
+    >>> k.shape, k.paged.table.tolist(), (k + 1).max().item(), k.paged is None
+    (torch.Size([1, 2, 6, 3]), [[0, 1, 8]], 2.0, True)
+    """
+
+    _paged: PagesOfRows
+    _positions: Positions
+
+    @classmethod
+    def of(cls, paged: PagesOfRows, positions: Positions) -> LazyPagedTensor:
+        """Create the tensor from pages, and the position of each slot."""
+        _, _, n, d = paged.pages.shape
+        shape = paged.table.shape[0], n, slot_count(positions), d
+        tensor = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=paged.pages.dtype, device=paged.pages.device
+        )
+        tensor._paged, tensor._positions = paged, positions
+        return tensor
+
+    @property
+    def paged(self) -> PagesOfRows | None:
+        """The pages; None if the values were gathered."""
+        return self._paged if self.is_stored else None
+
+    def compute_numbers(self) -> Tensor:
+        """Gather the slots of all rows from the pages."""
+        return _read(self._paged.pages, _pool_slots(self._paged, self._positions))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        state = "stored in pages" if self.is_stored else "gathered"
+        return f"LazyPagedTensor({tuple(self.shape)}, {self.dtype}, {state})"
+
+
+def _pool_slots(paged: PagesOfRows, positions: Positions) -> Tensor:
+    """Return the pool's slot number of each slot of the rows `[B, S]`; empty slots are those of the
+    page of zeros.
+    """
+    device, S, size = paged.table.device, slot_count(positions), paged.pages.shape[1]
+    row_slots = torch.arange(S, device=device).expand(paged.table.shape[0], -1)
+    slots = _slots_of(paged.table, size, row_slots)
+    if isinstance(positions, Tensor):
+        slots = slots.masked_fill(positions.to(device) < 0, (paged.pages.shape[0] - 1) * size)
+    return slots
+
+
+def _read(pages: Tensor, slots: Tensor) -> Tensor:
+    """Return the tokens of slots `[B, S]` of a pool, `[B, n, S, d]`."""
+    tokens = pages.flatten(0, 1).index_select(0, slots.flatten())
+    return torch.unflatten(tokens, 0, tuple(slots.shape)).transpose(1, 2)
+
+
+def _slots_of(table: Tensor, size: int, row_slots: Tensor) -> Tensor:
+    """Return the pool's slot numbers for slots `[B, N]` of the rows of a table `[B, columns]`; a
+    slot after the end of a row refers to the page of zeros.
+    """
+    page = table.long().gather(1, (row_slots // size).clamp(max=table.shape[1] - 1))
+    return page * size + row_slots % size
 
 
 class PagePool:
@@ -78,6 +162,7 @@ class PagePool:
         self._free = list(range(pages - 1, -1, -1))  # pages are taken from the end
         # reentrant, since garbage collection in the locking thread may release pages
         self.lock = RLock()
+        self._lazy: list[ReferenceType[LazyPagedTensor]] = []
 
     @property
     def free(self) -> int:
@@ -206,8 +291,27 @@ class PagePool:
         Returns:
             The tokens, each part `[B, n, S, d]`.
         """
-        flat = (x.flatten(0, 1).index_select(0, slots.flatten()) for x in self.parts)
-        return tuple(torch.unflatten(x, 0, tuple(slots.shape)).transpose(1, 2) for x in flat)
+        return tuple(_read(x, slots) for x in self.parts)
+
+    def lend(self, tensors: Iterable[LazyPagedTensor]) -> None:
+        """Remember tensors that read pages of the pool later.
+
+        Args:
+            tensors: the tensors; only weak references are kept.
+        """
+        with self.lock:
+            alive = [x for x in self._lazy if x() is not None]
+            self._lazy = [*alive, *map(ref, tensors)]
+
+    def gather_lent(self) -> None:
+        """Gather the slots of every tensor that would read them later, before some of them are
+        given away and may be overwritten.
+        """
+        with self.lock:
+            lent, self._lazy = self._lazy, []
+            for x in lent:
+                if (tensor := x()) is not None:
+                    tensor.numbers()
 
     def _write(self, index: Tensor | tuple[Tensor, ...], new: Parts) -> None:
         indices = index if isinstance(index, tuple) else (index,)
@@ -237,7 +341,8 @@ class PageTable:
     def __init__(self, pool: PagePool, rows: list[list[int]], lengths: list[int]) -> None:
         self.pool, self.rows = pool, [list(row) for row in rows]
         self.lengths = list(lengths)
-        self._numbers: Tensor | None = None  # `rows` as a tensor, until they change
+        # `rows` as tensors, until they change
+        self._numbers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         pool.share(page for row in rows for page in row)
 
     def rows_at(self, rows: list[int]) -> PageTable:
@@ -281,18 +386,20 @@ class PageTable:
             page = last[i]
             if page is not None and counts[page] > 1:
                 row[self.lengths[i] // size] = self.pool.copy(page)
-                self._numbers = None
+                self._numbers = {}
             if new_pages[i]:
                 row += self.pool.take(new_pages[i])
-                self._numbers = None
+                self._numbers = {}
 
     def shorten(self, lengths: list[int]) -> None:
         """Release the pages after the given number of slots of each row."""
+        if any(n < old for n, old in zip(lengths, self.lengths, strict=True)):
+            self.pool.gather_lent()
         for row, n in zip(self.rows, lengths, strict=True):
             full = -(-n // self.pool.page_size)
             self.pool.release(row[full:])
             del row[full:]
-        self.lengths, self._numbers = list(lengths), None
+        self.lengths, self._numbers = list(lengths), {}
 
     def release(self) -> None:
         """Release all pages of the table."""
@@ -305,27 +412,26 @@ class PageTable:
         """
         return self.numbers_on(torch.device("cpu"))
 
-    def numbers_on(self, device: torch.device) -> Tensor:
+    def numbers_on(self, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
         """Return `numbers` on a device.
 
         The tensor is made again when a row gets or loses a page, not in every step, and is copied
         to a device without waiting for it.
         """
-        if self._numbers is None or self._numbers.device != device:
+        key = device, dtype
+        if key not in self._numbers:
             most = max((len(row) for row in self.rows), default=0) + 1
             rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
-            pages = torch.tensor(rows, dtype=torch.int64).reshape(-1, most)
-            self._numbers = pages.to(device, non_blocking=True)
-        return self._numbers
+            pages = torch.tensor(rows, dtype=dtype).reshape(-1, most)
+            self._numbers[key] = pages.to(device, non_blocking=True)
+        return self._numbers[key]
 
     def slots(self, row_slots: Tensor) -> Tensor:
         """Return the pool's slot numbers for slots `[B, N]` of the rows.
 
         A slot after the end of a row refers to the page of zeros.
         """
-        size, pages = self.pool.page_size, self.numbers_on(row_slots.device)
-        last = pages.shape[1] - 1
-        return pages.gather(1, (row_slots // size).clamp(max=last)) * size + row_slots % size
+        return _slots_of(self.numbers_on(row_slots.device), self.pool.page_size, row_slots)
 
     def end_slots(self, length: int, device: torch.device) -> Tensor:
         """Return the `length` slots of each row that follow its filled ones, `[B, length]`."""
@@ -334,6 +440,18 @@ class PageTable:
             return (steps + lengths[0]).expand(len(lengths), -1)
         stops = torch.tensor(lengths, dtype=torch.int64)[:, None]
         return stops.to(device, non_blocking=True) + steps
+
+    def pages(self, device: torch.device) -> tuple[PagesOfRows, ...]:
+        """Return the pages of the rows, for each part of the memory.
+
+        Args:
+            device: the device of the table.
+
+        Returns:
+            The parts.
+        """
+        table = self.numbers_on(device, torch.int32)
+        return tuple(PagesOfRows(x, table) for x in self.pool.parts)
 
 
 class Paged(Cache):
@@ -443,7 +561,28 @@ class Paged(Cache):
         if not (all_tokens or follow_by_construction(positions)):
             real = (as_tensor(positions) >= 0).expand(memory[0].shape[0], -1)
         self._place(memory, positions, real)
-        return self._read()
+        return self._read() if self.pool.parts[0].is_cpu else self.lazy_memory()
+
+    def lazy_memory(self) -> tuple[Parts, Positions]:
+        """Return all memory without gathering it.
+
+        Kernels that read pages take them from these tensors; any other operation gathers the slots.
+        On other devices than the CPU, whose kernels read no pages, `update` returns the same.
+
+        Returns:
+            The parts, each `[B, n, S, d]`, and their positions, as `update` returns them.
+
+        Raises:
+            ArgumentError: the cache is empty.
+        """
+        if self._positions is None:
+            raise ArgumentError("the paged cache is empty; call update() before lazy_memory()")
+        if is_compiling() or any(x.requires_grad for x in self.pool.parts):
+            return self._read()
+        parts = self._table.pages(self.pool.parts[0].device)
+        lazy = tuple(LazyPagedTensor.of(x, self._positions) for x in parts)
+        self.pool.lend(lazy)
+        return lazy, self._positions
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
         """Return the pages of the pool, with room for one more token per row.
@@ -629,14 +768,8 @@ class Paged(Cache):
     def _read(self) -> tuple[Parts, Positions]:
         """Return all slots, gathered from the pages, and their positions."""
         assert self._positions is not None
-        device, S = self.pool.parts[0].device, len(self)
-        row_slots = torch.arange(S, device=device).expand(len(self._table.rows), -1)
-        pool_slots = self._table.slots(row_slots)
-        if isinstance(self._positions, Tensor):
-            pool_slots = pool_slots.masked_fill(
-                self._positions < 0, self.pool.pages * self.pool.page_size
-            )
-        return self.pool.read(pool_slots), self._positions
+        parts = self._table.pages(self.pool.parts[0].device)
+        return self.pool.read(_pool_slots(parts[0], self._positions)), self._positions
 
     def _like(self) -> Parts:
         """Return empty memory with the layout of the contents."""

@@ -4,16 +4,14 @@ first use.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from regard.caches.lazy_tensor import LazyTensor
 from regard.errors import ArgumentError
 
 Axis: TypeAlias = Literal["channel", "token", "exact"]
@@ -293,7 +291,7 @@ class CodedSlots:
     slots: int
 
 
-class LazyDequantizedTensor(Tensor):
+class LazyDequantizedTensor(LazyTensor):
     """A tensor `[B, n, S, d]` whose older slots are stored as codes until a value is needed.
 
     Shape, dtype and device are those of the dequantized values. The first torch operation
@@ -311,11 +309,6 @@ class LazyDequantizedTensor(Tensor):
     """
 
     _coded: QuantizedAndRecent
-    _numbers: Tensor | None = None
-
-    # Operations are handled in __torch_dispatch__, below autograd, so that properties stay as fast
-    # as those of any tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, coded: QuantizedAndRecent) -> LazyDequantizedTensor:
@@ -338,57 +331,16 @@ class LazyDequantizedTensor(Tensor):
     @property
     def coded(self) -> QuantizedAndRecent | None:
         """The codes; None if the values were dequantized, or if there are outliers."""
-        codes_suffice = self._numbers is None and not self._coded.groups.odd.shape[1]
+        codes_suffice = self.is_stored and not self._coded.groups.odd.shape[1]
         return self._coded if codes_suffice else None
 
-    def numbers(self) -> Tensor:
-        """Return the dequantized values as a plain tensor, the same one in each call."""
-        if self._numbers is None:
-            groups, axis, bits, recent = self._coded
-            shape = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
-            values = dequantize(groups, axis, shape, bits=bits)
-            # Another thread may have stored its result first. That one stays, because it may have
-            # been modified, or its address may be in use.
-            self.__dict__.setdefault("_numbers", torch.cat([values, recent], dim=2))
-        numbers: Tensor = self.__dict__["_numbers"]
-        return numbers
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        """Run any torch operation on the dequantized values."""
-        new_args, new_kwargs = tree_map_only(
-            LazyDequantizedTensor, LazyDequantizedTensor.numbers, (tuple(args), dict(kwargs or {}))
-        )
-        return func(*new_args, **new_kwargs)
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the dequantized values as an array."""
-        return self.numbers().numpy(force=force)
-
-    def tolist(self) -> Any:
-        """Return the dequantized values as nested lists."""
-        return self.numbers().tolist()
-
-    def data_ptr(self) -> int:
-        """Return the address of the dequantized values."""
-        return self.numbers().data_ptr()
-
-    def untyped_storage(self) -> Any:
-        """Return the storage of the dequantized values."""
-        return self.numbers().untyped_storage()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        return copy.deepcopy(self.numbers(), memo)
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        return self.numbers().__reduce_ex__(protocol)
+    def compute_numbers(self) -> Tensor:
+        """Dequantize the codes, and append the recent slots."""
+        groups, axis, bits, recent = self._coded
+        shape = (*recent.shape[:2], self.shape[2] - recent.shape[2], recent.shape[3])
+        values = dequantize(groups, axis, shape, bits=bits)
+        return torch.cat([values, recent], dim=2)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        state = "stored as codes" if self._numbers is None else "dequantized"
+        state = "stored as codes" if self.is_stored else "dequantized"
         return f"LazyDequantizedTensor({tuple(self.shape)}, {self.dtype}, {state})"

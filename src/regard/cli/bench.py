@@ -30,7 +30,8 @@ Names = Annotated[
     typer.Argument(
         metavar="CASE",
         help="Cases to measure, as --list shows them; the group `models` is all models of public "
-        "libraries under regard.accelerate, the group `parallel` is attention over several ranks.",
+        "libraries under regard.accelerate, the group `parallel` is attention over several ranks, "
+        "the group `gpu` needs --device cuda.",
         show_default="all cases outside of groups",
     ),
 ]
@@ -88,6 +89,14 @@ Memory = Annotated[
 List = Annotated[
     bool, typer.Option("--list", help="List the cases, sizes and implementations, and exit.")
 ]
+Tune = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Measure the block sizes of the Triton kernels on a GPU instead, and write the rows "
+        "of the table to this file, for review.",
+    ),
+]
 Json = Annotated[
     str | None,
     typer.Option(
@@ -113,6 +122,7 @@ def bench(
     peer: Only = None,
     memory: Memory = False,
     list_: List = False,
+    tune: Tune = None,
     json: Json = None,
     plot: Plot = None,
 ) -> None:
@@ -135,7 +145,17 @@ def bench(
 
         typer.echo(list_cases(cases))
         return
+    if tune is not None:
+        _tune(tune)
+        return
     where, dtypes = _device(device), _dtypes(dtype)
+    for case in cases:
+        if case.why_not(where):
+            needed = case.devices[0]
+            raise typer.BadParameter(
+                f"{case.name} is measured on {needed} only; choose it with --device",
+                param_hint="--device",
+            )
     jobs = _jobs(cases, size, length, batch, dtypes)
     if memory and where.type != "cpu":
         raise typer.BadParameter("peak memory can only be measured on a CPU", param_hint="--memory")
@@ -146,6 +166,25 @@ def bench(
     with use(threads):
         code = _run(jobs, where, TimingBudget(rounds, seconds), json, plot, chosen)
     raise typer.Exit(code)
+
+
+def _tune(path: Path) -> None:
+    """Measure the block sizes of the Triton kernels, and write the rows of the table."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter(
+            "torch finds no CUDA device; block sizes are measured on one", param_hint="--tune"
+        )
+    check_files({"--tune": path})
+    from regard.bench.block_tuning import as_python, measure_on, shared_memory_limit, tune
+    from regard.ops.triton_support import capability_of
+    from regard.view.html_page import write
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    proposals = tune(measure_on(device), shared_memory_limit(device), say=_report)
+    text = as_python(capability_of(device), torch.cuda.get_device_name(device), proposals)
+    write(path, text + "\n")
 
 
 def _run(

@@ -36,10 +36,10 @@ from regard.ops.jit.argument_structs import (
 from regard.ops.jit.decode import (
     ELEMENTS_PER_THREAD,
     NO_PAGES,
-    QuantizedSlots,
     quantized_numbers,
     split_count,
 )
+from regard.ops.stored_slots import QuantizedSlots
 from regard.ops.stored_weights import StoredWeight
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu", "clipped_silu")

@@ -5,7 +5,9 @@ This file imports no triton before it is asked.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -46,6 +48,43 @@ def why_not_device(device: str, *, installed: bool, interpreted: bool) -> list[s
     return [] if installed else ["triton is not installed: pip install 'regard[gpu]'"]
 
 
+_target: ContextVar[int | None] = ContextVar("target", default=None)
+
+
+@contextmanager
+def launches_for(capability: int) -> Iterator[None]:
+    """Choose block sizes for a compute capability, whatever the device of the tensors is, so that
+    kernels can be compiled for a GPU that is not there.
+
+    >>> with launches_for(80):
+    ...     capability_of(torch.device("cpu"))
+    80
+    """
+    token = _target.set(capability)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def capability_of(device: torch.device) -> int:
+    """Return the compute capability of a device, such as 90 for 9.0; 90 for a device without one.
+
+    >>> capability_of(torch.device("cpu"))
+    90
+    """
+    if (target := _target.get()) is not None:
+        return target
+    return _capability_of_gpu(device) if device.type == "cuda" else 90
+
+
+@cache
+def _capability_of_gpu(device: torch.device) -> int:
+    """Return the compute capability of a GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 class Launch(NamedTuple):
     """One launch of a kernel.
 
@@ -61,8 +100,10 @@ class Launch(NamedTuple):
     args: tuple[Any, ...]
     options: dict[str, Any]
 
-    def run(self) -> None:
-        """Run the kernel with these arguments on the device of its first tensor."""
+    def run(self) -> Any:
+        """Run the kernel with these arguments on the device of its first tensor, and return what
+        triton compiled.
+        """
         first: Tensor = self.args[0]
         with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
-            self.kernel[self.grid](*self.args, **self.options)
+            return self.kernel[self.grid](*self.args, **self.options)

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.bench.interfaces import Peer, PreparedCall
-from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, prepared_call
+from regard.bench.problems import (
+    AttentionProblem,
+    AttentionSizes,
+    LatentProblem,
+    ModelProblem,
+    prepared_call,
+)
+from regard.bench.problems.attention import SINK_KEYS
 from regard.biases import ALiBi
+from regard.caches import Paged
+from regard.caches.base import Parts
 from regard.huge_pages import module_to_huge_pages
-from regard.masks import Causal, Window
+from regard.masks import Causal, Document, Mask, Prefix, Sinks, Window
 from regard.models.decoder import Decoder
 from regard.nn.stored import can_store_weight, store_weight
 from regard.ops.softmax import attend, dispatch, plan
 from regard.ops.stored_weights import Int4Weight, Int8Weight, StoredWeight
+from regard.span import Span
 
 
 def attention(problem: AttentionProblem, backend: str = "auto") -> PreparedCall:
@@ -46,20 +57,94 @@ def _options(problem: AttentionProblem) -> dict[str, Any]:
     sizes = problem.sizes
     options: dict[str, object] = {}
     if sizes.queries > 1:
-        options["mask"] = Causal() if sizes.window is None else Causal() & Window(sizes.window)
+        options["mask"] = _mask(sizes)
     if sizes.alibi:
         options["bias"] = ALiBi(sizes.H)
+    if sizes.softcap is not None:
+        options["softcap"] = sizes.softcap
+    if problem.sink is not None:
+        options["sink"] = problem.sink
     if any(problem.pads):
         positions = _positions(problem)
         options |= {"k_positions": positions, "q_positions": positions[:, -sizes.queries :]}
     return options
 
 
+def _mask(sizes: AttentionSizes) -> Mask:
+    """Return the mask of a problem."""
+    mask = Causal() if sizes.window is None else Causal() & Window(sizes.window)
+    if sizes.pattern == "sinks":
+        return mask | Causal() & Sinks(SINK_KEYS)
+    if sizes.pattern == "prefix":
+        return mask | Prefix(sizes.prefix)
+    if sizes.pattern == "documents":
+        bounds = [*range(0, sizes.S, sizes.document), sizes.S]
+        return mask & Document(bounds)
+    return mask
+
+
+def stored_attention(problem: AttentionProblem, memory: Parts) -> PreparedCall:
+    """Prepare `regard.attend` over keys and values as a cache returned them."""
+    kernel = plan(problem.q, *memory).kernel
+    return PreparedCall(lambda: attend(problem.q, *memory), lambda out: {"out": out}, kernel)
+
+
 def quantized_attention(problem: AttentionProblem) -> PreparedCall:
     """Prepare `regard.attend` over keys and values from a `Quantised` cache."""
     assert problem.quantized is not None, "`not_quantized` refuses other problems"
-    keys, values = problem.quantized
-    return PreparedCall(lambda: attend(problem.q, keys, values), lambda out: {"out": out}, "cpu")
+    return stored_attention(problem, problem.quantized)
+
+
+def paged_attention(problem: AttentionProblem) -> PreparedCall:
+    """Prepare `regard.attend` over the pages of a `Paged` cache."""
+    s = problem.sizes
+    cache = Paged(PAGE_TOKENS, s.B * -(-s.S // PAGE_TOKENS))
+    cache.update((problem.k, problem.v), Span(0, s.S))
+    return stored_attention(problem, cache.lazy_memory()[0])
+
+
+def one_query_of_all(problem: AttentionProblem) -> str | None:
+    """Return why the problem is not one query that sees every key of a cache, or None."""
+    s = problem.sizes
+    plain = not (s.alibi or s.padded or s.window or s.pattern or s.softcap or s.sink or s.train)
+    return None if plain and s.queries == 1 else "only one query that sees every key is measured"
+
+
+def with_new_masks(problem: AttentionProblem) -> PreparedCall:
+    """Prepare `regard.attend` with a mask in each call that no call has had before; all mean the
+    same.
+    """
+    options, larger = _options(problem), count(problem.sizes.S + 1)
+    mask = options.pop("mask")
+
+    def call() -> Tensor:
+        same = mask & Window(next(larger))
+        return attend(problem.q, problem.k, problem.v, mask=same, **options)
+
+    return prepared_call(
+        problem, call, kernel=plan(problem.q, problem.k, problem.v, mask=mask).kernel
+    )
+
+
+def measured_memory(problem: AttentionProblem) -> PreparedCall:
+    """Prepare `regard.attend`, with the bytes that it allocates and the share of the mask as
+    figures.
+    """
+    call = attention(problem)
+    inputs = sum(x.nbytes for x in (problem.q, problem.k, problem.v))
+    extra = plan(problem.q, problem.k, problem.v, **_options(problem))[call.kernel].work
+
+    def figures() -> dict[str, float]:
+        shares = {"planned bytes / bytes of q, k, v": (extra.bytes if extra else 0) / inputs}
+        if problem.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(problem.device)
+            before = torch.cuda.memory_allocated(problem.device)
+            call.step()
+            peak = torch.cuda.max_memory_allocated(problem.device) - before
+            shares["allocated bytes / bytes of q, k, v"] = peak / inputs
+        return shares
+
+    return call._replace(figures=figures)
 
 
 def not_quantized(problem: AttentionProblem) -> str | None:
@@ -159,6 +244,15 @@ KERNELS = tuple(
     )
     for kernel in dispatch.KERNELS
 )
+PAGE_TOKENS = 16
+"""The tokens of a page of the measured cache, as generation creates it."""
+
+PAGED = Peer(
+    "regard, pages", "regard.attend over a Paged cache.", paged_attention, why_not=one_query_of_all
+)
+ATTENTION_AGAIN = Peer("regard, same mask", "regard.attend with a mask it knows.", attention)
+NEW_MASKS = Peer("regard", "regard.attend with a new mask in each call.", with_new_masks)
+MEASURED_MEMORY = Peer("regard", "regard.attend, with the memory it takes.", measured_memory)
 QUANTIZED = Peer(
     "regard, codes",
     "regard.attend over a Quantised cache.",

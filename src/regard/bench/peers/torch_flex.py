@@ -11,6 +11,7 @@ from torch.nn.attention import flex_attention as flex
 
 from regard.bench.interfaces import Peer, PreparedCall
 from regard.bench.problems import AttentionProblem, prepared_call
+from regard.bench.problems.attention import SINK_KEYS
 
 COMPILERS = ("c++", "g++", "clang++")
 
@@ -25,6 +26,12 @@ def attention(problem: AttentionProblem) -> PreparedCall:
         allowed = i >= j
         if s.window is not None:
             allowed = allowed & (i - j < s.window)
+        if s.pattern == "sinks":
+            allowed = allowed | ((j < SINK_KEYS) & (i >= j))
+        elif s.pattern == "prefix":
+            allowed = allowed | (j < s.prefix)
+        elif s.pattern == "documents":
+            allowed = allowed & (i // s.document == j // s.document)
         return allowed & (j >= pads[b]) & (i >= pads[b]) if s.padded else allowed
 
     blocks = None
@@ -32,9 +39,15 @@ def attention(problem: AttentionProblem) -> PreparedCall:
         B = s.B if s.padded else None
         blocks = flex.create_block_mask(visible, B, None, T, s.S, device=problem.device.type)
     options: dict[str, object] = {"block_mask": blocks, "enable_gqa": s.G != s.H}
-    if s.alibi:
+    if s.alibi or s.softcap is not None:
         slopes = problem.slopes.to(problem.device, torch.float32)
-        options["score_mod"] = lambda score, b, h, i, j: score + slopes[h] * (j - i - offset)
+
+        def change_score(score: Tensor, _: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            if s.softcap is not None:
+                score = s.softcap * torch.tanh(score / s.softcap)
+            return score + slopes[h] * (j - i - offset) if s.alibi else score
+
+        options["score_mod"] = change_score
     call = _compiled()
     return prepared_call(problem, lambda: call(problem.q, problem.k, problem.v, **options))
 
@@ -50,6 +63,8 @@ def _compiled() -> Callable[..., object]:
 
 def why_not(problem: AttentionProblem, compilers: Sequence[str] = COMPILERS) -> str | None:
     """Return why FlexAttention does not support the problem, or None."""
+    if problem.sizes.sink:
+        return "returns no output with a sink"
     if problem.device.type != "cpu":
         return None
     if problem.train:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard.bench.interfaces import Peer, PreparedCall
 from regard.bench.problems import AttentionProblem, LatentProblem, prepared_call
@@ -18,6 +19,33 @@ def attention(problem: AttentionProblem) -> PreparedCall:
     options = {**_options(problem), "enable_gqa": problem.sizes.G != problem.sizes.H}
     q, k, v = problem.q, problem.k, problem.v
     return prepared_call(problem, partial(F.scaled_dot_product_attention, q, k, v, **options))
+
+
+def pinned(problem: AttentionProblem, backend: SDPBackend) -> PreparedCall:
+    """Prepare SDPA that may run one of its kernels only."""
+    call = attention(problem)
+
+    def step() -> object:
+        with sdpa_kernel([backend]):
+            return call.step()
+
+    return call._replace(step=step, kernel=backend.name.lower())
+
+
+def why_not_pinned(problem: AttentionProblem, backend: SDPBackend) -> str | None:
+    """Return why a kernel of SDPA cannot run the problem, or None."""
+    if problem.device.type != "cuda":
+        return "torch has this kernel on cuda only"
+    masked = "attn_mask" in _options(problem)
+    if masked and backend != SDPBackend.EFFICIENT_ATTENTION:
+        return "takes no dense mask"
+    return why_not_everything(problem)
+
+
+def why_not_everything(problem: AttentionProblem) -> str | None:
+    """Return why SDPA cannot compute the scores of the problem, or None."""
+    s = problem.sizes
+    return "has neither softcap nor sink" if s.softcap is not None or s.sink else None
 
 
 def folded(problem: AttentionProblem) -> PreparedCall:
@@ -34,7 +62,8 @@ def folded(problem: AttentionProblem) -> PreparedCall:
 def why_not_folded(problem: AttentionProblem) -> str | None:
     """Return why the queries of the problem cannot be folded, or None."""
     s = problem.sizes
-    if s.queries > 1 or s.G == s.H or s.alibi or s.padded or s.train or s.window:
+    other = s.pattern or s.softcap or s.sink
+    if s.queries > 1 or s.G == s.H or s.alibi or s.padded or s.train or s.window or other:
         return "only one query that sees every key can be folded"
     return None
 
@@ -67,7 +96,8 @@ def chunked(problem: AttentionProblem) -> PreparedCall:
 def why_not_chunked(problem: AttentionProblem) -> str | None:
     """Return why the problem cannot be split into chunks, or None."""
     s = problem.sizes
-    if s.window is None or s.queries != s.S or s.alibi or s.padded:
+    other = s.pattern or s.softcap or s.sink
+    if s.window is None or s.queries != s.S or s.alibi or s.padded or other:
         return "only a causal window without padding or bias can be split into chunks"
     return None
 
@@ -100,7 +130,7 @@ def _options(problem: AttentionProblem) -> dict[str, Any]:
     bool.
     """
     s = problem.sizes
-    causal_only = s.window is None and not s.alibi and not s.padded
+    causal_only = s.window is None and s.pattern is None and not s.alibi and not s.padded
     if causal_only and s.queries == 1:
         return {}
     if causal_only and s.queries == s.S:
@@ -119,11 +149,30 @@ def mask_bytes(problem: AttentionProblem) -> int:
     pairs = s.queries * s.S * (s.B if s.padded else 1)
     if s.alibi:
         return 3 * s.H * pairs * problem.dtype.itemsize
-    return pairs * (2 + problem.dtype.itemsize) if s.window or s.padded else 0
+    masked = s.window or s.padded or s.pattern
+    return pairs * (2 + problem.dtype.itemsize) if masked else 0
 
 
 ATTENTION = Peer(
-    "torch SDPA", "F.scaled_dot_product_attention, enable_gqa.", attention, bytes=mask_bytes
+    "torch SDPA",
+    "F.scaled_dot_product_attention, enable_gqa.",
+    attention,
+    why_not=why_not_everything,
+    bytes=mask_bytes,
+)
+FLASH, CUDNN, EFFICIENT = (
+    Peer(
+        f"torch SDPA {name}",
+        f"SDPA that may run its {name} kernel only.",
+        partial(pinned, backend=backend),
+        why_not=partial(why_not_pinned, backend=backend),
+        bytes=mask_bytes,
+    )
+    for name, backend in (
+        ("flash", SDPBackend.FLASH_ATTENTION),
+        ("cuDNN", SDPBackend.CUDNN_ATTENTION),
+        ("efficient", SDPBackend.EFFICIENT_ATTENTION),
+    )
 )
 FOLDED = Peer(
     "torch SDPA folded", "SDPA with the groups folded into queries.", folded, why_not=why_not_folded

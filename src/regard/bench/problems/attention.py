@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -97,15 +97,23 @@ def _attend(
 ) -> Tensor:
     """Compute a block of queries `[B, R, t, D]` against one key/value head `[B, 1, S, D]`."""
     scores = (q @ k.mT) * problem.sizes.D**-0.5
+    if problem.sizes.softcap is not None:
+        scores = problem.sizes.softcap * torch.tanh(scores / problem.sizes.softcap)
     if problem.sizes.alibi:
         scores = scores + problem.bias_rows(rows, q.dtype)[:, heads]
     visible = problem.visible_rows(rows)
     scores = scores.masked_fill(~visible, float("-inf"))
-    weights = torch.softmax(scores, dim=-1)
+    if problem.sink is not None:  # a column without a value
+        logit = problem.sink.to(q.dtype)[heads, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, logit), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
     # the output of a row without visible keys is 0; the softmax of such a row is NaN
     weights = torch.where(visible.any(dim=-1, keepdim=True), weights, 0)
     return weights @ v
 
+
+SINK_KEYS = 4
+"""The first keys that every later query sees under the pattern "sinks"."""
 
 MAX_CHECKED_PAIRS = 1 << 29
 """The largest number of query-key pairs that the reference computes; at least one key/value head is
@@ -126,6 +134,11 @@ class AttentionSizes(ProblemSizes):
         train: whether the gradient is computed.
         bits: the bits of the quantised cache from which keys and values are read; None for keys and
             values that are not quantised.
+        pattern: what else decides which earlier keys a query sees: "documents" (8 packed texts of
+            one length), "prefix" (all queries see the first eighth of the keys), "sinks" (besides
+            its window, a query sees the first 4 keys), or None.
+        softcap: the bound on the scores, or None.
+        sink: whether each head has a logit in the denominator only.
 
     >>> print(AttentionSizes(B=1, H=32, G=8, D=128, S=32768, T=1))
     B1 H32 G8 D128 S32768 T1
@@ -142,6 +155,19 @@ class AttentionSizes(ProblemSizes):
     padded: bool = False
     train: bool = False
     bits: int | None = None
+    pattern: Literal["documents", "prefix", "sinks"] | None = None
+    softcap: float | None = None
+    sink: bool = False
+
+    @property
+    def document(self) -> int:
+        """The tokens of a packed text."""
+        return -(-self.S // 8)
+
+    @property
+    def prefix(self) -> int:
+        """The keys that every query sees under the pattern "prefix"."""
+        return self.S // 8
 
     def resized(self, *, length: int | None = None, batch: int | None = None) -> AttentionSizes:
         """Return the sizes with another S or B."""
@@ -169,6 +195,9 @@ class AttentionSizes(ProblemSizes):
             *([f"T{self.T}"] if self.T is not None else []),
             *([f"W{self.window}"] if self.window is not None else []),
             *([f"{self.bits} bits"] if self.bits is not None else []),
+            *([self.pattern] if self.pattern is not None else []),
+            *([f"softcap {self.softcap:g}"] if self.softcap is not None else []),
+            *(["sink"] if self.sink else []),
         ]
         return " ".join([f"B{self.B} H{self.H} G{self.G} D{self.D} S{self.S}", *rest])
 
@@ -185,6 +214,7 @@ class AttentionProblem(Problem):
     Attributes:
         quantized: keys and values as the cache stores them, if it is quantised.
         pads: the number of padding tokens of each row; padded queries have no right output.
+        sink: the logit of each head `[H]`, or None.
         block_bytes, checked_pairs: the limits of the reference, see `BLOCK_BYTES` and
             `MAX_CHECKED_PAIRS`.
 
@@ -216,6 +246,9 @@ class AttentionProblem(Problem):
             )
         self.q, self.k, self.v = (tensors[name].requires_grad_(sizes.train) for name in "qkv")
         self.d_out = tensors.get("d")
+        self.sink: Tensor | None = None
+        if sizes.sink:
+            self.sink = torch.randn(H, generator=generator).to(device, dtype)
         self.pads = [b * S // (2 * B) if sizes.padded else 0 for b in range(B)]
 
     @property
@@ -247,6 +280,12 @@ class AttentionProblem(Problem):
         visible = j <= i
         if W is not None:
             visible = visible & (j > i - W)
+        if self.sizes.pattern == "sinks":
+            visible = visible | ((j < SINK_KEYS) & (j <= i))
+        elif self.sizes.pattern == "prefix":
+            visible = visible | (j < self.sizes.prefix)
+        elif self.sizes.pattern == "documents":
+            visible = visible & (i // self.sizes.document == j // self.sizes.document)
         if not any(self.pads):
             return visible[None, None]
         pads = torch.tensor(self.pads, device=self.device)[:, None, None]
@@ -278,6 +317,8 @@ class AttentionProblem(Problem):
     def pairs(self) -> int:
         """The number of visible query-key pairs, over all rows and heads."""
         s, T = self.sizes, self.sizes.queries
+        if s.pattern is not None:
+            return s.B * s.H * self._pairs_of_pattern()
         pairs_per_row = []
         for pad in self.pads:
             S, n = s.S - pad, min(T, s.S - pad)
@@ -285,6 +326,19 @@ class AttentionProblem(Problem):
                 causal_pairs(n, S) if s.window is None else window_pairs(n, S, s.window)
             )
         return s.H * sum(pairs_per_row)
+
+    def _pairs_of_pattern(self) -> int:
+        """Return the visible pairs of one head, summed over the queries."""
+        s = self.sizes
+        i = torch.arange(s.S - s.queries, s.S)
+        if s.pattern == "documents":
+            keys = i % s.document + 1
+        elif s.pattern == "prefix":
+            keys = (i + 1).clamp(min=s.prefix)
+        else:
+            in_window = (i + 1).clamp(max=s.S if s.window is None else s.window)
+            keys = in_window + (i + 1 - in_window).clamp(max=SINK_KEYS)
+        return int(keys.sum())
 
     @property
     def work(self) -> MinimumWork:

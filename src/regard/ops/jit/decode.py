@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import DECODE_QUANTIZED_STRUCT, DECODE_STRUCT, StructLayout
+from regard.ops.stored_slots import QuantizedSlots, coded_memory
 
 TILE_KEYS = 64
 """The number of keys in a tile; it must be equal to `decode_loops.TILE`."""
@@ -91,53 +92,6 @@ class DecodeArgs:
         )
 
 
-class QuantizedCodes(Protocol):
-    """Protocol of the codes of quantised keys or values: a number is x = zero + code * scale, with
-    one scale and one zero per line of codes.
-
-    For keys, R counts groups of tokens, and a line is one channel of a group. For values, R counts
-    tokens, and a line is one group of channels of a token.
-    """
-
-    @property
-    def codes(self) -> Tensor:
-        """The codes, uint8 `[B, G, R, lines, bytes]`; several codes share a byte, the first in
-        its lowest bits.
-        """
-
-    @property
-    def scale(self) -> Tensor:
-        """The scale of each line `[B, G, R, lines, 1]`, in the dtype of the numbers before
-        quantisation.
-        """
-
-    @property
-    def zero(self) -> Tensor:
-        """The number that the code 0 stands for in each line, in the shape of the scale."""
-
-
-class QuantizedSlots(Protocol):
-    """Protocol of the keys or values of a quantised cache: earlier slots are stored as codes,
-    recent ones in full precision.
-    """
-
-    @property
-    def groups(self) -> QuantizedCodes:
-        """The groups of codes of the earlier slots."""
-
-    @property
-    def axis(self) -> str:
-        """Whether the numbers that share a scale belong to one "channel" or to one "token"."""
-
-    @property
-    def bits(self) -> int:
-        """The number of bits of a code: 8, 4 or 2."""
-
-    @property
-    def recent(self) -> Tensor:
-        """The recent slots `[B, G, l, d]` in full precision."""
-
-
 class QuantizedSegment(NamedTuple):
     """The keys and values of a quantised cache, as compiled code reads them: the slots that are
     stored as codes, and the recent slots that follow them.
@@ -171,15 +125,10 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
         The segment, or None if k and v are not from a quantised cache, or if their format is not
         supported: keys must have one scale per channel, values one per token.
     """
-    keys: QuantizedSlots | None = getattr(k, "coded", None)
-    values: QuantizedSlots | None = getattr(v, "coded", None)
-    if keys is None or values is None or keys.axis != "channel" or values.axis != "token":
+    coded = coded_memory(k, v)
+    if coded is None:
         return None
-    if keys.groups.scale.dtype != values.groups.scale.dtype:
-        return None
-    slots = k.shape[2] - keys.recent.shape[2]
-    if slots != v.shape[2] - values.recent.shape[2]:  # the loop reads the codes of both together
-        return None
+    keys, values, slots = coded
     (k_codes, k_owners), (v_codes, v_owners) = (
         _quantized_argument(keys),
         _quantized_argument(values),

@@ -127,7 +127,11 @@ def plan(
     >>> regard.plan(q, q, q, mask=regard.masks.Causal(), backend="tiled").kernel
     'tiled'
     """
-    call = zero_empty_slots(make_call(q, k, v, **options))
+    call = make_call(q, k, v, **options)
+    # first: the questions that follow may make numbers of the codes or pages of a cache
+    chosen, served = choose_kernel(call, backend)
+    notes = _notes(call, chosen, served)
+    call = zero_empty_slots(call)
     all_pairs = call.B * call.H * call.T * call.S
     total = attention_flops(all_pairs, call.D, call.E)
     choices, plain = [], without_rule(call)
@@ -146,8 +150,7 @@ def plan(
     dtype = str(q.dtype).removeprefix("torch.")
     title = f"attend {sizes} {dtype} on {q.device.type}, mask {call.mask}"
     title += "" if call.score is None else f", score {call.score}"
-    chosen, served = choose_kernel(call, backend)
-    return Plan(chosen.name, tuple(choices), total, title, _notes(call, chosen, served))
+    return Plan(chosen.name, tuple(choices), total, title, notes)
 
 
 def _notes(call: Call, kernel: Kernel, served: Call) -> tuple[str, ...]:

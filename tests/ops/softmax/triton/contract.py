@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,12 +17,15 @@ from torch import Tensor
 
 import regard
 from regard import biases, masks
+from regard.caches import Paged, Quantised
 from regard.ops.softmax.call import KernelResult, make_call
 from regard.ops.softmax.part_gradients import part_gradients
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.triton.kernel import TritonKernel, is_decoding
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.ops.softmax.test_contract import answers, gradient_answers, gradients
+from tests.ops.softmax.test_cpu_quantised import meant
+from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule
 
 DEVICE = os.environ.get("REGARD_TRITON_DEVICE", "cpu")
@@ -160,6 +163,201 @@ def test_latents_decode_for_all_heads(dtype: torch.dtype, queries: int) -> None:
         (found if kernel else several).append([result.out.cpu(), result.lse.cpu()])
     for i, what in enumerate(("out", "lse")):
         assert_close_rule(found[0][i], several[0][i], several[1][i], what=what)
+
+
+class Stored(NamedTuple):
+    """A decoding call whose keys and values are codes or pages."""
+
+    dtype: torch.dtype = torch.float32
+    queries: int = 1
+    heads: int = 4
+    D: int = 16
+    E: int = 32
+    bits: int = 8
+    group: int = 16
+    residual: int = 5
+    page: int = 4
+    options: dict[str, Any] = {}
+
+    def __str__(self) -> str:
+        word = str(self.options.get("mask", "full")) + " cap" * ("softcap" in self.options)
+        sizes = f"{self.bits} bits, groups of {self.group}, pages of {self.page}, T{self.queries}"
+        return f"{sizes} D{self.D} E{self.E} {self.dtype} {word}".replace("torch.", "")
+
+
+SLOTS = 53
+SINKS = {"mask": masks.Causal() & (masks.Window(21) | masks.Sinks(3))}
+CAPPED = {"mask": masks.Causal(), "softcap": 3.0, "bias": biases.ALiBi(4), "scale": 0.4}
+HALF, WIDE = torch.float16, torch.bfloat16
+
+
+def stored_input(case: Stored) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v, and positions: row 1 begins with 9 empty slots, which hold garbage."""
+    draw = torch.Generator().manual_seed(5)
+    sizes = ((case.heads, case.queries, case.D), (2, SLOTS, case.D), (2, SLOTS, case.E))
+    q, k, v = (torch.randn(2, *x, generator=draw).to(DEVICE, case.dtype) for x in sizes)
+    positions = torch.arange(SLOTS).expand(2, -1) - torch.tensor([[0], [9]])
+    k[1, :, :9] = v[1, :, :9] = math.nan
+    return q, k, v, positions.clamp(min=-1).to(DEVICE)
+
+
+def stored_call(case: Stored, k: Tensor, v: Tensor, positions: Tensor) -> Any:
+    last = positions[:, -case.queries :]
+    q = stored_input(case)[0][: positions.shape[0]]
+    return make_call(
+        q, k, v, q_positions=last, k_positions=positions, wants_lse=True, **case.options
+    )
+
+
+def assert_stored(call: Any, k: Tensor, v: Tensor) -> None:
+    """The call is right for keys and values `[B, G, S, d]` in fp64 on the CPU."""
+    q, queries, keys = (x.cpu() for x in (call.q, call.q_positions, call.k_positions))
+    visible = call.mask.block(queries, keys)
+    options = {"visible": visible, "scale": call.scale, "softcap": call.softcap}
+    if call.bias is not None:
+        options["bias"] = call.bias.block(queries, keys, dtype=torch.float64)
+    assert KERNEL.why_not(call) == []
+    assert is_decoding(call)
+    found = KERNEL.run(call)
+    right = plain_attention(q.double(), k, v, **options)
+    plains = several_plains(q, k.to(q.dtype), v.to(q.dtype), **options)
+    for i, what in enumerate(("out", "lse")):
+        x = found[i].cpu()
+        assert_close_rule(x, [y[i].to(x.dtype) for y in plains], right[i], what=what)
+
+
+CODED = [
+    Stored(),
+    Stored(bits=4, group=32, dtype=HALF, queries=3, options=SINKS),
+    Stored(bits=2, D=20, E=24, group=4, options=CAPPED),
+    Stored(bits=8, D=24, E=16, group=20, residual=0, dtype=HALF, options=CAPPED),
+    Stored(bits=4, dtype=WIDE, options=SINKS),
+    Stored(bits=2, dtype=HALF, heads=20, queries=2),
+]
+
+
+@pytest.mark.parametrize("case", CODED, ids=str)
+def test_decoding_reads_codes(case: Stored) -> None:
+    _, k, v, positions = stored_input(case)
+    cache = Quantised(case.bits, group=case.group, residual=case.residual)
+    keys, values = cache.update((k, v), positions)[0]
+    assert "codes of" in KERNEL.describe(stored_call(case, keys, values, positions))
+    assert_stored(stored_call(case, keys, values, positions), *meant(cache))
+    assert keys.coded is not None, "nothing was dequantised"
+    assert values.coded is not None
+
+
+@pytest.mark.parametrize("name", ["zero.0", "scale.0", "codes.0", "zero.1", "scale.1", "codes.1"])
+def test_another_code_is_far(name: str) -> None:
+    """The negative control: one part of what is stored differs."""
+    case = Stored(bits=4)
+    _, k, v, positions = stored_input(case)
+    cache = Quantised(case.bits, group=case.group, residual=case.residual)
+    cache.update((k, v), positions)
+    right, held = meant(cache), dict(cache.contents())
+    x = held[name]
+    assert isinstance(x, Tensor)
+    cache.fill({**held, name: x ^ 16 if name.startswith("codes") else x * 1.01})
+    keys, values = cache.update(tuple(x[:, :, :0] for x in (k, v)), positions[:, :0])[0]
+    with pytest.raises(AssertionError, match="error"):
+        assert_stored(stored_call(case, keys, values, positions), *right)
+
+
+PAGED = [
+    Stored(),
+    Stored(page=16, dtype=HALF, queries=3, options=SINKS),
+    Stored(page=5, D=20, E=24, options=CAPPED),
+    Stored(page=64, dtype=WIDE, options=SINKS),
+    Stored(page=1, dtype=HALF, heads=20, queries=2),
+]
+
+
+@pytest.mark.parametrize("case", PAGED, ids=str)
+def test_decoding_reads_pages(case: Stored) -> None:
+    """Two chunks, a fork that shares pages, and NaN in every slot that no row has."""
+    _, k, v, positions = stored_input(case)
+    cache = Paged(case.page, pages=4 * SLOTS)
+    half = SLOTS // 2
+    cache.update((k[:, :, :half], v[:, :, :half]), positions[:, :half])
+    fork = cache.fork()
+    fork.update((v[:, :, half:, :1].expand_as(k[:, :, half:]), v[:, :, half:]), positions[:, half:])
+    cache.update((k[:, :, half:], v[:, :, half:]), positions[:, half:])
+    owned = {slot for x in (cache, fork) for slot in owned_slots(x)}
+    for x in cache.pool.parts:
+        free = [i for i in range(x.shape[0] * x.shape[1]) if i not in owned]
+        x.view(-1, *x.shape[2:])[free] = math.nan
+    (keys, values), places = cache.lazy_memory()
+    call = stored_call(case, keys, values, places)
+    assert "in pages of" in KERNEL.describe(call)
+    n = (positions >= 0).sum(1).tolist()
+    numbers = [torch.zeros(2, 2, places.shape[1], x.shape[3], dtype=torch.float64) for x in (k, v)]
+    for row, length in enumerate(n):
+        for x, held in zip((k, v), numbers, strict=True):
+            held[row, :, :length] = x[row, :, SLOTS - length :].double().cpu()
+    call = replace(
+        call, q_positions=torch.stack([places[i, : n[i]][-case.queries :] for i in (0, 1)])
+    )
+    assert_stored(call, *numbers)
+    assert keys.paged is not None, "nothing was gathered"
+    assert values.paged is not None
+
+
+def test_a_plan_says_in_which_form_a_cache_is_read() -> None:
+    """With positions as tensors, for which other kernels look at the numbers."""
+    case = Stored()
+    q, k, v, positions = stored_input(case)
+    cache = Paged(4, pages=40)
+    cache.update((k, v), positions)
+    memory, places = cache.lazy_memory()
+    plan = regard.plan(
+        q, *memory, q_positions=places[:, 43:44], k_positions=places, backend="triton"
+    )
+    assert "in pages of 4 slots" in plan.notes[0]
+
+
+def owned_slots(cache: Paged) -> list[int]:
+    """The pool's numbers of the slots that the rows of a cache hold."""
+    size, lengths = cache.pool.page_size, cache._table.lengths
+    return [
+        row[i // size] * size + i % size
+        for row, length in zip(cache.table, lengths, strict=True)
+        for i in range(length)
+    ]
+
+
+def test_another_page_is_far() -> None:
+    """The negative control: two pages of a row are exchanged."""
+    case = Stored(page=16, options=SINKS)
+    _, k, v, positions = stored_input(case)
+    positions = positions[:1]
+    cache = Paged(16, pages=8)
+    cache.update((k[:1], v[:1]), positions)
+    keys, values = cache.lazy_memory()[0]
+    table = keys.paged.table
+    table[0, 0], table[0, 1] = int(table[0, 1]), int(table[0, 0])
+    with pytest.raises(AssertionError, match="error"):
+        assert_stored(
+            stored_call(case, keys, values, positions), *(x[:1].double().cpu() for x in (k, v))
+        )
+
+
+@pytest.mark.parametrize("kind", ["pages", "codes"])
+def test_a_row_of_a_cache_decodes_to_the_same_digits_in_every_batch(kind: str) -> None:
+    case = Stored(options=SINKS, bits=4, page=8)
+    _, k, v, _ = stored_input(case)
+    k, v = k.nan_to_num(), v.nan_to_num()
+    positions = torch.arange(SLOTS, device=DEVICE).expand(2, -1)
+    found = []
+    for rows in (slice(0, 2), slice(1, 2)):
+        cache = Paged(8, pages=40) if kind == "pages" else Quantised(4, group=16, residual=5)
+        memory = cache.update((k[rows], v[rows]), positions[rows])[0]
+        if isinstance(cache, Paged):
+            memory = cache.lazy_memory()[0]
+        q = stored_input(case)[0][rows]
+        last = positions[rows, -1:]
+        call = make_call(q, *memory, q_positions=last, k_positions=positions[rows], **SINKS)
+        found.append(KERNEL.run(call).out)
+    assert torch.equal(found[0][1:], found[1])
 
 
 def test_a_row_decodes_to_the_same_digits_in_every_batch() -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from regard import biases, masks
+from regard import Span, biases, masks
+from regard.caches import Paged, Quantised
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.triton.bias_data import bias_data
+from regard.ops.triton_support import launches_for
 from tests.ops.triton_compiler import SHARED_LIMIT, compile_launch
 
 pytest.importorskip("triton", reason="triton is not installed: pip install 'regard[gpu]'")
@@ -134,6 +136,54 @@ def test_decoding(dtype: torch.dtype, D: int, capability: int) -> None:
         if dtype == torch.bfloat16 and launch.kernel.__name__ == "attention_decode":
             assert "mma.sync" in found.ptx
             assert "cp.async" in found.ptx
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("stored", [8, 4, 2, "pages"])
+def test_decoding_from_a_cache(stored: int | str, capability: int) -> None:
+    """Codes of 8, 4 and 2 bits, and pages of 16 slots: in the registers, and by wide loads."""
+    from regard.ops.softmax.triton.launch import decode_launches
+
+    q = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
+    k = torch.randn(1, 2, 256, 128).to(torch.bfloat16)
+    cache = Paged(16, 20) if stored == "pages" else Quantised(int(stored), residual=0)
+    memory, _ = cache.update((k, k), Span(0, 256))
+    if isinstance(cache, Paged):
+        memory, _ = cache.lazy_memory()
+    call = make_call(q, *memory, mask=masks.Causal())
+    with launches_for(capability):
+        launch = decode_launches(call, bias_data(call, None))[0][0]
+    assert launch.options["PAGE" if stored == "pages" else "CODE_BITS"] in (16, stored)
+    found = compile_launch(launch, capability)
+    assert found.shared <= SHARED_LIMIT[capability]
+    assert found.spilled == 0
+    assert "mma.sync" in found.ptx
+    assert ("cp.async.cg" in found.ptx) == (stored == "pages"), "16 bytes at a time"
+    assert stored == "pages" or "ld.global.v4" in found.ptx
+
+
+def test_nothing_is_compiled_for_a_longer_cache() -> None:
+    """A page table, codes and their scales grow; the arguments that triton looks at do not."""
+    from regard.ops.softmax.triton.launch import decode_launches
+
+    def key_of(kind: str, S: int) -> list[object]:
+        cache = Paged(16, 70) if kind == "pages" else Quantised(4, residual=0)
+        q, k = (torch.zeros(1, h, n, 64, dtype=torch.bfloat16) for h, n in ((8, 1), (2, S)))
+        memory, _ = cache.update((k, k), Span(0, S))
+        memory = cache.lazy_memory()[0] if isinstance(cache, Paged) else memory
+        call = make_call(q, *memory, mask=masks.Causal())
+        launch = decode_launches(call, bias_data(call, None))[0][0]
+        looked_at = [
+            (x == 1, x % 16 == 0)
+            for x, param in zip(launch.args, launch.kernel.params, strict=False)
+            if isinstance(x, int) and not param.do_not_specialize
+        ]
+        return [looked_at, launch.options]
+
+    for kind in ("pages", "codes"):
+        keys = [key_of(kind, S) for S in (32, 64, 416, 1024)]
+        assert all(x == keys[0] for x in keys)
 
 
 @pytest.mark.full

@@ -9,6 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from regard import biases, masks
+from regard.caches import Paged, Quantised
+from regard.caches.paged import LazyPagedTensor, PagesOfRows
 from regard.ops.softmax import dispatch
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.sdpa import SdpaKernel, attend_range_on_cuda, cuda_backends
@@ -146,6 +148,46 @@ def test_it_says_how_it_would_run_a_call() -> None:
     assert work.pairs == 2 * 128 * 64 * (2 + 4 + 6 + 8)
     # m, l and lse of each row, int32 positions, one range a query, counts, tiles and kinds
     assert work.bytes == 3 * 2 * 512 * 4 + 2 * 512 * 4 + 2 * 512 * 4 + 4 * 2 * 4 + 4 * 8 * 5
+
+
+def stored_cuda_call(T: int) -> Call:
+    """T queries and a paged cache on a CUDA device that is not there."""
+    call = cuda_call(shape=(1, 8, 2, T, 64, 64, 64), mask=CAUSAL)
+    with FakeTensorMode():
+        pages = torch.empty(9, 16, 2, 64, dtype=torch.bfloat16, device="cuda")
+        table = torch.zeros(1, 5, dtype=torch.int32, device="cuda")
+    k, v = (LazyPagedTensor.of(PagesOfRows(pages, table), Span(0, 64)) for _ in range(2))
+    call = make_call(call.q, k, v, mask=CAUSAL)
+    object.__setattr__(call, "readable", True)
+    return call
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_stored_cache_comes_here_first() -> None:
+    """Torch's kernel would gather or dequantise the whole cache in every step."""
+    assert first_three(stored_cuda_call(1))[0] == "triton"
+    assert first_three(cuda_call(shape=(1, 8, 2, 1, 64, 64, 64), mask=CAUSAL))[:2] != ["triton"]
+    assert first_three(stored_cuda_call(64))[0] == "sdpa"  # a prompt
+
+
+def test_it_says_in_which_form_it_reads_a_cache() -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 40, 16, generator=draw)
+    quantised, paged = Quantised(4, group=16, residual=5), Paged(8, pages=5)
+    coded = quantised.update((k, k), Span(0, 40))[0]
+    say = TritonKernel().describe
+    assert say(make_call(q, *coded, mask=CAUSAL)).endswith(
+        "mask; it reads 32 slots of keys and values as codes of 4 bits, and 8 recent slots in full "
+        "precision"
+    )
+    paged.update((k, k), Span(0, 40))
+    assert say(make_call(q, *paged.lazy_memory()[0], mask=CAUSAL)).endswith(
+        "mask; it reads keys and values in pages of 8 slots, and gathers none"
+    )
+    # of another form, or gathered before, they are tensors like any others
+    keys, values = coded
+    assert say(make_call(q, keys, values.clone())).endswith("for a new mask")
+    assert "codes" not in say(make_call(q, keys, values)), "clone() made the numbers"
 
 
 @pytest.mark.parametrize(

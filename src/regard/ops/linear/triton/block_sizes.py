@@ -1,7 +1,7 @@
 """The sizes of chunks and blocks of the recurrences: a table that is reviewed like code.
 
 Compiled for sm_80, sm_90 and sm_100 by tests/ops/linear/triton/test_compile.py, and not yet
-measured on a GPU; `regard bench --tune` proposes rows.
+measured on a GPU: the rows were chosen by the registers that spill.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ MAX_KEY_CHANNELS = 256
 _TABLE: dict[tuple[RecurrenceKernelKind, bool, int], ChunkSizes] = {
     ("states", False, 64): ChunkSizes(64, 64, 64, 4, 2),
     ("states", False, 128): ChunkSizes(64, 64, 32, 8, 2),
-    ("states", False, 256): ChunkSizes(64, 64, 16, 8, 2),
+    ("states", False, 256): ChunkSizes(64, 64, 16, 8, 1),
     ("parallel", False, 256): ChunkSizes(64, 32, 64, 8, 1),
+    ("gradients", False, 64): ChunkSizes(64, 16, 32, 8, 1),
     ("gradients", False, 256): ChunkSizes(64, 32, 32, 8, 1),
     ("solve", False, 256): ChunkSizes(64, 32, 64, 4, 1),
     ("states", True, 64): ChunkSizes(32, 64, 64, 4, 2),
@@ -53,11 +54,17 @@ _TABLE: dict[tuple[RecurrenceKernelKind, bool, int], ChunkSizes] = {
 }
 """(kind, one decay for each channel, largest D) -> sizes; all kernels of a call have one chunk."""
 
+_SHORT_CHUNK = 32
+"""The tokens of a chunk where 64 spill: before sm_90 the kernels of a triangular system (224 to 464
+bytes), and from sm_100 on the states of more than 128 channels (168 bytes)."""
+
 _EXACT, _EXACT_STATES = ChunkSizes(16, 16, 16, 4, 1), ChunkSizes(16, 16, 16, 8, 1)
 """The kernels in fp32, whose products run on no tensor cores and need many registers."""
 
 
-def chunk_sizes(kind: RecurrenceKernelKind, *, by_channel: bool, exact: bool, D: int) -> ChunkSizes:
+def chunk_sizes(
+    kind: RecurrenceKernelKind, *, by_channel: bool, exact: bool, D: int, capability: int = 90
+) -> ChunkSizes:
     """Return the sizes of a kernel for keys of D channels, at most `MAX_KEY_CHANNELS`.
 
     Args:
@@ -65,11 +72,18 @@ def chunk_sizes(kind: RecurrenceKernelKind, *, by_channel: bool, exact: bool, D:
         by_channel: whether each channel has a decay.
         exact: whether products need all digits of fp32.
         D: the key channels.
+        capability: the compute capability of the device, such as 80 for an A100.
 
     >>> chunk_sizes("states", by_channel=False, exact=False, D=100)
     ChunkSizes(chunk=64, channels=64, columns=32, warps=8, stages=2)
+    >>> chunk_sizes("states", by_channel=False, exact=False, D=100, capability=80).chunk
+    32
     """
     if exact:
         return _EXACT_STATES if kind == "states" else _EXACT
     width = min(x for *key, x in _TABLE if key == [kind, by_channel] and x >= D)
-    return _TABLE[kind, by_channel, width]
+    sizes = _TABLE[kind, by_channel, width]
+    if capability < 90 or (capability >= 100 and D > 128):
+        sizes = sizes._replace(chunk=min(sizes.chunk, _SHORT_CHUNK))
+    # before sm_90, 4 warps spill 56 bytes and 8 warps 16 to 24
+    return sizes._replace(warps=8) if kind == "gradients" and capability < 90 else sizes

@@ -31,7 +31,7 @@ from regard.ops.linear.triton.delta_kernels import (
 from regard.ops.linear.triton.forward_kernels import chunk_outputs, chunk_states
 from regard.ops.linear.triton.kernel import RecurrenceCall
 from regard.ops.linear.triton.odd_numbers import write_nans
-from regard.ops.triton_support import Launch, interprets
+from regard.ops.triton_support import Launch, capability_of, interprets
 
 
 class ForwardBuffers(NamedTuple):
@@ -257,7 +257,10 @@ class SharedArguments:
             return INTERPRETED
         call = self.call
         by_channel, D = call.decay_form == 2, call.k.shape[3]
-        return chunk_sizes(kind, by_channel=by_channel, exact=call.exact, D=D)
+        capability = capability_of(self.q.device)
+        return chunk_sizes(
+            kind, by_channel=by_channel, exact=call.exact, D=D, capability=capability
+        )
 
 
 def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:

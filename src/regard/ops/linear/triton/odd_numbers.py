@@ -38,6 +38,7 @@ def write_nans(
     i, d = tl.arange(0, C), tl.arange(0, BLOCK_D)
     e = tl.program_id(1) * BE + tl.arange(0, BE)
     outputs = O // N
+    PART: tl.constexpr = min(BLOCK_D, 64)
     rows, columns = tl.zeros([BLOCK_D], tl.int32), tl.zeros([BE], tl.int32)
     for c in range(chunks):
         count = 0
@@ -46,15 +47,29 @@ def write_nans(
         earlier = tl.max(rows, 0) + tl.max(columns, 0)
         if (count > 0) | (earlier > 0):
             t = c * C + i
-            k = load_rows(k_ptr + b * k_b + n // shared_keys * k_h, k_t, t, T, d, D)
+            k_rows = k_ptr + b * k_b + n // shared_keys * k_h
+            g_rows = g_ptr + b * g_b + n * g_h
             v = load_rows(v_ptr + b * v_b + n * v_h, v_t, t, T, e, E)
-            bad_rows, bad_columns = is_odd(k), is_odd(v)
-            if DECAY:
-                g = load_decays(g_ptr + b * g_b + n * g_h, g_t, t, t < T, d, D, DECAY == 2)
-                bad_rows = bad_rows | is_odd_decay(g)
+            bad_columns = is_odd(v)
             if DELTA:
-                beta = load_column(beta_ptr + b * beta_b + n * beta_h, beta_t, t, T)
-                bad_rows = bad_rows | is_odd(beta)
+                # a token's odd number reaches the whole state: one flag a token, from blocks of
+                # channels, because all of them at once take too many registers
+                bad_rows = is_odd(load_column(beta_ptr + b * beta_b + n * beta_h, beta_t, t, T))
+                for start in tl.static_range(0, BLOCK_D, PART):
+                    part = start + tl.arange(0, PART)
+                    bad = is_odd(load_rows(k_rows, k_t, t, T, part, D))
+                    if DECAY == 2:
+                        g = load_decays(g_rows, g_t, t, t < T, part, D, True)
+                        bad = bad | is_odd_decay(g)
+                    bad_rows = bad_rows | tl.max(bad, 1)[:, None]
+                if DECAY == 1:
+                    g = load_decays(g_rows, g_t, t, t < T, d, D, False)
+                    bad_rows = bad_rows | is_odd_decay(g)
+            else:
+                bad_rows = is_odd(load_rows(k_rows, k_t, t, T, d, D))
+                if DECAY:
+                    g = load_decays(g_rows, g_t, t, t < T, d, D, DECAY == 2)
+                    bad_rows = bad_rows | is_odd_decay(g)
             bad = tl.cumsum(tl.max(bad_rows, 1), 0)[:, None] + tl.cumsum(bad_columns, 0)
             bad += tl.max(rows, 0) + columns[None, :]
             mask = (t < T)[:, None] & (e < E)[None, :] & (bad > 0)

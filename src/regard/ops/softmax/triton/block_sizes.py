@@ -1,16 +1,20 @@
 """The block sizes of the kernels: a table that is reviewed like code.
 
 There is no automatic tuning while a program runs: the winner of a race of timings changes between
-runs and between ranks, and with it the order of sums. `regard bench --tune` proposes rows.
+runs and between ranks, and with it the order of sums. `regard bench --tune FILE` measures rows on a
+device and writes them for review.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-KernelKind: TypeAlias = Literal["forward", "backward_q", "backward_kv"]
+KernelKind: TypeAlias = Literal["forward", "backward_q", "backward_kv", "decode"]
 
 
 class LaunchSizes(NamedTuple):
@@ -32,6 +36,21 @@ class LaunchSizes(NamedTuple):
 INTERPRETED = LaunchSizes(16, 16, 4, 1)
 """Small blocks for triton's interpreter, where small calls have several of them."""
 
+
+class SizesKey(NamedTuple):
+    """The row of a table of block sizes.
+
+    Args:
+        kind: the kernel.
+        half: whether the dtype has 2 bytes.
+        width: the largest head dimension that the row serves.
+    """
+
+    kind: KernelKind
+    half: bool
+    width: int
+
+
 # (kind, half precision, largest head dimension) -> sizes; compiled for sm_80, sm_90 and sm_100 by
 # tests/ops/softmax/triton/test_compile.py, and not yet measured on a GPU
 _TABLE: dict[tuple[KernelKind, bool, int], LaunchSizes] = {
@@ -44,7 +63,7 @@ _TABLE: dict[tuple[KernelKind, bool, int], LaunchSizes] = {
     ("backward_q", True, 64): LaunchSizes(128, 64, 8, 2),
     ("backward_q", True, 128): LaunchSizes(64, 64, 8, 2),
     ("backward_q", True, 256): LaunchSizes(32, 32, 8, 1),
-    ("backward_q", False, 64): LaunchSizes(32, 32, 8, 1),
+    ("backward_q", False, 64): LaunchSizes(32, 16, 8, 1),
     ("backward_q", False, 128): LaunchSizes(16, 16, 8, 1),
     ("backward_q", False, 256): LaunchSizes(16, 16, 8, 1),
     ("backward_kv", True, 64): LaunchSizes(64, 64, 8, 1),
@@ -53,20 +72,68 @@ _TABLE: dict[tuple[KernelKind, bool, int], LaunchSizes] = {
     ("backward_kv", False, 64): LaunchSizes(32, 32, 8, 1),
     ("backward_kv", False, 128): LaunchSizes(32, 32, 8, 1),
     ("backward_kv", False, 256): LaunchSizes(16, 16, 8, 1),
+    ("decode", True, 128): LaunchSizes(16, 64, 4, 3),
+    ("decode", True, 256): LaunchSizes(16, 32, 4, 2),
+    ("decode", True, 576): LaunchSizes(16, 32, 8, 2),
+    ("decode", False, 256): LaunchSizes(16, 16, 4, 2),
+    ("decode", False, 576): LaunchSizes(16, 16, 8, 1),
 }
+TABLE = {SizesKey(*key): sizes for key, sizes in _TABLE.items()}
+"""The sizes for a device of which no row has been measured."""
+
+MEASURED: dict[int, dict[SizesKey, LaunchSizes]] = {}
+"""Rows that `regard bench --tune` measured and a reviewer entered, by compute capability (90 for an
+H100 or H200); they stand before those of `TABLE`."""
 
 MAX_HEAD_DIM = 256
-"""The largest D and E that the table has a row for."""
+"""The largest D and E of the kernels that do not decode."""
+
+_tried: ContextVar[dict[SizesKey, LaunchSizes] | None] = ContextVar("tried", default=None)
 
 
-def block_sizes(kind: KernelKind, dtype: torch.dtype, D: int, E: int) -> LaunchSizes:
-    """Return the block sizes for a kernel, a dtype and head dimensions up to `MAX_HEAD_DIM`.
+@contextmanager
+def try_sizes(key: SizesKey, sizes: LaunchSizes) -> Iterator[None]:
+    """Use other sizes than those of the tables for one row, in this thread, to measure them.
+
+    >>> key = SizesKey("forward", True, 128)
+    >>> with try_sizes(key, LaunchSizes(64, 64, 4, 2)):
+    ...     block_sizes("forward", torch.bfloat16, 128, 128).rows
+    64
+    """
+    token = _tried.set({**(_tried.get() or {}), key: sizes})
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
+
+def key_of(kind: KernelKind, dtype: torch.dtype, D: int, E: int) -> SizesKey:
+    """Return the row of the tables for a kernel, a dtype and head dimensions.
+
+    >>> key_of("decode", torch.float16, 100, 80)
+    SizesKey(kind='decode', half=True, width=128)
+    """
+    half = dtype.itemsize == 2
+    widths = [x.width for x in TABLE if x.kind == kind and x.half == half]
+    return SizesKey(kind, half, min(x for x in widths if max(D, E) <= x))
+
+
+def block_sizes(
+    kind: KernelKind, dtype: torch.dtype, D: int, E: int, *, capability: int = 90
+) -> LaunchSizes:
+    """Return the block sizes for a kernel, a dtype, head dimensions and a compute capability.
 
     >>> block_sizes("forward", torch.bfloat16, 128, 128)
     LaunchSizes(rows=128, keys=64, warps=8, stages=3)
+
+    The rows of the decoding kernel are the queries of a group of heads; of more rows than the
+    table has, blocks of at most twice as many are made.
     """
-    width = next(x for x in (64, 128, 256) if max(D, E) <= x)
-    return _TABLE[kind, dtype.itemsize == 2, width]
+    key = key_of(kind, dtype, D, E)
+    for table in (_tried.get() or {}, MEASURED.get(capability, {})):
+        if key in table:
+            return table[key]
+    return TABLE[key]
 
 
 SPAN_KEYS = 512
@@ -77,19 +144,16 @@ MAX_DECODED_KEY_DIM, MAX_DECODED_VALUE_DIM = 576, 512
 """The largest D and E of the decoding kernel: those of latent attention in DeepSeek-V2 and V3."""
 
 
-def decode_sizes(dtype: torch.dtype, D: int, E: int) -> LaunchSizes:
-    """Return the sizes of the decoding kernel, whose rows are the queries of a group of heads; of
-    more rows than here, blocks of at most twice as many are made.
+def coded_sizes(sizes: LaunchSizes, group: int) -> LaunchSizes:
+    """Return the sizes of the decoding kernel for keys that are stored as codes in groups of so
+    many tokens: a tile lies in one group, if a group has 16 tokens or more and can be divided.
 
-    >>> decode_sizes(torch.bfloat16, 128, 128)
-    LaunchSizes(rows=16, keys=64, warps=4, stages=3)
+    >>> sizes = block_sizes("decode", torch.bfloat16, 128, 128)
+    >>> sizes.keys, coded_sizes(sizes, 32).keys, coded_sizes(sizes, 20).keys
+    (64, 32, 64)
     """
-    if max(D, E) > MAX_HEAD_DIM:
-        half = dtype.itemsize == 2
-        return LaunchSizes(16, 32, 8, 2) if half else LaunchSizes(16, 16, 8, 1)
-    if dtype.itemsize == 2:
-        return LaunchSizes(16, 64, 4, 3) if max(D, E) <= 128 else LaunchSizes(16, 32, 4, 2)
-    return LaunchSizes(16, 16, 4, 2)
+    divisor = group & -group
+    return sizes._replace(keys=min(sizes.keys, divisor)) if divisor >= 16 else sizes
 
 
 def split_key_dim(D: int) -> tuple[int, int]:

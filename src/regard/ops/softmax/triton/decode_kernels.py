@@ -3,7 +3,8 @@
 A program computes one span of the keys for all query heads that share them, packed as the rows of
 one product, so that keys and values are read once. Spans begin at multiples of a fixed number of
 key slots, whatever the batch is: a row has the same digits alone and in a batch. A second kernel
-joins the parts of a row in their order:
+joins the parts of a row in their order. Keys and values are rows of tensors, rows of the pages of a
+pool, or codes of 8, 4 or 2 bits, which become the numbers that the cache would return:
 
     lse = ln sum_p exp(lse_p)        out = sum_p exp(lse_p - lse) out_p
 
@@ -44,23 +45,134 @@ def add_values(acc, p, v, visible, PRECISION: tl.constexpr):
     return acc
 
 
+@triton.jit
+def restored(code, scale, zero, ROUND: tl.constexpr):
+    """zero + code * scale, rounded to the dtype of the scale.
+
+    ROUND does what the conversion to bf16 does on a GPU, because the interpreter cuts digits.
+    """
+    x = zero.to(tl.float32) + code.to(tl.float32) * scale.to(tl.float32)
+    if ROUND:
+        word = x.to(tl.int32, bitcast=True)
+        word += 0x7FFF + ((word >> 16) & 1)
+        x = (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        x = x.to(scale.dtype)
+    return x
+
+
+@triton.jit
+def numbers_of_octets(octets, scale, zero, CODE_BITS: tl.constexpr, ROUND: tl.constexpr):
+    """The numbers of the codes in octets `[n, m]`, `[n, m * 8 / CODE_BITS]`; the first code is in
+    the lowest bits.
+    """
+    code = octets.to(tl.int32)
+    if CODE_BITS == 8:
+        numbers = restored(code, scale, zero, ROUND)
+    elif CODE_BITS == 4:
+        low = restored(code & 15, scale, zero, ROUND)
+        numbers = tl.interleave(low, restored(code >> 4, scale, zero, ROUND))
+    else:
+        first = restored(code & 3, scale, zero, ROUND)
+        second = restored((code >> 2) & 3, scale, zero, ROUND)
+        third = restored((code >> 4) & 3, scale, zero, ROUND)
+        fourth = restored(code >> 6, scale, zero, ROUND)
+        numbers = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
+    return numbers
+
+
+@triton.jit
+def coded_keys(
+    k_base, scale_base, zero_base, first_col, stop_slot, d, k_s, scale_s,
+    D: tl.constexpr, BN: tl.constexpr, CODE_BITS: tl.constexpr, GROUP: tl.constexpr,
+    ROUND: tl.constexpr,
+):  # fmt: skip
+    """The keys of a tile from codes `[R, D, octets]` with a scale for each of D channels in each
+    group of GROUP tokens, transposed: `[BLOCK_D, BN]`.
+    """
+    PER: tl.constexpr = 8 // CODE_BITS
+    octet = tl.arange(0, BN // PER)
+    row = first_col + octet * PER
+    inside = (d < D)[:, None] & (row < stop_slot)[None, :]
+    if GROUP % BN == 0:  # a tile has one group
+        group = (first_col // GROUP).to(tl.int64)
+        octet_at = k_base + group * k_s + (first_col % GROUP) // PER
+        octet_at = octet_at + (d * (GROUP // PER))[:, None] + octet[None, :]
+        scale_at = group * scale_s + d
+        scale = tl.load(scale_base + scale_at, mask=d < D, other=0.0)[:, None]
+        zero = tl.load(zero_base + scale_at, mask=d < D, other=0.0)[:, None]
+    else:
+        group = (row // GROUP).to(tl.int64)
+        octet_at = k_base + (group * k_s + (row % GROUP) // PER)[None, :]
+        octet_at = octet_at + (d * (GROUP // PER))[:, None]
+        scale_at = (group * scale_s)[None, :] + d[:, None]
+        scale = tl.load(scale_base + scale_at, mask=inside, other=0.0)
+        zero = tl.load(zero_base + scale_at, mask=inside, other=0.0)
+    octets = tl.load(octet_at, mask=inside, other=0)
+    return numbers_of_octets(octets, scale, zero, CODE_BITS, ROUND)
+
+
+@triton.jit
+def coded_values(
+    v_base, scale_base, zero_base, first_col, stop_slot, v_s, scale_s, scale_line,
+    E: tl.constexpr, BLOCK_E: tl.constexpr, BN: tl.constexpr, CODE_BITS: tl.constexpr,
+    GROUP: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """The values of a tile from codes `[S, octets]` with a scale for each group of GROUP channels
+    of a token: `[BN, BLOCK_E]`.
+    """
+    PER: tl.constexpr = 8 // CODE_BITS
+    row, octet = tl.arange(0, BN), tl.arange(0, BLOCK_E // PER)
+    first = first_col.to(tl.int64)
+    used = first_col + row < stop_slot
+    inside = used[:, None] & (octet * PER < E)[None, :]
+    octet_at = v_base + first * v_s + (row * v_s)[:, None] + octet[None, :]
+    octets = tl.load(octet_at, mask=inside, other=0)
+    if BLOCK_E % GROUP == 0 and E == BLOCK_E:  # the octets of a group are neighbours
+        LINES: tl.constexpr = E // GROUP
+        line = tl.arange(0, LINES)
+        scale_at = (first + row) * scale_s
+        scale_at = scale_at[:, None] + line[None, :] * scale_line
+        scale = tl.load(scale_base + scale_at, mask=used[:, None], other=0.0)
+        zero = tl.load(zero_base + scale_at, mask=used[:, None], other=0.0)
+        octets = tl.reshape(octets, [BN * LINES, GROUP // PER])
+        scale, zero = tl.reshape(scale, [BN * LINES, 1]), tl.reshape(zero, [BN * LINES, 1])
+        numbers = numbers_of_octets(octets, scale, zero, CODE_BITS, ROUND)
+        numbers = tl.reshape(numbers, [BN, BLOCK_E])
+    else:
+        line = (octet * PER) // GROUP
+        scale_at = ((first + row) * scale_s)[:, None] + (line * scale_line)[None, :]
+        scale = tl.load(scale_base + scale_at, mask=inside, other=0.0)
+        zero = tl.load(zero_base + scale_at, mask=inside, other=0.0)
+        numbers = numbers_of_octets(octets, scale, zero, CODE_BITS, ROUND)
+    return numbers
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_decode(
     q_ptr, k_ptr, v_ptr, part_ptr, part_lse_ptr,
     q_pos_ptr, k_pos_ptr, start_ptr, stop_ptr, bits_ptr, bounds_ptr,
     slope_ptr, bucket_ptr, weight_ptr, table_ptr,
+    pages_ptr, k_scale_ptr, k_zero_ptr, v_scale_ptr, v_zero_ptr,
     q_b, q_h, q_t, k_b, k_g, k_s, v_b, v_g, v_s,
+    pages_b, k_page, v_page,
+    k_scale_b, k_scale_g, k_scale_s, v_scale_b, v_scale_g, v_scale_s, v_scale_line,
     q_pos_b, k_pos_b, mask_b, mask_h, list_b, list_h, bits_row,
     weight_h, table_b, table_h, table_t, table_s,
-    H, group, T, S, spans, row_blocks, scale, softcap,
+    H, group, T, first_slot, stop_slot, spans, first_span, row_blocks, scale, softcap,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     REST: tl.constexpr, SHARED_VALUES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RANGES: tl.constexpr, BITS: tl.constexpr,
     SOFTCAP: tl.constexpr, LINEAR: tl.constexpr, MAX_DISTANCE: tl.constexpr, TABLE: tl.constexpr,
     PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
     CAREFUL: tl.constexpr,
+    PAGE: tl.constexpr, CODE_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Attention of all queries of one group of heads over one span of keys: out and lse.
+
+    The tensors hold the slots from `first_slot` to `stop_slot` of the call. With PAGE they are
+    pages of so many slots, and `pages` has the page of each run of slots; with CODE_BITS they are
+    codes from slot 0 on.
 
     A masked weight of 0 times a value that is not finite is NaN. With CAREFUL, which is a second
     launch, a program looks at what the first one wrote, and computes it again only if a number
@@ -100,13 +212,21 @@ def attention_decode(
     mask_row = (b64 * mask_b + h64 * mask_h)[:, None] * T
     start, stop = start_ptr + mask_row * RANGES, stop_ptr + mask_row * RANGES
     bits = bits_ptr + mask_row * bits_row
-    k_base, v_base = k_ptr + b64 * k_b + g64 * k_g, v_ptr + b64 * v_b + g64 * v_g
-    k_offset = tl.arange(0, BN)[:, None] * k_s + d[None, :]
-    v_offset = tl.arange(0, BN)[:, None] * v_s + e[None, :]
+    k_base, v_base = k_ptr + g64 * k_g, v_ptr + g64 * v_g
+    if not PAGE:  # all rows share the pages
+        k_base, v_base = k_base + b64 * k_b, v_base + b64 * v_b
+    if CODE_BITS:
+        k_scale_base = k_scale_ptr + b64 * k_scale_b + g64 * k_scale_g
+        k_zero_base = k_zero_ptr + b64 * k_scale_b + g64 * k_scale_g
+        v_scale_base = v_scale_ptr + b64 * v_scale_b + g64 * v_scale_g
+        v_zero_base = v_zero_ptr + b64 * v_scale_b + g64 * v_scale_g
+    else:
+        k_offset = tl.arange(0, BN)[:, None] * k_s + d[None, :]
+        v_offset = tl.arange(0, BN)[:, None] * v_s + e[None, :]
     # the first tile of the span that some query sees, and one past the last
-    bounds = bounds_ptr + (b64 * list_b * spans + span) * 2
+    bounds = bounds_ptr + (b64 * list_b * tl.num_programs(0) + span) * 2
     first_tile, last_tile = tl.load(bounds), tl.load(bounds + 1)
-    offset = ((b64 * H + h64) * T + row) * spans + span
+    offset = ((b64 * H + h64) * T + row) * spans + first_span + span
     part_at = part_ptr + offset[:, None] * E + e[None, :]
     part_mask = row_inside[:, None] & (e < E)[None, :]
     if CAREFUL:
@@ -121,22 +241,41 @@ def attention_decode(
     for tile in range(first_tile, last_tile):
         first_col = tile * BN
         col = first_col + tl.arange(0, BN)
-        col_inside = col < S
-        k_at = k_base + first_col.to(tl.int64) * k_s + k_offset
-        v_at = v_base + first_col.to(tl.int64) * v_s + v_offset
-        k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
-        if SHARED_VALUES:
-            v = k
+        col_inside = (col >= first_slot) & (col < stop_slot)
+        if CODE_BITS:
+            k_rows = coded_keys(
+                k_base, k_scale_base, k_zero_base, first_col, stop_slot, d, k_s, k_scale_s,
+                D, BN, CODE_BITS, K_GROUP, WIDEN,
+            )  # fmt: skip
+            v = coded_values(
+                v_base, v_scale_base, v_zero_base, first_col, stop_slot, v_s, v_scale_s,
+                v_scale_line, E, BLOCK_E, BN, CODE_BITS, V_GROUP, WIDEN,
+            )  # fmt: skip
         else:
-            v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
-        if WIDEN:
-            k, v = k.to(tl.float32), v.to(tl.float32)
+            if PAGE:
+                page_at = pages_ptr + b64 * pages_b + col // PAGE
+                page = tl.load(page_at, mask=col_inside, other=0).to(tl.int64)
+                k_from = k_base + (page * k_page + (col % PAGE) * k_s)[:, None]
+                v_from = v_base + (page * v_page + (col % PAGE) * v_s)[:, None]
+                k_at, v_at = k_from + d[None, :], v_from + e[None, :]
+            else:
+                first = (first_col - first_slot).to(tl.int64)
+                k_from, v_from = k_base + first * k_s, v_base + first * v_s
+                k_at, v_at = k_from + k_offset, v_from + v_offset
+            k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
+            if SHARED_VALUES:
+                v = k
+            else:
+                v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
+            if WIDEN:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            k_rows = k.T
         kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[None, :]
         inside = row_inside[:, None] & col_inside[None, :]
-        s = tl.dot(q, k.T, input_precision=PRECISION)
+        s = tl.dot(q, k_rows, input_precision=PRECISION)
         if REST:
-            k_at = k_base + first_col.to(tl.int64) * k_s + rest_offset
-            k_rest = tl.load(k_at, mask=col_inside[:, None] & (rest < D)[None, :], other=0.0)
+            k_rest_at = k_from + (rest[None, :] if PAGE else rest_offset)
+            k_rest = tl.load(k_rest_at, mask=col_inside[:, None] & (rest < D)[None, :], other=0.0)
             if WIDEN:
                 k_rest = k_rest.to(tl.float32)
             s = tl.dot(q_rest, k_rest.T, s, input_precision=PRECISION)

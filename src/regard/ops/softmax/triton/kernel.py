@@ -19,9 +19,9 @@ from regard.ops.softmax.triton.block_sizes import (
     MAX_DECODED_KEY_DIM,
     MAX_DECODED_VALUE_DIM,
     MAX_HEAD_DIM,
+    KernelKind,
     LaunchSizes,
     block_sizes,
-    decode_sizes,
 )
 from regard.ops.softmax.triton.mask_data import (
     LARGEST,
@@ -30,7 +30,8 @@ from regard.ops.softmax.triton.mask_data import (
     mask_data,
     tile_lists,
 )
-from regard.ops.triton_support import has_triton, interprets, why_not_device
+from regard.ops.softmax.triton.stored_form import describe_stored_form, stored_form
+from regard.ops.triton_support import capability_of, has_triton, interprets, why_not_device
 from regard.span import Span
 from regard.units import plural
 
@@ -79,9 +80,12 @@ class TritonKernel:
 
     def priority(self, call: Call) -> float | None:
         """Return 75 on a GPU, behind torch's flash attention where it serves a call, and before
-        generated kernels; 5 on other devices, behind the reference.
+        generated kernels; 85 where it reads the codes or pages of a cache, of which others would
+        first make numbers; 5 on other devices, behind the reference.
         """
-        return 75 if call.q.device.type == "cuda" else 5
+        if call.q.device.type != "cuda":
+            return 5
+        return 85 if is_decoding(call) and stored_form(call) is not None else 75
 
     def describe(self, call: Call) -> str:
         """Return in one sentence how the kernel reads the mask, and its blocks."""
@@ -90,9 +94,10 @@ class TritonKernel:
         rows, keys = plural(sizes.rows, "query", "queries"), plural(sizes.keys, "key")
         form = f"{data.ranges} ranges of positions for each query" if data.ranges else "positions"
         form = "one bit for each pair" if data.bits is not None else form
+        stored = describe_stored_form(call) if is_decoding(call) else ""
         return (
             f"triton reads the mask as {form}, in blocks of {rows} and {keys}, "
-            "and compiles nothing for a new mask"
+            f"and compiles nothing for a new mask{stored and '; '}{stored}"
         )
 
     def run(self, call: Call) -> KernelResult:
@@ -256,10 +261,10 @@ def is_wide_decoding(call: Call) -> bool:
 
 
 def _sizes(call: Call) -> LaunchSizes:
-    """Return the blocks of a forward pass."""
-    if is_wide_decoding(call):
-        return decode_sizes(call.q.dtype, call.D, call.E)
-    return block_sizes("forward", call.q.dtype, call.D, call.E)
+    """Return the blocks of a forward pass, or of a decoding step."""
+    capability = capability_of(call.q.device) if torch.cuda.is_available() else 90
+    kind: KernelKind = "decode" if is_decoding(call) else "forward"
+    return block_sizes(kind, call.q.dtype, call.D, call.E, capability=capability)
 
 
 def _positions(call: Call) -> tuple[object, object]:

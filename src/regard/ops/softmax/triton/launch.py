@@ -24,7 +24,7 @@ from regard.ops.softmax.triton.block_sizes import (
     SPAN_KEYS,
     LaunchSizes,
     block_sizes,
-    decode_sizes,
+    coded_sizes,
     split_key_dim,
 )
 from regard.ops.softmax.triton.decode_kernels import attention_decode, join_spans
@@ -37,7 +37,9 @@ from regard.ops.softmax.triton.mask_data import (
     transposed_lists,
 )
 from regard.ops.softmax.triton.scores import mark_odd_tiles
-from regard.ops.triton_support import Launch, interprets
+from regard.ops.softmax.triton.stored_form import stored_form
+from regard.ops.stored_slots import CodedMemory, PagedSlots
+from regard.ops.triton_support import Launch, capability_of, interprets
 
 LOG2E = 1.4426950408889634
 
@@ -68,7 +70,10 @@ class WantedGradients(NamedTuple):
 
 def sizes_of(call: Call, kind: Any) -> LaunchSizes:
     """Return the block sizes of a kernel for a call."""
-    return INTERPRETED if interprets() else block_sizes(kind, call.q.dtype, call.D, call.E)
+    if interprets():
+        return INTERPRETED
+    capability = capability_of(call.q.device)
+    return block_sizes(kind, call.q.dtype, call.D, call.E, capability=capability)
 
 
 def run_forward(call: Call, bias: BiasData) -> ForwardResult:
@@ -87,47 +92,146 @@ def run_decode(call: Call, bias: BiasData) -> tuple[Tensor, Tensor]:
     return out.to(call.result_dtype), lse
 
 
+class KeySegment(NamedTuple):
+    """Neighbouring slots of the keys and values, as one launch of the decoding kernel reads them.
+
+    Args:
+        k, v: the tensors `[B, G, slots, d]`, the pages `[pages, page size, G, d]`, or the codes.
+        first, stop: the first slot, and one past the last.
+        sizes: the sizes of the launch.
+        tables: the page table, and scales and zeros of keys and values; k stands for what is
+            missing.
+        strides: the strides of k, v and the tables, in the order of the kernel.
+        options: the arguments for which the kernel is compiled.
+    """
+
+    k: Tensor
+    v: Tensor
+    first: int
+    stop: int
+    sizes: LaunchSizes
+    tables: tuple[Tensor, ...]
+    strides: tuple[int, ...]
+    options: dict[str, Any]
+
+
+ROWS_OF_TENSORS = {"PAGE": 0, "CODE_BITS": 0, "K_GROUP": 1, "V_GROUP": 1}
+"""The options of keys and values that are neither pages nor codes."""
+
+
+def key_segments(call: Call) -> list[KeySegment]:
+    """Return the keys and values of a call as segments: the slots that a cache stores as codes and
+    those behind them, the pages of a pool, or two tensors.
+    """
+    sizes = sizes_of(call, "decode")
+    stored = stored_form(call)
+    if isinstance(stored, CodedMemory):
+        recent = stored.keys.recent, stored.values.recent
+        segments = [_coded_segment(stored, sizes)]
+        if stored.slots < call.S:
+            segments.append(_dense_segment(*recent, stored.slots, sizes))
+        return segments
+    if stored is not None:
+        return [_paged_segment(*stored, call.S, sizes)]
+    return [_dense_segment(call.k, call.v, 0, sizes)]
+
+
+def _dense_segment(k: Tensor, v: Tensor, first: int, sizes: LaunchSizes) -> KeySegment:
+    """Return the slots of two tensors, which are those of the call from `first` on."""
+    k, v = dense_rows(k), dense_rows(v)
+    strides = *_strides(k, v), 0, 0, 0, *[0] * 7
+    stop = first + k.shape[2]
+    return KeySegment(k, v, first, stop, sizes, (k,) * 5, strides, ROWS_OF_TENSORS)
+
+
+def _paged_segment(keys: PagedSlots, values: PagedSlots, S: int, sizes: LaunchSizes) -> KeySegment:
+    """Return the slots of the pages of a pool."""
+    k, v, table = keys.pages, values.pages, keys.table
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    rows = [n for x in (k, v) for n in (0, x.stride(2), x.stride(1))]
+    strides = *rows, table.stride(0), k.stride(0), v.stride(0), *[0] * 7
+    options = {**ROWS_OF_TENSORS, "PAGE": k.shape[1]}
+    return KeySegment(k, v, 0, S, sizes, (table, k, k, k, k), strides, options)
+
+
+def _coded_segment(stored: CodedMemory, sizes: LaunchSizes) -> KeySegment:
+    """Return the slots that a quantised cache stores as codes."""
+    codes, scales = [], []
+    for part in (stored.keys, stored.values):
+        groups = part.groups
+        width = groups.codes.shape[-1]
+        dense = groups.codes.stride()[3:] == (width, 1)
+        codes.append(groups.codes if dense else groups.codes.contiguous())
+        scale, zero = groups.scale[..., 0], groups.zero[..., 0]
+        if scale.stride() != zero.stride() or (part.axis == "channel" and scale.stride(3) != 1):
+            scale, zero = scale.contiguous(), zero.contiguous()
+        scales += [scale, zero]
+    k, v = codes
+    bits = stored.keys.bits
+    group, v_group = (x.shape[-1] * 8 // bits for x in codes)
+    strides = (
+        *_strides(k, v), 0, 0, 0, *scales[0].stride()[:3], *scales[2].stride(),
+    )  # fmt: skip
+    options = {"PAGE": 0, "CODE_BITS": bits, "K_GROUP": group, "V_GROUP": v_group}
+    if not interprets():
+        sizes = coded_sizes(sizes, group)
+    return KeySegment(k, v, 0, stored.slots, sizes, (k, *scales), strides, options)
+
+
 def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, Tensor]:
     """Return the launches of a decoding step, and the output and lse that they will write."""
-    q, k, v = (dense_rows(x) for x in (call.q, call.k, call.v))
-    sizes = INTERPRETED if interprets() else decode_sizes(call.q.dtype, call.D, call.E)
-    data = mask_data(call)
-    # the kinds of the tiles for all queries and heads: a program computes the heads of a group
-    kinds = tile_lists(call, data, triton.next_power_of_2(call.T), sizes.keys).kinds
-    span_tiles = 2 if interprets() else SPAN_KEYS // sizes.keys
-    bounds = span_bounds(kinds.amax((1, 2)), span_tiles)
-    spans = bounds.shape[1]
+    q, data, segments = dense_rows(call.q), mask_data(call), key_segments(call)
+    bounds = [_bounds_of_segment(call, data, x) for x in segments]
+    spans = sum(x.shape[1] for x in bounds)
     shape = (call.B, call.H, call.T)
     part = q.new_empty(*shape, spans, call.E, dtype=torch.float32)
     part_lse = q.new_empty(*shape, spans, dtype=torch.float32)
     out = q.new_empty(*shape, call.E, dtype=torch.float32 if _widens(call) else call.result_dtype)
     lse = q.new_empty(*shape, dtype=torch.float32)
-    lists = TileLists(bounds[:, None], bounds, kinds)
-    tensors, strides = _rule_tensors(q, data, lists, bias), _rule_strides(data, lists, bias)
-    group = call.H // call.G
-    args = (
-        q, k, v, part, part_lse, *tensors[:5], bounds, *tensors[7:], *_strides(q, k, v),
-        *strides, call.H, group, call.T, call.S, spans,
-    )  # fmt: skip
-    first, rest = split_key_dim(call.D)
-    options = {
-        **constants(call, bias, data, sizes), **_resources(sizes),
-        "BM": min(2 * sizes.rows, max(16, triton.next_power_of_2(group * call.T))),
-        "BLOCK_D": first, "REST": rest, "SHARED_VALUES": _shares_values(call, k, v, first),
-    }  # fmt: skip
-    row_blocks = triton.cdiv(group * call.T, options["BM"])
+    group, first_span, launches = call.H // call.G, 0, []
+    for x, bound in zip(segments, bounds, strict=True):
+        lists = TileLists(bound[:, None], bound, bound)
+        tensors, strides = _rule_tensors(q, data, lists, bias), _rule_strides(data, lists, bias)
+        first, rest = split_key_dim(call.D)
+        rows = min(2 * x.sizes.rows, max(16, triton.next_power_of_2(group * call.T)))
+        options = {
+            **constants(call, bias, data, x.sizes), **_resources(x.sizes), **x.options,
+            "BM": rows, "BLOCK_D": first, "REST": rest,
+            "SHARED_VALUES": not x.options["CODE_BITS"] and _shares_values(call, x.k, x.v, first),
+        }  # fmt: skip
+        row_blocks = triton.cdiv(group * call.T, rows)
+        args = (
+            q, x.k, x.v, part, part_lse, *tensors[:5], bound, *tensors[7:], *x.tables,
+            *_strides(q), *x.strides, *strides, call.H, group, call.T, x.first, x.stop,
+            spans, first_span, row_blocks, call.scale, call.softcap or 0.0,
+        )  # fmt: skip
+        grid = bound.shape[1], call.B * call.G * row_blocks
+        launch = Launch(attention_decode, grid, args, options)
+        # numbers that codes stand for are finite, so that there is nothing to look for
+        careful = [] if x.options["CODE_BITS"] else with_care(launch, [], call)[1:]
+        launches += [launch._replace(options={**options, "CAREFUL": False}), *careful]
+        first_span += bound.shape[1]
     width = triton.next_power_of_2(spans)
     join = {"E": call.E, "BLOCK_E": options["BLOCK_E"], "BLOCK_SPANS": width}
-    args = (*args, row_blocks, call.scale, call.softcap or 0.0)
-    launch = Launch(attention_decode, (spans, call.B * call.G * row_blocks), args, options)
-    return (
-        [
-            *with_care(launch, [], call),
-            Launch(join_spans, (out[..., 0].numel(), 1), (part, part_lse, out, lse, spans), join),
-        ],
-        out,
-        lse,
-    )
+    grid = (out[..., 0].numel(), 1)
+    launches.append(Launch(join_spans, grid, (part, part_lse, out, lse, spans), join))
+    return launches, out, lse
+
+
+def _bounds_of_segment(call: Call, data: MaskData, segment: KeySegment) -> Tensor:
+    """Return for each span of a segment the tiles that some query sees, int32 `[b, spans, 2]`.
+
+    Tiles and spans begin at multiples of fixed numbers of slots, whatever the segment is.
+    """
+    keys = segment.sizes.keys
+    # the kinds of the tiles for all queries and heads: a program computes the heads of a group
+    kinds = tile_lists(call, data, triton.next_power_of_2(call.T), keys).kinds.amax((1, 2))
+    first, stop = segment.first // keys, triton.cdiv(segment.stop, keys)
+    tiles = torch.arange(kinds.shape[1], device=kinds.device)
+    kinds = kinds.masked_fill((tiles < first) | (tiles >= stop), 0)
+    span_tiles = 2 if interprets() else SPAN_KEYS // keys
+    bounds = span_bounds(kinds, span_tiles)
+    return bounds[:, first // span_tiles : triton.cdiv(stop, span_tiles)].contiguous()
 
 
 def _shares_values(call: Call, k: Tensor, v: Tensor, width: int) -> bool:

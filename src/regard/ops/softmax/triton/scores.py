@@ -14,7 +14,9 @@ import triton.language as tl
 UNSPECIALIZED = (
     "H", "group", "T", "S", "B", "heads", "n", "query_blocks", "key_tiles", "spans", "row_blocks",
     "q_pos_b", "k_pos_b", "mask_b", "mask_h", "list_b", "list_h", "bits_row", "weight_h",
-    "table_b", "table_h", "table_rows", "table_heads",
+    "table_b", "table_h", "table_rows", "table_heads", "first_slot", "stop_slot", "first_span",
+    "pages_b", "k_scale_b", "k_scale_g", "k_scale_s", "v_scale_b", "v_scale_g", "v_scale_s",
+    "v_scale_line",
 )  # fmt: skip
 """Numbers whose values triton must not look at: it would compile a kernel again where one of them
 becomes 1 or a multiple of 16, as the number of keys does in every 16th step of decoding."""

@@ -1,0 +1,44 @@
+"""Which keys and values the decoding kernel reads in the form in which a cache stores them.
+
+This file imports no triton.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from regard.ops.softmax.call import Call
+from regard.ops.softmax.triton.block_sizes import MAX_HEAD_DIM
+from regard.ops.stored_slots import CodedMemory, PagedSlots, coded_memory, paged_memory
+from regard.units import plural
+
+StoredForm: TypeAlias = CodedMemory | tuple[PagedSlots, PagedSlots]
+"""Codes with the slots behind them, or the pages of keys and values."""
+
+
+def stored_form(call: Call) -> StoredForm | None:
+    """Return the codes or pages of the keys and values of a call, or None if the kernel reads them
+    as plain tensors.
+    """
+    coded = coded_memory(call.k, call.v)
+    if coded is not None:
+        fits = max(call.D, call.E) <= MAX_HEAD_DIM and coded.keys.bits == coded.values.bits
+        return coded if coded.slots and fits else None
+    return paged_memory(call.k, call.v)
+
+
+def describe_stored_form(call: Call) -> str:
+    """Return in one sentence how the decoding kernel reads the keys and values; "" if they are
+    plain tensors.
+    """
+    stored = stored_form(call)
+    if stored is None:
+        return ""
+    if isinstance(stored, CodedMemory):
+        recent = plural(call.S - stored.slots, "recent slot")
+        return (
+            f"it reads {plural(stored.slots, 'slot')} of keys and values as codes of "
+            f"{stored.keys.bits} bits, and {recent} in full precision"
+        )
+    size = stored[0].pages.shape[1]
+    return f"it reads keys and values in pages of {plural(size, 'slot')}, and gathers none"

@@ -1,0 +1,125 @@
+"""How kernels recognise memory that a cache keeps in another form than `[B, G, S, d]`: codes of few
+bits, and pages of a pool.
+
+A cache returns such memory as a tensor that computes its values when an operation needs them. Its
+attribute `coded` or `paged` has the stored form as long as that is enough; kernels ask for it here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class QuantizedCodes(Protocol):
+    """Protocol of the codes of quantised keys or values: a number is x = zero + code * scale, with
+    one scale and one zero per line of codes.
+
+    For keys, R counts groups of tokens, and a line is one channel of a group. For values, R counts
+    tokens, and a line is one group of channels of a token.
+    """
+
+    @property
+    def codes(self) -> Tensor:
+        """The codes, uint8 `[B, G, R, lines, bytes]`; several codes share a byte, the first in
+        its lowest bits.
+        """
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale of each line `[B, G, R, lines, 1]`, in the dtype of the numbers before
+        quantisation.
+        """
+
+    @property
+    def zero(self) -> Tensor:
+        """The number that the code 0 stands for in each line, in the shape of the scale."""
+
+
+class QuantizedSlots(Protocol):
+    """Protocol of the keys or values of a quantised cache: earlier slots are stored as codes,
+    recent ones in full precision.
+    """
+
+    @property
+    def groups(self) -> QuantizedCodes:
+        """The groups of codes of the earlier slots."""
+
+    @property
+    def axis(self) -> str:
+        """Whether the numbers that share a scale belong to one "channel" or to one "token"."""
+
+    @property
+    def bits(self) -> int:
+        """The number of bits of a code: 8, 4 or 2."""
+
+    @property
+    def recent(self) -> Tensor:
+        """The recent slots `[B, G, l, d]` in full precision."""
+
+
+class PagedSlots(Protocol):
+    """Protocol of the keys or values of a paged cache."""
+
+    @property
+    def pages(self) -> Tensor:
+        """The pages of the pool `[pages, page size, G, d]`."""
+
+    @property
+    def table(self) -> Tensor:
+        """The page of each page-sized run of slots of a row, int32 `[B, columns]`."""
+
+
+class CodedMemory(NamedTuple):
+    """Keys and values whose first slots are stored as codes.
+
+    Args:
+        keys: the keys, with one scale for each channel of a group of tokens.
+        values: the values, with one scale for each group of channels of a token.
+        slots: how many slots are stored as codes; those of `recent` follow.
+    """
+
+    keys: QuantizedSlots
+    values: QuantizedSlots
+    slots: int
+
+
+def coded_memory(k: Tensor, v: Tensor) -> CodedMemory | None:
+    """Return keys and values of a quantised cache as their codes.
+
+    Args:
+        k: the keys `[B, G, S, D]` that a cache returned.
+        v: the values `[B, G, S, E]` that a cache returned.
+
+    Returns:
+        The codes, or None if k and v are not from a quantised cache, or if their format is not the
+        one that kernels read: keys with one scale per channel, values with one per token.
+    """
+    keys: QuantizedSlots | None = getattr(k, "coded", None)
+    values: QuantizedSlots | None = getattr(v, "coded", None)
+    if keys is None or values is None or keys.axis != "channel" or values.axis != "token":
+        return None
+    if keys.groups.scale.dtype != values.groups.scale.dtype:
+        return None
+    slots = k.shape[2] - keys.recent.shape[2]
+    if slots != v.shape[2] - values.recent.shape[2]:  # a loop reads the codes of both together
+        return None
+    return CodedMemory(keys, values, slots)
+
+
+def paged_memory(k: Tensor, v: Tensor) -> tuple[PagedSlots, PagedSlots] | None:
+    """Return keys and values of a paged cache as their pages.
+
+    Args:
+        k: the keys `[B, G, S, D]` that a cache returned.
+        v: the values `[B, G, S, E]` that a cache returned.
+
+    Returns:
+        The pages of both, or None if k and v are not of the same slots of a paged cache.
+    """
+    keys: PagedSlots | None = getattr(k, "paged", None)
+    values: PagedSlots | None = getattr(v, "paged", None)
+    if keys is None or values is None or keys.table is not values.table:
+        return None
+    return (keys, values) if keys.pages.shape[:3] == values.pages.shape[:3] else None
