@@ -66,7 +66,7 @@ def test_a_compiled_step_equals_the_modules(
     exact, _ = decode(copy.deepcopy(decoder).double(), ids, 15, kind=cache, backend="reference")
     with torch.inference_mode():
         one_pass = decoder(ids, backend="reference", last=6)
-    assert_close_rule(found, [plain, one_pass], exact)
+    assert_close_rule(found, [*plain, one_pass], exact)
     for one, other in zip(caches, plain_caches, strict=True):
         assert len(one) == 21
         assert one.next(1) == Span(21, 1)

@@ -160,7 +160,8 @@ def _loadable_classes() -> dict[str, type[Cache]]:
     while pending:
         kind = pending.pop()
         pending += kind.__subclasses__()
-        if is_builtin(kind) and kind.savable:
+        is_private = kind.__name__.startswith("_")  # what other classes share
+        if is_builtin(kind) and kind.savable and not is_private:
             classes[kind.__name__] = kind
     return classes
 
