@@ -574,7 +574,7 @@ class PyramidCache(_NamedEviction):
     ones.
 
     >>> [PyramidCache.layer_budget(64, layer, 3) for layer in range(3)]
-    [110, 64, 18]
+    [117, 64, 11]
     """
 
     kind: ClassVar[str | None] = "pyramidkv"
