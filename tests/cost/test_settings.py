@@ -299,7 +299,8 @@ def test_sizes_that_contradict_each_other(changes: dict[str, Any], message: str)
 def test_windows_of_a_mechanism_that_has_none() -> None:
     sizes = Sizes(2, 32, 4, attention="nsa", options={"groups": 2, "window": 6}, global_every=2)
     with pytest.raises(
-        ArgumentError, match="--global-every needs one of mha, gqa, mqa, value_residual; --attention is 'nsa'"
+        ArgumentError,
+        match="--global-every needs one of mha, gqa, mqa, value_residual; --attention is 'nsa'",
     ):
         sizes.model()
 

@@ -208,7 +208,7 @@ def survey_tile(block, first, group_rows, mask, spans, hidden):
 
 
 @njit_fastmath_no_arrays
-def add_product(left, panel, at, k, target, columns):
+def add_product(left, panel, panel_start, k, target, columns):
     """Add a product of `product_rows` rows with a panel, of which only the first `columns` columns
     are not padding, to the target.
 
@@ -217,9 +217,9 @@ def add_product(left, panel, at, k, target, columns):
     a, a_at, a_step = left
     c, c_at, c_step = target
     if columns <= HALF_PANEL:
-        matmul_add_half(a, a_at, a_step, panel, at, k, c, c_at, c_step)
+        matmul_add_half(a, a_at, a_step, panel, panel_start, k, c, c_at, c_step)
     else:
-        matmul_add(a, a_at, a_step, panel, at, k, c, c_at, c_step)
+        matmul_add(a, a_at, a_step, panel, panel_start, k, c, c_at, c_step)
 
 
 @njit_fastmath_no_arrays

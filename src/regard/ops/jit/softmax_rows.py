@@ -112,9 +112,9 @@ def _join_lanes(builder: Any, vectors: list[Any], join: Callable[..., Any]) -> A
         nothing = ir.Constant(x.type, ir.Undefined)
         low, high = (
             builder.shuffle_vector(
-                x, nothing, ir.Constant(ir.VectorType(_I32, width), [*range(at, at + width)])
+                x, nothing, ir.Constant(ir.VectorType(_I32, width), [*range(first, first + width)])
             )
-            for at in (0, width)
+            for first in (0, width)
         )
         x = join(builder, low, high)
     return builder.extract_element(x, _I32(0))
@@ -159,8 +159,8 @@ def largest_score(context: Any, s: Any, count: Any) -> Any:
         row = array_data(context, builder, s, args[0])
         loop, places = _panel_loop(builder, args[1], [_all(-math.inf)] * REGISTERS)
         loaded = [builder.load(_vector_at(builder, row, i), align=4) for i in places]
-        found = [_larger(builder, x, best) for x, best in zip(loaded, loop.now, strict=True)]
-        return _join_lanes(builder, loop.close(found), _larger)
+        largest = [_larger(builder, x, best) for x, best in zip(loaded, loop.now, strict=True)]
+        return _join_lanes(builder, loop.close(largest), _larger)
 
     return types.float32(s, types.int64), code
 
