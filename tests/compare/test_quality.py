@@ -171,7 +171,7 @@ def test_steps_are_shrunk_for_all_alike_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = taught("mha", "linear", rates=(1e-2,))
-    monkeypatch.setattr(quality, "_seconds_per_step", lambda config, lesson: 1e6)
+    monkeypatch.setattr(quality, "_seconds_per_step", lambda *_: 1e6)
     session = Session(ExperimentStore(tmp_path))
     one = Comparison(plan, session, MACHINE, minutes=1.0, with_memory=False)
     one.run()
@@ -180,7 +180,7 @@ def test_steps_are_shrunk_for_all_alike_and_said(
     assert "all of mqar 400 would take about" in one.notes[0]
     assert "--minutes is 1, so every mechanism is trained for fewer steps" in one.notes[0]
     # what was chosen is kept: a run that goes on, later and faster, trains no other number of steps
-    monkeypatch.setattr(quality, "_seconds_per_step", lambda config, lesson: 1e-9)
+    monkeypatch.setattr(quality, "_seconds_per_step", lambda *_: 1e-9)
     again = Session(ExperimentStore(tmp_path))
     Comparison(plan, again, MACHINE, minutes=1.0, with_memory=False).run()
     assert again.measured == 0
@@ -188,7 +188,7 @@ def test_steps_are_shrunk_for_all_alike_and_said(
 
 def test_steps_that_are_asked_for_are_not_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = taught("mha", rates=(1e-2,))
-    monkeypatch.setattr(quality, "_seconds_per_step", lambda config, lesson: 1e6)
+    monkeypatch.setattr(quality, "_seconds_per_step", lambda *_: 1e6)
     one = Comparison(
         plan, Session(ExperimentStore(None)), MACHINE, minutes=1.0, steps=3, with_memory=False
     )

@@ -567,4 +567,6 @@ def _validation_loss(model: nn.Module, task: EvalTask) -> float:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    """Return the device of a model; a model without parameters computes where its input is."""
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device

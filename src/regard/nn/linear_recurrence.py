@@ -396,9 +396,18 @@ class RetentionRule(nn.Module):
                         f"decay of head {g} is {gamma}; it must be from 0 (forget at once) to 1 "
                         "(never forget)"
                     )
-        self.decay = None if decay is None else tuple(float(gamma) for gamma in decay)
-        self._decay = ConstantTensor(torch.tensor(self.decay or (), dtype=torch.float64))
+        self.decay = decay
         self.scale = scale
+
+    @property
+    def decay(self) -> tuple[float, ...] | None:
+        """The decay factor of each key/value head; None is 1 - 2^(-5-g)."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, decay: Sequence[float] | None) -> None:
+        self._decay = None if decay is None else tuple(float(gamma) for gamma in decay)
+        self._decay_tensor = ConstantTensor(torch.tensor(self._decay or (), dtype=torch.float64))
 
     def forward(
         self,
@@ -413,7 +422,7 @@ class RetentionRule(nn.Module):
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         decay = None
         if self.decay is not None:
-            decay = self._decay.on(k.device)
+            decay = self._decay_tensor.on(k.device)
         return retention(
             q,
             k,
