@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
+from regard.caches.lazy_tensor import LazyTensor
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
 from regard.ops.softmax.reference import ReferenceKernel
 
@@ -135,6 +136,9 @@ class PretendedDevice(TorchDispatchMode):
             self.reads_allowed = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, LazyTensor) for x in _leaves((args, kwargs))):
+            with self:  # what they compute runs on the device, too
+                args, kwargs = tree_map_only(LazyTensor, LazyTensor.numbers, (args, kwargs))
         args, kwargs, device = _without_device(args, dict(kwargs or {}))
         pretended = [x for x in _leaves((args, kwargs)) if type(x) is PretendedTensor]
         goes_to_cuda = device is not None and device.type == "cuda"
