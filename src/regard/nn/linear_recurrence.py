@@ -407,7 +407,9 @@ class RetentionRule(nn.Module):
     @decay.setter
     def decay(self, decay: Sequence[float] | None) -> None:
         self._decay = None if decay is None else tuple(float(gamma) for gamma in decay)
-        self._decay_tensor = ConstantTensor(torch.tensor(self._decay or (), dtype=torch.float64))
+        self._decay_tensor = ConstantTensor(
+            torch.tensor(self._decay or (), dtype=torch.float64, device="cpu")
+        )
 
     def forward(
         self,

@@ -658,7 +658,7 @@ class FusedQKV(ProjectionModule):
         self.linear = Linear(dim, (heads + 2 * groups) * head_dim, bias=bias)
         self.steps = nn.ModuleList(steps)
         self._head_rows = _head_rows(heads, groups, order)
-        self._row_indices = [ConstantTensor(torch.tensor(x)) for x in self._head_rows]
+        self._row_indices = [ConstantTensor(torch.tensor(x, device="cpu")) for x in self._head_rows]
 
     def query(self, x: Tensor, positions: Positions | None) -> Tensor:
         """Return the queries [B,H,T,D] of hidden states x."""
