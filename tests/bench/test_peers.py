@@ -55,7 +55,7 @@ def solve(case: Case, peer: Peer[Any], dtype: torch.dtype) -> str | None:
     return why
 
 
-@pytest.mark.full(keep=5)
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize(("case", "peer"), PAIRS)
 def test_an_installed_peer_is_right(case: Case, peer: Peer[Any]) -> None:
     reasons = {solve(case, peer, dtype) for dtype in case.dtypes}

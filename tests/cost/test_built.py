@@ -75,6 +75,7 @@ def test_parameters_of_every_family(name: str) -> None:
     assert model.parameters == parameters(network)
 
 
+@pytest.mark.full(keep=30)
 @pytest.mark.parametrize("name", [name for name in TINY if TINY[name]["model_type"] != "t5"])
 def test_biases_and_norms_of_every_family(name: str) -> None:
     """A learned table of positions is a matrix here; T5's table of distances is a bias there."""
@@ -165,7 +166,7 @@ SMALL = {
 }
 
 
-@pytest.mark.full(keep=24)
+@pytest.mark.full(keep=8)
 @pytest.mark.parametrize(
     "name", [n for n in PUBLISHED_MODELS if PUBLISHED_MODELS[n].config["model_type"] in FAMILIES]
 )

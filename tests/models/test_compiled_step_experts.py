@@ -119,6 +119,7 @@ def test_stored_experts(
     assert_close_rule(found, plain, exact)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("threads", [1, 5])
 def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
     decoder = llama(network=KINDS["glm4-moe"])

@@ -226,6 +226,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_leaves_the_step_and_why(case: str) -> None:
     decoder = in_few_bits(llama(), STORE["int8"])

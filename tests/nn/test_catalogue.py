@@ -48,7 +48,7 @@ def forward(module: nn.Module, x: Tensor, positions: Tensor | None = None) -> Te
     return out
 
 
-@pytest.mark.full(keep=12)
+@pytest.mark.full(keep=6)
 @pytest.mark.parametrize("name", CAUSAL)
 def test_any_chunks_with_a_cache_are_one_pass(name: str) -> None:
     module, x = example(CAUSAL[name]), tokens(T)

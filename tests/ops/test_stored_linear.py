@@ -61,7 +61,7 @@ def decoded(record: StoredWeight) -> Tensor:
     return out
 
 
-@pytest.mark.full(keep=24)
+@pytest.mark.full(keep=10)
 @pytest.mark.parametrize("rows", [1, 3, 4, 6, MAX_VECTORS + 1])
 @pytest.mark.parametrize(("form", "dtype", "group"), CASES)
 @pytest.mark.parametrize("workers", [1, 3])

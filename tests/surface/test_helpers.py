@@ -86,6 +86,7 @@ def test_helpers_that_assert_say_so(trees: dict[str, ast.Module]) -> None:
     assert {name: found for name, tree in trees.items() if (found := misnamed(tree))} == {}
 
 
+@pytest.mark.full
 def test_every_test_asserts(trees: dict[str, ast.Module]) -> None:
     assert {name: found for name, tree in trees.items() if (found := silent(tree))} == {}
 

@@ -40,7 +40,7 @@ def texts_by_kind() -> dict[str, list[str]]:
     return {kind: list(dict.fromkeys(texts())) for kind, texts in KINDS.items()}
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_text_that_a_command_prints_has_its_chinese(
     kind: str, texts_by_kind: dict[str, list[str]]

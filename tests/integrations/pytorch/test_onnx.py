@@ -236,6 +236,7 @@ def test_what_depends_on_the_length_is_refused(name: str) -> None:
         traced_onnx_file(module, (randn(2, 6, 32),), ((1, "T"),))
 
 
+@pytest.mark.full
 def test_the_new_exporter_passes_the_refusal_on() -> None:
     pytest.importorskip("onnxscript")
     with pytest.raises(Exception, match="was given a Recurrent") as caught:

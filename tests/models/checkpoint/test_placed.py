@@ -70,6 +70,7 @@ def names_of(name: str) -> tuple[Family, list[str]]:
     return found, sorted({theirs.replace("{}", "3") for theirs in found.names})
 
 
+@pytest.mark.full(keep=80)
 @pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod.module."])
 @pytest.mark.parametrize("name", NAMED)
 def test_prefixes_of_every_family(name: str, wrapper: str) -> None:

@@ -175,7 +175,7 @@ def test_recipes(recipe: str, dtype: torch.dtype, opened: list[str]) -> None:
     assert opened == []
 
 
-@pytest.mark.full(keep=4)
+@pytest.mark.full(keep=1)
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("group, D, E", [(4, 8, 8), (16, 24, 16), (64, 20, 64), (96, 9, 96)])
 def test_groups(bits: int, group: int, D: int, E: int) -> None:

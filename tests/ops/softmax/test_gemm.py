@@ -100,6 +100,7 @@ def test_several_tiles_and_blocks(dtype: torch.dtype, size: float) -> None:
     )
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("D, E", [(1, 1), (3, 70), (65, 64), (33, 130)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dims_that_divide_nothing(D: int, E: int, dtype: torch.dtype) -> None:

@@ -149,6 +149,7 @@ def test_masks(name: str, dtype: torch.dtype) -> None:
     assert_right(qkv(T=300, S=300, dtype=dtype), rule(*grid(300, 300)), mask=mask)
 
 
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("D, E", [(1, 1), (3, 70), (65, 64), (33, 130)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dims_that_divide_nothing(D: int, E: int, dtype: torch.dtype) -> None:

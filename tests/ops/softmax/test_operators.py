@@ -121,7 +121,7 @@ def test_an_operator_gives_the_gradients_of_the_call(case: Case) -> None:
         assert_close_rule(x, [each[i] for each in plain], y, GRADIENT)
 
 
-@pytest.mark.full(keep=1)
+@pytest.mark.full
 @pytest.mark.parametrize("bias", [None, "fixed", "learned"])
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("wants_lse", [False, True])
