@@ -20,11 +20,11 @@ from regard.cost import Spec
 from regard.cost.fixed_state import DeltaSpec, LinearSpec, RecurrentSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.deprecation import renamed_attribute, renamed_parameters
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.errors import ArgumentError
 from regard.masks import Document
 from regard.nn.data_bias import refuse_data_bias
 from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effective_row
-from regard.nn.mixer import AcrossRanks, Mixer, count_weights
+from regard.nn.mixer import AcrossRanks, Mixer, check_is_state, count_weights
 from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection, Projection
 from regard.nn.recurrent_projections import GroupedValueQKV, StatefulQKV, project_tokens
@@ -165,10 +165,7 @@ class Recurrent(Mixer):
         Raises:
             ArgumentTypeError: the cache is not a `regard.caches.State`.
         """
-        if not isinstance(cache, State):
-            raise ArgumentTypeError(
-                f"the cache is {type(cache).__name__}; a recurrence needs a State: use new_cache()"
-            )
+        check_is_state(cache)
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Run the recurrence over x [B,T,M] from the state in the cache. `backend` is the form of

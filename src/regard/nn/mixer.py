@@ -11,11 +11,11 @@ from typing import ClassVar, Literal, TypeAlias
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache, rollback_on_error
+from regard.caches import Cache, State, rollback_on_error
 from regard.caches.shared import own_cache
 from regard.cost import Description, Spec
 from regard.cost.spec import ParameterCounts
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Full, Mask, reach
 from regard.masks.pair_counts import count_pairs
 from regard.nn.causal_convolution import CausalConvolution
@@ -152,6 +152,21 @@ def check_onnx_export(module: nn.Module, refusal: str) -> None:
             f"torch.onnx.export was given a {type(module).__name__}, which {refusal}: the file "
             "would be wrong for other lengths without an error; use torch.export.export, which "
             "checks the lengths, or a mechanism that docs/pytorch.md lists for ONNX"
+        )
+
+
+def check_is_state(cache: Cache) -> None:
+    """Check that the cache of a recurrence is a `State`, not a cache of tokens.
+
+    Args:
+        cache: the cache.
+
+    Raises:
+        ArgumentTypeError: the cache is not a `regard.caches.State`.
+    """
+    if not isinstance(cache, State):
+        raise ArgumentTypeError(
+            f"the cache is {type(cache).__name__}; a recurrence needs a State: use new_cache()"
         )
 
 

@@ -18,7 +18,6 @@ from regard.cost import Spec
 from regard.cost.delta_rules import rwkv7_spec
 from regard.cost.fixed_state import ShortConvolution
 from regard.cost.spec import HeadShape
-from regard.errors import ArgumentTypeError
 from regard.masks import Document
 from regard.nn.delta_rules import BottleneckProjection, at_least_float32
 from regard.nn.explainable import (
@@ -30,7 +29,7 @@ from regard.nn.explainable import (
     effective_row,
 )
 from regard.nn.linear import Linear
-from regard.nn.mixer import AcrossRanks, Mixer, count_weights
+from regard.nn.mixer import AcrossRanks, Mixer, check_is_state, count_weights
 from regard.nn.norms import HeadNorm
 from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection
@@ -157,10 +156,7 @@ class RWKV7(Mixer):
         Raises:
             ArgumentTypeError: the cache is not a `regard.caches.State`.
         """
-        if not isinstance(cache, State):
-            raise ArgumentTypeError(
-                f"the cache is {type(cache).__name__}; a recurrence needs a State: use new_cache()"
-            )
+        check_is_state(cache)
 
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Run the recurrence over x [B,T,M] from the state in the cache. `backend` is the form of
