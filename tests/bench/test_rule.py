@@ -22,6 +22,16 @@ def test_fp32_may_be_off_by_a_share_of_the_largest_number() -> None:
         assert verdict.allowed == pytest.approx(RELATIVE_TOLERANCE * top)
 
 
+def test_fp32_may_be_off_by_twice_the_error_of_a_plain_computation_that_is_worse() -> None:
+    reference, share = {"out": REFERENCE}, RELATIVE_TOLERANCE * float(REFERENCE.abs().max())
+    for error, allowed in ((10 * share, 20 * share), (share / 10, share)):
+        plain = {"out": (REFERENCE + error).float()}
+        verdict = check_outputs({"out": REFERENCE.float()}, reference, plain)
+        assert verdict.allowed == pytest.approx(allowed, rel=1e-2)
+        far = (REFERENCE + 1.05 * allowed).float()
+        assert not check_outputs({"out": far}, reference, plain).correct
+
+
 @pytest.mark.parametrize(("name", "factor"), [("out", ERROR_FACTOR), ("dk", GRADIENT_ERROR_FACTOR)])
 def test_half_types_may_be_off_by_so_many_errors_of_plain(name: str, factor: float) -> None:
     # 1 + 1/4: sums with 0.3 in the rounding term are of a known size

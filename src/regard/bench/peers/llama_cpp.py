@@ -2,15 +2,23 @@
 
 Flash attention is used for fp16 only, because llama.cpp's kernel rounds to fp16 whatever the dtype
 of the cache is: fp32 logits had an error of 1e-3 with flash attention, and of 1e-6 without it.
+
+Weights of few bits are repacked for the processor, as is llama.cpp's default, if a process of its
+own survives a prompt with them: llama-cpp-python 0.3.36 ends in a segmentation fault on a virtual
+processor with AMX.
 """
 
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -56,18 +64,20 @@ def model(problem: ModelProblem) -> PreparedCall:
         is_fp16 = problem.dtype != torch.float32
         cache_type = library.GGML_TYPE_F16 if is_fp16 else library.GGML_TYPE_F32
         threads = torch.get_num_threads()
-        network = library.Llama(
-            str(path),
-            n_ctx=problem.sizes.S + BATCH,
-            n_batch=BATCH,
-            n_threads=threads,
-            n_threads_batch=threads,
-            flash_attn=is_fp16,
-            type_k=cache_type,
-            type_v=cache_type,
-            use_mmap=False,
-            verbose=False,
-        )
+        repacks = problem.sizes.bits is None or survives_a_prompt(path)
+        with nullcontext() if repacks else without_repacking(library):
+            network = library.Llama(
+                str(path),
+                n_ctx=problem.sizes.S + BATCH,
+                n_batch=BATCH,
+                n_threads=threads,
+                n_threads_batch=threads,
+                flash_attn=is_fp16,
+                type_k=cache_type,
+                type_v=cache_type,
+                use_mmap=False,
+                verbose=False,
+            )
     network.eval(problem.prompt[0].tolist())
     prompt = _logits(library, network, problem).clone()
     network.reset()
@@ -80,7 +90,49 @@ def model(problem: ModelProblem) -> PreparedCall:
         network.n_tokens = S  # remove the later tokens from the cache
         network.eval(token)
 
-    return PreparedCall(step, lambda _: {"prompt": prompt})
+    kernel = "repacked" if repacks else "not repacked"
+    return PreparedCall(
+        step, lambda _: {"prompt": prompt}, "" if problem.sizes.bits is None else kernel
+    )
+
+
+TRIAL = """
+import sys
+import llama_cpp
+network = llama_cpp.Llama(sys.argv[1], n_ctx=64, use_mmap=False, verbose=False)
+network.eval(list(range(8)))
+"""
+"""What a process of its own runs, to see whether llama.cpp survives a prompt."""
+
+
+def survives_a_prompt(path: Path) -> bool:
+    """Return whether llama.cpp can read a prompt with the weights of a GGUF file on this processor.
+
+    Args:
+        path: the file.
+
+    Returns:
+        False if a signal ended the process that tried.
+    """
+    trial = subprocess.run(
+        [sys.executable, "-c", TRIAL, str(path)], capture_output=True, check=False
+    )
+    return trial.returncode >= 0
+
+
+def without_repacking(library: Any) -> AbstractContextManager[Any]:
+    """Return a context in which llama.cpp loads weights without repacking them for the processor.
+
+    Args:
+        library: the package llama_cpp, whose class Llama has no argument for it.
+
+    Returns:
+        The context.
+    """
+    functions = library.llama_cpp
+    params = functions.llama_model_default_params()
+    params.use_extra_bufts = False
+    return mock.patch.object(functions, "llama_model_default_params", lambda: params)
 
 
 def why_not(problem: ModelProblem) -> str | None:

@@ -30,6 +30,7 @@ def last_logits(
     ids: Tensor,
     memory: list[tuple[Tensor, Tensor]] | None,
     dtype: torch.dtype,
+    angles: torch.dtype = torch.float64,
 ) -> Tensor:
     """Compute the logits `[B, 1, V]` of the last token in plain torch.
 
@@ -39,6 +40,7 @@ def last_logits(
         ids: the tokens `[B, T]`.
         memory: the rotated keys and the values `[B, G, S, D]` of the tokens before, for each layer.
         dtype: the dtype of the computation.
+        angles: the dtype of the rotary angles.
 
     Returns:
         The logits.
@@ -53,7 +55,7 @@ def last_logits(
         layer = f"layers.{i}."
         normed = _norm(x, weight(f"{layer}attention_residual.norm.weight"), config.rms_norm_eps)
         cached = None if memory is None else memory[i]
-        z = _attention(config, weights, f"{layer}attention.", normed, start, cached)
+        z = _attention(config, weights, f"{layer}attention.", normed, start, cached, angles)
         x = x + z @ weight(f"{layer}attention.output.weight").T
         normed = _norm(x, weight(f"{layer}feed_forward_residual.norm.weight"), config.rms_norm_eps)
         gate = F.silu(normed @ weight(f"{layer}feed_forward.gate.weight").T)
@@ -76,6 +78,7 @@ def _attention(
     x: Tensor,
     start: int,
     cached: tuple[Tensor, Tensor] | None,
+    angles: torch.dtype,
 ) -> Tensor:
     """Compute the outputs of the heads `[B, T, H D]`: causal grouped-query attention with rotary
     positions, and with biases on q, k and v.
@@ -86,8 +89,8 @@ def _attention(
         w, b = (p.detach().to(x.dtype) for p in linear)
         projected[part] = torch.unflatten(x @ w.T + b, -1, (-1, config.head_dim)).transpose(1, 2)
     q, new = (
-        _rotate(config, projected["q"], start),
-        [_rotate(config, projected["k"], start), projected["v"]],
+        _rotate(config, projected["q"], start, angles),
+        [_rotate(config, projected["k"], start, angles), projected["v"]],
     )
     if cached is not None:
         new = [
@@ -104,12 +107,14 @@ def _attention(
     return out
 
 
-def _rotate(config: qwen2.Config, x: Tensor, start: int) -> Tensor:
-    """Rotate x by its positions: dims i and i + D/2 turn by the angle position theta^(-2 i / D)."""
+def _rotate(config: qwen2.Config, x: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+    """Rotate x by its positions: dims i and i + D/2 turn by the angle position theta^(-2 i / D),
+    which is computed in `dtype`.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     D = config.head_dim
-    i = torch.arange(D // 2, device=x.device, dtype=torch.float64)
-    positions = torch.arange(start, start + x.shape[2], device=x.device, dtype=torch.float64)
+    i = torch.arange(D // 2, device=x.device, dtype=dtype)
+    positions = torch.arange(start, start + x.shape[2], device=x.device, dtype=dtype)
     angles = positions[:, None] * config.rope_theta ** (-2 * i / D)
     cos, sin = angles.cos().to(wide), angles.sin().to(wide)
     a, b = x.to(wide).chunk(2, dim=-1)
@@ -283,18 +288,20 @@ class ModelProblem(Problem):
         return self._answer(torch.float64 if self.dtype == torch.float32 else torch.float32)
 
     def plain(self) -> Outputs:
-        """Return the outputs, computed in the problem's dtype; {} in fp32, where the allowed error
-        does not depend on them.
+        """Return the outputs, computed in the problem's dtype; in fp32 with rotary angles in fp32, as
+        transformers computes them: far from the start their rounding is the largest error.
         """
-        return {} if self.dtype == torch.float32 else self._answer(self.dtype)
+        if self.dtype == torch.float32:
+            return self._answer(torch.float32, angles=torch.float32)
+        return self._answer(self.dtype)
 
-    def _answer(self, dtype: torch.dtype) -> Outputs:
+    def _answer(self, dtype: torch.dtype, angles: torch.dtype = torch.float64) -> Outputs:
         """Compute the outputs in plain torch."""
         weights = dict(self.decoder.named_parameters())
         memory = [self.memory(layer) for layer in range(self.sizes.layers)]
         return {
-            "logits": last_logits(self.config, weights, self.ids, memory, dtype),
-            "prompt": last_logits(self.config, weights, self.prompt, None, dtype),
+            "logits": last_logits(self.config, weights, self.ids, memory, dtype, angles),
+            "prompt": last_logits(self.config, weights, self.prompt, None, dtype, angles),
         }
 
     def hugging_face_config(self) -> dict[str, Any]:
