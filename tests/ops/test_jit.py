@@ -27,6 +27,7 @@ import numba
 from regard.ops.jit import compile as module
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import (
+    MAX_RUNS,
     ArrayField,
     FloatField,
     IntField,
@@ -40,6 +41,7 @@ from regard.ops.jit.entry_points import (
     compile_entry,
     finish_task,
     struct_at,
+    take_next,
     take_task,
 )
 
@@ -395,6 +397,47 @@ def test_all_threads_share_one_record(found: bool, monkeypatch: pytest.MonkeyPat
     openmp.run_entry(compile_entry(entry), packed, 3)
     assert torch.equal(out, torch.arange(1, 5001)), "each task once"
     assert packed[1] == 5000
+
+
+def next_tasks(counters: torch.Tensor, tasks: int, team: tuple[int, int], count: int) -> list[int]:
+    """Take `count` tasks as one thread."""
+
+    @numba.njit
+    def take(address, tasks, team):  # type: ignore[no-untyped-def]
+        return take_next(address, tasks, team)
+
+    return [take(counters.data_ptr(), tasks, team) for _ in range(count)]
+
+
+def test_a_thread_takes_the_tasks_of_its_own_run_first() -> None:
+    counters = torch.zeros(2 + MAX_RUNS, dtype=torch.int64)
+    assert next_tasks(counters, 10, (1, 3), 2) == [3, 4]  # runs: 0 to 2, 3 to 5, 6 to 9
+    assert next_tasks(counters, 10, (5, 3), 3) == [6, 7, 8]  # thread 5 shares run 2
+    assert next_tasks(counters, 10, (1, 3), 3) == [5, 9, 0]  # then what others have not begun
+    assert next_tasks(counters, 10, (0, 3), 4) == [1, 2, 10, 10]
+    assert next_tasks(torch.zeros_like(counters), 2, (0, 14), 3) == [0, 1, 2]  # empty runs
+
+
+@pytest.mark.parametrize("runs", [1, 2, MAX_RUNS])
+def test_each_task_of_the_runs_is_taken_once(runs: int) -> None:
+    tasks = StructLayout(IntField("out"), IntField("n"), IntField("runs"), has_runs=True)
+    RECORD = tasks.dtype
+
+    def entry(address: int) -> None:
+        given: Any = struct_at(address, RECORD)
+        out = array_4d_at(given.out, (1, 1, 1, given.n), np.int64)
+        team = (take_task(address), given.runs)
+        task = take_next(address, given.n, team)
+        while task < given.n:
+            out[0, 0, 0, task] += task + 1
+            finish_task(address)
+            task = take_next(address, given.n, team)
+
+    out = torch.zeros(5000, dtype=torch.int64)
+    packed = tasks.pack(out=out.data_ptr(), n=len(out), runs=runs)
+    openmp.run_entry(compile_entry(entry), packed, 3)
+    assert torch.equal(out, torch.arange(1, 5001)), "each task once"
+    assert list(packed[:2]) == [3, 5000]
 
 
 # numbers and instructions

@@ -121,8 +121,10 @@ def _count_cores(cpuinfo: dict[str, str]) -> int:
     return int(cpuinfo["count"]) or torch.get_num_threads()
 
 
-READ_BYTES = 1 << 28
-"""Bytes that are read to measure the bandwidth; more than any CPU cache has."""
+READ_BYTES = 1 << 30
+"""The number of bytes that are read to measure the bandwidth, more than any CPU cache has (of a
+quarter of it, a cache of 480 MiB served a part); less where little memory is free.
+"""
 
 GEMM_MIN_SIDE, GEMM_MAX_SIDE = 256, 2048
 """The smallest and the largest side of the square matrices that are multiplied."""
@@ -183,7 +185,7 @@ class Ceilings:
             dtypes: the dtypes of the matrix products.
             device: the device.
             rounds: how often each is timed.
-            read_bytes: how many bytes are read.
+            read_bytes: how many bytes are read, at most an eighth of the free memory.
             side: the largest side of the matrices.
 
         Returns:
@@ -194,6 +196,9 @@ class Ceilings:
         >>> ceilings.read > 0 and ceilings.gemm[torch.float32] > 0
         True
         """
+        free = free_memory(device)
+        if free:
+            read_bytes = min(read_bytes, free // 8)
         x = to_huge_pages(torch.ones(read_bytes // 4, device=device))
         readers: dict[str, Callable[[], object]] = {
             "sum": x.sum,

@@ -82,15 +82,16 @@ class TrainingProblem(ModelProblem):
 
     def reference(self) -> Outputs:
         """Return the outputs of plain torch in fp64."""
-        return self._answer(torch.float64)
+        return self._loss_and_gradients(torch.float64)
 
     def plain(self) -> Outputs:
         """Return the outputs of plain torch with autocast; {} in fp32, where the allowed error does
         not depend on them.
         """
-        return {} if self.dtype == torch.float32 else self._answer(torch.float32)
+        return {} if self.dtype == torch.float32 else self._loss_and_gradients(torch.float32)
 
-    def _answer(self, dtype: torch.dtype) -> Outputs:
+    def _loss_and_gradients(self, dtype: torch.dtype) -> Outputs:
+        """Compute the outputs by NanoGptStyle in a dtype, with autocast in fp32."""
         network = NanoGptStyle(self, fused=False).to(dtype)
         with self.autocast() if dtype == torch.float32 else torch.enable_grad():
             loss = network.loss(self.rows)

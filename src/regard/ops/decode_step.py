@@ -27,6 +27,7 @@ from regard.ops.jit.argument_structs import (
     DECODE_QUANTIZED_STRUCT,
     DECODE_STRUCT,
     MAP_PARTS,
+    MAX_RUNS,
     STEP_LAYER_STRUCT,
     STEP_MIXTURE_STRUCT,
     STEP_NETWORK_STRUCT,
@@ -48,7 +49,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "relu", "clipped_silu")
 PHASES = 5
 """The largest number of phases of a layer that have counters; attention has its own."""
 
-COUNTER_WORDS = 16
+COUNTER_WORDS = 2 + MAX_RUNS
 """The distance between the counters of two phases in 8-byte integers; it must be equal to
 `step_loops.COUNTER_BYTES` / 8.
 """
@@ -363,6 +364,7 @@ class DecodeStep:
             self._width,
             self._head,
             self._counters.ctypes.data,
+            min(workers, MAX_RUNS),
             inputs.x.data_ptr(),
             x.data_ptr(),
             x_mid.data_ptr(),

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, has_numba_in_graph, openmp
-from regard.ops.jit.argument_structs import GEMV_STRUCT
+from regard.ops.jit.argument_structs import GEMV_STRUCT, MAX_RUNS
 from regard.process_state import is_compiling, is_exporting, is_in_transform, is_transformed
 
 MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
@@ -157,6 +157,7 @@ def try_gemv(
         return None
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=dtype)
+    workers = min(openmp.thread_count(), 1 + N * M // weights_per_thread)
     record = GEMV_STRUCT.pack_numbers(
         element_count // M,
         M,
@@ -165,8 +166,8 @@ def try_gemv(
         weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
+        min(workers, MAX_RUNS),
     )
-    workers = min(openmp.thread_count(), 1 + N * M // weights_per_thread)
     openmp.run_entry(_compiled_entry()(dtype), record, workers)
     return y
 

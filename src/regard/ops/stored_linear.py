@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, openmp
-from regard.ops.jit.argument_structs import DTYPES, STORED_WEIGHT_STRUCT
+from regard.ops.jit.argument_structs import DTYPES, MAX_RUNS, STORED_WEIGHT_STRUCT
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_weights import StoredWeight
 from regard.process_state import is_compiling, is_transformed
@@ -94,6 +94,7 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
     assert matrix is not None
     x = x.contiguous()
     y = torch.empty(*x.shape[:-1], N, dtype=dtype)
+    workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
     record = STORED_WEIGHT_STRUCT.pack_numbers(
         elements // M,
         M,
@@ -102,8 +103,8 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
         matrix.buffer_info()[0],
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
+        min(workers, MAX_RUNS),
     )
-    workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
     openmp.run_entry(_entry_address()(dtype), record, workers)
     return y
 

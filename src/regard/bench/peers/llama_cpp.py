@@ -114,7 +114,7 @@ def survives_a_prompt(path: Path) -> bool:
     Returns:
         False if a signal ended the process that tried.
     """
-    trial = subprocess.run(
+    trial = subprocess.run(  # noqa: S603
         [sys.executable, "-c", TRIAL, str(path)], capture_output=True, check=False
     )
     return trial.returncode >= 0
@@ -132,7 +132,7 @@ def without_repacking(library: Any) -> AbstractContextManager[Any]:
     functions = library.llama_cpp
     params = functions.llama_model_default_params()
     params.use_extra_bufts = False
-    return mock.patch.object(functions, "llama_model_default_params", lambda: params)
+    return mock.patch.object(functions, "llama_model_default_params", return_value=params)
 
 
 def why_not(problem: ModelProblem) -> str | None:

@@ -288,8 +288,9 @@ class ModelProblem(Problem):
         return self._answer(torch.float64 if self.dtype == torch.float32 else torch.float32)
 
     def plain(self) -> Outputs:
-        """Return the outputs, computed in the problem's dtype; in fp32 with rotary angles in fp32, as
-        transformers computes them: far from the start their rounding is the largest error.
+        """Return the outputs, computed in the problem's dtype. In fp32 the rotary angles are fp32
+        as well, as transformers computes them: far from the start their rounding is the largest
+        error.
         """
         if self.dtype == torch.float32:
             return self._answer(torch.float32, angles=torch.float32)

@@ -7,6 +7,8 @@ Numba reads it as the numpy dtype `StructLayout.dtype` (`entry_points.struct_at`
 
 Every struct begins with two counters that all threads of a call share: `taken` is the number of the
 next task, which a thread takes when it has finished its last one, and `done` counts finished tasks.
+Where tasks read a matrix, `MAX_RUNS` more counters follow (`entry_points.take_next`), and `taken`
+counts the threads instead.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from torch import Tensor
 
 PackedStruct: TypeAlias = array  # type: ignore[type-arg]  # array is not generic in Python 3.11
 """A struct in memory, as an array of 8-byte integers."""
+
+MAX_RUNS = 14
+"""The largest number of runs of neighbouring tasks, each of which has a counter of its own; with
+`taken` and `done` these are two cache lines.
+"""
 
 _COUNTER_FIELDS = 2
 _LEADING_ONES = tuple((1,) * (4 - n) for n in range(5))
@@ -100,7 +107,8 @@ class StructLayout:
     structured dtype.
 
     Args:
-        *fields: the arguments after the two counters.
+        *fields: the arguments after the counters.
+        has_runs: whether there are counters for runs of tasks.
 
     >>> layout = StructLayout(IntField("n"), FloatField("scale"), ArrayField("x"))
     >>> layout.dtype.names
@@ -109,8 +117,10 @@ class StructLayout:
     ([7, 0], 32)
     """
 
-    def __init__(self, *fields: StructField) -> None:
-        self.fields = (IntField("taken"), IntField("done"), *fields)
+    def __init__(self, *fields: StructField, has_runs: bool = False) -> None:
+        runs = [StructField("taken_of_runs", ("taken_of_runs", "q", MAX_RUNS))] if has_runs else []
+        self.fields = (IntField("taken"), IntField("done"), *runs, *fields)
+        self._zeros = (0,) * (_COUNTER_FIELDS + MAX_RUNS * has_runs)
         parts = [part for field in self.fields for part in field.parts]
         self._struct = struct.Struct("=" + "".join(n * kind for _, kind, n in parts))
         self.dtype = np.dtype(
@@ -119,7 +129,7 @@ class StructLayout:
         self._arguments = [(field.name, type(field)) for field in fields]
 
     def pack(self, **arguments: float | Tensor | Sequence[int]) -> PackedStruct:
-        """Return a struct in memory, with its two counters at 0.
+        """Return a struct in memory, with its counters at 0.
 
         Args:
             **arguments: the value of each field by name: a number for an `IntField` or a
@@ -127,7 +137,7 @@ class StructLayout:
                 a `StridedField` or a `QuantizedField`. The caller must keep the tensors alive as
                 long as the struct is read.
         """
-        numbers: list[Any] = [0] * _COUNTER_FIELDS
+        numbers: list[Any] = [*self._zeros]
         for name, field_type in self._arguments:
             value: Any = arguments[name]
             if field_type is ArrayField:
@@ -145,7 +155,7 @@ class StructLayout:
         `pack` would take half a microsecond longer for its keyword arguments, which is a tenth of
         the time of a short call.
         """
-        return array("q", self._struct.pack(0, 0, *numbers))
+        return array("q", self._struct.pack(*self._zeros, *numbers))
 
 
 _DECODE_FIELDS = (
@@ -194,6 +204,8 @@ GEMV_STRUCT = StructLayout(
     IntField("w"),  # the address of the weight [N,M]
     IntField("b"),  # the address of the bias [N], or 0 without one
     IntField("y"),  # the address of the output [R,N]
+    IntField("runs"),  # the number of runs of tasks
+    has_runs=True,
 )
 """The arguments of y = W x + b for a few vectors x, packed by `regard.ops.gemv`."""
 
@@ -231,6 +243,8 @@ STORED_WEIGHT_STRUCT = StructLayout(
     IntField("matrix"),  # the address of a STORED_MATRIX_STRUCT
     IntField("b"),  # the address of the bias [N], or 0 without one
     IntField("y"),  # the address of the output [R,N]
+    IntField("runs"),  # the number of runs of tasks
+    has_runs=True,
 )
 """The arguments of y = W x + b for a matrix that is stored in fewer bits, packed by
 `regard.ops.stored_linear`.
@@ -260,6 +274,7 @@ STEP_STRUCT = StructLayout(
     IntField("width"),  # the largest number of numbers in a vector of a step
     IntField("head"),  # the largest size of a head
     IntField("counters"),  # the address of pairs of counters, one for each phase: at most 5 L + 1
+    IntField("runs"),  # the number of runs of tasks in a phase
     IntField("embedded"),  # the address of the hidden states before the first layer [B,M]
     IntField("x"),  # the address of the hidden states before the attention of a layer [B,M]
     IntField("x_mid"),  # the address of the hidden states before its feed-forward layer [B,M]

@@ -67,6 +67,42 @@ take_task, finish_task = _atomic_counter(0), _atomic_counter(1)
 """
 
 
+@intrinsic
+def counter_at(context: Any, address: Any) -> Any:
+    """Return the value of the counter at an address; what the threads wrote before they counted can
+    be read afterwards.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.load_atomic(place, "acquire", 8)
+
+    return types.int64(types.int64), code
+
+
+@njit_strict
+def take_next(address, tasks, team):
+    """Return the number of the next of `tasks` tasks for a thread, or `tasks` if none is left.
+
+    The tasks form runs of equal length, whose counters follow the two counters at `address`. A
+    thread takes the tasks of its own run one after another, and then those of other runs that no
+    thread has begun. So a core reads one piece of memory, which is faster by a fifth than small
+    pieces in turns with other cores (LOG.md).
+
+    team: (the number of the thread, the number of runs).
+    """
+    thread, runs = team
+    for i in range(runs):
+        run = (thread + i) % runs
+        first, last = tasks * run // runs, tasks * (run + 1) // runs
+        counter = address + 8 * (2 + run)
+        if first + counter_at(counter) < last:
+            task = first + take_task(counter)
+            if task < last:
+                return task
+    return tasks
+
+
 @njit_strict
 def struct_at(address, dtype):
     """View the struct at `address` as a numpy record of the structured `dtype`."""

@@ -19,7 +19,14 @@ from numba.extending import intrinsic
 
 from regard.ops.jit.argument_structs import GEMV_STRUCT
 from regard.ops.jit.compile import njit_strict
-from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at, take_task
+from regard.ops.jit.entry_points import (
+    STORAGE,
+    compile_entry,
+    memory_at,
+    struct_at,
+    take_next,
+    take_task,
+)
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.llvm_vectors import (
     LANES,
@@ -39,7 +46,7 @@ from regard.ops.jit.llvm_vectors import load_floats as load
 VECTORS_PER_STEP = 4
 """The number of vectors x that are multiplied with a number of W while it is in a register."""
 
-PREFETCH_DISTANCE = 2048
+PREFETCH_DISTANCE = 3072
 """The distance in bytes from the numbers of W that are read to those that are prefetched."""
 
 TASK_BYTES = 1 << 17
@@ -188,12 +195,13 @@ def run_tasks(address, arguments, x, w, b, y, tag):
         for i in range(M):
             vectors[r, i] = to_float32(x[r * M + i], tag)
     step, products = max(1, TASK_BYTES // (M * w.itemsize)), np.empty(VECTORS_PER_STEP, np.float32)
-    while True:
-        n = take_task(address) * step
-        if n >= N:
-            break
+    tasks, team = (N + step - 1) // step, (take_task(address), arguments.runs)
+    task = take_next(address, tasks, team)
+    while task < tasks:
+        n = task * step
         rows = (n, min(N, n + step))
         multiply_rows((w, b, arguments.b != 0), rows, vectors, R, tag, products, (y, n, N))
+        task = take_next(address, tasks, team)
 
 
 def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:

@@ -52,6 +52,7 @@ from regard.ops.jit.entry_points import (
     finish_task,
     memory_at,
     struct_at,
+    take_next,
     take_task,
 )
 from regard.ops.jit.gemv_loops import VECTORS_PER_STEP, padded_count
@@ -69,6 +70,7 @@ from regard.ops.jit.step_parts import (
     STORED_ROWS,
     TASK_BYTES,
     add_result,
+    block_count,
     copy_row,
     map_at,
     map_rows,
@@ -135,7 +137,7 @@ def project_heads(counters, layer, attention, sizes, states, last, scratch, dtyp
     """
     R, M = sizes
     x, y, has_y, after, stored = states
-    total, normed, raw, turned, wide, room, _ = scratch
+    total, normed, raw, turned, wide, room, _, team = scratch
     H, G, D, E = layer.H, layer.G, layer.D, layer.E
     vectors = vectors_in(wide, R, M)
     q_map, k_map = (
@@ -151,7 +153,7 @@ def project_heads(counters, layer, attention, sizes, states, last, scratch, dtyp
     keys, values = memory_at(attention.k, dtype), memory_at(attention.v, dtype)
     slots, pages = memory_at(layer.slots, np.int64), page_table(attention)
     tasks = H + 2 * G
-    task = take_task(counters)
+    task = take_next(counters, tasks, team)
     if task < tasks:
         if has_y:
             y = sublayer_result(last[0], y, sizes, last[1], scratch, tag)
@@ -187,7 +189,7 @@ def project_heads(counters, layer, attention, sizes, states, last, scratch, dtyp
                 place = r * steps[0] + g * steps[1] + slot * steps[2]
                 copy_row(raw, r * E, values, place, E)
         finish_task(counters)
-        task = take_task(counters)
+        task = take_next(counters, tasks, team)
     wait_until_finished(counters, tasks)
 
 
@@ -234,8 +236,9 @@ def map_output(counters, layer, calls, sizes, y, scratch, dtype, tag):
     R, M = sizes
     wide, room, rounding = scratch[4], scratch[5], scratch[0]
     H, E = layer.H, layer.E
-    vectors = vectors_in(wide, R, H * E)
-    task = take_task(counters)
+    vectors, team = vectors_in(wide, R, H * E), scratch[7]
+    out_map = map_at(layer.out_w, layer.out_b, layer.out_stored, H * E, dtype)
+    task = take_next(counters, block_count(out_map, M, TASK_BYTES), team)
     codes, attention = calls
     sink, several = memory_at(layer.sink, dtype), codes.S > 0
     out, lse = np.empty((2, E), np.float32), np.empty(2, np.float32)
@@ -255,8 +258,7 @@ def map_output(counters, layer, calls, sizes, y, scratch, dtype, tag):
                 vectors[r, h * E + e] = to_float32(stored, tag)
         vectors[r, H * E :] = np.float32(0)
     mark_changed(room[1])
-    out_map = map_at(layer.out_w, layer.out_b, layer.out_stored, H * E, dtype)
-    multiply_blocks((counters, task), out_map, M, R, vectors, TASK_BYTES, room, y, tag)
+    multiply_blocks((counters, task, team), out_map, M, R, vectors, TASK_BYTES, room, y, tag)
 
 
 @njit_strict
@@ -268,18 +270,19 @@ def compute_logits(counters, step, sizes, states, last, scratch, dtype, tag):
     R, M = sizes
     x, y, after = states
     total, normed, wide, room = scratch[0], scratch[1], scratch[4], scratch[5]
-    vectors = vectors_in(wide, R, M)
-    task = take_task(counters)
+    vectors, team = vectors_in(wide, R, M), scratch[7]
+    head, logits = (
+        map_at(step.head_w, step.head_b, step.head_stored, M, dtype),
+        memory_at(step.logits, dtype),
+    )
+    task = take_next(counters, block_count(head, step.V, HEAD_TASK_BYTES), team)
     y = sublayer_result(last[0], y, sizes, last[1], scratch, tag)
     add_result(x, y, after, R, M, total, tag)
     norm = norm_at(step.norm_w, step.norm_eps, step.norm_offset, dtype)
     norm_vectors(total, norm, R, M, normed, vectors, tag)
     mark_changed(room[1])
-    head, logits = (
-        map_at(step.head_w, step.head_b, step.head_stored, M, dtype),
-        memory_at(step.logits, dtype),
-    )
-    multiply_blocks((counters, task), head, step.V, R, vectors, HEAD_TASK_BYTES, room, logits, tag)
+    counters_of_head = (counters, task, team)
+    multiply_blocks(counters_of_head, head, step.V, R, vectors, HEAD_TASK_BYTES, room, logits, tag)
 
 
 def _make_entry(dtype: Any, tag: Any, *, has_mixtures: bool) -> Callable[[int], None]:
@@ -308,6 +311,7 @@ def _make_entry(dtype: Any, tag: Any, *, has_mixtures: bool) -> Callable[[int], 
                 np.empty((R, STORED_ROWS), np.float32),
             ),
             np.zeros(size, np.float32),
+            (take_task(address), step.runs),
         )
         x, x_mid = memory_at(step.x, dtype), memory_at(step.x_mid, dtype)
         y, hidden = memory_at(step.y, dtype), memory_at(step.hidden, dtype)

@@ -17,12 +17,13 @@ import numpy as np
 
 from regard.ops.jit.argument_structs import STEP_MIXTURE_STRUCT, STEP_NETWORK_STRUCT
 from regard.ops.jit.compile import njit_fastmath, njit_strict
-from regard.ops.jit.entry_points import finish_task, memory_at, struct_at, take_task
+from regard.ops.jit.entry_points import finish_task, memory_at, struct_at, take_next, take_task
 from regard.ops.jit.exp_tanh import exp, tanh
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.step_parts import (
     TASK_BYTES,
     add_result,
+    block_count,
     block_rows,
     copy_row,
     map_at,
@@ -170,15 +171,15 @@ def open_gates(counters, layer, sizes, states, hidden, scratch, dtype, tag):
     vectors = vectors_in(scratch[4], R, M)
     gate_map, up_map = gate_and_up(network, M, dtype)
     step = min(block_rows(gate_map), block_rows(up_map))
-    tasks = (F + step - 1) // step
-    task = take_task(counters)
+    tasks, team = (F + step - 1) // step, scratch[7]
+    task = take_next(counters, tasks, team)
     if task < tasks:
         add_attention(layer, task, sizes, states, scratch, dtype, tag)
     while task < tasks:
         rows = (task * step, min(F, (task + 1) * step))
         open_rows(network, rows, vectors, sizes, (hidden, rows[0], F), scratch, dtype, tag)
         finish_task(counters)
-        task = take_task(counters)
+        task = take_next(counters, tasks, team)
     wait_until_finished(counters, tasks)
 
 
@@ -187,13 +188,13 @@ def map_down(counters, layer, sizes, hidden, y, scratch, dtype, tag):
     """Phase 5 of a layer with one network: the map from the hidden units."""
     R, M = sizes
     network = struct_at(layer.network, NETWORK)
-    wide, room, F = scratch[4], scratch[5], network.F
+    wide, room, F, team = scratch[4], scratch[5], network.F, scratch[7]
     vectors = vectors_in(wide, R, F)
-    task = take_task(counters)
+    down_map = map_at(network.down_w, network.down_b, network.down_stored, F, dtype)
+    task = take_next(counters, block_count(down_map, M, TASK_BYTES), team)
     write_vectors(hidden, R, F, vectors, tag)
     mark_changed(room[1])
-    down_map = map_at(network.down_w, network.down_b, network.down_stored, F, dtype)
-    multiply_blocks((counters, task), down_map, M, R, vectors, TASK_BYTES, room, y, tag)
+    multiply_blocks((counters, task, team), down_map, M, R, vectors, TASK_BYTES, room, y, tag)
 
 
 @njit_strict

@@ -5,7 +5,7 @@ Arguments that functions of several phases share:
     sizes: (R, the number of vectors; M, the model dim)
     scratch: memory of the thread: (the sum [R M], its norm [R M], two blocks of rows in the dtype
         of the weights, the vectors of a product in fp32, the room of `map_rows`, the vectors of an
-        expert in fp32)
+        expert in fp32, the team of `take_next`)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from regard.ops.jit.argument_structs import STORED_MATRIX_STRUCT
 from regard.ops.jit.compile import njit_strict
-from regard.ops.jit.entry_points import finish_task, memory_at, struct_at, take_task
+from regard.ops.jit.entry_points import counter_at, finish_task, memory_at, struct_at, take_next
 from regard.ops.jit.gemv_loops import multiply_rows, padded_count
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.rms_norm_loops import norm_rows
@@ -48,20 +48,6 @@ MATRIX = STORED_MATRIX_STRUCT.dtype
 
 _IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 _HAS_YIELD = os.name == "posix"
-
-
-@intrinsic
-def finished_tasks(context: Any, address: Any) -> Any:
-    """Return the number of finished tasks in the counters at an address; what the threads wrote
-    before they finished these can be read afterwards.
-    """
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        place = builder.inttoptr(builder.add(args[0], ir.Constant(word, 8)), word.as_pointer())
-        return builder.load_atomic(place, "acquire", 8)
-
-    return types.int64(types.int64), code
 
 
 @intrinsic
@@ -95,7 +81,7 @@ def offer_core(context: Any) -> Any:
 def wait_until_finished(address, tasks):
     """Return when all tasks of the counters at an address are finished."""
     looks = 0
-    while finished_tasks(address) < tasks:
+    while counter_at(address + 8) < tasks:
         looks += 1
         if looks < SPINS:
             pause()
@@ -208,18 +194,25 @@ def block_rows(linear_map):
 
 
 @njit_strict
+def block_count(linear_map, N, task_bytes):
+    """Return the number of tasks of a linear map with N rows."""
+    step = max(1, task_bytes // row_size(linear_map))
+    return (N + step - 1) // step
+
+
+@njit_strict
 def multiply_blocks(counters, linear_map, N, R, vectors, task_bytes, room, out, tag):
     """Take blocks of the N rows of a linear map until none is left, and write them to `out`
     `[R, N]`, beginning with the first task of the caller. Return when all blocks are finished.
 
-    counters: (their address, the number of the first task).
+    counters: (their address, the number of the first task, the team of `take_next`).
     """
-    address, task = counters
+    address, task, team = counters
     step = max(1, task_bytes // row_size(linear_map))
     tasks = (N + step - 1) // step
     while task < tasks:
         rows = (task * step, min(N, (task + 1) * step))
         map_rows(linear_map, rows, vectors, R, tag, room, (out, rows[0], N))
         finish_task(address)
-        task = take_task(address)
+        task = take_next(address, tasks, team)
     wait_until_finished(address, tasks)

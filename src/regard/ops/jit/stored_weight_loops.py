@@ -62,6 +62,7 @@ from regard.ops.jit.entry_points import (
     int_to_pointer,
     memory_at,
     struct_at,
+    take_next,
     take_task,
 )
 from regard.ops.jit.gemv_loops import make_row_dot
@@ -544,13 +545,14 @@ def run_tasks(address, x, tag):
     step = max(1, TASK_BYTES // max(1, matrix.row_bytes))
     sums, call = np.empty((R, step), np.float32), make_call(R, matrix.width)
     mark_changed(call)
-    while True:
-        first = take_task(address) * step
-        if first >= N:
-            break
+    tasks, team = (N + step - 1) // step, (take_task(address), arguments.runs)
+    task = take_next(address, tasks, team)
+    while task < tasks:
+        first = task * step
         last = min(N, first + step)
         multiply_stored(arguments.matrix, first, last, R, vectors, call, sums)
         _write_rows(arguments, first, last - first, sums, x, tag)
+        task = take_next(address, tasks, team)
 
 
 def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
