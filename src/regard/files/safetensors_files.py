@@ -54,10 +54,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from regard import huge_pages
 from regard.errors import ArgumentError, FileError
 from regard.files import strict_json
 from regard.files.regular_files import FileState, file_state, open_regular, read_exactly, read_into
+from regard.huge_pages import CACHE_LINE, HugePageBlock
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
@@ -399,10 +399,13 @@ def _read(
 ) -> Iterator[tuple[str, Tensor]]:
     pending: deque[_PendingTensor] = deque()
     ahead, rest = 0, deque(wanted)
+    memory = HugePageBlock(sum(x.bytes + -x.bytes % CACHE_LINE for x in wanted))
     while rest or pending:
         while rest and (not pending or (pool and ahead + rest[0].bytes <= buffering.ahead)):
             stored = rest.popleft()
-            pending.append(_start_reading(stored, marks[stored.file], buffering.piece, pool))
+            pending.append(
+                _start_reading(stored, marks[stored.file], memory, buffering.piece, pool)
+            )
             ahead += stored.bytes
         ahead -= pending[0].stored.bytes
         # keep no reference to the tensor here, so that the caller can free it
@@ -410,10 +413,14 @@ def _read(
 
 
 def _start_reading(
-    stored: StoredTensor, mark: FileState, size: int, pool: ThreadPoolExecutor | None
+    stored: StoredTensor,
+    mark: FileState,
+    memory: HugePageBlock,
+    size: int,
+    pool: ThreadPoolExecutor | None,
 ) -> _PendingTensor:
     try:
-        tensor = huge_pages.empty(stored.shape, dtype=stored.dtype)
+        tensor = memory.empty(stored.shape, dtype=stored.dtype)
     except (RuntimeError, MemoryError) as e:
         raise FileError(
             f"{stored.file}: {short_repr(stored.name)} needs {stored.bytes} bytes of memory, which "

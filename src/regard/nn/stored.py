@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.freed_memory import give_back_freed_memory
-from regard.huge_pages import HUGE_PAGE_THRESHOLD, together_in_huge_pages
+from regard.huge_pages import HUGE_PAGE, HugePageBlock, aligned_bytes
 from regard.nn.linear import Linear
 from regard.ops.stored_weights import StoredWeight
 
@@ -166,13 +166,18 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return own
 
 
-BLOCK_BYTES = 1 << 24
-"""The size in bytes of the memory in which small records are put together."""
+LARGEST_MOVED = 16 * HUGE_PAGE
+"""The size in bytes from which a tensor stays where it is, as nearly all of it is in huge pages and
+a copy would need much memory.
+"""
+
+FREED_BYTES = 1 << 24
+"""How many bytes of small tensors may be freed before they are given back."""
 
 
 def stored_to_huge_pages(network: nn.Module) -> None:
-    """Move the small stored weights of a network together into huge pages, in the order of its
-    modules; their values do not change. `regard.load` does this.
+    """Move the stored weights of a network together into huge pages, in the order of its modules;
+    their values do not change. `regard.load` does this.
 
     >>> from regard.ops.stored_weights import Int8Weight
     >>> layer = Linear(32, 2).requires_grad_(False)
@@ -184,34 +189,26 @@ def stored_to_huge_pages(network: nn.Module) -> None:
     """
     owners: dict[int, list[StoredWeightMixin]] = {}
     for module in network.modules():
-        if isinstance(module, StoredWeightMixin) and _is_small(module.stored_weight):
+        if isinstance(module, StoredWeightMixin) and _is_movable(module.stored_weight):
             owners.setdefault(id(module.stored_weight), []).append(module)
-    waiting: list[list[StoredWeightMixin]] = []
-    size = 0
-    for n, modules in enumerate(owners.values(), 1):
-        waiting.append(modules)
-        size += modules[0].stored_weight.bytes
-        if size < BLOCK_BYTES and n < len(owners):
-            continue
-        _move_together(waiting)
-        waiting, size = [], 0
-        give_back_freed_memory()  # otherwise all small weights are in memory twice
-
-
-def _move_together(waiting: list[list[StoredWeightMixin]]) -> None:
-    """Copy the records of some groups of modules, each with one record, into one block."""
-    records = [holders[0].stored_weight for holders in waiting]
-    moved = iter(together_in_huge_pages([x for y in records for x in y.tensors().values()]))
-    for holders, record in zip(waiting, records, strict=True):
-        copied = record.map(lambda _: next(moved))
-        for module in holders:
+    records = [modules[0].stored_weight for modules in owners.values()]
+    block = HugePageBlock(aligned_bytes(x for y in records for x in y.tensors().values()))
+    del records
+    freed = 0
+    for modules in owners.values():
+        freed += modules[0].stored_weight.bytes
+        copied = modules[0].stored_weight.map(block.copy)
+        for module in modules:
             module.stored_weight = copied
+        if freed > FREED_BYTES:
+            give_back_freed_memory()  # otherwise all small weights are in memory twice
+            freed = 0
 
 
-def _is_small(record: StoredWeight) -> bool:
-    """Return whether no tensor of a record is in huge pages of its own."""
+def _is_movable(record: StoredWeight) -> bool:
+    """Return whether the tensors of a record are moved into huge pages."""
     return all(
-        x.is_cpu and type(x) is Tensor and x.nbytes < HUGE_PAGE_THRESHOLD
+        x.is_cpu and type(x) is Tensor and x.nbytes < LARGEST_MOVED
         for x in record.tensors().values()
     )
 

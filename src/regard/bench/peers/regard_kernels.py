@@ -25,7 +25,7 @@ from regard.caches.base import Parts
 from regard.huge_pages import module_to_huge_pages
 from regard.masks import Causal, Document, Mask, Prefix, Sinks, Window
 from regard.models.decoder import Decoder
-from regard.nn.stored import can_store_weight, store_weight
+from regard.nn.stored import can_store_weight, store_weight, stored_to_huge_pages
 from regard.ops.softmax import attend, dispatch, plan
 from regard.ops.stored_weights import Int4Weight, Int8Weight, StoredWeight
 from regard.span import Span
@@ -210,7 +210,8 @@ def model(problem: ModelProblem) -> PreparedCall:
 
 
 def with_stored_weights(decoder: Decoder, bits: int) -> Decoder:
-    """Return a copy of a decoder whose matrices are stored in 8 or 4 bits.
+    """Return a copy of a decoder whose matrices are stored in 8 or 4 bits, as `regard.load` stores
+    them.
 
     Args:
         decoder: the decoder, which keeps its weights.
@@ -229,6 +230,7 @@ def with_stored_weights(decoder: Decoder, bits: int) -> Decoder:
             if id(weight) not in records:
                 records[id(weight)] = record_type.quantize(weight)
             store_weight(module, records[id(weight)])
+    stored_to_huge_pages(copied)
     return copied
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from regard.did_you_mean import close_matches
 from regard.errors import ArgumentError, FileError
+from regard.huge_pages import HugePageBlock
 from regard.models.checkpoint.family import Family, TensorBinding, bind_names, name_pattern
 from regard.models.checkpoint.stored_forms import StoredRecords, WeightForm, may_store
 from regard.models.checkpoint.tensors import CheckpointTensors, check_finite
@@ -108,6 +109,7 @@ def fill_parameters(
         raise FileError(error_text(wrong, 4000))
     _check_shapes(store, name_of, bindings, parameters)
     filled: dict[int, str] = {}
+    memory = HugePageBlock(sum(dtype.itemsize * p.numel() for p in _by_id(parameters).values()))
     storable = {key for key, p in _by_id(parameters).items() if form and may_store(p, owners[key])}
     for stored_name, tensor in store.read(name_of):
         if finite:
@@ -119,7 +121,8 @@ def fill_parameters(
             if form is not None and key in storable:  # rounded once, from the stored number
                 value: Tensor | StoredWeight = _stored(form, part, dtype, parameter_name)
             else:
-                value = _own(part, family.dtype_of(parameter_name, dtype), shares=shares)
+                kind = family.dtype_of(parameter_name, dtype)
+                value = memory.copy(part, kind) if shares or part.dtype != kind else part
             if key in filled:
                 _check_same(store, (filled[key], stored_name), value, owners[key])
             else:
@@ -183,11 +186,6 @@ def _parts(
     """
     values = binding.rule.unpack(tensor, [parameters[name].shape for name in binding.parameters])
     return values, not (len(values) == 1 and values[0].is_contiguous())
-
-
-def _own(part: Tensor, dtype: torch.dtype, *, shares: bool) -> Tensor:
-    """Convert a part of a stored tensor; a view is copied, so that the tensor can be freed."""
-    return part.to(dtype, copy=True).contiguous() if shares else part.to(dtype)
 
 
 def _stored(form: WeightForm, part: Tensor, dtype: torch.dtype, name: str) -> StoredWeight:
