@@ -83,6 +83,11 @@ class DecodeSession:
         self.device = torch.device("cpu") if parameter is None else parameter.device
 
     @property
+    def decoder(self) -> Decoder:
+        """The network that runs, with the masks that the cache needs."""
+        return self._decoder
+
+    @property
     def caches(self) -> list[Cache]:
         """The caches, one per layer."""
         return self._caches if self._prefix is None else self._prefix.caches
