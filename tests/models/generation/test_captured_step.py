@@ -12,19 +12,25 @@ import torch
 from torch import Tensor
 
 import regard
+from regard.caches import Cache, Fixed
+from regard.caches.base import StaticSize
 from regard.configs.reader import parse
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.decoder import Decoder
 from regard.models.families import family
+from regard.models.generation import GenerationOptions, beam_search_text
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.captured_step import (
     WARM_UP_STEPS,
     CapturedSession,
     Step,
+    why_not_captured,
 )
 from regard.models.generation.decode_session import DecodeSession
 from tests.cost.tiny import TINY
 from tests.models import small
 from tests.pretended_device import (
+    HiddenRead,
     PretendedDevice,
     PretendedTensor,
     SelectingKernel,
@@ -160,7 +166,7 @@ CACHES = {"growing": None, "fixed": None, "ring": 8, "streaming": 9}
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.full(keep=["growing-True", "True-growing"])
+@pytest.mark.full
 def test_a_captured_step_of_a_cache(cache: str, *, padded: bool) -> None:
     assert_captured_is_ordinary(llama, CacheConfig(cache, CACHES[cache]), padded=padded)
 
@@ -173,7 +179,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.full(keep=["qwen3_5_text"])
+@pytest.mark.full
 def test_a_captured_step_of_a_family(name: str) -> None:
     assert_captured_is_ordinary(lambda: of_family(name), CacheConfig(), padded=True)
 
@@ -181,3 +187,140 @@ def test_a_captured_step_of_a_family(name: str) -> None:
 @pytest.mark.full
 def test_a_captured_step_with_sinks() -> None:
     assert_captured_is_ordinary(sinks, CacheConfig("ring", 8), padded=True)
+
+
+@pytest.mark.parametrize("cache", ["growing", "ring"])
+@pytest.mark.full(keep=["ring"])
+def test_one_captured_step_serves_another_prompt(cache: str) -> None:
+    """The second prompt is shorter, and lies in the memory of the first."""
+    config = CacheConfig(cache, CACHES[cache]).with_capacity(PROMPT, STEPS)
+    first, second = text(padded=True), text(padded=True, seed=1, prompt=PROMPT - 2)
+    found = captured(llama(), config, first, second)
+    plain = ordinary(llama(), config, second)[:, :REPLAYED]
+    exact = ordinary(llama().double(), config, second)[:, :REPLAYED]
+    assert_close_rule(found[1], plain, exact)
+    assert not torch.equal(found[0][:, :REPLAYED].argmax(-1), found[1].argmax(-1))
+
+
+def replay_with(caches: list[Cache], given: Text) -> Tensor:
+    """Logits of steps with any caches, of which the first is captured: no check is made."""
+    decoder = llama()
+    with pretended_cuda() as device, regard.register_kernel(SelectingKernel(device)):
+        device.put_module(decoder)
+        with device.reads():
+            decoder(device.put(given.ids), device.put(given.positions), caches, last=1)
+        ids = device.put(given.more[:, :1].clone())
+        replay, logits = device.capture(lambda: decoder(ids, None, caches, last=1)[:, -1])
+        found = []
+        for x in given.more.split(1, 1):
+            ids.copy_(device.put(x))
+            replay()
+            found.append(device.get(logits).clone())
+    return torch.stack(found, 1)
+
+
+@torch.inference_mode()
+def test_a_cache_that_counts_in_python_replays_wrong_tokens() -> None:
+    """Negative control: `Fixed` slices its buffers by a number that Python holds, so that a
+    captured step writes into the same slot again and again, and sees no token behind it.
+    """
+    given = text(padded=False)
+    plain = ordinary(llama(), CacheConfig(), given)
+    found = replay_with([Fixed(PROMPT + STEPS) for _ in llama().layers], given)
+    assert_close_rule(
+        found[:, :1], plain[:, :1], ordinary(llama().double(), CacheConfig(), given)[:, :1]
+    )
+    far = (found - plain).abs().amax((0, 2))
+    assert bool((far[2:] > 0.01 * plain.abs().max()).all())
+
+
+@pytest.mark.full
+def test_rows_that_are_finished_stay_in_the_captured_step() -> None:
+    given = text(padded=True)
+    plain = ordinary(llama(), CacheConfig(), given)
+    exact = ordinary(llama().double(), CacheConfig(), given)
+    last = WARM_UP_STEPS + 2
+    inference = torch.inference_mode()
+    with inference, pretended_cuda() as device, regard.register_kernel(SelectingKernel(device)):
+        decoder = llama()
+        device.put_module(decoder)
+        read = prefilled(device, decoder, CacheConfig(), given)
+        with device.reads():
+            session = CapturedSession(read, STEPS, PretendedRecorder(device))
+        steps(device, session, given.more[:, :last])
+        with device.reads():
+            session.select(torch.tensor([1]))
+        found = steps(device, session, given.more[1:, last:])
+        assert session.is_captured
+        with pytest.raises(ArgumentError, match=f"has run {STEPS} times"):
+            session.append(device.put(given.more[1:, :1]))
+    assert_close_rule(found, plain[1:, last:], exact[1:, last:])
+
+
+def test_a_copy_from_the_host_cannot_be_captured() -> None:
+    """Negative control: what a real capture refuses raises on the pretended device."""
+    with pretended_cuda() as device:
+        x = device.put(torch.zeros(2))
+        with pytest.raises(HiddenRead, match="a copy between host and device"):
+            device.capture(lambda: x + torch.ones(2).to(x.device, non_blocking=True))
+
+
+@pytest.mark.parametrize("kind", ["paged", "quantised", "h2o", "quest"])
+def test_a_cache_without_a_static_form_is_refused(kind: str) -> None:
+    config = CacheConfig(kind, 64)
+    session = DecodeSession(llama(), config)
+    reasons = why_not_captured(session.decoder, session.caches)
+    assert any(f"a {type(session.caches[0]).__name__}, cannot: " in reason for reason in reasons)
+    session.append(text(padded=False).ids[:1])
+    with pytest.raises(ArgumentError, match="has no static form: "):
+        session.caches[0].to_static(StaticSize(9, 1, session.device))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("mixtral", "is MoE, which reads which experts"), ("minimax", "is MoE")]
+)
+@pytest.mark.full(keep=["mixtral"])
+def test_a_mixture_of_experts_is_refused(name: str, words: str) -> None:
+    decoder = of_family(name)
+    assert words in why_not_captured(decoder, decoder.new_caches())[0]
+
+
+def test_frequencies_that_depend_on_the_length_are_refused() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    decoder = llama(rope_scaling=scaling)
+    (reason,) = why_not_captured(decoder, decoder.new_caches())
+    assert "PerRowRotary, which reads the length of each row" in reason
+
+
+def test_generation_on_another_device_is_refused() -> None:
+    model = regard.load("tiny")
+    with pytest.raises(ArgumentError, match=r"this model is on cpu; move it with model.to\("):
+        model.generate("If", cuda_graph=True)
+    prefix = model.cache_prefix("If")
+    with pytest.raises(ArgumentError, match="this model is on cpu"):
+        model.generate(" a", prefix=prefix, cuda_graph=True)
+    with pytest.raises(ArgumentTypeError, match="cuda_graph is str; it must be True or False"):
+        model.generate("If", cuda_graph="yes")  # type: ignore[call-overload]
+    options = GenerationOptions(cuda_graph=True)
+    with pytest.raises(ArgumentError, match="beam search moves them"):
+        beam_search_text(model, "If", options)
+
+
+class NoCapture:
+    """Runs every step as it is."""
+
+    def warm_up(self, step: Step) -> Tensor:
+        return step()
+
+    def record(self, step: Step) -> tuple[Callable[[], None], Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_another_session_must_fit() -> None:
+    session = DecodeSession(llama())
+    session.append(text(padded=False).ids)
+    captured_session = CapturedSession(session, 4, NoCapture())
+    longer = DecodeSession(llama())
+    longer.append(text(padded=False, prompt=PROMPT + 1).ids)
+    with pytest.raises(ArgumentError, match="has read 8 tokens, and this captured step has room"):
+        captured_session.refill(longer)

@@ -85,7 +85,7 @@ class CudaGraphRecorder:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise ArgumentError(
-                f"the step of this model cannot be captured as a CUDA graph ({reason}); leave "
+                f"cuda_graph=True cannot capture the step of this model: {reason}; leave "
                 "cuda_graph out"
             ) from error
         return graph.replay, logits
@@ -230,8 +230,8 @@ def check_captured(session: DecodeSession, *, has_recorder: bool = False) -> Non
         )
     if reasons := why_not_captured(session.decoder, session.caches):
         raise ArgumentError(
-            f"the step of this model cannot be captured as a CUDA graph: {'; '.join(reasons)}; "
-            "leave cuda_graph out"
+            f"cuda_graph=True cannot capture the step of this model: {'; '.join(reasons)}; leave "
+            "cuda_graph out"
         )
 
 

@@ -294,6 +294,11 @@ class PrefixCache:
         """The number of bytes in the caches of all layers."""
         return self._session.bytes
 
+    @property
+    def session(self) -> DecodeSession:
+        """The session that has read the prefix, which must stay as it is: `fork` copies it."""
+        return self._session
+
     def fork(self, rows: int = 1) -> DecodeSession:
         """Create a session that has read this prefix in every row.
 
