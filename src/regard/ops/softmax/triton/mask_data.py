@@ -156,7 +156,8 @@ def _to_int32(positions: Positions, device: torch.device) -> Tensor:
 def _mask_bits(mask: Mask, q: Positions, k: Positions, device: torch.device) -> Tensor:
     """Return one bit per pair of slots, uint8 `[B or 1, H or 1, T, ceil(S / 8)]`."""
     T, S = (len(x) if isinstance(x, Span) else x.shape[1] for x in (q, k))
-    place = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device)
+    # computed there: a list of numbers would be copied, which no CUDA graph can repeat
+    place = (1 << torch.arange(8, device=device)).to(torch.uint8)
     step, parts = max(1, _ROWS_TIMES_KEYS // max(S, 1)), []
     for start in range(0, T, step):
         visible = mask.block(q, k, slice(start, min(start + step, T)), device=device)
