@@ -134,10 +134,10 @@ def test_what_a_static_cache_refuses() -> None:
     static = full(steps=1)
     with pytest.raises(ArgumentError, match=r"positions that its next\(1\) did not return"):
         static.update((part(1, 1),), torch.tensor([[4], [6]]))
-    with pytest.raises(ArgumentError, match="2 tokens for a StaticSlots cache"):
+    with pytest.raises(ArgumentError, match="2 tokens for each row of a StaticSlots cache"):
         static.update((part(2, 1),), static.next(2))
     static.update((part(1, 1),), static.next(1))
-    with pytest.raises(ArgumentError, match="1 token for a StaticSlots cache with room for 0"):
+    with pytest.raises(ArgumentError, match="all 7 slots of a StaticSlots cache hold tokens"):
         static.update((part(1, 1),), static.next(1))
     with pytest.raises(ArgumentError, match="crop to 3, but a StaticSlots cache cannot go back"):
         static.crop(3)

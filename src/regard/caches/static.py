@@ -200,10 +200,15 @@ class StaticSlots(_Static):
                 "has read a prompt"
             )
         check_same_layout(self._memory, memory)
-        if slot_count(positions) != 1 or self._room == 0:
+        if slot_count(positions) != 1:
             raise ArgumentError(
-                f"{plural(slot_count(positions), 'token')} for a StaticSlots cache with room for "
-                f"{self._room}; give one per row and step, and more slots to to_static"
+                f"{plural(slot_count(positions), 'token')} for each row of a StaticSlots cache; "
+                "give one at each step"
+            )
+        if self._room == 0:
+            raise ArgumentError(
+                f"all {self.table.layout.size} slots of a StaticSlots cache hold tokens; give "
+                "to_static more slots"
             )
         slots = self.table.advance(self._check_step(positions))
         for old, new in zip(self._memory, memory, strict=True):

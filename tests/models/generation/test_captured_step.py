@@ -252,7 +252,7 @@ def test_rows_that_are_finished_stay_in_the_captured_step() -> None:
             session.select(torch.tensor([1]))
         found = steps(device, session, given.more[1:, last:])
         assert session.is_captured
-        with pytest.raises(ArgumentError, match=f"has run {STEPS} times"):
+        with pytest.raises(ArgumentError, match=f"has run {STEPS} steps"):
             session.append(device.put(given.more[1:, :1]))
     assert_close_rule(found, plain[1:, last:], exact[1:, last:])
 

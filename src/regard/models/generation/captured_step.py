@@ -19,6 +19,7 @@ from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.models.generation.decode_session import DecodeSession
 from regard.sequence_scope import current_scope
+from regard.units import plural
 
 WARM_UP_STEPS = 3
 """How many steps run without capture first, so that kernels are compiled and libraries have their
@@ -156,8 +157,8 @@ class CapturedSession:
         """
         if self._done == self._steps:
             raise ArgumentError(
-                f"this captured step has run {self._steps} times, for which its caches have room; "
-                "ask for more steps at the beginning"
+                f"this captured step has run {plural(self._steps, 'step')}, for which its caches "
+                "have room; ask for more steps at the beginning"
             )
         if self._active is None:
             self._ids.copy_(ids)
@@ -194,8 +195,8 @@ class CapturedSession:
         length, most = max(map(_token_count, session.caches)), self._size.slots - self._steps
         if length > most:
             raise ArgumentError(
-                f"the other session has read {length} tokens, and this captured step has room for "
-                f"{most} before its {self._steps} steps; make a new one"
+                f"the other session has read {plural(length, 'token')}, and this captured step has "
+                f"room for {most} before its {plural(self._steps, 'step')}; make a new one"
             )
         others = to_static(session.caches, self._size)
         for own, other in zip(self._caches, others, strict=True):
