@@ -166,7 +166,7 @@ def static_model(problem: ModelProblem) -> PreparedCall:
         num_key_value_heads=s.G,
         hidden_size=s.dim,
     )
-    cache = StaticCache(config=config, max_cache_len=s.S + 1)
+    cache: Any = StaticCache(config=config, max_cache_len=s.S + 1)
     for layer in range(s.layers):
         cache.update(*problem.memory(layer), layer)
     run = network.forward

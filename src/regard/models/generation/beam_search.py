@@ -319,7 +319,7 @@ def beam_search_text(
         )
     if options.cuda_graph:
         raise ArgumentError(
-            "cuda_graph=True captures steps whose rows stay in their places, and beam search moves "
+            "cuda_graph captures steps whose rows stay in their places, and beam search moves "
             "them; leave out cuda_graph, or leave out beams"
         )
     cache_config, ids = (

@@ -86,8 +86,7 @@ class CudaGraphRecorder:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise ArgumentError(
-                f"cuda_graph=True cannot capture the step of this model: {reason}; leave "
-                "cuda_graph out"
+                f"cuda_graph cannot capture the step of this model: {reason}; leave cuda_graph out"
             ) from error
         return graph.replay, logits
 
@@ -204,7 +203,8 @@ class CapturedSession:
         self._active, self._done = None, WARM_UP_STEPS if self.is_captured else 0
 
     def _step(self) -> Tensor:
-        return self._decoder(self._ids, None, self._caches, last=1)[:, -1]
+        logits: Tensor = self._decoder(self._ids, None, self._caches, last=1)
+        return logits[:, -1]
 
 
 def check_captured(session: DecodeSession, *, has_recorder: bool = False) -> None:
@@ -220,18 +220,18 @@ def check_captured(session: DecodeSession, *, has_recorder: bool = False) -> Non
     """
     if session.device.type != "cuda" and not has_recorder:
         raise ArgumentError(
-            f"cuda_graph=True captures the decoding step on a CUDA device, and this model is on "
+            f"cuda_graph captures the decoding step on a CUDA device, and this model is on "
             f'{session.device}; move it with model.to("cuda") (--device cuda), or leave '
             "cuda_graph out"
         )
     if current_scope() is not None:
         raise ArgumentError(
-            "cuda_graph=True captures the step of one process, and several ranks run this model; "
+            "cuda_graph captures the step of one process, and several ranks run this model; "
             "leave cuda_graph out inside regard.parallel.generation"
         )
     if reasons := why_not_captured(session.decoder, session.caches):
         raise ArgumentError(
-            f"cuda_graph=True cannot capture the step of this model: {'; '.join(reasons)}; leave "
+            f"cuda_graph cannot capture the step of this model: {'; '.join(reasons)}; leave "
             "cuda_graph out"
         )
 

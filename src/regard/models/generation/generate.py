@@ -258,11 +258,14 @@ class _GenerationLoop:
         self._decoded_tokens = 0
         self._max_bytes = 0
         # created here, so that a cache that does not suit the model raises before the start
-        self._session: DecodeSession | CapturedSession | None = None
-        if prefix is None:
-            self._session = DecodeSession(model.decoder, self._cache_config, len(prompts))
+        session = (
+            DecodeSession(model.decoder, self._cache_config, len(prompts))
+            if prefix is None
+            else prefix.session
+        )
         if options.cuda_graph:
-            check_captured(self._session if prefix is None else prefix.session)
+            check_captured(session)
+        self._session: DecodeSession | CapturedSession | None = session if prefix is None else None
         self._pieces = self._run()
 
     def __iter__(self) -> Self:
