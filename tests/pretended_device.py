@@ -104,7 +104,8 @@ class PretendedDevice(TorchDispatchMode):
     Attributes:
         reads_allowed: whether `HiddenRead` is not raised, as while a prompt is read.
         found: the list that takes the reads instead of `HiddenRead`, or None.
-        recording: the list that takes every operation, or None.
+        recording: the list that takes every operation, or None. While it is there, no copy from the
+            host is allowed, even one that is queued: a captured graph would repeat it.
     """
 
     def __init__(self) -> None:
@@ -112,6 +113,7 @@ class PretendedDevice(TorchDispatchMode):
         self.reads_allowed = False
         self.found: list[str] | None = None
         self.recording: list[Operation] | None = None
+        self._written: list[tuple[Tensor, Tensor]] = []
 
     def put(self, x: Any) -> Any:
         """Return tensors, lists or dictionaries of them on the device."""
@@ -147,6 +149,8 @@ class PretendedDevice(TorchDispatchMode):
         if not self.reads_allowed:
             self._refuse_reads(func, args, kwargs, device)
         host_args, host_kwargs = self.get(args), self.get(kwargs)
+        if self.recording is not None:
+            self._written += [(x, x.clone()) for x in _overwritten(func, host_args, host_kwargs)]
         out = func(*host_args, **host_kwargs)
         if self.recording is not None:
             self.recording.append(Operation(func, host_args, host_kwargs, out))
@@ -168,7 +172,8 @@ class PretendedDevice(TorchDispatchMode):
             elif any(type(x) is not PretendedTensor for x in (args[0], *indices)):
                 self._refuse(f"a copy from the host: {func}")
         elif device is not None and any(x != (device.type == "cuda") for x in on_device):
-            if device.type == "cuda" and _non_blocking(func, args, kwargs):
+            queued = device.type == "cuda" and _non_blocking(func, args, kwargs)
+            if queued and self.recording is None:
                 return  # a small copy to the device is queued, without a wait
             self._refuse(f"a copy between host and device: {func}")
         elif any(on_device) and any(
@@ -176,12 +181,48 @@ class PretendedDevice(TorchDispatchMode):
         ):
             self._refuse(f"tensors of two devices: {func}")
 
+    def capture(self, run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Record the operations of a function and take back what they wrote, as a capture, which
+        runs nothing.
+
+        Returns:
+            A function that runs the same operations again, in the same memory and without the
+            Python code that started them; and the result, whose numbers that function replaces.
+        """
+        self.recording, self._written = [], []
+        try:
+            result = run()
+            operations = self.recording
+        finally:
+            self.recording = None
+        for x, before in reversed(self._written):
+            x.copy_(before)
+
+        def replay() -> None:
+            for func, args, kwargs, out in operations:
+                again = func(*args, **kwargs)
+                for old, new in zip(_leaves(out), _leaves(again), strict=True):
+                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+        return replay, result
+
     def _refuse(self, text: str) -> None:
         if self.found is None:
             raise HiddenRead(text)
         stack = [x for x in traceback.extract_stack() if "/regard/" in x.filename]
         where = " < ".join(f"{Path(x.filename).name}:{x.lineno} {x.name}" for x in stack[:-5:-1])
         self.found.append(f"{text} at {where}")
+
+
+def _overwritten(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that an operation writes to."""
+    written = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            x = args[i] if i < len(args) else kwargs.get(argument.name)
+            written += [x] if isinstance(x, Tensor) else []
+    return written
 
 
 def _non_blocking(func: Any, args: Any, kwargs: Any) -> bool:

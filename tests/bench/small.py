@@ -25,6 +25,8 @@ def small_gpu_sizes(sizes: ProblemSizes) -> ProblemSizes:
     """Sizes of a case for a GPU that a CPU can check."""
     if isinstance(sizes, LatentSizes):
         return LatentSizes(10, H=2, rank=8, rope=2, nope=4, value=4)
+    if isinstance(sizes, ModelSizes):
+        return ModelSizes(20, layers=2, dim=32, inner=48, H=4, G=2, vocabulary=97)
     assert isinstance(sizes, AttentionSizes)
     window = None if sizes.window is None else 5
     heads = {"B": min(sizes.B, 2), "H": 2, "G": 1, "D": 32 if sizes.bits else 8}

@@ -200,6 +200,10 @@ NO_TOKENS = {
         ),
         "the tokens that a rule leaves, which its module alone can read",
     ),
+    **dict.fromkeys(
+        ("StaticSlots", "StaticState"),
+        "the static form of another cache, which takes single tokens (test_static.py)",
+    ),
     "Shared": "the memory of an earlier layer, which is lent for one call",
     "Joined": "the caches of several mechanisms in one layer, which update their parts",
     "Recorded": "another cache, for the length of one call",

@@ -234,6 +234,11 @@ def test_no_new_tokens_is_the_prompt(capsys: pytest.CaptureFixture[str]) -> None
         ([PROMPT, "--max-context", "9"], "are more than --max-context 9; ask for at most"),
         ([PROMPT, "--cache", "rings"], "error: --cache is 'rings'; it must be"),
         ([PROMPT, "--cache", "ring"], "--cache ring needs --max-context"),
+        (
+            [PROMPT, "--cuda-graph"],
+            "error: --cuda-graph captures the decoding step on a CUDA device",
+        ),
+        ([PROMPT, "--cuda-graph", "--beams", "2"], "beam search moves them"),
         ([], "Invalid value for PROMPT: give either a prompt or --prompt-file"),
         (
             [PROMPT, "--prompt-file", "x"],

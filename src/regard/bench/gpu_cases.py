@@ -12,7 +12,7 @@ import torch
 
 from regard.bench.interfaces import Case, Peer
 from regard.bench.peers import hugging_face, regard_kernels, torch_flex, torch_sdpa
-from regard.bench.problems import AttentionProblem, AttentionSizes, LatentSizes
+from regard.bench.problems import AttentionProblem, AttentionSizes, LatentSizes, ModelSizes
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ON_GPU = ("cuda",)
@@ -115,6 +115,21 @@ GPU = (
         "One query against DeepSeek-V3's latents.",
         {x: LatentSizes(S) for x, S in (("small", 1024), ("default", 8192), ("paper", 32768))},
         (regard_kernels.LATENT, torch_sdpa.ABSORBED, *hugging_face.LATENT),
+    ),
+    _case(
+        "model-decode",
+        "One step of a whole model of Qwen2-0.5B's shape, as a CUDA graph and without one.",
+        {
+            "small": ModelSizes(512, layers=2, vocabulary=1024),
+            "default": ModelSizes(8192),
+            "paper": ModelSizes(32768),
+        },
+        (
+            regard_kernels.CAPTURED_MODEL,
+            regard_kernels.STEP_BY_STEP,
+            hugging_face.STATIC_MODEL,
+            *(peer for peer in hugging_face.MODEL if peer.name == "transformers sdpa"),
+        ),
     ),
     Case(
         "gpu-fp32",

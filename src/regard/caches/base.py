@@ -45,6 +45,20 @@ class LayerSize(NamedTuple):
     widths: tuple[int, ...] = ()
 
 
+class StaticSize(NamedTuple):
+    """The sizes for which the static form of a cache is made (`Cache.to_static`).
+
+    Attributes:
+        slots: the largest number of tokens of a row, those that were read included.
+        rows: the number of batch rows.
+        device: where the memory is.
+    """
+
+    slots: int
+    rows: int
+    device: torch.device
+
+
 class OpenSlot(NamedTuple):
     """Memory for one new token per row, of `Cache.open_slot`.
 
@@ -113,6 +127,12 @@ class Cache(ABC):
     """Whether `save` can write the cache, because its settings are plain values."""
     min_context: ClassVar[int] = 1
     """The smallest `max_context` that is allowed."""
+    static_step_refusal: ClassVar[str | None] = (
+        "its steps depend on numbers that change and that Python holds"
+    )
+    """Why a step cannot run again in the same memory without Python, as a CUDA graph does; None if
+    `to_static` makes a cache that can.
+    """
 
     forgets = renamed_attribute("evicts")
     least = renamed_attribute("min_context")
@@ -305,6 +325,35 @@ class Cache(ABC):
             mark: the result of `mark`.
         """
         self.fill(mark)
+
+    def to_static(self, size: StaticSize) -> Cache:
+        """Return a copy whose steps of one token per row write into memory that stays where it is,
+        and need no number of Python that changes, so that a step can be captured as a CUDA graph.
+
+        Args:
+            size: the largest number of tokens of a row, the rows, and the device.
+
+        Returns:
+            The static form, with the contents of this cache, which stays as it is.
+
+        Raises:
+            ArgumentError: this kind of cache has no static form, or it holds nothing yet.
+        """
+        if self.static_step_refusal is not None:
+            raise ArgumentError(
+                f"a {type(self).__name__} cache has no static form: {self.static_step_refusal}; "
+                'choose cache="growing", "fixed", "ring" or "streaming"'
+            )
+        if not self.contents():
+            raise ArgumentError(
+                f"a {type(self).__name__} cache that holds nothing has no static form; read a "
+                "prompt first"
+            )
+        return self._to_static(size)
+
+    def _to_static(self, size: StaticSize) -> Cache:
+        """Return the static form of a cache that has one and holds something."""
+        raise NotImplementedError(f"{type(self).__name__} makes no static form")
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
         """Return memory into which a compiled step may write the memory of one new token per row.

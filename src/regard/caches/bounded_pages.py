@@ -50,6 +50,9 @@ class BoundedPages(Growing):
     kind: ClassVar[str | None] = "quest"
     evicts: ClassVar[bool] = True
     min_context: ClassVar[int] = 2 * PAGE_SIZE
+    static_step_refusal: ClassVar[str | None] = (
+        "the bounds of its pages are tables that grow with the number of tokens"
+    )
 
     def __init__(self, size: int = PAGE_SIZE) -> None:
         if size < 1:

@@ -17,6 +17,7 @@ from regard.caches.base import (
     LayerSize,
     OpenSlot,
     Parts,
+    StaticSize,
     check_crop,
     check_same_layout,
     check_update,
@@ -25,6 +26,7 @@ from regard.caches.base import (
     positions_before,
 )
 from regard.caches.buffer_writes import can_write_in_place, write_slots
+from regard.caches.ring_layout import RingLayout
 from regard.errors import ArgumentError
 from regard.huge_pages import empty_like
 from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
@@ -83,6 +85,7 @@ class Growing(StoredParts, Cache):
     """
 
     kind: ClassVar[str | None] = "growing"
+    static_step_refusal: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,6 +103,9 @@ class Growing(StoredParts, Cache):
         """Replace the parts and their positions."""
         self._buffers = None
         super().fill(contents)
+
+    def _to_static(self, size: StaticSize) -> Cache:
+        return _static_slots(self.contents(), size)
 
     @property
     def bytes(self) -> int:
@@ -158,6 +164,17 @@ class Growing(StoredParts, Cache):
         self._positions = slice_positions(positions, slice(0, n))
 
 
+def _static_slots(contents: Contents, size: StaticSize) -> Cache:
+    """Return the static form of a cache that keeps every token: token p is in slot p % slots."""
+    from regard.caches.static import StaticSlots
+
+    positions = contents["positions"]
+    assert not isinstance(positions, int)
+    static = StaticSlots(RingLayout(0, size.slots), size, evicts=False)
+    static.fill({**contents, "positions": as_tensor(positions, size.device)})
+    return static
+
+
 def written_length(positions: Positions) -> int:
     """Return the number of slots up to the last one that holds a token in any row."""
     if isinstance(positions, Span):
@@ -190,6 +207,7 @@ class Fixed(Cache):
     """
 
     kind: ClassVar[str | None] = "fixed"
+    static_step_refusal: ClassVar[str | None] = None
     needs_slots: ClassVar[bool] = True
 
     def __init__(self, capacity: int) -> None:
@@ -278,6 +296,9 @@ class Fixed(Cache):
         self._buffers = write_slots(self._allocate(memory), memory, 0)
         self._extend(positions)
 
+    def _to_static(self, size: StaticSize) -> Cache:
+        return _static_slots(self.contents(), size)
+
     def mark(self) -> object:
         """Return the buffers and the positions; the next update writes only after these."""
         return self._buffers, self._table, self._positions
@@ -345,6 +366,8 @@ class Latent(Cache):
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.2 and table 1.
     """
 
+    static_step_refusal: ClassVar[str | None] = None
+
     def __init__(self, rank: int, rotary: int, *, capacity: int | None = None) -> None:
         if rank < 1 or rotary < 0:
             raise ArgumentError(
@@ -392,6 +415,9 @@ class Latent(Cache):
         if contents:
             self._check(parts_of(contents))
         self._store.fill(contents)
+
+    def _to_static(self, size: StaticSize) -> Cache:
+        return _static_slots(self.contents(), size)
 
     def mark(self) -> object:
         """Return a snapshot from which `restore` can undo the next update."""

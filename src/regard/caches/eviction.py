@@ -450,6 +450,10 @@ class Evicting(State):
     Source: Zhang et al. 2023 (arXiv 2306.14048), algorithm 1.
     """
 
+    static_step_refusal: ClassVar[str | None] = (
+        "Python counts the tokens of a row, to know when some of them are evicted"
+    )
+
     @property
     def bytes(self) -> int:
         """Bytes of keys, values, sums and observed queries, without positions."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.caches.base import Cache, Contents, Parts, check_crop
+from regard.caches.base import Cache, Contents, Parts, StaticSize, check_crop
 from regard.errors import ArgumentError
 from regard.span import Positions, Span
 from regard.units import plural
@@ -38,6 +38,7 @@ class Joined(Cache):
     """
 
     savable: ClassVar[bool] = False
+    static_step_refusal: ClassVar[str | None] = None
 
     def __init__(self, parts: Sequence[Cache]) -> None:
         if not parts:
@@ -127,6 +128,9 @@ class Joined(Cache):
         """Undo the update of each part that came after a snapshot, if there was one."""
         for part, own in zip(self.parts, mark, strict=True):
             part.restore(own)
+
+    def _to_static(self, size: StaticSize) -> Cache:
+        return Joined([part.to_static(size) for part in self.parts])
 
     def __len__(self) -> int:
         """Return the largest number of slots that a part holds."""

@@ -489,6 +489,9 @@ class Paged(Cache):
 
     kind: ClassVar[str | None] = "paged"
     needs_slots: ClassVar[bool] = True
+    static_step_refusal: ClassVar[str | None] = (
+        "Python holds its page table, and copies it to the device where a page is added"
+    )
 
     def __init__(self, page_size: int, pages: int) -> None:
         self._set(PageTable(PagePool(page_size, pages), [], []), None)

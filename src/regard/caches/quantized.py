@@ -279,6 +279,9 @@ class Quantised(Cache):
 
     kind: ClassVar[str | None] = "quantised"
     needs_widths: ClassVar[bool] = True
+    static_step_refusal: ClassVar[str | None] = (
+        "Python counts the tokens of a group, and reads its outliers where it is coded"
+    )
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.caches.base import Cache, Contents, Parts, check_crop
+from regard.caches.base import Cache, Contents, Parts, StaticSize, check_crop
 from regard.errors import ArgumentError
 from regard.span import Positions, Span
 
@@ -205,6 +205,8 @@ class Shared(Cache):
     Source: Brandon et al. 2024 (arXiv 2405.12981); Sun et al. 2024 (arXiv 2405.05254).
     """
 
+    static_step_refusal: ClassVar[str | None] = None
+
     def __init__(self) -> None:
         self._lent: tuple[Parts, Positions] | None = None
 
@@ -239,6 +241,10 @@ class Shared(Cache):
     def contents(self) -> Contents:
         """Return no contents, because nothing is stored."""
         return {}
+
+    def to_static(self, size: StaticSize) -> Cache:
+        """Return another one: a step gets the memory of the earlier layer."""
+        return Shared()
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Remove the memory that was lent."""

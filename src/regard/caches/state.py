@@ -5,6 +5,7 @@ segments.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from regard.caches.base import (
     Cache,
     Contents,
     Parts,
+    StaticSize,
     check_crop,
     check_same_layout,
     check_update,
@@ -51,6 +53,8 @@ class State(Cache):
     >>> cache.bytes, cache.next(1)
     (128, Span(start=7, length=1))
     """
+
+    static_step_refusal: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         self._state: Parts | None = None
@@ -111,6 +115,13 @@ class State(Cache):
         self._state = parts_of(contents, "state") if contents else None
         self._positions = None if isinstance(positions, int) else positions
 
+    def _to_static(self, size: StaticSize) -> Cache:
+        from regard.caches.static import StaticState
+
+        static = StaticState(size)
+        static.fill(self.contents())
+        return static
+
     def __len__(self) -> int:
         """Return 1 if there is a state, else 0; its size does not depend on the number of
         tokens.
@@ -161,6 +172,10 @@ class Memory(State):
     >>> len(cache), cache.next(1), cache.bytes  # 2 tokens of 16 values, and a state of 2 x 8 x 9
     (2, Span(start=6, length=1), 704)
     """
+
+    static_step_refusal: ClassVar[str | None] = (
+        "a step that fills a segment drops its tokens, and Python has to know when"
+    )
 
     def __init__(self, segment: int) -> None:
         super().__init__()

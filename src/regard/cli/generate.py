@@ -320,6 +320,17 @@ CacheKind = Annotated[
         rich_help_panel=CONTEXT,
     ),
 ]
+CudaGraph = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graph",
+        help=(
+            "Capture the step that decodes a token as a CUDA graph, and run it again for every "
+            "token; needs --device cuda."
+        ),
+        rich_help_panel=CONTEXT,
+    ),
+]
 Parallel = Annotated[
     Literal["context"] | None,
     typer.Option(
@@ -353,6 +364,7 @@ def generate(
     chunk: Chunk = 512,
     max_context: MaxContext = None,
     cache: CacheKind = None,
+    cuda_graph: CudaGraph = False,
     parallel: Parallel = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -386,12 +398,18 @@ def generate(
                 chunk,
                 SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
                 CacheConfig(cache or "growing", max_context),
+                cuda_graph,
             )
             loaded = load(
                 model,
                 LoadOptions(dtype, allow_missing, ignore, finite, revision, weights, device),
             )
             if not isinstance(loaded, Model):
+                if cuda_graph:
+                    raise ArgumentError(
+                        "cuda_graph captures the step of a decoder, and this model is an "
+                        "encoder or an encoder-decoder; leave --cuda-graph out"
+                    )
                 generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
                 return
             if beams is None:
@@ -462,7 +480,7 @@ def _option(message: str) -> str | None:
     """Return the flag of the first option that an error message names, or None."""
     names = (
         "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|"
-        "chunk|max_context|cache|weights"
+        "chunk|max_context|cuda_graph|cache|weights"
     )
     match = re.search(rf"\b({names})\b", message)
     return None if match is None else f"--{match[1].replace('_', '-')}"

@@ -172,6 +172,7 @@ class Model(TextModel):
         chunk: int | None = ...,
         max_context: int | None = ...,
         cache: str | None = ...,
+        cuda_graph: bool = ...,
         **choices: Unpack[SamplingKeywords],
     ) -> Generation: ...
 
@@ -186,6 +187,7 @@ class Model(TextModel):
         chunk: int | None = ...,
         max_context: int | None = ...,
         cache: str | None = ...,
+        cuda_graph: bool = ...,
         **choices: Unpack[SamplingKeywords],
     ) -> BatchGeneration: ...
 
@@ -200,6 +202,7 @@ class Model(TextModel):
         chunk: int | None = 512,
         max_context: int | None = None,
         cache: str | None = None,
+        cuda_graph: bool = False,
         **choices: Unpack[SamplingKeywords],
     ) -> Generation | BatchGeneration:
         """Continue one prompt, or several prompts as a batch, and stream the new text.
@@ -222,6 +225,10 @@ class Model(TextModel):
                 of cache decides what happens beyond it.
             cache: "growing" (the default), "fixed", "paged", "quantised", "ring", "streaming", or
                 an eviction rule such as "h2o"; see `regard.models.generation.CacheConfig`.
+            cuda_graph: capture the step that decodes a token once as a CUDA graph, and run it again
+                for every token, so that Python starts one launch and not one for each operation.
+                It needs a model on a CUDA device, a cache "growing", "fixed", "ring" or
+                "streaming", and no mixture of experts; anything else is refused with its reasons.
             **choices: temperature, top_k, top_p, min_p, repetition_penalty and seed, as in
                 `SamplingParams`. Sampling uses random generators of its own and does not change
                 PyTorch's global one.
@@ -231,8 +238,8 @@ class Model(TextModel):
             pairs (index of the prompt, piece).
 
         Raises:
-            ArgumentError, ArgumentTypeError: a prompt is empty, an option is out of range, or the
-                tokens do not fit into `max_context`.
+            ArgumentError, ArgumentTypeError: a prompt is empty, an option is out of range, the
+                tokens do not fit into `max_context`, or the step cannot be captured.
 
         >>> import regard
         >>> model = regard.load("tiny")
@@ -245,7 +252,12 @@ class Model(TextModel):
         """
         check_keyword_names("generate", choices, SamplingKeywords.__annotations__)
         options = GenerationOptions(
-            max_tokens, stop, chunk, SamplingParams(**choices), _cache_config(cache, max_context)
+            max_tokens,
+            stop,
+            chunk,
+            SamplingParams(**choices),
+            _cache_config(cache, max_context),
+            cuda_graph,
         )
         if isinstance(prompt, str):
             return Generation(self, prompt, options, prefix)

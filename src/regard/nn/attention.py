@@ -124,6 +124,16 @@ class Attention(Mixer):
         return remember_carried(self.project, x, positions, first), own
 
     @property
+    def static_step_refusal(self) -> str | None:
+        """Why a step cannot be captured: a rule speaks of slots, which a static cache orders in its
+        own way.
+        """
+        for rule in (self.mask, self.bias):
+            if rule is not None and rule.by_slot:
+                return f"has {rule}, which speaks of slots; a static cache orders them otherwise"
+        return None
+
+    @property
     def carries_values(self) -> bool:
         """Whether the projection gives or reads the values of the first layer."""
         return hasattr(type(self.project), "remember_carried")

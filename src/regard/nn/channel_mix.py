@@ -73,6 +73,11 @@ class ChannelMix(Mixer):
                 f"the cache is {type(cache).__name__}; a token shift needs a State: use new_cache()"
             )
 
+    @property
+    def static_step_refusal(self) -> str | None:
+        """None: a step depends on tensors only."""
+        return None
+
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Apply the layer to x [B,T,M] behind the token in the cache; it is the same for every
         backend.

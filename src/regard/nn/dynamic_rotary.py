@@ -94,6 +94,9 @@ class PerRowRotary(nn.Module):
     True
     """
 
+    static_step_refusal = "reads the length of each row, on which its frequencies depend"
+    """Why a step cannot be captured as a CUDA graph, as words that follow the name of the class."""
+
     def __init__(self, rotary: Rotary) -> None:
         super().__init__()
         self.rotary = rotary

@@ -520,6 +520,9 @@ class MoE(nn.Module):
     2401.06066), equation 9.
     """
 
+    static_step_refusal = "reads which experts were chosen, because each is a module of its own"
+    """Why a step cannot be captured as a CUDA graph, as words that follow the name of the class."""
+
     def __init__(
         self, router: Router, experts: Sequence[nn.Module], shared: nn.Module | None = None
     ) -> None:

@@ -77,6 +77,11 @@ class GatedConvolution(Mixer):
                 f"the cache is {type(cache).__name__}; a convolution needs a State: use new_cache()"
             )
 
+    @property
+    def static_step_refusal(self) -> str | None:
+        """None: a step depends on tensors only."""
+        return None
+
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Convolve x [B,T,M] from the tokens in the cache; there is one form for all backends."""
         assert cache is None or isinstance(cache, State)

@@ -167,6 +167,11 @@ class Recurrent(Mixer):
         """
         check_is_state(cache)
 
+    @property
+    def static_step_refusal(self) -> str | None:
+        """The reason of the rule, if it has one."""
+        return getattr(self.rule, "static_step_refusal", None)
+
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Run the recurrence over x [B,T,M] from the state in the cache. `backend` is the form of
         the recurrence; "reference" means "recurrent".

@@ -47,6 +47,13 @@ class Mixer(Explainable, nn.Module):
     """Why one ONNX file cannot serve every length of this mechanism; None if it can."""
 
     @property
+    def static_step_refusal(self) -> str | None:
+        """Why a step of this mechanism with a static cache cannot be captured as a CUDA graph, as
+        words that follow its name; None if it can, because it depends on tensors only.
+        """
+        return "depends on lengths or on the order of the slots, which Python has to know"
+
+    @property
     def carries_values(self) -> bool:
         """Whether the mechanism gives or reads the values of the first layer, which a `Decoder`
         passes with the cache (`regard.caches.shared.Carrying`).

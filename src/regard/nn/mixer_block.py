@@ -104,6 +104,11 @@ class Tokenwise(Mixer):
                 "use new_cache()"
             )
 
+    @property
+    def static_step_refusal(self) -> str | None:
+        """None: a step depends on tensors only."""
+        return None
+
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Apply the network to x [B,T,M]; it is the same for every backend."""
         if isinstance(cache, State):

@@ -76,6 +76,11 @@ class ParallelMixers(Mixer):
         refusals = [mixer.onnx_refusal for mixer in mixers if mixer.onnx_refusal is not None]
         self.onnx_refusal = refusals[0] if refusals else None
 
+    @property
+    def static_step_refusal(self) -> str | None:
+        """None: each mechanism has its own reasons."""
+        return None
+
     def check_cache(self, cache: Cache) -> None:
         """Check that the cache has a part for each mechanism, which that mechanism accepts.
 

@@ -158,6 +158,11 @@ class RWKV7(Mixer):
         """
         check_is_state(cache)
 
+    @property
+    def static_step_refusal(self) -> str | None:
+        """None: a step depends on tensors only."""
+        return None
+
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Run the recurrence over x [B,T,M] from the state in the cache. `backend` is the form of
         the recurrence; "reference" means "recurrent".

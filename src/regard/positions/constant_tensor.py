@@ -38,10 +38,14 @@ class ConstantTensor:
         if device == self.tensor.device:
             return self.tensor
         copy = self._copies.get(device)
-        if copy is None:
+        if copy is not None:
+            return copy
+        if is_compiling():  # a graph's tensors end with it
+            return self.tensor.to(device)
+        with torch.inference_mode(False):  # a later call may save the copy for its gradient
             copy = self.tensor.to(device)
-            if not is_compiling() and values_are_readable(copy):  # a graph's tensors end with it
-                self._copies[device] = copy
+        if values_are_readable(copy):
+            self._copies[device] = copy
         return copy
 
     def __deepcopy__(self, memo: dict[int, object]) -> ConstantTensor:

@@ -7,10 +7,17 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import Tensor
 
 import regard
+from regard.errors import ArgumentError
+from regard.models.decoder import Decoder
 from regard.models.generation.cache_config import CacheConfig
+from regard.models.generation.captured_step import WARM_UP_STEPS, CapturedSession
+from regard.models.generation.decode_session import DecodeSession
 from regard.models.generation.sampling import Sampler, SamplingParams
+from tests.models.generation.test_captured_step import STEPS, Text, of_family, ordinary, text
+from tests.rules import assert_close_rule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,3 +72,63 @@ def test_a_text_is_that_of_the_cpu(sampling: dict[str, float]) -> None:
         list(batch)
         texts.append([row.ids for row in batch.rows])
     assert texts[0] == texts[1]
+
+
+def captured_on_gpu(decoder: Decoder, config: CacheConfig, given: Text) -> Tensor:
+    """Logits [B, STEPS, V] of a captured step, on a GPU."""
+    decoder = decoder.to("cuda")
+    session = DecodeSession(decoder, config, len(given.ids))
+    positions = given.positions
+    session.append(given.ids.to("cuda"), None if positions is None else positions.to("cuda"))
+    step = CapturedSession(session, STEPS)
+    logits = [step.append(x.to("cuda")).clone() for x in given.more.split(1, 1)]
+    assert step.is_captured
+    return torch.stack(logits, 1).cpu()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("cache", "context"), [("growing", None), ("ring", 8), ("streaming", 9)])
+@torch.inference_mode()
+def test_a_captured_step_is_the_ordinary_one(
+    cache: str, context: int | None, *, padded: bool
+) -> None:
+    given, config = text(padded=padded), CacheConfig(cache, context)
+    plain, exact = (
+        ordinary(regard.load("tiny", dtype=dtype).decoder, config, given)
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert_close_rule(captured_on_gpu(regard.load("tiny").decoder, config, given), plain, exact)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt2", "qwen3", "qwen3_5_text", "rwkv"])
+@torch.inference_mode()
+def test_a_captured_step_of_a_family(name: str) -> None:
+    given, config = text(padded=True), CacheConfig()
+    plain = ordinary(of_family(name), config, given)
+    exact = ordinary(of_family(name).double(), config, given)
+    assert_close_rule(captured_on_gpu(of_family(name), config, given), plain, exact)
+
+
+def test_a_text_of_a_captured_step_is_the_ordinary_one() -> None:
+    model = regard.load("tiny").to("cuda")
+    texts = []
+    for cuda_graph in (False, True):
+        batch = model.generate(PROMPTS, max_tokens=30, cuda_graph=cuda_graph)
+        list(batch)
+        texts.append([row.ids for row in batch.rows])
+    assert texts[0] == texts[1]
+
+
+@torch.inference_mode()
+def test_a_step_that_reads_cannot_be_captured() -> None:
+    decoder = regard.load("tiny").to("cuda").decoder
+    session = DecodeSession(decoder)
+    session.append(torch.tensor([[1, 2, 3]], device="cuda"))
+    step = CapturedSession(session, STEPS)
+    handle = decoder.register_forward_hook(lambda module, args, out: out * out.abs().max().item())
+    token = torch.tensor([[5]], device="cuda")
+    for _ in range(WARM_UP_STEPS):
+        step.append(token)
+    with pytest.raises(ArgumentError, match="cannot capture the step of this model"):
+        step.append(token)
+    handle.remove()

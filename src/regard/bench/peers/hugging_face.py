@@ -150,6 +150,45 @@ def model(problem: ModelProblem, *, name: str) -> PreparedCall:
     return PreparedCall(step, read)
 
 
+def static_model(problem: ModelProblem) -> PreparedCall:
+    """Prepare a decoding step of the Qwen2 of transformers with a `StaticCache`, compiled in the
+    mode "reduce-overhead", which captures CUDA graphs; on a CPU it is not compiled.
+
+    The number of tokens in the cache goes back by one after each step.
+    """
+    from transformers import Qwen2Config, StaticCache
+
+    network = _qwen2(problem, "sdpa")
+    s = problem.sizes
+    config = Qwen2Config(
+        num_hidden_layers=s.layers,
+        num_attention_heads=s.H,
+        num_key_value_heads=s.G,
+        hidden_size=s.dim,
+    )
+    cache: Any = StaticCache(config=config, max_cache_len=s.S + 1)
+    for layer in range(s.layers):
+        cache.update(*problem.memory(layer), layer)
+    run = network.forward
+    if problem.device.type == "cuda":
+        run = torch.compile(run, mode="reduce-overhead", fullgraph=True)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = run(problem.ids, past_key_values=cache, use_cache=True).logits
+            for layer in cache.layers:
+                layer.cumulative_length.sub_(1)
+        return logits
+
+    def read(logits: Tensor) -> dict[str, Tensor]:
+        logits = logits.clone()  # the next run of a graph overwrites them
+        with torch.no_grad():
+            prompt = network(problem.prompt, use_cache=False, logits_to_keep=1).logits
+        return {"logits": logits, "prompt": prompt}
+
+    return PreparedCall(step, read)
+
+
 def _qwen2(problem: ModelProblem, name: str) -> Any:
     """Return a Qwen2 of transformers that shares the parameters of the problem's decoder."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -229,4 +268,11 @@ MODEL = tuple(
         bytes=model_bytes,
     )
     for name in ("regard", "sdpa", "eager")
+)
+STATIC_MODEL = Peer(
+    "transformers compiled",
+    "transformers' Qwen2ForCausalLM with a StaticCache, compiled with CUDA graphs.",
+    static_model,
+    needs=NEEDS,
+    bytes=model_bytes,
 )

@@ -21,10 +21,12 @@ from regard.bench.problems import (
 from regard.bench.problems.attention import SINK_KEYS
 from regard.biases import ALiBi
 from regard.caches import Paged
-from regard.caches.base import Parts
+from regard.caches.base import Parts, StaticSize
+from regard.caches.static import StaticSlots, to_static
 from regard.huge_pages import module_to_huge_pages
 from regard.masks import Causal, Document, Mask, Prefix, Sinks, Window
 from regard.models.decoder import Decoder
+from regard.models.generation.captured_step import WARM_UP_STEPS, CudaGraphRecorder
 from regard.nn.stored import can_store_weight, store_weight, stored_to_huge_pages
 from regard.ops.softmax import attend, dispatch, plan
 from regard.ops.stored_weights import Int4Weight, Int8Weight, StoredWeight
@@ -209,6 +211,48 @@ def model(problem: ModelProblem) -> PreparedCall:
     return PreparedCall(step, read, plan(q, k, v).kernel)
 
 
+SPARE_STEPS = 8
+"""Steps that run without a graph, for which the static caches of `captured_model` have slots."""
+
+
+def captured_model(problem: ModelProblem) -> PreparedCall:
+    """Prepare a decoding step of a model of regard as a CUDA graph; on a CPU, which has none, the
+    same step with the same static caches.
+
+    The positions go back to what they were at the end of each step.
+    """
+    decoder, sizes = problem.decoder, problem.sizes
+    size = StaticSize(sizes.S + SPARE_STEPS, sizes.B, problem.device)
+    caches = to_static(problem.caches(problem.dtype), size)
+    tables = {id(x.table): x.table for x in caches if isinstance(x, StaticSlots)}.values()
+    before = [(x, x.positions.clone(), x.last.clone()) for x in tables]
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = decoder(problem.ids, caches=caches)
+            for table, positions, last in before:
+                table.positions.copy_(positions)
+                table.last.copy_(last)
+        return logits
+
+    def read(logits: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"logits": logits, "prompt": decoder(problem.prompt, last=1)}
+
+    if problem.device.type != "cuda":
+        return PreparedCall(step, read)
+    recorder = CudaGraphRecorder(problem.device)
+    for _ in range(WARM_UP_STEPS):
+        recorder.warm_up(step)
+    replay, logits = recorder.record(step)
+
+    def run_again() -> Tensor:
+        replay()
+        return logits
+
+    return PreparedCall(run_again, read)
+
+
 def with_stored_weights(decoder: Decoder, bits: int) -> Decoder:
     """Return a copy of a decoder whose matrices are stored in 8 or 4 bits, as `regard.load` stores
     them.
@@ -263,3 +307,7 @@ QUANTIZED = Peer(
 )
 LATENT = Peer("regard", "regard.attend over the latents, absorbed.", latent)
 MODEL = Peer("regard", "A model of regard with a Fixed cache.", model)
+STEP_BY_STEP = Peer("regard, no graph", "The same, with a launch for every operation.", model)
+CAPTURED_MODEL = Peer(
+    "regard", "A step of regard as a CUDA graph, with static caches.", captured_model
+)

@@ -9,6 +9,7 @@ from regard.models.generation.beam_search import (
     greedy,
 )
 from regard.models.generation.cache_config import CacheConfig
+from regard.models.generation.captured_step import CapturedSession
 from regard.models.generation.decode_session import DecodeSession, PrefixCache
 from regard.models.generation.generate import (
     BatchGeneration,
@@ -23,6 +24,7 @@ __all__ = [
     "BatchGeneration",
     "BeamCompletion",
     "CacheConfig",
+    "CapturedSession",
     "Continuation",
     "DecodeSession",
     "Generation",

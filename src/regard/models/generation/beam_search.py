@@ -293,7 +293,8 @@ def beam_search_text(
     Args:
         model: the model; it reads the prompt once, and all beams share those caches.
         prompt: the text to continue, not empty.
-        options: max_tokens, at least 1; chunk; cache_config. Sampling and stop strings raise.
+        options: max_tokens, at least 1; chunk; cache_config. Sampling, stop strings and cuda_graph
+            raise.
         beams: the number of candidates.
         length_penalty: 0 ranks by probability, a larger value favours long texts.
 
@@ -302,7 +303,7 @@ def beam_search_text(
 
     Raises:
         ArgumentError: as in `beam_search` and `CacheConfig`; the prompt is empty; or options name a
-            sampler or a stop string.
+            sampler, a stop string, or a CUDA graph.
 
     >>> import regard
     >>> options = GenerationOptions(max_tokens=3)
@@ -315,6 +316,11 @@ def beam_search_text(
         raise ArgumentError(
             "beam search takes no sampler and no stop string; leave out temperature, "
             "repetition_penalty and stop, or leave out beams"
+        )
+    if options.cuda_graph:
+        raise ArgumentError(
+            "cuda_graph captures steps whose rows stay in their places, and beam search moves "
+            "them; leave out cuda_graph, or leave out beams"
         )
     cache_config, ids = (
         options.cache_config or CacheConfig(),

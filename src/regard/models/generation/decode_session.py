@@ -83,6 +83,11 @@ class DecodeSession:
         self.device = torch.device("cpu") if parameter is None else parameter.device
 
     @property
+    def decoder(self) -> Decoder:
+        """The network that runs, with the masks that the cache needs."""
+        return self._decoder
+
+    @property
     def caches(self) -> list[Cache]:
         """The caches, one per layer."""
         return self._caches if self._prefix is None else self._prefix.caches
@@ -288,6 +293,11 @@ class PrefixCache:
     def cache_bytes(self) -> int:
         """The number of bytes in the caches of all layers."""
         return self._session.bytes
+
+    @property
+    def session(self) -> DecodeSession:
+        """The session that has read the prefix, which must stay as it is: `fork` copies it."""
+        return self._session
 
     def fork(self, rows: int = 1) -> DecodeSession:
         """Create a session that has read this prefix in every row.

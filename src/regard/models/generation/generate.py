@@ -13,6 +13,7 @@ from torch import Tensor
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.generation.cache_config import CacheConfig
+from regard.models.generation.captured_step import CapturedSession, check_captured
 from regard.models.generation.decode_session import (
     DecodeSession,
     LanguageModel,
@@ -119,10 +120,12 @@ class GenerationOptions:
         chunk: the number of prompt tokens that one forward pass reads; None is one pass.
         sampling: how a token is chosen.
         cache_config: the kind of cache; None is the default, or that of a prefix.
+        cuda_graph: whether the step that decodes a token is captured once as a CUDA graph
+            (`CapturedSession`).
 
     Raises:
         ArgumentError, ArgumentTypeError: a number is not an int, or out of its range; a stop string
-            is empty.
+            is empty; cuda_graph is not a bool.
 
     >>> GenerationOptions(max_tokens=3, stop=("end",)).chunk
     512
@@ -135,8 +138,13 @@ class GenerationOptions:
     chunk: int | None = 512
     sampling: SamplingParams = field(default_factory=SamplingParams)
     cache_config: CacheConfig | None = None
+    cuda_graph: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.cuda_graph, bool):
+            raise ArgumentTypeError(
+                f"cuda_graph is {type(self.cuda_graph).__name__}; it must be True or False"
+            )
         for name, n, least in (("max_tokens", self.max_tokens, 0), ("chunk", self.chunk, 1)):
             if n is None and name == "chunk":
                 continue
@@ -250,11 +258,14 @@ class _GenerationLoop:
         self._decoded_tokens = 0
         self._max_bytes = 0
         # created here, so that a cache that does not suit the model raises before the start
-        self._session = (
+        session = (
             DecodeSession(model.decoder, self._cache_config, len(prompts))
             if prefix is None
-            else None
+            else prefix.session
         )
+        if options.cuda_graph:
+            check_captured(session)
+        self._session: DecodeSession | CapturedSession | None = session if prefix is None else None
         self._pieces = self._run()
 
     def __iter__(self) -> Self:
@@ -305,6 +316,8 @@ class _GenerationLoop:
             return
         start = time.perf_counter()
         logits = self._prefill()
+        if self._options.cuda_graph and self._options.max_tokens > 1:
+            self._capture_steps()
         self.prefill_seconds = time.perf_counter() - start
         active, is_decoding = list(range(len(self.rows))), False
         while True:
@@ -329,20 +342,26 @@ class _GenerationLoop:
 
     def _prefill(self) -> Tensor:
         """Read the prompts, and return the logits [B, V] for their next tokens."""
-        prefix, rows = self._prefix, len(self.rows)
+        prefix, rows, session = self._prefix, len(self.rows), self._session
         if prefix is not None:
-            self._session = prefix.fork(rows)
+            self._session = session = prefix.fork(rows)
             if not any(self._prompt_ids):
                 return prefix.logits.expand(rows, -1)
-        assert self._session is not None, "the constructor created it, or it was forked"
+        assert isinstance(session, DecodeSession), "the constructor created it, or it was forked"
         ids, positions = pad_left(self._prompt_ids, start=len(self._prefix_ids))
-        device = self._session.device
+        device = session.device
         positions = positions.to(device) if isinstance(positions, Tensor) else positions
-        logits = self._session.append(ids.to(device), positions, chunk=self._options.chunk)
+        logits = session.append(ids.to(device), positions, chunk=self._options.chunk)
         if prefix is None or all(self._prompt_ids):
             return logits
         empty = torch.tensor([[not new] for new in self._prompt_ids], device=device)
         return torch.where(empty, prefix.logits, logits)
+
+    def _capture_steps(self) -> None:
+        """Let a captured step decode all tokens after the first one."""
+        assert isinstance(self._session, DecodeSession), "prompts are read first"
+        self._max_bytes = self.cache_bytes
+        self._session = CapturedSession(self._session, self._options.max_tokens - 1)
 
     def _step(self, tokens: list[int]) -> Tensor:
         assert self._session is not None, "prompts are read first"

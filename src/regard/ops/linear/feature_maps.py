@@ -19,7 +19,8 @@ from torch import Tensor
 
 from regard.argument_checks import check_positions, check_tensor
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.process_state import constant_in_graphs
+from regard.positions.constant_tensor import ConstantTensor
+from regard.process_state import constant_in_graphs, is_compiling
 from regard.span import Positions, as_tensor
 
 
@@ -59,11 +60,28 @@ def _cached_monomials(
 
 def _power_features(x: Tensor, power: int) -> Tensor:
     """Return features `[..., C(D + power - 1, power)]` with phi(x) . phi(y) = (x . y)^power."""
-    indices, factors = monomials(x.shape[-1], power)
-    features = x.new_tensor(factors).expand(*x.shape[:-1], -1)
-    for index in indices:
-        features = features * x.index_select(-1, torch.tensor(index, device=x.device))
-    return features
+    if is_compiling():  # a graph has the constants itself
+        indices, numbers = monomials(x.shape[-1], power)
+        factors = x.new_tensor(numbers)
+        channels = [torch.tensor(index, device=x.device) for index in indices]
+    else:
+        constants = _monomial_tensors(x.shape[-1], power, x.dtype)
+        factors, *channels = (constant.on(x.device) for constant in constants)
+    features = factors
+    for index in channels:
+        features = features * x.index_select(-1, index)
+    return features if channels else features.expand(*x.shape[:-1], -1)
+
+
+@lru_cache(maxsize=64)
+def _monomial_tensors(dim: int, power: int, dtype: torch.dtype) -> tuple[ConstantTensor, ...]:
+    """Return the factors of `monomials`, and then the indices of each variable, as tensors that
+    travel to a device once.
+    """
+    indices, factors = _cached_monomials(dim, power)
+    with torch.inference_mode(False):  # so that a later call may save them for its gradient
+        tensors = [torch.tensor(factors, dtype=dtype), *(torch.tensor(index) for index in indices)]
+    return tuple(ConstantTensor(tensor) for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -176,6 +194,7 @@ class RandomFeatures:
     count: int
     seed: int = 0
     directions: Tensor = field(init=False, repr=False, compare=False)
+    _on_devices: ConstantTensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if min(self.dim, self.count) < 1:
@@ -192,6 +211,7 @@ class RandomFeatures:
         lengths = normal(blocks, self.dim, self.dim).norm(dim=-1, keepdim=True)
         directions = (q * lengths).flatten(0, 1)[: self.count]
         object.__setattr__(self, "directions", directions)
+        object.__setattr__(self, "_on_devices", ConstantTensor(directions))
 
     def __call__(self, x: Float[Tensor, "*L D"]) -> Float[Tensor, "*L F"]:
         """Return the features of x [..., D]."""
@@ -200,7 +220,8 @@ class RandomFeatures:
                 f"x has {x.shape[-1]} channels; these random features are for {self.dim}"
             )
         y = x * self.dim**-0.25
-        exponents = y @ self.directions.to(y).mT - y.square().sum(-1, keepdim=True) / 2
+        directions = self._on_devices.on(y.device).to(y.dtype)
+        exponents = y @ directions.mT - y.square().sum(-1, keepdim=True) / 2
         features: Tensor = exponents.exp() * self.count**-0.5
         return features
 

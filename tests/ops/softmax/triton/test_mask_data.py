@@ -23,7 +23,7 @@ from regard.ops.softmax.triton.mask_data import (
     tile_lists,
     transposed_lists,
 )
-from regard.span import Span
+from regard.span import Span, next_positions
 from tests.ops.softmax.cases import MASKS, Case, make
 
 POSITIONS = ("", "shift", "rows")
@@ -110,6 +110,26 @@ def test_what_is_computed_from_numbers_only_is_kept() -> None:
     table = masks.Dense(torch.ones(19, 33, dtype=torch.bool))
     changed = replace(first, mask=table)
     assert mask_data(changed) is not mask_data(changed)
+
+
+def test_the_layers_of_a_step_share_the_data_and_the_next_step_does_not() -> None:
+    """The positions of the keys are overwritten between the steps, as in a static cache."""
+    q, k, v = (torch.randn(1, 1, n, 4) for n in (1, 4, 4))
+    slots = torch.tensor([[0, 1, 2, -1]])
+
+    def data(mask: masks.Mask, positions: Tensor) -> MaskData:
+        return mask_data(make_call(q, k, v, mask=mask, q_positions=positions, k_positions=slots))
+
+    causal, window = masks.Causal(), masks.Causal() & masks.Window(2)
+    first = next_positions(slots, 1)
+    slots[0, 3] = 3
+    assert data(causal, first) is data(masks.Causal(), first)
+    assert data(window, first) is not data(causal, first)
+    assert dense(data(window, first)).flatten().tolist() == [False, False, True, True]
+    second = next_positions(slots, 1)
+    slots[0, 0] = 4
+    assert dense(data(window, second)).flatten().tolist() == [True, False, False, True]
+    assert data(causal, second.clone()) is not data(causal, second)
 
 
 def test_many_ranges_become_bits() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from regard import masks
 from regard.masks import EMPTY, FULL, PARTIAL, Mask
 from regard.ops.softmax.call import Call
-from regard.span import Positions, Span, as_tensor
+from regard.span import Positions, Span, as_tensor, follow_by_construction
 
 MAX_RANGES = 8
 """The largest number of key ranges of a query; a mask with more is stored as bits."""
@@ -73,13 +73,35 @@ class TileLists(NamedTuple):
 
 
 def mask_data(call: Call) -> MaskData:
-    """Return the mask of a call as data on its device; that of a mask without tensors over two
-    spans is kept.
+    """Return the mask of a call as data on its device. That of a mask without tensors is kept: over
+    two spans, and for the layers of a decoding step, which have the same positions.
     """
     q, k, device = call.q_positions, call.k_positions, call.q.device
     if _is_constant(call):
         return _mask_data_of_spans(call.mask, q, k, device)
+    if isinstance(k, Tensor) and follow_by_construction(q) and call.mask.is_static:
+        return _mask_data_of_step(call.mask, q, k, device)
     return _make_mask_data(call.mask, q, k, device)
+
+
+def _mask_data_of_step(mask: Mask, q: Positions, k: Tensor, device: torch.device) -> MaskData:
+    """Return the same data to every layer of a step whose keys have their positions in one tensor.
+
+    A cache makes new positions of the queries for every step, so that they can keep the data; the
+    positions of the keys may be overwritten after the step.
+    """
+    kept: dict[tuple[Mask, int], tuple[Tensor, MaskData]] | None = getattr(q, _KEPT, None)
+    if kept is None:
+        kept = {}
+        setattr(q, _KEPT, kept)
+    if (mask, id(k)) not in kept:
+        # the tensor is kept, too, so that no other one gets its id
+        kept[mask, id(k)] = k, _make_mask_data(mask, q, k, device)
+    return kept[mask, id(k)][1]
+
+
+_KEPT = "_regard_mask_data"
+"""The attribute of the positions of queries in which `_mask_data_of_step` keeps its results."""
 
 
 def tile_lists(call: Call, data: MaskData, rows: int, keys: int) -> TileLists:
@@ -156,7 +178,8 @@ def _to_int32(positions: Positions, device: torch.device) -> Tensor:
 def _mask_bits(mask: Mask, q: Positions, k: Positions, device: torch.device) -> Tensor:
     """Return one bit per pair of slots, uint8 `[B or 1, H or 1, T, ceil(S / 8)]`."""
     T, S = (len(x) if isinstance(x, Span) else x.shape[1] for x in (q, k))
-    place = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=device)
+    # computed there: a list of numbers would be copied, which no CUDA graph can repeat
+    place = (1 << torch.arange(8, device=device)).to(torch.uint8)
     step, parts = max(1, _ROWS_TIMES_KEYS // max(S, 1)), []
     for start in range(0, T, step):
         visible = mask.block(q, k, slice(start, min(start + step, T)), device=device)
