@@ -220,8 +220,9 @@ class Model(TextModel):
                 reads the whole prompt in one pass.
             max_context: the largest number of tokens of prompt and continuation together. The kind
                 of cache decides what happens beyond it.
-            cache: "growing" (the default), "fixed", "paged", "quantised", "ring", "streaming", or
-                an eviction rule such as "h2o"; see `regard.models.generation.CacheConfig`.
+            cache: "growing" (the default), "fixed", "paged", "quantised", "fp8", "ring",
+                "streaming", or an eviction rule such as "h2o"; see
+                `regard.models.generation.CacheConfig`.
             **choices: temperature, top_k, top_p, min_p, repetition_penalty and seed, as in
                 `SamplingParams`. Sampling uses random generators of its own and does not change
                 PyTorch's global one.

@@ -31,6 +31,7 @@ CACHES = {
     "fixed": None,
     "paged": None,
     "quantised": None,
+    "fp8": None,
     "ring": 8,
     "streaming": 9,
     "h2o": 9,
