@@ -105,6 +105,7 @@ class PretendedDevice(TorchDispatchMode):
         reads_allowed: whether `HiddenRead` is not raised, as while a prompt is read.
         found: the list that takes the reads instead of `HiddenRead`, or None.
         recording: the list that takes every operation, or None.
+        copies: the list that takes the number of values of every copy to the host, or None.
     """
 
     def __init__(self) -> None:
@@ -112,6 +113,7 @@ class PretendedDevice(TorchDispatchMode):
         self.reads_allowed = False
         self.found: list[str] | None = None
         self.recording: list[Operation] | None = None
+        self.copies: list[int] | None = None
 
     def put(self, x: Any) -> Any:
         """Return tensors, lists or dictionaries of them on the device."""
@@ -151,6 +153,8 @@ class PretendedDevice(TorchDispatchMode):
         if self.recording is not None:
             self.recording.append(Operation(func, host_args, host_kwargs, out))
         if device is not None and not goes_to_cuda:
+            if self.copies is not None and isinstance(out, Tensor):
+                self.copies.append(out.numel())
             return out
         known = {id(x.host): x for x in pretended}
         return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else _wrap(x), out)
