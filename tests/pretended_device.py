@@ -75,6 +75,17 @@ class PretendedTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PretendedTensor({self.host!r})"
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return PretendedTensor(self.host.detach())
+
+    @data.setter
+    def data(self, x: PretendedTensor) -> None:
+        self.host = x.host
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 

@@ -82,12 +82,18 @@ def tensors_of(recording: Recording) -> list[Tensor]:
         for step in place.steps:
             found += [x for x in vars(step).values() if isinstance(x, Tensor)]
             found += [] if step.bias is None else step.bias.tensors()
+            found += tensors_of_mask(step.mask)
+    return found
 
-            def keep(x: Tensor) -> Tensor:
-                found.append(x)
-                return x
 
-            step.mask.with_tensors(keep)
+def tensors_of_mask(mask: masks.Mask) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    mask.with_tensors(keep)
     return found
 
 
