@@ -75,6 +75,17 @@ class PretendedTensor(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"PretendedTensor({self.host!r})"
 
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return PretendedTensor(self.host.detach())
+
+    @data.setter
+    def data(self, x: PretendedTensor) -> None:
+        self.host = x.host
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -114,6 +125,7 @@ class PretendedDevice(TorchDispatchMode):
         self.found: list[str] | None = None
         self.recording: list[Operation] | None = None
         self._written: list[tuple[Tensor, Tensor]] = []
+        self.copies: list[int] | None = None
 
     def put(self, x: Any) -> Any:
         """Return tensors, lists or dictionaries of them on the device."""
@@ -155,6 +167,8 @@ class PretendedDevice(TorchDispatchMode):
         if self.recording is not None:
             self.recording.append(Operation(func, host_args, host_kwargs, out))
         if device is not None and not goes_to_cuda:
+            if self.copies is not None and isinstance(out, Tensor):
+                self.copies.append(out.numel())
             return out
         known = {id(x.host): x for x in pretended}
         return tree_map_only(Tensor, lambda x: known[id(x)] if id(x) in known else _wrap(x), out)

@@ -12,6 +12,7 @@ from regard.caches import (
     BoundedPages,
     Cache,
     Fixed,
+    Float8,
     Growing,
     Latent,
     Paged,
@@ -157,6 +158,14 @@ KINDS = {
             _causal,
             bound=0.1,
             held=_quantised,  # a number is off by at most (max - min) / 510: 0.01 for tokens randn
+        ),
+        Kind(
+            "fp8",
+            Float8,
+            CAUSAL,
+            _causal,
+            bound=0.6,  # numbers are off by a sixteenth of themselves, here up to 4
+            held=lambda B, n: B * n * (2 + 2 + 8 + 8),  # codes, and scales of 8 bytes
         ),
         Kind(
             "latent",

@@ -38,6 +38,7 @@ NAMES = {
         {"bits": 8, "group": 20, "residual": 128, "axes": ["channel", "token"]},
         None,
     ),
+    "fp8": (LayerSize(widths=(80, 80)), {"format": "e4m3"}, None),
     "ring": (None, None, Window(9)),
     "streaming": (None, None, Window(5) | Sinks(4)),
 }

@@ -86,7 +86,7 @@ def test_latents_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "each"), [("int8", 9 / 8), ("int4", 5 / 8), ("fp8", 1), ("fp32", 4)]
+    ("dtype", "each"), [("int8", 9 / 8), ("int4", 5 / 8), ("fp8", 1 + 2 / 128), ("fp32", 4)]
 )
 def test_formats_of_the_cache(dtype: str, each: float, capsys: pytest.CaptureFixture[str]) -> None:
     told = figures(capsys, "llama-3-8b", "--kv-dtype", dtype, "--context", "8k")

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from regard.configs.reader import parse, read_sizes
 from regard.cost.latent import LatentSpec
 from regard.cost.model import ModelSpec
-from regard.cost.report import CostReport, Setting
+from regard.cost.report import CostReport, KVFormat, Setting
 from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import CacheContents
 from regard.models.decoder import Decoder
 from regard.models.families import family
 from regard.models.generation.cache_config import CacheConfig
@@ -74,11 +75,21 @@ def test_bytes_of_real_caches_in_8_bits(name: str, tokens: int) -> None:
     assert report.kv_bytes == read(raw, tokens, CacheConfig("quantised")).bytes
 
 
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v2", "regard, memory"])
+def test_bytes_of_real_caches_in_fp8(name: str) -> None:
+    """Every token has codes, and a scale for each head; windows and states stay as they are."""
+    report = CostReport(read_sizes(TINY[name], name), Setting(40, 1, "fp32", "fp8"))
+    assert report.kv_bytes == read(TINY[name], 40, CacheConfig("fp8")).bytes
+
+
 def test_a_cache_without_scales_would_be_smaller() -> None:
     """Negative control."""
     real = read(TINY["llama"], 200, CacheConfig("quantised")).bytes
     model = read_sizes(TINY["llama"], "llama")
-    assert CostReport(model, Setting(200, 1, "fp32", "fp8")).kv_bytes < real
+    codes = KVFormat("fp8", exact="fp32").total_bytes(CacheContents(((1, 8),), 1)) - 4
+    assert codes == 8, "a byte for each number"
+    assert CostReport(model, Setting(200, 1, "fp32", "int4")).kv_bytes < real
     assert CostReport(model, Setting(200, 1, "fp32")).kv_bytes > real
 
 

@@ -57,7 +57,7 @@ def test_windows_and_states_stay_as_they_are() -> None:
     assert (
         KVFormat("int4").total_bytes(held) == KVFormat("bf16").total_bytes(held) == 1000 * 192 * 2
     )
-    assert KVFormat("fp8").total_bytes(held) == 1000 * 192
+    assert KVFormat("fp8").total_bytes(held) == 1000 * 192 * 2
     assert KVFormat("int4").total_bytes(CacheContents(state=10)) == 40
 
 

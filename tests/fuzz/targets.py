@@ -14,7 +14,18 @@ from typing import Any
 import torch
 
 import regard
-from regard.caches import Cache, Fixed, Growing, Latent, Paged, Quantised, Ring, State, Streaming
+from regard.caches import (
+    Cache,
+    Fixed,
+    Float8,
+    Growing,
+    Latent,
+    Paged,
+    Quantised,
+    Ring,
+    State,
+    Streaming,
+)
 from regard.models import Seq2Seq, TextEncoder
 from regard.models.families import family
 from regard.models.save import save as save_model
@@ -224,6 +235,7 @@ def _cached() -> dict[str, Cache]:
         "Streaming": Streaming(1, 3),
         "Paged": Paged(2, 16),
         "Quantised": Quantised(4, group=2, residual=1),
+        "Float8": Float8(),
     }
     for cache in found.values():
         cache.update((x, x), where)

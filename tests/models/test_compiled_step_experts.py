@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
-from regard.nn import ExpertGroups, GatedFeedForward, MoE, SigmoidRouter, SoftmaxRouter, SwiGLU
+from regard.nn import (
+    ExpertGroups,
+    GatedFeedForward,
+    MoE,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SwiGLU,
+    stack_experts,
+)
 from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, Router
 from regard.ops.stored_weights import Int4Weight, Int8Weight
 from tests.models.step_models import DTYPES, F, M, V, counted_steps, decode, llama, prompted
@@ -147,6 +155,21 @@ def test_dense_layers_and_mixtures_in_one_decoder(steps: list[int]) -> None:
     plain, _ = decode(decoder, IDS, 9, backend="reference")
     exact, _ = decode(copy.deepcopy(decoder).double(), IDS, 9, backend="reference")
     assert_close_rule(found, plain, exact)
+
+
+def test_a_step_follows_experts_into_their_stacks(steps: list[int]) -> None:
+    """The addresses that the step knows are those of freed memory afterwards."""
+    decoder = llama(network=KINDS["glm4-moe"])
+    before, _ = decode(decoder, IDS, 9)
+    count = len(steps)
+    assert stack_experts(decoder) == 2
+    for expert in decoder.layers[1].feed_forward.experts:
+        expert.up.weight.mul_(2)
+    found, _ = decode(decoder, IDS, 9)
+    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    assert len(steps) == 2 * count > 0
+    assert not torch.equal(found, before)
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_changes_are_used(steps: list[int]) -> None:

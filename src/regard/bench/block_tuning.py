@@ -1,21 +1,24 @@
-"""`regard bench --tune`: measuring the block sizes of the Triton kernels on a device.
+"""`regard bench --tune`: measuring the block sizes of Triton kernels on a device.
 
 For each row of the table several sizes are compiled and timed in turns. Sizes that spill registers
 or need more shared memory than the device has are left out, and the row changes only if another one
 is clearly faster, so that noise changes nothing. The result is Python text for a reviewer, who
-enters it in `MEASURED` of `regard.ops.softmax.triton.block_sizes`; no program reads it.
+enters it in `MEASURED` of the file that the text names; no program reads it. There is a table for
+attention here, and one for recurrences in `recurrence_tuning`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from regard.bench.measurement import interleaved, median
 from regard.errors import RegardError
 from regard.masks import Causal
+from regard.ops.linear.triton.block_sizes import ProgramSizes, ProgramSizesKey
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.triton.block_sizes import (
     TABLE,
@@ -34,6 +37,12 @@ MAX_SPILLED_BYTES = 40
 """The largest number of bytes that a program may spill."""
 
 
+RowKey: TypeAlias = SizesKey | ProgramSizesKey
+"""The row of a table."""
+RowSizes: TypeAlias = LaunchSizes | ProgramSizes
+"""The sizes that are tried for a row."""
+
+
 class Trial(NamedTuple):
     """What was measured of one choice of sizes.
 
@@ -45,7 +54,7 @@ class Trial(NamedTuple):
         why: why it did not run, or "".
     """
 
-    sizes: LaunchSizes
+    sizes: RowSizes
     seconds: float | None = None
     spilled: int = 0
     shared: int = 0
@@ -62,14 +71,33 @@ class Proposal(NamedTuple):
         trials: all trials.
     """
 
-    key: SizesKey
+    key: RowKey
     current: Trial
     chosen: Trial
     trials: tuple[Trial, ...]
 
 
-Measure = Callable[[SizesKey, Sequence[LaunchSizes]], list[Trial]]
-"""Runs a kernel with each of some sizes on a device."""
+Measure = Callable[[Any, Sequence[Any]], list[Trial]]
+"""Runs the kernels of a row with each of some sizes on a device."""
+
+
+class TunedTable(NamedTuple):
+    """A table of block sizes, and how its rows are measured.
+
+    Args:
+        module: the module whose `MEASURED` has the rows.
+        rows: the rows, with the sizes that they have now.
+        candidates: returns the sizes that are tried for a row, those of the table first.
+        launches: returns a function that prepares the kernels of a row on a device: from sizes, the
+            launches that must run before, and those that are timed.
+        row_name: returns the words for a row.
+    """
+
+    module: str
+    rows: Mapping[Any, Any]
+    candidates: Callable[[Any, Any], list[Any]]
+    launches: Callable[[Any, torch.device], Callable[[Any], tuple[list[Launch], list[Launch]]]]
+    row_name: Callable[[Any], str]
 
 
 def candidates(key: SizesKey, current: LaunchSizes) -> list[LaunchSizes]:
@@ -141,7 +169,7 @@ def tune(
     measure: Measure,
     shared_limit: int,
     *,
-    keys: Iterable[SizesKey] = tuple(TABLE),
+    table: TunedTable | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Proposal]:
     """Measure the rows of the table, and choose sizes for each.
@@ -149,21 +177,21 @@ def tune(
     Args:
         measure: runs a kernel with each of some sizes.
         shared_limit: the bytes of shared memory of a program that the device has.
-        keys: the rows.
+        table: the table; None is that of attention.
         say: called with a line of text before each row.
 
     Returns:
         One proposal for each row in which some sizes are allowed.
     """
-    proposals = []
-    for key in keys:
-        sizes = candidates(key, TABLE[key])
-        say(f"{row_name(key)}: {plural(len(sizes), 'choice')} of block sizes")
+    table, proposals = table or ATTENTION, []
+    for key, current in table.rows.items():
+        sizes, name = table.candidates(key, current), table.row_name(key)
+        say(f"{name}: {plural(len(sizes), 'choice')} of block sizes")
         trials = measure(key, sizes)
         try:
             chosen = choose(trials, shared_limit)
         except RegardError as error:
-            say(f"{row_name(key)}: {error}")
+            say(f"{name}: {error}")
             continue
         proposals.append(Proposal(key, trials[0], chosen, tuple(trials)))
     return proposals
@@ -178,25 +206,33 @@ def row_name(key: SizesKey) -> str:
     return f"{key.kind}, {2 if key.half else 4} bytes, D up to {key.width}"
 
 
-def as_python(capability: int, device: str, proposals: Sequence[Proposal]) -> str:
+def as_python(
+    capability: int,
+    device: str,
+    proposals: Sequence[Proposal],
+    table: TunedTable | None = None,
+) -> str:
     """Return proposals as the entry of `MEASURED`, with what was measured beside each row.
 
     >>> key = SizesKey("forward", True, 64)
     >>> trial = Trial(LaunchSizes(64, 64, 4, 2), 2e-3)
     >>> print(as_python(90, "H200", [Proposal(key, trial, trial, (trial,))]))
+    # regard.ops.softmax.triton.block_sizes
     # regard bench --tune on H200; times of the new row and of the old one
     90: {
         SizesKey("forward", True, 64): LaunchSizes(64, 64, 4, 2),  # 2 ms, 2 ms; spills 0 bytes
     },
     """
-    lines = [f"# regard bench --tune on {device}; times of the new row and of the old one"]
+    lines = [f"# {(table or ATTENTION).module}"]
+    lines.append(f"# regard bench --tune on {device}; times of the new row and of the old one")
     lines.append(f"{capability}: {{")
     for key, current, chosen, _ in proposals:
-        row = ", ".join(map(str, chosen.sizes))
+        row, name = ", ".join(map(str, chosen.sizes)), type(chosen.sizes).__name__
+        where = ", ".join(f'"{x}"' if isinstance(x, str) else str(x) for x in key)
         old = "none" if current.seconds is None else f"{1e3 * current.seconds:.3g} ms"
         assert chosen.seconds is not None
         lines.append(
-            f'    SizesKey("{key.kind}", {key.half}, {key.width}): LaunchSizes({row}),'
+            f"    {type(key).__name__}({where}): {name}({row}),"
             f"  # {1e3 * chosen.seconds:.3g} ms, {old}; spills {chosen.spilled} bytes"
         )
     return "\n".join([*lines, "},"])
@@ -248,11 +284,31 @@ def launch_of(kind: KernelKind, call: Call) -> Launch:
     return launch
 
 
-def measure_on(device: torch.device, *, rounds: int = 5) -> Measure:
+def _launches_of_row(
+    key: SizesKey, device: torch.device
+) -> Callable[[LaunchSizes], tuple[list[Launch], list[Launch]]]:
+    """Return a function that prepares the kernel of a row of attention's table."""
+    call = problem_of(key, device)
+
+    def prepared(sizes: LaunchSizes) -> tuple[list[Launch], list[Launch]]:
+        with try_sizes(key, sizes):
+            return [], [launch_of(key.kind, call)]
+
+    return prepared
+
+
+ATTENTION = TunedTable(
+    "regard.ops.softmax.triton.block_sizes", TABLE, candidates, _launches_of_row, row_name
+)
+"""The table of the kernels of softmax attention."""
+
+
+def measure_on(device: torch.device, *, table: TunedTable = ATTENTION, rounds: int = 5) -> Measure:
     """Return a function that measures block sizes on a GPU.
 
     Args:
         device: the GPU.
+        table: the table whose rows are measured.
         rounds: how often all sizes of a row are timed in turns.
 
     Returns:
@@ -269,22 +325,24 @@ def measure_on(device: torch.device, *, rounds: int = 5) -> Measure:
     if not has_triton():
         raise RegardError("triton is not installed: pip install 'regard[gpu]'")
 
-    def measure(key: SizesKey, choices: Sequence[LaunchSizes]) -> list[Trial]:
-        call, trials, launches = problem_of(key, device), {}, {}
+    def measure(key: RowKey, choices: Sequence[RowSizes]) -> list[Trial]:
+        prepared, trials, launches = table.launches(key, device), {}, {}
         for sizes in choices:
             try:
-                with try_sizes(key, sizes):
-                    launch = launch_of(key.kind, call)
-                compiled = launch.run()
+                before, timed_launches = prepared(sizes)
+                for launch in before:
+                    launch.run()
+                compiled = [launch.run() for launch in timed_launches]
                 torch.cuda.synchronize(device)
             except Exception as error:  # triton raises errors of many types; each is a result
                 first = (str(error).strip() or type(error).__name__).splitlines()[0]
                 trials[sizes] = Trial(sizes, why=first[:120])
                 continue
             # triton counts registers of 4 bytes
-            spilled = 4 * int(compiled.n_spills)
-            trials[sizes] = Trial(sizes, None, spilled, int(compiled.metadata.shared))
-            launches[sizes] = launch
+            spilled = 4 * max(int(x.n_spills) for x in compiled)
+            shared = max(int(x.metadata.shared) for x in compiled)
+            trials[sizes] = Trial(sizes, None, spilled, shared)
+            launches[sizes] = timed_launches
         for sizes, seconds in timed(launches, device, rounds).items():
             trials[sizes] = trials[sizes]._replace(seconds=seconds)
         return [trials[x] for x in choices]
@@ -300,19 +358,25 @@ def shared_memory_limit(device: torch.device) -> int:
 
 
 def timed(
-    launches: Mapping[LaunchSizes, Launch], device: torch.device, rounds: int
-) -> dict[LaunchSizes, float]:
+    launches: Mapping[RowSizes, Sequence[Launch]], device: torch.device, rounds: int
+) -> dict[RowSizes, float]:
     """Return the median seconds of launches that are timed in turns.
 
     Args:
-        launches: the launches by their sizes.
+        launches: the launches by their sizes; those of one choice are timed together.
         device: the GPU.
         rounds: how often each is timed.
     """
     names = {str(i): sizes for i, sizes in enumerate(launches)}
     times = interleaved(
-        {name: launches[sizes].run for name, sizes in names.items()},
+        {name: partial(_run_all, launches[sizes]) for name, sizes in names.items()},
         rounds=rounds,
         synchronise=lambda: torch.cuda.synchronize(device),
     )
     return {sizes: median(times[name]) for name, sizes in names.items()}
+
+
+def _run_all(launches: Sequence[Launch]) -> None:
+    """Run launches in their order."""
+    for launch in launches:
+        launch.run()

@@ -111,6 +111,12 @@ GPU = (
         for bits in (8, 4, 2)
     ),
     _case(
+        "decode-fp8",
+        "One query against 8-bit floats.",
+        _sizes(4096, 32768, 131_072, T=1, bits="fp8"),
+        (regard_kernels.ATTENTION, regard_kernels.QUANTIZED),
+    ),
+    _case(
         "mla-decode",
         "One query against DeepSeek-V3's latents.",
         {x: LatentSizes(S) for x, S in (("small", 1024), ("default", 8192), ("paper", 32768))},

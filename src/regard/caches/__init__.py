@@ -14,6 +14,7 @@ from regard.caches.base import (
 from regard.caches.bounded_pages import BoundedPages
 from regard.caches.contiguous import Cross, Fixed, Growing, Latent
 from regard.caches.eviction import Evicting
+from regard.caches.float8 import Float8
 from regard.caches.paged import Paged, PagePool
 from regard.caches.quantized import Quantised
 from regard.caches.ring import Ring, Streaming, for_reach
@@ -31,6 +32,7 @@ __all__ = [
     "Cross",
     "Evicting",
     "Fixed",
+    "Float8",
     "Growing",
     "Latent",
     "LayerSize",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch._C import _disabled_torch_function_impl
@@ -19,6 +19,9 @@ class LazyTensor(Tensor):
     kernel that can read the stored form takes that instead. A subclass makes its instances with
     `Tensor._make_wrapper_subclass` and says in `compute_numbers` how the values are computed.
     """
+
+    is_inexact: ClassVar[bool] = False
+    """Whether the stored form has fewer digits than what was stored."""
 
     _numbers: Tensor | None = None
 

@@ -5,7 +5,7 @@ first use.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Shaped
@@ -307,6 +307,8 @@ class LazyDequantizedTensor(LazyTensor):
     >>> type(packed * 1).__name__, packed.coded is None
     ('Tensor', True)
     """
+
+    is_inexact: ClassVar[bool] = True
 
     _coded: QuantizedAndRecent
 

@@ -177,14 +177,24 @@ def _tune(path: Path) -> None:
             "torch finds no CUDA device; block sizes are measured on one", param_hint="--tune"
         )
     check_files({"--tune": path})
-    from regard.bench.block_tuning import as_python, measure_on, shared_memory_limit, tune
+    from regard.bench.block_tuning import (
+        ATTENTION,
+        as_python,
+        measure_on,
+        shared_memory_limit,
+        tune,
+    )
+    from regard.bench.recurrence_tuning import RECURRENCES
     from regard.ops.triton_support import capability_of
     from regard.view.html_page import write
 
     device = torch.device("cuda", torch.cuda.current_device())
-    proposals = tune(measure_on(device), shared_memory_limit(device), say=_report)
-    text = as_python(capability_of(device), torch.cuda.get_device_name(device), proposals)
-    write(path, text + "\n")
+    limit, texts = shared_memory_limit(device), []
+    for table in (ATTENTION, RECURRENCES):
+        proposals = tune(measure_on(device, table=table), limit, table=table, say=_report)
+        name = torch.cuda.get_device_name(device)
+        texts.append(as_python(capability_of(device), name, proposals, table))
+    write(path, "\n\n".join(texts) + "\n")
 
 
 def _run(

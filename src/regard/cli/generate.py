@@ -311,7 +311,7 @@ CacheKind = Annotated[
     str | None,
     typer.Option(
         help=(
-            "Kind of KV cache: growing, fixed, paged or quantised, which refuse more "
+            "Kind of KV cache: growing, fixed, paged, quantised or fp8, which refuse more "
             "tokens than --max-context; ring or streaming, which drop old tokens; h2o, tova, "
             "snapkv, key_norm, keydiff, adakv, pyramidkv or expected_attention, which drop the "
             "tokens that a rule finds least important; quest, which keeps all and reads some."

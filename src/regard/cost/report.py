@@ -25,6 +25,8 @@ BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 4, "int
 """Bits per value, without scales."""
 QUANTIZED = ("int8", "int4", "int2")
 """Formats that store a scale and a zero point for each group of values."""
+SCALED = (*QUANTIZED, "fp8")
+"""Formats of a cache that store scales; layers with a window do not use them."""
 STATE_BYTES = 4
 """Bytes per value of a recurrent state, which is stored in fp32 whatever the format of the KV
 cache.
@@ -54,8 +56,9 @@ class KVFormat:
 
     Integer codes are grouped as in `regard.caches.Quantised`: groups of tokens for the first of
     several parts (keys have a scale per channel), groups of channels for the other parts (values
-    have a scale per token). The most recent tokens are not quantised, and neither are layers with a
-    window, whose caches are small.
+    have a scale per token), and the most recent tokens are not quantised. 8-bit floats have one
+    scale for each token and head, as in `regard.caches.Float8`, and no token stays as it is. Layers
+    with a window, whose caches are small, are not quantised in any format.
 
     Attributes:
         name: a name in `BITS`.
@@ -84,24 +87,26 @@ class KVFormat:
 
     def bytes_per_token(self, cached: CacheContents) -> Fraction:
         """Return the bytes that a token takes once it is quantised."""
-        if self.name not in QUANTIZED or cached.bounded:
+        if self.name not in SCALED or cached.bounded:
             return Fraction(cached.values_per_token * self._exact_bits(), 8)
         return self._quantized_bytes(cached)
 
     def total_bytes(self, cached: CacheContents) -> int:
         """Return the bytes of the whole cache, the recurrent state included."""
         state = STATE_BYTES * cached.state + sum(map(self.total_bytes, cached.others))
-        if self.name not in QUANTIZED or cached.bounded:
+        if self.name not in SCALED or cached.bounded:
             return -(-cached.values_per_token * cached.tokens * self._exact_bits() // 8) + state
-        group = self._group(cached)
-        coded = max(0, cached.tokens - self.residual) // group * group
+        coded = cached.tokens
+        if self.name in QUANTIZED:
+            group = self._group(cached)
+            coded = max(0, cached.tokens - self.residual) // group * group
         rest = (cached.tokens - coded) * cached.values_per_token * BITS[self.exact]
         total = self._quantized_bytes(cached) * coded + Fraction(rest, 8)
         return -(-total.numerator // total.denominator) + state
 
     def _exact_bits(self) -> int:
         """Return the bits of a value that is not quantised."""
-        return BITS[self.exact if self.name in QUANTIZED else self.name]
+        return BITS[self.exact if self.name in SCALED else self.name]
 
     def _group(self, cached: CacheContents) -> int:
         """Return the largest group size that divides the width of every part with scales per
@@ -114,6 +119,10 @@ class KVFormat:
 
     def _quantized_bytes(self, cached: CacheContents) -> Fraction:
         """Return the bytes of one quantised token."""
+        if self.name not in QUANTIZED:
+            return Fraction(
+                sum(n * (d * BITS[self.name] + BITS[self.exact]) for n, d in cached.parts), 8
+            )
         group, bits = self._group(cached), Fraction(0)
         for i, (heads, dims) in enumerate(cached.parts):
             by_channel = i == 0 and len(cached.parts) > 1

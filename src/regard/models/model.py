@@ -223,8 +223,9 @@ class Model(TextModel):
                 reads the whole prompt in one pass.
             max_context: the largest number of tokens of prompt and continuation together. The kind
                 of cache decides what happens beyond it.
-            cache: "growing" (the default), "fixed", "paged", "quantised", "ring", "streaming", or
-                an eviction rule such as "h2o"; see `regard.models.generation.CacheConfig`.
+            cache: "growing" (the default), "fixed", "paged", "quantised", "fp8", "ring",
+                "streaming", or an eviction rule such as "h2o"; see
+                `regard.models.generation.CacheConfig`.
             cuda_graph: capture the step that decodes a token once as a CUDA graph, and run it again
                 for every token, so that Python starts one launch and not one for each operation.
                 It needs a model on a CUDA device, a cache "growing", "fixed", "ring" or

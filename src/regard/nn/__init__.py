@@ -40,6 +40,7 @@ from regard.nn.feed_forward import (
     SigmoidRouter,
     SoftmaxRouter,
     SwiGLU,
+    stack_experts,
 )
 from regard.nn.gated_projections import DifferentialProjection, GatedProjection
 from regard.nn.head_finishes import (
@@ -159,6 +160,7 @@ __all__ = [
     "WeightlessRMSNorm",
     "rotary_projection",
     "set_fp32_product",
+    "stack_experts",
     "variants",
 ]
 

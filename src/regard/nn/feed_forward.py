@@ -5,8 +5,9 @@ or gated, or a mixture of experts (MoE) with its router.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from regard.argument_checks import check_device, check_number, check_tensor
 from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
+from regard.nn.stacked_experts import StackedExperts
 from regard.ops.gemv import check_linear_map
 from regard.units import plural
 
@@ -500,7 +502,8 @@ class MoE(nn.Module):
     Tokens are gathered by expert: an expert computes only its own tokens, and an expert without
     tokens computes nothing. The sum for a token runs over its experts in ascending order, in fp32
     or better, whatever the batch and the device. The indices of the chosen experts are copied to
-    the CPU once per call, which causes a graph break under torch.compile.
+    the CPU once per call, which causes a graph break under torch.compile. After
+    `regard.nn.stack_experts`, few tokens on another device are computed without that copy.
 
     Args:
         router: a `Router` for this number of experts.
@@ -520,8 +523,20 @@ class MoE(nn.Module):
     2401.06066), equation 9.
     """
 
-    static_step_refusal = "reads which experts were chosen, because each is a module of its own"
-    """Why a step cannot be captured as a CUDA graph, as words that follow the name of the class."""
+    stacked: StackedExperts | None = None
+    """The stacks of `stack_experts`, or None."""
+
+    @property
+    def static_step_refusal(self) -> str | None:
+        """Why a step cannot be captured as a CUDA graph, as words that follow the name of the
+        class; None if it can.
+        """
+        if self.stacked is not None:
+            return None
+        return (
+            "reads which experts were chosen, because each is a module of its own; "
+            "regard.nn.stack_experts(model.decoder) stacks them"
+        )
 
     def __init__(
         self, router: Router, experts: Sequence[nn.Module], shared: nn.Module | None = None
@@ -539,33 +554,96 @@ class MoE(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         y = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
         shares, chosen = self.router(rows)
+        stacked = self.stacked
+        if stacked is not None and stacked.serve(self.experts, rows, chosen.numel()):
+            for added in self._from_stacks(stacked, rows, shares, chosen):
+                y = y + added
+        else:
+            y = self._one_by_one(y, rows, shares, chosen)
+        if self.shared is not None:
+            y = y + self.shared(rows)
+        return y.to(x.dtype).reshape(x.shape)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MoE:  # noqa: FBT001, FBT002  (torch's own)
+        """Move or convert the parameters, which are then in no stack."""
+        self.stacked = None
+        return super()._apply(fn, recurse)
+
+    def _one_by_one(self, y: Tensor, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
+        """Add to y what the chosen experts, one after another, compute for their tokens."""
         groups = _tokens_by_expert(shares, chosen, len(self.experts))
-        for expert, tokens, weights in groups:
+        for i, tokens, weights in groups:
+            expert = self.experts[i]
             if tokens is None:
                 y = y + self.weighted_expert(expert, rows, weights)
             else:
                 # A token occurs once per expert, so every device adds in the order of this loop.
                 added = self.weighted_expert(expert, rows[tokens], weights)
                 y.index_add_(0, tokens, added.to(y.dtype))
-        if self.shared is not None:
-            y = y + self.shared(rows)
-        return y.to(x.dtype).reshape(x.shape)
+        return y
+
+    def _from_stacks(
+        self, stacked: StackedExperts, rows: Tensor, shares: Tensor, chosen: Tensor
+    ) -> Iterator[Tensor]:
+        """Yield what the first expert of each token adds to it, then the second, in ascending
+        order, without a read.
+        """
+        chosen, order = chosen.sort(-1)
+        k, weights = chosen.shape[1], shares.gather(-1, order).flatten()[:, None]
+        each = rows[:, None].expand(-1, k, -1).flatten(0, 1)  # [N*k,M]
+        added = self.weighted_expert(partial(stacked.run, experts=chosen.flatten()), each, weights)
+        yield from added.unflatten(0, (-1, k)).unbind(1)
 
     def weighted_expert(
-        self, expert: int, rows: Float[Tensor, "n M"], weights: Float[Tensor, "n 1"]
+        self,
+        expert: Callable[[Tensor], Tensor],
+        rows: Float[Tensor, "n M"],
+        weights: Float[Tensor, "n 1"],
     ) -> Float[Tensor, "n M"]:
         """Compute what an expert adds to its tokens: w expert(x).
 
         Args:
-            expert: the index of the expert.
+            expert: the network of the expert.
             rows: the hidden states x of its tokens [n,M].
             weights: their weights w [n,1].
 
         Returns:
             What is added to the tokens [n,M].
         """
-        result: Float[Tensor, "n M"] = self.experts[expert](rows) * weights
+        result: Float[Tensor, "n M"] = expert(rows) * weights
         return result
+
+
+def stack_experts(module: nn.Module) -> int:
+    """Lay the experts of every mixture of a module into stacks, so that few tokens run on a device
+    without waiting for it.
+
+    The parameters keep their values and their identity, and become views of one tensor for each
+    matrix of the experts. No memory is added, except for one such tensor while it is made. Call it
+    after the module was moved to its device: `to` and its relatives end the stacks.
+
+    Args:
+        module: a module with `regard.nn.MoE` layers, such as a decoder.
+
+    Returns:
+        The number of mixtures.
+
+    Raises:
+        ArgumentError: the experts of a mixture are not alike, have parameters outside of linear
+            maps, or store a weight in fewer bits; its name is in the message.
+
+    >>> from regard.nn import MoE, SoftmaxRouter, SwiGLU
+    >>> moe = MoE(SoftmaxRouter(8, 4, 2), [SwiGLU(8, 16) for _ in range(4)])
+    >>> stack_experts(nn.Sequential(moe, nn.ReLU()))
+    1
+    """
+    mixtures = {name: x for name, x in module.named_modules() if isinstance(x, MoE)}
+    for name, x in mixtures.items():
+        try:
+            x.stacked = StackedExperts(x.experts)
+        except ArgumentError as error:
+            raise ArgumentError(f"{name or 'the module'}: {error}") from None
+    return len(mixtures)
 
 
 def _tokens_by_expert(

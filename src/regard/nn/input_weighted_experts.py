@@ -4,6 +4,8 @@ router.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -64,8 +66,11 @@ class InputWeightedMoE(MoE):
     """
 
     def weighted_expert(
-        self, expert: int, rows: Float[Tensor, "n M"], weights: Float[Tensor, "n 1"]
+        self,
+        expert: Callable[[Tensor], Tensor],
+        rows: Float[Tensor, "n M"],
+        weights: Float[Tensor, "n 1"],
     ) -> Float[Tensor, "n M"]:
         """Compute what an expert adds to its tokens, expert(w x), from x [n,M] and w [n,1]."""
-        result: Float[Tensor, "n M"] = self.experts[expert](rows * weights.to(rows.dtype))
+        result: Float[Tensor, "n M"] = expert(rows * weights.to(rows.dtype))
         return result

@@ -1,8 +1,9 @@
 """How kernels recognise memory that a cache keeps in another form than `[B, G, S, d]`: codes of few
-bits, and pages of a pool.
+bits, 8-bit floating-point numbers, and pages of a pool.
 
 A cache returns such memory as a tensor that computes its values when an operation needs them. Its
-attribute `coded` or `paged` has the stored form as long as that is enough; kernels ask for it here.
+attribute `coded`, `float8` or `paged` has the stored form as long as that is enough; kernels ask
+for it here.
 """
 
 from __future__ import annotations
@@ -57,6 +58,24 @@ class QuantizedSlots(Protocol):
     @property
     def recent(self) -> Tensor:
         """The recent slots `[B, G, l, d]` in full precision."""
+
+
+class Float8Slots(Protocol):
+    """Protocol of keys or values that are stored as 8-bit floating-point numbers: x = code * scale,
+    with one scale for each slot of a head.
+    """
+
+    @property
+    def codes(self) -> Tensor:
+        """The bytes of the numbers, uint8 `[B, G, S, d]`."""
+
+    @property
+    def scale(self) -> Tensor:
+        """The scales, powers of two, `[B, G, S, 1]` in the dtype of the numbers."""
+
+    @property
+    def format(self) -> str:
+        """The format of the numbers: "e4m3" or "e5m2"."""
 
 
 class PagedSlots(Protocol):
@@ -123,3 +142,32 @@ def paged_memory(k: Tensor, v: Tensor) -> tuple[PagedSlots, PagedSlots] | None:
     if keys is None or values is None or keys.table is not values.table:
         return None
     return (keys, values) if keys.pages.shape[:3] == values.pages.shape[:3] else None
+
+
+class Float8Memory(NamedTuple):
+    """Keys and values whose slots are stored as 8-bit floating-point numbers of one format.
+
+    Args:
+        keys: the keys.
+        values: the values.
+    """
+
+    keys: Float8Slots
+    values: Float8Slots
+
+
+def float8_memory(k: Tensor, v: Tensor) -> Float8Memory | None:
+    """Return keys and values of an fp8 cache as it stores them.
+
+    Args:
+        k: the keys `[B, G, S, D]` that a cache returned.
+        v: the values `[B, G, S, E]` that a cache returned.
+
+    Returns:
+        The numbers of both, or None if k and v are not from an fp8 cache, or their formats differ.
+    """
+    keys: Float8Slots | None = getattr(k, "float8", None)
+    values: Float8Slots | None = getattr(v, "float8", None)
+    if keys is None or values is None or keys.format != values.format:
+        return None
+    return Float8Memory(keys, values)

@@ -18,6 +18,7 @@ from regard.models.decoder import Decoder
 from regard.models.families import family
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.sampling import Sampler, SamplingParams
+from regard.nn import stack_experts
 from regard.positions import LearnedPositions
 from regard.positions.constant_tensor import ConstantTensor
 from tests.cost.tiny import TINY
@@ -31,6 +32,7 @@ CACHES = {
     "fixed": None,
     "paged": None,
     "quantised": None,
+    "fp8": None,
     "ring": 8,
     "streaming": 9,
     "h2o": 9,
@@ -78,7 +80,12 @@ def _on_cpu(decoder: Decoder, config: CacheConfig, *, padded: bool) -> Tensor:
 
 
 def _on_device(
-    decoder: Decoder, config: CacheConfig, *, padded: bool, found: list[str] | None = None
+    decoder: Decoder,
+    config: CacheConfig,
+    *,
+    padded: bool,
+    found: list[str] | None = None,
+    prepare: Callable[[Decoder], object] = lambda network: None,
 ) -> Tensor:
     """The same on the pretended device, where only the pass over the prompt may read; `found` takes
     the other reads.
@@ -87,6 +94,7 @@ def _on_device(
     with pretended_cuda() as device, regard.register_kernel(SelectingKernel(device)):
         network = config.restrict(decoder)
         device.put_module(network)
+        prepare(network)
         caches = config.new_caches(network, len(ids))
         with device.reads():
             logits = [network(device.put(ids), device.put(positions), caches, last=1)]
@@ -137,6 +145,25 @@ def test_a_mixture_of_experts_reads_once(name: str, mixtures: int) -> None:
     assert_close_rule(logits, plain, exact)
     assert len(found) == mixtures * STEPS
     assert all("feed_forward.py" in where for where in found)
+
+
+@pytest.mark.parametrize(("name", "mixtures"), [("mixtral", 3), ("deepseek_v2", 2), ("gpt_oss", 0)])
+@pytest.mark.full(keep=["mixtral"])
+def test_stacked_experts_read_nothing(name: str, mixtures: int) -> None:
+    """Two rows of a padded batch choose no more matrices than there are experts."""
+    stacked: list[int] = []
+    config = CacheConfig()
+    with torch.inference_mode():
+        plain = _on_cpu(_family(name), config, padded=True)
+        exact = _on_cpu(_family(name).double(), config, padded=True)
+        found: list[str] = []
+        logits = _on_device(
+            _family(name), config, padded=True, found=found,
+            prepare=lambda network: stacked.append(stack_experts(network)),
+        )  # fmt: skip
+    assert_close_rule(logits, plain, exact)
+    assert stacked[0] >= mixtures > -1
+    assert found == []
 
 
 SAMPLING = (

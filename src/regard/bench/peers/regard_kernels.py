@@ -92,7 +92,7 @@ def stored_attention(problem: AttentionProblem, memory: Parts) -> PreparedCall:
 
 
 def quantized_attention(problem: AttentionProblem) -> PreparedCall:
-    """Prepare `regard.attend` over keys and values from a `Quantised` cache."""
+    """Prepare `regard.attend` over keys and values from a `Quantised` or `Float8` cache."""
     assert problem.quantized is not None, "`not_quantized` refuses other problems"
     return stored_attention(problem, problem.quantized)
 
@@ -301,7 +301,7 @@ NEW_MASKS = Peer("regard", "regard.attend with a new mask in each call.", with_n
 MEASURED_MEMORY = Peer("regard", "regard.attend, with the memory it takes.", measured_memory)
 QUANTIZED = Peer(
     "regard, codes",
-    "regard.attend over a Quantised cache.",
+    "regard.attend over a Quantised or Float8 cache.",
     quantized_attention,
     why_not=not_quantized,
 )

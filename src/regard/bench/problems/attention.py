@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from regard.bench.interfaces import MinimumWork, Outputs, PreparedCall, Problem, ProblemSizes
-from regard.caches import Quantised
+from regard.caches import Float8, Quantised
 from regard.caches.base import Parts
 from regard.cost import attention_flops
 from regard.cost.latent import absorb_flops, latent_values
@@ -154,7 +154,7 @@ class AttentionSizes(ProblemSizes):
     alibi: bool = False
     padded: bool = False
     train: bool = False
-    bits: int | None = None
+    bits: int | Literal["fp8"] | None = None
     pattern: Literal["documents", "prefix", "sinks"] | None = None
     softcap: float | None = None
     sink: bool = False
@@ -194,7 +194,7 @@ class AttentionSizes(ProblemSizes):
         rest = [
             *([f"T{self.T}"] if self.T is not None else []),
             *([f"W{self.window}"] if self.window is not None else []),
-            *([f"{self.bits} bits"] if self.bits is not None else []),
+            *([] if self.bits is None else ["fp8" if self.bits == "fp8" else f"{self.bits} bits"]),
             *([self.pattern] if self.pattern is not None else []),
             *([f"softcap {self.softcap:g}"] if self.softcap is not None else []),
             *(["sink"] if self.sink else []),
@@ -396,10 +396,12 @@ class AttentionProblem(Problem):
         return {name: torch.where(is_token[:, None, :, None], x, 0) for name, x in outputs.items()}
 
 
-def _quantized(k: Tensor, v: Tensor, bits: int) -> tuple[Parts, Parts]:
-    """Return keys and values as a quantised cache stores them, and dequantised."""
+def _quantized(k: Tensor, v: Tensor, bits: int | Literal["fp8"]) -> tuple[Parts, Parts]:
+    """Return keys and values as a quantised or fp8 cache stores them, and dequantised."""
     S, channels = k.shape[2], k.shape[3]
-    cache = Quantised(bits, group=min(128, channels) if bits == 8 else 32, residual=0)
+    cache: Quantised | Float8 = Float8()
+    if bits != "fp8":
+        cache = Quantised(bits, group=min(128, channels) if bits == 8 else 32, residual=0)
     stored, _ = cache.update((k, v), Span(0, S))
     dequantized, _ = cache.update((k[:, :, :0], v[:, :, :0]), Span(S, 0))
     return stored, tuple(to_huge_pages(x.clone()) for x in dequantized)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_keyword_names
 from regard.biases import Bias
-from regard.caches.quantization import LazyDequantizedTensor
+from regard.caches.lazy_tensor import LazyTensor
 from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.inspect.record.mask_and_bias_data import copy_rule, depends_on_slots, to_dense_rules
@@ -301,7 +301,7 @@ class PlaceBuilder:
 
         A projection may use one layout for a prompt and another one for a decoded token.
         """
-        coded = isinstance(call.k, LazyDequantizedTensor)
+        coded = isinstance(call.k, LazyTensor) and call.k.is_inexact
         layout = (call.G, call.D, call.E, call.k.dtype, call.v.dtype, coded)
         if layout not in self._stores:
             latents = call.E < call.D and call.k.data_ptr() == call.v.data_ptr()

@@ -35,6 +35,7 @@ class CacheConfig:
     "fixed"               every token, allocated once                       raises at the beginning
     "paged"               every token, in pages that rows can share         raises at the beginning
     "quantised"           every token, 8 bits except the last 128: inexact  raises at the beginning
+    "fp8"                 every token, 8-bit floats: inexact                raises at the beginning
     "ring"                the last max_context tokens (a sliding window)    continues without limit
     "streaming"           the first 4 tokens, the last max_context - 4      continues without limit
     "h2o"                 those with most attention so far, and the newest  continues without limit

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 import regard
-from regard import biases, masks
-from regard.caches import Paged, Quantised
+from regard import Span, biases, masks
+from regard.caches import Float8, Paged, Quantised
+from regard.caches.float8 import from_float8
 from regard.ops.softmax.call import KernelResult, make_call
 from regard.ops.softmax.part_gradients import part_gradients
 from regard.ops.softmax.reference import ReferenceKernel
@@ -263,6 +264,80 @@ def test_another_code_is_far(name: str) -> None:
         assert_stored(stored_call(case, keys, values, positions), *right)
 
 
+FLOAT8 = [
+    ("e4m3", Stored()),
+    ("e5m2", Stored(dtype=HALF, queries=3, options=SINKS)),
+    ("e4m3", Stored(dtype=HALF, D=20, E=24, options=CAPPED)),
+    ("e4m3", Stored(dtype=WIDE, options=SINKS)),
+    ("e5m2", Stored(dtype=WIDE, heads=20, queries=2)),
+    ("e4m3", Stored(D=288, E=272, queries=2)),
+]
+
+
+def float8_numbers(cache: Float8) -> list[Tensor]:
+    """Keys and values that the stored numbers stand for, in fp64 on the CPU; 0 in empty slots."""
+    held = cache.contents()
+    pairs = [(held[f"codes.{i}"], held[f"scale.{i}"]) for i in (0, 1)]
+    wide = [from_float8(x.cpu(), s.cpu().double(), cache.format) for x, s in pairs]
+    return [x.nan_to_num() for x in wide]
+
+
+@pytest.mark.parametrize("format, case", FLOAT8, ids=str)
+def test_decoding_reads_8_bit_floats(format: str, case: Stored) -> None:
+    _, k, v, positions = stored_input(case)
+    k, v = k * 10 ** torch.randn(2, 2, SLOTS, 1).to(k) * 0.1, v * 30
+    cache = Float8(format)
+    keys, values = cache.update((k, v), positions)[0]
+    assert f"as {format}" in KERNEL.describe(stored_call(case, keys, values, positions))
+    assert_stored(stored_call(case, keys, values, positions), *float8_numbers(cache))
+    assert keys.float8 is not None, "no number was computed"
+    assert values.float8 is not None
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [*DTYPES, WIDE], ids=str)
+def test_every_code_of_8_bits_is_read_as_its_number(dtype: torch.dtype, format: str) -> None:
+    """One key for each code, which alone is seen by its row: the output is its number."""
+    codes = torch.arange(256, dtype=torch.uint8).view(256, 1, 1, 1).repeat(1, 1, 2, 16).to(DEVICE)
+    scale = (2.0 ** (torch.arange(256) % 9 - 4)).view(256, 1, 1, 1).repeat(1, 1, 2, 1)
+    scale = scale.to(DEVICE, dtype)
+    cache = Float8(format)
+    zero, one = torch.zeros_like(codes), torch.ones_like(scale)
+    cache.fill(
+        {
+            "codes.0": zero,
+            "codes.1": codes,
+            "scale.0": one,
+            "scale.1": scale,
+            "positions": Span(0, 2),
+        }
+    )
+    empty = torch.zeros(256, 1, 0, 16, device=DEVICE, dtype=dtype)
+    memory, _ = cache.update((empty, empty), Span(2, 0))
+    q = torch.zeros(256, 1, 1, 16, device=DEVICE, dtype=dtype)
+    call = make_call(q, *memory, mask=masks.Causal() & masks.Window(1))
+    found, right = KERNEL.run(call).out.cpu(), from_float8(codes, scale, format)[:, :, :1].cpu()
+    assert memory[1].float8 is not None
+    assert torch.equal(found.isnan(), right.isnan())
+    assert torch.equal(found.nan_to_num(7.0), right.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("name", ["scale.0", "codes.0", "scale.1", "codes.1"])
+def test_another_8_bit_float_is_far(name: str) -> None:
+    """The negative control: one part of what is stored differs."""
+    case = Stored()
+    _, k, v, positions = stored_input(case)
+    cache = Float8()
+    cache.update((k, v), positions)
+    right, held = float8_numbers(cache), dict(cache.contents())
+    x = held[name]
+    assert isinstance(x, Tensor)
+    cache.fill({**held, name: x & 0xF8 if name.startswith("codes") else x * 2})
+    keys, values = cache.update(tuple(x[:, :, :0] for x in (k, v)), positions[:, :0])[0]
+    with pytest.raises(AssertionError, match="error"):
+        assert_stored(stored_call(case, keys, values, positions), *right)
+
+
 PAGED = [
     Stored(),
     Stored(page=16, dtype=HALF, queries=3, options=SINKS),
@@ -341,15 +416,20 @@ def test_another_page_is_far() -> None:
         )
 
 
-@pytest.mark.parametrize("kind", ["pages", "codes"])
+@pytest.mark.parametrize("kind", ["pages", "codes", "fp8"])
 def test_a_row_of_a_cache_decodes_to_the_same_digits_in_every_batch(kind: str) -> None:
     case = Stored(options=SINKS, bits=4, page=8)
     _, k, v, _ = stored_input(case)
     k, v = k.nan_to_num(), v.nan_to_num()
     positions = torch.arange(SLOTS, device=DEVICE).expand(2, -1)
+    caches = {
+        "pages": lambda: Paged(8, pages=40),
+        "codes": lambda: Quantised(4, group=16, residual=5),
+        "fp8": Float8,
+    }
     found = []
     for rows in (slice(0, 2), slice(1, 2)):
-        cache = Paged(8, pages=40) if kind == "pages" else Quantised(4, group=16, residual=5)
+        cache = caches[kind]()
         memory = cache.update((k[rows], v[rows]), positions[rows])[0]
         if isinstance(cache, Paged):
             memory = cache.lazy_memory()[0]

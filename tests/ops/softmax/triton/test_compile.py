@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from regard import Span, biases, masks
-from regard.caches import Paged, Quantised
+from regard.caches import Float8, Paged, Quantised
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.triton.bias_data import bias_data
 from regard.ops.triton_support import launches_for
@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install 'rega
 
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 SPILLS = {
-    ("backward_q", torch.float32, 256): 320,
+    ("backward_q", torch.float32, 256): 256,
     ("forward", torch.float32, 64): 16,
     ("backward_q", torch.bfloat16, 128): 24,
     ("backward_kv", torch.bfloat16, 128): 24,
@@ -140,27 +140,37 @@ def test_decoding(dtype: torch.dtype, D: int, capability: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("stored", [8, 4, 2, "pages"])
+@pytest.mark.parametrize("stored", [8, 4, 2, "pages", "e4m3", "e5m2"])
 def test_decoding_from_a_cache(stored: int | str, capability: int) -> None:
-    """Codes of 8, 4 and 2 bits, and pages of 16 slots: in the registers, and by wide loads."""
+    """Codes of 8, 4 and 2 bits, 8-bit floats, and pages of 16 slots: in the registers, and by wide
+    loads.
+    """
     from regard.ops.softmax.triton.launch import decode_launches
 
     q = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16)
     k = torch.randn(1, 2, 256, 128).to(torch.bfloat16)
-    cache = Paged(16, 20) if stored == "pages" else Quantised(int(stored), residual=0)
+    caches = {
+        "pages": lambda: Paged(16, 20),
+        "e4m3": Float8,
+        "e5m2": lambda: Float8("e5m2"),
+    }
+    cache = caches.get(stored, lambda: Quantised(int(stored), residual=0))()
     memory, _ = cache.update((k, k), Span(0, 256))
     if isinstance(cache, Paged):
         memory, _ = cache.lazy_memory()
     call = make_call(q, *memory, mask=masks.Causal())
     with launches_for(capability):
         launch = decode_launches(call, bias_data(call, None))[0][0]
-    assert launch.options["PAGE" if stored == "pages" else "CODE_BITS"] in (16, stored)
+    names = ("PAGE", "CODE_BITS", "FLOAT8")
+    expected = {"pages": (16, 0, 0), "e4m3": (0, 0, 3), "e5m2": (0, 0, 2)}
+    assert tuple(map(launch.options.get, names)) == expected.get(stored, (0, stored, 0))
     found = compile_launch(launch, capability)
     assert found.shared <= SHARED_LIMIT[capability]
     assert found.spilled == 0
     assert "mma.sync" in found.ptx
-    assert ("cp.async.cg" in found.ptx) == (stored == "pages"), "16 bytes at a time"
-    assert stored == "pages" or "ld.global.v4" in found.ptx
+    wide = "cp.async.cg" in found.ptx, "ld.global.v4" in found.ptx
+    assert any(wide), "16 bytes at a time"
+    assert wide[0] == (stored == "pages") or "m" in str(stored)
 
 
 def test_nothing_is_compiled_for_a_longer_cache() -> None:

@@ -1,11 +1,16 @@
 """The sizes of chunks and blocks of the recurrences: a table that is reviewed like code.
 
 Compiled for sm_80, sm_90 and sm_100 by tests/ops/linear/triton/test_compile.py, and not yet
-measured on a GPU: the rows were chosen by the registers that spill.
+measured on a GPU: the rows were chosen by the registers that spill. `regard bench --tune FILE`
+measures rows on a device and writes them for review; the length of a chunk is not among them,
+because all kernels of a call share it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Literal, NamedTuple, TypeAlias
 
 RecurrenceKernelKind: TypeAlias = Literal["states", "parallel", "gradients", "solve"]
@@ -31,6 +36,33 @@ class ChunkSizes(NamedTuple):
     stages: int
 
 
+class ProgramSizes(NamedTuple):
+    """The sizes of a program without the chunk, as they are measured.
+
+    Args:
+        channels, columns, warps, stages: as in `ChunkSizes`.
+    """
+
+    channels: int
+    columns: int
+    warps: int
+    stages: int
+
+
+class ProgramSizesKey(NamedTuple):
+    """The row of a table of sizes.
+
+    Args:
+        kind: the kind of the kernel.
+        by_channel: whether each channel has a decay.
+        width: the largest D that the row serves.
+    """
+
+    kind: RecurrenceKernelKind
+    by_channel: bool
+    width: int
+
+
 INTERPRETED = ChunkSizes(16, 16, 16, 4, 1)
 """Small chunks for triton's interpreter, where small calls have several of them."""
 
@@ -53,6 +85,31 @@ _TABLE: dict[tuple[RecurrenceKernelKind, bool, int], ChunkSizes] = {
     ("solve", True, 256): ChunkSizes(32, 16, 32, 8, 1),
 }
 """(kind, one decay for each channel, largest D) -> sizes; all kernels of a call have one chunk."""
+TABLE = {ProgramSizesKey(*key): sizes for key, sizes in _TABLE.items()}
+"""The sizes for a device of which no row has been measured."""
+
+MEASURED: dict[int, dict[ProgramSizesKey, ProgramSizes]] = {}
+"""Rows that `regard bench --tune` measured and a reviewer entered, by compute capability; they
+stand before those of `TABLE`."""
+
+_tried: ContextVar[dict[ProgramSizesKey, ProgramSizes] | None] = ContextVar("tried", default=None)
+
+
+@contextmanager
+def try_program_sizes(key: ProgramSizesKey, sizes: ProgramSizes) -> Iterator[None]:
+    """Use other sizes than those of the tables for one row, in this thread, to measure them.
+
+    >>> key = ProgramSizesKey("states", False, 128)
+    >>> with try_program_sizes(key, ProgramSizes(64, 16, 4, 1)):
+    ...     chunk_sizes("states", by_channel=False, exact=False, D=128)
+    ChunkSizes(chunk=64, channels=64, columns=16, warps=4, stages=1)
+    """
+    token = _tried.set({**(_tried.get() or {}), key: sizes})
+    try:
+        yield
+    finally:
+        _tried.reset(token)
+
 
 _SHORT_CHUNK = 32
 """The tokens of a chunk where 64 spill: before sm_90 the kernels of a triangular system (224 to 464
@@ -81,9 +138,13 @@ def chunk_sizes(
     """
     if exact:
         return _EXACT_STATES if kind == "states" else _EXACT
-    width = min(x for *key, x in _TABLE if key == [kind, by_channel] and x >= D)
-    sizes = _TABLE[kind, by_channel, width]
+    width = min(x for *key, x in TABLE if key == [kind, by_channel] and x >= D)
+    key = ProgramSizesKey(kind, by_channel, width)
+    sizes = TABLE[key]
     if capability < 90 or (capability >= 100 and D > 128):
         sizes = sizes._replace(chunk=min(sizes.chunk, _SHORT_CHUNK))
+    for table in (_tried.get() or {}, MEASURED.get(capability, {})):
+        if key in table:
+            return ChunkSizes(sizes.chunk, *table[key])
     # before sm_90, 4 warps spill 56 bytes and 8 warps 16 to 24
     return sizes._replace(warps=8) if kind == "gradients" and capability < 90 else sizes

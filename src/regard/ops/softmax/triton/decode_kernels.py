@@ -4,7 +4,8 @@ A program computes one span of the keys for all query heads that share them, pac
 one product, so that keys and values are read once. Spans begin at multiples of a fixed number of
 key slots, whatever the batch is: a row has the same digits alone and in a batch. A second kernel
 joins the parts of a row in their order. Keys and values are rows of tensors, rows of the pages of a
-pool, or codes of 8, 4 or 2 bits, which become the numbers that the cache would return:
+pool, 8-bit floating-point numbers, or codes of 8, 4 or 2 bits, which become the numbers that the
+cache would return:
 
     lse = ln sum_p exp(lse_p)        out = sum_p exp(lse_p - lse) out_p
 
@@ -57,6 +58,29 @@ def restored(code, scale, zero, ROUND: tl.constexpr):
         word += 0x7FFF + ((word >> 16) & 1)
         x = (word & -65536).to(tl.float32, bitcast=True)
     else:
+        x = x.to(scale.dtype)
+    return x
+
+
+@triton.jit
+def float8_numbers(code, scale, FRACTION: tl.constexpr, ROUND: tl.constexpr):
+    """The numbers of 8-bit floats with so many bits of fraction, times a power of two: exact, but
+    for the smallest numbers of the dtype of the scale.
+
+    The bits of an 8-bit float stand in a 16-bit float with the same bits of exponent (e5m2), or
+    with one more (e4m3), whose values are 2^8 times smaller. Every device computes this alike, also
+    one without conversions of 8-bit floats. ROUND is that of `restored`.
+    """
+    bits = code.to(tl.int32)
+    if FRACTION == 2:
+        half = (bits << 8).to(tl.int16).to(tl.float16, bitcast=True)
+        x = half.to(tl.float32) * scale.to(tl.float32)
+    else:
+        magnitude = bits & 127
+        half = (((bits & 128) << 8) | (magnitude << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+        x = half.to(tl.float32) * 256.0 * scale.to(tl.float32)
+        x = tl.where(magnitude == 127, float("nan"), x)
+    if not ROUND:
         x = x.to(scale.dtype)
     return x
 
@@ -167,12 +191,14 @@ def attention_decode(
     PRECISE: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
     CAREFUL: tl.constexpr,
     PAGE: tl.constexpr, CODE_BITS: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """Attention of all queries of one group of heads over one span of keys: out and lse.
 
     The tensors hold the slots from `first_slot` to `stop_slot` of the call. With PAGE they are
     pages of so many slots, and `pages` has the page of each run of slots; with CODE_BITS they are
-    codes from slot 0 on.
+    codes from slot 0 on; with FLOAT8 they are 8-bit floats with so many bits of fraction, and a
+    scale for each slot.
 
     A masked weight of 0 times a value that is not finite is NaN. With CAREFUL, which is a second
     launch, a program looks at what the first one wrote, and computes it again only if a number
@@ -215,10 +241,11 @@ def attention_decode(
     k_base, v_base = k_ptr + g64 * k_g, v_ptr + g64 * v_g
     if not PAGE:  # all rows share the pages
         k_base, v_base = k_base + b64 * k_b, v_base + b64 * v_b
-    if CODE_BITS:
+    if CODE_BITS or FLOAT8:
         k_scale_base = k_scale_ptr + b64 * k_scale_b + g64 * k_scale_g
-        k_zero_base = k_zero_ptr + b64 * k_scale_b + g64 * k_scale_g
         v_scale_base = v_scale_ptr + b64 * v_scale_b + g64 * v_scale_g
+    if CODE_BITS:
+        k_zero_base = k_zero_ptr + b64 * k_scale_b + g64 * k_scale_g
         v_zero_base = v_zero_ptr + b64 * v_scale_b + g64 * v_scale_g
     else:
         k_offset = tl.arange(0, BN)[:, None] * k_s + d[None, :]
@@ -262,12 +289,18 @@ def attention_decode(
                 first = (first_col - first_slot).to(tl.int64)
                 k_from, v_from = k_base + first * k_s, v_base + first * v_s
                 k_at, v_at = k_from + k_offset, v_from + v_offset
-            k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
+            k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0)
             if SHARED_VALUES:
                 v = k
             else:
-                v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0.0)
-            if WIDEN:
+                v = tl.load(v_at, mask=col_inside[:, None] & (e < E)[None, :], other=0)
+            if FLOAT8:
+                slot = first_col.to(tl.int64) + tl.arange(0, BN)
+                k_scale = tl.load(k_scale_base + slot * k_scale_s, mask=col_inside, other=0.0)
+                v_scale = tl.load(v_scale_base + slot * v_scale_s, mask=col_inside, other=0.0)
+                k = float8_numbers(k, k_scale[:, None], FLOAT8, WIDEN)
+                v = float8_numbers(v, v_scale[:, None], FLOAT8, WIDEN)
+            elif WIDEN:
                 k, v = k.to(tl.float32), v.to(tl.float32)
             k_rows = k.T
         kp = tl.load(k_pos_ptr + b64 * k_pos_b + col, mask=col_inside, other=-1)[None, :]
@@ -275,8 +308,10 @@ def attention_decode(
         s = tl.dot(q, k_rows, input_precision=PRECISION)
         if REST:
             k_rest_at = k_from + (rest[None, :] if PAGE else rest_offset)
-            k_rest = tl.load(k_rest_at, mask=col_inside[:, None] & (rest < D)[None, :], other=0.0)
-            if WIDEN:
+            k_rest = tl.load(k_rest_at, mask=col_inside[:, None] & (rest < D)[None, :], other=0)
+            if FLOAT8:
+                k_rest = float8_numbers(k_rest, k_scale[:, None], FLOAT8, WIDEN)
+            elif WIDEN:
                 k_rest = k_rest.to(tl.float32)
             s = tl.dot(q_rest, k_rest.T, s, input_precision=PRECISION)
         s = s * scale

@@ -38,7 +38,7 @@ from regard.ops.softmax.triton.mask_data import (
 )
 from regard.ops.softmax.triton.scores import mark_odd_tiles
 from regard.ops.softmax.triton.stored_form import stored_form
-from regard.ops.stored_slots import CodedMemory, PagedSlots
+from regard.ops.stored_slots import CodedMemory, Float8Memory, PagedSlots
 from regard.ops.triton_support import Launch, capability_of, interprets
 
 LOG2E = 1.4426950408889634
@@ -96,7 +96,8 @@ class KeySegment(NamedTuple):
     """Neighbouring slots of the keys and values, as one launch of the decoding kernel reads them.
 
     Args:
-        k, v: the tensors `[B, G, slots, d]`, the pages `[pages, page size, G, d]`, or the codes.
+        k, v: the tensors or the bytes of 8-bit numbers `[B, G, slots, d]`, the pages `[pages, page
+            size, G, d]`, or the codes.
         first, stop: the first slot, and one past the last.
         sizes: the sizes of the launch.
         tables: the page table, and scales and zeros of keys and values; k stands for what is
@@ -115,8 +116,11 @@ class KeySegment(NamedTuple):
     options: dict[str, Any]
 
 
-ROWS_OF_TENSORS = {"PAGE": 0, "CODE_BITS": 0, "K_GROUP": 1, "V_GROUP": 1}
+ROWS_OF_TENSORS = {"PAGE": 0, "CODE_BITS": 0, "K_GROUP": 1, "V_GROUP": 1, "FLOAT8": 0}
 """The options of keys and values that are neither pages nor codes."""
+
+FRACTION_BITS = {"e4m3": 3, "e5m2": 2}
+"""The bits of fraction of an 8-bit floating-point number, by the name of its format."""
 
 
 def key_segments(call: Call) -> list[KeySegment]:
@@ -131,6 +135,8 @@ def key_segments(call: Call) -> list[KeySegment]:
         if stored.slots < call.S:
             segments.append(_dense_segment(*recent, stored.slots, sizes))
         return segments
+    if isinstance(stored, Float8Memory):
+        return [_float8_segment(stored, sizes)]
     if stored is not None:
         return [_paged_segment(*stored, call.S, sizes)]
     return [_dense_segment(call.k, call.v, 0, sizes)]
@@ -154,6 +160,17 @@ def _paged_segment(keys: PagedSlots, values: PagedSlots, S: int, sizes: LaunchSi
     return KeySegment(k, v, 0, S, sizes, (table, k, k, k, k), strides, options)
 
 
+def _float8_segment(stored: Float8Memory, sizes: LaunchSizes) -> KeySegment:
+    """Return the slots that a cache stores as 8-bit floating-point numbers."""
+    (k, k_scale, name), (v, v_scale, _) = (
+        (dense_rows(x.codes), x.scale[..., 0], x.format) for x in stored
+    )
+    strides = *_strides(k, v), 0, 0, 0, *k_scale.stride(), *v_scale.stride(), 0
+    options = {**ROWS_OF_TENSORS, "FLOAT8": FRACTION_BITS[name]}
+    tables = k, k_scale, k_scale, v_scale, v_scale
+    return KeySegment(k, v, 0, k.shape[2], sizes, tables, strides, options)
+
+
 def _coded_segment(stored: CodedMemory, sizes: LaunchSizes) -> KeySegment:
     """Return the slots that a quantised cache stores as codes."""
     codes, scales = [], []
@@ -172,7 +189,8 @@ def _coded_segment(stored: CodedMemory, sizes: LaunchSizes) -> KeySegment:
     strides = (
         *_strides(k, v), 0, 0, 0, *scales[0].stride()[:3], *scales[2].stride(),
     )  # fmt: skip
-    options = {"PAGE": 0, "CODE_BITS": bits, "K_GROUP": group, "V_GROUP": v_group}
+    groups = {"K_GROUP": group, "V_GROUP": v_group}
+    options = {**ROWS_OF_TENSORS, **groups, "CODE_BITS": bits}
     if not interprets():
         sizes = coded_sizes(sizes, group)
     return KeySegment(k, v, 0, stored.slots, sizes, (k, *scales), strides, options)
@@ -197,7 +215,8 @@ def decode_launches(call: Call, bias: BiasData) -> tuple[list[Launch], Tensor, T
         options = {
             **constants(call, bias, data, x.sizes), **_resources(x.sizes), **x.options,
             "BM": rows, "BLOCK_D": first, "REST": rest,
-            "SHARED_VALUES": not x.options["CODE_BITS"] and _shares_values(call, x.k, x.v, first),
+            "SHARED_VALUES": not (x.options["CODE_BITS"] or x.options["FLOAT8"])
+            and _shares_values(call, x.k, x.v, first),
         }  # fmt: skip
         row_blocks = triton.cdiv(group * call.T, rows)
         args = (

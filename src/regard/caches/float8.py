@@ -1,0 +1,394 @@
+"""The cache `Float8`: every token in 8-bit floating-point numbers, with one power of two as the
+scale of each vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from regard.caches.base import (
+    Cache,
+    Contents,
+    LayerSize,
+    Parts,
+    check_crop,
+    check_same_layout,
+    check_update,
+    named_parts,
+    parts_of,
+    positions_before,
+)
+from regard.caches.contiguous import written_length
+from regard.caches.lazy_tensor import LazyTensor
+from regard.caches.quantized import GrowingTensor
+from regard.did_you_mean import suggest
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.process_state import is_compiling
+from regard.span import Positions, Span, concat_positions, slice_positions, slot_count
+
+Float8Format: TypeAlias = Literal["e4m3", "e5m2"]
+"""The bits of exponent and of fraction of an 8-bit floating-point number."""
+
+
+class _Format(NamedTuple):
+    """What distinguishes the formats: the dtype, the bits of fraction, and the largest number
+    mantissa * 2^exponent with a mantissa below 2.
+    """
+
+    dtype: torch.dtype
+    fraction: int
+    mantissa: float
+    exponent: int
+
+
+FORMATS: Mapping[str, _Format] = {
+    "e4m3": _Format(torch.float8_e4m3fn, 3, 1.75, 8),
+    "e5m2": _Format(torch.float8_e5m2, 2, 1.75, 15),
+}
+"""The formats by name; the largest numbers are 448 and 57344."""
+
+
+class Float8Vectors(NamedTuple):
+    """Vectors x `[B, n, S, d]` as 8-bit floating-point numbers: x ~ code * scale.
+
+    Attributes:
+        codes: the bytes of the numbers, uint8 `[B, n, S, d]`.
+        scale: a power of two for each vector, `[B, n, S, 1]` in the dtype of x.
+        format: the name of the format.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    format: str
+
+
+def to_float8(
+    x: Float[Tensor, "*n d"], format: Float8Format = "e4m3"
+) -> tuple[UInt8[Tensor, "*n d"], Float[Tensor, "*n 1"]]:
+    """Round vectors to 8-bit floating-point numbers with a power of two as the scale of each.
+
+    code = round(x / scale),  scale = the smallest 2^i with max|x| / 2^i <= the largest number
+
+    A number is off by at most 2^-4 (e4m3) or 2^-3 (e5m2) of itself, or by half of the smallest
+    number times the scale. NaN stays NaN; an infinity stays one in e5m2, and becomes NaN in e4m3,
+    which has none. They do not change the scale.
+
+    Args:
+        x: the vectors.
+        format: "e4m3" or "e5m2".
+
+    Returns:
+        The bytes of the numbers, and the scales in the dtype of x.
+
+    >>> codes, scale = to_float8(torch.tensor([[1.0, -3.1, 448.0], [0.0, 0.1, 1000.0]]))
+    >>> scale.flatten().tolist(), from_float8(codes, scale, "e4m3").tolist()[0]
+    ([1.0, 4.0], [1.0, -3.0, 448.0])
+
+    Source: Micikevicius et al. 2022 (arXiv 2209.05433), section 3; scales that are powers of two
+    are those of the OCP Microscaling Formats 1.0, section 5.1.
+    """
+    dtype, fraction, mantissa, exponent = FORMATS[format]
+    info = torch.finfo(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    # larger numbers would be rounded up to infinity in the dtype of x; this one is as close
+    largest = (2 - 2.0**-fraction) * 2.0 ** (math.frexp(info.max)[1] - 1)
+    wide = wide.clamp(-largest, largest).where(wide.isfinite(), wide)
+    most = wide.abs().masked_fill(~wide.isfinite(), 0.0).amax(-1, keepdim=True)
+    share = 2 * torch.frexp(most).mantissa
+    power = (most / share).where(most > 0, 1.0)  # exact: 2^i <= most < 2^(i + 1)
+    scale = power * torch.where(share > mantissa, 2.0 ** (1 - exponent), 2.0**-exponent)
+    if format == "e4m3":  # torch would make a finite number of an infinity
+        wide = wide.masked_fill(wide.isinf(), torch.nan)
+    scale = scale.where(most > 0, 1.0).clamp(min=info.smallest_normal)
+    return (wide / scale).to(dtype).view(torch.uint8), scale.to(x.dtype)
+
+
+def from_float8(
+    codes: UInt8[Tensor, "*n d"], scale: Float[Tensor, "*n 1"], format: str
+) -> Float[Tensor, "*n d"]:
+    """Return code * scale in the dtype of the scale.
+
+    The product is exact, but for numbers below the smallest normal one of the dtype.
+
+    Args:
+        codes: the bytes of the numbers.
+        scale: the scale of each vector.
+        format: the name of the format.
+
+    Returns:
+        The numbers.
+
+    >>> from_float8(torch.tensor([[0x38, 0xB8]], dtype=torch.uint8), torch.ones(1, 1), "e4m3")
+    tensor([[ 1., -1.]])
+    """
+    wide = torch.promote_types(scale.dtype, torch.float32)
+    numbers = codes.view(FORMATS[format].dtype).to(wide) * scale.to(wide)
+    return numbers.to(scale.dtype)
+
+
+class LazyFloat8Tensor(LazyTensor):
+    """A tensor `[B, n, S, d]` that is stored as 8-bit floating-point numbers until a value is
+    needed.
+
+    The first torch operation computes all numbers, once; `float8` is None from then on. A kernel
+    that can read the stored form takes `float8` instead.
+
+    >>> codes, scale = to_float8(torch.ones(1, 2, 3, 4))
+    >>> x = LazyFloat8Tensor.of(Float8Vectors(codes, scale, "e4m3"))
+    >>> x.shape, x.dtype, x.float8 is None, (x + 1).sum().item(), x.float8 is None
+    (torch.Size([1, 2, 3, 4]), torch.float32, False, 48.0, True)
+    """
+
+    is_inexact: ClassVar[bool] = True
+
+    _vectors: Float8Vectors
+
+    @classmethod
+    def of(cls, vectors: Float8Vectors) -> LazyFloat8Tensor:
+        """Create the tensor from its stored form.
+
+        Raises:
+            ArgumentError: sizes, dtypes or devices do not fit each other.
+        """
+        check_vectors(vectors, "the memory")
+        codes, scale, _ = vectors
+        tensor = Tensor._make_wrapper_subclass(
+            cls, codes.shape, dtype=scale.dtype, device=codes.device
+        )
+        tensor._vectors = vectors
+        return tensor
+
+    @property
+    def float8(self) -> Float8Vectors | None:
+        """The stored form; None if the values were computed."""
+        return self._vectors if self.is_stored else None
+
+    def compute_numbers(self) -> Tensor:
+        """Compute code * scale."""
+        return from_float8(*self._vectors)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        state = f"stored as {self._vectors.format}" if self.is_stored else "computed"
+        return f"LazyFloat8Tensor({tuple(self.shape)}, {self.dtype}, {state})"
+
+
+def check_vectors(vectors: Float8Vectors, name: str) -> None:
+    """Raise unless codes and scales fit each other; kernels read them by their address.
+
+    Raises:
+        ArgumentError: sizes, dtypes or devices do not fit each other.
+
+    >>> check_vectors(Float8Vectors(*to_float8(torch.ones(1, 1, 2, 3)), "e4m3"), "the memory")
+    """
+    codes, scale, format = vectors
+    check_format(format)
+    wanted = (*codes.shape[:-1], 1)
+    if codes.ndim != 4 or tuple(scale.shape) != wanted:
+        raise ArgumentError(
+            f"codes of {name} are {tuple(codes.shape)} with scales {tuple(scale.shape)}; codes "
+            f"must be [batch, heads, length, dim], and scales {wanted}"
+        )
+    if codes.dtype != torch.uint8 or not scale.is_floating_point():
+        raise ArgumentError(
+            f"codes of {name} are {codes.dtype} with scales {scale.dtype}; codes must be "
+            "torch.uint8, and scales floating"
+        )
+    if codes.device != scale.device:
+        raise ArgumentError(
+            f"codes of {name} are on {codes.device}, and their scales on {scale.device}; move them "
+            "with .to()"
+        )
+
+
+def check_format(format: str) -> None:
+    """Raise unless a format is known.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if format not in FORMATS:
+        raise ArgumentError(
+            f"format is {format!r}; it must be {' or '.join(FORMATS)}{suggest(format, FORMATS)}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Float8Part:
+    """One part of the memory. It is immutable: each operation returns a new one."""
+
+    codes: GrowingTensor
+    scale: GrowingTensor
+    format: str
+
+    @property
+    def vectors(self) -> Float8Vectors:
+        """All slots."""
+        return Float8Vectors(self.codes.view, self.scale.view, self.format)
+
+    def appended(self, new: _Float8Part) -> _Float8Part:
+        """Return the part with new slots appended."""
+        return _Float8Part(
+            self.codes.append(new.codes.view), self.scale.append(new.scale.view), self.format
+        )
+
+    def cut(self, length: int) -> _Float8Part:
+        """Return the first `length` slots."""
+        return _Float8Part(self.codes.cut(length), self.scale.cut(length), self.format)
+
+    def all_slots(self) -> Tensor:
+        """Return all slots, whose numbers are computed when an operation needs them."""
+        packed = LazyFloat8Tensor.of(self.vectors)
+        return packed.numbers() if is_compiling() else packed
+
+
+class Float8(Cache):
+    """A cache that stores every token in 8-bit floating-point numbers (fp8).
+
+        x ~ code * scale, a code of 8 bits for each number,
+        scale = the smallest power of two with which the vector of a head fits into the format
+
+    Each token and head has a scale of its own, so that nothing has to be calibrated, no number is
+    clipped, and a row has the same digits alone, in a padded batch and in any chunks. A number is
+    off by at most 2^-4 ("e4m3", 3 bits of fraction) or 2^-3 ("e5m2", 2 bits) of itself, or by half
+    of the smallest number of the format times the scale. A number takes 8 + s / d bits, where s are
+    the bits of the memory's dtype and d is the dim of the part.
+
+    NaN stays NaN, and does not change other numbers; an infinity becomes NaN in e4m3, which has no
+    infinities.
+
+    Args:
+        format: "e4m3" or "e5m2".
+
+    Raises:
+        ArgumentError: the format is unknown; an update does not fit the contents, or requires a
+            gradient. The cache stays unchanged.
+
+    >>> cache = Float8()
+    >>> k = v = torch.randn(1, 2, 10, 16)
+    >>> (keys, _), positions = cache.update((k, v), Span(0, 10))
+    >>> bool(((keys - k).abs() <= k.abs() / 16 + 1e-3).all()), positions, cache.bytes
+    (True, Span(start=0, length=10), 800)
+
+    Source: Micikevicius et al. 2022 (arXiv 2209.05433), section 3.
+    """
+
+    kind: ClassVar[str | None] = "fp8"
+    needs_widths: ClassVar[bool] = True
+
+    def __init__(self, format: Float8Format = "e4m3") -> None:
+        check_format(format)
+        self.format = format
+        self._parts: tuple[_Float8Part, ...] = ()
+        self._positions: Positions | None = None
+
+    @classmethod
+    def for_layer(cls, size: LayerSize) -> Float8:  # noqa: ARG003  (every width is served)
+        """Create a cache of the format e4m3.
+
+        >>> Float8.for_layer(LayerSize(widths=(80, 80))).settings
+        {'format': 'e4m3'}
+        """
+        return cls()
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """The format, as a constructor argument."""
+        return {"format": self.format}
+
+    def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
+        """Append memory, each part `[B, n, T, d]`; return all memory, rounded to 8 bits."""
+        check_update(memory, positions)
+        parts = self._parts
+        if parts:
+            stored = tuple(x.scale.view.expand(*x.codes.view.shape) for x in parts)
+            check_same_layout(stored, memory)
+        for i, x in enumerate(memory):
+            _check_part(i, x)
+        new = tuple(
+            _Float8Part(*map(GrowingTensor, to_float8(x.detach(), self.format)), self.format)
+            for x in memory
+        )
+        if parts and self._positions is not None:
+            new = tuple(x.appended(y) for x, y in zip(parts, new, strict=True))
+            positions = concat_positions(self._positions, positions)
+        self._parts, self._positions = new, positions
+        return tuple(x.all_slots() for x in new), positions
+
+    def crop(self, length: int) -> None:
+        """Remove every token at position `length` or later."""
+        check_crop(length)
+        if not self._parts or self._positions is None:
+            return
+        positions = positions_before(self._positions, length)
+        n = written_length(positions)
+        self._parts = tuple(x.cut(n) for x in self._parts)
+        self._positions = slice_positions(positions, slice(0, n))
+
+    def contents(self) -> Contents:
+        """Return the codes and scales of each part, and the positions."""
+        if not self._parts or self._positions is None:
+            return {}
+        codes = named_parts(tuple(x.codes.view for x in self._parts), "codes")
+        scales = named_parts(tuple(x.scale.view for x in self._parts), "scale")
+        return {**codes, **scales, "positions": self._positions}
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Replace the codes, scales and positions.
+
+        Raises:
+            ArgumentError: their shapes are not those of this cache.
+        """
+        positions = contents.get("positions")
+        if positions is None or isinstance(positions, int):
+            self._parts, self._positions = (), None
+            return
+        codes, scales = parts_of(contents, "codes"), parts_of(contents, "scale")
+        if len(codes) != len(scales) or any(x.shape[2] != slot_count(positions) for x in codes):
+            raise ArgumentError(
+                f"contents have codes {[tuple(x.shape) for x in codes]} and scales "
+                f"{[tuple(x.shape) for x in scales]} for {slot_count(positions)} slots; there must "
+                "be one of each per part, of as many slots"
+            )
+        for i, pair in enumerate(zip(codes, scales, strict=True)):
+            check_vectors(Float8Vectors(*pair, self.format), f"part {i}")
+        self._parts = tuple(
+            _Float8Part(*map(GrowingTensor, pair), self.format)
+            for pair in zip(codes, scales, strict=True)
+        )
+        self._positions = positions
+
+    def mark(self) -> object:
+        """Return the contents; an update appends to them only."""
+        return self._parts, self._positions
+
+    def restore(self, mark: Any) -> None:
+        """Undo the update that came after the snapshot."""
+        self._parts, self._positions = mark
+
+    def __len__(self) -> int:
+        return 0 if self._positions is None else slot_count(self._positions)
+
+
+def _check_part(i: int, x: Tensor) -> None:
+    """Raise unless a part of the memory can be stored in 8-bit floating-point numbers."""
+    if not x.is_floating_point():
+        raise ArgumentTypeError(
+            f"memory {i} is {x.dtype}; only floating dtypes can be stored as fp8: use a Growing "
+            "cache"
+        )
+    if not x.shape[3]:
+        raise ArgumentError(
+            f"memory {i} is {tuple(x.shape)}, of which no vector has a scale; use a Growing cache"
+        )
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ArgumentError(
+            f"memory {i} requires a gradient, which fp8 does not have; use a Growing cache, or "
+            "torch.no_grad()"
+        )
