@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.ops.fp16_linear import fp16_linear
 from regard.ops.gemv import check_linear_map, try_gemv
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_linear import stored_linear
@@ -35,9 +36,10 @@ def linear(
     """Compute y = W x + b.
 
     On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
-    bandwidth in every dtype. Torch multiplies fp16 matrices with many rows three times slower than
-    fp32 ones (LOG.md). Therefore, if x has at least `FP16_MATMUL_ROWS` rows, the weight is
-    converted to fp32 block by block, and the result is rounded to fp16 once.
+    bandwidth in every dtype. Torch multiplies fp16 matrices with many rows slowly (LOG.md).
+    Therefore, if x has at least `FP16_MATMUL_ROWS` rows, `regard.ops.fp16_linear` multiplies them
+    where the processor has AMX; elsewhere the weight is converted to fp32 block by block. The
+    result is rounded to fp16 once.
 
     Args:
         x: inputs [..., M].
@@ -61,7 +63,8 @@ def linear(
 def _linear_by_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, block: int, product: Fp32Product = "torch"
 ) -> Tensor:
-    """Compute W x + b by torch's matrix products; fp16 in fp32 products, by oneDNN where it runs.
+    """Compute W x + b by matrix products; fp16 by `fp16_linear`, or in fp32, by oneDNN where it
+    runs.
 
     fp32 maps are multiplied by oneDNN only if `product` says so (`set_fp32_product`).
     """
@@ -71,6 +74,8 @@ def _linear_by_matmul(
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
         return F.linear(x, weight, bias)
+    if (y := fp16_linear(x, weight, bias)) is not None:
+        return y
     x32 = x.float()
     step = max(1, block // max(1, weight.shape[1]))
     biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)
