@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from math import prod
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -11,9 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.huge_pages import empty_like
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.ops.fp16_linear import fp16_linear
-from regard.ops.gemv import check_linear_map, try_gemv
+from regard.ops.gemv import check_linear_map, compiled_kernel_applies, try_gemv
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_linear import stored_linear
 from regard.ops.stored_weights import StoredWeight
@@ -24,6 +26,8 @@ Fp32Product: TypeAlias = Literal["torch", "onednn"]
 """Which library multiplies fp32 matrices with many rows on a CPU."""
 CONVERTED_BLOCK = 1 << 23
 """How many elements of an fp16 weight are converted to fp32 at a time: 32 MiB in fp32."""
+LARGE_RESULT = 1 << 25
+"""The size in bytes from which the C library asks the operating system for new memory each time."""
 
 
 def linear(
@@ -73,7 +77,7 @@ def _linear_by_matmul(
         return y
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
-        return F.linear(x, weight, bias)
+        return _torch_linear(x, weight, bias)
     if (y := fp16_linear(x, weight, bias)) is not None:
         return y
     x32 = x.float()
@@ -85,6 +89,28 @@ def _linear_by_matmul(
         y = onednn_linear(x32, w32, b32)
         parts.append((F.linear(x32, w32, b32) if y is None else y).to(x.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute W x + b by torch's product, a large result in huge pages: otherwise torch gets its
+    memory from the operating system page by page in every call.
+    """
+    shape = (*x.shape[:-1], weight.shape[0])
+    if (
+        # first, because torch.compile would specialise the graph on the sizes below
+        not compiled_kernel_applies(x, weight)
+        or (bias is not None and not compiled_kernel_applies(bias, weight))
+        or prod(shape) * x.itemsize < LARGE_RESULT
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
+        return F.linear(x, weight, bias)
+    out = empty_like(x, (prod(shape[:-1]), shape[-1]))
+    rows = x.reshape(-1, x.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+    return out.view(shape)
 
 
 _NOT_QUANTISED = (

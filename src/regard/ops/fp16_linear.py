@@ -14,6 +14,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from regard.huge_pages import empty_like
 from regard.ops.gemv import compiled_kernel_applies
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import FP16_LINEAR_STRUCT
@@ -55,7 +56,7 @@ def fp16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None
     (N, M), R = weight.shape, x.numel() // x.shape[-1]
     workers = openmp.thread_count()
     columns, rows = _task_sizes(R, N, workers)
-    y, wrong = x.new_empty(*x.shape[:-1], N), torch.zeros(1, dtype=torch.int64)
+    y, wrong = empty_like(x, (*x.shape[:-1], N)), torch.zeros(1, dtype=torch.int64)
     record = FP16_LINEAR_STRUCT.pack_numbers(
         R,
         M,

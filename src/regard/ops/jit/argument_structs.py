@@ -262,6 +262,14 @@ RMS_NORM_STRUCT = StructLayout(
 )
 """The arguments of the RMS norm of a few rows, packed by `regard.ops.rms_norm`."""
 
+GATED_PRODUCT_STRUCT = StructLayout(
+    IntField("n"),  # the number of elements, a multiple of 16
+    IntField("gate"),  # the address of the arguments of the activation [n]
+    IntField("up"),  # the address of the other factors [n]
+    IntField("out"),  # the address of the output [n]
+)
+"""The arguments of silu(gate) * up, packed by `regard.ops.gated_product`."""
+
 STEP_STRUCT = StructLayout(
     IntField("B"),  # the number of rows of the batch, each with one token
     IntField("L"),  # the number of layers
