@@ -43,6 +43,16 @@ def test_shapes_and_gradients() -> None:
     assert linear(torch.zeros(0, 6).half(), layer.weight).shape == (0, 5)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_large_results_in_huge_pages(bias: bool) -> None:
+    """The same numbers as by torch's own function, in memory of another kind."""
+    rows = module.LARGE_RESULT // (4 * 8192) + 1
+    x, w, b = torch.randn(1, rows, 4), torch.randn(8192, 4), torch.randn(8192) if bias else None
+    found = linear(x, w, b)
+    assert found.shape == (1, rows, 8192)
+    assert torch.equal(found, F.linear(x, w, b))
+
+
 def test_fp32_products_by_onednn_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the bound of any order of M additions, and only for calls that oneDNN may serve."""
     M, N = 320, 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from math import prod
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -11,8 +12,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.huge_pages import empty_like
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
-from regard.ops.gemv import check_linear_map, try_gemv
+from regard.ops.fp16_linear import fp16_linear
+from regard.ops.gemv import check_linear_map, compiled_kernel_applies, try_gemv
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_linear import stored_linear
 from regard.ops.stored_weights import StoredWeight
@@ -23,6 +26,8 @@ Fp32Product: TypeAlias = Literal["torch", "onednn"]
 """Which library multiplies fp32 matrices with many rows on a CPU."""
 CONVERTED_BLOCK = 1 << 23
 """How many elements of an fp16 weight are converted to fp32 at a time: 32 MiB in fp32."""
+LARGE_RESULT = 1 << 25
+"""The size in bytes from which the C library asks the operating system for new memory each time."""
 
 
 def linear(
@@ -35,9 +40,10 @@ def linear(
     """Compute y = W x + b.
 
     On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
-    bandwidth in every dtype. Torch multiplies fp16 matrices with many rows three times slower than
-    fp32 ones (LOG.md). Therefore, if x has at least `FP16_MATMUL_ROWS` rows, the weight is
-    converted to fp32 block by block, and the result is rounded to fp16 once.
+    bandwidth in every dtype. Torch multiplies fp16 matrices with many rows slowly (LOG.md).
+    Therefore, if x has at least `FP16_MATMUL_ROWS` rows, `regard.ops.fp16_linear` multiplies them
+    where the processor has AMX; elsewhere the weight is converted to fp32 block by block. The
+    result is rounded to fp16 once.
 
     Args:
         x: inputs [..., M].
@@ -61,7 +67,8 @@ def linear(
 def _linear_by_matmul(
     x: Tensor, weight: Tensor, bias: Tensor | None, block: int, product: Fp32Product = "torch"
 ) -> Tensor:
-    """Compute W x + b by torch's matrix products; fp16 in fp32 products, by oneDNN where it runs.
+    """Compute W x + b by matrix products; fp16 by `fp16_linear`, or in fp32, by oneDNN where it
+    runs.
 
     fp32 maps are multiplied by oneDNN only if `product` says so (`set_fp32_product`).
     """
@@ -70,7 +77,9 @@ def _linear_by_matmul(
         return y
     rows = x.numel() // max(1, x.shape[-1])
     if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
-        return F.linear(x, weight, bias)
+        return _torch_linear(x, weight, bias)
+    if (y := fp16_linear(x, weight, bias)) is not None:
+        return y
     x32 = x.float()
     step = max(1, block // max(1, weight.shape[1]))
     biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)
@@ -80,6 +89,28 @@ def _linear_by_matmul(
         y = onednn_linear(x32, w32, b32)
         parts.append((F.linear(x32, w32, b32) if y is None else y).to(x.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute W x + b by torch's product, a large result in huge pages: otherwise torch gets its
+    memory from the operating system page by page in every call.
+    """
+    shape = (*x.shape[:-1], weight.shape[0])
+    if (
+        # first, because torch.compile would specialise the graph on the sizes below
+        not compiled_kernel_applies(x, weight)
+        or (bias is not None and not compiled_kernel_applies(bias, weight))
+        or prod(shape) * x.itemsize < LARGE_RESULT
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
+        return F.linear(x, weight, bias)
+    out = empty_like(x, (prod(shape[:-1]), shape[-1]))
+    rows = x.reshape(-1, x.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+    return out.view(shape)
 
 
 _NOT_QUANTISED = (

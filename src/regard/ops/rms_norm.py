@@ -16,8 +16,10 @@ from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
 from regard.process_state import is_tracing_onnx
 
-MAX_COMPILED_SIZE = 1 << 14
-"""The largest number of elements of x for which the compiled loop is faster than torch."""
+SIZE_PER_THREAD = 1 << 16
+"""The number of elements per additional thread. For fewer, starting a thread takes longer than it
+saves.
+"""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -48,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         # first, because torch.compile would specialise the graph on the sizes below
         compiled_kernel_applies(x, weight)
         and x.shape[-1:] == weight.shape
-        and 0 < x.numel() <= MAX_COMPILED_SIZE
+        and x.numel() > 0
         and weight.is_contiguous()
     ):
         x = x.contiguous()
@@ -56,7 +58,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         record = RMS_NORM_STRUCT.pack_numbers(
             x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
         )
-        openmp.run_entry(_compiled_entry()(x.dtype), record, 1)
+        workers = min(openmp.thread_count(), 1 + x.numel() // SIZE_PER_THREAD)
+        openmp.run_entry(_compiled_entry()(x.dtype), record, workers)
         return y
     _check_sizes(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)

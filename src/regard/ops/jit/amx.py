@@ -22,7 +22,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -100,49 +100,86 @@ class _TileEmitter:
         return self.builder.gep(place, [size], source_etype=_I8)
 
 
+class TileRows(NamedTuple):
+    """Rows in memory that are loaded as tiles.
+
+    Args:
+        start: a pointer to the first row.
+        stride: the bytes from one row to the next.
+        parts: where the parts begin whose sum is the factor, in bytes after `start`: one part, or
+            two of a number that is the sum of two bfloat16 numbers.
+    """
+
+    start: Any
+    stride: Any
+    parts: tuple[Any, ...] = (_I64(0),)
+
+
 def multiply_tiles(
-    builder: Any, a: Any, b: Any, k: Any, c: Any, columns: int, *, adds: bool
+    builder: Any, a: TileRows, b: TileRows, k: Any, c: TileRows, columns: int, *, adds: bool
 ) -> None:
     """Emit the code of c = a b, or with `adds` of c += a b, for TILE_PRODUCT_ROWS rows of a and one
-    panel of b.
+    panel of b. Factors in two parts are multiplied part by part, into the same sums.
 
     Args:
         builder: the LLVM builder.
-        a: (pointer, bytes from one row to the next) of the bfloat16 rows.
-        b: (pointer, bytes from one row to the next) of the panel `[k/2, n, 2]` of bfloat16
-            numbers.
+        a: the bfloat16 rows.
+        b: the panel `[k/2, n, 2]` of bfloat16 numbers.
         k: the number of products in a sum, a multiple of TILE_DEPTH.
-        c: (pointer, bytes from one row to the next) of the fp32 rows.
+        c: the fp32 rows.
         columns: how many columns of the panel to compute, a multiple of 32.
         adds: whether the products are added to c.
     """
-    emit, (a_start, a_stride), (c_start, c_stride) = _TileEmitter(builder), a, c
-    b_start, b_stride = b
-    halves = range(2)
-    lower = builder.mul(a_stride, _I64(TILE_ROWS)), builder.mul(c_stride, _I64(TILE_ROWS))
+    emit, halves = _TileEmitter(builder), range(2)
     for first in range(0, columns, 2 * TILE_ROWS):
         sums = {}
         for i in halves:
-            row = emit.offset(c_start, lower[1]) if i else c_start
+            row = emit.offset(c.start, builder.mul(c.stride, _I64(i * TILE_ROWS)))
             for j in halves:
                 sums[i, j] = emit.offset(row, _I64((first + j * TILE_ROWS) * 4))
                 if adds:
-                    emit.load(2 * i + j, sums[i, j], c_stride)
+                    emit.load(2 * i + j, sums[i, j], c.stride)
                 else:
                     emit.zero(2 * i + j)
         steps = cgutils.for_range_slice(builder, _I64(0), k, _I64(TILE_DEPTH), intp=_I64)
         with steps as (first_product, _):
-            left = emit.offset(a_start, builder.mul(first_product, _I64(2)))
+            left = emit.offset(a.start, builder.mul(first_product, _I64(2)))
             row = builder.lshr(first_product, _I64(1))  # a row of b has two products
-            right = emit.offset(b_start, builder.mul(row, b_stride))
-            for i in halves:
-                emit.load(4 + i, emit.offset(left, lower[0]) if i else left, a_stride)
-                emit.load(6 + i, emit.offset(right, _I64((first + i * TILE_ROWS) * 4)), b_stride)
-            for i in halves:
-                for j in halves:
-                    emit.add_product(2 * i + j, 4 + i, 6 + j)
+            right = emit.offset(b.start, builder.mul(row, b.stride))
+            right = emit.offset(right, _I64(first * 4))
+            _multiply_parts(emit, (left, a), (right, b))
         for (i, j), place in sums.items():
-            emit.store(2 * i + j, place, c_stride)
+            emit.store(2 * i + j, place, c.stride)
+
+
+def _multiply_parts(
+    emit: _TileEmitter, left: tuple[Any, TileRows], right: tuple[Any, TileRows]
+) -> None:
+    """Emit the products of all parts of four tiles, two of a and two of b, each given by where its
+    tiles begin and the rows. Neighbouring products share the part of one factor, so that only the
+    other one is loaded.
+    """
+    (left_start, a), (right_start, b) = left, right
+    halves = range(2)
+    lower = emit.builder.mul(a.stride, _I64(TILE_ROWS))
+    pairs = [
+        (x, y)
+        for y in range(len(b.parts))
+        for x in (range(len(a.parts)) if y % 2 == 0 else reversed(range(len(a.parts))))
+    ]
+    before: tuple[int | None, int | None] = None, None
+    for x, y in pairs:
+        x_start = emit.offset(left_start, a.parts[x])
+        y_start = emit.offset(right_start, b.parts[y])
+        for i in halves:
+            if x != before[0]:
+                emit.load(4 + i, emit.offset(x_start, lower) if i else x_start, a.stride)
+            if y != before[1]:
+                emit.load(6 + i, emit.offset(y_start, _I64(i * TILE_ROWS * 4)), b.stride)
+        for i in halves:
+            for j in halves:
+                emit.add_product(2 * i + j, 4 + i, 6 + j)
+        before = x, y
 
 
 def _configuration() -> bytes:

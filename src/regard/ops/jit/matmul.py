@@ -34,7 +34,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.amx import TILE_DEPTH, TILE_PRODUCT_ROWS, has_amx, multiply_tiles
+from regard.ops.jit.amx import TILE_DEPTH, TILE_PRODUCT_ROWS, TileRows, has_amx, multiply_tiles
 from regard.ops.jit.compile import has_cpu_feature, njit_fastmath_no_arrays
 from regard.ops.jit.half_precision import convert
 
@@ -254,9 +254,9 @@ def _make_tile_matmul(columns: int, *, adds: bool) -> Callable[..., Any]:
             place = builder.bitcast(data, ir.IntType(8).as_pointer())
             return builder.gep(place, [builder.mul(steps, _I64(size))], source_etype=ir.IntType(8))
 
-        left = start(0, a, a_at, 2), builder.mul(a_step, _I64(2))
-        target = start(6, c, c_at, 4), builder.mul(c_step, _I64(4))
-        panel = start(3, b, b_at, 2), _I64(PANEL_COLUMNS * 4)
+        left = TileRows(start(0, a, a_at, 2), builder.mul(a_step, _I64(2)))
+        target = TileRows(start(6, c, c_at, 4), builder.mul(c_step, _I64(4)))
+        panel = TileRows(start(3, b, b_at, 2), _I64(PANEL_COLUMNS * 4))
         multiply_tiles(builder, left, panel, k, target, columns, adds=adds)
         return context.get_dummy_value()
 

@@ -1,5 +1,5 @@
-"""The compiled RMS norm of a few rows. For few rows torch spends most of the time on the overhead
-of its operators. `regard.ops.rms_norm` calls `entry_address`.
+"""The compiled RMS norm. Torch computes it by several operators, each of which reads and writes all
+rows. `regard.ops.rms_norm` calls `entry_address`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ import torch
 
 from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
 from regard.ops.jit.compile import njit_fastmath
-from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at
+from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at, take_task
 from regard.ops.jit.half_precision import from_float32, to_float32
 
 ARGUMENTS = RMS_NORM_STRUCT.dtype
+
+TASK_SIZE = 1 << 14
+"""About the number of elements in the rows of a task."""
 
 
 @njit_fastmath
@@ -48,9 +51,14 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
             memory_at(arguments.w, dtype),
             memory_at(arguments.y, dtype),
         )
-        norm_rows(
-            x, w, y, arguments.R, arguments.M, arguments.eps, np.float32(arguments.offset), tag
-        )
+        R, M, offset = arguments.R, arguments.M, np.float32(arguments.offset)
+        step = max(1, TASK_SIZE // M)
+        while True:
+            first = take_task(address) * step
+            if first >= R:
+                break
+            rows = min(step, R - first)
+            norm_rows(x[first * M :], w, y[first * M :], rows, M, arguments.eps, offset, tag)
 
     return entry
 

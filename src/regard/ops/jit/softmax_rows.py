@@ -40,7 +40,7 @@ def _spread(builder: Any, x: Any) -> Any:
     return builder.shuffle_vector(one, nothing, ir.Constant(_BITS, [0] * LANES))
 
 
-def _vector_exp(builder: Any, x: Any) -> Any:
+def vector_exp(builder: Any, x: Any) -> Any:
     """Return e^x in every lane for x up to about 1, accurate to about one rounding: 0 below -87,
     and NaN for NaN.
 
@@ -179,7 +179,7 @@ def weigh_scores(context: Any, s: Any, p: Any, count: Any, scale: Any, base: Any
         for i, total in zip(places, loop.now, strict=True):
             scores = builder.load(_vector_at(builder, row, i), align=4)
             x = _product(builder, scores, factor)
-            weight = _vector_exp(builder, builder.fsub(x, shift))
+            weight = vector_exp(builder, builder.fsub(x, shift))
             _store(builder, weight, out, i)
             sums.append(builder.fadd(total, weight))
         return _join_lanes(builder, loop.close(sums), _sum)
@@ -287,7 +287,7 @@ def weigh_with_gradient(
         for i in places:
             at_s, at_d = _vector_at(builder, scores, i), _vector_at(builder, gradients, i)
             x = _product(builder, builder.load(at_s, align=4), factor)
-            p = builder.fmul(_vector_exp(builder, builder.fsub(x, largest)), part)
+            p = builder.fmul(vector_exp(builder, builder.fsub(x, largest)), part)
             change = builder.fsub(builder.load(at_d, align=4), middle)
             is_number = builder.fcmp_ordered("ord", change, change)
             is_alone = builder.and_(builder.fcmp_ordered("==", p, _all(1.0)), is_number)

@@ -1,0 +1,75 @@
+"""`silu_product`: silu(gate) * up, the products of a gated feed-forward layer, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.huge_pages import empty_like
+from regard.ops.gemv import compiled_kernel_applies
+from regard.ops.jit import openmp
+from regard.ops.jit.argument_structs import GATED_PRODUCT_STRUCT
+
+MIN_SIZE = 1 << 13
+"""The smallest number of elements for which the compiled loop is used; torch computes fewer in a
+few microseconds.
+"""
+
+LANES = 16
+"""The loop computes a multiple of so many elements."""
+
+SIZE_PER_THREAD = 1 << 16
+"""The number of elements per additional thread. For fewer, starting a thread takes longer than it
+saves.
+"""
+
+
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute silu(gate) * up, where silu x = x / (1 + e^-x).
+
+    silu(gate) is rounded to the dtype of the numbers before it is multiplied, as by two operators
+    of torch. On a CPU without a gradient, one compiled loop computes both in one pass over memory.
+
+    Args:
+        gate: a tensor of any shape.
+        up: a tensor of the same shape and dtype.
+
+    Returns:
+        A tensor of the same shape and dtype.
+
+    >>> silu_product(torch.zeros(3), torch.ones(3)).tolist()
+    [0.0, 0.0, 0.0]
+
+    Source: Elfwing et al. 2018 (arXiv 1702.03118), equation 5; Shazeer 2020 (arXiv 2002.05202).
+    """
+    if (
+        # first, because torch.compile would specialise the graph on the sizes below
+        compiled_kernel_applies(gate, up)
+        and gate.numel() >= MIN_SIZE
+        and gate.numel() % LANES == 0
+        and gate.shape == up.shape
+        and torch._C._len_torch_dispatch_stack() == 0
+    ):
+        gate, up = gate.contiguous(), up.contiguous()
+        out, n = empty_like(gate, gate.shape), gate.numel()
+        record = GATED_PRODUCT_STRUCT.pack_numbers(
+            n, gate.data_ptr(), up.data_ptr(), out.data_ptr()
+        )
+        workers = min(openmp.thread_count(), 1 + n // SIZE_PER_THREAD)
+        openmp.run_entry(_compiled_entry()(gate.dtype), record, workers)
+        return out
+    return F.silu(gate) * up
+
+
+@cache
+def _compiled_entry() -> Callable[[torch.dtype], int]:
+    """Import the compiled loops at the first call, and return their function `entry_address`,
+    which maps a dtype to the address of compiled code.
+    """
+    from regard.ops.jit import gated_product_loops
+
+    return gated_product_loops.entry_address
