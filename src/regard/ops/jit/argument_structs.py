@@ -218,8 +218,8 @@ STORED_ROWS_STRUCT = StructLayout(
     IntField("sums"),  # the address of the output in fp32; row i of vector r is number
     IntField("sums_distance"),  # r * sums_distance + i - first
     IntField("scratch"),  # the address of memory that the entry may use from one call to the next
-    IntField("packed"),  # the width of the vectors as the entry has packed them in the scratch
-    # memory, negative in the order of 8-bit codes; 0 where the vectors are other ones
+    IntField("packed"),  # which digits of the vectors the entry has written to the scratch memory:
+    # their width, for 8-bit codes another number below 0; 0 where the vectors are other ones
 )
 """The arguments of some rows of W x, which one compiled loop passes to another."""
 
