@@ -17,7 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops import onednn
-from regard.ops.stored_linear import MAX_VECTORS, plan_linear, stored_linear
+from regard.ops.stored_linear import (
+    MAX_VECTORS,
+    _dequantize_rows,
+    plan_linear,
+    stored_linear,
+)
 from regard.ops.stored_weights import GROUPS, HalfWeight, Int4Weight, Int8Weight, StoredWeight
 from tests.rules import assert_close_rule, in_both_orders
 
@@ -158,7 +163,7 @@ def test_16_bit_vectors_and_zeros_of_4_bit_codes(dtype: torch.dtype, rows: int) 
 def test_codes_that_equal_their_zero_give_nothing() -> None:
     """The sums of codes and of their zeros are subtracted exactly."""
     codes = torch.arange(16).repeat_interleave(128).view(16, 128).to(torch.uint8)
-    scales = torch.full((16, 1), 0.37)
+    scales = torch.full((16, 1), 0.37).half()
     record = Int4Weight.pack(codes, scales, codes[:, :1].float(), 128, torch.bfloat16)
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(9)).bfloat16()
     assert torch.equal(stored_linear(x, record), torch.zeros(3, 16, dtype=torch.bfloat16))
@@ -237,7 +242,7 @@ def test_numbers_beside_a_much_larger_one(
             sum((f * (a * d[0] + b * d[1] + c * d[2]) @ m.T) for (*d, f), m in parts)
             for a, b, c in ((65536, 256, 1), (65536, 256, 0), (65536, 0, 1), (0, 256, 1))
         ]
-        torch.testing.assert_close(sums[0], exact[1])
+        assert_close_rule(sums[0].to(dtype)[None], plain[1:2], exact[1:2])
         sums.append(
             exact[1]
             + sum((128 * record.scales[:, :1] * n.double().sum()).sum(1) for n, _ in blocks)
@@ -261,6 +266,32 @@ def test_numbers_that_are_not_finite_stay_in_their_vector(form: str, bad: float)
     assert not found[2].isfinite().any()
     x[2] = 0
     assert torch.equal(stored_linear(x, record)[2], torch.zeros(9, dtype=torch.bfloat16))
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("scales", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("form", "group"), [("int8", 32), ("int8", 128), ("int4", 64)])
+def test_many_vectors_meet_the_numbers_of_the_definition(
+    form: str, group: int, dtype: torch.dtype, scales: torch.dtype
+) -> None:
+    """The product with the identity gives all bits of the matrix, NaN and large numbers too."""
+    w = torch.randn(21, 290, generator=torch.Generator().manual_seed(12)) * 100
+    w[3] = 0
+    record = store(form, w, group, dtype)
+    stored = record.scales.to(scales)  # type: ignore[attr-defined]
+    stored[5], stored[6, ..., 1] = torch.nan, torch.finfo(scales).max / 128
+    record = replace(record, scales=stored)
+    x = torch.eye(290).to(dtype)
+    finite = [n for n in range(21) if n not in {5, 6}]
+    found, expected = stored_linear(x, record).T, record.dequantize()
+    assert torch.equal(found[finite], expected[finite])
+    assert found[5].isnan().all()
+    for n in (5, 6):  # without products, as 0 times infinity is NaN
+        one = _dequantize_rows(record, n, n + 1, dtype)
+        assert torch.equal(one.nan_to_num(-1), expected[n : n + 1].nan_to_num(-1))
+    wrong = replace(record, scales=stored.roll(1, -1))
+    assert not torch.equal(stored_linear(x, wrong).T[finite], expected[finite])
 
 
 def test_a_wrong_layout_is_noticed() -> None:

@@ -78,10 +78,12 @@ HAS_BYTE_DOT = has_cpu_feature("avx512vnni") and has_cpu_feature("avx512bw")
 neighbouring products to each of 16 sums.
 """
 
-ROUNDED_SHARE = 8
-"""A block in which more than one of this many numbers is rounded is multiplied in fp32."""
+ROUNDED_SHARE = 4
+"""A vector is multiplied in fp32 if, in some block, more than one of this many numbers that are not
+0 is rounded. Fewer, together, change a sum by less than the rounding of the result does.
+"""
 
-_I1, _I8, _I32 = ir.IntType(1), ir.IntType(8), ir.IntType(32)
+_I8, _I32 = ir.IntType(8), ir.IntType(32)
 _I8_VECTOR, _I32_VECTOR = ir.VectorType(_I8, 4 * LANES), ir.VectorType(_I32, LANES)
 _NO_SUMS = ir.Constant(_I32_VECTOR, [0] * LANES)
 
@@ -318,8 +320,9 @@ def _make_pack(bits: int, group: int) -> Any:
             ]
             factor, inverse, finite = _common_factor(builder, numbers)
             builder.store(factor, builder.gep(powers, [loop.index]))
-            integers, rounded = _round_numbers(builder, numbers, inverse)
-            many = builder.icmp_unsigned(">", rounded, _I32(columns // ROUNDED_SHARE))
+            integers, rounded, others = _round_numbers(builder, numbers, inverse)
+            many = builder.mul(rounded, _I32(ROUNDED_SHARE))
+            many = builder.icmp_unsigned(">", many, others)
             bad = builder.or_(many, builder.not_(finite))
             words = builder.mul(loop.index, i64_constant(block_words(bits, group)))
             write = _write_int4_digits if bits == 4 else _write_int8_digits
@@ -358,21 +361,25 @@ def _common_factor(builder: Any, numbers: list[Any]) -> tuple[Any, Any, Any]:
     return factor, broadcast(builder, inverse), finite
 
 
-def _round_numbers(builder: Any, numbers: list[Any], inverse: Any) -> tuple[list[Any], Any]:
-    """Emit the integers of a block of numbers, and how many of them are rounded."""
+def _round_numbers(builder: Any, numbers: list[Any], inverse: Any) -> tuple[list[Any], Any, Any]:
+    """Emit the integers of a block of numbers, how many numbers are rounded, and how many are not
+    0.
+    """
     kind = ir.FunctionType(VECTOR, [VECTOR])
     rint = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{LANES}f32")
-    integers, counts = [], _NO_SUMS
+    integers, rounded, others = [], _NO_SUMS, _NO_SUMS
     for x in numbers:
         quotient = builder.fmul(x, inverse)
         nearest = builder.call(rint, [quotient])
         differs = builder.fcmp_unordered("!=", nearest, quotient)
-        counts = builder.add(counts, builder.zext(differs, _I32_VECTOR))
+        rounded = builder.add(rounded, builder.zext(differs, _I32_VECTOR))
+        counts = builder.fcmp_unordered("!=", x, ZEROS)
+        others = builder.add(others, builder.zext(counts, _I32_VECTOR))
         integers.append(builder.fptosi(nearest, _I32_VECTOR))
     sum_type = ir.FunctionType(_I32, [_I32_VECTOR])
     name = f"llvm.vector.reduce.add.v{LANES}i32"
     total = cgutils.get_or_insert_function(builder.module, sum_type, name)
-    return integers, builder.call(total, [counts])
+    return integers, builder.call(total, [rounded]), builder.call(total, [others])
 
 
 def _digit_bytes(builder: Any, integers: Any) -> Any:
