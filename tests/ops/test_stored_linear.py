@@ -17,13 +17,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops import onednn
-from regard.ops.stored_linear import MAX_VECTORS, plan_linear, stored_linear
+from regard.ops.stored_linear import (
+    MAX_VECTORS,
+    _dequantize_rows,
+    plan_linear,
+    stored_linear,
+)
 from regard.ops.stored_weights import GROUPS, HalfWeight, Int4Weight, Int8Weight, StoredWeight
 from tests.rules import assert_close_rule, in_both_orders
 
 pytest.importorskip("numba", reason="the loops are compiled by Numba")
 from regard.ops.jit import openmp
-from regard.ops.jit.bf16_code_loops import HAS_BF16_TABLE, HAS_BYTE_TABLE
+from regard.ops.jit.digit_loops import HAS_BYTE_DOT
 from regard.ops.jit.stored_weight_loops import variant
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -126,19 +131,24 @@ def test_scales_of_other_dtypes_and_huge_values() -> None:
         HalfWeight.round(torch.full((1, 32), 1e6), torch.float16)
 
 
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.full(keep=2)
 @pytest.mark.parametrize("rows", [1, 3, 5])
-def test_bf16_vectors_and_zeros_of_4_bit_codes(rows: int) -> None:
-    """Zeros that are integers in 0 ... 15 are looked up as bf16 numbers; others are not."""
+@pytest.mark.parametrize("dtype", HALVES)
+def test_16_bit_vectors_and_zeros_of_4_bit_codes(dtype: torch.dtype, rows: int) -> None:
+    """Zeros that are integers in 0 ... 15 are subtracted as integers; others are not."""
     make = torch.Generator().manual_seed(7)
-    w, x = torch.randn(23, 300, generator=make), torch.randn(rows, 300, generator=make).bfloat16()
-    record = Int4Weight.quantize(w, group=128, dtype=torch.bfloat16)
+    w, x = torch.randn(23, 300, generator=make), torch.randn(rows, 300, generator=make).to(dtype)
+    record = Int4Weight.quantize(w, group=128, dtype=dtype)
     shifted, half = record.scales.clone(), record.scales.clone()
     shifted[:, 1] = torch.arange(23)[:, None].clamp(max=15)
     half[:, 1] += 0.25
     for scales in (record.scales, shifted, half):
         changed = replace(record, scales=scales)
-        chosen = variant("int4", torch.bfloat16, scales, changed.group, 384)
-        assert chosen == ("int4-bf16" if HAS_BF16_TABLE and scales is not half else "int4")
+        chosen = variant("int4", dtype, scales, changed.group, 384)
+        assert chosen == ("int4-digits" if HAS_BYTE_DOT and scales is not half else "int4")
         exact = F.linear(x.double(), decoded(changed))
         plain = F.linear(x, changed.dequantize())
         found = stored_linear(x, changed)
@@ -147,32 +157,141 @@ def test_bf16_vectors_and_zeros_of_4_bit_codes(rows: int) -> None:
         with pytest.raises(AssertionError):
             assert_close_rule(stored_linear(x, wrong), plain, exact)
     assert variant("int4", torch.float32, record.scales, 128, 384) == "int4"
-    assert variant("int4", torch.bfloat16, record.scales, 64, 384) == "int4"
+    assert variant("int4", dtype, record.scales, 64, 384) == "int4"
 
 
+def test_codes_that_equal_their_zero_give_nothing() -> None:
+    """The sums of codes and of their zeros are subtracted exactly."""
+    codes = torch.arange(16).repeat_interleave(128).view(16, 128).to(torch.uint8)
+    scales = torch.full((16, 1), 0.37).half()
+    record = Int4Weight.pack(codes, scales, codes[:, :1].float(), 128, torch.bfloat16)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(9)).bfloat16()
+    assert torch.equal(stored_linear(x, record), torch.zeros(3, 16, dtype=torch.bfloat16))
+
+
+@pytest.mark.full(keep=3)
 @pytest.mark.parametrize("rows", [1, 3, 5])
 @pytest.mark.parametrize("group", GROUPS)
-def test_bf16_vectors_and_all_8_bit_codes(group: int, rows: int) -> None:
-    """Every code, -128 too, is looked up as the bf16 number that it is."""
+@pytest.mark.parametrize("dtype", HALVES)
+def test_16_bit_vectors_and_all_8_bit_codes(dtype: torch.dtype, group: int, rows: int) -> None:
+    """Every code, -128 too, is multiplied as it is, with every mantissa and sign."""
     make = torch.Generator().manual_seed(8)
     all_codes = torch.arange(-128, 128).to(torch.int8)
     codes = torch.stack([all_codes.roll(n) for n in (0, 3, 50, 77, 128, 200)])
     scales = torch.rand(6, 256 // group, generator=make).half() + 0.1
-    record = Int8Weight(codes, scales, 256, torch.bfloat16)
-    chosen = variant("int8", torch.bfloat16, scales, group, 256)
-    assert chosen == ("int8-bf16" if HAS_BYTE_TABLE else "int8")
-    for place in range(0, 256, 37):  # one number alone gives the code itself
-        one = F.one_hot(torch.tensor([place]), 256).bfloat16()
-        expected = record.dequantize()[:, place]
-        assert torch.equal(stored_linear(one, record)[0], expected)
-    x = torch.randn(rows, 256, generator=make).bfloat16()
+    record = Int8Weight(codes, scales, 256, dtype)
+    chosen = variant("int8", dtype, scales, group, 256)
+    assert chosen == ("int8-digits" if HAS_BYTE_DOT else "int8")
+    below_two = 2 - float(torch.finfo(dtype).eps)
+    numbers = (1.0, -1.0, below_two, -below_two, below_two - 1 / 64, 100.0, 1e-5)
+    for i, place in enumerate(range(0, 256, 37)):  # one number alone gives an exact product
+        x = torch.zeros(1, 256, dtype=dtype)
+        x[0, place] = numbers[i]
+        expected = (x[0, place].double() * codes[:, place] * scales[:, place // group]).float()
+        assert torch.equal(stored_linear(x, record)[0], expected.to(dtype))
+    x = torch.randn(rows, 256, generator=make).to(dtype)
     exact, plain = F.linear(x.double(), decoded(record)), F.linear(x, record.dequantize())
     assert_close_rule(stored_linear(x, record), plain, exact)
     wrong = replace(record, codes=codes.roll(1, 1))
     with pytest.raises(AssertionError):
         assert_close_rule(stored_linear(x, wrong), plain, exact)
-    assert variant("int8", torch.bfloat16, scales, 32, 96) == "int8"
-    assert variant("int8", torch.float16, scales, group, 256) == "int8"
+    assert variant("int8", dtype, scales, 32, 96) == "int8"
+    assert variant("int8", torch.float32, scales, group, 256) == "int8"
+
+
+def digits_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The digits of a block of numbers, found by division, and the factor."""
+    factor = 2.0 ** (int(torch.frexp(x.abs().max().double() * 1.01)[1]) - 23)
+    whole, digits = torch.round(x.double() / factor), []
+    for _ in range(3):
+        digit = torch.remainder(whole + 128, 256) - 128
+        digits.append(digit)
+        whole = (whole - digit) / 256
+    assert not whole.any()
+    return digits[2], digits[1], digits[0], factor
+
+
+@pytest.mark.full(keep=["int8-128-bfloat16", "int4-128-float16"])
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6, 1e30])
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda x: str(x).removeprefix("torch."))
+@pytest.mark.parametrize(
+    ("form", "group"), [("int8", 32), ("int8", 64), ("int8", 128), ("int4", 128)]
+)
+def test_numbers_beside_a_much_larger_one(
+    form: str, group: int, dtype: torch.dtype, ratio: float
+) -> None:
+    """The largest number of a block meets codes that stand for 0, so that the others are seen."""
+    make = torch.Generator().manual_seed(10)
+    w, x = torch.randn(21, 256, generator=make), torch.randn(3, 256, generator=make)
+    w[:, 70] = 0
+    x = (x / min(ratio, 100) if dtype == torch.float16 else x).to(dtype)
+    alone = x.clone()
+    x[1, 70] = min(ratio, 6e4) if dtype == torch.float16 else ratio
+    x[2, 128:] = 0
+    record = store(form, w, group, dtype)
+    exact = F.linear(x.double(), decoded(record))
+    assert torch.equal(exact[0], F.linear(alone.double(), decoded(record))[0])
+    plain, found = F.linear(x, record.dequantize()), stored_linear(x, record)
+    assert_close_rule(found, plain, exact)
+    for r in range(3):  # a vector does not depend on the others
+        assert torch.equal(stored_linear(x[r : r + 1], record)[0], found[r])
+    if form == "int8" and ratio == 1e4 and dtype == torch.bfloat16:
+        blocks = list(zip(x[1].split(128), decoded(record).split(128, 1), strict=True))
+        parts = [(digits_of(numbers), matrix) for numbers, matrix in blocks]
+        sums = [
+            sum((f * (a * d[0] + b * d[1] + c * d[2]) @ m.T) for (*d, f), m in parts)
+            for a, b, c in ((65536, 256, 1), (65536, 256, 0), (65536, 0, 1), (0, 256, 1))
+        ]
+        assert_close_rule(sums[0].to(dtype)[None], plain[1:2], exact[1:2])
+        sums.append(
+            exact[1]
+            + sum((128 * record.scales[:, :1] * n.double().sum()).sum(1) for n, _ in blocks)
+        )
+        for n, wrong in enumerate(sums[1:]):
+            with pytest.raises(AssertionError):
+                assert_close_rule(wrong.to(dtype)[None], plain[1:2], exact[1:2], what=str(n))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_numbers_that_are_not_finite_stay_in_their_vector(form: str, bad: float) -> None:
+    make = torch.Generator().manual_seed(11)
+    w, x = torch.randn(9, 256, generator=make) + 4, torch.randn(4, 256, generator=make).bfloat16()
+    record = store(form, w, 128, torch.bfloat16)
+    before = stored_linear(x, record)
+    x[2, 131] = bad
+    found = stored_linear(x, record)
+    assert torch.equal(found[[0, 1, 3]], before[[0, 1, 3]])
+    assert torch.equal(found[2].isnan(), torch.full((9,), bool(torch.tensor(bad).isnan())))
+    assert not found[2].isfinite().any()
+    x[2] = 0
+    assert torch.equal(stored_linear(x, record)[2], torch.zeros(9, dtype=torch.bfloat16))
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("scales", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("form", "group"), [("int8", 32), ("int8", 128), ("int4", 64)])
+def test_many_vectors_meet_the_numbers_of_the_definition(
+    form: str, group: int, dtype: torch.dtype, scales: torch.dtype
+) -> None:
+    """The product with the identity gives all bits of the matrix, NaN and large numbers too."""
+    w = torch.randn(21, 290, generator=torch.Generator().manual_seed(12)) * 100
+    w[3] = 0
+    record = store(form, w, group, dtype)
+    stored = record.scales.to(scales)  # type: ignore[attr-defined]
+    stored[5], stored[6, ..., 1] = torch.nan, torch.finfo(scales).max / 128
+    record = replace(record, scales=stored)
+    x = torch.eye(290).to(dtype)
+    finite = [n for n in range(21) if n not in {5, 6}]
+    found, expected = stored_linear(x, record).T, record.dequantize()
+    assert torch.equal(found[finite], expected[finite])
+    assert found[5].isnan().all()
+    for n in (5, 6):  # without products, as 0 times infinity is NaN
+        one = _dequantize_rows(record, n, n + 1, dtype)
+        assert torch.equal(one.nan_to_num(-1), expected[n : n + 1].nan_to_num(-1))
+    wrong = replace(record, scales=stored.roll(1, -1))
+    assert not torch.equal(stored_linear(x, wrong).T[finite], expected[finite])
 
 
 def test_a_wrong_layout_is_noticed() -> None:

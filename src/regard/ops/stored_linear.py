@@ -16,7 +16,12 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, openmp
-from regard.ops.jit.argument_structs import DTYPES, MAX_RUNS, STORED_WEIGHT_STRUCT
+from regard.ops.jit.argument_structs import (
+    DEQUANTIZE_STRUCT,
+    DTYPES,
+    MAX_RUNS,
+    STORED_WEIGHT_STRUCT,
+)
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_weights import StoredWeight
 from regard.process_state import is_compiling, is_transformed
@@ -164,11 +169,37 @@ def _by_panels(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     factors = x.to(wide)
     parts = []
     for first in range(0, N, step):
-        panel = weight.rows(first, min(N, first + step)).dequantize(wide)
+        panel = _dequantize_rows(weight, first, min(N, first + step), wide)
         b = None if bias is None else bias[first : first + step].to(wide)
         y = onednn_linear(factors, panel, b)
         parts.append((F.linear(factors, panel, b) if y is None else y).to(x.dtype))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _dequantize_rows(weight: StoredWeight, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    """Return the rows first <= n < last of W as `weight.dequantize(dtype)` has them, by compiled
+    code where it reads the form: about eight times as fast as the operations of torch.
+    """
+    layout = weight.layout
+    if (
+        is_compiling()
+        or layout is None
+        or weight.form not in ("int8", "int4")
+        or dtype not in DTYPES
+        or not has_numba()
+        or is_transformed()
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return weight.rows(first, last).dequantize(dtype)
+    _, M, _, group, row_bytes, row_scales, codes, scales = layout
+    y = torch.empty(last - first, M, dtype=dtype)
+    record = DEQUANTIZE_STRUCT.pack_numbers(
+        M, group, row_bytes, row_scales, codes, scales, first, last, y.data_ptr()
+    )
+    entry = _conversion_address()(weight.form, weight.scale_dtype, dtype)
+    workers = min(openmp.thread_count(), 1 + (last - first) * row_bytes // BYTES_PER_THREAD)
+    openmp.run_entry(entry, record, workers)
+    return y
 
 
 def _check(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> None:
@@ -204,3 +235,11 @@ def _entry_address() -> Callable[[torch.dtype], int]:
     from regard.ops.jit import stored_weight_loops
 
     return stored_weight_loops.entry_address
+
+
+@cache
+def _conversion_address() -> Callable[[str, torch.dtype, torch.dtype], int]:
+    """Import the compiled conversions at the first call, and return their `entry_address`."""
+    from regard.ops.jit import dequantize_loops
+
+    return dequantize_loops.entry_address

@@ -245,8 +245,8 @@ STORED_ROWS_STRUCT = StructLayout(
     IntField("sums"),  # the address of the output in fp32; row i of vector r is number
     IntField("sums_distance"),  # r * sums_distance + i - first
     IntField("scratch"),  # the address of memory that the entry may use from one call to the next
-    IntField("packed"),  # the width of the vectors as the entry has packed them in the scratch
-    # memory, negative in the order of 8-bit codes; 0 where the vectors are other ones
+    IntField("packed"),  # which digits of the vectors the entry has written to the scratch memory:
+    # their width, for 8-bit codes another number below 0; 0 where the vectors are other ones
 )
 """The arguments of some rows of W x, which one compiled loop passes to another."""
 
@@ -264,6 +264,19 @@ STORED_WEIGHT_STRUCT = StructLayout(
 """The arguments of y = W x + b for a matrix that is stored in fewer bits, packed by
 `regard.ops.stored_linear`.
 """
+
+DEQUANTIZE_STRUCT = StructLayout(
+    IntField("M"),  # the number of columns
+    IntField("group"),  # the number of columns for each scale
+    IntField("row_bytes"),  # the size in bytes of a row of codes
+    IntField("row_scales"),  # the number of scales, and zeros, of a row
+    IntField("codes"),  # the address of the matrix
+    IntField("scales"),  # the address of the scales
+    IntField("first"),  # the first row
+    IntField("last"),  # one past the last row
+    IntField("y"),  # the address of the output [last-first,M]
+)
+"""The arguments of the conversion of rows of codes, packed by `regard.ops.stored_linear`."""
 
 RMS_NORM_STRUCT = StructLayout(
     IntField("R"),  # the number of rows

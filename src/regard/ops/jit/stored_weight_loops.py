@@ -2,10 +2,10 @@
 vectors: fp16 or bf16 numbers, 8-bit codes, or 4-bit codes, with a scale for each group of codes.
 
 Codes become fp32 numbers in registers, so that arithmetic is in fp32 and memory is read once, in
-order; 4-bit codes become bf16 numbers where the vectors are bf16 numbers (`int4_bf16_rows`). Other
-compiled code computes some rows of the result with `multiply_stored`, which calls the entry of the
-form by its address (`rows_address`). The functions `plain_rows`, `int8_rows` and `int4_rows` have
-the same arguments:
+order. Vectors of 16-bit numbers become integers instead where the processor has the instructions
+(`digit_loops`). Other compiled code computes some rows of the result with `multiply_stored`, which
+calls the entry of the form by its address (`rows_address`). The functions `plain_rows`, `int8_rows`
+and `int4_rows` have the same arguments:
 
     first, last: the rows of the matrix, first <= i < last
     R: the number of vectors
@@ -40,21 +40,22 @@ from regard.ops.jit.argument_structs import (
     STORED_ROWS_STRUCT,
     STORED_WEIGHT_STRUCT,
 )
-from regard.ops.jit.bf16_code_loops import (
-    HAS_BF16_TABLE,
-    HAS_BYTE_TABLE,
+from regard.ops.jit.compile import has_cpu_feature, njit_strict
+from regard.ops.jit.digit_loops import (
+    HAS_BYTE_DOT,
     INT4_BLOCK,
     INT8_BLOCK,
     PREFETCH_DISTANCE,
     ROWS_PER_STEP,
     SCALED_ROWS,
-    int4_bf16_rows,
-    int8_bf16_rows,
-    pack_pairs,
-    pack_pairs_of_bytes,
+    WORDS_PER_BLOCK,
+    block_words,
+    int4_digit_rows,
+    int8_digit_rows,
+    pack_int4_digits,
+    pack_int8_digits,
     widen_scales,
 )
-from regard.ops.jit.compile import has_cpu_feature, njit_strict
 from regard.ops.jit.entry_points import (
     STORAGE,
     call_entry,
@@ -68,6 +69,7 @@ from regard.ops.jit.entry_points import (
 from regard.ops.jit.gemv_loops import make_row_dot
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.llvm_vectors import (
+    CACHE_LINE,
     LANES,
     VECTOR,
     ZEROS,
@@ -338,7 +340,8 @@ def make_call(R, width):
     """
     P = (R + ROWS_PER_STEP - 1) // ROWS_PER_STEP * ROWS_PER_STEP
     scales = SCALED_ROWS * 2 * (width // GROUPS[0])
-    words = ROWS_PER_STEP + 2 * scales + P * width // 2
+    blocks = (width + INT8_BLOCK - 1) // INT8_BLOCK
+    words = 2 * LANES + ROWS_PER_STEP + 2 * scales + P * (blocks * (WORDS_PER_BLOCK + 1) + 2)
     return np.zeros(CALL_NUMBERS + words // 2 + 1, np.int64)
 
 
@@ -426,24 +429,42 @@ def _make_int4_rows(stored: Any, tag: Any) -> Callable[[int], None]:
 
 
 @njit_strict
-def _room_of(arguments, matrix, P):
-    """Return the scratch memory of an entry: (the sums of a step, the scales and zeros of
-    `SCALED_ROWS` rows in fp32, the places of their tables, pairs of bf16 numbers of P vectors).
+def _digits_at(arguments, P, blocks, words):
+    """Return where the digits of P vectors are, at the beginning of the scratch memory of an entry:
+    (`[P, blocks words]`, factors `[P, blocks]`, `[P]`); and the address behind them.
+
+    Their place must depend on nothing but `packed`.
     """
-    memory, count = arguments.scratch, SCALED_ROWS * matrix.row_scales
-    pairs = memory + 4 * ROWS_PER_STEP  # where they are must depend on nothing but `packed`
-    wide = pairs + 2 * P * matrix.width
+    start = (arguments.scratch + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+    factors = start + 4 * P * blocks * words
+    spread = (factors + 4 * P * blocks + 7) // 8 * 8
     return (
-        memory_at(memory, np.float32),
+        carray(int_to_pointer(start), (P, blocks * words), np.int32),
+        carray(int_to_pointer(factors), (P, blocks), np.float32),
+        carray(int_to_pointer(spread), (P,), np.int64),
+    ), spread + 8 * P
+
+
+@njit_strict
+def _room_at(address, matrix):
+    """Return scratch memory: (the sums of a step, the scales and zeros of `SCALED_ROWS` rows in
+    fp32, and the same as integers).
+    """
+    wide = address + 4 * ROWS_PER_STEP
+    return (
+        memory_at(address, np.float32),
         memory_at(wide, np.float32),
-        memory_at(wide + 4 * count, np.int32),
-        carray(int_to_pointer(pairs), (P, matrix.width // 2), np.uint32),
+        memory_at(wide + 4 * SCALED_ROWS * matrix.row_scales, np.int32),
     )
 
 
-def _make_int8_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
-    """Return the Python function of the entry for rows of 8-bit codes and vectors of bf16 numbers,
-    to be compiled.
+_INT8_64_WORDS, _INT8_128_WORDS = block_words(8, 64), block_words(8, 128)
+_INT4_WORDS = block_words(4, INT4_BLOCK)
+
+
+def _make_int8_digit_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of 8-bit codes and vectors of 16-bit
+    numbers, to be compiled.
     """
 
     def entry(address: int) -> None:
@@ -452,18 +473,27 @@ def _make_int8_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
         vectors, sums, n = _rows_at(arguments, matrix)
         w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.int8)
         s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
-        room = _room_of(arguments, matrix, len(vectors))
-        if arguments.packed != -matrix.width:
-            pack_pairs_of_bytes(vectors, matrix.width, room[3])
-            arguments.packed = -matrix.width
-        int8_bf16_rows(0, n, arguments.R, w, s, matrix.width, matrix.group, tag, room, sums)
+        width, group = matrix.width, matrix.group
+        columns, words = INT8_BLOCK, _INT8_64_WORDS
+        if group == INT4_BLOCK:
+            columns, words = INT4_BLOCK, _INT8_128_WORDS
+        digits, behind = _digits_at(arguments, len(vectors), width // columns, words)
+        packed = -2 * width - (columns == INT4_BLOCK)
+        if arguments.packed != packed:
+            pack_int8_digits(vectors, columns, digits)
+            arguments.packed = packed
+        room = _room_at(behind, matrix)
+        int8_digit_rows(0, n, arguments.R, w, s, width, group, tag, room, digits, sums)
+        for r in range(arguments.R):
+            if digits[2][r]:
+                int8_rows(0, n, 1, vectors[r:, :width], w, s, width, group, tag, sums[r:])
 
     return entry
 
 
-def _make_int4_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
-    """Return the Python function of the entry for rows of 4-bit codes and vectors of bf16 numbers,
-    to be compiled.
+def _make_int4_digit_rows(stored: Any, tag: Any) -> Callable[[int], None]:
+    """Return the Python function of the entry for rows of 4-bit codes and vectors of 16-bit
+    numbers, to be compiled.
     """
 
     def entry(address: int) -> None:
@@ -472,11 +502,16 @@ def _make_int4_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
         vectors, sums, n = _rows_at(arguments, matrix)
         w = memory_at(matrix.codes + arguments.first * matrix.row_bytes, np.uint8)
         s = memory_at(matrix.scales, stored)[arguments.first * matrix.row_scales :]
-        room = _room_of(arguments, matrix, len(vectors))
-        if arguments.packed != matrix.width:
-            pack_pairs(vectors, matrix.width, room[3])
-            arguments.packed = matrix.width
-        int4_bf16_rows(0, n, arguments.R, w, s, matrix.width, tag, room, sums)
+        width, group = matrix.width, matrix.group
+        digits, behind = _digits_at(arguments, len(vectors), width // INT4_BLOCK, _INT4_WORDS)
+        if arguments.packed != width:
+            pack_int4_digits(vectors, digits)
+            arguments.packed = width
+        room = _room_at(behind, matrix)
+        int4_digit_rows(0, n, arguments.R, w, s, width, tag, room, digits, sums)
+        for r in range(arguments.R):
+            if digits[2][r]:
+                int4_rows(0, n, 1, vectors[r:, :width], w, s, width, group, tag, sums[r:])
 
     return entry
 
@@ -484,9 +519,9 @@ def _make_int4_bf16_rows(stored: Any, tag: Any) -> Callable[[int], None]:
 _MAKE_ROWS = {
     "half": _make_plain_rows,
     "int8": _make_int8_rows,
-    "int8-bf16": _make_int8_bf16_rows,
+    "int8-digits": _make_int8_digit_rows,
     "int4": _make_int4_rows,
-    "int4-bf16": _make_int4_bf16_rows,
+    "int4-digits": _make_int4_digit_rows,
 }
 
 
@@ -500,15 +535,15 @@ def variant(form: str, dtype: torch.dtype, scales: torch.Tensor, group: int, wid
         group: the number of columns for each scale.
         width: the number of columns of the matrix in memory.
     """
-    if dtype != torch.bfloat16:
+    if dtype not in (torch.bfloat16, torch.float16) or not HAS_BYTE_DOT:
         return form
     if form == "int8":
-        return "int8-bf16" if HAS_BYTE_TABLE and width % INT8_BLOCK == 0 else form
-    if form != "int4" or group != INT4_BLOCK or not HAS_BF16_TABLE:
+        return "int8-digits" if width % INT8_BLOCK == 0 else form
+    if form != "int4" or group != INT4_BLOCK:
         return form
     zeros = scales[:, 1].float()
     exact = (zeros == zeros.round()) & (zeros >= 0) & (zeros <= 15)
-    return "int4-bf16" if bool(exact.all()) else form
+    return "int4-digits" if bool(exact.all()) else form
 
 
 @cache
