@@ -245,10 +245,19 @@ def test_a_record_that_was_pickled_has_addresses_of_its_own() -> None:
     y = stored_linear(x, record)
     assert record.matrix_struct is not None
     again = pickle.loads(pickle.dumps(record))
-    assert "layout" not in vars(again)
+    assert "_last_layout" not in vars(again)
     assert "matrix_struct" not in vars(again)
     assert again.layout != record.layout
     assert torch.equal(stored_linear(x, again), y)
+
+
+def test_a_tensor_of_a_record_that_gets_other_memory() -> None:
+    record = Int8Weight.quantize(torch.randn(5, M, generator=torch.Generator().manual_seed(3)))
+    for x in torch.randn(2, M), torch.randn(40, M):  # compiled loops; torch's product
+        stored_linear(x, record)
+        record.codes.data = record.codes.flip(0).clone()
+        exact = x.double() @ record.dequantize().double().T
+        torch.testing.assert_close(stored_linear(x, record), exact.float(), rtol=1e-4, atol=1e-4)
 
 
 def test_small_records_move_together_and_one_is_pickled_alone(

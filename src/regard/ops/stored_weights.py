@@ -68,12 +68,22 @@ class StoredWeight(ABC):
             self.map(lambda x: x.index_select(0, ids.flatten())).dequantize(), 0, ids.shape
         )
 
-    @cached_property
+    @property
     def layout(self) -> tuple[int, ...] | None:
-        """What compiled code reads, computed once: N, M, the number of columns in memory, the group
-        (0 without scales), the bytes and the scales of a row, and the addresses of codes and
-        scales; None where compiled code cannot read the tensors.
+        """What compiled code reads, computed again if a tensor got other memory: N, M, the number
+        of columns in memory, the group (0 without scales), the bytes and the scales of a row, and
+        the addresses of codes and scales; None where compiled code cannot read the tensors.
         """
+        codes, scales, numbers = self._last_layout
+        if numbers is not None and numbers[-2:] != (codes.data_ptr(), scales.data_ptr()):
+            for name in ("_last_layout", "matrix_struct"):
+                vars(self).pop(name, None)
+            return self._last_layout[2]
+        return numbers
+
+    @cached_property
+    def _last_layout(self) -> tuple[Tensor, Tensor, tuple[int, ...] | None]:
+        """The codes, the scales, and their `layout`."""
         tensors = list(self.tensors().values())
         codes, scales = tensors[0], tensors[-1]
         plain = all(
@@ -81,13 +91,13 @@ class StoredWeight(ABC):
             for x in tensors
         )
         if not plain or scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return None
+            return codes, scales, None
         (N, M), columns = self.shape, codes.shape[1] * (2 if self.form == "int4" else 1)
         row_scales = 0 if scales is codes else scales[0].numel()
         group = 0 if scales is codes else columns // scales.shape[-1]
         row_bytes = codes.shape[1] * codes.element_size()
         addresses = codes.data_ptr(), scales.data_ptr()
-        return (N, M, columns, group, row_bytes, row_scales, *addresses)
+        return codes, scales, (N, M, columns, group, row_bytes, row_scales, *addresses)
 
     @cached_property
     def scale_dtype(self) -> torch.dtype:
@@ -96,8 +106,8 @@ class StoredWeight(ABC):
 
     @cached_property
     def matrix_struct(self) -> array[int] | None:
-        """The STORED_MATRIX_STRUCT of the record, packed once; None where `layout` is None. Numba
-        must be installed.
+        """The STORED_MATRIX_STRUCT of the record, packed once; None where `layout` is None. Read
+        `layout` first, which notices other memory. Numba must be installed.
         """
         if self.layout is None:
             return None
@@ -113,7 +123,7 @@ class StoredWeight(ABC):
         """Return the tensors and sizes without the addresses, which hold in this process only, and
         without the memory that a tensor shares with others.
         """
-        computed = ("layout", "scale_dtype", "matrix_struct")
+        computed = ("_last_layout", "scale_dtype", "matrix_struct")
         return {
             name: x.clone() if isinstance(x, Tensor) and _is_part(x) else x
             for name, x in vars(self).items()

@@ -46,7 +46,7 @@ from regard.ops.jit.llvm_vectors import load_floats as load
 VECTORS_PER_STEP = 4
 """The number of vectors x that are multiplied with a number of W while it is in a register."""
 
-PREFETCH_DISTANCE = {2: 3072, 4: 2048}
+PREFETCH_DISTANCE = {2: 8192, 4: 2048}
 """The distance in bytes from the numbers of W that are read to those that are prefetched, by the
 size of a number: the loops read 16-bit numbers faster than fp32, whose distance may not be longer.
 """
