@@ -287,7 +287,7 @@ def test_errors_of_rooms() -> None:
         (
             ("rings", 8),
             (
-                "cache is 'rings'; it must be growing, fixed, paged, quantised, quest, h2o, "
+                "cache is 'rings'; it must be growing, fixed, quantised, fp8, paged, quest, h2o, "
                 "tova, snapkv, key_norm, keydiff, pyramidkv, adakv, expected_attention, ring, "
                 "streaming; did you mean 'ring'?"
             ),
@@ -314,8 +314,8 @@ def test_errors_of_rooms() -> None:
     CacheConfig("ring", 8).check(100, 100)
     with pytest.raises(
         regard.ArgumentError,
-        match="unknown cache \"ring\"; did you mean 'growing'\\? known: growing, fixed, paged, "
-        r"quantised",
+        match="unknown cache \"ring\"; did you mean 'growing'\\? known: growing, fixed, "
+        r"quantised, fp8, paged",
     ):
         make_full_cache("ring")
     with pytest.raises(
