@@ -324,3 +324,22 @@ def test_another_session_must_fit() -> None:
     longer.append(text(padded=False, prompt=PROMPT + 1).ids)
     with pytest.raises(ArgumentError, match="has read 8 tokens, and this captured step has room"):
         captured_session.refill(longer)
+
+
+def test_who_listens_is_not_left_out_in_silence() -> None:
+    """A captured step runs no hook and reports to no trace."""
+    decoder = llama()
+    session = DecodeSession(decoder)
+    session.append(text(padded=False).ids)
+    step = CapturedSession(session, 4, NoCapture())
+    token = torch.tensor([[3], [4]])
+    with (
+        regard.Trace("embed", missing="ignore"),
+        pytest.raises(ArgumentError, match="a trace is open, and a captured step"),
+    ):
+        step.append(token)
+    handle = decoder.norm.register_forward_hook(lambda module, args, out: None)
+    (reason,) = why_not_captured(decoder, session.caches)
+    assert reason == "norm is RMSNorm with a hook, which would be called once"
+    handle.remove()
+    step.append(token)
