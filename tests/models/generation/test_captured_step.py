@@ -343,3 +343,5 @@ def test_who_listens_is_not_left_out_in_silence() -> None:
     assert reason == "norm is RMSNorm with a hook, which would be called once"
     handle.remove()
     step.append(token)
+    with pytest.raises(ArgumentError, match=r"ids are \(1, 1\); they must be \(2, 1\)"):
+        step.append(token[:1])

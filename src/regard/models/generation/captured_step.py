@@ -160,6 +160,12 @@ class CapturedSession:
                 "a trace is open, and a captured step runs without the code that reports to it; "
                 "leave cuda_graph out, or close the trace"
             )
+        rows = len(self._ids) if self._active is None else len(self._active)
+        if tuple(ids.shape) != (rows, 1):
+            raise ArgumentError(
+                f"ids are {tuple(ids.shape)}; they must be ({rows}, 1), one token for each row "
+                "that is left"
+            )
         if self._done == self._steps:
             raise ArgumentError(
                 f"this captured step has run {plural(self._steps, 'step')}, for which its caches "
