@@ -34,6 +34,7 @@ from regard.errors import ArgumentError
 from regard.span import (
     EMPTY,
     Positions,
+    Span,
     as_tensor,
     follow_by_construction,
     next_positions,
@@ -182,7 +183,7 @@ class StaticSlots(_Static):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The constructor arguments."""
+        """The layout, the sizes, and whether it evicts, as constructor arguments."""
         return {"layout": self.table.layout, "size": self._size, "evicts": self._evicts}
 
     def next(self, length: int) -> Positions:
@@ -222,7 +223,7 @@ class StaticSlots(_Static):
             return {}
         return {**named_parts(self._memory), "positions": self.table.positions}
 
-    def fill(self, contents: Mapping[str, Tensor | object]) -> None:
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Replace the contents, in the same memory.
 
         Args:
@@ -233,7 +234,7 @@ class StaticSlots(_Static):
             positions = self.table.positions.new_full((1, 1), EMPTY)
             memory = tuple(x[:, :, :1] for x in self._memory or ())
         else:
-            memory = parts_of(contents)  # type: ignore[arg-type]
+            memory = parts_of(contents)
         if self._memory is not None:
             check_same_layout(self._memory, memory)
         layout, rows = self.table.layout, self._size.rows
@@ -310,7 +311,7 @@ class StaticState(_Static, State):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The constructor argument."""
+        """The sizes of the batch, as a constructor argument."""
         return {"size": self._size}
 
     def next(self, length: int) -> Positions:
@@ -323,16 +324,16 @@ class StaticState(_Static, State):
         self._write(state)
         self._last_position.copy_(p)
 
-    def fill(self, contents: Mapping[str, Tensor | object]) -> None:
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Replace the state and the last positions, in the same memory."""
         positions = contents.get("positions")
-        if positions is None:
+        if positions is None or isinstance(positions, int):
             for x in self._state or ():
                 x.zero_()
             self._last_position.fill_(EMPTY)
         else:
-            self._write(parts_of(contents, "state"))  # type: ignore[arg-type]
-            self._last_position.copy_(as_tensor(positions)[:, -1:])  # type: ignore[arg-type]
+            self._write(parts_of(contents, "state"))
+            self._last_position.copy_(as_tensor(positions)[:, -1:])
         self._is_broken = False
 
     def _write(self, state: Parts) -> None:

@@ -70,9 +70,9 @@ class Text(NamedTuple):
     more: Tensor
 
 
-def text(*, padded: bool, seed: int = 0, prompt: int = PROMPT) -> Text:
+def text(*, padded: bool, seed: int = 0, prompt: int = PROMPT, steps: int = STEPS) -> Text:
     make = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 90, (2, prompt + STEPS), generator=make)
+    ids = torch.randint(3, 90, (2, prompt + steps), generator=make)
     positions = torch.arange(prompt).expand(2, -1).clone()
     positions[1] = (positions[1] - 2).clamp(min=-1)
     return Text(ids[:, :prompt], positions if padded else None, ids[:, prompt:])
@@ -140,20 +140,20 @@ def captured(decoder: Decoder, config: CacheConfig, *texts: Text) -> list[Tensor
             read = prefilled(device, decoder, config, given)
             with device.reads():
                 if session is None:
-                    session = CapturedSession(read, STEPS, recorder)
+                    session = CapturedSession(read, len(given.more[0]), recorder)
                 else:
                     session.refill(read)
             more = given.more if not found else given.more[:, :REPLAYED]
             found.append(steps(device, session, more))
-    assert recorder.replays == REPLAYED * len(texts)
+    assert recorder.replays == (len(texts[0].more[0]) - WARM_UP_STEPS) * len(texts)
     return found
 
 
 def assert_captured_is_ordinary(
-    make: Callable[[], Decoder], config: CacheConfig, *, padded: bool
+    make: Callable[[], Decoder], config: CacheConfig, *, padded: bool, steps: int = STEPS
 ) -> None:
-    given = text(padded=padded)
-    config = config.with_capacity(PROMPT, STEPS)
+    given = text(padded=padded, steps=steps)
+    config = config.with_capacity(PROMPT, steps)
     plain, exact = ordinary(make(), config, given), ordinary(make().double(), config, given)
     (found,) = captured(make(), config, given)
     assert_close_rule(found, plain, exact)
@@ -181,7 +181,7 @@ FAMILIES = (
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.full
 def test_a_captured_step_of_a_family(name: str) -> None:
-    assert_captured_is_ordinary(lambda: of_family(name), CacheConfig(), padded=True)
+    assert_captured_is_ordinary(lambda: of_family(name), CacheConfig(), padded=True, steps=12)
 
 
 @pytest.mark.full
@@ -324,3 +324,24 @@ def test_another_session_must_fit() -> None:
     longer.append(text(padded=False, prompt=PROMPT + 1).ids)
     with pytest.raises(ArgumentError, match="has read 8 tokens, and this captured step has room"):
         captured_session.refill(longer)
+
+
+def test_who_listens_is_not_left_out_in_silence() -> None:
+    """A captured step runs no hook and reports to no trace."""
+    decoder = llama()
+    session = DecodeSession(decoder)
+    session.append(text(padded=False).ids)
+    step = CapturedSession(session, 4, NoCapture())
+    token = torch.tensor([[3], [4]])
+    with (
+        regard.Trace("embed", missing="ignore"),
+        pytest.raises(ArgumentError, match="a trace is open, and a captured step"),
+    ):
+        step.append(token)
+    handle = decoder.norm.register_forward_hook(lambda module, args, out: None)
+    (reason,) = why_not_captured(decoder, session.caches)
+    assert reason == "norm is RMSNorm with a hook, which would be called once"
+    handle.remove()
+    step.append(token)
+    with pytest.raises(ArgumentError, match=r"ids are \(1, 1\); they must be \(2, 1\)"):
+        step.append(token[:1])

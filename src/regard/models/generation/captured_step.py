@@ -19,6 +19,7 @@ from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.models.generation.decode_session import DecodeSession
 from regard.sequence_scope import current_scope
+from regard.tracing import is_tracing
 from regard.units import plural
 
 WARM_UP_STEPS = 3
@@ -104,7 +105,7 @@ class CapturedSession:
         recorder: how a step is captured; None is a CUDA graph.
 
     Raises:
-        ArgumentError: as in `check_captured`; more steps are asked for.
+        ArgumentError: as in `check_captured`; more steps are asked for; a trace is open in a step.
 
     Source: CUDA graphs and their capture are described at
     https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
@@ -154,6 +155,17 @@ class CapturedSession:
         Returns:
             Logits [B, V], valid until the next step.
         """
+        if is_tracing():
+            raise ArgumentError(
+                "a trace is open, and a captured step runs without the code that reports to it; "
+                "leave cuda_graph out, or close the trace"
+            )
+        rows = len(self._ids) if self._active is None else len(self._active)
+        if tuple(ids.shape) != (rows, 1):
+            raise ArgumentError(
+                f"ids are {tuple(ids.shape)}; they must be ({rows}, 1), one token for each row "
+                "that is left"
+            )
         if self._done == self._steps:
             raise ArgumentError(
                 f"this captured step has run {plural(self._steps, 'step')}, for which its caches "
@@ -259,6 +271,10 @@ def why_not_captured(decoder: Decoder, caches: Sequence[Cache]) -> list[str]:
     """
     reasons: dict[str, str] = {}
     for name, module in decoder.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            kind = type(module).__name__
+            text = f"{name or 'the decoder'} is {kind} with a hook, which would be called once"
+            reasons.setdefault("hook", text)
         refusal = getattr(module, "static_step_refusal", None)
         if refusal is not None:
             kind = type(module).__name__

@@ -90,18 +90,19 @@ def _mask_data_of_step(mask: Mask, q: Positions, k: Tensor, device: torch.device
     A cache makes new positions of the queries for every step, so that they can keep the data; the
     positions of the keys may be overwritten after the step.
     """
-    kept: dict[tuple[Mask, int], tuple[Tensor, MaskData]] | None = getattr(q, _KEPT, None)
-    if kept is None:
-        kept = {}
-        setattr(q, _KEPT, kept)
-    if (mask, id(k)) not in kept:
-        # the tensor is kept, too, so that no other one gets its id
-        kept[mask, id(k)] = k, _make_mask_data(mask, q, k, device)
-    return kept[mask, id(k)][1]
+    computed: dict[tuple[Mask, int], tuple[Tensor, MaskData]] | None
+    computed = getattr(q, _STEP_DATA, None)
+    if computed is None:
+        computed = {}
+        setattr(q, _STEP_DATA, computed)
+    if (mask, id(k)) not in computed:
+        # the tensor is stored, too, so that no other one gets its id
+        computed[mask, id(k)] = k, _make_mask_data(mask, q, k, device)
+    return computed[mask, id(k)][1]
 
 
-_KEPT = "_regard_mask_data"
-"""The attribute of the positions of queries in which `_mask_data_of_step` keeps its results."""
+_STEP_DATA = "_regard_mask_data"
+"""The attribute of the positions of queries in which `_mask_data_of_step` stores its results."""
 
 
 def tile_lists(call: Call, data: MaskData, rows: int, keys: int) -> TileLists:
