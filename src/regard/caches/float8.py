@@ -227,6 +227,12 @@ class _Float8Part:
     scale: GrowingTensor
     format: str
 
+    @classmethod
+    def of(cls, vectors: Float8Vectors) -> _Float8Part:
+        """Create a part that holds some slots."""
+        codes, scale, format = vectors
+        return cls(GrowingTensor(codes), GrowingTensor(scale), format)
+
     @property
     def vectors(self) -> Float8Vectors:
         """All slots."""
@@ -312,7 +318,7 @@ class Float8(Cache):
         for i, x in enumerate(memory):
             _check_part(i, x)
         new = tuple(
-            _Float8Part(*map(GrowingTensor, to_float8(x.detach(), self.format)), self.format)
+            _Float8Part.of(Float8Vectors(*to_float8(x.detach(), self.format), self.format))
             for x in memory
         )
         if parts and self._positions is not None:
@@ -356,12 +362,11 @@ class Float8(Cache):
                 f"{[tuple(x.shape) for x in scales]} for {slot_count(positions)} slots; there must "
                 "be one of each per part, of as many slots"
             )
-        for i, pair in enumerate(zip(codes, scales, strict=True)):
-            check_vectors(Float8Vectors(*pair, self.format), f"part {i}")
-        self._parts = tuple(
-            _Float8Part(*map(GrowingTensor, pair), self.format)
-            for pair in zip(codes, scales, strict=True)
-        )
+        pairs = zip(codes, scales, strict=True)
+        vectors = [Float8Vectors(*pair, self.format) for pair in pairs]
+        for i, x in enumerate(vectors):
+            check_vectors(x, f"part {i}")
+        self._parts = tuple(map(_Float8Part.of, vectors))
         self._positions = positions
 
     def mark(self) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.captured_step import WARM_UP_STEPS, CapturedSession
 from regard.models.generation.decode_session import DecodeSession
 from regard.models.generation.sampling import Sampler, SamplingParams
+from regard.nn import MoE, SoftmaxRouter, SwiGLU, stack_experts
 from tests.models.generation.test_captured_step import STEPS, Text, of_family, ordinary, text
 from tests.rules import assert_close_rule
 
@@ -37,7 +39,7 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("cache", ["growing", "fixed", "paged", "ring", "streaming", "h2o"])
+@pytest.mark.parametrize("cache", ["growing", "fixed", "paged", "fp8", "ring", "streaming", "h2o"])
 @torch.inference_mode()
 def test_a_step_does_not_wait(cache: str) -> None:
     decoder = regard.load("tiny").to("cuda").decoder
@@ -53,6 +55,21 @@ def test_a_step_does_not_wait(cache: str) -> None:
         for i in range(6):
             logits = network(ids[:, i : i + 1], None, caches)
     assert logits.isfinite().all()
+
+
+@torch.inference_mode()
+def test_stacked_experts_do_not_wait_and_are_the_experts() -> None:
+    torch.manual_seed(0)
+    experts = [SwiGLU(256, 512) for _ in range(8)]
+    moe = MoE(SoftmaxRouter(256, 8, 2), experts).to("cuda", torch.bfloat16)
+    x = torch.randn(3, 1, 256, device="cuda", dtype=torch.bfloat16)
+    plain = moe(x)
+    exact = copy.deepcopy(moe).double()(x.double())
+    assert stack_experts(moe) == 1
+    moe(x)
+    with no_waiting():
+        found = moe(x)
+    assert_close_rule(found.cpu(), plain.cpu(), exact.cpu())
 
 
 @torch.inference_mode()

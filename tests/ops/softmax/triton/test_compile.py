@@ -22,7 +22,6 @@ pytest.importorskip("triton", reason="triton is not installed: pip install 'rega
 
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 SPILLS = {
-    ("backward_q", torch.float32, 256): 256,
     ("forward", torch.float32, 64): 16,
     ("backward_q", torch.bfloat16, 128): 24,
     ("backward_kv", torch.bfloat16, 128): 24,

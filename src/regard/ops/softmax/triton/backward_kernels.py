@@ -124,9 +124,8 @@ def attention_backward_q(
     row_inside = row < T
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     q_mask, d_mask = row_inside[:, None] & (d < D)[None, :], row_inside[:, None] & (e < E)[None, :]
-    q = tl.load(
-        q_ptr + b64 * q_b + h64 * q_h + row64[:, None] * q_t + d[None, :], mask=q_mask, other=0.0
-    )
+    q_at = q_ptr + b64 * q_b + h64 * q_h + row64[:, None] * q_t + d[None, :]
+    q = tl.load(q_at, mask=q_mask, other=0.0)
     d_at = d_out_ptr + b64 * d_b + h64 * d_h + row64[:, None] * d_t + e[None, :]
     d_out = tl.load(d_at, mask=d_mask, other=0.0)
     if WIDEN:
@@ -154,6 +153,8 @@ def attention_backward_q(
     delta = tl.zeros([BM], tl.float32)
     k_base, v_base = k_ptr + b64 * k_b + g64 * k_g, v_ptr + b64 * v_b + g64 * v_g
     k_offset = tl.arange(0, BN)[:, None] * k_s + d[None, :]
+    # wide rows in fp32 would stay in registers during the loop, which are not there
+    RELOAD: tl.constexpr = PRECISE and BLOCK_D > 128
     v_offset = tl.arange(0, BN)[:, None] * v_s + e[None, :]
     if not EXACT_SUMS:
         delta = tl.load(delta_ptr + offset, mask=row_inside, other=0.0)
@@ -166,6 +167,9 @@ def attention_backward_q(
                 first_col = tl.load(tiles + x) * BN
                 col = first_col + tl.arange(0, BN)
                 col_inside = col < S
+                if RELOAD:
+                    q = tl.load(q_at, mask=q_mask, other=0.0)
+                    d_out = tl.load(d_at, mask=d_mask, other=0.0).to(q.dtype)
                 k_at = k_base + first_col.to(tl.int64) * k_s + k_offset
                 v_at = v_base + first_col.to(tl.int64) * v_s + v_offset
                 k = tl.load(k_at, mask=col_inside[:, None] & (d < D)[None, :], other=0.0)
