@@ -27,6 +27,7 @@ from regard.models.generation.captured_step import (
     why_not_captured,
 )
 from regard.models.generation.decode_session import DecodeSession
+from regard.nn import stack_experts
 from tests.cost.tiny import TINY
 from tests.models import small
 from tests.pretended_device import (
@@ -134,6 +135,7 @@ def captured(decoder: Decoder, config: CacheConfig, *texts: Text) -> list[Tensor
     found = []
     with pretended_cuda() as device, regard.register_kernel(SelectingKernel(device)):
         device.put_module(decoder)
+        stack_experts(decoder)
         recorder = PretendedRecorder(device)
         session: CapturedSession | None = None
         for given in texts:
@@ -176,6 +178,12 @@ FAMILIES = (
     *("qwen3", "qwen3_5_text", "olmo_hybrid", "rwkv", "falcon_h1", "gemma3n_text"),
 )
 """Families of different positions, windows, projections and states."""
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "mixtral", "qwen2_moe"])
+@pytest.mark.full
+def test_a_captured_step_of_stacked_experts(name: str) -> None:
+    assert_captured_is_ordinary(lambda: of_family(name), CacheConfig(), padded=True, steps=12)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -280,9 +288,11 @@ def test_a_cache_without_a_static_form_is_refused(kind: str) -> None:
     ("name", "words"), [("mixtral", "is MoE, which reads which experts"), ("minimax", "is MoE")]
 )
 @pytest.mark.full(keep=["mixtral"])
-def test_a_mixture_of_experts_is_refused(name: str, words: str) -> None:
+def test_a_mixture_of_experts_is_refused_until_they_are_stacked(name: str, words: str) -> None:
     decoder = of_family(name)
     assert words in why_not_captured(decoder, decoder.new_caches())[0]
+    assert stack_experts(decoder) > 0
+    assert why_not_captured(decoder, decoder.new_caches()) == []
 
 
 def test_frequencies_that_depend_on_the_length_are_refused() -> None:
