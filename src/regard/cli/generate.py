@@ -386,6 +386,7 @@ def generate(
         GenerationOptions,
         SamplingParams,
     )
+    from regard.nn import stack_experts
 
     with _over_ranks(parallel):
         texts = _texts(prompts, prompt_file)
@@ -412,6 +413,8 @@ def generate(
                     )
                 generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
                 return
+            if cuda_graph:
+                stack_experts(loaded.decoder)
             if beams is None:
                 batch = BatchGeneration(loaded, texts, options)
             else:
