@@ -58,6 +58,7 @@ from regard.ops.jit.gemv_loops import VECTORS_PER_STEP, padded_count
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.rms_norm_loops import norm_rows
 from regard.ops.jit.step_network_loops import (
+    add_attention,
     map_down,
     map_experts_down,
     open_experts,
@@ -127,6 +128,30 @@ def finish_head(raw, normed, norm, tables, R, D, tag):
 
 
 @njit_strict
+def write_query(head, h, sizes, queries, tag):
+    """Write the rows `[R, D]` of query head h to the queries of the attention, in fp32. sizes: (R,
+    H, D).
+    """
+    R, H, D = sizes
+    for r in range(R):
+        for d in range(D):
+            queries[(r * H + h) * D + d] = to_float32(head[r * D + d], tag)
+
+
+@njit_strict
+def write_to_cache(head, g, sizes, steps, where, memory):
+    """Write the rows `[R, n]` of head g to the buffer of a cache with the strides `steps`. sizes:
+    (R, n). where: (the slot of each row, the table of pages).
+    """
+    R, n = sizes
+    slots, pages = where
+    for r in range(R):
+        slot = slot_in_memory(pages, r, slots[r])
+        place = r * steps[0] + g * steps[1] + slot * steps[2]
+        copy_row(head, r * n, memory, place, n)
+
+
+@njit_strict
 def project_heads(counters, layer, attention, sizes, states, last, scratch, dtype, tag):
     """Phase 1 of a layer: norm, queries, keys and values.
 
@@ -168,24 +193,16 @@ def project_heads(counters, layer, attention, sizes, states, last, scratch, dtyp
             rows = (task * D, (task + 1) * D)
             map_rows(q_map, rows, vectors, R, tag, room, (raw, 0, D))
             head = finish_head(raw, turned, q_norm, tables, R, D, tag)
-            for r in range(R):
-                for d in range(D):
-                    queries[(r * H + task) * D + d] = to_float32(head[r * D + d], tag)
+            write_query(head, task, (R, H, D), queries, tag)
         elif task < H + G:
-            g, steps = task - H, attention.k_steps
+            g = task - H
             map_rows(k_map, (g * D, (g + 1) * D), vectors, R, tag, room, (raw, 0, D))
             head = finish_head(raw, turned, k_norm, tables, R, D, tag)
-            for r in range(R):
-                slot = slot_in_memory(pages, r, slots[r])
-                place = r * steps[0] + g * steps[1] + slot * steps[2]
-                copy_row(head, r * D, keys, place, D)
+            write_to_cache(head, g, (R, D), attention.k_steps, (slots, pages), keys)
         else:
-            g, steps = task - H - G, attention.v_steps
+            g = task - H - G
             map_rows(v_map, (g * E, (g + 1) * E), vectors, R, tag, room, (raw, 0, E))
-            for r in range(R):
-                slot = slot_in_memory(pages, r, slots[r])
-                place = r * steps[0] + g * steps[1] + slot * steps[2]
-                copy_row(raw, r * E, values, place, E)
+            write_to_cache(raw, g, (R, E), attention.v_steps, (slots, pages), values)
         finish_task(counters)
         task = take_task(counters)
     wait_until_finished(counters, tasks)
@@ -282,33 +299,37 @@ def compute_logits(counters, step, sizes, states, last, scratch, dtype, tag):
     multiply_blocks((counters, task), head, step.V, R, vectors, HEAD_TASK_BYTES, room, logits, tag)
 
 
+@njit_strict
+def make_scratch(step, dtype):
+    """Return the scratch memory of a thread, as `step_parts` describes it."""
+    R, M = step.B, step.M
+    block = R * max(step.head, 2 * TASK_BYTES // M + 1)  # codes have at least 4 bits
+    size = padded_count(R) * padded_width(step.width)
+    return (
+        np.empty(R * M, dtype),
+        np.empty(R * M, dtype),
+        np.empty(block, dtype),
+        np.empty(block, dtype),
+        np.zeros(size, np.float32),
+        (
+            np.empty(VECTORS_PER_STEP, np.float32),
+            make_call(R, padded_width(step.width)),
+            np.empty((R, STORED_ROWS), np.float32),
+        ),
+        np.zeros(size, np.float32),
+    )
+
+
 def _make_entry(dtype: Any, tag: Any, *, has_mixtures: bool) -> Callable[[int], None]:
     """Return the Python function of the entry for one storage dtype and tag, to be compiled. An
     entry for models without mixtures of experts has none of their phases, and compiles in half the
     time.
-
-    Each thread has scratch memory of its own, as `step_parts` describes it.
     """
 
     def entry(address: int) -> None:
         step = struct_at(address, STEP)
         R, M = step.B, step.M
-        sizes = (R, M)
-        block = R * max(step.head, 2 * TASK_BYTES // M + 1)  # codes have at least 4 bits
-        size = padded_count(R) * padded_width(step.width)
-        scratch = (
-            np.empty(R * M, dtype),
-            np.empty(R * M, dtype),
-            np.empty(block, dtype),
-            np.empty(block, dtype),
-            np.zeros(size, np.float32),
-            (
-                np.empty(VECTORS_PER_STEP, np.float32),
-                make_call(R, padded_width(step.width)),
-                np.empty((R, STORED_ROWS), np.float32),
-            ),
-            np.zeros(size, np.float32),
-        )
+        sizes, scratch = (R, M), make_scratch(step, dtype)
         x, x_mid = memory_at(step.x, dtype), memory_at(step.x_mid, dtype)
         y, hidden = memory_at(step.y, dtype), memory_at(step.hidden, dtype)
         pairs = (
@@ -339,17 +360,18 @@ def _make_entry(dtype: Any, tag: Any, *, has_mixtures: bool) -> Callable[[int], 
             calls = (struct_at(codes_place, CODES), attention)
             map_output(counters, layer, calls, sizes, y, scratch, dtype, tag)
             counters += COUNTER_BYTES
-            mixture, between = layer.mixture, (x, y, x_mid)
+            mixture, task = layer.mixture, take_task(counters)
+            add_attention(layer, task, sizes, (x, y, x_mid), scratch, dtype, tag)
             # the compiler knows `has_mixtures`, and leaves the phases out where it is False
             if has_mixtures:  # noqa: SIM102
                 if mixture:
-                    route_tokens(counters, layer, sizes, between, pairs, scratch, dtype, tag)
+                    route_tokens((counters, task), layer, sizes, pairs, scratch, dtype, tag)
                     counters += COUNTER_BYTES
                     open_experts(counters, layer, sizes, x_mid, hidden, scratch, dtype, tag)
                     counters += COUNTER_BYTES
                     map_experts_down(counters, layer, sizes, hidden, pairs, scratch, dtype, tag)
             if not mixture:
-                open_gates(counters, layer, sizes, between, hidden, scratch, dtype, tag)
+                open_gates((counters, task), layer, sizes, hidden, scratch, dtype, tag)
                 counters += COUNTER_BYTES
                 map_down(counters, layer, sizes, hidden, y, scratch, dtype, tag)
             counters += COUNTER_BYTES
