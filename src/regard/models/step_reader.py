@@ -156,9 +156,9 @@ class ModelReader:
     def _read_layer(self, block: nn.Module) -> StepLayer:
         block = _checked("the layer", block, Block, ParallelBlock, SharedNormBlock)
         attention = _checked("the mechanism", block.attention, Attention)
-        heads, norms = self._projection(attention), self._paths(block)
-        network, parallel = self._feed_forward(block.feed_forward), type(block) is not Block
-        ff_before = norms["ff_before"]
+        heads, parallel = self._projection(attention), type(block) is not Block
+        before, after, ff_before, ff_after = self._paths(block)
+        network = self._feed_forward(block.feed_forward)
         if isinstance(network, StepMixture) and (
             parallel or (ff_before is not None and ff_before.kind != "rms")
         ):
@@ -170,8 +170,23 @@ class ModelReader:
         scale = attention._default_scale if attention.scale is None else attention.scale
         rotary = heads.rotary
         return StepLayer(
-            **{x: y for x, y in heads._asdict().items() if x != "rotary"},
-            **norms,
+            H=heads.H,
+            G=heads.G,
+            D=heads.D,
+            E=heads.E,
+            q=heads.q,
+            k=heads.k,
+            v=heads.v,
+            q_norm=heads.q_norm,
+            k_norm=heads.k_norm,
+            q_flat=heads.q_flat,
+            k_flat=heads.k_flat,
+            blocks=heads.blocks,
+            clip=heads.clip,
+            before=before,
+            after=after,
+            ff_before=ff_before,
+            ff_after=ff_after,
             out=self._map(attention.output, self.width, heads.H * heads.E),
             network=network,
             scale=float(scale),
@@ -184,18 +199,16 @@ class ModelReader:
             parallel=parallel,
         )
 
-    def _paths(self, block: Block) -> dict[str, StepNorm | None]:
-        """Read the norms of the residual connections of a block."""
+    def _paths(self, block: Block) -> tuple[StepNorm | None, ...]:
+        """Read the residual connections of a block: the norm before the attention, the one on its
+        result, and those of the feed-forward layer.
+        """
         first, second = block.attention_residual, block.feed_forward_residual
         if type(block) is Block:
-            before, after = self._residual(first)
-            ff_before, ff_after = self._residual(second)
-        else:
-            before, after = self._residual(first, PreNorm)
-            # with one norm for both, the second path does nothing
-            path = first if type(block) is SharedNormBlock else second
-            ff_before, ff_after = self._residual(path, PreNorm)
-        return {"before": before, "after": after, "ff_before": ff_before, "ff_after": ff_after}
+            return *self._residual(first), *self._residual(second)
+        # with one norm for both, the second path does nothing
+        path = first if type(block) is SharedNormBlock else second
+        return *self._residual(first, PreNorm), *self._residual(path, PreNorm)
 
     def _projection(self, attention: Attention) -> _Heads:
         """Read the projection of an attention layer, and check the parts that must be plain."""
@@ -207,7 +220,11 @@ class ModelReader:
             raise Unsupported("the attention has dropout in training mode")
         project = _checked("the projection", attention.project, SeparateQKV, FusedQKV, ClippedQKV)
         _check_methods(project, "query", "remember", "recall", "postprocess")
-        heads = self._fused(project) if isinstance(project, FusedQKV) else self._separate(project)
+        heads = (
+            self._fused(project)
+            if isinstance(project, FusedQKV)
+            else self._separate(cast("SeparateQKV", project))
+        )
         if heads.H // heads.G > MAX_ROWS:
             raise Unsupported(f"more than {MAX_ROWS} query heads use one key/value head")
         return heads
@@ -311,7 +328,7 @@ class ModelReader:
                 f"{plural(len(mixture.experts), 'expert')}"
             )
         experts = tuple(self._network("an expert", x) for x in mixture.experts)
-        if len({x.gate.weight.shape[0] for x in experts}) > 1:
+        if len({x.up.weight.shape[0] for x in experts}) > 1:
             raise Unsupported("experts have different numbers of hidden units")
         if groups is not None and (n % groups.count or groups.best > n // groups.count):
             raise Unsupported(f"{plural(n, 'expert')} cannot be in {groups}")
@@ -383,10 +400,11 @@ class ModelReader:
         expected = (self.width if size is None else size,)
         if isinstance(norm, nn.LayerNorm):
             return self._layer_norm(norm, expected)
-        weight = self._tensor(norm._parameters.get("weight"), "the weight of a norm")
+        rms = cast("RMSNorm", norm)
+        weight = self._tensor(rms._parameters.get("weight"), "the weight of a norm")
         if weight.shape != expected:
             raise Unsupported("a norm has another size than its input")
-        return StepNorm(weight, float(norm.eps), 1.0 if type(norm) is OffsetRMSNorm else 0.0)
+        return StepNorm(weight, float(rms.eps), 1.0 if type(rms) is OffsetRMSNorm else 0.0)
 
     def _layer_norm(self, norm: nn.LayerNorm, expected: tuple[int]) -> StepNorm:
         """Read a LayerNorm, which may have neither weight nor bias."""
@@ -394,11 +412,13 @@ class ModelReader:
             raise Unsupported("a norm has another size than its input")
         parts: list[Tensor | None] = []
         for name in ("weight", "bias"):
-            part = norm._parameters.get(name)
-            if part is not None or name not in norm._parameters:
-                part = self._tensor(part, f"the {name} of a norm")
-                if part.shape != expected:
-                    raise Unsupported("a norm has another size than its input")
+            stored = norm._parameters.get(name)
+            if stored is None and name in norm._parameters:
+                parts.append(None)
+                continue
+            part = self._tensor(stored, f"the {name} of a norm")
+            if part.shape != expected:
+                raise Unsupported("a norm has another size than its input")
             parts.append(part)
         offset = 1.0 if type(norm) is OffsetLayerNorm else 0.0
         return StepNorm(parts[0], float(norm.eps), offset, parts[1], "layer")
@@ -523,7 +543,7 @@ def _index_of(x: object, known: list[Any]) -> int:
 
 def _clip(*flat: nn.Module) -> float:
     """Return the limit to which queries, keys and values are clipped; 0 if they are not."""
-    limits = {x.limit if type(x) is Clip else 0.0 for x in flat}
+    limits = {float(x.limit) if type(x) is Clip else 0.0 for x in flat}
     if limits == {0.0}:
         _checked("the norm over all heads of values", flat[2], nn.Identity)
     elif len(limits) > 1:

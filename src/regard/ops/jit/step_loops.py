@@ -12,7 +12,8 @@ A layer has phases, each divided into tasks that the threads take one after anot
     5. down: a task is a block of rows.
 
 In a mixture of experts the phases 4 and 5 are the router, the experts' gate and up, and their maps
-down (`step_network_loops`).
+down (`step_network_loops`). Models with further parts, such as LayerNorms or networks without a
+gate, have an entry of their own (`step_extended_loops`).
 
 After the last layer come the norm and the head. Between two phases a thread waits until all tasks
 of the phase are finished (`wait_until_finished`). This needs no number of threads: a step is right
