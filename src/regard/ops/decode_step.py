@@ -49,9 +49,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "relu", "clipped_silu", "gelu", "relu_square
 """The activations that the compiled step supports, in the order of their numbers."""
 
 GATED_ACTIVATIONS = ACTIVATIONS[:4]
-"""Those of networks with a gate. Networks without one have all others, and those but
-"clipped_silu".
-"""
+"""The activations of networks with a gate; networks without one have all but "clipped_silu"."""
 
 NORM_KINDS = ("rms", "layer", "scale")
 """The kinds of norms, in the order of their numbers."""
