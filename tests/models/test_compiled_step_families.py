@@ -512,6 +512,11 @@ REFUSED: dict[str, tuple[str, Callable[[Decoder], object], str]] = {
         lambda d: setattr(d.layers[0].attention.project.q, "flat", nn.LayerNorm(192)),
         "the norm over all heads is LayerNorm",
     ),
+    "factor on an inner map": (
+        "granite",
+        lambda d: setattr(d.layers[0].attention, "output", ScaledLogits(192, 192, scale=0.5)),
+        "layer 0: a linear map is ScaledLogits",
+    ),
     "limits": (
         "olmo",
         lambda d: setattr(d.layers[0].attention.project.q.flat, "limit", 1.0),

@@ -129,7 +129,7 @@ class ModelReader:
         self.max_rows = max(MAX_STORED_VECTORS, *MAX_VECTORS.values())
         if self.dtype not in MAX_VECTORS:
             raise Unsupported(f"the weights are {self.dtype}")
-        self.head = self._map(head)
+        self.head = self._map(head, allowed=_HEADS)
         self.norm = None if type(decoder.norm) is nn.Identity else self._norm(decoder.norm)
         self.masks: list[Any] = []
         self.rotaries: list[Rotary] = []
@@ -423,9 +423,15 @@ class ModelReader:
         offset = 1.0 if type(norm) is OffsetLayerNorm else 0.0
         return StepNorm(parts[0], float(norm.eps), offset, parts[1], "layer")
 
-    def _map(self, linear: nn.Module, N: int | None = None, M: int | None = None) -> StepMap:
+    def _map(
+        self,
+        linear: nn.Module,
+        N: int | None = None,
+        M: int | None = None,
+        allowed: Sequence[type[nn.Linear]] = (nn.Linear, Linear),
+    ) -> StepMap:
         """Read a linear map from M to N; from the model dim, or to any size, by default."""
-        linear = _checked("a linear map", linear, *_HEADS)
+        linear = _checked("a linear map", linear, *allowed)
         if "bias" not in linear._parameters:
             raise Unsupported("a linear map has a parametrization")
         weight = _weight_of(linear)
