@@ -280,7 +280,7 @@ STEP_STRUCT = StructLayout(
     IntField("raw_width"),
 )
 """The arguments of a decoding step of a whole model, packed by `regard.ops.decode_step`. The last
-five fields are read by `step_extended_loops` only, which reads no other field of a norm.
+five fields are read by `step_extended_loops` only, which has the norm before the head from there.
 """
 
 STEP_NETWORK_STRUCT = StructLayout(
