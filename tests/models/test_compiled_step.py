@@ -26,6 +26,8 @@ from regard.models.generation.decode_session import pad_left
 from regard.nn import (
     SwiGLU,
 )
+from regard.ops.jit import openmp
+from regard.ops.jit.argument_structs import STEP_STRUCT, PackedStruct
 from regard.span import Span
 from tests.models import small
 from tests.models.step_models import (
@@ -145,6 +147,28 @@ def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
                 logits.append([decoder(torch.tensor([[i]]), caches=own) for i in range(8)])
     finally:
         torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for x, y in zip(*logits, strict=True))
+
+
+def test_a_thread_whose_first_task_is_not_the_first_of_a_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One thread alone, with the number 1 of two: it takes the second half of each phase first."""
+    decoder, real, changed = llama(seed=4), openmp.run_entry, []
+
+    def as_second_thread(entry: int, record: PackedStruct, workers: int) -> None:
+        if len(record) == len(STEP_STRUCT.dtype.names) and workers > 1:
+            changed.append(record)
+            record[0], workers = 1, 1
+        real(entry, record, workers)
+
+    monkeypatch.setattr(openmp, "thread_count", lambda: 2)
+    caches, logits = [prompted(decoder) for _ in range(2)], []
+    for run, own in zip((real, as_second_thread), caches, strict=True):
+        monkeypatch.setattr(openmp, "run_entry", run)
+        with torch.inference_mode():
+            logits.append([decoder(torch.tensor([[i]]), caches=own) for i in range(3)])
+    assert len(changed) == 3
     assert all(torch.equal(x, y) for x, y in zip(*logits, strict=True))
 
 

@@ -4,8 +4,9 @@
 `regard.ops.decode_step`, if the modules of the decoder are ones that the compiled loops know, and
 if nothing observes or changes what a module computes: no trace, hook, gradient, autocast or
 compilation. Otherwise it returns None, and the modules run one after another. `why_not` gives the
-reasons. The loops know RMS norms, grouped heads with a rotary or ALiBi, sinks, gated networks and
-mixtures of experts, and the caches that open a slot: all tokens, rings, codes of few bits, pages.
+reasons. The loops know RMS norms and LayerNorms, sublayers in parallel, grouped heads with a rotary
+or ALiBi, sinks, networks with and without a gate, mixtures of experts, and the caches that open a
+slot: all tokens, rings, codes of few bits, pages.
 
 A plan is made once for a decoder and a thread, and used as long as nothing in the decoder has
 changed: modules, parameters and their memory, attributes, hooks, and the training mode.

@@ -6,7 +6,8 @@ compute something else.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +16,35 @@ from regard.biases import ALiBi
 from regard.nn import (
     Attention,
     Block,
+    FeedForward,
+    FusedQKV,
     GatedFeedForward,
     HeadProjection,
     MoE,
     OffsetRMSNorm,
     OutputNorm,
+    ParallelBlock,
     PreNorm,
     RMSNorm,
     SandwichNorm,
+    ScaledPreNorm,
     SeparateQKV,
+    SharedNormBlock,
     SigmoidRouter,
     SoftmaxRouter,
     SwiGLU,
 )
 from regard.nn.blocks import Residual
-from regard.nn.embedding import CappedLogits
-from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, Router
+from regard.nn.embedding import CappedLogits, ScaledLogits
+from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, ReLUSquared, Router
 from regard.nn.linear import Linear
+from regard.nn.norms import OffsetLayerNorm
+from regard.nn.projections import Clip, ClippedQKV
 from regard.nn.stored import plain_class
 from regard.ops.decode_step import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    HeadBlocks,
     StepLayer,
     StepMap,
     StepMixture,
@@ -53,11 +64,32 @@ if TYPE_CHECKING:
 
 Part = TypeVar("Part", bound=nn.Module)
 
-_RESIDUALS: tuple[type[Residual], ...] = (PreNorm, SandwichNorm, OutputNorm)
+_RESIDUALS: tuple[type[Residual], ...] = (PreNorm, SandwichNorm, OutputNorm, ScaledPreNorm)
+_HEADS = (nn.Linear, Linear, CappedLogits, ScaledLogits)
+_GATED = (GatedFeedForward, SwiGLU, ClippedSwiGLU)
 
 
 class Unsupported(Exception):
     """The compiled step does not support a part of a decoder; the text says which and why."""
+
+
+class _Heads(NamedTuple):
+    """What a projection gives to the fields of `StepLayer`, and its rotary."""
+
+    H: int
+    G: int
+    D: int
+    E: int
+    q: StepMap
+    k: StepMap
+    v: StepMap
+    q_norm: StepNorm | None
+    k_norm: StepNorm | None
+    rotary: Rotary | None
+    q_flat: StepNorm | None = None
+    k_flat: StepNorm | None = None
+    blocks: tuple[HeadBlocks, HeadBlocks, HeadBlocks] | None = None
+    clip: float = 0.0
 
 
 class ModelReader:
@@ -85,8 +117,9 @@ class ModelReader:
         for module in decoder.modules():
             if module not in called:
                 _check_calls(module)
-        head: nn.Linear = _checked("the head", decoder.head, nn.Linear, Linear, CappedLogits)
+        head: nn.Linear = _checked("the head", decoder.head, *_HEADS)
         self.cap = head.cap if isinstance(head, CappedLogits) else None
+        scale = float(head.scale) if isinstance(head, ScaledLogits) else 1.0
         self.dtype: torch.dtype
         self.width: int
         weight = _weight_of(head)
@@ -96,7 +129,7 @@ class ModelReader:
         self.max_rows = max(MAX_STORED_VECTORS, *MAX_VECTORS.values())
         if self.dtype not in MAX_VECTORS:
             raise Unsupported(f"the weights are {self.dtype}")
-        self.head = self._map(head)
+        self.head = self._map(head, allowed=_HEADS)
         self.norm = None if type(decoder.norm) is nn.Identity else self._norm(decoder.norm)
         self.masks: list[Any] = []
         self.rotaries: list[Rotary] = []
@@ -104,14 +137,14 @@ class ModelReader:
         if not self.layers:
             raise Unsupported("there is no layer")
         networks = (layer.network for layer in self.layers)
-        gates = (x.experts[0].gate if isinstance(x, StepMixture) else x.gate for x in networks)
-        largest = max(gate.weight.shape.numel() for gate in gates)
+        maps = (x.experts[0].up if isinstance(x, StepMixture) else x.up for x in networks)
+        largest = max(up.weight.shape.numel() for up in maps)
         if largest < MIN_WEIGHT_SIZE:
             raise Unsupported(
                 f"its matrices have at most {plural(largest, 'element')}, so that there is little "
                 "to gain"
             )
-        self.model = StepModel(self.layers, self.norm, self.head)
+        self.model = StepModel(self.layers, self.norm, self.head, scale)
 
     def _layer(self, i: int, block: nn.Module) -> StepLayer:
         """Read one block, and add its number to the reason if it is not supported."""
@@ -121,19 +154,94 @@ class ModelReader:
             raise Unsupported(f"layer {i}: {reason}") from None
 
     def _read_layer(self, block: nn.Module) -> StepLayer:
-        block = _checked("the layer", block, Block)
+        block = _checked("the layer", block, Block, ParallelBlock, SharedNormBlock)
         attention = _checked("the mechanism", block.attention, Attention)
-        project = self._projection(attention)
+        heads, parallel = self._projection(attention), type(block) is not Block
+        before, after, ff_before, ff_after = self._paths(block)
+        network = self._feed_forward(block.feed_forward)
+        if isinstance(network, StepMixture) and (
+            parallel or (ff_before is not None and ff_before.kind != "rms")
+        ):
+            raise Unsupported(
+                "the feed-forward layer is a MoE, and its input is not the result of an RMS norm "
+                "after the attention"
+            )
+        slopes, symmetric = _alibi(attention.bias, heads.H)
+        scale = attention._default_scale if attention.scale is None else attention.scale
+        rotary = heads.rotary
+        return StepLayer(
+            H=heads.H,
+            G=heads.G,
+            D=heads.D,
+            E=heads.E,
+            q=heads.q,
+            k=heads.k,
+            v=heads.v,
+            q_norm=heads.q_norm,
+            k_norm=heads.k_norm,
+            q_flat=heads.q_flat,
+            k_flat=heads.k_flat,
+            blocks=heads.blocks,
+            clip=heads.clip,
+            before=before,
+            after=after,
+            ff_before=ff_before,
+            ff_after=ff_after,
+            out=self._map(attention.output, self.width, heads.H * heads.E),
+            network=network,
+            scale=float(scale),
+            softcap=float(attention.softcap or 0.0),
+            rotary=None if rotary is None else _index_of(rotary, self.rotaries),
+            mask=_index_of(attention.mask, self.masks),
+            sink=self._sink(attention, heads.H),
+            slopes=slopes,
+            symmetric=symmetric,
+            parallel=parallel,
+        )
+
+    def _paths(self, block: Block) -> tuple[StepNorm | None, ...]:
+        """Read the residual connections of a block: the norm before the attention, the one on its
+        result, and those of the feed-forward layer.
+        """
+        first, second = block.attention_residual, block.feed_forward_residual
+        if type(block) is Block:
+            return *self._residual(first), *self._residual(second)
+        # with one norm for both, the second path does nothing
+        path = first if type(block) is SharedNormBlock else second
+        return *self._residual(first, PreNorm), *self._residual(path, PreNorm)
+
+    def _projection(self, attention: Attention) -> _Heads:
+        """Read the projection of an attention layer, and check the parts that must be plain."""
+        if attention.score is not None:
+            raise Unsupported("the attention has a score rule")
+        if attention.mask is None:
+            raise Unsupported("the attention has no mask")
+        if attention.dropout and attention.training:
+            raise Unsupported("the attention has dropout in training mode")
+        project = _checked("the projection", attention.project, SeparateQKV, FusedQKV, ClippedQKV)
+        _check_methods(project, "query", "remember", "recall", "postprocess")
+        heads = (
+            self._fused(project)
+            if isinstance(project, FusedQKV)
+            else self._separate(cast("SeparateQKV", project))
+        )
+        if heads.H // heads.G > MAX_ROWS:
+            raise Unsupported(f"more than {MAX_ROWS} query heads use one key/value head")
+        return heads
+
+    def _separate(self, project: SeparateQKV) -> _Heads:
+        """Read a projection with a linear map for each of queries, keys and values."""
+        if project.key_transform is not None or project.cache_unsafe_reason:
+            raise Unsupported("the keys change when they are read")
         q, k, v = project.q, project.k, project.v
-        q_norm, rotary = self._steps(q)
-        k_norm, k_rotary = self._steps(k)
+        for part in (q, k, v):
+            _checked("a projection of heads", part, HeadProjection)
+        q_norm, rotary = self._steps(q.steps, q.head_dim)
+        k_norm, k_rotary = self._steps(k.steps, k.head_dim)
         if rotary is not k_rotary or len(v.steps):
             raise Unsupported("queries, keys and values have other steps than a rotary")
-        before, after = self._residual(block.attention_residual)
-        ff_before, ff_after = self._residual(block.feed_forward_residual)
-        slopes, symmetric = _alibi(attention.bias, q.heads)
-        scale = attention._default_scale if attention.scale is None else attention.scale
-        return StepLayer(
+        clip = _clip(q.flat, k.flat, v.flat)
+        return _Heads(
             H=q.heads,
             G=k.heads,
             D=q.head_dim,
@@ -141,40 +249,45 @@ class ModelReader:
             q=self._map(q.linear, q.heads * q.head_dim),
             k=self._map(k.linear, k.heads * k.head_dim),
             v=self._map(v.linear, v.heads * v.head_dim),
-            out=self._map(attention.output, self.width, q.heads * v.head_dim),
-            network=self._feed_forward(block.feed_forward),
-            before=before,
-            after=after,
-            ff_before=ff_before,
-            ff_after=ff_after,
             q_norm=q_norm,
             k_norm=k_norm,
-            scale=float(scale),
-            softcap=float(attention.softcap or 0.0),
-            rotary=None if rotary is None else _index_of(rotary, self.rotaries),
-            mask=_index_of(attention.mask, self.masks),
-            sink=self._sink(attention, q.heads),
-            slopes=slopes,
-            symmetric=symmetric,
+            q_flat=None if clip else self._flat(q),
+            k_flat=None if clip else self._flat(k),
+            rotary=rotary,
+            clip=clip,
         )
 
-    def _projection(self, attention: Attention) -> SeparateQKV:
-        """Read the parts of an attention layer that must be plain; return its projection."""
-        if attention.score is not None:
-            raise Unsupported("the attention has a score rule")
-        if attention.mask is None:
-            raise Unsupported("the attention has no mask")
-        if attention.dropout and attention.training:
-            raise Unsupported("the attention has dropout in training mode")
-        project = _checked("the projection", attention.project, SeparateQKV)
-        if project.key_transform is not None or project.cache_unsafe_reason:
-            raise Unsupported("the keys change when they are read")
-        if project.q.heads // project.k.heads > MAX_ROWS:
-            raise Unsupported(f"more than {MAX_ROWS} query heads use one key/value head")
-        for part in (project.q, project.k, project.v):
-            _checked("a projection of heads", part, HeadProjection)
-            _checked("the norm over all heads", part.flat, nn.Identity)
-        return project
+    def _fused(self, project: FusedQKV) -> _Heads:
+        """Read a projection with one matrix, whose rows may be in any of its orders."""
+        _check_methods(project, "_heads", "_run_steps")
+        H, G, D = project.heads, project.groups, project.head_dim
+        norm, rotary = self._steps(project.steps, D)
+        whole = self._map(project.linear, (H + 2 * G) * D)
+        R = H // G
+        blocks = (HeadBlocks(0, R, R + 2), HeadBlocks(R, 1, R + 2), HeadBlocks(R + 1, 1, R + 2))
+        if project.order == "parts":
+            blocks = (HeadBlocks(0, H, H), HeadBlocks(H, G, G), HeadBlocks(H + G, G, G))
+        return _Heads(
+            H=H,
+            G=G,
+            D=D,
+            E=D,
+            q=whole,
+            k=whole,
+            v=whole,
+            q_norm=norm,
+            k_norm=norm,
+            rotary=rotary,
+            blocks=blocks,
+            clip=float(project.limit) if isinstance(project, ClippedQKV) else 0.0,
+        )
+
+    def _flat(self, heads: HeadProjection) -> StepNorm | None:
+        """Read the norm over all heads of queries or of keys."""
+        if type(heads.flat) is nn.Identity:
+            return None
+        flat = _checked("the norm over all heads", heads.flat, RMSNorm, OffsetRMSNorm)
+        return self._norm(flat, heads.heads * heads.head_dim)
 
     def _sink(self, attention: Attention, H: int) -> Tensor | None:
         """Read the sinks of an attention layer with H heads."""
@@ -185,23 +298,25 @@ class ModelReader:
             raise Unsupported("the sink has another size than the heads")
         return sink
 
-    def _steps(self, heads: HeadProjection) -> tuple[StepNorm | None, Rotary | None]:
+    def _steps(
+        self, modules: nn.ModuleList, head_dim: int
+    ) -> tuple[StepNorm | None, Rotary | None]:
         """Read the steps on heads: a norm, a rotation, both in this order, or none."""
-        steps = list(heads.steps)
-        norm = self._norm(steps.pop(0), heads.head_dim) if steps and _is_norm(steps[0]) else None
+        steps = list(modules)
+        norm = self._norm(steps.pop(0), head_dim) if steps and _is_norm(steps[0]) else None
         rotary: Rotary | None = None
         if steps and type(steps[0]) is Rotary:
             rotary = _checked("a step", steps.pop(0), Rotary)
         if steps:
             raise Unsupported(f"the heads have a step {type(steps[0]).__name__}")
-        if rotary is not None and (rotary.follows_length or rotary.dim != heads.head_dim):
+        if rotary is not None and (rotary.follows_length or rotary.dim != head_dim):
             raise Unsupported("the rotary frequencies follow the length")
         return norm, rotary
 
     def _feed_forward(self, module: nn.Module) -> StepNetwork | StepMixture:
         """Read a feed-forward layer: one network, or a mixture of experts."""
         if plain_class(module) is not MoE:
-            return self._network("the feed-forward layer", module)
+            return self._network("the feed-forward layer", module, *_GATED, FeedForward)
         mixture = cast("MoE", module)
         _check_methods(mixture, "weighted_expert")
         router = _checked("the router", mixture.router, SoftmaxRouter, SigmoidRouter)
@@ -213,7 +328,7 @@ class ModelReader:
                 f"{plural(len(mixture.experts), 'expert')}"
             )
         experts = tuple(self._network("an expert", x) for x in mixture.experts)
-        if len({x.gate.weight.shape[0] for x in experts}) > 1:
+        if len({x.up.weight.shape[0] for x in experts}) > 1:
             raise Unsupported("experts have different numbers of hidden units")
         if groups is not None and (n % groups.count or groups.best > n // groups.count):
             raise Unsupported(f"{plural(n, 'expert')} cannot be in {groups}")
@@ -235,16 +350,22 @@ class ModelReader:
             shared_gate=shared_gate,
         )
 
-    def _network(self, name: str, module: nn.Module) -> StepNetwork:
-        """Read the maps and the activation of a gated network."""
-        network: Any = _checked(name, module, GatedFeedForward, SwiGLU, ClippedSwiGLU)
+    def _network(self, name: str, module: nn.Module, *allowed: type[nn.Module]) -> StepNetwork:
+        """Read the maps and the activation of a network; by default one with a gate."""
+        network: Any = _checked(name, module, *(allowed or _GATED))
+        if isinstance(network, FeedForward):
+            F = network.up.out_features
+            activation = _activation(network.activation)
+            return StepNetwork(
+                None, self._map(network.up, F), self._map(network.down, self.width, F), activation
+            )
         F = network.gate.out_features
         gate, up = self._map(network.gate, F), self._map(network.up, F)
         down = self._map(network.down, self.width, F)
         if isinstance(network, ClippedSwiGLU):
             limit, alpha = float(network.limit), float(network.alpha)
             return StepNetwork(gate, up, down, "clipped_silu", limit, alpha)
-        return StepNetwork(gate, up, down, _activation(network.activation))
+        return StepNetwork(gate, up, down, _activation(network.activation, GATED_ACTIVATIONS))
 
     def _correction(self, router: Router) -> Tensor | None:
         """Read what a router adds to the scores of its experts."""
@@ -257,27 +378,60 @@ class ModelReader:
             raise Unsupported("the correction has another size than the experts")
         return correction
 
-    def _residual(self, residual: nn.Module) -> tuple[StepNorm | None, StepNorm | None]:
-        """Read a residual connection: the norm before the sublayer, and the one on its result."""
-        residual = _checked("the residual connection", residual, *_RESIDUALS)
+    def _residual(
+        self, residual: nn.Module, *allowed: type[Residual]
+    ) -> tuple[StepNorm | None, StepNorm | None]:
+        """Read a residual connection: the norm before the sublayer, and the one on its result, or
+        the factor on it.
+        """
+        residual = _checked("the residual connection", residual, *(allowed or _RESIDUALS))
         if residual.dropout.p and residual.training:
             raise Unsupported("the residual connection has dropout in training mode")
         norm = self._norm(residual.norm)
         if type(residual) is OutputNorm:
             return None, norm
+        if isinstance(residual, ScaledPreNorm):
+            return norm, StepNorm(None, 0.0, float(residual.scale), kind="scale")
         return norm, self._norm(residual.after) if isinstance(residual, SandwichNorm) else None
 
     def _norm(self, norm: nn.Module, size: int | None = None) -> StepNorm:
-        """Read an RMS norm of the model dim, or of another size."""
-        norm = _checked("a norm", norm, RMSNorm, OffsetRMSNorm)
-        weight = self._tensor(norm._parameters.get("weight"), "the weight of a norm")
-        if weight.shape != (self.width if size is None else size,):
+        """Read a norm of the model dim, or of another size."""
+        norm = _checked("a norm", norm, RMSNorm, OffsetRMSNorm, nn.LayerNorm, OffsetLayerNorm)
+        expected = (self.width if size is None else size,)
+        if isinstance(norm, nn.LayerNorm):
+            return self._layer_norm(norm, expected)
+        rms = cast("RMSNorm", norm)
+        weight = self._tensor(rms._parameters.get("weight"), "the weight of a norm")
+        if weight.shape != expected:
             raise Unsupported("a norm has another size than its input")
-        return StepNorm(weight, float(norm.eps), 1.0 if type(norm) is OffsetRMSNorm else 0.0)
+        return StepNorm(weight, float(rms.eps), 1.0 if type(rms) is OffsetRMSNorm else 0.0)
 
-    def _map(self, linear: nn.Module, N: int | None = None, M: int | None = None) -> StepMap:
+    def _layer_norm(self, norm: nn.LayerNorm, expected: tuple[int]) -> StepNorm:
+        """Read a LayerNorm, which may have neither weight nor bias."""
+        if tuple(norm.normalized_shape) != expected:
+            raise Unsupported("a norm has another size than its input")
+        parts: list[Tensor | None] = []
+        for name in ("weight", "bias"):
+            stored = norm._parameters.get(name)
+            if stored is None and name in norm._parameters:
+                parts.append(None)
+                continue
+            part = self._tensor(stored, f"the {name} of a norm")
+            if part.shape != expected:
+                raise Unsupported("a norm has another size than its input")
+            parts.append(part)
+        offset = 1.0 if type(norm) is OffsetLayerNorm else 0.0
+        return StepNorm(parts[0], float(norm.eps), offset, parts[1], "layer")
+
+    def _map(
+        self,
+        linear: nn.Module,
+        N: int | None = None,
+        M: int | None = None,
+        allowed: Sequence[type[nn.Linear]] = (nn.Linear, Linear),
+    ) -> StepMap:
         """Read a linear map from M to N; from the model dim, or to any size, by default."""
-        linear = _checked("a linear map", linear, nn.Linear, Linear, CappedLogits)
+        linear = _checked("a linear map", linear, *allowed)
         if "bias" not in linear._parameters:
             raise Unsupported("a linear map has a parametrization")
         weight = _weight_of(linear)
@@ -393,12 +547,24 @@ def _index_of(x: object, known: list[Any]) -> int:
     return len(known) - 1
 
 
-def _activation(module: nn.Module) -> str:
-    """Return the name of an activation in `regard.ops.decode_step.ACTIVATIONS`."""
-    if type(module) is nn.SiLU:
-        return "silu"
-    if type(module) is nn.ReLU:
-        return "relu"
-    if type(module) is nn.GELU and getattr(module, "approximate", None) == "tanh":
-        return "gelu_tanh"
-    raise Unsupported(f"the activation is {module}")
+def _clip(*flat: nn.Module) -> float:
+    """Return the limit to which queries, keys and values are clipped; 0 if they are not."""
+    limits = {float(x.limit) if type(x) is Clip else 0.0 for x in flat}
+    if limits == {0.0}:
+        _checked("the norm over all heads of values", flat[2], nn.Identity)
+    elif len(limits) > 1:
+        raise Unsupported("queries, keys and values are clipped to different limits")
+    return float(limits.pop())
+
+
+def _activation(module: nn.Module, allowed: Sequence[str] = ACTIVATIONS) -> str:
+    """Return the name of an activation among those of `regard.ops.decode_step` in `allowed`."""
+    name = _ACTIVATION_NAMES.get(type(module))
+    if type(module) is nn.GELU:
+        name = "gelu_tanh" if getattr(module, "approximate", None) == "tanh" else "gelu"
+    if name is None or name not in allowed:
+        raise Unsupported(f"the activation is {module}")
+    return name
+
+
+_ACTIVATION_NAMES = {nn.SiLU: "silu", nn.ReLU: "relu", ReLUSquared: "relu_squared"}

@@ -26,11 +26,14 @@ from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import (
     DECODE_QUANTIZED_STRUCT,
     DECODE_STRUCT,
+    EXTENDED_NORMS,
     MAP_PARTS,
     MAX_RUNS,
+    STEP_EXTENSION_STRUCT,
     STEP_LAYER_STRUCT,
     STEP_MIXTURE_STRUCT,
     STEP_NETWORK_STRUCT,
+    STEP_NORM_STRUCT,
     STEP_STRUCT,
     QuantizedField,
 )
@@ -43,10 +46,16 @@ from regard.ops.jit.decode import (
 from regard.ops.stored_slots import QuantizedSlots
 from regard.ops.stored_weights import StoredWeight
 
-ACTIVATIONS = ("silu", "gelu_tanh", "relu", "clipped_silu")
+ACTIVATIONS = ("silu", "gelu_tanh", "relu", "clipped_silu", "gelu", "relu_squared")
 """The activations that the compiled step supports, in the order of their numbers."""
 
-PHASES = 5
+GATED_ACTIVATIONS = ACTIVATIONS[:4]
+"""The activations of networks with a gate; networks without one have all but "clipped_silu"."""
+
+NORM_KINDS = ("rms", "layer", "scale")
+"""The kinds of norms, in the order of their numbers."""
+
+PHASES = 6
 """The largest number of phases of a layer that have counters; attention has its own."""
 
 COUNTER_WORDS = 2 + MAX_RUNS
@@ -70,30 +79,38 @@ class StepMap:
 
 @dataclass(frozen=True, eq=False)
 class StepNorm:
-    """An RMS norm of the compiled step, x / sqrt(mean(x^2) + eps) * (weight + offset).
+    """A norm of the compiled step, or a factor in its place.
+
+    "rms": x / sqrt(mean(x^2) + eps) * (weight + offset)
+    "layer": (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (weight + offset) + bias
+    "scale": x * offset
 
     Args:
-        weight: `[M]`, contiguous.
-        eps: the number added to the mean square.
-        offset: the number added to the weight.
+        weight: `[M]`, contiguous; None is 1, for the kind "layer".
+        eps: the number added to the mean square, or to the variance.
+        offset: the number added to the weight, or the factor.
+        bias: `[M]`, contiguous, or None.
+        kind: one of `NORM_KINDS`.
     """
 
-    weight: Tensor
+    weight: Tensor | None
     eps: float
     offset: float
+    bias: Tensor | None = None
+    kind: str = "rms"
 
 
 @dataclass(frozen=True, eq=False)
 class StepNetwork:
-    """A gated feed-forward network of the compiled step, down (f(gate x) * up x).
+    """A feed-forward network of the compiled step, down (f(gate x) * up x), or down f(up x).
 
     Args:
-        gate, up, down: its linear maps.
-        activation: one of `ACTIVATIONS`.
+        gate, up, down: its linear maps; without a gate it is None.
+        activation: one of `GATED_ACTIVATIONS`, or without a gate of `ACTIVATIONS`.
         limit, alpha: the numbers of "clipped_silu", as in `regard.nn.ClippedSwiGLU`.
     """
 
-    gate: StepMap
+    gate: StepMap | None
     up: StepMap
     down: StepMap
     activation: str
@@ -137,9 +154,23 @@ class StepMixture:
         return self.experts if self.shared is None else (*self.experts, self.shared)
 
 
+class HeadBlocks(NamedTuple):
+    """Where the heads of queries, keys or values are in a matrix: head i is block
+    first + i // run * step + i % run of its rows, of which each block is one head.
+
+    >>> fused = HeadBlocks(1, 2, 4)  # two heads, and two others after them
+    >>> [fused.first + i // fused.run * fused.step + i % fused.run for i in range(4)]
+    [1, 2, 5, 6]
+    """
+
+    first: int
+    run: int
+    step: int
+
+
 @dataclass(frozen=True, eq=False)
 class StepLayer:
-    """One layer of the compiled step: attention, then a feed-forward layer.
+    """One layer of the compiled step: attention, and a feed-forward layer after it or beside it.
 
     Args:
         H, G, D, E: query heads, key/value heads, query/key head dim, value head dim.
@@ -155,6 +186,12 @@ class StepLayer:
         sink: the logits of the sinks `[H]`, contiguous; None: no sinks.
         slopes: the slopes of ALiBi, contiguous fp32 `[H]`; None: no ALiBi.
         symmetric: whether ALiBi is symmetric.
+        q_flat, k_flat: the norm over all heads of queries and of keys; None: no norm.
+        blocks: for queries, keys and values the places of their heads, if they share a matrix;
+            None: each has its own.
+        clip: the limit of queries, keys and values before all steps; 0: none.
+        parallel: whether the feed-forward layer reads the hidden states before the attention. Then
+            `ff_before` is its norm on these.
     """
 
     H: int
@@ -179,6 +216,11 @@ class StepLayer:
     sink: Tensor | None = None
     slopes: Tensor | None = None
     symmetric: bool = False
+    q_flat: StepNorm | None = None
+    k_flat: StepNorm | None = None
+    blocks: tuple[HeadBlocks, HeadBlocks, HeadBlocks] | None = None
+    clip: float = 0.0
+    parallel: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,11 +231,13 @@ class StepModel:
         layers: the layers.
         norm: the norm before the head; None: no norm.
         head: the map to the logits.
+        logit_scale: the factor on the hidden states before the head.
     """
 
     layers: tuple[StepLayer, ...]
     norm: StepNorm | None
     head: StepMap
+    logit_scale: float = 1.0
 
 
 class RotaryTables(NamedTuple):
@@ -308,6 +352,7 @@ class DecodeStep:
         self.dtype = model.head.weight.dtype
         self._layers = np.zeros(len(model.layers), STEP_LAYER_STRUCT.dtype)
         self._networks = _Networks(self._layers, [layer.network for layer in model.layers])
+        self._extensions = _Extensions(model) if _is_extended(model) else None
         self._attention = np.zeros(len(model.layers), DECODE_STRUCT.dtype)
         self._codes = np.zeros(len(model.layers), DECODE_QUANTIZED_STRUCT.dtype)
         for i, layer in enumerate(model.layers):
@@ -349,7 +394,8 @@ class DecodeStep:
         for calls in (self._attention, self._codes):
             calls["taken"] = calls["done"] = 0
         x, x_mid, y, hidden, parts, logits_of_experts, shares = self._scratch[:7]
-        norm, (step_entry, attend_entry) = _norm_numbers(model.norm), _compiled_entries()
+        extensions, norm = self._extensions, _norm_numbers(model.norm)
+        step_entry, attend_entry = _compiled_entries(extended=extensions is not None)
         has_codes = any(x is not None for x in inputs.codes)
         record = STEP_STRUCT.pack_numbers(
             B,
@@ -376,6 +422,7 @@ class DecodeStep:
             logits.data_ptr(),
             *norm,
             *_map_numbers(model.head),
+            *(_NOT_EXTENDED if extensions is None else extensions.numbers),
         )
         has_mixtures = self._networks.logits > 0
         openmp.run_entry(step_entry(self.dtype, has_mixtures), record, workers)
@@ -390,6 +437,8 @@ class DecodeStep:
         M = self.model.head.weight.shape[1]
         states = [torch.empty(B, M, dtype=self.dtype) for _ in range(3)]
         pairs = self._networks.prepare(B)
+        if self._extensions is not None:
+            self._extensions.prepare(B, self.dtype)
         hidden = torch.empty(B, self._networks.units, dtype=self.dtype)
         parts = torch.empty(pairs, M, dtype=self.dtype)
         shares, logits = torch.empty(pairs), torch.empty(B, self._networks.logits)
@@ -520,8 +569,12 @@ def _shape_4d(x: Tensor) -> tuple[int, ...]:
 
 
 def _norm_numbers(norm: StepNorm | None) -> tuple[int, float, float]:
-    """Return the fields of a norm: the address of its weight, eps and offset."""
-    return (0, 0.0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps, norm.offset)
+    """Return the fields of an RMS norm: the address of its weight, eps and offset; zeros for none
+    and for other norms, which `_Extensions` packs.
+    """
+    if norm is None or norm.kind != "rms" or norm.weight is None:
+        return 0, 0.0, 0.0
+    return norm.weight.data_ptr(), norm.eps, norm.offset
 
 
 def _map_numbers(linear_map: StepMap) -> tuple[int, int, int]:
@@ -586,6 +639,88 @@ class _Networks:
         return B * self._pairs
 
 
+class _Extensions:
+    """The packed structs of the parts that only `step_extended_loops` computes.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        numbers: the last fields of STEP_STRUCT.
+    """
+
+    def __init__(self, model: StepModel) -> None:
+        layers = model.layers
+        norms = {x: _norms_of(x) for x in layers}
+        self._norms = np.zeros(1 + sum(map(len, norms.values())), STEP_NORM_STRUCT.dtype)
+        self._layers = np.zeros(len(layers), STEP_EXTENSION_STRUCT.dtype)
+        self._raw = torch.empty(0)
+        flat = [(x.H + x.G) * x.D for x in layers if x.q_flat is not None or x.k_flat is not None]
+        self._width = max(flat, default=0)
+        used = 0
+        for record, layer in zip(self._layers, layers, strict=True):
+            for name, norm in norms[layer].items():
+                _pack_norm(self._norms[used], norm)
+                record[name] = _address(self._norms[used:])
+                used += 1
+            record["parallel"], record["clip"] = layer.parallel, layer.clip
+            own = tuple(HeadBlocks(0, n, n) for n in (layer.H, layer.G, layer.G))
+            for name, block in zip("qkv", layer.blocks or own, strict=True):
+                for part, number in block._asdict().items():
+                    record[f"{name}_{part}"] = number
+        last = 0
+        if model.norm is not None:
+            _pack_norm(self._norms[used], model.norm)
+            last = _address(self._norms[used:])
+        self._last, self._scale = last, model.logit_scale
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The last fields of STEP_STRUCT."""
+        raw = self._raw.data_ptr()
+        return _address(self._layers), self._last, self._scale, raw, self._width
+
+    def prepare(self, B: int, dtype: torch.dtype) -> None:
+        """Allocate the memory for queries and keys of B tokens before a norm over all heads."""
+        self._raw = torch.empty(B, self._width, dtype=dtype)
+
+
+_NOT_EXTENDED = (0, 0, 1.0, 0, 0)
+"""The last fields of STEP_STRUCT for models that `step_loops` computes."""
+
+
+def _norms_of(layer: StepLayer) -> dict[str, StepNorm]:
+    """Return the norms that a layer has, by name."""
+    norms = ((name, getattr(layer, name)) for name in EXTENDED_NORMS)
+    return {name: norm for name, norm in norms if norm is not None}
+
+
+def _is_extended(model: StepModel) -> bool:
+    """Return whether a model has parts that only `step_extended_loops` computes."""
+    norms = [x for layer in model.layers for x in _norms_of(layer).values()]
+    norms += [] if model.norm is None else [model.norm]
+    return (
+        model.logit_scale != 1
+        or any(x.kind != "rms" for x in norms)
+        or any(
+            x.parallel
+            or x.clip
+            or x.blocks is not None
+            or not (x.q_flat is None and x.k_flat is None)
+            or (isinstance(x.network, StepNetwork) and x.network.gate is None)
+            for x in model.layers
+        )
+    )
+
+
+def _pack_norm(record: np.void, norm: StepNorm) -> None:
+    """Write a norm of any kind to its struct."""
+    record["kind"], record["eps"] = NORM_KINDS.index(norm.kind), norm.eps
+    record["offset"] = norm.offset
+    record["w"] = 0 if norm.weight is None else norm.weight.data_ptr()
+    record["b"] = 0 if norm.bias is None else norm.bias.data_ptr()
+
+
 def _address(x: np.ndarray) -> int:
     """Return the address of the first element of an array."""
     address: int = x.ctypes.data
@@ -602,7 +737,7 @@ def _pack_network(record: np.void, network: StepNetwork) -> None:
     record["F"] = _hidden_units(network)
     record["activation"] = ACTIVATIONS.index(network.activation)
     record["limit"], record["alpha"] = network.limit, network.alpha
-    _pack_maps(record, network, ("gate", "up", "down"))
+    _pack_maps(record, network, ("up", "down") if network.gate is None else ("gate", "up", "down"))
 
 
 def _pack_mixture(record: np.void, mixture: StepMixture, networks: int) -> None:
@@ -641,11 +776,22 @@ def _pack_layer(record: np.void, layer: StepLayer) -> None:
 
 
 @cache
-def _compiled_entries() -> tuple[Callable[[torch.dtype, bool], int], Callable[[torch.dtype], int]]:
+def _compiled_entries(
+    *, extended: bool
+) -> tuple[Callable[[torch.dtype, bool], int], Callable[[torch.dtype], int]]:
     """Import the compiled loops at the first call, and return the functions that map a dtype to the
     address of compiled code: of a step, with or without mixtures of experts, and of attention.
+
+    Args:
+        extended: whether the model has parts that only `step_extended_loops` computes.
     """
-    from regard.ops.jit import decode_loops, step_loops
+    from regard.ops.jit import decode_loops
+
+    if extended:
+        from regard.ops.jit import step_extended_loops
+
+        return step_extended_loops.entry_address, decode_loops.entry_address
+    from regard.ops.jit import step_loops
 
     return step_loops.entry_address, decode_loops.entry_address
 

@@ -309,7 +309,7 @@ STEP_STRUCT = StructLayout(
     IntField("codes"),  # the address of L structs DECODE_QUANTIZED_STRUCT: S is 0 without codes
     IntField("width"),  # the largest number of numbers in a vector of a step
     IntField("head"),  # the largest size of a head
-    IntField("counters"),  # the address of pairs of counters, one for each phase: at most 5 L + 1
+    IntField("counters"),  # the address of the counters of the phases: at most 6 L + 1
     IntField("runs"),  # the number of runs of tasks in a phase
     IntField("embedded"),  # the address of the hidden states before the first layer [B,M]
     IntField("x"),  # the address of the hidden states before the attention of a layer [B,M]
@@ -324,8 +324,15 @@ STEP_STRUCT = StructLayout(
     IntField("logits"),  # the address of the output [B,V]
     *(IntField(f"norm_{x}") if x == "w" else FloatField(f"norm_{x}") for x in NORM_PARTS),
     *(IntField(f"head_{part}") for part in MAP_PARTS),
+    IntField("extensions"),  # the address of L structs STEP_EXTENSION_STRUCT, or 0
+    IntField("last_norm"),  # the address of the STEP_NORM_STRUCT before the head, or 0
+    FloatField("logit_scale"),  # the factor on the hidden states before the head
+    IntField("raw"),  # the address of queries and keys before a norm over all heads [B,raw_width]
+    IntField("raw_width"),
 )
-"""The arguments of a decoding step of a whole model, packed by `regard.ops.decode_step`."""
+"""The arguments of a decoding step of a whole model, packed by `regard.ops.decode_step`. The last
+five fields are read by `step_extended_loops` only, which has the norm before the head from there.
+"""
 
 STEP_NETWORK_STRUCT = StructLayout(
     IntField("F"),  # the number of hidden units
@@ -380,6 +387,28 @@ STEP_LAYER_STRUCT = StructLayout(
 the weight, `x_b` of the bias, and `x_stored` of a STORED_MATRIX_STRUCT in place of the weight; of
 an RMS norm x the address `x_w` of its weight (0: no norm), the number `x_eps` that is added to the
 mean square, and `x_offset` that is added to the weight.
+"""
+
+STEP_NORM_STRUCT = StructLayout(
+    IntField("kind"),  # the number of the kind, in `decode_step.NORM_KINDS`
+    IntField("w"),  # the address of the weight, or 0
+    IntField("b"),  # the address of the bias, or 0
+    FloatField("eps"),  # added to the mean square, or to the variance
+    FloatField("offset"),  # added to the weight; or the factor of the kind "scale"
+)
+"""A norm of any kind of a decoding step, or a factor in its place."""
+
+EXTENDED_NORMS = (*_STEP_NORMS, "q_flat", "k_flat")
+"""The norms of a layer of `step_extended_loops`."""
+
+STEP_EXTENSION_STRUCT = StructLayout(
+    *(IntField(x) for x in EXTENDED_NORMS),  # the address of a STEP_NORM_STRUCT, or 0 for none
+    IntField("parallel"),  # whether both sublayers read the same hidden states
+    FloatField("clip"),  # the limit of queries, keys and values before the steps; 0: none
+    *(IntField(f"{x}_{part}") for x in "qkv" for part in ("first", "run", "step")),
+)
+"""What `step_extended_loops` reads of a layer besides its STEP_LAYER_STRUCT. Head i of the queries,
+the keys or the values x is block x_first + i // x_run x_step + i % x_run of the rows of its matrix.
 """
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -64,3 +64,15 @@ def tanh(x):
     e = exp(np.float32(-2) * a)
     far = (_ONE - e) / (_ONE + e)
     return x + x * z * p if a < np.float32(0.625) else math.copysign(far, x)
+
+
+_GELU_SCALE, _GELU_CUBE = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
+
+
+@njit_fastmath
+def gelu_tanh(x):
+    """Return the approximation of GELU by tanh:
+
+    x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+    """
+    return _HALF * x * (_ONE + tanh(_GELU_SCALE * (x + _GELU_CUBE * x * x * x)))

@@ -12,7 +12,8 @@ A layer has phases, each divided into tasks that the threads take one after anot
     5. down: a task is a block of rows.
 
 In a mixture of experts the phases 4 and 5 are the router, the experts' gate and up, and their maps
-down (`step_network_loops`).
+down (`step_network_loops`). Models with further parts, such as LayerNorms or networks without a
+gate, have an entry of their own (`step_extended_loops`).
 
 After the last layer come the norm and the head. Between two phases a thread waits until all tasks
 of the phase are finished (`wait_until_finished`). This needs no number of threads: a step is right
@@ -20,8 +21,8 @@ with any number of them, also if one begins late or never, because the others ta
 
 What all tasks of a phase need (the sum with the last sublayer's result, the norm, the vectors in
 fp32) each thread computes for itself, when it takes its first task of the phase: while it holds the
-task, no other thread can go on and overwrite the inputs. The thread with task 0 stores the new
-hidden states for the next phase.
+task, no other thread can go on and overwrite the inputs. The thread that takes the first task of
+all (`arrives_first`) stores the new hidden states for the next phase.
 
 Every number that the modules of a model would store is rounded to the dtype of the weights here as
 well, and sums have the same order (`gemv_loops.multiply_rows`, `rms_norm_loops.norm_rows`,
@@ -59,17 +60,20 @@ from regard.ops.jit.gemv_loops import VECTORS_PER_STEP, padded_count
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.rms_norm_loops import norm_rows
 from regard.ops.jit.step_network_loops import (
+    add_attention,
     map_down,
     map_experts_down,
     open_experts,
     open_gates,
     route_tokens,
     sublayer_result,
+    take_first,
 )
 from regard.ops.jit.step_parts import (
     STORED_ROWS,
     TASK_BYTES,
     add_result,
+    arrives_first,
     block_count,
     copy_row,
     map_at,
@@ -129,6 +133,30 @@ def finish_head(raw, normed, norm, tables, R, D, tag):
 
 
 @njit_strict
+def write_query(head, h, sizes, queries, tag):
+    """Write the rows `[R, D]` of query head h to the queries of the attention, in fp32. sizes: (R,
+    H, D).
+    """
+    R, H, D = sizes
+    for r in range(R):
+        for d in range(D):
+            queries[(r * H + h) * D + d] = to_float32(head[r * D + d], tag)
+
+
+@njit_strict
+def write_to_cache(head, g, sizes, steps, where, memory):
+    """Write the rows `[R, n]` of head g to the buffer of a cache with the strides `steps`. sizes:
+    (R, n). where: (the slot of each row, the table of pages).
+    """
+    R, n = sizes
+    slots, pages = where
+    for r in range(R):
+        slot = slot_in_memory(pages, r, slots[r])
+        place = r * steps[0] + g * steps[1] + slot * steps[2]
+        copy_row(head, r * n, memory, place, n)
+
+
+@njit_strict
 def project_heads(counters, layer, attention, sizes, states, last, scratch, dtype, tag):
     """Phase 1 of a layer: norm, queries, keys and values.
 
@@ -160,7 +188,7 @@ def project_heads(counters, layer, attention, sizes, states, last, scratch, dtyp
             add_result(x, y, after, R, M, total, tag)
         else:
             copy_row(x, 0, total, 0, R * M)
-        if task == 0:
+        if arrives_first(counters):
             copy_row(total, 0, stored, 0, R * M)
         before = norm_at(layer.before_w, layer.before_eps, layer.before_offset, dtype)
         norm_vectors(total, before, R, M, normed, vectors, tag)
@@ -170,24 +198,16 @@ def project_heads(counters, layer, attention, sizes, states, last, scratch, dtyp
             rows = (task * D, (task + 1) * D)
             map_rows(q_map, rows, vectors, R, tag, room, (raw, 0, D))
             head = finish_head(raw, turned, q_norm, tables, R, D, tag)
-            for r in range(R):
-                for d in range(D):
-                    queries[(r * H + task) * D + d] = to_float32(head[r * D + d], tag)
+            write_query(head, task, (R, H, D), queries, tag)
         elif task < H + G:
-            g, steps = task - H, attention.k_steps
+            g = task - H
             map_rows(k_map, (g * D, (g + 1) * D), vectors, R, tag, room, (raw, 0, D))
             head = finish_head(raw, turned, k_norm, tables, R, D, tag)
-            for r in range(R):
-                slot = slot_in_memory(pages, r, slots[r])
-                place = r * steps[0] + g * steps[1] + slot * steps[2]
-                copy_row(head, r * D, keys, place, D)
+            write_to_cache(head, g, (R, D), attention.k_steps, (slots, pages), keys)
         else:
-            g, steps = task - H - G, attention.v_steps
+            g = task - H - G
             map_rows(v_map, (g * E, (g + 1) * E), vectors, R, tag, room, (raw, 0, E))
-            for r in range(R):
-                slot = slot_in_memory(pages, r, slots[r])
-                place = r * steps[0] + g * steps[1] + slot * steps[2]
-                copy_row(raw, r * E, values, place, E)
+            write_to_cache(raw, g, (R, E), attention.v_steps, (slots, pages), values)
         finish_task(counters)
         task = take_next(counters, tasks, team)
     wait_until_finished(counters, tasks)
@@ -285,34 +305,38 @@ def compute_logits(counters, step, sizes, states, last, scratch, dtype, tag):
     multiply_blocks(counters_of_head, head, step.V, R, vectors, HEAD_TASK_BYTES, room, logits, tag)
 
 
+@njit_strict
+def make_scratch(step, thread, dtype):
+    """Return the scratch memory of a thread with a number, as `step_parts` describes it."""
+    R, M = step.B, step.M
+    block = R * max(step.head, 2 * TASK_BYTES // M + 1)  # codes have at least 4 bits
+    size = padded_count(R) * padded_width(step.width)
+    return (
+        np.empty(R * M, dtype),
+        np.empty(R * M, dtype),
+        np.empty(block, dtype),
+        np.empty(block, dtype),
+        np.zeros(size, np.float32),
+        (
+            np.empty(VECTORS_PER_STEP, np.float32),
+            make_call(R, padded_width(step.width)),
+            np.empty((R, STORED_ROWS), np.float32),
+        ),
+        np.zeros(size, np.float32),
+        (thread, step.runs),
+    )
+
+
 def _make_entry(dtype: Any, tag: Any, *, has_mixtures: bool) -> Callable[[int], None]:
     """Return the Python function of the entry for one storage dtype and tag, to be compiled. An
     entry for models without mixtures of experts has none of their phases, and compiles in half the
     time.
-
-    Each thread has scratch memory of its own, as `step_parts` describes it.
     """
 
     def entry(address: int) -> None:
         step = struct_at(address, STEP)
         R, M = step.B, step.M
-        sizes = (R, M)
-        block = R * max(step.head, 2 * TASK_BYTES // M + 1)  # codes have at least 4 bits
-        size = padded_count(R) * padded_width(step.width)
-        scratch = (
-            np.empty(R * M, dtype),
-            np.empty(R * M, dtype),
-            np.empty(block, dtype),
-            np.empty(block, dtype),
-            np.zeros(size, np.float32),
-            (
-                np.empty(VECTORS_PER_STEP, np.float32),
-                make_call(R, padded_width(step.width)),
-                np.empty((R, STORED_ROWS), np.float32),
-            ),
-            np.zeros(size, np.float32),
-            (take_task(address), step.runs),
-        )
+        sizes, scratch = (R, M), make_scratch(step, take_task(address), dtype)
         x, x_mid = memory_at(step.x, dtype), memory_at(step.x_mid, dtype)
         y, hidden = memory_at(step.y, dtype), memory_at(step.hidden, dtype)
         pairs = (
@@ -343,17 +367,19 @@ def _make_entry(dtype: Any, tag: Any, *, has_mixtures: bool) -> Callable[[int], 
             calls = (struct_at(codes_place, CODES), attention)
             map_output(counters, layer, calls, sizes, y, scratch, dtype, tag)
             counters += COUNTER_BYTES
-            mixture, between = layer.mixture, (x, y, x_mid)
+            mixture = layer.mixture
+            task, stores = take_first(counters, layer, M, scratch, dtype)
+            add_attention(layer, stores, sizes, (x, y, x_mid), scratch, dtype, tag)
             # the compiler knows `has_mixtures`, and leaves the phases out where it is False
             if has_mixtures:  # noqa: SIM102
                 if mixture:
-                    route_tokens(counters, layer, sizes, between, pairs, scratch, dtype, tag)
+                    route_tokens((counters, task), layer, sizes, pairs, scratch, dtype, tag)
                     counters += COUNTER_BYTES
                     open_experts(counters, layer, sizes, x_mid, hidden, scratch, dtype, tag)
                     counters += COUNTER_BYTES
                     map_experts_down(counters, layer, sizes, hidden, pairs, scratch, dtype, tag)
             if not mixture:
-                open_gates(counters, layer, sizes, between, hidden, scratch, dtype, tag)
+                open_gates((counters, task), layer, sizes, hidden, scratch, dtype, tag)
                 counters += COUNTER_BYTES
                 map_down(counters, layer, sizes, hidden, y, scratch, dtype, tag)
             counters += COUNTER_BYTES

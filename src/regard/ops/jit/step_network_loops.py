@@ -18,11 +18,12 @@ import numpy as np
 from regard.ops.jit.argument_structs import STEP_MIXTURE_STRUCT, STEP_NETWORK_STRUCT
 from regard.ops.jit.compile import njit_fastmath, njit_strict
 from regard.ops.jit.entry_points import finish_task, memory_at, struct_at, take_next, take_task
-from regard.ops.jit.exp_tanh import exp, tanh
+from regard.ops.jit.exp_tanh import exp, gelu_tanh
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.step_parts import (
     TASK_BYTES,
     add_result,
+    arrives_first,
     block_count,
     block_rows,
     copy_row,
@@ -53,16 +54,11 @@ def silu_products(gate, up, out, n, tag):
         out[i] = from_float32(y * to_float32(up[i], tag), tag, out)
 
 
-_GELU_SCALE, _GELU_CUBE = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
-
-
 @njit_fastmath
 def gelu_products(gate, up, out, n, tag):
     """Write gelu(gate) * up to `out`, with the approximation of GELU by tanh."""
-    half, one = np.float32(0.5), np.float32(1)
     for i in range(n):
-        x = to_float32(gate[i], tag)
-        y = half * x * (one + tanh(_GELU_SCALE * (x + _GELU_CUBE * x * x * x)))
+        y = gelu_tanh(to_float32(gate[i], tag))
         y = to_float32(from_float32(y, tag, out), tag)
         out[i] = from_float32(y * to_float32(up[i], tag), tag, out)
 
@@ -123,6 +119,31 @@ def gate_and_up(network, M, dtype):
 
 
 @njit_strict
+def units_of_task(network, M, dtype):
+    """Return the number of hidden units of a network in one task."""
+    gate_map, up_map = gate_and_up(network, M, dtype)
+    units = block_rows(up_map)
+    if network.gate_w or network.gate_stored:
+        units = min(units, block_rows(gate_map))
+    return units
+
+
+@njit_strict
+def take_first(counters, layer, M, scratch, dtype):
+    """Return the number of the first task of a thread in phase 4 of a layer, and whether no other
+    thread has taken one before.
+    """
+    if layer.mixture:
+        task = take_task(counters)
+        return task, task == 0
+    network = struct_at(layer.network, NETWORK)
+    step = units_of_task(network, M, dtype)
+    tasks = (network.F + step - 1) // step
+    task = take_next(counters, tasks, scratch[7])
+    return task, task < tasks and arrives_first(counters)
+
+
+@njit_strict
 def open_rows(network, rows, vectors, sizes, out, scratch, dtype, tag):
     """Compute some hidden units of R vectors: gate, up and activation.
 
@@ -141,9 +162,9 @@ def open_rows(network, rows, vectors, sizes, out, scratch, dtype, tag):
 
 
 @njit_strict
-def add_attention(layer, task, sizes, states, scratch, dtype, tag):
-    """Begin phase 4 of a layer: the sum of the hidden states and the attention's result, which
-    task 0 stores, and the vectors of its norm.
+def add_attention(layer, stores, sizes, states, scratch, dtype, tag):
+    """Begin phase 4 of a layer: the sum of the hidden states and the attention's result, and the
+    vectors of its norm. stores: whether this thread stores the sum.
 
     states: (hidden states, the attention's result, memory for the new hidden states).
     """
@@ -152,7 +173,7 @@ def add_attention(layer, task, sizes, states, scratch, dtype, tag):
     total, normed, wide, room = scratch[0], scratch[1], scratch[4], scratch[5]
     after = norm_at(layer.after_w, layer.after_eps, layer.after_offset, dtype)
     add_result(x, y, after, R, M, total, tag)
-    if task == 0:
+    if stores:
         copy_row(total, 0, stored, 0, R * M)
     before = norm_at(layer.ff_before_w, layer.ff_before_eps, layer.ff_before_offset, dtype)
     norm_vectors(total, before, R, M, normed, vectors_in(wide, R, M), tag)
@@ -160,27 +181,25 @@ def add_attention(layer, task, sizes, states, scratch, dtype, tag):
 
 
 @njit_strict
-def open_gates(counters, layer, sizes, states, hidden, scratch, dtype, tag):
-    """Phase 4 of a layer with one network: norm, gate, up and activation.
+def open_gates(counters, layer, sizes, hidden, scratch, dtype, tag):
+    """Phase 4 of a layer with one network: gate, up and activation.
 
-    states: see `add_attention`.
+    counters: (their address, the number of the first task of the caller, who has computed the
+    normed vectors). sizes: (R, M).
     """
     R, M = sizes
+    address, task = counters
     network = struct_at(layer.network, NETWORK)
     F = network.F
     vectors = vectors_in(scratch[4], R, M)
-    gate_map, up_map = gate_and_up(network, M, dtype)
-    step = min(block_rows(gate_map), block_rows(up_map))
-    tasks, team = (F + step - 1) // step, scratch[7]
-    task = take_next(counters, tasks, team)
-    if task < tasks:
-        add_attention(layer, task, sizes, states, scratch, dtype, tag)
+    step = units_of_task(network, M, dtype)
+    tasks = (F + step - 1) // step
     while task < tasks:
         rows = (task * step, min(F, (task + 1) * step))
         open_rows(network, rows, vectors, sizes, (hidden, rows[0], F), scratch, dtype, tag)
-        finish_task(counters)
-        task = take_next(counters, tasks, team)
-    wait_until_finished(counters, tasks)
+        finish_task(address)
+        task = take_next(address, tasks, scratch[7])
+    wait_until_finished(address, tasks)
 
 
 @njit_strict
@@ -332,13 +351,14 @@ def expert_at(mixture, i, used, experts):
 
 
 @njit_strict
-def route_tokens(counters, layer, sizes, states, memory, scratch, dtype, tag):
-    """Phase 4 of a layer with a mixture: norm, the logits of the experts, and their choice by the
-    thread that finishes last, which counts as one more task.
+def route_tokens(counters, layer, sizes, memory, scratch, dtype, tag):
+    """Phase 4 of a layer with a mixture: the logits of the experts, and their choice by the thread
+    that finishes last, which counts as one more task.
 
-    states: see `add_attention`. memory: see `sublayer_result`.
+    counters: see `open_gates`. memory: see `sublayer_result`.
     """
     R, M = sizes
+    address, task = counters
     mixture = struct_at(layer.mixture, MIXTURE)
     n, routing = mixture.n, memory_at(mixture.routing, np.int64)
     shares, logits, _ = memory
@@ -347,9 +367,6 @@ def route_tokens(counters, layer, sizes, states, memory, scratch, dtype, tag):
     step = block_rows(router)
     blocks = (n + step - 1) // step
     tasks = blocks + (1 if mixture.gated else 0)
-    task = take_task(counters)
-    if task < tasks:
-        add_attention(layer, task, sizes, states, scratch, dtype, tag)
     while task < tasks:
         if task < blocks:
             rows = (task * step, min(n, (task + 1) * step))
@@ -359,11 +376,11 @@ def route_tokens(counters, layer, sizes, states, memory, scratch, dtype, tag):
                 mixture.shared_gate_w, mixture.shared_gate_b, mixture.shared_gate_stored, M, dtype
             )
             map_rows(gate, (0, 1), vectors, R, tag, room, (logits, R * n, 1))
-        if finish_task(counters) == tasks - 1:
+        if finish_task(address) == tasks - 1:
             choose_experts(mixture, R, logits, routing, shares, tag)
-            finish_task(counters)
-        task = take_task(counters)
-    wait_until_finished(counters, tasks + 1)
+            finish_task(address)
+        task = take_task(address)
+    wait_until_finished(address, tasks + 1)
 
 
 @njit_strict

@@ -22,7 +22,14 @@ from numba.extending import intrinsic
 
 from regard.ops.jit.argument_structs import STORED_MATRIX_STRUCT
 from regard.ops.jit.compile import njit_strict
-from regard.ops.jit.entry_points import counter_at, finish_task, memory_at, struct_at, take_next
+from regard.ops.jit.entry_points import (
+    counter_at,
+    finish_task,
+    memory_at,
+    struct_at,
+    take_next,
+    take_task,
+)
 from regard.ops.jit.gemv_loops import multiply_rows, padded_count
 from regard.ops.jit.half_precision import from_float32, to_float32
 from regard.ops.jit.rms_norm_loops import norm_rows
@@ -87,6 +94,14 @@ def wait_until_finished(address, tasks):
             pause()
         else:
             offer_core()
+
+
+@njit_strict
+def arrives_first(address):
+    """Return whether a thread, which has a task of a phase with runs of tasks, is the first that
+    asks. While it has the task the phase does not end, so that it may do what must be done once.
+    """
+    return take_task(address) == 0
 
 
 @njit_strict
