@@ -233,8 +233,9 @@ def test_numbers_beside_a_much_larger_one(
     assert torch.equal(exact[0], F.linear(alone.double(), decoded(record))[0])
     plain, found = F.linear(x, record.dequantize()), stored_linear(x, record)
     assert_close_rule(found, plain, exact)
-    for r in range(3):  # a vector does not depend on the others
-        assert torch.equal(stored_linear(x[r : r + 1], record)[0], found[r])
+    if HAS_BYTE_DOT:  # in fp32 the number of vectors changes the order of a sum
+        for r in range(3):
+            assert torch.equal(stored_linear(x[r : r + 1], record)[0], found[r])
     if form == "int8" and ratio == 1e4 and dtype == torch.bfloat16:
         blocks = list(zip(x[1].split(128), decoded(record).split(128, 1), strict=True))
         parts = [(digits_of(numbers), matrix) for numbers, matrix in blocks]

@@ -178,9 +178,10 @@ def _by_panels(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
 
 def _dequantize_rows(weight: StoredWeight, first: int, last: int, dtype: torch.dtype) -> Tensor:
     """Return the rows first <= n < last of W as `weight.dequantize(dtype)` has them, by compiled
-    code where it reads the form: about eight times as fast as the operations of torch.
+    code where it reads the form, in a fraction of the time of torch's operations.
     """
-    layout = weight.layout
+    part = weight.rows(first, last)
+    layout = part.layout  # not that of `weight`, which may be older than the memory of its tensors
     if (
         is_compiling()
         or layout is None
@@ -190,13 +191,13 @@ def _dequantize_rows(weight: StoredWeight, first: int, last: int, dtype: torch.d
         or is_transformed()
         or torch._C._len_torch_dispatch_stack()
     ):
-        return weight.rows(first, last).dequantize(dtype)
+        return part.dequantize(dtype)
     _, M, _, group, row_bytes, row_scales, codes, scales = layout
     y = torch.empty(last - first, M, dtype=dtype)
     record = DEQUANTIZE_STRUCT.pack_numbers(
-        M, group, row_bytes, row_scales, codes, scales, first, last, y.data_ptr()
+        last - first, M, group, row_bytes, row_scales, codes, scales, y.data_ptr()
     )
-    entry = _conversion_address()(weight.form, weight.scale_dtype, dtype)
+    entry = _conversion_address()(weight.form, part.scale_dtype, dtype)
     workers = min(openmp.thread_count(), 1 + (last - first) * row_bytes // BYTES_PER_THREAD)
     openmp.run_entry(entry, record, workers)
     return y

@@ -266,15 +266,14 @@ STORED_WEIGHT_STRUCT = StructLayout(
 """
 
 DEQUANTIZE_STRUCT = StructLayout(
+    IntField("N"),  # the number of rows
     IntField("M"),  # the number of columns
     IntField("group"),  # the number of columns for each scale
     IntField("row_bytes"),  # the size in bytes of a row of codes
     IntField("row_scales"),  # the number of scales, and zeros, of a row
     IntField("codes"),  # the address of the matrix
     IntField("scales"),  # the address of the scales
-    IntField("first"),  # the first row
-    IntField("last"),  # one past the last row
-    IntField("y"),  # the address of the output [last-first,M]
+    IntField("y"),  # the address of the output [N,M]
 )
 """The arguments of the conversion of rows of codes, packed by `regard.ops.stored_linear`."""
 

@@ -126,14 +126,14 @@ def _make_int8(stored: Any, tag: Any, kind: Any, kind_tag: Any) -> Callable[[int
         codes, scales = memory_at(arguments.codes, np.int8), memory_at(arguments.scales, stored)
         y, step = memory_at(arguments.y, kind), max(1, TASK_NUMBERS // M)
         while True:
-            first = arguments.first + take_task(address) * step
-            if first >= arguments.last:
+            first = take_task(address) * step
+            if first >= arguments.N:
                 break
-            for n in range(first, min(arguments.last, first + step)):
+            for n in range(first, min(arguments.N, first + step)):
                 for i in range(0, M, group):
                     scale = to_float32(scales[n * arguments.row_scales + i // group], tag)
                     place, count = n * arguments.row_bytes + i, min(group, M - i)
-                    out = (n - arguments.first) * M + i
+                    out = n * M + i
                     _write_int8(codes, place, 0, scale, scale, count, y, out, kind_tag)
 
     return entry
@@ -149,11 +149,11 @@ def _make_int4(stored: Any, tag: Any, kind: Any, kind_tag: Any) -> Callable[[int
         y, step = memory_at(arguments.y, kind), max(1, TASK_NUMBERS // M)
         zeros = arguments.row_scales // 2
         while True:
-            first = arguments.first + take_task(address) * step
-            if first >= arguments.last:
+            first = take_task(address) * step
+            if first >= arguments.N:
                 break
-            for n in range(first, min(arguments.last, first + step)):
-                place, out = n * (arguments.row_bytes // 4), (n - arguments.first) * M
+            for n in range(first, min(arguments.N, first + step)):
+                place, out = n * (arguments.row_bytes // 4), n * M
                 number = n * arguments.row_scales
                 for start in range(0, M, group):
                     scale = to_float32(scales[number], tag)

@@ -9,13 +9,13 @@ common factor, a power of two, and each integer three signed bytes, its digits:
     sum_i code_i x_i = f (65536 sum_i code_i d2_i + 256 sum_i code_i d1_i + sum_i code_i d0_i)
 
 Nothing is rounded where every number of the block is at least 2^-14 (bf16) or 2^-11 (fp16) of the
-largest; a smaller one may change by 2^-23 of the largest. `pack_digits` says which vectors have
-numbers that are not finite, or blocks with many rounded numbers: the loops in fp32 multiply those
-(`stored_weight_loops`). Sums of bytes are exact, and they are joined by additions that are exact,
-so that a sum is rounded to fp32 once for each lane of a block.
+largest; a smaller one may change by 2^-22 of the largest. `pack_int8_digits` and `pack_int4_digits`
+say which vectors have numbers that are not finite, or blocks with many rounded numbers: the loops
+in fp32 multiply those (`stored_weight_loops`). Sums of bytes are exact integers. They are joined in
+integers where 32 bits suffice, and otherwise in fp32.
 
-The instruction takes unsigned codes. 8-bit codes c are c + 128 (one bit is flipped), and 4-bit
-codes less their zero z are what is multiplied, so that a vector has corrections:
+The instruction takes unsigned codes. An 8-bit code c becomes c + 128, as one bit is flipped, and a
+4-bit code c is multiplied without its zero z. Corrections that depend on the vector make up for it:
 
     sum_i c_i X_i = sum_i (c_i + 128) X_i - 128 sum_i X_i
     sum_i (c_i - z) X_i = sum_i c_i X_i - z sum_i X_i
