@@ -105,7 +105,7 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     ):
         return F.linear(x, weight, bias)
     out = empty_like(x, (prod(shape[:-1]), shape[-1]))
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(out.shape[0], x.shape[-1])
     if bias is None:
         torch.mm(rows, weight.t(), out=out)
     else:
