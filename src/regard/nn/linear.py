@@ -42,8 +42,8 @@ def linear(
     On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
     bandwidth in every dtype. Torch multiplies fp16 matrices with many rows slowly (LOG.md).
     Therefore, if x has at least `FP16_MATMUL_ROWS` rows, `regard.ops.fp16_linear` multiplies them
-    where the processor has AMX; elsewhere the weight is converted to fp32 block by block. The
-    result is rounded to fp16 once.
+    where the processor has AMX; on other processors the weight is converted to fp32 block by
+    block. The result is rounded to fp16 once.
 
     Args:
         x: inputs [..., M].
