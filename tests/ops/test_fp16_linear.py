@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.errors import ArgumentError
 from regard.nn import linear as module
 from regard.nn.linear import linear
 from regard.ops.fp16_linear import MIN_ROWS, fp16_linear, why_not_fp16_linear
@@ -133,5 +134,7 @@ def test_when_it_does_not_run() -> None:
     ):
         assert words in why_not_fp16_linear(other, weight, None)[0]
         assert fp16_linear(other, weight, None) is None
+    with pytest.raises(ArgumentError, match="its last dimension must be 128"):
+        fp16_linear(x[:, :96], w, None)
     strided = draw(20, 128, 256)[2][::2]
     assert "not contiguous" in why_not_fp16_linear(x, w, strided)[0]

@@ -116,7 +116,7 @@ class GatedFeedForward(nn.Module):
 
 
 def _is_plain_silu(activation: nn.Module) -> bool:
-    """Return whether calling a module computes SiLU and nothing else: nobody listens to it."""
+    """Return whether a call of a module computes SiLU and runs no hooks."""
     return type(activation) is nn.SiLU and not (
         activation._forward_hooks
         or activation._forward_pre_hooks

@@ -42,8 +42,8 @@ def linear(
     On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
     bandwidth in every dtype. Torch multiplies fp16 matrices with many rows slowly (LOG.md).
     Therefore, if x has at least `FP16_MATMUL_ROWS` rows, `regard.ops.fp16_linear` multiplies them
-    where the processor has AMX; elsewhere the weight is converted to fp32 block by block. The
-    result is rounded to fp16 once.
+    where the processor has AMX; on other processors the weight is converted to fp32 block by
+    block. The result is rounded to fp16 once.
 
     Args:
         x: inputs [..., M].
@@ -105,7 +105,7 @@ def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     ):
         return F.linear(x, weight, bias)
     out = empty_like(x, (prod(shape[:-1]), shape[-1]))
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(out.shape[0], x.shape[-1])
     if bias is None:
         torch.mm(rows, weight.t(), out=out)
     else:

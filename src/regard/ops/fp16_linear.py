@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from regard.huge_pages import empty_like
-from regard.ops.gemv import compiled_kernel_applies
+from regard.ops.gemv import check_linear_map, compiled_kernel_applies
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import FP16_LINEAR_STRUCT
 from regard.units import plural
@@ -47,9 +47,13 @@ def fp16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None
         y `[..., N]`, the fp32 sums rounded once; or None, for the reasons of `why_not_fp16_linear`
         or because an input or a result is not finite, so that the parts of a number say nothing.
 
+    Raises:
+        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
+
     >>> fp16_linear(torch.ones(2, 3).half(), torch.eye(3).half(), None) is None
     True
     """
+    check_linear_map(x, weight, bias)
     if why_not_fp16_linear(x, weight, bias):
         return None
     x = x.contiguous()

@@ -109,8 +109,8 @@ def _words_at(builder: Any, start: Any, index: Any) -> Any:
 
 
 @intrinsic
-def _split_row(context, x, at, out, to, distance, count):
-    """Split `count` numbers x[at], ... into out[to], ... and out[to + distance], ...; count is a
+def _split_row(context, x, begin, out, to, distance, count):
+    """Split `count` numbers x[begin], ... into out[to], ... and out[to + distance], ...; count is a
     multiple of 32.
     """
 
@@ -132,11 +132,11 @@ def _split_row(context, x, at, out, to, distance, count):
 
 
 @intrinsic
-def _split_columns(context, w, at, step, last, out, to, distance, count):
+def _split_columns(context, w, begin, step, last, out, to, distance, count):
     """Split 16 rows of a matrix into 16 columns of two panels.
 
-    Row i begins at w[at + min(i, last) step]. The panel `[count / 2, PANEL_COLUMNS, 2]` begins at
-    out[to], that of the rests at out[to + distance]. count is a multiple of 32.
+    Row i begins at w[begin + min(i, last) step]. The panel `[count / 2, PANEL_COLUMNS, 2]` begins
+    at out[to], that of the rests at out[to + distance]. count is a multiple of 32.
 
     Returns:
         All words of the rests, joined by "or".
@@ -184,9 +184,9 @@ def _make_product(weight_parts: int) -> Any:
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             _, a_at, a_next, _, b_at, b_next, k, _, c_at, c_step = args
 
-            def start(i: int, at: Any) -> Any:
+            def start(i: int, begin: Any) -> Any:
                 data = array_data(context, builder, signature.args[i], args[i])
-                return builder.bitcast(builder.gep(data, [at]), _I8.as_pointer())
+                return builder.bitcast(builder.gep(data, [begin]), _I8.as_pointer())
 
             def parts(distance: Any) -> tuple[Any, ...]:
                 return I64(0), builder.mul(distance, I64(2))
@@ -258,9 +258,9 @@ def _multiply_group(group, panels, has_rest, count, sums, place, step):
 
 
 @intrinsic
-def _round_sums(context, sums, at, bias, out, to, count, largest):
-    """Add bias[0], ... to the first `count` sums from sums[at] on, a multiple of LANES, round them
-    to fp16, and write their bits from out[to] on; largest[i] becomes the largest of these bits
+def _round_sums(context, sums, begin, bias, out, to, count, largest):
+    """Add bias[0], ... to the first `count` sums from sums[begin] on, a multiple of LANES, round
+    them to fp16, and write their bits from out[to] on; largest[i] becomes the largest of these bits
     without signs in lane i, if they are more.
     """
 
@@ -268,22 +268,24 @@ def _round_sums(context, sums, at, bias, out, to, count, largest):
         source, added, target, most = (
             array_data(context, builder, signature.args[i], args[i]) for i in (0, 2, 3, 6)
         )
-        _, at, _, _, to, count, _ = args
+        _, begin, _, _, to, count, _ = args
 
         def place(start: Any, index: Any, kind: Any) -> Any:
             return builder.bitcast(builder.gep(start, [index]), kind.as_pointer())
 
         most = place(most, I64(0), _SHORTS)
         loop = LLVMLoop(builder, I64(0), count, LANES, [builder.load(most, align=2)])
-        z = builder.load(place(source, builder.add(at, loop.index), _FLOATS), align=4)
+        z = builder.load(place(source, builder.add(begin, loop.index), _FLOATS), align=4)
         b = builder.load(place(added, loop.index, _FLOATS), align=4)
         bits = builder.bitcast(builder.fptrunc(builder.fadd(z, b), _HALVES), _SHORTS)
         builder.store(bits, place(target, builder.add(to, loop.index), _SHORTS), align=2)
         size = builder.and_(bits, ir.Constant(_SHORTS, [0x7FFF] * LANES))
-        (found,) = loop.now
-        found = builder.select(builder.icmp_unsigned(">", size, found), size, found)
-        (found,) = loop.close([found])
-        builder.store(found, most, align=2)
+        (largest_size,) = loop.now
+        largest_size = builder.select(
+            builder.icmp_unsigned(">", size, largest_size), size, largest_size
+        )
+        (largest_size,) = loop.close([largest_size])
+        builder.store(largest_size, most, align=2)
         return context.get_dummy_value()
 
     i = types.int64
@@ -298,10 +300,10 @@ def _write_rows(sums, place, step, bias, block, rows, y, N, largest):
     count = block[1] - block[0]
     whole = count // LANES * LANES
     for r in range(rows[0], rows[1]):
-        at, to = place + (r - rows[0]) * step, r * N + block[0]
-        _round_sums(sums, at, bias, y, to, whole, largest)
+        begin, to = place + (r - rows[0]) * step, r * N + block[0]
+        _round_sums(sums, begin, bias, y, to, whole, largest)
         for i in range(whole, count):
-            bits = from_float32(sums[at + i] + bias[i], FP16, y)
+            bits = from_float32(sums[begin + i] + bias[i], FP16, y)
             y[to + i] = bits
             largest[0] = max(largest[0], bits & np.uint16(0x7FFF))
 

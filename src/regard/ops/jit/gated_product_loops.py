@@ -38,8 +38,8 @@ def _rounded_bits(builder: Any, x: Any, tag: Any) -> Any:
     bits, upper = builder.bitcast(x, _WORDS), _words(16)
     odd = builder.and_(builder.lshr(bits, upper), _words(1))
     rounded = builder.lshr(builder.add(builder.add(bits, _words(0x7FFF)), odd), upper)
-    kept = builder.select(builder.fcmp_ordered("ord", x, x), rounded, _words(0x7FC0))
-    return builder.trunc(kept, _SHORTS)
+    bits_or_nan = builder.select(builder.fcmp_ordered("ord", x, x), rounded, _words(0x7FC0))
+    return builder.trunc(bits_or_nan, _SHORTS)
 
 
 def _words(n: int) -> Any:
