@@ -76,7 +76,7 @@ def captured(module: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.full(keep=["gqa-", "gated_delta"])
+@pytest.mark.full(keep=["gqa", "gated_delta_net"])
 def test_a_captured_step_of_a_mechanism(name: str) -> None:
     module, x = example(CAUSAL[name]), tokens(T)
     with torch.inference_mode():
