@@ -171,7 +171,7 @@ class LazyFloat8Tensor(LazyTensor):
         return self._vectors if self.is_stored else None
 
     def compute_numbers(self) -> Tensor:
-        """Compute code * scale."""
+        """Compute every number from its code and the scale of its vector."""
         return from_float8(*self._vectors)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -235,7 +235,7 @@ class _Float8Part:
 
     @property
     def vectors(self) -> Float8Vectors:
-        """All slots."""
+        """The codes and scales of all slots."""
         return Float8Vectors(self.codes.view, self.scale.view, self.format)
 
     def appended(self, new: _Float8Part) -> _Float8Part:

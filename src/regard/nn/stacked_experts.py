@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.process_state import is_compiling
+from regard.units import plural
 
 _chosen: ContextVar[Tensor] = ContextVar("chosen")
 """The expert of each row while `StackedExperts.run` runs, int64 `[R]`."""
@@ -41,7 +42,7 @@ class StackedExperts:
     y_r = expert_{e_r}(x_r)
 
     Args:
-        experts: networks of linear maps and of modules without parameters, all alike.
+        experts: networks of linear maps and of modules without parameters, equal in form.
 
     Raises:
         ArgumentError: the networks differ in form, dtype or device, have other parameters, or store
@@ -154,8 +155,8 @@ def _linear_maps(experts: nn.ModuleList) -> list[str]:
     }
     if len(forms) != 1:
         raise ArgumentError(
-            f"{len(experts)} experts have {len(forms)} forms; only experts of one form, dtype "
-            "and device can be stacked: leave them as they are"
+            f"{plural(len(experts), 'expert')} have {plural(len(forms), 'form')}; only experts of "
+            "one form, dtype and device can be stacked: leave them as they are"
         )
     names = [n for n, x in experts[0].named_modules() if isinstance(x, nn.Linear)]
     known = {f"{n}.{part}" for n in names for part in ("weight", "bias")}
