@@ -12,19 +12,19 @@ from regard.bench.recurrence_tuning import KERNELS, RECURRENCES, candidates, lau
 from regard.ops.linear.triton import block_sizes
 from regard.ops.linear.triton.block_sizes import (
     TABLE,
-    ProgramSizes,
-    ProgramSizesKey,
+    RecurrenceSizes,
+    RecurrenceSizesKey,
     chunk_sizes,
-    try_program_sizes,
+    try_recurrence_sizes,
 )
 from regard.ops.linear.triton.kernel import RecurrenceCall
 from regard.ops.triton_support import launches_for
 
-KEY = ProgramSizesKey("parallel", False, 256)
-NEW = ProgramSizes(16, 32, 4, 2)
+KEY = RecurrenceSizesKey("parallel", False, 256)
+NEW = RecurrenceSizes(16, 32, 4, 2)
 
 
-def made_up(key: ProgramSizesKey, choices: Sequence[ProgramSizes]) -> list[Trial]:
+def made_up(key: RecurrenceSizesKey, choices: Sequence[RecurrenceSizes]) -> list[Trial]:
     """Two stages are the fastest, and the rows of triangular systems fit nowhere."""
     if key.kind == "solve":
         return [Trial(x, why="out of resource: shared memory") for x in choices]
@@ -43,7 +43,7 @@ def test_every_row_is_measured_and_written() -> None:
         assert proposal.chosen.sizes.stages == 2
     text = as_python(90, "a GPU", proposals, RECURRENCES)
     assert text.startswith("# regard.ops.linear.triton.block_sizes\n")
-    names = {"ProgramSizesKey": ProgramSizesKey, "ProgramSizes": ProgramSizes}
+    names = {"RecurrenceSizesKey": RecurrenceSizesKey, "RecurrenceSizes": RecurrenceSizes}
     entered = eval("{" + text + "}", names)  # as a reviewer would paste it
     assert entered == {90: {x.key: x.chosen.sizes for x in proposals}}
 
@@ -57,14 +57,14 @@ def test_a_measured_row_changes_no_chunk(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert sizes(80) == (32, *NEW)
     assert sizes(90) == TABLE[KEY]
-    with try_program_sizes(KEY, NEW):
+    with try_recurrence_sizes(KEY, NEW):
         assert (sizes(90), sizes(100, 256), sizes(100)) == ((64, *NEW), (32, *NEW), (64, *NEW))
     exact = chunk_sizes("parallel", by_channel=False, exact=True, D=64, capability=80)
     assert exact.chunk == 16, "rows for fp32 are not measured"
 
 
 def test_the_problem_of_a_row() -> None:
-    call = problem_of(ProgramSizesKey("states", True, 64), torch.device("meta"))
+    call = problem_of(RecurrenceSizesKey("states", True, 64), torch.device("meta"))
     assert (call.k.shape, call.k.dtype) == ((1, 32, 2048, 64), torch.bfloat16)
     assert call.decay_form == 2
     assert call.beta is not None
@@ -80,7 +80,7 @@ def test_the_tried_sizes_are_those_of_the_kinds_kernels(kind: str) -> None:
     width = min(key.width for key in TABLE if key[:2] == (kind, False))
     with (
         launches_for(90),
-        try_program_sizes(ProgramSizesKey(kind, False, width), ProgramSizes(64, 16, 2, 1)),
+        try_recurrence_sizes(RecurrenceSizesKey(kind, False, width), RecurrenceSizes(64, 16, 2, 1)),
     ):
         launches = launches_of(call)
     changed = {x.kernel.__name__ for x in launches if x.options["num_warps"] == 2}

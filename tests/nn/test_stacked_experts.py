@@ -143,6 +143,12 @@ READS: dict[str, Callable[[], None]] = {
     "a hook": lambda: run_on_device(
         lambda moe: moe.experts[0].register_forward_hook(lambda *_: None)
     ),
+    "a hook of a map": lambda: run_on_device(
+        lambda moe: moe.experts[7].down.register_forward_hook(lambda *_: None)
+    ),
+    "a map was replaced": lambda: run_on_device(
+        lambda moe: setattr(moe.experts[2], "up", nn.Identity())
+    ),
     "no stacks": lambda: run_on_device(lambda moe: setattr(moe, "stacked", None)),
 }
 

@@ -18,7 +18,7 @@ import torch
 from regard.bench.measurement import interleaved, median
 from regard.errors import RegardError
 from regard.masks import Causal
-from regard.ops.linear.triton.block_sizes import ProgramSizes, ProgramSizesKey
+from regard.ops.linear.triton.block_sizes import RecurrenceSizes, RecurrenceSizesKey
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.triton.block_sizes import (
     TABLE,
@@ -37,9 +37,9 @@ MAX_SPILLED_BYTES = 40
 """The largest number of bytes that a program may spill."""
 
 
-RowKey: TypeAlias = SizesKey | ProgramSizesKey
+RowKey: TypeAlias = SizesKey | RecurrenceSizesKey
 """The row of a table."""
-RowSizes: TypeAlias = LaunchSizes | ProgramSizes
+RowSizes: TypeAlias = LaunchSizes | RecurrenceSizes
 """The sizes that are tried for a row."""
 
 

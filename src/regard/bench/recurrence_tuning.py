@@ -11,9 +11,9 @@ from regard.bench.block_tuning import TunedTable
 from regard.ops.linear.triton.block_sizes import (
     TABLE,
     ChunkSizes,
-    ProgramSizes,
-    ProgramSizesKey,
-    try_program_sizes,
+    RecurrenceSizes,
+    RecurrenceSizesKey,
+    try_recurrence_sizes,
 )
 from regard.ops.linear.triton.kernel import RecurrenceCall
 from regard.ops.triton_support import Launch
@@ -27,19 +27,19 @@ KERNELS = {
 """Kind -> the kernels whose sizes its rows have."""
 
 
-def candidates(key: ProgramSizesKey, current: ChunkSizes) -> list[ProgramSizes]:
+def candidates(key: RecurrenceSizesKey, current: ChunkSizes) -> list[RecurrenceSizes]:
     """Return the sizes that are tried for a row: those of the table first, then those with at most
     twice and at least half as many channels and columns.
 
-    >>> key = ProgramSizesKey("states", False, 128)
+    >>> key = RecurrenceSizesKey("states", False, 128)
     >>> candidates(key, TABLE[key])[0], len(candidates(key, TABLE[key]))
-    (ProgramSizes(channels=64, columns=32, warps=8, stages=2), 18)
+    (RecurrenceSizes(channels=64, columns=32, warps=8, stages=2), 18)
     """
-    first = ProgramSizes(*current[1:])
+    first = RecurrenceSizes(*current[1:])
     # the kernels that pass a state read all channels
     channels = (first.channels,) if key.kind == "states" else (16, 32, 64)
     sizes = [
-        ProgramSizes(n, m, warps, stages)
+        RecurrenceSizes(n, m, warps, stages)
         for n in channels
         if first.channels <= 2 * n <= 4 * first.channels
         for m in (16, 32, 64)
@@ -50,7 +50,7 @@ def candidates(key: ProgramSizesKey, current: ChunkSizes) -> list[ProgramSizes]:
     return [first, *(x for x in sizes if x != first)]
 
 
-def problem_of(key: ProgramSizesKey, device: torch.device) -> RecurrenceCall:
+def problem_of(key: RecurrenceSizesKey, device: torch.device) -> RecurrenceCall:
     """Return a gated delta rule with which a row of the table is measured.
 
     Args:
@@ -89,25 +89,25 @@ def launches_of(call: RecurrenceCall) -> list[Launch]:
 
 
 def _launches_of_row(
-    key: ProgramSizesKey, device: torch.device
-) -> Callable[[ProgramSizes], tuple[list[Launch], list[Launch]]]:
+    key: RecurrenceSizesKey, device: torch.device
+) -> Callable[[RecurrenceSizes], tuple[list[Launch], list[Launch]]]:
     """Return a function that prepares the kernels of a row: all run once, for their inputs are the
     results of others, and those of the row's kind are timed.
     """
     call = problem_of(key, device)
 
-    def prepared(sizes: ProgramSizes) -> tuple[list[Launch], list[Launch]]:
-        with try_program_sizes(key, sizes):
+    def prepared(sizes: RecurrenceSizes) -> tuple[list[Launch], list[Launch]]:
+        with try_recurrence_sizes(key, sizes):
             launches = launches_of(call)
         return launches, [x for x in launches if x.kernel.__name__ in KERNELS[key.kind]]
 
     return prepared
 
 
-def row_name(key: ProgramSizesKey) -> str:
+def row_name(key: RecurrenceSizesKey) -> str:
     """Return the words for a row.
 
-    >>> row_name(ProgramSizesKey("solve", True, 256))
+    >>> row_name(RecurrenceSizesKey("solve", True, 256))
     'recurrence, solve, a decay per channel, D up to 256'
     """
     decay = "channel" if key.by_channel else "head"

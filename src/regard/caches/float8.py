@@ -32,6 +32,7 @@ from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, concat_positions, slice_positions, slot_count
+from regard.units import plural
 
 Float8Format: TypeAlias = Literal["e4m3", "e5m2"]
 """The bits of exponent and of fraction of an 8-bit floating-point number."""
@@ -171,7 +172,7 @@ class LazyFloat8Tensor(LazyTensor):
         return self._vectors if self.is_stored else None
 
     def compute_numbers(self) -> Tensor:
-        """Compute code * scale."""
+        """Compute every number from its code and the scale of its vector."""
         return from_float8(*self._vectors)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -235,7 +236,7 @@ class _Float8Part:
 
     @property
     def vectors(self) -> Float8Vectors:
-        """All slots."""
+        """The codes and scales of all slots."""
         return Float8Vectors(self.codes.view, self.scale.view, self.format)
 
     def appended(self, new: _Float8Part) -> _Float8Part:
@@ -356,11 +357,12 @@ class Float8(Cache):
             self._parts, self._positions = (), None
             return
         codes, scales = parts_of(contents, "codes"), parts_of(contents, "scale")
-        if len(codes) != len(scales) or any(x.shape[2] != slot_count(positions) for x in codes):
+        slots = slot_count(positions)
+        if len(codes) != len(scales) or any(x.ndim != 4 or x.shape[2] != slots for x in codes):
             raise ArgumentError(
                 f"contents have codes {[tuple(x.shape) for x in codes]} and scales "
-                f"{[tuple(x.shape) for x in scales]} for {slot_count(positions)} slots; there must "
-                "be one of each per part, of as many slots"
+                f"{[tuple(x.shape) for x in scales]} for {plural(slots, 'slot')}; there must be "
+                "one of each per part, of as many slots"
             )
         pairs = zip(codes, scales, strict=True)
         vectors = [Float8Vectors(*pair, self.format) for pair in pairs]

@@ -582,7 +582,8 @@ class MoE(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> MoE:  # noqa: FBT001, FBT002  (torch's own)
         """Move or convert the parameters, which are then in no stack."""
         self.stacked = None
-        return super()._apply(fn, recurse)
+        result: MoE = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return result
 
     def _one_by_one(self, y: Tensor, rows: Tensor, shares: Tensor, chosen: Tensor) -> Tensor:
         """Add to y what the chosen experts, one after another, compute for their tokens."""
@@ -635,7 +636,9 @@ def stack_experts(module: nn.Module) -> int:
 
     The parameters keep their values and their identity, and become views of one tensor for each
     matrix of the experts. No memory is added, except for one such tensor while it is made. Call it
-    after the module was moved to its device: `to` and its relatives end the stacks.
+    after the module was moved to its device: `to` and its relatives end the stacks. What replaces
+    or observes a linear map ends their use; call it again after other changes of an expert, such as
+    of its activation.
 
     Args:
         module: a module with `regard.nn.MoE` layers, such as a decoder.

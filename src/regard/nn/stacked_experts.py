@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.process_state import is_compiling
+from regard.units import plural
 
 _chosen: ContextVar[Tensor] = ContextVar("chosen")
 """The expert of each row while `StackedExperts.run` runs, int64 `[R]`."""
@@ -41,7 +42,7 @@ class StackedExperts:
     y_r = expert_{e_r}(x_r)
 
     Args:
-        experts: networks of linear maps and of modules without parameters, all alike.
+        experts: networks of linear maps and of modules without parameters, equal in form.
 
     Raises:
         ArgumentError: the networks differ in form, dtype or device, have other parameters, or store
@@ -60,7 +61,8 @@ class StackedExperts:
         first = experts[0]
         shared = {id(x): x for x in (*first.parameters(), *first.buffers())}
         self._network = copy.deepcopy(first, shared)
-        self._pointers: list[tuple[int, str, str, int]] = []
+        # for each expert, the addresses of the parameters of its linear maps, by path and name
+        self._pointers: list[dict[tuple[str, ...], dict[str, int]]] = [{} for _ in experts]
         with torch.inference_mode(False), torch.no_grad():
             for name in names:
                 maps = [expert.get_submodule(name) for expert in experts]
@@ -102,13 +104,21 @@ class StackedExperts:
         """Return whether the stacks still hold the parameters of these networks, and nothing
         observes one of them.
         """
-        for expert in experts:
+        if len(experts) != len(self._pointers):
+            return False
+        for expert, maps in zip(experts, self._pointers, strict=True):
             if expert._forward_hooks or expert._forward_pre_hooks:
                 return False
-        for i, name, part, pointer in self._pointers:
-            x = experts[i].get_submodule(name)._parameters.get(part)
-            if x is None or x.data_ptr() != pointer:
-                return False
+            for path, pointers in maps.items():
+                module: nn.Module | None = expert
+                for name in path:
+                    module = None if module is None else module._modules.get(name)
+                if module is None or module._forward_hooks or module._forward_pre_hooks:
+                    return False
+                for part, pointer in pointers.items():
+                    x = module._parameters.get(part)
+                    if x is None or x.data_ptr() != pointer:
+                        return False
         return True
 
     def _stack(self, name: str, part: str, maps: Sequence[nn.Module]) -> Tensor:
@@ -117,7 +127,8 @@ class StackedExperts:
         for i, x in enumerate(maps):
             parameter = getattr(x, part)
             parameter.data = stack[i]
-            self._pointers.append((i, name, part, parameter.data_ptr()))
+            pointers = self._pointers[i].setdefault(tuple(name.split(".")), {})
+            pointers[part] = parameter.data_ptr()
         return stack
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
@@ -144,8 +155,8 @@ def _linear_maps(experts: nn.ModuleList) -> list[str]:
     }
     if len(forms) != 1:
         raise ArgumentError(
-            f"{len(experts)} experts have {len(forms)} forms; only experts of one form, dtype "
-            "and device can be stacked: leave them as they are"
+            f"{plural(len(experts), 'expert')} have {plural(len(forms), 'form')}; only experts of "
+            "one form, dtype and device can be stacked: leave them as they are"
         )
     names = [n for n, x in experts[0].named_modules() if isinstance(x, nn.Linear)]
     known = {f"{n}.{part}" for n in names for part in ("weight", "bias")}

@@ -36,7 +36,7 @@ class ChunkSizes(NamedTuple):
     stages: int
 
 
-class ProgramSizes(NamedTuple):
+class RecurrenceSizes(NamedTuple):
     """The sizes of a program without the chunk, as they are measured.
 
     Args:
@@ -49,7 +49,7 @@ class ProgramSizes(NamedTuple):
     stages: int
 
 
-class ProgramSizesKey(NamedTuple):
+class RecurrenceSizesKey(NamedTuple):
     """The row of a table of sizes.
 
     Args:
@@ -85,22 +85,24 @@ _TABLE: dict[tuple[RecurrenceKernelKind, bool, int], ChunkSizes] = {
     ("solve", True, 256): ChunkSizes(32, 16, 32, 8, 1),
 }
 """(kind, one decay for each channel, largest D) -> sizes; all kernels of a call have one chunk."""
-TABLE = {ProgramSizesKey(*key): sizes for key, sizes in _TABLE.items()}
+TABLE = {RecurrenceSizesKey(*key): sizes for key, sizes in _TABLE.items()}
 """The sizes for a device of which no row has been measured."""
 
-MEASURED: dict[int, dict[ProgramSizesKey, ProgramSizes]] = {}
+MEASURED: dict[int, dict[RecurrenceSizesKey, RecurrenceSizes]] = {}
 """Rows that `regard bench --tune` measured and a reviewer entered, by compute capability; they
 stand before those of `TABLE`."""
 
-_tried: ContextVar[dict[ProgramSizesKey, ProgramSizes] | None] = ContextVar("tried", default=None)
+_tried: ContextVar[dict[RecurrenceSizesKey, RecurrenceSizes] | None] = ContextVar(
+    "tried", default=None
+)
 
 
 @contextmanager
-def try_program_sizes(key: ProgramSizesKey, sizes: ProgramSizes) -> Iterator[None]:
+def try_recurrence_sizes(key: RecurrenceSizesKey, sizes: RecurrenceSizes) -> Iterator[None]:
     """Use other sizes than those of the tables for one row, in this thread, to measure them.
 
-    >>> key = ProgramSizesKey("states", False, 128)
-    >>> with try_program_sizes(key, ProgramSizes(64, 16, 4, 1)):
+    >>> key = RecurrenceSizesKey("states", False, 128)
+    >>> with try_recurrence_sizes(key, RecurrenceSizes(64, 16, 4, 1)):
     ...     chunk_sizes("states", by_channel=False, exact=False, D=128)
     ChunkSizes(chunk=64, channels=64, columns=16, warps=4, stages=1)
     """
@@ -139,7 +141,7 @@ def chunk_sizes(
     if exact:
         return _EXACT_STATES if kind == "states" else _EXACT
     width = min(x for *key, x in TABLE if key == [kind, by_channel] and x >= D)
-    key = ProgramSizesKey(kind, by_channel, width)
+    key = RecurrenceSizesKey(kind, by_channel, width)
     sizes = TABLE[key]
     if capability < 90 or (capability >= 100 and D > 128):
         sizes = sizes._replace(chunk=min(sizes.chunk, _SHORT_CHUNK))

@@ -189,8 +189,8 @@ def _coded_segment(stored: CodedMemory, sizes: LaunchSizes) -> KeySegment:
     strides = (
         *_strides(k, v), 0, 0, 0, *scales[0].stride()[:3], *scales[2].stride(),
     )  # fmt: skip
-    groups = {"K_GROUP": group, "V_GROUP": v_group}
-    options = {**ROWS_OF_TENSORS, **groups, "CODE_BITS": bits}
+    own = {"CODE_BITS": bits, "K_GROUP": group, "V_GROUP": v_group}
+    options = {**ROWS_OF_TENSORS, **own}
     if not interprets():
         sizes = coded_sizes(sizes, group)
     return KeySegment(k, v, 0, stored.slots, sizes, (k, *scales), strides, options)
