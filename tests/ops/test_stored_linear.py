@@ -18,13 +18,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops import onednn
 from regard.ops.stored_linear import MAX_VECTORS, plan_linear, stored_linear
-from regard.ops.stored_weights import GROUPS, HalfWeight, Int4Weight, Int8Weight, StoredWeight
+from regard.ops.stored_weights import (
+    GROUPS,
+    HalfWeight,
+    Int4Weight,
+    Int8Weight,
+    StoredWeight,
+    fitting_form,
+)
 from tests.rules import assert_close_rule, in_both_orders
 
 pytest.importorskip("numba", reason="the loops are compiled by Numba")
 from regard.ops.jit import openmp
 from regard.ops.jit.bf16_code_loops import HAS_BF16_TABLE, HAS_BYTE_TABLE
-from regard.ops.jit.stored_weight_loops import variant
+from regard.ops.jit.stored_weight_loops import supported_form
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["int8", "int4", "float16", "bfloat16"]
@@ -137,8 +144,8 @@ def test_bf16_vectors_and_zeros_of_4_bit_codes(rows: int) -> None:
     half[:, 1] += 0.25
     for scales in (record.scales, shifted, half):
         changed = replace(record, scales=scales)
-        chosen = variant("int4", torch.bfloat16, scales, changed.group, 384)
-        assert chosen == ("int4-bf16" if HAS_BF16_TABLE and scales is not half else "int4")
+        chosen = fitting_form("int4", torch.bfloat16, scales, changed.group, 384)
+        assert chosen == ("int4" if scales is half else "int4-bf16")
         exact = F.linear(x.double(), decoded(changed))
         plain = F.linear(x, changed.dequantize())
         found = stored_linear(x, changed)
@@ -146,8 +153,8 @@ def test_bf16_vectors_and_zeros_of_4_bit_codes(rows: int) -> None:
         wrong = replace(record, scales=scales.roll(1, 0))
         with pytest.raises(AssertionError):
             assert_close_rule(stored_linear(x, wrong), plain, exact)
-    assert variant("int4", torch.float32, record.scales, 128, 384) == "int4"
-    assert variant("int4", torch.bfloat16, record.scales, 64, 384) == "int4"
+    assert fitting_form("int4", torch.float32, record.scales, 128, 384) == "int4"
+    assert fitting_form("int4", torch.bfloat16, record.scales, 64, 384) == "int4"
 
 
 @pytest.mark.parametrize("rows", [1, 3, 5])
@@ -159,8 +166,10 @@ def test_bf16_vectors_and_all_8_bit_codes(group: int, rows: int) -> None:
     codes = torch.stack([all_codes.roll(n) for n in (0, 3, 50, 77, 128, 200)])
     scales = torch.rand(6, 256 // group, generator=make).half() + 0.1
     record = Int8Weight(codes, scales, 256, torch.bfloat16)
-    chosen = variant("int8", torch.bfloat16, scales, group, 256)
-    assert chosen == ("int8-bf16" if HAS_BYTE_TABLE else "int8")
+    assert fitting_form("int8", torch.bfloat16, scales, group, 256) == "int8-bf16"
+    assert supported_form("int8-bf16") == ("int8-bf16" if HAS_BYTE_TABLE else "int8")
+    assert supported_form("int4-bf16") == ("int4-bf16" if HAS_BF16_TABLE else "int4")
+    assert supported_form("half") == "half"
     for place in range(0, 256, 37):  # one number alone gives the code itself
         one = F.one_hot(torch.tensor([place]), 256).bfloat16()
         expected = record.dequantize()[:, place]
@@ -171,8 +180,8 @@ def test_bf16_vectors_and_all_8_bit_codes(group: int, rows: int) -> None:
     wrong = replace(record, codes=codes.roll(1, 1))
     with pytest.raises(AssertionError):
         assert_close_rule(stored_linear(x, wrong), plain, exact)
-    assert variant("int8", torch.bfloat16, scales, 32, 96) == "int8"
-    assert variant("int8", torch.float16, scales, group, 256) == "int8"
+    assert fitting_form("int8", torch.bfloat16, scales, 32, 96) == "int8"
+    assert fitting_form("int8", torch.float16, scales, group, 256) == "int8"
 
 
 def test_a_wrong_layout_is_noticed() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, ref
@@ -33,6 +33,7 @@ from regard.ops.jit.argument_structs import (
     STEP_STRUCT,
     QuantizedField,
 )
+from regard.ops.jit.code_files import compiled_entry
 from regard.ops.jit.decode import (
     ELEMENTS_PER_THREAD,
     NO_PAGES,
@@ -52,6 +53,10 @@ COUNTER_WORDS = 16
 """The distance between the counters of two phases in 8-byte integers; it must be equal to
 `step_loops.COUNTER_BYTES` / 8.
 """
+
+_step_entry = partial(compiled_entry, "step_loops", "entry_address")
+_attend_entry = partial(compiled_entry, "decode_loops", "entry_address")
+_codes_entry = partial(compiled_entry, "decode_quantized_loops", "entry_address")
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,7 +353,7 @@ class DecodeStep:
         for calls in (self._attention, self._codes):
             calls["taken"] = calls["done"] = 0
         x, x_mid, y, hidden, parts, logits_of_experts, shares = self._scratch[:7]
-        norm, (step_entry, attend_entry) = _norm_numbers(model.norm), _compiled_entries()
+        norm = _norm_numbers(model.norm)
         has_codes = any(x is not None for x in inputs.codes)
         record = STEP_STRUCT.pack_numbers(
             B,
@@ -356,9 +361,9 @@ class DecodeStep:
             inputs.x.shape[2],
             logits.shape[2],
             self._layers.ctypes.data,
-            attend_entry(self.dtype),
+            _attend_entry(self.dtype),
             self._attention.ctypes.data,
-            _entry_of_codes()(self.dtype) if has_codes else 0,
+            _codes_entry(self.dtype) if has_codes else 0,
             self._codes.ctypes.data,
             self._width,
             self._head,
@@ -376,7 +381,7 @@ class DecodeStep:
             *_map_numbers(model.head),
         )
         has_mixtures = self._networks.logits > 0
-        openmp.run_entry(step_entry(self.dtype, has_mixtures), record, workers)
+        openmp.run_entry(_step_entry(self.dtype, has_mixtures), record, workers)
         return logits
 
     def _prepare_memory(self, B: int, workers: int) -> None:
@@ -636,23 +641,3 @@ def _pack_layer(record: np.void, layer: StepLayer) -> None:
     for name in ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after"):
         numbers = _norm_numbers(getattr(layer, name))
         record[f"{name}_w"], record[f"{name}_eps"], record[f"{name}_offset"] = numbers
-
-
-@cache
-def _compiled_entries() -> tuple[Callable[[torch.dtype, bool], int], Callable[[torch.dtype], int]]:
-    """Import the compiled loops at the first call, and return the functions that map a dtype to the
-    address of compiled code: of a step, with or without mixtures of experts, and of attention.
-    """
-    from regard.ops.jit import decode_loops, step_loops
-
-    return step_loops.entry_address, decode_loops.entry_address
-
-
-@cache
-def _entry_of_codes() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops of quantised caches at the first call, and return the function that
-    maps a dtype to the address of their code.
-    """
-    from regard.ops.jit import decode_quantized_loops
-
-    return decode_quantized_loops.entry_address

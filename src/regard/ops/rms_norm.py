@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,10 @@ from regard.errors import ArgumentError
 from regard.ops.gemv import compiled_kernel_applies
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
+from regard.ops.jit.code_files import compiled_entry
 from regard.process_state import is_tracing_onnx
+
+_entry = partial(compiled_entry, "rms_norm_loops", "entry_address")
 
 MAX_COMPILED_SIZE = 1 << 14
 """The largest number of elements of x for which the compiled loop is faster than torch."""
@@ -56,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
         record = RMS_NORM_STRUCT.pack_numbers(
             x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
         )
-        openmp.run_entry(_compiled_entry()(x.dtype), record, 1)
+        openmp.run_entry(_entry(x.dtype), record, 1)
         return y
     _check_sizes(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -93,13 +95,3 @@ def _check_sizes(x: Tensor, weight: Tensor) -> None:
             "weight must have one number for each feature of x: build the norm for this size"
         )
     raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")
-
-
-@cache
-def _compiled_entry() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops at the first call, and return their function `entry_address`, which
-    maps a dtype to the address of compiled code.
-    """
-    from regard.ops.jit import rms_norm_loops
-
-    return rms_norm_loops.entry_address

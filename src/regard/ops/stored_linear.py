@@ -7,7 +7,7 @@ allows. For many vectors W is dequantized in panels of rows, and torch multiplie
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, openmp
 from regard.ops.jit.argument_structs import DTYPES, STORED_WEIGHT_STRUCT
+from regard.ops.jit.code_files import compiled_entry
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_weights import StoredWeight
 from regard.process_state import is_compiling, is_transformed
@@ -31,6 +32,8 @@ BYTES_PER_THREAD = 1 << 17
 """The number of stored bytes per additional thread. For fewer, starting a thread takes longer than
 it saves.
 """
+
+_entry = partial(compiled_entry, "stored_weight_loops", "entry_address")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -104,7 +107,7 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
         y.data_ptr(),
     )
     workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
-    openmp.run_entry(_entry_address()(dtype), record, workers)
+    openmp.run_entry(_entry(dtype), record, workers)
     return y
 
 
@@ -195,11 +198,3 @@ def _check(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> None:
             f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}; it must be {x.dtype} "
             f"({N},) on {device}"
         )
-
-
-@cache
-def _entry_address() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops at the first call, and return their function `entry_address`."""
-    from regard.ops.jit import stored_weight_loops
-
-    return stored_weight_loops.entry_address
