@@ -235,7 +235,8 @@ print("numba" in sys.modules, len(_loaded_objects))
 @pytest.mark.full
 def test_stamps_in_processes_of_their_own(tmp_path: Path) -> None:
     """The real package in a copy: compiled once, loaded in the next process without Numba, also
-    under other file times; compiled again after a change in what it is built upon, not after one elsewhere.
+    under other file times; compiled again after a change in what it is built upon, not after one
+    elsewhere.
     """
     import shutil
 

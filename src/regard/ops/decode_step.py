@@ -11,7 +11,7 @@ nothing: the caller has checked sizes, dtypes, devices and layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice

@@ -119,13 +119,14 @@ def machine() -> str:
         return ""
     with CPU_FILE.open(encoding="utf-8", errors="replace") as file:
         lines = file.read(CPU_BYTES).split("\n\n")[0].splitlines()
+    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_")}
+    settings.pop("NUMBA_CACHE_DIR", None)
     facts = {
         "processor": [x for x in lines if x.split("\t")[0].strip() in _CPU_LINES],
         "versions": [importlib.metadata.version(x) for x in ("numba", "llvmlite")],
         "python": [sys.version, sys.implementation.cache_tag],
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_")},
+        "settings": settings,
     }
-    facts["settings"].pop("NUMBA_CACHE_DIR", None)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -6,7 +6,7 @@ codes. Both pack an argument struct (`regard.ops.jit.argument_structs`), look up
 for the dtype (`decode_loops`, `decode_quantized_loops`) and run it in torch's threads (`openmp`).
 `join_splits` joins the results of the two functions, and `apply_sinks` adds attention sinks.
 Compiled code checks no argument: the caller has checked sizes, dtypes and devices. Numba is
-imported at the first call.
+imported only where the code is not on the disk.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from regard.ops.jit.compile import njit_linked, njit_fastmath
+from regard.ops.jit.compile import njit_fastmath, njit_linked
 from regard.ops.jit.half_precision import bits_to_float
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = (

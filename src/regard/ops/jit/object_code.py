@@ -33,7 +33,7 @@ _UNWINDING = ".eh_frame"
 """The section that describes how exceptions of C++ leave a function; none pass through entries."""
 
 
-class UnsupportedObject(Exception):  # noqa: N818
+class UnsupportedObject(Exception):
     """An object file that this loader cannot place in memory."""
 
 
