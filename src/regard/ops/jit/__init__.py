@@ -39,7 +39,7 @@ converts to the dtype of the call.
 
 The files, from the entry points inwards:
 
-    decode.py prefill.py        entry points in plain Python; prefill imports Numba at the first call
+    decode.py prefill.py        entry points in plain Python; prefill imports Numba at once
     code_files.py               the files of compiled entries, which are loaded without Numba
     object_code.py              the loader of such a file
     source_stamps.py            hashes of the sources, for which compiled code is valid
