@@ -121,9 +121,13 @@ def machine() -> str:
         lines = file.read(CPU_BYTES).split("\n\n")[0].splitlines()
     settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_")}
     settings.pop("NUMBA_CACHE_DIR", None)
+    try:
+        versions = [importlib.metadata.version(x) for x in ("numba", "llvmlite")]
+    except importlib.metadata.PackageNotFoundError:  # installed in a way that tells no version
+        return ""
     facts = {
         "processor": [x for x in lines if x.split("\t")[0].strip() in _CPU_LINES],
-        "versions": [importlib.metadata.version(x) for x in ("numba", "llvmlite")],
+        "versions": versions,
         "python": [sys.version, sys.implementation.cache_tag],
         "settings": settings,
     }
