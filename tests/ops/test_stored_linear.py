@@ -23,13 +23,20 @@ from regard.ops.stored_linear import (
     plan_linear,
     stored_linear,
 )
-from regard.ops.stored_weights import GROUPS, HalfWeight, Int4Weight, Int8Weight, StoredWeight
+from regard.ops.stored_weights import (
+    GROUPS,
+    HalfWeight,
+    Int4Weight,
+    Int8Weight,
+    StoredWeight,
+    fitting_form,
+)
 from tests.rules import assert_close_rule, in_both_orders
 
 pytest.importorskip("numba", reason="the loops are compiled by Numba")
 from regard.ops.jit import openmp
 from regard.ops.jit.digit_loops import HAS_BYTE_DOT
-from regard.ops.jit.stored_weight_loops import variant
+from regard.ops.jit.stored_weight_loops import supported_form
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FORMS = ["int8", "int4", "float16", "bfloat16"]
@@ -147,8 +154,8 @@ def test_16_bit_vectors_and_zeros_of_4_bit_codes(dtype: torch.dtype, rows: int) 
     half[:, 1] += 0.25
     for scales in (record.scales, shifted, half):
         changed = replace(record, scales=scales)
-        chosen = variant("int4", dtype, scales, changed.group, 384)
-        assert chosen == ("int4-digits" if HAS_BYTE_DOT and scales is not half else "int4")
+        chosen = fitting_form("int4", dtype, scales, changed.group, 384)
+        assert chosen == ("int4" if scales is half else "int4-digits")
         exact = F.linear(x.double(), decoded(changed))
         plain = F.linear(x, changed.dequantize())
         found = stored_linear(x, changed)
@@ -156,8 +163,8 @@ def test_16_bit_vectors_and_zeros_of_4_bit_codes(dtype: torch.dtype, rows: int) 
         wrong = replace(record, scales=scales.roll(1, 0))
         with pytest.raises(AssertionError):
             assert_close_rule(stored_linear(x, wrong), plain, exact)
-    assert variant("int4", torch.float32, record.scales, 128, 384) == "int4"
-    assert variant("int4", dtype, record.scales, 64, 384) == "int4"
+    assert fitting_form("int4", torch.float32, record.scales, 128, 384) == "int4"
+    assert fitting_form("int4", dtype, record.scales, 64, 384) == "int4"
 
 
 def test_codes_that_equal_their_zero_give_nothing() -> None:
@@ -180,8 +187,10 @@ def test_16_bit_vectors_and_all_8_bit_codes(dtype: torch.dtype, group: int, rows
     codes = torch.stack([all_codes.roll(n) for n in (0, 3, 50, 77, 128, 200)])
     scales = torch.rand(6, 256 // group, generator=make).half() + 0.1
     record = Int8Weight(codes, scales, 256, dtype)
-    chosen = variant("int8", dtype, scales, group, 256)
-    assert chosen == ("int8-digits" if HAS_BYTE_DOT else "int8")
+    assert fitting_form("int8", dtype, scales, group, 256) == "int8-digits"
+    for form in ("int8", "int4"):
+        assert supported_form(f"{form}-digits") == (f"{form}-digits" if HAS_BYTE_DOT else form)
+    assert supported_form("half") == "half"
     below_two = 2 - float(torch.finfo(dtype).eps)
     numbers = (1.0, -1.0, below_two, -below_two, below_two - 1 / 64, 100.0, 1e-5)
     for i, place in enumerate(range(0, 256, 37)):  # one number alone gives an exact product
@@ -195,8 +204,8 @@ def test_16_bit_vectors_and_all_8_bit_codes(dtype: torch.dtype, group: int, rows
     wrong = replace(record, codes=codes.roll(1, 1))
     with pytest.raises(AssertionError):
         assert_close_rule(stored_linear(x, wrong), plain, exact)
-    assert variant("int8", dtype, scales, 32, 96) == "int8"
-    assert variant("int8", torch.float32, scales, group, 256) == "int8"
+    assert fitting_form("int8", dtype, scales, 32, 96) == "int8"
+    assert fitting_form("int8", torch.float32, scales, group, 256) == "int8"
 
 
 def digits_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:

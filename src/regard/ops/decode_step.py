@@ -11,9 +11,9 @@ nothing: the caller has checked sizes, dtypes, devices and layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, ref
@@ -37,6 +37,7 @@ from regard.ops.jit.argument_structs import (
     STEP_STRUCT,
     QuantizedField,
 )
+from regard.ops.jit.code_files import compiled_entry
 from regard.ops.jit.decode import (
     ELEMENTS_PER_THREAD,
     NO_PAGES,
@@ -62,6 +63,11 @@ COUNTER_WORDS = 2 + MAX_RUNS
 """The distance between the counters of two phases in 8-byte integers; it must be equal to
 `step_loops.COUNTER_BYTES` / 8.
 """
+
+_step_entry = partial(compiled_entry, "step_loops", "entry_address")
+_extended_entry = partial(compiled_entry, "step_extended_loops", "entry_address")
+_attend_entry = partial(compiled_entry, "decode_loops", "entry_address")
+_codes_entry = partial(compiled_entry, "decode_quantized_loops", "entry_address")
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,7 +401,7 @@ class DecodeStep:
             calls["taken"] = calls["done"] = 0
         x, x_mid, y, hidden, parts, logits_of_experts, shares = self._scratch[:7]
         extensions, norm = self._extensions, _norm_numbers(model.norm)
-        step_entry, attend_entry = _compiled_entries(extended=extensions is not None)
+        step_entry = _step_entry if extensions is None else _extended_entry
         has_codes = any(x is not None for x in inputs.codes)
         record = STEP_STRUCT.pack_numbers(
             B,
@@ -403,9 +409,9 @@ class DecodeStep:
             inputs.x.shape[2],
             logits.shape[2],
             self._layers.ctypes.data,
-            attend_entry(self.dtype),
+            _attend_entry(self.dtype),
             self._attention.ctypes.data,
-            _entry_of_codes()(self.dtype) if has_codes else 0,
+            _codes_entry(self.dtype) if has_codes else 0,
             self._codes.ctypes.data,
             self._width,
             self._head,
@@ -773,34 +779,3 @@ def _pack_layer(record: np.void, layer: StepLayer) -> None:
     for name in ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after"):
         numbers = _norm_numbers(getattr(layer, name))
         record[f"{name}_w"], record[f"{name}_eps"], record[f"{name}_offset"] = numbers
-
-
-@cache
-def _compiled_entries(
-    *, extended: bool
-) -> tuple[Callable[[torch.dtype, bool], int], Callable[[torch.dtype], int]]:
-    """Import the compiled loops at the first call, and return the functions that map a dtype to the
-    address of compiled code: of a step, with or without mixtures of experts, and of attention.
-
-    Args:
-        extended: whether the model has parts that only `step_extended_loops` computes.
-    """
-    from regard.ops.jit import decode_loops
-
-    if extended:
-        from regard.ops.jit import step_extended_loops
-
-        return step_extended_loops.entry_address, decode_loops.entry_address
-    from regard.ops.jit import step_loops
-
-    return step_loops.entry_address, decode_loops.entry_address
-
-
-@cache
-def _entry_of_codes() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops of quantised caches at the first call, and return the function that
-    maps a dtype to the address of their code.
-    """
-    from regard.ops.jit import decode_quantized_loops
-
-    return decode_quantized_loops.entry_address

@@ -8,7 +8,7 @@ to four times as fast as torch's fp16 product, or as fp32 products of converted 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import ceil
 
 import torch
@@ -18,7 +18,10 @@ from regard.huge_pages import empty_like
 from regard.ops.gemv import check_linear_map, compiled_kernel_applies
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import FP16_LINEAR_STRUCT
+from regard.ops.jit.code_files import compiled_entry
 from regard.units import plural
+
+_entry = partial(compiled_entry, "fp16_linear_loops", "entry_address")
 
 MIN_ROWS = 16
 """The least number of rows of x; `regard.ops.gemv` computes fewer."""
@@ -74,7 +77,7 @@ def fp16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None
         rows,
         _even_part(M, ceil(M / MAX_DEPTH), DEPTH_STEP),
     )
-    openmp.run_entry(_compiled_entry()(), record, min(workers, ceil(N / columns) * ceil(R / rows)))
+    openmp.run_entry(_entry(), record, min(workers, ceil(N / columns) * ceil(R / rows)))
     return None if int(wrong) else y
 
 
@@ -141,11 +144,3 @@ def _has_tiles() -> bool:
     from regard.ops.jit.matmul import BF16_TILES, bfloat16_factors
 
     return bfloat16_factors()[0] is BF16_TILES
-
-
-@cache
-def _compiled_entry() -> Callable[[], int]:
-    """Import the compiled loops at the first call, and return their function `entry_address`."""
-    from regard.ops.jit import fp16_linear_loops
-
-    return fp16_linear_loops.entry_address

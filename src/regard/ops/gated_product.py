@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,9 @@ from regard.huge_pages import empty_like
 from regard.ops.gemv import compiled_kernel_applies
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import GATED_PRODUCT_STRUCT
+from regard.ops.jit.code_files import compiled_entry
+
+_entry = partial(compiled_entry, "gated_product_loops", "entry_address")
 
 MIN_SIZE = 1 << 13
 """The smallest number of elements for which the compiled loop is used; torch computes fewer in a
@@ -60,16 +62,6 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
             n, gate.data_ptr(), up.data_ptr(), out.data_ptr()
         )
         workers = min(openmp.thread_count(), 1 + n // SIZE_PER_THREAD)
-        openmp.run_entry(_compiled_entry()(gate.dtype), record, workers)
+        openmp.run_entry(_entry(gate.dtype), record, workers)
         return out
     return F.silu(gate) * up
-
-
-@cache
-def _compiled_entry() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops at the first call, and return their function `entry_address`,
-    which maps a dtype to the address of compiled code.
-    """
-    from regard.ops.jit import gated_product_loops
-
-    return gated_product_loops.entry_address

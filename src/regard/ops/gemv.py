@@ -5,8 +5,7 @@ A model computes such products for every decoded token, and they take most of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, has_numba_in_graph, openmp
 from regard.ops.jit.argument_structs import GEMV_STRUCT, MAX_RUNS
+from regard.ops.jit.code_files import compiled_entry
 from regard.process_state import is_compiling, is_exporting, is_in_transform, is_transformed
 
 MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
@@ -25,6 +25,8 @@ MIN_WEIGHT_SIZE = 1 << 14
 """The smallest number of elements of a weight for which the compiled loop is faster than torch:
 smaller weights fit into the cache, and a call has a fixed cost.
 """
+
+_entry = partial(compiled_entry, "gemv_loops", "entry_address")
 
 WEIGHTS_PER_THREAD = 1 << 17
 """The number of elements of the weight per additional thread. For fewer, starting a thread takes
@@ -168,7 +170,7 @@ def try_gemv(
         y.data_ptr(),
         min(workers, MAX_RUNS),
     )
-    openmp.run_entry(_compiled_entry()(dtype), record, workers)
+    openmp.run_entry(_entry(dtype), record, workers)
     return y
 
 
@@ -282,13 +284,3 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             "regard.nn.linear.linear"
         )
     return y
-
-
-@cache
-def _compiled_entry() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops at the first call, and return their function `entry_address`, which
-    maps a dtype to the address of compiled code.
-    """
-    from regard.ops.jit import gemv_loops
-
-    return gemv_loops.entry_address

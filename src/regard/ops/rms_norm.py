@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +13,14 @@ from regard.errors import ArgumentError
 from regard.ops.gemv import compiled_kernel_applies
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
+from regard.ops.jit.code_files import compiled_entry
 from regard.process_state import is_tracing_onnx
 
 SIZE_PER_THREAD = 1 << 16
 """The number of elements per additional thread. For fewer, starting a thread takes longer than it
 saves.
 """
+_entry = partial(compiled_entry, "rms_norm_loops", "entry_address")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -61,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
             x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
         )
         workers = min(openmp.thread_count(), 1 + x.numel() // SIZE_PER_THREAD)
-        openmp.run_entry(_compiled_entry()(x.dtype), record, workers)
+        openmp.run_entry(_entry(x.dtype), record, workers)
         return y
     _check_sizes(x, weight)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -98,13 +99,3 @@ def _check_sizes(x: Tensor, weight: Tensor) -> None:
             "weight must have one number for each feature of x: build the norm for this size"
         )
     raise ArgumentError(f"x is on {x.device} and weight on {weight.device}; move one with .to()")
-
-
-@cache
-def _compiled_entry() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops at the first call, and return their function `entry_address`, which
-    maps a dtype to the address of compiled code.
-    """
-    from regard.ops.jit import rms_norm_loops
-
-    return rms_norm_loops.entry_address

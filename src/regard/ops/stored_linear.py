@@ -7,7 +7,7 @@ allows. For many vectors W is dequantized in panels of rows, and torch multiplie
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from regard.ops.jit.argument_structs import (
     MAX_RUNS,
     STORED_WEIGHT_STRUCT,
 )
+from regard.ops.jit.code_files import compiled_entry
 from regard.ops.onednn import onednn_linear
 from regard.ops.stored_weights import StoredWeight
 from regard.process_state import is_compiling, is_transformed
@@ -36,6 +37,9 @@ BYTES_PER_THREAD = 1 << 17
 """The number of stored bytes per additional thread. For fewer, starting a thread takes longer than
 it saves.
 """
+
+_entry = partial(compiled_entry, "stored_weight_loops", "entry_address")
+_conversion_entry = partial(compiled_entry, "dequantize_loops", "entry_address")
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -110,7 +114,7 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
         y.data_ptr(),
         min(workers, MAX_RUNS),
     )
-    openmp.run_entry(_entry_address()(dtype), record, workers)
+    openmp.run_entry(_entry(dtype), record, workers)
     return y
 
 
@@ -197,7 +201,7 @@ def _dequantize_rows(weight: StoredWeight, first: int, last: int, dtype: torch.d
     record = DEQUANTIZE_STRUCT.pack_numbers(
         last - first, M, group, row_bytes, row_scales, codes, scales, y.data_ptr()
     )
-    entry = _conversion_address()(weight.form, part.scale_dtype, dtype)
+    entry = _conversion_entry(weight.form, part.scale_dtype, dtype)
     workers = min(openmp.thread_count(), 1 + (last - first) * row_bytes // BYTES_PER_THREAD)
     openmp.run_entry(entry, record, workers)
     return y
@@ -228,19 +232,3 @@ def _check(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> None:
             f"bias is {bias.dtype} {tuple(bias.shape)} on {bias.device}; it must be {x.dtype} "
             f"({N},) on {device}"
         )
-
-
-@cache
-def _entry_address() -> Callable[[torch.dtype], int]:
-    """Import the compiled loops at the first call, and return their function `entry_address`."""
-    from regard.ops.jit import stored_weight_loops
-
-    return stored_weight_loops.entry_address
-
-
-@cache
-def _conversion_address() -> Callable[[str, torch.dtype, torch.dtype], int]:
-    """Import the compiled conversions at the first call, and return their `entry_address`."""
-    from regard.ops.jit import dequantize_loops
-
-    return dequantize_loops.entry_address

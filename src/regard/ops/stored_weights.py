@@ -23,12 +23,16 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
 from regard.ops.jit.argument_structs import STORED_MATRIX_STRUCT
+from regard.ops.jit.code_files import compiled_entry
 
 GROUPS = (32, 64, 128)
 """The numbers of inputs that may share a scale."""
 
 INT4_BLOCK = 128
 """The number of inputs whose 4-bit codes are stored together, in 64 bytes."""
+
+INT8_BLOCK = 64
+"""The number of 8-bit codes that compiled loops look up together."""
 
 
 class StoredWeight(ABC):
@@ -111,13 +115,10 @@ class StoredWeight(ABC):
         """
         if self.layout is None:
             return None
-        from regard.ops.jit import stored_weight_loops as loops
-
         scales, width, group = list(self.tensors().values())[-1], self.layout[2], self.layout[3]
-        form = loops.variant(self.form, self.dtype, scales, group, width)
-        return STORED_MATRIX_STRUCT.pack_numbers(
-            loops.rows_address(form, self.scale_dtype), *self.layout[2:]
-        )
+        form = fitting_form(self.form, self.dtype, scales, group, width)
+        rows = compiled_entry("stored_weight_loops", "rows_address", form, self.scale_dtype)
+        return STORED_MATRIX_STRUCT.pack_numbers(rows, *self.layout[2:])
 
     def __getstate__(self) -> dict[str, object]:
         """Return the tensors and sizes without the addresses, which hold in this process only, and
@@ -400,6 +401,28 @@ class Int4Weight(StoredWeight):
         codes = torch.unflatten(self.unpacked(), 1, (-1, self.group)).float()
         values = codes.sub_(zeros).mul_(scales).flatten(1)
         return values[:, : self.columns].to(dtype or self.dtype)
+
+
+def fitting_form(form: str, dtype: torch.dtype, scales: Tensor, group: int, width: int) -> str:
+    """Return the name of the fastest loops that are right for a stored matrix and vectors of a
+    dtype: "int8-digits" and "int4-digits" multiply 16-bit numbers as integers.
+
+    Args:
+        form: "half", "int8" or "int4".
+        dtype: the dtype of the vectors.
+        scales: the scales, of 4-bit codes with the zeros.
+        group: the number of columns for each scale.
+        width: the number of columns of the matrix in memory.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return form
+    if form == "int8":
+        return "int8-digits" if width % INT8_BLOCK == 0 else form
+    if form != "int4" or group != INT4_BLOCK:
+        return form
+    zeros = scales[:, 1].float()
+    exact = (zeros == zeros.round()) & (zeros >= 0) & (zeros <= 15)
+    return "int4-digits" if bool(exact.all()) else form
 
 
 def _is_part(x: Tensor) -> bool:

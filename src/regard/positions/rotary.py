@@ -188,9 +188,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     """Rotate each pair of the first 2n dims of x: (a, b) -> (a cos - b sin, b cos + a sin)."""
     n = cos.shape[-1]
     if layout == "half":
-        a, b = x[..., :n], x[..., n : 2 * n]
-        both = a * cos - b * sin, b * cos + a * sin
-        return torch.cat(both if 2 * n == x.shape[-1] else (*both, x[..., 2 * n :]), dim=-1)
+        # the gradient of `split` is one `cat`; that of each slice would be a tensor of zeros
+        rest = x.shape[-1] - 2 * n
+        a, b, *others = x.split((n, n, rest) if rest else n, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, *others), dim=-1)
     a, b = x[..., 0 : 2 * n : 2], x[..., 1 : 2 * n : 2]
     rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     return torch.cat((rotated, x[..., 2 * n :]), dim=-1)

@@ -23,9 +23,10 @@ added to its scores, and so on.
 2. `decode.decode(args, k, v)` decides on the number of threads and into how many splits the keys
 are divided, allocates the output, and packs all addresses and sizes into one C struct:
 `argument_structs.DECODE_STRUCT`, whose list of fields is written once and used by both sides.
-3. `decode_loops.entry_address(dtype)` returns the address of the compiled code for this dtype. The
-first call in a process loads the code from disk; the first call on a machine compiles it
-(`compile.py` documents when it is compiled again).
+3. `code_files.compiled_entry("decode_loops", "entry_address", dtype)` returns the address of the
+compiled code for this dtype. The first call in a process loads the code from a file, without Numba;
+the first call on a machine imports the loops, and Numba compiles them (`source_stamps` documents
+when it is done again).
 4. `openmp.run_entry(entry, record, workers)` lets torch's own OpenMP threads call that address, all
 with the same struct. Where no OpenMP library is found, Python threads call it.
 5. In each thread the entry reads the arrays of the struct (`entry_points.struct_at`, `array_4d_at`)
@@ -39,7 +40,10 @@ converts to the dtype of the call.
 
 The files, from the entry points inwards:
 
-    decode.py prefill.py        entry points in plain Python; Numba is imported at the first call
+    decode.py prefill.py        entry points in plain Python; prefill imports Numba at once
+    code_files.py               the files of compiled entries, which are loaded without Numba
+    object_code.py              the loader of such a file
+    source_stamps.py            hashes of the sources, for which compiled code is valid
     argument_structs.py         the C structs of arguments: one list of fields each
     openmp.py                   torch's OpenMP threads, or Python threads where there are none
     decode_loops.py             decoding: tiles of keys, masks, tasks, the entry
@@ -59,7 +63,8 @@ The files, from the entry points inwards:
     llvm_vectors.py             loops written in LLVM's vector instructions
     half_precision.py           bfloat16 and float16 in registers
     exp_tanh.py                 exponential and hyperbolic tangent, without calls to libm
-    compile.py                  decorators, the on-disk cache, processor features
+    compile.py                  decorators, Numba's on-disk cache, processor features
+    linked_functions.py         functions that are compiled as parts of their callers
 
 Compiled code checks no argument: the caller has checked every size, dtype, device and stride. To
 change a loop, edit its file; everything compiled from that file, or from a file that uses it, is

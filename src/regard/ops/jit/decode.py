@@ -6,14 +6,14 @@ codes. Both pack an argument struct (`regard.ops.jit.argument_structs`), look up
 for the dtype (`decode_loops`, `decode_quantized_loops`) and run it in torch's threads (`openmp`).
 `join_splits` joins the results of the two functions, and `apply_sinks` adds attention sinks.
 Compiled code checks no argument: the caller has checked sizes, dtypes and devices. Numba is
-imported at the first call.
+imported only where the code is not on the disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import DECODE_QUANTIZED_STRUCT, DECODE_STRUCT, StructLayout
+from regard.ops.jit.code_files import compiled_entry
 from regard.ops.stored_slots import QuantizedSlots, coded_memory
 
 TILE_KEYS = 64
@@ -32,6 +33,8 @@ ELEMENTS_PER_THREAD = 1 << 17
 than it saves.
 """
 
+_plain_entry = partial(compiled_entry, "decode_loops", "entry_address")
+_quantized_entry = partial(compiled_entry, "decode_quantized_loops", "entry_address")
 
 NO_PAGES = torch.empty(1, 0, dtype=torch.int64)
 """The field `pages` of keys and values that do not lie in pages."""
@@ -188,7 +191,7 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return _run_decode(
         args,
         DECODE_STRUCT,
-        _plain_entry(),
+        _plain_entry,
         k.dtype,
         (k_argument, v_argument),
         k.shape[2],
@@ -228,7 +231,7 @@ def decode_quantized(args: DecodeArgs, segment: QuantizedSegment, E: int) -> tup
     """
     fields = segment.k, segment.v
     return _run_decode(
-        args, DECODE_QUANTIZED_STRUCT, _quantized_entry(), segment.dtype, fields, segment.slots, E
+        args, DECODE_QUANTIZED_STRUCT, _quantized_entry, segment.dtype, fields, segment.slots, E
     )
 
 
@@ -310,23 +313,3 @@ def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
     out, sink = out.contiguous(), sink.detach().float().contiguous()
     apply_sinks(out.numpy(), lse.contiguous().numpy(), sink.numpy(), T)
     return out
-
-
-@cache
-def _plain_entry() -> Callable[[torch.dtype], int]:
-    """Import the loops for full-precision keys and values, and return their function
-    `entry_address`, which maps a dtype to the address of compiled code.
-    """
-    from regard.ops.jit import decode_loops as loops
-
-    return loops.entry_address
-
-
-@cache
-def _quantized_entry() -> Callable[[torch.dtype], int]:
-    """Import the loops for quantised keys and values, and return their function `entry_address`,
-    which maps a dtype to the address of compiled code.
-    """
-    from regard.ops.jit import decode_quantized_loops as loops
-
-    return loops.entry_address

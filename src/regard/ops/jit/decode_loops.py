@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,14 +45,14 @@ from numba.extending import intrinsic
 from regard.ops.jit.argument_structs import DECODE_STRUCT
 from regard.ops.jit.compile import (
     FASTMATH_FLAGS,
-    njit_cached,
+    njit_linked,
     njit_strict,
     njit_strict_no_arrays,
 )
 from regard.ops.jit.entry_points import (
     STORAGE,
     array_4d_at,
-    compile_entry,
+    entry_point,
     finish_task,
     memory_at,
     struct_at,
@@ -93,7 +92,7 @@ together, so that all sums stay in registers.
 """
 
 ZERO, NEG_INF = np.float32(0), np.float32(-np.inf)
-njit_fast_leaf = njit_cached(fastmath=(*FASTMATH_FLAGS, "arcp"), makes_arrays=False)
+njit_fast_leaf = njit_linked(fastmath=(*FASTMATH_FLAGS, "arcp"), makes_arrays=False)
 
 
 def _make_score_loop(rows: int) -> Any:
@@ -562,7 +561,9 @@ def run_tasks(address, call, keys, values, pages):
         if task >= B * G * P:
             break
         b, g, p = task // (G * P), task // P % G, task % P
-        q[:R] = q_all[b, g]
+        for r in range(R):  # Numba takes two seconds to compile the assignment of an array
+            for d in range(q.shape[1]):
+                q[r, d] = q_all[b, g, r, d]
         to_bfloat16(q, words)
         acc[:] = 0
         top[:] = NEG_INF
@@ -651,7 +652,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     return entry
 
 
-@cache
-def entry_address(dtype: torch.dtype) -> int:
+@entry_point
+def entry_address(dtype: torch.dtype) -> Callable[[int], None]:
     """Return the address of the compiled entry for keys and values of a dtype."""
-    return compile_entry(_make_entry(*STORAGE[dtype]))
+    return _make_entry(*STORAGE[dtype])

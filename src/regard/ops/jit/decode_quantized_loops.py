@@ -27,7 +27,6 @@ Masks, the terms that are added to scores, and tasks are those of `decode_loops`
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -52,7 +51,7 @@ from regard.ops.jit.decode_loops import (
 )
 from regard.ops.jit.entry_points import (
     STORAGE,
-    compile_entry,
+    entry_point,
     finish_task,
     memory_at,
     struct_at,
@@ -382,7 +381,9 @@ def run_tasks(address, call, keys, values):
         if task >= B * G * P:
             break
         b, g, p = task // (G * P), task // P % G, task % P
-        q[:R] = q_all[b, g] * scale
+        for r in range(R):  # Numba takes two seconds to compile the assignment of an array
+            for d in range(q_all.shape[3]):
+                q[r, d] = q_all[b, g, r, d] * scale
         acc[:] = 0
         top[:] = NEG_INF
         total[:] = 0
@@ -453,7 +454,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     return entry
 
 
-@cache
-def entry_address(dtype: torch.dtype) -> int:
+@entry_point
+def entry_address(dtype: torch.dtype) -> Callable[[int], None]:
     """Return the address of the compiled entry for codes with scales of a dtype."""
-    return compile_entry(_make_entry(*STORAGE[dtype]))
+    return _make_entry(*STORAGE[dtype])

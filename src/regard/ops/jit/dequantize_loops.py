@@ -8,7 +8,6 @@ numbers, and its own operations would take longer to convert them than to multip
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from regard.ops.jit.argument_structs import DEQUANTIZE_STRUCT
-from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at, take_task
+from regard.ops.jit.entry_points import STORAGE, entry_point, memory_at, struct_at, take_task
 from regard.ops.jit.half_precision import to_float32
 from regard.ops.jit.llvm_vectors import (
     FLOAT,
@@ -176,9 +175,9 @@ FORMS = tuple(_MAKE)
 """The forms of stored weights that have an entry."""
 
 
-@cache
-def entry_address(form: str, stored: torch.dtype, dtype: torch.dtype) -> int:
+@entry_point
+def entry_address(form: str, stored: torch.dtype, dtype: torch.dtype) -> Callable[[int], None]:
     """Return the address of the compiled entry for a form, the dtype of its scales, and the dtype
     of the numbers.
     """
-    return compile_entry(_MAKE[form](*STORAGE[stored], *STORAGE[dtype]))
+    return _MAKE[form](*STORAGE[stored], *STORAGE[dtype])

@@ -6,6 +6,7 @@ increment the counters in it that all threads share.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from numba import carray, types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from regard.ops.jit.compile import disk_cache, njit_strict, source_stamp
+from regard.ops.jit.code_files import CodeFile, code_file
+from regard.ops.jit.compile import disk_cache, njit_strict
 from regard.ops.jit.half_precision import BF16, FP16
+from regard.ops.jit.source_stamps import source_stamp
 
 STORAGE = {
     torch.float32: (np.float32, BF16),
@@ -133,19 +136,43 @@ def call_entry(context: Any, entry: Any, address: Any) -> Any:
     return types.void(types.int64, types.int64), code
 
 
-_loaded_entries: list[Any] = []
-"""The compiled entries; this list keeps them alive as long as the process."""
+_compiled_entries: list[Any] = []
+"""The entries that Numba compiled or loaded; this list keeps them alive as long as the process."""
 
 
-def compile_entry(entry: Callable[[int], None]) -> int:
-    """Compile a function of one address, or load it from the disk cache, and return the address
-    of its code, which is valid as long as the process lives.
+def compile_entry(entry: Callable[[int], None], file: CodeFile | None = None) -> int:
+    """Compile a function of one address, or load it from the disk, and return the address of its
+    code, which is valid as long as the process lives.
+
+    Args:
+        entry: the function.
+        file: the file of its code; None: Numba's disk cache.
     """
+    if file is not None and (loaded := file.load()) is not None:
+        return loaded
     compiled: Any = CFunc(
         entry, ((types.int64,), types.void), locals={}, options={"error_model": "numpy"}
     )
-    compiled._cache = disk_cache(entry, source_stamp(entry.__module__))
+    if file is None:
+        compiled._cache = disk_cache(entry, source_stamp(entry.__module__))
     compiled.compile()
-    _loaded_entries.append(compiled)
+    _compiled_entries.append(compiled)
     address: int = compiled.address or 0
+    if file is not None and file.save(
+        compiled._library._get_compiled_object(), compiled._wrapper_name
+    ):
+        return file.load() or address
     return address
+
+
+def entry_point(make: Callable[..., Callable[[int], None]]) -> Callable[..., int]:
+    """Decorator of a function that makes an entry, to be compiled: a call with the same arguments
+    returns the address of its code, compiled at most once on a machine.
+    """
+    loops = make.__module__.rpartition(".")[2]
+
+    @wraps(make)
+    def address(*arguments: Any) -> int:
+        return compile_entry(make(*arguments), code_file(loops, make.__name__, arguments))
+
+    return cache(address)

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from regard.ops.jit.compile import njit_cached, njit_fastmath
+from regard.ops.jit.compile import njit_fastmath, njit_linked
 from regard.ops.jit.half_precision import bits_to_float
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = (
@@ -27,7 +27,7 @@ _C0, _C1, _C2, _C3, _C4, _C5 = (
 _HALF, _ONE, _ZERO, _LEAST = np.float32(0.5), np.float32(1), np.float32(0), np.float32(-87)
 
 
-@njit_cached(fastmath=("contract", "nsz"))
+@njit_linked(fastmath=("contract", "nsz"))
 def exp(x: np.float32) -> np.float32:
     """Return e^x for x <= 0, accurate to about one rounding. It is 0 for x below -87, where e^x
     would be subnormal in fp32, and NaN for NaN.

@@ -22,7 +22,7 @@ otherwise the products take twice as long (LOG.md). `regard.ops.fp16_linear` cal
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ from regard.ops.jit.amx import (
 )
 from regard.ops.jit.argument_structs import FP16_LINEAR_STRUCT
 from regard.ops.jit.compile import njit_strict, njit_strict_no_arrays
-from regard.ops.jit.entry_points import compile_entry, memory_at, struct_at, take_task
+from regard.ops.jit.entry_points import entry_point, memory_at, struct_at, take_task
 from regard.ops.jit.half_precision import FP16, from_float32, to_float32
 from regard.ops.jit.llvm_vectors import (
     CACHE_LINE,
@@ -369,7 +369,7 @@ def _entry(address: int) -> None:
     run_tasks(address, struct_at(address, ARGUMENTS))
 
 
-@cache
-def entry_address() -> int:
+@entry_point
+def entry_address() -> Callable[[int], None]:
     """Return the address of the compiled entry."""
-    return compile_entry(_entry)
+    return _entry

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from numba.extending import intrinsic
 
 from regard.ops.jit.argument_structs import GATED_PRODUCT_STRUCT
 from regard.ops.jit.compile import njit_strict
-from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at, take_task
+from regard.ops.jit.entry_points import STORAGE, entry_point, memory_at, struct_at, take_task
 from regard.ops.jit.llvm_vectors import FLOAT, LLVMLoop, array_data, load_floats
 from regard.ops.jit.matmul import LANES
 from regard.ops.jit.softmax_rows import vector_exp
@@ -110,7 +109,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     return entry
 
 
-@cache
-def entry_address(dtype: torch.dtype) -> int:
+@entry_point
+def entry_address(dtype: torch.dtype) -> Callable[[int], None]:
     """Return the address of the compiled entry for numbers of a dtype."""
-    return compile_entry(_make_entry(*STORAGE[dtype]))
+    return _make_entry(*STORAGE[dtype])

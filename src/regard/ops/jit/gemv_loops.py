@@ -8,7 +8,6 @@ bandwidth (LOG.md). `regard.ops.gemv` calls `entry_address`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from regard.ops.jit.argument_structs import GEMV_STRUCT
 from regard.ops.jit.compile import njit_strict
 from regard.ops.jit.entry_points import (
     STORAGE,
-    compile_entry,
+    entry_point,
     memory_at,
     struct_at,
     take_next,
@@ -219,7 +218,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     return entry
 
 
-@cache
-def entry_address(dtype: torch.dtype) -> int:
+@entry_point
+def entry_address(dtype: torch.dtype) -> Callable[[int], None]:
     """Return the address of the compiled entry for weights of a dtype."""
-    return compile_entry(_make_entry(*STORAGE[dtype]))
+    return _make_entry(*STORAGE[dtype])

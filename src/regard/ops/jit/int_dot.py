@@ -21,7 +21,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from regard.ops.jit.compile import has_cpu_feature, njit_cached
+from regard.ops.jit.compile import has_cpu_feature, njit_linked
 from regard.ops.jit.llvm_vectors import (
     LANES,
     LLVMLoop,
@@ -193,7 +193,7 @@ def _store_rescaled(
 
 
 _sum_64_columns, _sum_32_columns = _make_sum(BLOCK_COLUMNS), _make_sum(BLOCK_COLUMNS // 2)
-njit_leaf = njit_cached(fastmath=("contract", "nsz"), makes_arrays=False)
+njit_leaf = njit_linked(fastmath=("contract", "nsz"), makes_arrays=False)
 
 
 @njit_leaf

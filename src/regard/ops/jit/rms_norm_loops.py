@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
 from regard.ops.jit.compile import njit_fastmath
-from regard.ops.jit.entry_points import STORAGE, compile_entry, memory_at, struct_at, take_task
+from regard.ops.jit.entry_points import STORAGE, entry_point, memory_at, struct_at, take_task
 from regard.ops.jit.half_precision import from_float32, to_float32
 
 ARGUMENTS = RMS_NORM_STRUCT.dtype
@@ -63,7 +62,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     return entry
 
 
-@cache
-def entry_address(dtype: torch.dtype) -> int:
+@entry_point
+def entry_address(dtype: torch.dtype) -> Callable[[int], None]:
     """Return the address of the compiled entry for rows of a dtype."""
-    return compile_entry(_make_entry(*STORAGE[dtype]))
+    return _make_entry(*STORAGE[dtype])

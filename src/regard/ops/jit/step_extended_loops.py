@@ -12,7 +12,6 @@ keys are stored, and the next phase, a task for each head, norms and rotates the
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from regard.ops.jit.compile import njit_fastmath, njit_strict
 from regard.ops.jit.decode_loops import page_table
 from regard.ops.jit.entry_points import (
     STORAGE,
-    compile_entry,
+    entry_point,
     finish_task,
     memory_at,
     struct_at,
@@ -346,9 +345,9 @@ def _make_entry(dtype: Any, tag: Any, *, has_mixtures: bool) -> Callable[[int], 
     return entry
 
 
-@cache
-def entry_address(dtype: torch.dtype, has_mixtures: bool) -> int:  # noqa: FBT001
+@entry_point
+def entry_address(dtype: torch.dtype, has_mixtures: bool) -> Callable[[int], None]:  # noqa: FBT001
     """Return the address of the compiled entry for a model whose weights have a dtype, with or
     without mixtures of experts.
     """
-    return compile_entry(_make_entry(*STORAGE[dtype], has_mixtures=has_mixtures))
+    return _make_entry(*STORAGE[dtype], has_mixtures=has_mixtures)

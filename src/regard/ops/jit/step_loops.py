@@ -32,7 +32,6 @@ well, and sums have the same order (`gemv_loops.multiply_rows`, `rms_norm_loops.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,7 +48,7 @@ from regard.ops.jit.decode_loops import join_row, page_table, sink_share, slot_i
 from regard.ops.jit.entry_points import (
     STORAGE,
     call_entry,
-    compile_entry,
+    entry_point,
     finish_task,
     memory_at,
     struct_at,
@@ -392,9 +391,9 @@ def _make_entry(dtype: Any, tag: Any, *, has_mixtures: bool) -> Callable[[int], 
     return entry
 
 
-@cache
-def entry_address(dtype: torch.dtype, has_mixtures: bool) -> int:  # noqa: FBT001
+@entry_point
+def entry_address(dtype: torch.dtype, has_mixtures: bool) -> Callable[[int], None]:  # noqa: FBT001
     """Return the address of the compiled entry for a model whose weights have a dtype, with or
     without mixtures of experts.
     """
-    return compile_entry(_make_entry(*STORAGE[dtype], has_mixtures=has_mixtures))
+    return _make_entry(*STORAGE[dtype], has_mixtures=has_mixtures)

@@ -415,7 +415,8 @@ def open_experts(counters, layer, sizes, x, hidden, scratch, dtype, tag):
                 own = vectors_in(few, n, M)
                 if current != i:
                     for j in range(n):
-                        own[j] = vectors[tokens[firsts[i] + j]]
+                        for d in range(own.shape[1]):
+                            own[j, d] = vectors[tokens[firsts[i] + j], d]
             if current != i and R > 1:
                 mark_changed(room[1])
             current = i

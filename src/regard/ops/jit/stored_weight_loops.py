@@ -25,7 +25,6 @@ The layouts are those of `regard.ops.stored_weights`, which packs STORED_MATRIX_
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ from regard.ops.jit.digit_loops import (
 from regard.ops.jit.entry_points import (
     STORAGE,
     call_entry,
-    compile_entry,
+    entry_point,
     int_to_pointer,
     memory_at,
     struct_at,
@@ -525,37 +524,24 @@ _MAKE_ROWS = {
 }
 
 
-def variant(form: str, dtype: torch.dtype, scales: torch.Tensor, group: int, width: int) -> str:
-    """Return the name of the loops for a storage form and vectors of a dtype.
-
-    Args:
-        form: "half", "int8" or "int4".
-        dtype: the dtype of the vectors.
-        scales: the scales, of 4-bit codes with the zeros.
-        group: the number of columns for each scale.
-        width: the number of columns of the matrix in memory.
+def supported_form(form: str) -> str:
+    """Return the name of the loops for a form on this processor: those of digits need an
+    instruction that some processors lack.
     """
-    if dtype not in (torch.bfloat16, torch.float16) or not HAS_BYTE_DOT:
-        return form
-    if form == "int8":
-        return "int8-digits" if width % INT8_BLOCK == 0 else form
-    if form != "int4" or group != INT4_BLOCK:
-        return form
-    zeros = scales[:, 1].float()
-    exact = (zeros == zeros.round()) & (zeros >= 0) & (zeros <= 15)
-    return "int4-digits" if bool(exact.all()) else form
+    return form if HAS_BYTE_DOT else form.removesuffix("-digits")
 
 
-@cache
-def rows_address(form: str, stored: torch.dtype) -> int:
+@entry_point
+def rows_address(form: str, stored: torch.dtype) -> Callable[[int], None]:
     """Return the address of the compiled entry for some rows of a storage form, whose argument is a
     STORED_ROWS_STRUCT.
 
     Args:
-        form: "half" (a matrix of 16-bit or fp32 numbers), "int8" or "int4".
+        form: "half" (a matrix of 16-bit or fp32 numbers), "int8", "int4", or one of these with
+            "-digits", as `regard.ops.stored_weights.fitting_form` chooses it.
         stored: the dtype of the scales; for "half", of the matrix.
     """
-    return compile_entry(_MAKE_ROWS[form](*STORAGE[stored]))
+    return _MAKE_ROWS[supported_form(form)](*STORAGE[stored])
 
 
 @njit_strict
@@ -600,7 +586,7 @@ def _make_entry(dtype: Any, tag: Any) -> Callable[[int], None]:
     return entry
 
 
-@cache
-def entry_address(dtype: torch.dtype) -> int:
+@entry_point
+def entry_address(dtype: torch.dtype) -> Callable[[int], None]:
     """Return the address of the compiled entry for vectors of a dtype and a matrix of any form."""
-    return compile_entry(_make_entry(*STORAGE[dtype]))
+    return _make_entry(*STORAGE[dtype])

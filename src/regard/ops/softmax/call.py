@@ -362,6 +362,7 @@ class Call:
     compiling: bool = field(init=False)
     readable: bool = field(init=False)
     _known: dict[str, float] = field(default_factory=dict, init=False)
+    _largest: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -425,7 +426,7 @@ class Call:
         if 0 in (self.B, self.T, self.S):
             return 0.0
         if "bound" not in self._known:  # computed once per call
-            q_norms, k_norms = (_largest_norms(x) for x in (self.q, self.k))  # [B,H], [B,G]
+            q_norms, k_norms = self._norms("q"), self._norms("k")  # [B,H], [B,G]
             largest_product = (
                 torch.unflatten(q_norms, 1, (self.G, -1)) * k_norms[:, :, None]
             ).amax()
@@ -447,8 +448,26 @@ class Call:
             return True
         for name in names:
             if name not in self._known:  # computed once per call
-                self._known[name] = _all_entries_finite(getattr(self, name))
+                self._known[name] = self._has_small_norms(name) or _all_entries_finite(
+                    getattr(self, name)
+                )
         return all(bool(self._known[name]) for name in names)
+
+    def _norms(self, name: str) -> Tensor:
+        """Return the largest norms of "q" or "k", see `_largest_norms`; computed once per call."""
+        if name not in self._largest:
+            self._largest[name] = _largest_norms(getattr(self, name))
+        return self._largest[name]
+
+    def _has_small_norms(self, name: str) -> bool:
+        """Return whether the norms of "q" or "k" show that all entries are finite. They are asked
+        only where a kernel needs them in any case, to bound the scores of a gradient.
+        """
+        if name == "v" or not self.has_gradient or not self.q.is_cpu or 0 in (self.B, self.D):
+            return False
+        if 0 in (self.T, self.S):
+            return False
+        return self._norms(name).amax().item() <= MAX_FINITE
 
 
 UNREADABLE = (
@@ -691,7 +710,10 @@ def _all_entries_finite(x: Tensor) -> bool:
     """
     if x.numel() == 0:
         return True
-    low, high = torch.aminmax(x.detach() if x.requires_grad else x)
+    x = x.detach() if x.requires_grad else x
+    if not x.is_contiguous():  # torch would copy heads [B,h,n,d] that lie in memory as [B,n,h,d]
+        x = x.transpose(1, 2)
+    low, high = torch.aminmax(x)
     if not low.is_cpu:  # one read, because each waits for the device
         return bool((low >= -MAX_FINITE) & (high <= MAX_FINITE))
     return low.item() >= -MAX_FINITE and high.item() <= MAX_FINITE

@@ -1,0 +1,237 @@
+"""Compiled entries in files, which a process loads without Numba and LLVM.
+
+Numba compiles an entry once on each machine. Its own disk cache loads the code through LLVM, which
+needs a second of processor time and 100 MiB of memory in every process. Here the object file that
+LLVM wrote is stored as it is, and `object_code` loads it. The file is valid for the stamp of the
+module (`source_stamps`), the versions of Numba, llvmlite and Python, the processor, and the
+settings of Numba. Where it is missing or not valid, the module is imported, and compiles it.
+
+Only x86-64 Linux has such files; elsewhere Numba's cache is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from threading import get_ident
+from types import ModuleType
+from typing import Any
+
+from regard.ops.jit.object_code import LoadedObject, UnsupportedObject, load_object
+from regard.ops.jit.source_stamps import JIT_FOLDER, JIT_PACKAGE, source_stamp
+
+CPU_FILE, CPU_BYTES = Path("/proc/cpuinfo"), 1 << 14
+"""The file in which Linux describes the processors, and the size of the part that has the first."""
+
+_CPU_LINES = ("vendor_id", "cpu family", "model", "stepping", "flags")
+
+_loaded_objects: list[LoadedObject] = []
+"""The loaded code; this list keeps it alive as long as the process."""
+
+
+class CodeFile:
+    """The place of the compiled code of one entry.
+
+    Args:
+        loops: the name of the module of the loops in this package.
+        function: the name of its function that makes the entry.
+        arguments: the arguments of that function.
+    """
+
+    def __init__(self, loops: str, function: str, arguments: tuple[object, ...]) -> None:
+        words = [str(x).removeprefix("torch.") for x in arguments]
+        self.name = f"{'.'.join([loops, function, *words])}.{machine()[:12]}.code"
+        self.key = {"machine": machine(), "stamp": source_stamp(f"{JIT_PACKAGE}.{loops}")}
+
+    def load(self) -> int | None:
+        """Return the address of the code; None if there is no valid file."""
+        for folder in _folders():
+            try:
+                header, _, code = (folder / self.name).read_bytes().partition(b"\n")
+                found = json.loads(header)
+            except (OSError, ValueError):
+                continue
+            if found.get("key") != self.key or found.get("sha256") != _digest(code):
+                continue
+            with suppress(UnsupportedObject):
+                return _load(code, found["symbol"])
+        return None
+
+    def save(self, code: bytes, symbol: str) -> bool:
+        """Write the code into the first folder that can be written; return whether there is one.
+
+        Args:
+            code: the object file.
+            symbol: the name of the function in it.
+        """
+        header = json.dumps({"key": self.key, "sha256": _digest(code), "symbol": symbol})
+        for folder in _folders():
+            with suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                _write(folder / self.name, header.encode() + b"\n" + code)
+                return True
+        return False
+
+
+@cache
+def compiled_entry(loops: str, function: str, *arguments: object) -> int:
+    """Return the address of a compiled entry: from its file, or else from its module, which is then
+    imported and compiles it.
+
+    Args:
+        loops: the name of a module of this package, such as "gemv_loops".
+        function: the name of its function that returns the address, such as "entry_address".
+        *arguments: the arguments of that function.
+    """
+    file = code_file(loops, function, arguments)
+    if file is not None and (address := file.load()) is not None:
+        return address
+    module = importlib.import_module(f"{JIT_PACKAGE}.{loops}")
+    found: int = getattr(module, function)(*arguments)
+    return found
+
+
+@cache
+def code_file(loops: str, function: str, arguments: tuple[object, ...]) -> CodeFile | None:
+    """Return the file of an entry; None where this system has no such files."""
+    return CodeFile(loops, function, arguments) if machine() else None
+
+
+@cache
+def machine() -> str:
+    """Return a hash of everything besides the sources that code depends on: processor, versions,
+    settings; "" if this system has no code files.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not CPU_FILE.is_file():
+        return ""
+    if Path(".numba_config.yaml").exists():  # settings that only Numba can read
+        return ""
+    with CPU_FILE.open(encoding="utf-8", errors="replace") as file:
+        lines = file.read(CPU_BYTES).split("\n\n")[0].splitlines()
+    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith("NUMBA_")}
+    settings.pop("NUMBA_CACHE_DIR", None)
+    try:
+        versions = [importlib.metadata.version(x) for x in ("numba", "llvmlite")]
+    except importlib.metadata.PackageNotFoundError:  # installed in a way that tells no version
+        return ""
+    facts = {
+        "processor": [x for x in lines if x.split("\t")[0].strip() in _CPU_LINES],
+        "versions": versions,
+        "python": [sys.version, sys.implementation.cache_tag],
+        "settings": settings,
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _folders() -> list[Path]:
+    """Return the folders of code files, in the order in which they are tried."""
+    if own := os.environ.get("NUMBA_CACHE_DIR"):
+        return [Path(own) / "regard"]
+    folders = [JIT_FOLDER / "__pycache__"]
+    with suppress(RuntimeError):  # no home
+        folders.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regard")
+    return folders
+
+
+def _digest(code: bytes) -> str:
+    return hashlib.sha256(code).hexdigest()
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file in one piece: other processes see all of it, or what was there before."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}")
+    try:
+        unfinished.write_bytes(data)
+        unfinished.replace(path)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def _load(code: bytes, symbol: str) -> int:
+    """Load an object file, and return the address of a function in it."""
+    loaded = load_object(code, _address_of)
+    _loaded_objects.append(loaded)
+    return loaded.addresses[symbol]
+
+
+@cache
+def _address_of(name: str) -> int:
+    """Return the address of a function or an object outside of the compiled code: of Numba's small
+    runtime, of Python, or of the C library.
+    """
+    helpers = _numba_helpers()
+    if name in helpers:
+        return helpers[name]
+    if name.startswith("PyExc_"):  # the object itself, as Numba's code expects
+        return id(getattr(__import__("builtins"), name.removeprefix("PyExc_")))
+    if name == "_Py_NoneStruct":
+        return id(None)
+    for library in _libraries():
+        with suppress(AttributeError):
+            return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    raise UnsupportedObject(f"an unknown symbol {name}")
+
+
+@cache
+def _libraries() -> list[ctypes.CDLL]:
+    """Return the libraries in which symbols are looked for: all of this process, and libm."""
+    libraries: list[ctypes.CDLL] = [ctypes.pythonapi, ctypes.CDLL(None)]
+    with suppress(OSError):
+        libraries.append(ctypes.CDLL("libm.so.6"))
+    return libraries
+
+
+@cache
+def _numba_helpers() -> dict[str, int]:
+    """Return the addresses of the functions that Numba gives to compiled code, by name: they are in
+    two extension modules, which need neither the rest of Numba nor LLVM.
+    """
+    general, runtime = _extension("numba._helperlib"), _extension("numba.core.runtime._nrt_python")
+    named = {f"numba_{name}": address for name, address in general.c_helpers.items()}
+    for name, address in runtime.c_helpers.items():
+        named[name if name.startswith("_") else f"NRT_{name}"] = address
+    return named
+
+
+def _extension(name: str) -> Any:
+    """Return an extension module of Numba without importing the packages around it."""
+    if name in sys.modules:
+        return sys.modules[name]
+    found = importlib.util.find_spec("numba")
+    folders = () if found is None else found.submodule_search_locations or ()
+    _, *inner, file = name.split(".")
+    for folder in folders:
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            path = Path(folder, *inner, file + suffix)
+            if path.is_file():
+                return _import_extension(name, path)
+    raise UnsupportedObject(f"Numba has no module {name}")
+
+
+def _import_extension(name: str, path: Path) -> ModuleType:
+    """Import an extension module under its own name, so that a later import of Numba finds the
+    same state; Numba itself does not count as imported.
+    """
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise UnsupportedObject(f"{name} cannot be imported alone: {error}") from error
+    sys.modules.pop(name, None)
+    return module
