@@ -7,7 +7,14 @@ from itertools import pairwise
 
 import pytest
 
-from regard.bench.measurement import interleaved, median, median_ratio, quartiles, rotated_order
+from regard.bench.measurement import (
+    interleaved,
+    median,
+    median_ratio,
+    quartiles,
+    rotated_order,
+    wait_until_idle,
+)
 
 
 def recorded(names: str, **options: object) -> tuple[list[str], dict[str, list[float]]]:
@@ -35,13 +42,18 @@ def test_over_two_turns_each_follows_each_equally_often() -> None:
 
 
 class Clock:
-    """A clock that stands still but for what sleeps by it, in whole milliseconds."""
+    """A clock that stands still but for what sleeps by it, in whole milliseconds; other threads of
+    the process compute until the time `busy_until`.
+    """
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.busy_until = 0.0
 
     def perf_counter(self) -> float:
         return self.now
+
+    def process_time(self) -> float:
+        return min(self.now, self.busy_until)
 
     def sleep(self, seconds: float) -> None:
         self.now = round(self.now + seconds, 6)
@@ -68,10 +80,33 @@ def test_short_calls_are_repeated_and_the_time_is_of_one(clock: Clock) -> None:
 
 
 def test_no_round_begins_behind_the_limit_but_one_always_runs(clock: Clock) -> None:
-    options = {"sample": 0.0, "clock": clock.perf_counter}
+    options = {"sample": 0.0, "clock": clock.perf_counter, "settle": lambda: None}
     for limit, rounds in ((0.055, 6), (0.0, 1)):
         times = interleaved({"a": lambda: clock.sleep(0.01)}, rounds=1000, limit=limit, **options)  # type: ignore[arg-type]
         assert len(times["a"]) == rounds
+
+
+def test_each_is_timed_when_the_threads_of_the_one_before_sleep(clock: Clock) -> None:
+    starts: list[float] = []
+
+    def leaves_threads_that_look_for_work() -> None:
+        starts.append(clock.now)
+        clock.sleep(0.01)
+        clock.busy_until = clock.now + 0.2
+
+    cases = {"a": leaves_threads_that_look_for_work, "b": leaves_threads_that_look_for_work}
+    times = interleaved(cases, rounds=2, sample=0.0, clock=clock.perf_counter)
+    assert times == {"a": pytest.approx([0.01] * 2), "b": pytest.approx([0.01] * 2)}
+    assert all(0.2 < b - a - 0.01 < 0.21 for a, b in pairwise(starts[4:]))
+    starts.clear()
+    interleaved(cases, rounds=2, sample=0.0, clock=clock.perf_counter, settle=lambda: None)
+    assert all(b - a - 0.01 < 1e-9 for a, b in pairwise(starts[4:]))
+
+
+def test_the_wait_for_threads_ends_at_its_limit(clock: Clock) -> None:
+    clock.busy_until = 1e9
+    wait_until_idle(0.01, 0.5)
+    assert clock.now == pytest.approx(0.5)
 
 
 def test_an_interrupt_leaves_complete_rounds() -> None:

@@ -27,12 +27,14 @@ def interleaved(
     into: dict[str, list[float]] | None = None,
     synchronise: Callable[[], object] = lambda: None,
     clock: Callable[[], float] | None = None,
+    settle: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Time functions in turns: each round times each function once, so that a change of the
     machine's speed affects all of them.
 
     Each function is called twice before the first round. Each round begins with another function,
-    so that none always follows the same one.
+    so that none always follows the same one. A function is timed when the threads of the one before
+    it sleep.
 
     Args:
         cases: the functions by name.
@@ -43,6 +45,7 @@ def interleaved(
         synchronise: called before the clock is read, for devices that work asynchronously.
         clock: returns seconds. None is the wall clock; `time.process_time` counts the processor
             time and excludes waiting.
+        settle: called before each timing; None is `wait_until_idle`.
 
     Returns:
         Seconds per call, for each function and round.
@@ -52,6 +55,7 @@ def interleaved(
     {'a': 3, 'b': 3}
     """
     clock = time.perf_counter if clock is None else clock
+    settle = wait_until_idle if settle is None else settle
     times = {} if into is None else into
     times.update({name: [] for name in cases})
     repeats = {
@@ -63,12 +67,33 @@ def interleaved(
             if index and limit is not None and time.perf_counter() - start > limit:
                 break
             for name in rotated_order(names, index):
+                settle()
                 times[name].append(_time_calls(cases[name], repeats[name], synchronise, clock))
     finally:
         complete = min(map(len, times.values()), default=0)
         for seconds in times.values():
             del seconds[complete:]
     return times
+
+
+def wait_until_idle(pause: float = 0.002, limit: float = 1.0) -> None:
+    """Wait until no thread of this process computes.
+
+    The threads of OpenMP, ONNX Runtime and others look for work for up to 0.2 seconds after a call,
+    and would slow down whatever is timed next.
+
+    Args:
+        pause: the seconds in which no thread must compute.
+        limit: the largest number of seconds to wait.
+
+    >>> wait_until_idle(limit=0.01)
+    """
+    start = time.perf_counter()
+    while True:
+        before = time.process_time()
+        time.sleep(pause)
+        if time.process_time() - before < pause / 4 or time.perf_counter() - start >= limit:
+            return
 
 
 def rotated_order(names: Sequence[str], by: int) -> list[str]:

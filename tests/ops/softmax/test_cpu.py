@@ -303,7 +303,8 @@ def test_work_counts_the_tiles_that_are_visited() -> None:
 
 
 @pytest.mark.full
-def test_numba_is_imported_by_the_first_call_that_needs_it() -> None:
+def test_numba_is_imported_by_the_first_call_that_needs_it(tmp_path: Path) -> None:
+    """The folder of compiled code is empty; with that code no call needs Numba."""
     code = """
 import sys, torch, regard
 q, k = torch.randn(1, 2, 1, 64), torch.randn(1, 2, 1024, 64)
@@ -314,7 +315,9 @@ regard.attend(q, k, k)
 print("numba" in sys.modules)
 """
     root = Path(__file__).parents[3]
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=root, env=environment)
     assert (child.stdout.split(), child.returncode) == (["cpu", "False", "True"], 0), child.stderr
 
 

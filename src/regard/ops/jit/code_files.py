@@ -6,7 +6,7 @@ LLVM wrote is stored as it is, and `object_code` loads it. The file is valid for
 module (`source_stamps`), the versions of Numba, llvmlite and Python, the processor, and the
 settings of Numba. Where it is missing or not valid, the module is imported, and compiles it.
 
-Only x86-64 Linux has such files; elsewhere Numba's cache is used.
+Only x86-64 Linux has such files; on other systems Numba's cache is used.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class CodeFile:
         for folder in _folders():
             try:
                 header, _, code = (folder / self.name).read_bytes().partition(b"\n")
-                found = json.loads(header)
+                facts = json.loads(header)
             except (OSError, ValueError):
                 continue
-            if found.get("key") != self.key or found.get("sha256") != _digest(code):
+            if facts.get("key") != self.key or facts.get("sha256") != _digest(code):
                 continue
             with suppress(UnsupportedObject):
-                return _load(code, found["symbol"])
+                return _load(code, facts["symbol"])
         return None
 
     def save(self, code: bytes, symbol: str) -> bool:
@@ -98,8 +98,8 @@ def compiled_entry(loops: str, function: str, *arguments: object) -> int:
     if file is not None and (address := file.load()) is not None:
         return address
     module = importlib.import_module(f"{JIT_PACKAGE}.{loops}")
-    found: int = getattr(module, function)(*arguments)
-    return found
+    address: int = getattr(module, function)(*arguments)
+    return address
 
 
 @cache
@@ -210,8 +210,8 @@ def _extension(name: str) -> Any:
     """Return an extension module of Numba without importing the packages around it."""
     if name in sys.modules:
         return sys.modules[name]
-    found = importlib.util.find_spec("numba")
-    folders = () if found is None else found.submodule_search_locations or ()
+    package = importlib.util.find_spec("numba")
+    folders = () if package is None else package.submodule_search_locations or ()
     _, *inner, file = name.split(".")
     for folder in folders:
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:

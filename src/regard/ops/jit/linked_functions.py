@@ -37,7 +37,7 @@ class _LinkedPipeline(CompilerBase):  # type: ignore[misc, unused-ignore]
     """Numba's compiler, which writes to a `_LinkedLibrary`."""
 
     def define_pipelines(self) -> list[Any]:
-        """Return Numba's passes."""
+        """Return the passes of Numba, which compile into a library of our own."""
         state = self.state
         state.library = _LinkedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
         return [DefaultPassBuilder.define_nopython_pipeline(state)]
@@ -83,7 +83,7 @@ class LinkedFunction(CPUDispatcher):  # type: ignore[misc, unused-ignore]
 
     @cached_property
     def ordinary(self) -> Callable[..., Any]:
-        """The ordinary compiled function."""
+        """The compiled function with machine code of its own, for calls from Python."""
         return self._from_python()
 
     def add_overload(self, result: Any) -> None:

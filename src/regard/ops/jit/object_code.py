@@ -3,9 +3,9 @@ the memory of this process.
 
 LLVM itself takes a second to import and 100 MiB of memory, which a process that only runs code from
 the disk does not need. An object file has sections (machine code, constants, variables), symbols
-(names of places in sections, and of functions elsewhere), and relocations (places where the address
-of a symbol is to be written). `load_object` copies the sections to new memory, writes the
-addresses, and makes the part with code executable and no longer writable.
+(names of places in sections, and of functions outside of the file), and relocations (places where
+the address of a symbol is to be written). `load_object` copies the sections to new memory, writes
+the addresses, and makes the part with code executable and no longer writable.
 
 What the loader does not know it refuses: `load_object` then raises an `UnsupportedObject`, and the
 caller compiles with Numba.
@@ -167,17 +167,17 @@ class _Loader:
         of code and constants and that of variables, and the places of the symbols without a
         section, which are variables of zeros.
         """
-        ends, common = [0, 0], {}
+        sizes, common = [0, 0], {}
         for i, s in enumerate(self.sections):
             if s.flags & _ALLOCATED and s.size and self._text(self.names + s.name) != _UNWINDING:
                 kind = 1 if s.flags & _WRITABLE else 0
-                self.places[i] = _aligned(ends[kind], s.alignment)
-                ends[kind] = self.places[i] + s.size
+                self.places[i] = _aligned(sizes[kind], s.alignment)
+                sizes[kind] = self.places[i] + s.size
         for i, (_, symbol) in enumerate(self.symbols):
             if symbol.section == _COMMON:
-                common[i] = _aligned(ends[1], symbol.value)
-                ends[1] = common[i] + symbol.size
-        code, variables = (_aligned(max(1, end), mmap.PAGESIZE) for end in ends)
+                common[i] = _aligned(sizes[1], symbol.value)
+                sizes[1] = common[i] + symbol.size
+        code, variables = (_aligned(max(1, size), mmap.PAGESIZE) for size in sizes)
         return code, variables, common
 
     def _addresses(
