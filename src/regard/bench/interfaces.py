@@ -124,12 +124,15 @@ class PreparedCall(NamedTuple):
         kernel: the name of the kernel that runs, or "".
         figures: returns further figures of the steps by name, after they have been timed; None if
             there are none.
+        settle: waits until the threads of a peer in a process of its own sleep; None for a peer in
+            this process.
     """
 
     step: Callable[[], object]
     read: Callable[[Any], Outputs]
     kernel: str = ""
     figures: Callable[[], Mapping[str, float]] | None = None
+    settle: Callable[[], object] | None = None
 
 
 def always_supported(_: object) -> str | None:
@@ -168,6 +171,8 @@ class Peer(Generic[P]):
         needs: the names of the modules that the peer imports.
         why_not: a function that returns why the peer cannot solve a problem, or None if it can.
         bytes: a function that returns how much memory the peer needs beyond the problem, in bytes.
+        own_process: whether it is timed in a process of its own (`own_process`), because its
+            threads would slow down the other peers.
 
     >>> prepare = lambda problem: PreparedCall(int, dict)
     >>> Peer("x", "Nothing.", prepare, needs=("no_such_module",)).missing()
@@ -180,6 +185,7 @@ class Peer(Generic[P]):
     needs: tuple[str, ...] = ()
     why_not: Callable[[P], str | None] = always_supported
     bytes: Callable[[P], int] = no_extra_bytes
+    own_process: bool = False
     about = renamed_attribute("description")
 
     def missing(self) -> str | None:

@@ -13,7 +13,8 @@ import torch
 from regard import units
 from regard.bench.interfaces import Case, Outputs, Peer, PreparedCall, Problem, ProblemSizes
 from regard.bench.machine import Ceilings, free_memory, make_synchronize
-from regard.bench.measurement import interleaved
+from regard.bench.measurement import interleaved, wait_until_idle
+from regard.bench.own_process import prepare_in_own_process
 from regard.bench.result import (
     CaseResult,
     OutputCheck,
@@ -105,7 +106,7 @@ def measure(
     say(f"{case.name}, {sizes}, {result.dtype_name}: computing the reference")
     problem = sizes.problem(dtype, device)
     result = result.with_work(problem.work)
-    rows, ready = _prepare_peers(case, problem, result, say)
+    rows, ready = _prepare_peers(case, problem, sizes, result, say)
     say(f"{case.name}, {result.dtype_name}: timing {units.plural(len(ready), 'peer')} in turns")
     times, interrupted = _time_in_turns(ready, budget, ceilings, device)
     ours = case.peers[0].name
@@ -127,7 +128,7 @@ def measure(
 
 
 def _prepare_peers(
-    case: Case, problem: Problem, result: CaseResult, say: ReportStatus
+    case: Case, problem: Problem, sizes: ProblemSizes, result: CaseResult, say: ReportStatus
 ) -> tuple[dict[str, PeerResult], dict[str, PreparedPeer]]:
     """Return the results of peers that cannot run or are wrong, and the other peers with their
     prepared calls.
@@ -137,11 +138,11 @@ def _prepare_peers(
     ready: dict[str, PreparedPeer] = {}
     for peer in case.peers:
         say(f"{case.name}, {result.dtype_name}: {peer.name}")
-        skipped = _reason_to_skip(peer, problem)
+        skipped = _reason_to_skip(peer, problem, sizes)
         prepared = (
             PeerResult(peer.name, *skipped)
             if skipped
-            else _prepare(peer, problem, reference, plain)
+            else _prepare(peer, problem, sizes, (reference, plain))
         )
         if isinstance(prepared, PeerResult):
             rows[peer.name] = prepared
@@ -162,6 +163,12 @@ def _time_in_turns(
     gc.collect()
     times: dict[str, list[float]] = {}
     steps = {name: candidate.call.step for name, candidate in ready.items()}
+    waits = [x.call.settle for x in ready.values() if x.call.settle is not None]
+
+    def settle() -> None:
+        for wait in (wait_until_idle, *waits):
+            wait()
+
     if ceilings.probe is not None:
         steps[MEMORY_READ] = ceilings.probe.step
     try:
@@ -172,35 +179,45 @@ def _time_in_turns(
             limit=budget.seconds,
             into=times,
             synchronise=make_synchronize(device),
+            settle=settle,
         )
     except KeyboardInterrupt:
         return times, True
     return times, False
 
 
-def _reason_to_skip(peer: Peer[Any], problem: Problem) -> tuple[str, str] | None:
+def _reason_to_skip(
+    peer: Peer[Any], problem: Problem, sizes: ProblemSizes
+) -> tuple[str, str] | None:
     """Return the status and the reason for a peer that cannot run; None if it can."""
     if reason := peer.missing():
         return "missing", reason
     if reason := peer.why_not(problem):
         return "unable", reason
     needed, available = peer.bytes(problem), free_memory(problem.device)
+    if peer.own_process:  # it creates the problem again
+        needed += sizes.bytes(problem.dtype)
     if available and needed > available:
         return "memory", f"needs {units.size(needed)}, {units.size(available)} are free"
     return None
 
 
 def _prepare(
-    peer: Peer[Any], problem: Problem, reference: Outputs, plain: Outputs
+    peer: Peer[Any], problem: Problem, sizes: ProblemSizes, allowed: tuple[Outputs, Outputs]
 ) -> PreparedPeer | PeerResult:
-    """Return a peer with its prepared call, or the result of one that fails or is wrong."""
+    """Return a peer with its prepared call, or the result of one that fails or is wrong; allowed:
+    the outputs of the reference and of the plain computation.
+    """
     try:
-        call = peer.prepare(problem)
+        if peer.own_process:
+            call = prepare_in_own_process(peer, sizes, problem.dtype, problem.device)
+        else:
+            call = peer.prepare(problem)
         outputs = problem.checked(call.read(call.step()))
     except Exception as error:  # other libraries may raise anything; the error becomes the result
         first_line = (str(error).strip() or "no message").splitlines()[0]
         return PeerResult(peer.name, "failed", f"{type(error).__name__}: {first_line}"[:200])
-    check = check_outputs(outputs, reference, plain)
+    check = check_outputs(outputs, *allowed)
     if check.correct:
         return PreparedPeer(call, check)
     return PeerResult(

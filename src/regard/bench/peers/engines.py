@@ -25,6 +25,7 @@ from torch import Tensor
 from regard.bench.interfaces import Peer, PreparedCall
 from regard.bench.peers.llama_cpp import write_model
 from regard.bench.problems import ModelProblem
+from regard.errors import RegardError
 from regard.files.gguf_files import MetadataValue
 from regard.models.save import save
 from regard.process_state import ignore_warnings
@@ -148,7 +149,13 @@ def _onnx_runtime_genai(problem: ModelProblem) -> PreparedCall:
     command = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
     command += ["-i", str(source), "-o", str(out), "-p", precision, "-e", "cpu", "-c", folder.name]
     command += ["--extra_options", "int4_block_size=32"] if precision == "int4" else []
-    subprocess.run(command, check=True, capture_output=True)  # noqa: S603 (the package's builder)
+    built = subprocess.run(command, check=False, capture_output=True, text=True)  # noqa: S603 (the package's builder)
+    if built.returncode:
+        last_line = (built.stderr.strip() or "no output").splitlines()[-1]
+        raise RegardError(
+            f"the model builder of ONNX Runtime GenAI ended with exit code {built.returncode}: "
+            f"{last_line}"
+        )
     settings = out / "genai_config.json"
     config = json.loads(settings.read_text("utf-8"))
     options = config["model"]["decoder"].setdefault("session_options", {})
@@ -231,7 +238,15 @@ def engine_bytes(problem: ModelProblem) -> int:
 
 
 MODEL = tuple(
-    Peer(name, description, prepare, needs, partial(_why_not, dtypes, bits), bytes=engine_bytes)
+    Peer(
+        name,
+        description,
+        prepare,
+        needs,
+        partial(_why_not, dtypes, bits),
+        engine_bytes,
+        own_process=True,
+    )
     for name, description, prepare, needs, dtypes, bits in (
         (
             "OpenVINO",
@@ -245,7 +260,7 @@ MODEL = tuple(
             "ONNX Runtime GenAI",
             "The model builder of ONNX Runtime GenAI, from a Hugging Face folder.",
             _onnx_runtime_genai,
-            ("onnxruntime_genai", "transformers", "onnx"),
+            ("onnxruntime_genai", "transformers", "onnx", "onnx_ir"),
             (torch.float32,),
             (4,),
         ),

@@ -230,4 +230,5 @@ MODEL = Peer(
     needs=NEEDS,
     why_not=why_not,
     bytes=file_bytes,
+    own_process=True,
 )

@@ -197,13 +197,21 @@ def _peer(
     prepare: Callable[[SentenceProblem], PreparedCall],
     *needs: str,
     dtypes: tuple[torch.dtype, ...] = tuple(_NAMES),
+    own_process: bool = True,
 ) -> Peer[SentenceProblem]:
-    return Peer(name, description, prepare, needs=needs, why_not=partial(_why_not, dtypes))
+    why_not = partial(_why_not, dtypes)
+    return Peer(name, description, prepare, needs, why_not, own_process=own_process)
 
 
 SENTENCES: tuple[Peer[SentenceProblem], ...] = (
-    _peer("regard", "TextEncoder.embed: packed rows without padding.", _ours),
-    _peer("transformers", "BertModel with torch's SDPA.", _transformers, "transformers"),
+    _peer("regard", "TextEncoder.embed: packed rows without padding.", _ours, own_process=False),
+    _peer(
+        "transformers",
+        "BertModel with torch's SDPA.",
+        _transformers,
+        "transformers",
+        own_process=False,
+    ),
     _peer(
         "ONNX Runtime",
         "The exported BertModel, in fp32.",
