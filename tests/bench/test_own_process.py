@@ -57,6 +57,7 @@ def test_the_outputs_are_those_of_another_process() -> None:
     assert call.settle() is None
 
 
+@pytest.mark.full
 def test_the_process_ends_with_the_call() -> None:
     call = prepare_in_own_process(peer(of_the_process), SIZES, torch.float32, CPU)
     process = int(call.read(call.step())["process"])
@@ -72,12 +73,14 @@ def test_the_process_ends_with_the_call() -> None:
     pytest.fail("the process runs")
 
 
+@pytest.mark.full
 def test_an_error_is_the_peer_s_own() -> None:
     expected = "theirs failed in its process: ValueError: no such model for torch.float32"
     with pytest.raises(RegardError, match=f"^{expected}$"):
         PeerProcess(peer(fails), SIZES, torch.float32, CPU)
 
 
+@pytest.mark.full
 def test_a_crash_leaves_the_others() -> None:
     ours = Peer("regard", "For a test.", regard_kernels.attention)
     others = peer(crashes), peer(regard_kernels.attention, "third")

@@ -46,6 +46,12 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    def process_time(self) -> float:
+        return 0.0  # no thread computes beside a peer
+
+    def sleep(self, _: float) -> None:
+        """Wait for other threads, which takes none of this clock's time."""
+
     def peer(self, name: str, seconds: float) -> Peer[Any]:
         def prepare(problem: AttentionProblem) -> PreparedCall:
             out = problem.reference()

@@ -31,7 +31,7 @@ from regard.errors import RegardError
 from regard.freed_memory import give_back_freed_memory
 
 PREPARE, STEP, READ, SETTLE = "prepare", "step", "read", "settle"
-"""What the process is asked for."""
+"""The requests to the process."""
 
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """Environment variables with which glibc keeps freed memory, as in a process that has run for a
@@ -50,7 +50,7 @@ class PeerProcess:
         dtype, device: the dtype and the device of the problem.
 
     Raises:
-        RegardError: from `ask`, if the peer raises an error or its process ends.
+        RegardError: from `request`, if the peer raises an error or its process ends.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class PeerProcess:
         )
         other.close()
         weakref.finalize(self, _end, self._connection, self._process)
-        self.kernel: str = self.ask(
+        self.kernel: str = self.request(
             PREPARE, (peer, sizes, dtype, str(device), torch.get_num_threads())
         )
 
-    def ask(self, question: str, value: object = None) -> Any:
-        """Ask the process for something, and return its answer."""
+    def request(self, name: str, value: object = None) -> Any:
+        """Send a request to the process, and return its answer."""
         try:
-            self._connection.send_bytes(_pickled((question, value)))
+            self._connection.send_bytes(_pickled((name, value)))
             answer, error = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (from our own process)
         except (EOFError, OSError):
             code = self._process.wait()
@@ -109,28 +109,28 @@ def prepare_in_own_process(
     """
     process = PeerProcess(peer, sizes, dtype, device)
     return PreparedCall(
-        partial(process.ask, STEP),
-        lambda _: process.ask(READ),
+        partial(process.request, STEP),
+        lambda _: process.request(READ),
         process.kernel,
-        settle=partial(process.ask, SETTLE),
+        settle=partial(process.request, SETTLE),
     )
 
 
 def serve(descriptor: int) -> None:
-    """Answer the questions of a `PeerProcess`, until it closes its end.
+    """Answer the requests of a `PeerProcess`, until it closes its end.
 
     Args:
         descriptor: the file descriptor of this end.
     """
     with Connection(descriptor) as connection:
-        answers: Mapping[str, Callable[[Any], object]] = _Answers().by_question
+        answers: Mapping[str, Callable[[Any], object]] = _Answers().by_name
         while True:
             try:
-                question, value = pickle.loads(connection.recv_bytes())  # noqa: S301 (from our own process)
+                name, value = pickle.loads(connection.recv_bytes())  # noqa: S301 (from our own process)
             except EOFError:
                 return
             try:
-                answer, error = answers[question](value), ""
+                answer, error = answers[name](value), ""
             except Exception as problem:  # other libraries may raise anything
                 first_line = (str(problem).strip() or "no message").splitlines()[0]
                 answer, error = None, f"{type(problem).__name__}: {first_line}"
@@ -138,10 +138,10 @@ def serve(descriptor: int) -> None:
 
 
 class _Answers:
-    """What the process of a peer does when it is asked."""
+    """What the process of a peer does upon each request."""
 
     def __init__(self) -> None:
-        self.by_question = {
+        self.by_name = {
             PREPARE: self._prepare,
             STEP: self._step,
             READ: lambda _: self._call.read(self._result),

@@ -45,10 +45,8 @@ from regard.ops.jit.llvm_vectors import load_floats as load
 VECTORS_PER_STEP = 4
 """The number of vectors x that are multiplied with a number of W while it is in a register."""
 
-PREFETCH_DISTANCE = {2: 8192, 4: 2048}
-"""The distance in bytes from the numbers of W that are read to those that are prefetched, by the
-size of a number: the loops read 16-bit numbers faster than fp32, whose distance may not be longer.
-"""
+PREFETCH_DISTANCE = 8192
+"""The distance in bytes from the numbers of W that are read to those that are prefetched."""
 
 TASK_BYTES = 1 << 17
 """The size in bytes of the rows of W in one task."""
@@ -82,7 +80,9 @@ def make_row_dot(rows: int) -> Any:
             ]
             vectors_array = context.make_array(vectors_type)(context, builder, value=vectors)
             M = cgutils.unpack_tuple(builder, vectors_array.shape)[1]
-            wide = VECTORS_PER_STEP // rows * LANES
+            # a loop over fp32 numbers that reads more than a cache line at a time reads them slower
+            lines = 1 if pointee_size(row) == 4 else VECTORS_PER_STEP // rows
+            wide = lines * LANES
             bounds = [
                 i64_constant(0),
                 *(builder.and_(M, i64_constant(-step)) for step in (wide, LANES)),
@@ -136,7 +136,7 @@ def _sum_over_dims(
     row_position = builder.gep(row, [loop.index])
     if step > 1:
         size = pointee_size(row_position)
-        prefetch_bytes(builder, row_position, PREFETCH_DISTANCE[size], step * size)
+        prefetch_bytes(builder, row_position, PREFETCH_DISTANCE, step * size)
     sums_after = list(loop.now)
     for j in range(vectors_per_step):
         place = [builder.add(loop.index, i64_constant(j * LANES))]
