@@ -35,6 +35,9 @@ COUNTED = [
     name for name in DEFAULT_NAMES if name != "sinks"
 ]  # `regard cost` has no entry for streaming
 
+IDLE = {"process_time": lambda: 0.0, "sleep": lambda _: None}
+"""The parts of a clock by which no thread computes between two timings."""
+
 
 def kept(name: str, context: int, shape: Shape = SHAPE) -> int:
     """Numbers that a layer holds, from the mechanism's definition."""
@@ -156,7 +159,8 @@ def test_a_slow_mechanism_is_shown_as_slower(monkeypatch: pytest.MonkeyPatch) ->
         return model
 
     monkeypatch.setattr(speed_and_memory, "build_decoder", slowed)
-    monkeypatch.setattr(measurement, "time", SimpleNamespace(perf_counter=lambda: now[-1]))
+    clock = SimpleNamespace(perf_counter=lambda: now[-1], **IDLE)
+    monkeypatch.setattr(measurement, "time", clock)
     for kind in speed_and_memory.KINDS:
         found = speed_and_memory.time_in_turns(
             made, kind, 6, replace(TIMING, rounds=5, seconds=100.0)
@@ -172,7 +176,7 @@ def test_no_round_begins_behind_the_limit(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         measurement,
         "time",
-        SimpleNamespace(perf_counter=lambda: now.append(now[-1] + 1.0) or now[-1]),
+        SimpleNamespace(perf_counter=lambda: now.append(now[-1] + 1.0) or now[-1], **IDLE),
     )
     made = configs(candidates(["mqa"], SHAPE), SHAPE)
     assert (

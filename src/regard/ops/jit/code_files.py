@@ -98,8 +98,8 @@ def compiled_entry(loops: str, function: str, *arguments: object) -> int:
     if file is not None and (address := file.load()) is not None:
         return address
     module = importlib.import_module(f"{JIT_PACKAGE}.{loops}")
-    address: int = getattr(module, function)(*arguments)
-    return address
+    compiled: int = getattr(module, function)(*arguments)
+    return compiled
 
 
 @cache
