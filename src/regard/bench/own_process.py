@@ -63,6 +63,7 @@ class PeerProcess:
             [sys.executable, "-c", _CODE, str(other.fileno())],
             pass_fds=[other.fileno()],
             stdout=2,  # the figures are on standard output
+            start_new_session=True,  # Ctrl-C is for the run, which keeps its complete rounds
             env={**os.environ, **ALLOCATOR, "PYTHONPATH": path},
         )
         other.close()

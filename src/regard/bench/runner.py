@@ -203,9 +203,9 @@ def _reason_to_skip(
 
 
 def _prepare(
-    peer: Peer[Any], problem: Problem, sizes: ProblemSizes, allowed: tuple[Outputs, Outputs]
+    peer: Peer[Any], problem: Problem, sizes: ProblemSizes, expected: tuple[Outputs, Outputs]
 ) -> PreparedPeer | PeerResult:
-    """Return a peer with its prepared call, or the result of one that fails or is wrong; allowed:
+    """Return a peer with its prepared call, or the result of one that fails or is wrong; expected:
     the outputs of the reference and of the plain computation.
     """
     try:
@@ -217,7 +217,7 @@ def _prepare(
     except Exception as error:  # other libraries may raise anything; the error becomes the result
         first_line = (str(error).strip() or "no message").splitlines()[0]
         return PeerResult(peer.name, "failed", f"{type(error).__name__}: {first_line}"[:200])
-    check = check_outputs(outputs, *allowed)
+    check = check_outputs(outputs, *expected)
     if check.correct:
         return PreparedPeer(call, check)
     return PeerResult(

@@ -80,9 +80,9 @@ def make_row_dot(rows: int) -> Any:
             ]
             vectors_array = context.make_array(vectors_type)(context, builder, value=vectors)
             M = cgutils.unpack_tuple(builder, vectors_array.shape)[1]
-            # a loop over fp32 numbers that reads more than a cache line at a time reads them slower
-            lines = 1 if pointee_size(row) == 4 else VECTORS_PER_STEP // rows
-            wide = lines * LANES
+            # fp32 numbers are read slower if an iteration reads more than one cache line (LOG.md)
+            unrolled = 1 if pointee_size(row) == 4 else VECTORS_PER_STEP // rows
+            wide = unrolled * LANES
             bounds = [
                 i64_constant(0),
                 *(builder.and_(M, i64_constant(-step)) for step in (wide, LANES)),
