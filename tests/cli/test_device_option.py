@@ -60,7 +60,7 @@ def test_a_layer_on_a_device() -> None:
     for a, b in zip(found.stages, expected.stages, strict=True):
         assert type(a.values) is type(b.values)
         assert (a.values - b.values).abs().nan_to_num().max() < 1e-5 or a.name == "block"
-    assert found.blocked.tolist() == expected.blocked.tolist()
+    assert found.allowed.tolist() == expected.allowed.tolist()
 
 
 def test_measurements_of_a_device_are_kept_apart() -> None:

@@ -16,8 +16,8 @@ def test_the_notes_whole_run_in_one_command(capsys: pytest.CaptureFixture[str]) 
     order = [
         "Input x: (2, 4, 512); q (2, 8, 4, 64), k (2, 8, 4, 64), v (2, 8, 4, 64)",
         "Output: (2, 4, 512)",
-        "Mask (causal; 1 = blocked",
-        "[[0 1 1 1]\n [0 0 1 1]\n [0 0 0 1]\n [0 0 0 0]]",
+        "Mask (causal; 1 = may attend",
+        "[[1 0 0 0]\n [1 1 0 0]\n [1 1 1 0]\n [1 1 1 1]]",
         "Scores of every head, scaled, before the mask, (2, 8, 4, 4)",
         "Scores after the mask, (2, 8, 4, 4)",
         "Weights after softmax, in evaluation mode: every row sums to 1, (2, 8, 4, 4)",
@@ -45,7 +45,7 @@ def test_json_page_and_figure(capsys: pytest.CaptureFixture[str], tmp_path: Path
         for head in sequence
         for row in head
     )
-    assert told["blocked"][0] == [0, 1, 1, 1]
+    assert told["allowed"][0] == [1, 0, 0, 0]
     html = page.read_text("utf-8")
     assert "<script" not in html
     for part in (

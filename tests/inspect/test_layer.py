@@ -63,10 +63,10 @@ def test_the_notes_scores_give_the_weights_that_the_note_should_have_printed() -
         "weights"
     ).values:  # the mask acts on both, as it did not in the note
         assert difference(sequence, right) <= DATA["tolerance"]["value"]
-    assert found.blocked.tolist() == RUN["mask"]["printed"]
+    assert (1 - found.allowed).tolist() == RUN["mask"]["printed"], "the note has 1 = hidden"
     assert list(found.stage("out").values.shape) == RUN["shapes"]["output"]
     told = text(found.as_dict())
-    assert "[[0 1 1 1]\n [0 0 1 1]\n [0 0 0 1]\n [0 0 0 0]]" in told
+    assert "[[1 0 0 0]\n [1 1 0 0]\n [1 1 1 0]\n [1 1 1 1]]" in told
     assert "[-0.0122 -0.5505 -0.3771  0.3907]" in told  # the first raw row of the note
     assert "[-0.0122    -inf    -inf    -inf]" in told
     assert (

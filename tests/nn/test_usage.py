@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from regard.nn.head_steps import WeightlessRMSNorm
+from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_meanings, option_names, required_options
 from regard.nn.variants.usage import USAGE, equation_symbols
@@ -27,6 +30,27 @@ def test_every_mechanism_has_a_row(name: str) -> None:
     meanings = option_meanings(entry)
     assert tuple(meanings) == option_names(entry)
     assert all(meanings.values())
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, entry in VARIANTS.items() if "norm(" in entry.equation]
+)
+def test_the_norm_of_an_equation_is_the_norm_of_the_module(name: str) -> None:
+    """The words say which norm it is, and whether it is over one head, all heads or a latent."""
+    with torch.device("meta"):
+        module = VARIANTS[name].build(4096, 32, **USAGE[name].options)
+    kinds = {type(each) for each in module.modules()}
+    word = equation_symbols(name, VARIANTS[name].equation)["norm"]
+    kind, _, where = word.partition(" norm of ")
+    assert {
+        "RMS": {RMSNorm, JoinedHeadsRMSNorm, WeightlessRMSNorm},
+        "group": {HeadNorm},
+        "layer": {nn.LayerNorm},
+    }[kind] & kinds
+    assert (where == "all heads together") == (
+        JoinedHeadsRMSNorm in kinds or name == "qk_norm_flat"
+    )
+    assert (where == "a latent") == (name in {"mla", "mfa", "grouped_latent", "mlra"})
 
 
 def test_no_row_is_left_of_a_mechanism_that_is_gone() -> None:

@@ -79,10 +79,10 @@ def text(layer: Mapping[str, Any]) -> str:
         translate("Output: {shape}", shape=_shape(stages["out"])),
         "",
         translate(
-            "Mask ({mask}; 1 = blocked: the query of the row may not see the key of the column)",
+            "Mask ({mask}; 1 = may attend: the query of the row sees the key of the column)",
             mask=layer["mask"],
         ),
-        _matrix(np.array(layer["blocked"])),
+        _matrix(np.array(layer["allowed"])),
     ]
     for name, title in TITLES.items():
         heading = f"{translate_message(title)}, {_shape(stages[name])}"
@@ -98,9 +98,11 @@ def sections(layers: Sequence[Mapping[str, Any]]) -> list[Section]:
     keys = [f"key {j}" for j in range(layer["input"][1])]
     if len(keys) > MAX_TOKENS:
         return result
-    blocked = [[f"query {i}", *map(str, row)] for i, row in enumerate(layer["blocked"])]
+    allowed = [[f"query {i}", *map(str, row)] for i, row in enumerate(layer["allowed"])]
     result.append(
-        Section(f"Mask: {layer['mask']}", texts={"1": "blocked"}, heads=("", *keys), rows=blocked)
+        Section(
+            f"Mask: {layer['mask']}", texts={"1": "may attend"}, heads=("", *keys), rows=allowed
+        )
     )
     stages = {stage["name"]: stage for stage in layer["stages"]}
     for name in ("scores", "masked", "weights"):

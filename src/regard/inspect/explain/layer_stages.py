@@ -269,12 +269,12 @@ class LayerStages:
         return {stage.name: stage for stage in self.stages}[name]
 
     @property
-    def blocked(self) -> NDArray[np.int64]:
-        """Return the mask as `[T, T]` integers: 1 where a query may not see a key."""
+    def allowed(self) -> NDArray[np.int64]:
+        """Return the mask as `[T, T]` integers: 1 where a query may see a key."""
         T = self.x.shape[1]
         if self.mask is None:
-            return np.zeros((T, T), np.int64)
-        return (~self.mask.block(Span(0, T), Span(0, T))[0, 0]).long().numpy()
+            return np.ones((T, T), np.int64)
+        return self.mask.block(Span(0, T), Span(0, T))[0, 0].long().numpy()
 
     def as_dict(self) -> dict[str, object]:
         """Return plain values for JSON: every tensor with its statistics, minus infinity as
@@ -284,7 +284,7 @@ class LayerStages:
             "name": self.name,
             "mask": str(self.mask),
             "input": list(self.x.shape),
-            "blocked": self.blocked.tolist(),
+            "allowed": self.allowed.tolist(),
             "stages": [
                 to_json_value(stage.summary()) | {"values": to_json_value(stage.values.numpy())}
                 for stage in self.stages
@@ -339,8 +339,8 @@ def run_layers(
 
     >>> from regard.masks import Causal
     >>> (one,) = run_layers(["mha"], mask=Causal())
-    >>> one.stage("weights").values.shape, one.blocked.tolist()[0]
-    (torch.Size([2, 8, 4, 4]), [0, 1, 1, 1])
+    >>> one.stage("weights").values.shape, one.allowed.tolist()[0]
+    (torch.Size([2, 8, 4, 4]), [1, 0, 0, 0])
     """
     x = torch.randn(batch, tokens, dim, generator=torch.Generator().manual_seed(seed))
     return [run_layer(name, x, heads, mask, seed, options, device) for name in names]

@@ -112,7 +112,7 @@ def rebased(
 @variant(
     family="linear",
     equation="p_ij = s_ij^m / sum_j s_ij^m; z_i = sum_j p_ij v_j; s_ij = q_i . k_j; m = 2, 4, ...",
-    source="Buckman et al. 2025 (arXiv 2507.04239)",
+    source="Gelada et al. 2025 (arXiv 2507.04239)",
 )
 def power_attention(
     dim: int,
@@ -147,7 +147,7 @@ def power_attention(
     >>> power_attention(32, 4).describe().state.formula
     'G F (E + 1) = 4 x 36 x (8 + 1)'
 
-    Source: Buckman et al. 2025 (arXiv 2507.04239).
+    Source: Gelada et al. 2025 (arXiv 2507.04239).
     """
     D = resolve_head_dim(dim, heads, head_dim)
     G, E = heads if groups is None else groups, D if value_dim is None else value_dim

@@ -156,13 +156,14 @@ USAGE: dict[str, Usage] = {
         "RetNet; the lightning attention of MiniMax-01 has a fixed decay for each head too",
         "a state of fixed size, with a training as simple as that of attention",
         "tokens must be forgotten by their content: take gated_linear or gated_delta_net",
-        symbols={"gamma": "decay of a head, fixed"},
+        symbols={"gamma": "decay of a head, fixed", "norm": "group norm of a head"},
     ),
     "gated_linear": Usage(
         "research models of up to 7B parameters",
         "the state must decide by content how fast each channel forgets",
         "exact recall matters: take gated_delta_net, with some layers of full attention",
         symbols={
+            "norm": "layer norm of a head",
             "a": "decay of each channel",
             "W_1": "first matrix of the decay",
             "W_2": "second matrix of the decay",
@@ -285,6 +286,7 @@ USAGE: dict[str, Usage] = {
         "very long contexts with fixed decays, beside some layers of full attention",
         "tokens must be forgotten by their content: take gated_linear or gated_delta_net",
         symbols={
+            "norm": "RMS norm of all heads together",
             "r_h": "rate at which the state of head h decays",
             "l": "index of the layer",
             "L": "number of layers",
@@ -295,6 +297,7 @@ USAGE: dict[str, Usage] = {
         "forget gates and keys should share their parameters",
         "exact recall matters: take gated_delta_net, with some layers of full attention",
         symbols={
+            "norm": "RMS norm of all heads together",
             "f": "forget gate of each channel",
             "W_f": "learned matrix of the forget gates",
             "b": "lower bound of the forget gates",
@@ -311,6 +314,7 @@ USAGE: dict[str, Usage] = {
         "long contexts at the speed of a state of fixed size, beside some layers of attention",
         "as the only mechanism, where exact recall matters",
         symbols={
+            "norm": "RMS norm of all heads together",
             "s": "step size of a head and token",
             "A": "learned rate of the decay, one for each head",
             "d": "learned weight of the skip, one for each head",
@@ -352,6 +356,7 @@ USAGE: dict[str, Usage] = {
         "the state must decide by content how fast each channel forgets",
         "exact recall matters: take gated_delta_net, with some layers of full attention",
         symbols={
+            "norm": "group norm of a head",
             "u": "learned weight of the present token, one for each key channel",
             "r": "logarithm of the rate of the decay",
             "c": "learned share of the present token",
@@ -361,7 +366,7 @@ USAGE: dict[str, Usage] = {
         },
     ),
     "rwkv7": Usage(
-        "RWKV-7 Goose, of up to 2.9B parameters",
+        "RWKV-7 Goose and G1, of up to 13.3B parameters",
         "a state of fixed size must also forget single keys, and tokens say how fast",
         "exact recall over long texts matters: take some layers of full attention beside it",
         symbols={
@@ -386,6 +391,7 @@ USAGE: dict[str, Usage] = {
         "single tokens must be able to overwrite the memory by a large input gate",
         "existing kernels must serve the model: the running maximum of its gates needs its own",
         symbols={
+            "norm": "group norm of a head",
             "C": "memory of a head, a matrix with a row for each channel of a key",
             "n": "sum of the keys in the memory",
             "f": "forget gate",
@@ -423,6 +429,7 @@ USAGE: dict[str, Usage] = {
         "research models of up to 0.4B parameters",
         "weights must be able to reach 0, which the Taylor series of Based cannot",
         "heads are wide: the state grows with the square of the head dim",
+        symbols={"norm": "group norm of a head"},
     ),
     "power_attention": Usage(
         "research models, and PowerCoder 3B",
@@ -619,6 +626,7 @@ USAGE: dict[str, Usage] = {
         "to load such a checkpoint",
         "heads are split over devices: the norm needs all of them",
         _EIGHT,
+        symbols={"norm": "RMS norm of all heads together"},
     ),
     "softcap": Usage(
         "Gemma 2, Grok-1",
@@ -892,6 +900,7 @@ USAGE: dict[str, Usage] = {
         {"q_rank": 1536, "kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "value_dim": 128},
         {
             "c": "latent of a token",
+            "norm": "RMS norm of a latent",
             "k_r": "rotary key of a token, shared by all heads",
             "q_r": "rotary part of a query",
             "W_dkv": "learned matrix from hidden states to latents",
@@ -923,7 +932,10 @@ USAGE: dict[str, Usage] = {
         "the cache must be as small as that of mqa, with the capacity of many wide heads",
         "query FLOPs are the limit: H D is larger than the model",
         {"q_rank": 2048, "head_dim": 256},
-        {"W_c": "learned matrix from hidden states to the latent of queries"},
+        {
+            "norm": "RMS norm of a latent",
+            "W_c": "learned matrix from hidden states to the latent of queries",
+        },
     ),
     "gta": Usage(
         "none that is released; the paper trained models of up to 1.5B parameters",
@@ -938,6 +950,7 @@ USAGE: dict[str, Usage] = {
         "one device holds the model; mla then caches as much and shares more",
         {"q_rank": 1536, "kv_rank": 256, "nope_dim": 128, "rope_dim": 64, "value_dim": 128},
         {
+            "norm": "RMS norm of a latent",
             "c_i": "latent number i of a token",
             "k_r": "rotary key of a token, shared by all heads",
             "q_r": "rotary part of a query",
@@ -956,6 +969,7 @@ USAGE: dict[str, Usage] = {
         "compute is the limit: each head attends once in every branch",
         {"q_rank": 1536, "kv_rank": 128, "nope_dim": 128, "rope_dim": 64, "value_dim": 128},
         {
+            "norm": "RMS norm of a latent",
             "c_i": "latent number i of a token",
             "k_r": "rotary key of a token, shared by all heads",
             "W_c": "learned matrix from hidden states to one latent",

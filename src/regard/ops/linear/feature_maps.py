@@ -102,7 +102,7 @@ class PowerFeatures:
     >>> round(float(PowerFeatures(2)(x) @ PowerFeatures(2)(y)), 5)  # (3 - 2)^2
     1.0
 
-    Source: Buckman et al. 2025 (arXiv 2507.04239), the symmetric power; power 2: Aksenov et al.
+    Source: Gelada et al. 2025 (arXiv 2507.04239), the symmetric power; power 2: Aksenov et al.
     2024 (arXiv 2402.10644).
     """
 
