@@ -45,7 +45,6 @@ EMBEDDINGS = (
     (0.77, 0.25, 0.10),
     (0.05, 0.80, 0.55),
 )
-TRANSLATED = ("你的", "旅程", "始于", "一步")
 DROPPED = 0.5
 """The share of weights that `dropout_weights` drops."""
 ANIMALS, FOODS = ("cat", "rabbit", "dog"), ("fish", "carrot", "bone")
@@ -90,16 +89,6 @@ def causal_pattern() -> Chart:
     """Return the weights of the six words in a causal head with linear maps from a fixed seed."""
     title = translate("a causal head: nothing above the diagonal, rows sum to 1")
     return HeadWeights(_rows(_causal_weights()), title, WORDS, WORDS)
-
-
-def cross_attention() -> Chart:
-    """Return the weights of an answer for another sentence, with random queries and keys."""
-    generator = torch.Generator().manual_seed(3)
-    q = torch.randn(1, 1, len(TRANSLATED), 16, generator=generator)
-    k = torch.randn(1, 1, len(WORDS), 16, generator=generator)
-    weights = attention_weights(q, k)[0, 0]
-    title = translate("cross-attention: rows are the answer, columns the source")
-    return HeadWeights(_rows(weights), title, TRANSLATED, WORDS)
 
 
 def scale_effect() -> Chart:
@@ -297,7 +286,6 @@ def infini_segments() -> Chart:
 
 FIGURES: dict[str, Callable[[], Chart]] = {
     "self-attention": self_attention,
-    "cross-attention": cross_attention,
     "scale": scale_effect,
     "trained-relations": trained_relations,
     "causal-pattern": causal_pattern,

@@ -12,7 +12,7 @@ import pytest
 
 from regard.figures import FIGURE_FILES
 from tests.docs.test_docs import BLOCK
-from tests.docs.test_seeds import IDS, anchors, is_command
+from tests.docs.test_seeds import IDS, anchors, is_command, is_whole_command
 
 ROOT = Path(__file__).parents[2]
 LEARN = ROOT / "docs" / "learn"
@@ -26,6 +26,8 @@ BOXES = re.compile(r"^> \*\*(?:Where the notes? |笔记错在哪里|几篇笔记
 INDEX_ROW = re.compile(r"^\| (\d+)\.(\d+) \|.*\| ([^|]+) \|$", re.MULTILINE)
 SEEDS = ROOT / "docs" / "seeds.md"
 WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
+EVERY_PAGE = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+EVERY_PAGE = [page for page in EVERY_PAGE if page.name not in {"LOG.md", "CHANGELOG.md"}]
 CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
@@ -150,18 +152,32 @@ def test_a_chapter_has_its_parts(page: Path) -> None:
         assert not re.search(r"\b(" + "|".join(map(re.escape, IDS)) + r")\b", text), "an id"
 
 
-def test_commands_exist() -> None:
-    seen = 0
-    for page in CHAPTERS:
-        for kind, block in FENCE.findall(read(page)):
-            for line in block.splitlines() if kind == "sh" else ():
-                words = shlex.split(line, comments=True)
-                if words and words[0] == "regard":
-                    seen += 1
-                    assert is_command(shlex.join(words)), line
-        for line in re.findall(r"`(regard [a-z]+ [^`]*)`", FENCE.sub("", read(page))):
-            assert is_command(line.replace("\\|", "|")), line
-    assert seen > len(CHAPTERS) // 2
+def command_lines(text: str) -> list[str]:
+    """The lines of the shell blocks of a page that call `regard`."""
+    lines = []
+    for kind, block in FENCE.findall(text):
+        for line in block.replace("\\\n", " ").splitlines() if kind == "sh" else ():
+            words = shlex.split(line.removeprefix("$ "), comments=True)
+            for part in shlex.join(words).split(" '&&' "):
+                if part.startswith("regard "):
+                    lines.append(re.split(r" '[|>;]' ", part)[0])
+    return lines
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
+def test_commands_exist(page: Path) -> None:
+    text = read(page)
+    named = re.findall(r"`(regard [a-z]+ [^`]*)`", FENCE.sub("", text))
+    assert [line for line in named if not is_command(line.replace("\\|", "|"))] == []
+    assert [line for line in command_lines(text) if not is_whole_command(line)] == []
+
+
+def test_a_command_with_a_wrong_option_or_argument_is_found() -> None:
+    page = "```sh\nregard show --out x   # no such option\npip install x && regard convert a\n```"
+    lines = command_lines(page)
+    assert len(lines) == 2
+    assert not any(map(is_whole_command, lines))
+    assert is_whole_command("regard convert a b --to gqa")
 
 
 @pytest.mark.parametrize("page", [SEEDS, chinese(SEEDS)], ids=lambda p: p.name)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.exceptions import TyperException
 
 from regard.claims import CLAIMS
 from regard.cli import COMMANDS
@@ -153,10 +154,27 @@ def is_command(line: str) -> bool:
     name, *rest = shlex.split(line)[1:]
     if name not in COMMANDS:
         return False
-    options = {o for parameter in load(name).params for o in parameter.opts}
+    params = load(name).params
+    options = {o for p in params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
     claims = {word for flag, word in pairwise(rest) if flag == "--claim"}
-    known = claims <= {*CLAIMS, "all"}
+    known = claims <= {*CLAIMS, "all", "ID"}
     return known and options.issuperset(word for word in rest if word.startswith("-"))
+
+
+def is_whole_command(line: str) -> bool:
+    """A command that reads every word of the line and needs no more."""
+    name, *rest = shlex.split(line)[1:]
+    if name.startswith("--") or rest == ["--help"]:
+        return True
+    if not is_command(line):
+        return False
+    command = load(name)
+    parser = command.make_parser(command.context_class(command, info_name=name))
+    try:
+        given, unread, _ = parser.parse_args(rest)
+    except TyperException:
+        return False
+    return not unread and all(given.get(p.name) for p in command.params if p.required)
 
 
 EVERYTHING = named("\n".join(row.text for row in rows(TEXT)))
