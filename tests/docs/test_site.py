@@ -19,6 +19,7 @@ from urllib.parse import unquote, urljoin, urlparse
 
 import pytest
 
+from tests.surface.api_reference import modules
 from tests.view.browser import CHROMIUM, WHY_NOT, Browser, BrowserError, chromium
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,10 @@ def builder() -> ModuleType:
     sys.modules["build_site"] = module  # dataclasses look their module up by its name
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_reference_has_the_public_modules_without_importing_them() -> None:
+    assert builder().public_modules() == sorted(module.__name__ for module in modules())
 
 
 def test_every_page_of_docs_is_in_the_navigation() -> None:

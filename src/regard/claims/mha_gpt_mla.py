@@ -329,7 +329,7 @@ MASK = Claim(
     picture=_picture_work,
     measured_with="fused-work",
     takeaway="True of code that computes every score and then writes minus infinity. A kernel that "
-    "skips masked tiles does half of the work with a causal mask, and a twentieth with a window.",
+    "skips masked tiles does half of the work with a causal mask, and less with a window.",
 )
 
 CLAIMS = (CLAIM, MLA_TIME, WORK, MASK)
