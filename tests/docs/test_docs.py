@@ -170,3 +170,39 @@ def test_the_two_lines_of_the_readme_are_the_ones_that_ci_runs() -> None:
     install, _, test = second.partition(" && ")
     assert install.replace("install", "install --quiet") in script
     assert f"\n{test} " in script
+
+
+def unknown_names(text: str) -> list[str]:
+    """The constants that a page says a file has, and the file does not have."""
+    named = re.findall(r"`([A-Z_]{4,})`[^|`]*?`([\w/]+\.py)`", text)
+    assert named
+    return [
+        f"{constant} in {name}"
+        for constant, name in named
+        if not re.search(rf"^{constant}\b", (find_source(name)).read_text("utf-8"), re.MULTILINE)
+    ]
+
+
+def find_source(name: str) -> Path:
+    """A file of the repository or of the package."""
+    return next(path for path in (ROOT / name, PACKAGE / name) if path.is_file())
+
+
+def test_the_tables_that_contributing_names_exist() -> None:
+    assert unknown_names((ROOT / "CONTRIBUTING.md").read_text("utf-8")) == []
+    assert unknown_names("`TABLE_OF_NOTHING` in `units.py`") == ["TABLE_OF_NOTHING in units.py"]
+
+
+def test_the_files_that_sources_and_pages_name_exist() -> None:
+    name = re.compile(
+        r"\b(?:tests|docs|src|bench|experiments|benchmarks)/[\w/.-]+\.(?:py|md|jsonl?|svg)\b"
+    )
+    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    missing = [
+        f"{path.name}: {found}"
+        for path in sources
+        if path.name not in {"LOG.md", "CHANGELOG.md"}
+        for found in name.findall(path.read_text("utf-8"))
+        if not any((base / found).exists() for base in (ROOT, PACKAGE))
+    ]
+    assert missing == []

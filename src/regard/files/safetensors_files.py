@@ -304,7 +304,7 @@ class ReadBuffering(NamedTuple):
     """How much of a file is read at a time.
 
     Most of the time is spent in clearing new memory pages in the kernel. On two busy cores a second
-    thread gains nothing and costs a tenth of the processor time (bench/load.py), so that the
+    thread gains nothing and costs a tenth of the processor time (LOG.md), so that the
     calling thread then reads alone.
 
     Attributes:
