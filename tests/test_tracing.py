@@ -507,25 +507,3 @@ def test_a_compiled_graph_belongs_to_the_traces_of_its_thread() -> None:
     assert torch.equal(zeroed, model.output.bias.expand(1, 4, 8))
     assert torch.equal(found["out"], bare)
     assert not torch.equal(bare, zeroed)
-
-
-def test_the_old_module_name_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"regard\.tap\.place is now .*named_scope"):
-        assert regard.tap.place is named_scope
-    with pytest.warns(DeprecationWarning, match=r"regard\.tap\.NAMES is now .*TAP_NAMES"):
-        from regard.tap import NAMES
-    assert NAMES is TAP_NAMES
-
-
-def test_a_trace_that_is_written_with_the_old_attributes_works_and_warns() -> None:
-    seen: list[str] = []
-
-    def saw(self: Trace, call: Any, result: Any, kernel: str) -> None:
-        seen.append(kernel)
-
-    with pytest.warns(DeprecationWarning, match="is now"):
-        old: Any = type("Old", (Trace,), {"watches": True, "saw": saw})
-    q = torch.ones(1, 1, 2, 4)
-    with old():
-        regard.attend(q, q, q)
-    assert len(seen) == 1

@@ -91,8 +91,6 @@ _MODULES = (
     "tracing",
     "view",
 )
-_OLD_MODULES = ("tap",)
-"""Modules that have another name now; they warn."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
@@ -136,7 +134,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _MODULES or name in _OLD_MODULES:
+    elif name in _MODULES:
         value = importlib.import_module(f"regard.{name}")
     else:
         raise AttributeError(f"module 'regard' has no attribute {name!r}")

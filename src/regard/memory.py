@@ -4,7 +4,6 @@ write its compressive memory.
 
 from __future__ import annotations
 
-from regard.deprecation import renamed
 from regard.ops.memory import (
     CompressiveState,
     MemoryRead,
@@ -22,7 +21,3 @@ __all__ = [
     "retrieve",
     "write",
 ]
-
-__getattr__ = renamed(
-    __name__, {"Compressed": "CompressiveState", "Read": "MemoryRead", "sigma": "elu_plus_one"}
-)

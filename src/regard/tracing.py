@@ -28,7 +28,6 @@ from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, get_args
 
-from regard.deprecation import renamed_attribute, take_old_attributes
 from regard.did_you_mean import close_matches
 from regard.errors import ArgumentError, ArgumentTypeError
 
@@ -138,13 +137,6 @@ class Trace:
 
     observes_calls: ClassVar[bool] = False
     """Whether `on_attention_call` is called with every attention call and its result."""
-
-    watches = renamed_attribute("observes_calls")
-    saw = renamed_attribute("on_attention_call")
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        take_old_attributes(cls, watches="observes_calls", saw="on_attention_call")
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from regard import biases
 from regard.biases import (
     BIASES,
     FIRE,
@@ -284,12 +283,8 @@ def test_bad_arguments(call, error, message):
         call()
 
 
-def test_the_old_names_warn_and_saved_biases_load_under_them() -> None:
-    with pytest.warns(DeprecationWarning, match=r"biases\.Dense is now .*DenseBias"):
-        assert biases.Dense is DenseBias
-    with pytest.warns(DeprecationWarning, match=r"biases\.Fn is now .*FnBias"):
-        assert biases.Fn is FnBias
-    assert (DenseBias.kind, FnBias.kind) == ("dense", "fn")  # the names in files do not change
+def test_the_names_of_biases_in_files() -> None:
+    assert (DenseBias.kind, FnBias.kind) == ("dense", "fn")
     table = torch.ones(2, 3)
     saved = from_data(BIASES, {"dense": "t0"}, {"t0": table}, lambda x: x)
     assert saved == DenseBias(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -141,15 +140,3 @@ def test_a_part_that_is_not_quantised_is_its_own_code() -> None:
 
 def narrowing(cls: type[Cache], most: int) -> Mask:
     return Window(most)
-
-
-def test_a_cache_that_is_written_with_the_old_attributes_works_and_warns() -> None:
-    body = {"kind": "old", "forgets": True, "least": 3, "narrowing": classmethod(narrowing)}
-    with CACHES.temporary():
-        with pytest.warns(DeprecationWarning, match="is now") as warned:
-            old: Any = type("Old", (Growing,), body)
-        assert (old.evicts, old.min_context) == (True, 3)
-        assert old.narrowing_mask(4) == Window(4)
-    assert len(warned) == 3
-    with pytest.warns(DeprecationWarning, match=r"Cache\.forgets is now Cache\.evicts"):
-        assert Growing.forgets is False

@@ -259,13 +259,6 @@ def test_a_layer_may_try_again_within_a_decoder() -> None:
     assert torch.allclose(torch.cat(steps, 1), whole_pass(ids), atol=1e-12)
 
 
-def test_the_old_name_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"kept is now .*rollback_on_error"):
-        assert regard.caches.kept is rollback_on_error
-    with pytest.raises(AttributeError, match="has no attribute 'keeps'"):
-        _ = regard.caches.keeps
-
-
 @torch.no_grad()
 def test_a_decoder_block_marks_its_own_cache_once() -> None:
     block = DecoderBlock(
@@ -281,12 +274,3 @@ def test_a_decoder_block_marks_its_own_cache_once() -> None:
     with pytest.raises(regard.ArgumentError, match="there is no memory"):
         block(torch.randn(1, 1, M), None, BlockCaches(own, block.cross.new_cache()))
     assert (own.marks, len(own)) == (2, 2), "the first attention had stored a token"
-
-
-def test_other_old_names_warn() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Pool is now .*PagePool"):
-        assert regard.caches.Pool is regard.caches.PagePool
-    with pytest.warns(DeprecationWarning, match=r"that_keeps_all is now .*make_full_cache"):
-        assert regard.caches.that_keeps_all is regard.caches.make_full_cache
-    with pytest.warns(DeprecationWarning, match=r"FAR is now .*UNBOUNDED"):
-        assert regard.masks.FAR == regard.masks.UNBOUNDED

@@ -483,8 +483,6 @@ def test_files_that_would_hang_or_fill_the_memory(tmp_path: Path) -> None:
     ):
         load(path, max_bytes=31_999)
     assert load(path, max_bytes=32_000).settings == {"capacity": 1000}
-    with pytest.warns(DeprecationWarning, match=r"most=.* is now .*max_bytes="):
-        assert load(path, most=32_000).settings == {"capacity": 1000}
     path = forged(tmp_path / "a", lambda h, t: h["spans"].update(positions=[2**62, 6]), cache)
     with pytest.raises(
         regard.FileError, match=r"has the span \[4611686018427387904, 6\] of 'positions'"

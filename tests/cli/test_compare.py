@@ -186,9 +186,3 @@ def test_progress_on_a_terminal_replaces_itself(
         ]
     else:
         assert err == "... text/mha (1/2)\n... text/mqa (2/2, about 0:05 left)\n"
-
-
-def test_the_old_name_of_the_task_option(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = said(capsys, "mha", "--lesson", "copy", "--quality", code=2)
-    assert "--lesson is now --task; the old name goes with the next release" in shown
-    assert "there is no evaluation task 'copy'" in shown

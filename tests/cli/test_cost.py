@@ -336,7 +336,6 @@ LIGHT = (
     "cli",
     "configs",
     "cost",
-    "deprecation",
     "did_you_mean",
     "errors",
     "files",

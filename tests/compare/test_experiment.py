@@ -155,17 +155,3 @@ def test_clock() -> None:
         "1:00:00",
         "0:00",
     ]
-
-
-def test_the_old_names_of_the_session_and_the_store() -> None:
-    import regard.compare
-
-    with pytest.warns(DeprecationWarning, match="Store is now regard.compare.ExperimentStore"):
-        assert regard.compare.Store is ExperimentStore
-    with pytest.warns(DeprecationWarning, match=r"about=\) is now .*metadata="):
-        store = ExperimentStore(None, about={"cores": 2})
-    with pytest.warns(DeprecationWarning, match=r"tell=\) is now .*report="):
-        session = Session(store, tell=print)
-    for old, new in (("done", "results"), ("kept", "reused_names"), ("tell", "report")):
-        with pytest.warns(DeprecationWarning, match=f"Session.{old} is now Session.{new}"):
-            assert getattr(session, old) is getattr(session, new)

@@ -19,8 +19,7 @@ from regard.cost.mechanisms import Sizes
 from regard.cost.model import DenseSpec, MoESpec
 from regard.cost.report import KVFormat, bits_per_value
 from regard.cost.roofline import MACHINES, Machine, MemoryFit, as_json, memory_fit, roofline_bounds
-from regard.cost.softmax import SoftmaxSpec
-from regard.cost.spec import CacheContents, HeadShape
+from regard.cost.spec import CacheContents
 from regard.cost.sweep import (
     compare_models,
     contexts_within_positions,
@@ -434,23 +433,3 @@ def test_names_that_are_imported_when_used() -> None:
     assert regard.cost.CostReport is CostReport
     with pytest.raises(AttributeError, match="no attribute 'Bil'"):
         _ = regard.cost.Bil
-
-
-def test_the_old_name_of_a_cost_report() -> None:
-    import regard.cost
-
-    with pytest.warns(DeprecationWarning, match="Bill is now regard.cost.report.CostReport"):
-        assert regard.cost.Bill is CostReport
-
-
-def test_the_old_name_of_a_quantity() -> None:
-    import regard.cost
-
-    with pytest.warns(DeprecationWarning, match="Figure is now regard.cost.spec.Quantity"):
-        assert regard.cost.Figure is regard.cost.Quantity
-
-
-def test_the_old_name_of_the_cached_values() -> None:
-    layer = SoftmaxSpec.of(32, HeadShape(4, 2, 8, 8)).describe(10)
-    with pytest.warns(DeprecationWarning, match="Description.kept is now Description.cached_val"):
-        assert layer.kept == layer.cached_values

@@ -180,7 +180,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 HOSTILE: dict[str, tuple[Change, str]] = {
-    "format": (lambda d, t: d.update(format=9), "has format 9; this version reads formats 1, 2, 3"),
+    "format": (lambda d, t: d.update(format=9), "has format 9; this version reads format 3"),
     "no places": (lambda d, t: d.pop("places"), "'places'"),
     "places no list": (lambda d, t: d.update(places=3), "do not form a recording"),
     "two of a name": (
@@ -294,38 +294,6 @@ def test_a_file_whose_parts_do_not_fit_is_refused(name: str, tmp_path: Path) -> 
         load(path)
     assert message in str(caught.value), str(caught.value)
     assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_recordings_of_earlier_formats_are_read(number: int, tmp_path: Path) -> None:
-    """Formats 1 and 2 have the keys about, held and keys; format 1 has no scores and patterns."""
-    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
-    with Recorder() as recorder:
-        regard.attend(q, k, k, mask=masks.Causal())
-        # one changed key, so that the step has indices into its pool
-        changed = torch.cat([k[:, :, :5], -k[:, :, 5:], k[:, :, :1]], 2)
-        regard.attend(q[:, :, :1], changed, changed, mask=masks.Causal())
-    recording = recorder.recording(pieces=("a",), note="by hand")
-    path = tmp_path / "run.safetensors"
-    save(recording, path)
-    with safe_open(path, framework="pt") as file:
-        data = json.loads(file.metadata()["regard.recording"])
-        tensors = {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
-    assert data["format"] == 3
-    data["format"], data["about"] = number, data.pop("metadata")
-    for place in data["places"]:
-        for pool in place["pools"]:
-            pool["held"] = pool.pop("key_kind")
-        for step in place["steps"]:
-            step["keys"] = step.pop("pool_index")
-            if number == 1:
-                del step["scores"], step["pattern"]
-    assert any(step["keys"] is not None for place in data["places"] for step in place["steps"])
-    save_file(tensors, path, metadata={"regard.recording": json.dumps(data)})
-    again = load(path)
-    assert_same(recording, again)
-    assert again.metadata == {"note": "by hand"}
-    assert again[0].key_kind == "keys"
 
 
 def test_files_that_are_no_recordings(tmp_path: Path) -> None:

@@ -438,9 +438,3 @@ def test_it_is_registered_under_its_name() -> None:
 
     assert transformers.AttentionInterface()["regard"] is regard_attention
     assert transformers.AttentionMaskInterface()["regard"] is regard_mask
-
-
-def test_the_former_name_of_name_taps_warns() -> None:
-    package = importlib.import_module("regard.integrations.transformers")
-    with pytest.warns(DeprecationWarning, match="name_places is now"):
-        assert package.name_places is name_taps

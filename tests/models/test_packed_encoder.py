@@ -156,8 +156,6 @@ def test_order_progress_and_sizes() -> None:
     long = model.embed(TEXTS, normalise=False)
     assert torch.allclose(nn.functional.normalize(long, dim=-1), each, atol=1e-6)
     assert not torch.allclose(long.norm(dim=-1), torch.ones(5))
-    with pytest.warns(DeprecationWarning, match="embed.batch_size=.; the old name"):
-        model.embed("a", batch=3)  # type: ignore[call-arg]
     assert find_groups([3, 3, 1]) == [TextGroup(0, 2, 3), TextGroup(6, 1, 1)]
     sizes = [1000, 1000, 1000, 1000, 3000]
     assert list(_batches_of(range(5), sizes, None, packed=True)) == [[0, 1], [2, 3], [4]]

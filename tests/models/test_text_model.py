@@ -10,7 +10,7 @@ import torch
 
 import regard
 from regard.errors import ArgumentError, FileError
-from regard.models import Model, Seq2Seq, TextEncoder, generation
+from regard.models import Model, Seq2Seq, TextEncoder
 from regard.models.families import bert, t5
 from regard.models.text_model import TextModel
 from regard.models.tokenizer import Tokenizer
@@ -110,40 +110,3 @@ def test_a_saved_model_keeps_its_dtype(tmp_path: Path) -> None:
     model = regard.load("tiny", dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
     assert regard.load(model.save(tmp_path / "half")).dtype == torch.bfloat16
-
-
-def test_old_names_warn_and_work() -> None:
-    model = make("decoder")
-    assert isinstance(model, Model)
-    with pytest.warns(DeprecationWarning, match=r"Model.ends is now Model.eos_ids"):
-        assert model.ends == model.eos_ids
-    with pytest.warns(DeprecationWarning, match=r"TextModel.fresh is now TextModel.newly_init"):
-        assert model.fresh == ()
-    with pytest.warns(DeprecationWarning, match=r"Model.read is now Model.cache_prefix"):
-        prefix = model.read("Return the")
-    with pytest.warns(DeprecationWarning, match=r"generate\(after=\) is now .*generate\(prefix=\)"):
-        text = "".join(model.generate("", after=prefix, max_tokens=2))  # type: ignore[call-overload]
-    assert text == "".join(model.generate("Return the", max_tokens=2))
-    with pytest.warns(DeprecationWarning, match=r"Model.beam is now Model.beam_search"):
-        assert len(model.beam("Return the", beams=2, max_tokens=2)) == 2
-    with pytest.warns(DeprecationWarning, match=r"\(ends=\) is now .*\(eos_ids=\)"):
-        other = Model(model.decoder, None, model.config, ends=[3])  # type: ignore[call-arg]
-    assert other.eos_ids == {3}
-
-
-@pytest.mark.parametrize(
-    ("module", "old", "new"),
-    [
-        (regard.models, "Batch", "BatchGeneration"),
-        (regard.models, "Reading", "PrefixCache"),
-        (regard.models, "Sampling", "SamplingParams"),
-        (regard.models, "Stops", "StopStrings"),
-        (regard.models, "Found", "BeamCompletion"),
-        (generation, "Room", "CacheConfig"),
-        (generation, "Context", "DecodeSession"),
-        (generation, "Options", "GenerationOptions"),
-    ],
-)
-def test_old_class_names_warn_and_work(module: object, old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"{old} is now .*{new}"):
-        assert getattr(module, old) is getattr(module, new)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import regard.parallel
 from regard import masks
 from regard.cost import machine_of
 from regard.errors import ArgumentError
@@ -93,11 +92,6 @@ def test_half_precision_moves_half_the_bytes() -> None:
     one = plan(Shards.even(8, 2), heads=(2, 2), dims=(4, 4))
     half = plan(Shards.even(8, 2), heads=(2, 2), dims=(4, 4), dtype=torch.bfloat16)
     assert [2 * x for x in half["exchange"].sent] == list(one["exchange"].sent)
-
-
-def test_the_former_name_of_the_plan_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Plan is now regard\.parallel\.ParallelPlan"):
-        assert regard.parallel.Plan is regard.parallel.ParallelPlan
 
 
 class Uncounted(masks.Full):

@@ -218,18 +218,6 @@ def _constructor_parameters(cls: type) -> list[str]:
         return []
 
 
-def old_names(tree: ast.Module) -> set[int]:
-    """The lines of old names that `regard.deprecation` keeps for one release."""
-    return {
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-        and node.value.func.id == "renamed_attribute"
-    }
-
-
 def name_of(node: ast.AST) -> str | None:
     """The name that a node defines or assigns, if it does."""
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -247,12 +235,8 @@ def private_names() -> list[str]:
     """Definitions, parameters, attributes and local variables with a name of `PRIVATE_NAMES`."""
     hits = []
     for path in sources():
-        aliases = old_names(parsed(path))
         for node in ast.walk(parsed(path)):
-            if (
-                getattr(node, "lineno", 0) in aliases
-                or (path.parent.name, name_of(node)) in OPTIONS
-            ):
+            if (path.parent.name, name_of(node)) in OPTIONS:
                 continue
             name = name_of(node)
             if name is not None and name.strip("_").lower() in PRIVATE_NAMES:
@@ -265,9 +249,8 @@ def private_phrases() -> list[str]:
     pattern = re.compile("|".join(PRIVATE_PHRASES), re.IGNORECASE)
     hits = []
     for path in sources():
-        aliases = old_names(parsed(path))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if number not in aliases and (match := pattern.search(line)):
+            if match := pattern.search(line):
                 hits.append(f"{path.relative_to(PACKAGE)}:{number}: {match[0]}")
     return hits
 

@@ -28,7 +28,6 @@ class Window:
 
 def told(found: int) -> str:
     """What somebody was told."""
-    kept = renamed_attribute("topk")
     at = 3
     return f"{found} layers, {at} tokens/s"
 '''

@@ -10,7 +10,6 @@ from __future__ import annotations
 from regard.audit.adapters.base import NEW_CACHE, AuditClaims, CallOutput
 from regard.audit.findings import FAULTS, Audit, Fault, Finding, NotTried, PassedCheck
 from regard.audit.run_checks import audit
-from regard.deprecation import renamed
 
 __all__ = [
     "FAULTS",
@@ -24,13 +23,3 @@ __all__ = [
     "PassedCheck",
     "audit",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Checked": "PassedCheck",
-        "Claim": "AuditClaims",
-        "NEW": "NEW_CACHE",
-        "Reply": "CallOutput",
-    },
-)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from regard.deprecation import renamed_attribute
 from regard.units import plural
 
 Severity: TypeAlias = Literal["error", "warning"]
@@ -43,8 +42,6 @@ class Finding:
     got: float | str
     look_at: str
 
-    look = renamed_attribute("look_at")
-
     @property
     def size(self) -> int:
         """The size of the example, B + T + heads + head dim; an audit reports a small one."""
@@ -63,8 +60,6 @@ class PassedCheck:
 
     name: str
     description: str
-
-    what = renamed_attribute("description")
 
 
 @dataclass(frozen=True)
@@ -111,8 +106,6 @@ class Audit:
     seed: int = 0
     claims: dict[str, object] = field(default_factory=dict)
 
-    held = renamed_attribute("passed")
-
     @property
     def clean(self) -> bool:
         """Whether no fault was found, apart from accepted ones."""
@@ -143,18 +136,10 @@ class Audit:
     def as_dict(self) -> dict[str, object]:
         """Return everything as values that JSON can hold.
 
-        Keys that were renamed are also there under their old names, for one release.
-
         Returns:
             A dictionary with "clean", "complete" and one key for each argument of this class.
         """
-        values = {"clean": self.clean, "complete": self.complete, **asdict(self)}
-        for finding in (*values["findings"], *values["accepted"]):
-            finding["look"] = finding["look_at"]
-        for check in values["passed"]:
-            check["what"] = check["description"]
-        values["held"] = values["passed"]
-        return values
+        return {"clean": self.clean, "complete": self.complete, **asdict(self)}
 
     def __str__(self) -> str:
         lines = [f"{self.target}, called {self.called}"]
@@ -205,10 +190,6 @@ class Fault:
     look_at: str
     severity: Severity = "error"
     implies: tuple[str, ...] = ()
-
-    what = renamed_attribute("summary")
-    look = renamed_attribute("look_at")
-    brings = renamed_attribute("implies")
 
 
 FAULTS: dict[str, Fault] = {

@@ -27,7 +27,6 @@ from regard.audit.checks import (
 )
 from regard.audit.checks.masks import overflow_finding
 from regard.audit.findings import FAULTS, Audit, Finding, NotTried, PassedCheck, root_causes
-from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
 from regard.process_state import ignore_warnings
 
@@ -180,7 +179,6 @@ class ClaimOptions(TypedDict, total=False):
     layout: str
 
 
-@renamed_parameters(tell="progress")
 def audit(
     target: Any,
     *,

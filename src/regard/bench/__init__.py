@@ -18,7 +18,6 @@ from regard.bench.interfaces import (
 from regard.bench.machine import Ceilings
 from regard.bench.measurement import interleaved, median, median_ratio
 from regard.bench.runner import TimingBudget, measure
-from regard.deprecation import renamed
 
 __all__ = [
     "CASES",
@@ -35,13 +34,3 @@ __all__ = [
     "median",
     "median_ratio",
 ]
-__getattr__ = renamed(
-    __name__,
-    {
-        "Budget": "TimingBudget",
-        "Sizes": "ProblemSizes",
-        "Way": "PreparedCall",
-        "Work": "MinimumWork",
-        "ratio": "median_ratio",
-    },
-)

@@ -11,8 +11,6 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from regard.deprecation import renamed_attribute, renamed_parameters
-
 Outputs: TypeAlias = Mapping[str, Tensor]
 """The outputs of a solution by name, in the layout of the problem."""
 
@@ -186,7 +184,6 @@ class Peer(Generic[P]):
     why_not: Callable[[P], str | None] = always_supported
     bytes: Callable[[P], int] = no_extra_bytes
     own_process: bool = False
-    about = renamed_attribute("description")
 
     def missing(self) -> str | None:
         """Find the modules that the peer needs and that are not installed.
@@ -196,9 +193,6 @@ class Peer(Generic[P]):
         """
         absent = [name for name in self.needs if not _installed(name)]
         return f"no module {', '.join(absent)}" if absent else None
-
-
-Peer.__init__ = renamed_parameters(about="description")(Peer.__init__)  # type: ignore[method-assign]
 
 
 def _installed(name: str) -> bool:
@@ -227,7 +221,6 @@ class Case:
     dtypes: tuple[torch.dtype, ...]
     peers: tuple[Peer[Any], ...]
     devices: tuple[str, ...] = ("cpu", "cuda")
-    about = renamed_attribute("description")
 
     def why_not(self, device: torch.device) -> str:
         """Return why the case is not measured on a device, or "".
@@ -241,6 +234,3 @@ class Case:
         if device.type in self.devices:
             return ""
         return f"{self.name} is measured on {' or '.join(self.devices)} only"
-
-
-Case.__init__ = renamed_parameters(about="description")(Case.__init__)  # type: ignore[method-assign]

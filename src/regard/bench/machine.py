@@ -13,7 +13,6 @@ import torch
 
 import regard
 from regard.bench.measurement import interleaved, median
-from regard.deprecation import renamed_attribute
 from regard.huge_pages import to_huge_pages
 
 CPU_FEATURES = (
@@ -164,7 +163,6 @@ class Ceilings:
     read: float
     gemm: dict[torch.dtype, float] = field(default_factory=dict)
     probe: BandwidthProbe | None = field(default=None, compare=False, repr=False)
-    reading = renamed_attribute("probe")
 
     @classmethod
     def measure(

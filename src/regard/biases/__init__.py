@@ -8,7 +8,6 @@ from regard.biases.forget import ForgetBias
 from regard.biases.kerple import Kerple
 from regard.biases.relative_logits import RelativeLogits, deberta_bucket
 from regard.biases.t5 import T5Relative, t5_bucket
-from regard.deprecation import renamed
 from regard.registry import import_all
 
 __all__ = [
@@ -33,5 +32,3 @@ import_all(__name__, __path__)
 globals().update(
     (kind.__name__, kind) for _, kind in BIASES if kind.__module__.startswith(f"{__name__}.")
 )
-
-__getattr__ = renamed(__name__, {"Dense": "DenseBias", "Fn": "FnBias"})

@@ -21,7 +21,6 @@ from regard.caches.ring import Ring, Streaming, for_reach
 from regard.caches.save_load import load, save
 from regard.caches.shared import Shared
 from regard.caches.state import Memory, State
-from regard.deprecation import renamed
 from regard.registry import import_all
 
 __all__ = [
@@ -54,9 +53,3 @@ __all__ = [
 
 # Caches in other files of this folder register without an entry here.
 import_all(__name__, __path__)
-
-
-__getattr__ = renamed(
-    __name__,
-    {"Pool": "PagePool", "kept": "rollback_on_error", "that_keeps_all": "make_full_cache"},
-)

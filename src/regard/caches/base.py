@@ -11,7 +11,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from regard.caches.quantization import CodedSlots
-from regard.deprecation import renamed_attribute, take_old_attributes
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Mask
 from regard.registry import Registry
@@ -134,13 +133,8 @@ class Cache(ABC):
     `to_static` makes a cache that can.
     """
 
-    forgets = renamed_attribute("evicts")
-    least = renamed_attribute("min_context")
-    narrowing = renamed_attribute("narrowing_mask")
-
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        take_old_attributes(cls, forgets="evicts", least="min_context", narrowing="narrowing_mask")
         if kind := cls.__dict__.get("kind"):
             CACHES.register(kind, cls)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from regard.caches.base import CACHES, Cache, Contents, parts_of
 from regard.caches.ring import RingBase
 from regard.caches.state import STORED_POSITIONS
-from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.safetensors_files import load_tensors as read_tensors
@@ -89,7 +88,6 @@ def save(cache: Cache, path: str | Path) -> None:
         ) from error
 
 
-@renamed_parameters(most="max_bytes")
 def load(
     path: str | Path, *, device: torch.device | str = "cpu", max_bytes: int = 4 << 30
 ) -> Cache:

@@ -33,7 +33,6 @@ from regard.claims import (
 )
 from regard.claims.claim import VERDICTS, Claim, Criterion, Outcome
 from regard.compare.experiment import Experiment, Numbers, Session
-from regard.deprecation import renamed
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.process_state import seeded
@@ -48,7 +47,6 @@ __all__ = [
     "find_claim",
     "run_claims",
 ]
-__getattr__ = renamed(__name__, {"Check": "Criterion", "run": "run_claims"})
 
 CLAIMS: dict[str, Claim] = {
     claim.id: claim

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from regard.bench.measurement import quartiles
 from regard.compare.experiment import Numbers
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.view.charts import Picture
 
 Role: TypeAlias = Literal["claim", "limit", "control", "reported"]
@@ -46,7 +45,6 @@ class Criterion:
     high: float = math.inf
     role: Role = "claim"
     spread: tuple[float, float] | None = None
-    says = renamed_attribute("quantity")
 
     @property
     def answer(self) -> str:
@@ -97,11 +95,6 @@ class Criterion:
             "answer": self.answer,
             "role": self.role,
         }
-
-
-Criterion.__init__ = renamed_parameters(says="quantity")(  # type: ignore[method-assign]
-    Criterion.__init__
-)
 
 
 def median_criterion(
@@ -220,20 +213,6 @@ class Claim:
     table: Callable[[Numbers], list[list[str]]] | None = field(
         default=None, repr=False, compare=False
     )
-    says = renamed_attribute("statement")
-    predicts = renamed_attribute("prediction")
-    scale = renamed_attribute("scope")
-    lesson = renamed_attribute("takeaway")
-    shares = renamed_attribute("measured_with")
-
-
-Claim.__init__ = renamed_parameters(  # type: ignore[method-assign]
-    says="statement",
-    predicts="prediction",
-    scale="scope",
-    lesson="takeaway",
-    shares="measured_with",
-)(Claim.__init__)
 
 
 @dataclass(frozen=True)

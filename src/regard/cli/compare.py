@@ -132,9 +132,6 @@ Tasks = Annotated[
         show_default="all three",
     ),
 ]
-OldTasks = Annotated[
-    list[str] | None, typer.Option("--lesson", help="Old name of --task.", hidden=True)
-]
 Text = Annotated[
     str,
     _option(_QUALITY, "Text to train on, read as bytes: a UTF-8 file, a folder, or python-docs."),
@@ -215,7 +212,6 @@ def compare(
     device: Device = None,
     quality: Quality = False,
     task: Tasks = None,
-    lesson: OldTasks = None,
     text: Text = "python-docs",
     minutes: Minutes = 30.0,
     steps: Steps = None,
@@ -240,9 +236,6 @@ def compare(
     """
     options = {name: value for name, value in locals().items() if name != "ctx"}
     _check_like(ctx, options)
-    if lesson:
-        note("--lesson is now --task; the old name goes with the next release")
-        options["task"] = [*(task or []), *lesson]
     if list_:
         typer.echo(f"{_listing()}\n{_claims.list_claims()}")
         return

@@ -190,7 +190,6 @@ def _figures_as_json(
         else {
             **asdict(description),
             "cached_values": description.cached_values,
-            "kept": description.cached_values,  # the old name, for one release
         }
     )
     figures |= {"name": entry.name, "family": entry.family, "equation": entry.equation}

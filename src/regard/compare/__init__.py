@@ -15,7 +15,6 @@ from regard.compare.mechanisms import (
     configs,
     same_parameters,
 )
-from regard.deprecation import renamed
 
 __all__ = [
     "DEFAULT_NAMES",
@@ -29,14 +28,3 @@ __all__ = [
     "pareto",
     "same_parameters",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "NAMES": "DEFAULT_NAMES",
-        "Contestant": "Candidate",
-        "Store": "ExperimentStore",
-        "contestants": "candidates",
-        "front": "pareto",
-    },
-)

@@ -331,8 +331,6 @@ def as_json(
         "training": {
             **asdict(plan.training),
             "tasks": {task.name: task.settings for task in plan.tasks},
-            # the old name of "tasks", for one release
-            "lessons": {task.name: task.settings for task in plan.tasks},
         },
         "notes": list(notes),
         "mechanisms": entries,

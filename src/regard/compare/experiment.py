@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_atomically
 from regard.files.strict_json import read_json
@@ -89,14 +88,11 @@ class ExperimentStore:
     {'sum': 6}
     """
 
-    @renamed_parameters(about="metadata")
     def __init__(self, folder: Path | None, metadata: Mapping[str, object] | None = None) -> None:
         if folder is not None and folder.exists() and not folder.is_dir():
             raise FileError(f"{folder} is a file; give a folder in which measurements are saved")
         self.folder, self.metadata = folder, dict(metadata or {})
         self._by_key: dict[str, Numbers] = {}
-
-    about = renamed_attribute("metadata")
 
     def read(self, experiment: Experiment) -> Numbers | None:
         """Return the numbers of an experiment with these settings, or None if there are none.
@@ -185,7 +181,6 @@ class Session:
     (1, 0)
     """
 
-    @renamed_parameters(tell="report")
     def __init__(
         self,
         store: ExperimentStore,
@@ -197,10 +192,6 @@ class Session:
         self.results: dict[str, Numbers] = {}
         self.reused_names: set[str] = set()
         self.measured, self.reused = 0, 0
-
-    tell = renamed_attribute("report")
-    done = renamed_attribute("results")
-    kept = renamed_attribute("reused_names")
 
     @property
     def elapsed(self) -> float:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from regard.deprecation import renamed_parameters
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
@@ -284,7 +283,6 @@ def same_parameters(config: Config, wanted: int) -> Config:
     )
 
 
-@renamed_parameters(found="mechanisms")
 def configs(
     mechanisms: Sequence[Candidate], shape: Shape, same: str = "sizes"
 ) -> dict[str, Config]:

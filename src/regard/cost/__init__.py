@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from regard.cost.fixed_state import infini_flops, infini_state
 from regard.cost.softmax import attention_flops
 from regard.cost.spec import Description, Quantity, Spec
-from regard.deprecation import renamed
 
 if TYPE_CHECKING:
     from regard.configs.published import model_of
@@ -52,8 +51,4 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)
 
 
-__getattr__ = renamed(
-    __name__,
-    {"Bill": "regard.cost.report.CostReport", "Figure": "regard.cost.spec.Quantity"},
-    otherwise=_load,
-)
+__getattr__ = _load

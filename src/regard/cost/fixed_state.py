@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 from regard.cost.softmax import attention_flops, causal_pairs
 from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
-from regard.deprecation import renamed_parameters
 from regard.units import plural
 
 
@@ -416,7 +415,6 @@ def infini_state(groups: int, D: int, E: int, layers: int = 1) -> int:
     return layers * groups * D * (E + 1)
 
 
-@renamed_parameters(seen="local_keys")
 def infini_flops(
     heads: int, groups: int, local_keys: int, D: int, E: int, *, delta: bool = False
 ) -> int:

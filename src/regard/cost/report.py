@@ -354,7 +354,6 @@ class CostReport:
                 p.name: {
                     "parameters": p.parameters,
                     "active_parameters": p.active_parameters,
-                    "active": p.active_parameters,  # the old name, for one release
                 }
                 for p in model.parts
             },

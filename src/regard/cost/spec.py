@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 
 
@@ -75,8 +74,6 @@ class Description:
     def cached_values(self) -> int:
         """The number of values that a cache stores at this context."""
         return self.kv_per_token.value * self.kv_tokens.value + self.state.value
-
-    kept = renamed_attribute("cached_values")
 
     def __str__(self) -> str:
         rows = (

@@ -2,10 +2,7 @@
 measure heads, ablate and patch activations, attribute results.
 """
 
-import sys
-
 from regard.audit import Audit, Finding, audit
-from regard.deprecation import renamed
 from regard.inspect.explain.explain import MAX_PATTERN_TOKENS, explain
 from regard.inspect.explain.explanation import ComputationStep, Explanation
 from regard.inspect.explain.head_choice import Choice, find_query, strongest_head, strongest_keys
@@ -46,9 +43,6 @@ from regard.inspect.report.page_data import report
 from regard.inspect.tile_server.head_overviews import OverviewRecorder
 from regard.inspect.tile_server.serve import view
 from regard.integrations.pytorch.watch import watch
-
-# the package regard.inspect.audit moved to regard.audit; imports by the former name still work
-sys.modules.setdefault(f"{__name__}.audit", sys.modules["regard.audit"])
 
 __all__ = [
     "MAX_PATTERN_TOKENS",
@@ -107,14 +101,3 @@ __all__ = [
     "walk",
     "watch",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "MOST_TOKENS": "MAX_PATTERN_TOKENS",
-        "Selection": "RecordingOptions",
-        "Step": "ComputationStep",
-        "Top": "TopKeys",
-        "Words": "PretokenizedInput",
-    },
-)

@@ -4,7 +4,6 @@ Masks are combined with `&`, `|` and `~`. In a dense mask, True = may attend: th
 attends to the keys that are True in its row.
 """
 
-from regard.deprecation import renamed
 from regard.masks.base import MASKS, All, Any, Mask, Not, Reach, Refusal, reach
 from regard.masks.batched import Document, Padding, Prefix
 from regard.masks.block_diffusion import BlockCausal, BlockDiffusion
@@ -79,5 +78,3 @@ import_all(__name__, __path__)
 globals().update(
     (kind.__name__, kind) for _, kind in MASKS if kind.__module__.startswith(f"{__name__}.")
 )
-
-__getattr__ = renamed(__name__, {"FAR": "UNBOUNDED"})

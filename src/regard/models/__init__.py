@@ -1,6 +1,5 @@
 """Models: decoders, encoders and encoder-decoders, their checkpoints, tokenizer and generation."""
 
-from regard.deprecation import renamed
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder, transformer
 from regard.models.generation import (
@@ -46,14 +45,3 @@ __all__ = [
     "recurrent",
     "transformer",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Batch": "BatchGeneration",
-        "Found": "BeamCompletion",
-        "Reading": "PrefixCache",
-        "Sampling": "SamplingParams",
-        "Stops": "StopStrings",
-    },
-)

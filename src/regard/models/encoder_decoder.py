@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from regard.argument_checks import resolve_head_dim
 from regard.caches import rollback_on_error
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.models.encoder import Encoder
@@ -56,9 +55,6 @@ class EncoderDecoder(nn.Module):
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), figure 1.
     """
-
-    encode = renamed_attribute("run_encoder")
-    decode = renamed_attribute("run_decoder")
 
     def __init__(
         self,

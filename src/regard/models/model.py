@@ -11,7 +11,6 @@ from torch import Tensor
 
 from regard.argument_checks import check_keyword_names
 from regard.caches import Cache
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.beam_search import BeamCompletion, beam_search_text
@@ -43,11 +42,6 @@ class Model(TextModel):
             used; see `regard.load`.
     """
 
-    ends = renamed_attribute("eos_ids")
-    read = renamed_attribute("cache_prefix")
-    beam = renamed_attribute("beam_search")
-
-    @renamed_parameters(ends="eos_ids", fresh="newly_initialized")
     def __init__(
         self,
         decoder: Decoder,
@@ -191,7 +185,6 @@ class Model(TextModel):
         **choices: Unpack[SamplingKeywords],
     ) -> BatchGeneration: ...
 
-    @renamed_parameters(after="prefix")
     def generate(
         self,
         prompt: str | list[str] | tuple[str, ...],
@@ -264,7 +257,6 @@ class Model(TextModel):
             return Generation(self, prompt, options, prefix)
         return BatchGeneration(self, prompt, options, prefix)
 
-    @renamed_parameters(after="prefix")
     def cache_prefix(
         self,
         prompt: str,

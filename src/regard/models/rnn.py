@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.argument_checks import check_positions
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.models.generation.beam_search import greedy
 from regard.nn.rnn import (
@@ -72,8 +71,6 @@ class RecurrentEncoderDecoder(nn.Module):
     Source: Sutskever et al. 2014 (arXiv 1409.3215); Bahdanau et al. 2015 (arXiv 1409.0473),
     appendix A.2.
     """
-
-    encode = renamed_attribute("run_encoder")
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.caches import Cross
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.decoder import check_ids
 from regard.models.encoder_decoder import EncoderDecoder
@@ -48,10 +47,6 @@ class Seq2Seq(TextModel):
     True
     """
 
-    ends = renamed_attribute("eos_ids")
-    search = renamed_attribute("beam_search")
-
-    @renamed_parameters(ends="eos_ids", fresh="newly_initialized")
     def __init__(
         self,
         network: EncoderDecoder,

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import checked_path_or_none
 from regard.files.strict_json import read_json as read_list
@@ -253,9 +252,6 @@ class TextEncoder(TextModel):
     tensor([1., 1.])
     """
 
-    longest = renamed_attribute("max_seq_length")
-
-    @renamed_parameters(longest="max_seq_length", fresh="newly_initialized")
     def __init__(
         self,
         network: HeadedEncoder,
@@ -423,7 +419,6 @@ class TextEncoder(TextModel):
         )
         return pool(states, positions, chosen)
 
-    @renamed_parameters(batch="batch_size")
     @torch.no_grad()
     def embed(
         self,

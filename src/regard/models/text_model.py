@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models.save import save_model
 from regard.models.tokenizer import Tokenizer
@@ -47,8 +46,6 @@ class TextModel:
     tokenizer.json; give ids instead of texts, or add the file (transformers converts
     a tokenizer.model or vocab.txt: save_pretrained of a fast tokenizer)
     """
-
-    fresh = renamed_attribute("newly_initialized")
 
     def __init__(
         self,

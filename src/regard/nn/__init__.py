@@ -8,7 +8,6 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from regard.deprecation import renamed
 from regard.nn.attention import Attention
 from regard.nn.block_selectors import QuestAttention
 from regard.nn.blocks import (
@@ -171,26 +170,4 @@ def _load_variants(name: str) -> ModuleType:
     raise AttributeError(f"module 'regard.nn' has no attribute {name!r}")
 
 
-__getattr__ = renamed(
-    __name__,
-    {
-        "Clipped": "ClippedQKV",
-        "Differential": "DifferentialProjection",
-        "Embed": "InputEmbedding",
-        "Fused": "FusedQKV",
-        "Gated": "GatedProjection",
-        "Groups": "ExpertGroups",
-        "Heads": "HeadProjection",
-        "Latent": "LatentProjection",
-        "NormedPath": "NormedResidual",
-        "PerHead": "PerHeadProjection",
-        "Prefix": "PrefixRecomputer",
-        "Sandwich": "SandwichNorm",
-        "Separate": "SeparateQKV",
-        "Sinusoidal": "SinusoidalPositions",
-        "States": "EncoderStateProjection",
-        "Unprojected": "IdentityProjection",
-        "rotary_heads": "rotary_projection",
-    },
-    otherwise=_load_variants,
-)
+__getattr__ = _load_variants

@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_number
 from regard.caches import Cache, rollback_on_error
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.nn.attention import Attention
 from regard.nn.cross_attention import CrossAttention
 from regard.nn.mixer import Mixer
-from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.process_state import is_compiling
 from regard.span import Positions
 from regard.tracing import is_tracing, named_scope, parent_scope, tap
@@ -50,8 +48,6 @@ class Residual(nn.Module, ABC):
             The output with dropout, or unchanged in evaluation.
         """
         return self.dropout(x) if self.training else x
-
-    dropped = renamed_attribute("apply_dropout")
 
     @abstractmethod
     def forward(
@@ -248,7 +244,7 @@ class SandwichNorm(Residual):
         return x + self.apply_dropout(y)
 
 
-class Block(LoadsRenamedWeights):
+class Block(nn.Module):
     """A Transformer block: attention, then a feed-forward layer, each with a residual connection.
 
     x = attention_residual(x, attention);  x = feed_forward_residual(x, feed_forward)
@@ -273,16 +269,6 @@ class Block(LoadsRenamedWeights):
     2002.04745), figure 1b.
     """
 
-    renamed_weights = {
-        "around_attention": "attention_residual",
-        "around_feed_forward": "feed_forward_residual",
-    }
-    around_attention = renamed_attribute("attention_residual")
-    around_feed_forward = renamed_attribute("feed_forward_residual")
-
-    @renamed_parameters(
-        around_attention="attention_residual", around_feed_forward="feed_forward_residual"
-    )
     def __init__(
         self,
         attention: Mixer,
@@ -477,7 +463,7 @@ class BlockCaches(NamedTuple):
         return self.self_attention
 
 
-class DecoderBlock(LoadsRenamedWeights):
+class DecoderBlock(nn.Module):
     """A decoder block with self-attention, attention to an encoder's memory and a feed-forward
     layer, each with a residual connection.
 
@@ -505,20 +491,6 @@ class DecoderBlock(LoadsRenamedWeights):
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.1.
     """
 
-    renamed_weights = {
-        "around_attention": "attention_residual",
-        "around_cross": "cross_residual",
-        "around_feed_forward": "feed_forward_residual",
-    }
-    around_attention = renamed_attribute("attention_residual")
-    around_cross = renamed_attribute("cross_residual")
-    around_feed_forward = renamed_attribute("feed_forward_residual")
-
-    @renamed_parameters(
-        around_attention="attention_residual",
-        around_cross="cross_residual",
-        around_feed_forward="feed_forward_residual",
-    )
     def __init__(
         self,
         attention: Attention,

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from regard.argument_checks import check_device, check_number, check_tensor
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.nn.fx_leaf import is_proxy
 from regard.nn.linear import Linear
@@ -263,7 +262,6 @@ class ExpertGroups:
     count: int
     topk: int
     best: int = 1
-    kept = renamed_attribute("topk")
 
     def __post_init__(self) -> None:
         if min(self.count, self.topk, self.best) < 1 or self.topk > self.count:
@@ -285,9 +283,6 @@ class ExpertGroups:
 
         is_allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, groups, 1)
         return is_allowed[..., None].expand(by_group.shape).flatten(-2)
-
-
-ExpertGroups.__init__ = renamed_parameters(kept="topk")(ExpertGroups.__init__)  # type: ignore[method-assign]
 
 
 class Router(nn.Module, ABC):

@@ -15,7 +15,6 @@ from regard.biases import Bias
 from regard.caches import Parts
 from regard.cost.softmax import VisibleKeys
 from regard.cost.spec import ParameterCounts, Spec
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.nn.data_bias import data_bias
 from regard.nn.explainable import CallWeights, HeadMix, LayerRun, MixTerm
@@ -227,9 +226,6 @@ class DifferentialProjection(SeparateQKV):
     def lambda_full(self) -> Tensor:
         """The factor l of the second pattern, a scalar tensor."""
         return (self.a1 @ self.b1).exp() - (self.a2 @ self.b2).exp() + self.lambda_init
-
-    share = renamed_attribute("lambda_full")
-    start = renamed_attribute("lambda_init")
 
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int

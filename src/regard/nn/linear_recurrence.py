@@ -19,7 +19,6 @@ from regard.caches import Cache, Parts, State
 from regard.cost import Spec
 from regard.cost.fixed_state import DeltaSpec, LinearSpec, RecurrentSpec
 from regard.cost.spec import HeadShape, ParameterCounts
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Document
 from regard.nn.data_bias import refuse_data_bias
@@ -28,7 +27,6 @@ from regard.nn.mixer import AcrossRanks, Mixer, check_is_state, count_weights
 from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection, Projection
 from regard.nn.recurrent_projections import GroupedValueQKV, StatefulQKV, project_tokens
-from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.linear_attention import (
     FeatureMap,
@@ -513,7 +511,7 @@ class GatedLinearRule(nn.Module):
         return f"temperature={self.temperature}"
 
 
-class LogDecay(LoadsRenamedWeights):
+class LogDecay(nn.Module):
     """The logarithm of the decay of the state, one number per token and head, computed from the
     token.
 
@@ -537,10 +535,6 @@ class LogDecay(LoadsRenamedWeights):
     listing 2.
     """
 
-    renamed_weights = {"rate": "A_log", "shift": "dt_bias"}
-    rate = renamed_attribute("A_log")
-    shift = renamed_attribute("dt_bias")
-
     def __init__(self, dim: int, groups: int) -> None:
         super().__init__()
         _check_sizes("LogDecay", dim, groups)
@@ -556,7 +550,7 @@ class LogDecay(LoadsRenamedWeights):
         return (-_at_least_float32(self.A_log).exp() * step).transpose(1, 2)
 
 
-class DeltaRule(LoadsRenamedWeights):
+class DeltaRule(nn.Module):
     """The delta rule: a token replaces a share beta = max_beta sigmoid(W x) of the value that the
     state returns for its key. With `decay` it is the gated delta rule.
 
@@ -579,11 +573,6 @@ class DeltaRule(LoadsRenamedWeights):
     (arXiv 2411.12537), section 4.
     """
 
-    renamed_weights = {"strength": "beta_proj"}
-    strength = renamed_attribute("beta_proj")
-    most = renamed_attribute("max_beta")
-
-    @renamed_parameters(most="max_beta")
     def __init__(
         self, dim: int, groups: int, *, decay: nn.Module | None = None, max_beta: float = 1.0
     ) -> None:

@@ -9,19 +9,17 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, Growing, Parts
 from regard.cost.softmax import SoftmaxSpec
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Window
 from regard.nn.explainable import Explainable, InputSteps, ProjectionQuery
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
 from regard.nn.projections import Projection
-from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.softmax import attend
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import tap
 
 
-class Longformer(LoadsRenamedWeights, Mixer):
+class Longformer(Mixer):
     """Longformer attention: every token sees its window and the global tokens; a global token sees
     all tokens, through separate projections.
 
@@ -52,13 +50,8 @@ class Longformer(LoadsRenamedWeights, Mixer):
     Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
 
-    renamed_weights = {"local": "local_project", "globally": "global_project"}
-    local = renamed_attribute("local_project")
-    globally = renamed_attribute("global_project")
-
     onnx_refusal = "computes the global queries separately, whose number depends on the length"
 
-    @renamed_parameters(local="local_project", globally="global_project")
     def __init__(
         self,
         local_project: Projection,

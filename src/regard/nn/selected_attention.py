@@ -16,7 +16,6 @@ from regard.caches import Cache, Growing, Parts
 from regard.cost import Description, Quantity
 from regard.cost.selected import BlockSelection, IndexSelection, KeySelection, NSASpec, SelectedSpec
 from regard.cost.spec import HeadShape, Spec
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
 from regard.nn.data_bias import refuse_data_bias
@@ -37,7 +36,6 @@ from regard.nn.projections import (
     postprocess,
     select_form,
 )
-from regard.nn.renamed_weights import LoadsRenamedWeights
 from regard.ops.selection.lightning_indexer import (
     check_topk,
     index_mask,
@@ -240,7 +238,7 @@ class Indexer(nn.Module):
         return f"topk={self.topk}"
 
 
-class SelectedAttention(LoadsRenamedWeights, Mixer):
+class SelectedAttention(Mixer):
     """Softmax attention to the keys that a selector chooses in each call.
 
     mask = choose(q, k, x);  z = postprocess(attend(q, k, v, mask), x);
@@ -261,10 +259,6 @@ class SelectedAttention(LoadsRenamedWeights, Mixer):
 
     onnx_refusal = "chooses keys in ways that depend on the length"
 
-    renamed_weights = {"select": "selector"}
-    select = renamed_attribute("selector")
-
-    @renamed_parameters(select="selector")
     def __init__(
         self,
         project: Projection,

@@ -19,7 +19,6 @@ from regard.argument_checks import (
     check_sizes,
     check_tensor,
 )
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal, Chunk
 from regard.masks.base import check_int
@@ -56,11 +55,6 @@ class MemoryRead(NamedTuple):
 
     values: Tensor
     has_memory: Tensor
-
-
-_old_attribute = renamed_attribute("has_memory")
-_old_attribute.__set_name__(MemoryRead, "found")  # a named tuple does not do this itself
-setattr(MemoryRead, "found", _old_attribute)  # noqa: B010  (mypy rejects a plain assignment)
 
 
 def elu_plus_one(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

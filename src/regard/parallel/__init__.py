@@ -9,7 +9,6 @@ through them, `split_heads.py` gives each rank some heads of a layer, and `spawn
 processes on this machine.
 """
 
-from regard.deprecation import renamed
 from regard.parallel.attend import attend
 from regard.parallel.decode import decode
 from regard.parallel.generation import generation
@@ -30,5 +29,3 @@ __all__ = [
     "spawn",
     "split_heads",
 ]
-
-__getattr__ = renamed(__name__, {"Plan": "ParallelPlan"})

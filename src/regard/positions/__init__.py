@@ -2,7 +2,6 @@
 and formulas for the length that a rotary base supports.
 """
 
-from regard.deprecation import renamed
 from regard.positions.multi_axis import (
     MultiAxisRotary,
     multi_axis_positions,
@@ -61,5 +60,3 @@ __all__ = [
     "xpos_zeta",
     "yarn_mscale",
 ]
-
-__getattr__ = renamed(__name__, {"Learned": "LearnedPositions", "Linear": "LinearScaling"})

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.argument_checks import check_number, check_positions, check_tensor
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.positions.scalings import (
     LinearScaling,
@@ -237,7 +236,6 @@ class Rotary(nn.Module):
     """
 
     inv_freq: Tensor
-    follows = renamed_attribute("follows_length")
 
     def __init__(
         self,

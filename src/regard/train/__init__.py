@@ -4,7 +4,6 @@
 `[B, T, V]`. `regard train` is the command.
 """
 
-from regard.deprecation import renamed
 from regard.train.batches import Batches, validation_rows
 from regard.train.checkpoints import TrainingCheckpoint
 from regard.train.context_parallel import ContextParallel
@@ -30,14 +29,3 @@ __all__ = [
     "split_documents",
     "validation_rows",
 ]
-__getattr__ = renamed(
-    __name__,
-    {
-        "Checkpoint": "TrainingCheckpoint",
-        "Document": "TextDocument",
-        "Result": "TrainResult",
-        "read": "load_documents",
-        "show": "make_progress",
-        "split": "split_documents",
-    },
-)

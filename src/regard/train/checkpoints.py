@@ -30,7 +30,6 @@ from regard.files.atomic_write import (
 from regard.files.regular_files import checked_path, open_regular
 from regard.files.safetensors_files import load_tensors
 from regard.files.strict_json import read_json
-from regard.nn.renamed_weights import current_weight_name
 from regard.train.batches import BatchSource
 from regard.train.settings import Settings
 from regard.untrusted_text import short_repr
@@ -370,7 +369,7 @@ def unpack(
                 f"{name} is {value}, and the run to resume has {short_repr(saved)}; "
                 "repeat its settings or start a new run"
             )
-    weights = {current_weight_name(name): t for name, t in checkpoint.tensors["model"].items()}
+    weights = checkpoint.tensors["model"]
     _check_weights(model, weights)
     batches.load_state_dict(state["batches"])
     model.load_state_dict(checkpoint.tensors["model"])

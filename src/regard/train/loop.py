@@ -15,7 +15,6 @@ from types import FrameType
 import torch
 from torch import nn
 
-from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, FileError, RegardError
 from regard.files.atomic_write import folder_locked
 from regard.train import checkpoints
@@ -86,7 +85,6 @@ class TrainResult:
     stopped_by: int | None
 
 
-@renamed_parameters(about="metadata")
 def fit(
     model: nn.Module,
     batches: BatchSource,

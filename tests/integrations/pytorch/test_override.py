@@ -527,25 +527,6 @@ def test_a_transformers_model_generates_the_same_tokens() -> None:
     assert sum(calls.taken.values()) >= 2 * 7, str(calls)
 
 
-def test_the_former_name_of_the_counts_warns() -> None:
-    from regard.integrations import pytorch
-
-    with pytest.warns(DeprecationWarning, match="Calls is now"):
-        assert pytorch.Calls is pytorch.CallCounts
-
-
-def test_a_model_pickled_with_the_former_names_of_the_hooks_loads() -> None:
-    model = regard.accelerate(torch.nn.Linear(2, 2))
-    data = pickle.dumps(model, protocol=0)
-    former = data.replace(b"_BeforeForward", b"_Enter").replace(b"_AfterForward", b"_Leave")
-    former = former.replace(b"CallCounts", b"Calls")
-    assert former != data
-    with pytest.warns(DeprecationWarning, match="is now regard"):
-        loaded = pickle.loads(former)
-    x = torch.ones(1, 2)
-    assert torch.equal(loaded(x), model(x))
-
-
 FIRST_COMPILED_INSIDE = """
 import sys
 import torch

@@ -10,7 +10,6 @@ from regard.bench.problems.attention import (
     prepared_call,
 )
 from regard.bench.problems.model import ModelProblem, ModelSizes
-from regard.deprecation import renamed
 
 __all__ = [
     "AttentionProblem",
@@ -21,4 +20,3 @@ __all__ = [
     "ModelSizes",
     "prepared_call",
 ]
-__getattr__ = renamed(__name__, {"way": "prepared_call"})

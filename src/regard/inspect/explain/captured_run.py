@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from regard.inspect.record.recorded_place import RecordedStep
 
 TAPS = ("q", "k", "v", "z", "out")
-"""Tensors of the explained attention that are kept, by their names in `regard.tap`. Keeping them
-does not change which kernel is chosen.
+"""Tensors of the explained attention that are kept, by their names in `regard.tracing`. Keeping
+them does not change which kernel is chosen.
 """
 
 

@@ -11,8 +11,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.deprecation import renamed_attribute
-
 EQUATIONS: dict[str, str] = {
     "tokens": "text → token ids, and their positions",
     "hidden": "x_i = norm(h_i),  h_i = embedding + outputs of the earlier layers",
@@ -512,9 +510,6 @@ class Explanation:
     predictions: tuple[tuple[str, int, float], ...] = ()
     tensors: tuple[TensorSummary, ...] = ()
     equations: dict[str, str] = field(default_factory=lambda: dict(EQUATIONS))
-
-    elsewhere = renamed_attribute("counterfactuals")
-    keys_are = renamed_attribute("key_kind")
 
     model = Shortcut(lambda explanation: explanation.where.model)
     text = Shortcut(lambda explanation: explanation.where.text)

@@ -69,7 +69,7 @@ class AttentionSite(NamedTuple):
     """One attention module of a network.
 
     Args:
-        place: its dotted name, such as "layers.3"; the tensors of `regard.tap` have this prefix.
+        place: its dotted name, such as "layers.3"; its taps have this prefix.
         layer: index of its layer.
         attention: the module.
         residual_path: the module that adds its output to the residual stream, or None.

@@ -1,6 +1,5 @@
 """Metrics of attention heads: from dense patterns, and streamed over recordings of any length."""
 
-from regard.deprecation import renamed
 from regard.inspect.metrics.measure import (
     Measures,
     Sampled,
@@ -40,5 +39,3 @@ __all__ = [
     "text_fit",
     "warn_about_text",
 ]
-
-__getattr__ = renamed(__name__, {"SINKS": "NUM_SINKS"})

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
 from regard.inspect.metrics.accumulators import ACCUMULATORS, Accumulator, MeasuredPlace
 from regard.inspect.record.record_model import record
@@ -86,7 +85,6 @@ def measure(
 def measure(
     place: AnyModel, ids: Iterable[Any], *, sinks: int = ..., local_distance: int = ...
 ) -> CorpusMeasures: ...
-@renamed_parameters(near="local_distance")
 def measure(
     place: Place | AnyModel,
     ids: Int[Tensor, " N"] | Iterable[Any] | None = None,

@@ -1,9 +1,6 @@
 """Record what attention computed in a run, read any block of it back, and audit it."""
 
-from regard.deprecation import renamed
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorder import Recorder, RecordingOptions
 
 __all__ = ["Recorder", "RecordingOptions", "record"]
-
-__getattr__ = renamed(__name__, {"Selection": "RecordingOptions"})

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from regard.biases import Bias
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.scores import ScoreRule
@@ -226,14 +225,6 @@ class Place:
     H: int
     heads: tuple[int, ...]
     N: int
-
-    held = renamed_attribute("key_kind")
-    plain = renamed_attribute("has_one_key_per_column")
-    parts = renamed_attribute("split_rows")
-    start = renamed_attribute("first_row")
-    at = renamed_attribute("head_index")
-    slice_positions = renamed_attribute("step_block")
-    ingredients = renamed_attribute("score_inputs")
 
     @property
     def B(self) -> int:  # noqa: N802  (a letter of the glossary)

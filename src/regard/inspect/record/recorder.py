@@ -17,7 +17,6 @@ from torch import Tensor
 from regard.argument_checks import check_keyword_names
 from regard.biases import Bias
 from regard.caches.lazy_tensor import LazyTensor
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.inspect.record.mask_and_bias_data import copy_rule, depends_on_slots, to_dense_rules
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
@@ -487,8 +486,6 @@ class Recorder(Trace):
     """
 
     observes_calls: ClassVar[bool] = True
-    met = renamed_attribute("seen_places")
-    lacking = renamed_attribute("missing_selection")
 
     def __init__(self, **select: Unpack[RecordingOptions]) -> None:
         super().__init__()

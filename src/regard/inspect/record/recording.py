@@ -20,7 +20,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import PatternBlock, Place
@@ -108,8 +107,6 @@ class Recording:
     source_pieces: tuple[str, ...] = ()
     token_labels: Mapping[str, PlaceLabels] = field(default_factory=dict)
     unrecorded: tuple[UnrecordedCall, ...] = ()
-
-    about = renamed_attribute("metadata")
 
     def __getitem__(self, layer: int | str) -> Place:
         """Return a place by its index in the order of the run, or by its name."""
@@ -481,9 +478,6 @@ class Recording:
         _check_batch(place, batch)
         parts = _as_slice("rows", rows, place.T), _as_slice("columns", columns, place.N)
         return place.block(*parts, slice(head, head + 1))
-
-
-Recording.__init__ = renamed_parameters(about="metadata")(Recording.__init__)  # type: ignore[method-assign]
 
 
 def _check_batch(place: Place, batch: int) -> None:

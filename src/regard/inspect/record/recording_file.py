@@ -33,12 +33,8 @@ from regard.span import Positions, Span, as_tensor, slot_count
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
-_KEY, _FORMAT, _READABLE_FORMATS = "regard.recording", 3, (1, 2, 3)
-"""The metadata key, the format that is written, and the formats that are read. Format 2 added the
-scores and patterns that an edit replaced; format 3 renamed three keys (`_NEW_NAMES`).
-"""
-_NEW_NAMES = {"about": "metadata", "held": "key_kind", "keys": "pool_index"}
-"""Names of keys in formats 1 and 2, to their names in format 3."""
+_KEY, _FORMAT = "regard.recording", 3
+"""The metadata key, and the format of the file."""
 _MAX_INTEGER = 1 << 53
 """The largest absolute value of an integer in a file."""
 MAX_TOKENS = 1 << 26
@@ -131,10 +127,10 @@ def load(path: str | Path) -> Recording:
         )
     try:
         data = parse_json(metadata[_KEY].encode())
-        if data["format"] not in _READABLE_FORMATS:
+        if data["format"] != _FORMAT:
             raise FileError(
                 f"{path} has format {short_repr(data['format'])}; this version reads "
-                f"formats {', '.join(map(str, _READABLE_FORMATS))}"
+                f"format {_FORMAT}"
             )
         return _read_recording(data, tensors)
     except _MALFORMED as error:
@@ -221,7 +217,6 @@ def _step_data(step: RecordedStep, keep: _NamedTensors) -> dict[str, object]:
 
 def _read_recording(data: dict[str, Any], tensors: dict[str, Tensor]) -> Recording:
     """Build a recording from JSON data and tensors."""
-    data = _with_new_names(data)
     metadata = {str(k): str(v) for k, v in data["metadata"].items()}
     texts = [tuple(str(x) for x in data[name]) for name in ("pieces", "source_pieces")]
     ids, source_ids = (
@@ -261,11 +256,6 @@ def _check_labels(recording: Recording) -> None:
                 )
 
 
-def _with_new_names(data: dict[str, object]) -> dict[str, Any]:
-    """Return data of any readable format under the keys of the current one."""
-    return {_NEW_NAMES.get(name, name): value for name, value in data.items()}
-
-
 def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
     """Build a place from JSON data and tensors, and check it."""
     pools = tuple(
@@ -277,7 +267,7 @@ def _read_place(data: dict[str, Any], tensors: dict[str, Tensor]) -> Place:
             _check_integer(p["G"]),
             _check_name(p["key_kind"]),
         )
-        for p in map(_with_new_names, data["pools"])
+        for p in data["pools"]
     )
     num_keys = sum(len(pool.columns) for pool in pools if pool.columns.ndim)
     steps = tuple(_read_step(x, tensors, num_keys) for x in data["steps"])
@@ -301,7 +291,7 @@ def _read_step(data: dict[str, Any], tensors: dict[str, Tensor], num_keys: int) 
         "scores": None,
         "pattern": None,
         "score": None,
-        **_with_new_names(data),
+        **data,
     }  # format 1 has none of them, and files of calls without rules had no "score"
     columns = data["columns"]
     if isinstance(columns, list):

@@ -9,11 +9,8 @@ a layer or a decoder its inputs and outputs, for exported programs; `torch_linea
 model for tools that find layers by their exact class.
 """
 
-from regard.deprecation import renamed
 from regard.integrations.pytorch.override import CallCounts, accelerate
 from regard.integrations.pytorch.past import WithPast
 from regard.integrations.pytorch.torch_linears import with_torch_linears
 
 __all__ = ["CallCounts", "WithPast", "accelerate", "with_torch_linears"]
-
-__getattr__ = renamed(__name__, {"Calls": "CallCounts"})

@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.deprecation import renamed
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch.graph_operator import suits_graph, torch_attention
 from regard.integrations.pytorch.module_places import open_places
@@ -712,8 +711,3 @@ _EXEMPT_MODULES = frozenset(
     }
 )
 """Modules that keep torch's own functions, so that calls left to torch do not come back here."""
-
-# whole models that were pickled while accelerated contain the hooks under their former names
-__getattr__ = renamed(
-    __name__, {"Calls": "CallCounts", "_Enter": "_BeforeForward", "_Leave": "_AfterForward"}
-)

@@ -58,7 +58,6 @@ for _function, _parameter in (
             f"has no {_parameter}; pip install -U transformers"
         )
 
-from regard.deprecation import renamed  # noqa: E402
 from regard.integrations.transformers.accelerated_model import AcceleratedModel, accelerate  # noqa: E402
 from regard.integrations.transformers.attention import name_taps, regard_attention  # noqa: E402
 from regard.integrations.transformers.cache import PreallocatedCache, PreallocatedLayer  # noqa: E402
@@ -83,7 +82,6 @@ __all__ = [
     "regard_mask",
 ]
 
-__getattr__ = renamed(__name__, {"name_places": "name_taps"})
 
 transformers.AttentionInterface.register(IMPLEMENTATION, regard_attention)
 transformers.AttentionMaskInterface.register(IMPLEMENTATION, regard_mask)

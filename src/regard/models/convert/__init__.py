@@ -2,7 +2,6 @@
 layout, a longer context, another dtype.
 """
 
-from regard.deprecation import renamed
 from regard.models.convert.attention_maps import Checkpoint, ConversionStep
 from regard.models.convert.folder import ConversionOptions, convert, to_dtype
 from regard.models.convert.grouped_heads import to_groups
@@ -30,16 +29,3 @@ __all__ = [
     "to_latent",
     "to_layout",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Healing": "FinetuneResult",
-        "Measured": "ModelComparison",
-        "Report": "ConversionReport",
-        "Step": "ConversionStep",
-        "Wanted": "ConversionOptions",
-        "measure": "compare_models",
-        "to_context": "extend_context",
-    },
-)

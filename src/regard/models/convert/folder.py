@@ -23,7 +23,6 @@ from torch import Tensor
 
 from regard.configs.base import Raw
 from regard.configs.reader import IGNORED_KEYS
-from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder
 from regard.files.regular_files import checked_path_or_none
@@ -269,7 +268,6 @@ class ConversionOptions:
         return next((reason for wrong, reason in checks if wrong), None)
 
 
-@renamed_parameters(heal="finetune", tell="report_progress")
 def convert(
     source: str | Path,
     out: str | Path,

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError, FileError
 from regard.models.convert.attention_maps import ConversionStep
 from regard.models.model import Model
@@ -296,8 +295,6 @@ class ModelSummary:
     parameters: int
     cached_values: int
 
-    kept = renamed_attribute("cached_values")
-
 
 @dataclass(frozen=True)
 class ConversionReport:
@@ -323,8 +320,6 @@ class ConversionReport:
     finetuning: FinetuneResult | None
     ignored: tuple[str, ...] = ()
     hidden_errors: tuple[float, ...] = ()
-
-    healing = renamed_attribute("finetuning")
 
     def figures(self) -> dict[str, object]:
         """Return the report as plain values for JSON, with null for NaN and infinity.

@@ -24,7 +24,6 @@ from regard.models.decoder import Decoder
 from regard.nn import Block, InputEmbedding, PreNorm, RMSNorm, SinusoidalPositions, SwiGLU
 from regard.nn.linear import Linear
 from regard.nn.mixer import Mixer
-from regard.nn.renamed_weights import current_weight_name
 from regard.positions import LearnedPositions
 
 
@@ -93,6 +92,5 @@ FAMILY = Family(
     build,
     SAME_NAMES,
     complete_config=lambda config, raw, stored: config,
-    rename_stored=current_weight_name,
 )
-"""The stored tensors do not change the config; parameter names of earlier releases still load."""
+"""The stored tensors do not change the config."""

@@ -1,6 +1,5 @@
 """Text generation: sampling, stop strings, batches, beam search, prefix caching, cache kinds."""
 
-from regard.deprecation import renamed
 from regard.models.generation.beam_search import (
     BeamCompletion,
     Hypothesis,
@@ -39,18 +38,3 @@ __all__ = [
     "distribution",
     "greedy",
 ]
-
-__getattr__ = renamed(
-    __name__,
-    {
-        "Batch": "BatchGeneration",
-        "Context": "DecodeSession",
-        "Found": "BeamCompletion",
-        "Options": "GenerationOptions",
-        "Reading": "PrefixCache",
-        "Room": "CacheConfig",
-        "Sampling": "SamplingParams",
-        "Stops": "StopStrings",
-        "search": "beam_search_text",
-    },
-)

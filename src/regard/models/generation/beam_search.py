@@ -13,7 +13,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from regard.argument_checks import check_number
-from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.decode_session import (
@@ -268,8 +267,6 @@ class BeamSearchResult:
         steps: the number of decoding steps.
         cache_bytes: the number of bytes in the caches of all beams at the end.
     """
-
-    found = renamed_attribute("completions")
 
     completions: list[BeamCompletion]
     seconds: float

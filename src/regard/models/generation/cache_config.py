@@ -11,7 +11,6 @@ from torch import nn
 from regard.caches import CACHES, BoundedPages, Cache, Evicting, Growing, Latent, LayerSize
 from regard.caches.bounded_pages import PAGE_SIZE
 from regard.caches.joined import Joined
-from regard.deprecation import renamed_attribute
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
@@ -97,12 +96,6 @@ class CacheConfig:
                 f"max_context is {self.max_context}; it must be at least {least} for "
                 f"cache={self.cache!r}"
             )
-
-    narrowing = renamed_attribute("extra_mask")
-    sized = renamed_attribute("with_capacity")
-    caches = renamed_attribute("new_caches")
-    fork = renamed_attribute("fork_cache")
-    narrow = renamed_attribute("restrict")
 
     @property
     def kind(self) -> type[Cache]:

@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.caches import Cache
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.cache_config import CacheConfig, has_dynamic_rotary
@@ -67,9 +66,6 @@ class DecodeSession:
     torch.Size([1, 1920])
     """
 
-    read = renamed_attribute("append")
-
-    @renamed_parameters(room="cache_config")
     def __init__(
         self, decoder: Decoder, cache_config: CacheConfig | None = None, rows: int = 1
     ) -> None:
@@ -250,9 +246,6 @@ class PrefixCache:
     True
     """
 
-    room = renamed_attribute("cache_config")
-
-    @renamed_parameters(after="prefix", room="cache_config")
     def __init__(
         self,
         model: LanguageModel,

@@ -10,7 +10,6 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.captured_step import CapturedSession, check_captured
@@ -49,8 +48,6 @@ class StopStrings:
     >>> stops.matched
     'END'
     """
-
-    found = renamed_attribute("matched")
 
     def __init__(self, stops: str | Sequence[str] = ()) -> None:
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
@@ -131,8 +128,6 @@ class GenerationOptions:
     512
     """
 
-    room = renamed_attribute("cache_config")
-
     max_tokens: int = 64
     stop: str | Sequence[str] = ()
     chunk: int | None = 512
@@ -155,11 +150,6 @@ class GenerationOptions:
         StopStrings(self.stop)
 
 
-GenerationOptions.__init__ = renamed_parameters(room="cache_config")(  # type: ignore[method-assign]
-    GenerationOptions.__init__
-)
-
-
 class Continuation:
     """A prompt and the text that was generated for it so far.
 
@@ -180,8 +170,6 @@ class Continuation:
     >>> batch.rows[0].finished, len(list(batch)), batch.rows[0].finished
     (None, 2, 'length')
     """
-
-    take = renamed_attribute("append")
 
     def __init__(self, model: LanguageModel, prompt: str, options: GenerationOptions) -> None:
         self.prompt = prompt

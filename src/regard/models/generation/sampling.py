@@ -13,7 +13,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from regard.argument_checks import check_number
-from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError, ArgumentTypeError
 
 
@@ -97,7 +96,6 @@ class SamplingParams:
             raise ArgumentError(f"top_k is {self.top_k}; it must be 1 to {vocabulary}, or None")
 
 
-@renamed_parameters(seen="seen_ids")
 def distribution(
     logits: Float[Tensor, "B V"],
     sampling: SamplingParams,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from regard.argument_checks import resolve_head_dim
-from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
 from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.linear_recurrence import (
@@ -216,7 +215,6 @@ def gated_linear(
     "= |k| = 1",
     source="Yang et al. 2024 (arXiv 2406.06484), section 3",
 )
-@renamed_parameters(most="max_beta")
 def delta_net(
     dim: int,
     heads: int,
@@ -274,7 +272,6 @@ def delta_net(
     "silu(W_g x); g = -exp(A) softplus(W x + b)",
     source="Yang et al. 2024 (arXiv 2412.06464), section 3",
 )
-@renamed_parameters(most="max_beta")
 def gated_delta_net(
     dim: int,
     heads: int,

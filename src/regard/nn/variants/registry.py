@@ -15,7 +15,6 @@ from typing import Literal, ParamSpec, TypeAlias, TypeVar
 from torch import nn
 
 from regard.configs.suggested_sizes import ALIASES
-from regard.deprecation import renamed_attribute
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 
@@ -54,8 +53,6 @@ class Variant:
     causal: bool
     build: Callable[..., nn.Module]
     example_options: dict[str, object]
-    sentence = renamed_attribute("summary")
-    sizes = renamed_attribute("example_options")
 
     @property
     def summary(self) -> str:
@@ -73,9 +70,6 @@ class Variant:
         """
         return self.build(32, 4, **{**self.example_options, **options})
 
-
-RENAMED_OPTIONS = {"most": "max_beta"}
-"""Former names of options, which saved configs and commands may still contain."""
 
 VARIANTS: dict[str, Variant] = {}
 """Every mechanism by name, in the order of definition."""
@@ -221,7 +215,6 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
     options: dict[str, object] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
-        name = RENAMED_OPTIONS.get(name, name)
         known = ", ".join(option_names(entry)) or "none"
         if equals and name not in option_names(entry):
             hint = suggest(name, option_names(entry), otherwise=".")
@@ -248,7 +241,7 @@ def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, ob
         options: option name to value, for example from a config file.
 
     Returns:
-        The options under their present names.
+        The options.
 
     Raises:
         ArgumentError: an option is unknown, missing, or of another type than the constructor's
@@ -258,7 +251,6 @@ def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, ob
     >>> check_options(VARIANTS["packed"], {"groups": 2, "bounds": [0, 5]})
     {'groups': 2, 'bounds': (0, 5)}
     """
-    options = {RENAMED_OPTIONS.get(name, name): value for name, value in options.items()}
     for name in options:
         if name not in option_names(entry):
             raise ArgumentError(

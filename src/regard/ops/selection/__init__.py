@@ -2,7 +2,6 @@
 attends to, and return the choice as a mask for softmax attention.
 """
 
-from regard.deprecation import renamed
 from regard.ops.selection.block_maximum import block_maximum_mask
 from regard.ops.selection.lightning_indexer import index_mask, index_scores, indexer_loss
 from regard.ops.selection.moba import moba_mask
@@ -24,7 +23,3 @@ __all__ = [
     "selection_mask",
     "top_k_mask",
 ]
-
-__getattr__ = renamed(
-    __name__, {"Order": "BlockLayout", "order": "block_layout", "top": "top_k_mask"}
-)

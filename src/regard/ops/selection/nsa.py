@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.argument_checks import check_positions, check_query_key, divisors
-from regard.deprecation import renamed_parameters
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Selected
 from regard.ops.selection.position_blocks import (
@@ -129,7 +128,6 @@ def block_importance(
     return torch.unflatten(blocks, 1, (groups, -1)).sum(2)
 
 
-@renamed_parameters(laid="layout")
 def selection_mask(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G C D"],

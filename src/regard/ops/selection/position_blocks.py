@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from regard.deprecation import renamed_attribute
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
 
@@ -48,13 +47,6 @@ class BlockLayout:
     occupied: Bool[Tensor, "B L"]
     source: Int[Tensor, "B L"] | None
     _left: int = 0
-
-    lay = renamed_attribute("to_position_order")
-    split = renamed_attribute("to_blocks")
-    filled = renamed_attribute("token_counts")
-    number = renamed_attribute("block_numbers")
-    own = renamed_attribute("block_of")
-    locals()["held"] = renamed_attribute("occupied")
 
     def to_position_order(self, x: Float[Tensor, "B n S d"]) -> Float[Tensor, "B n L d"]:
         """Arrange one vector per slot in the order of the positions.

@@ -2,7 +2,6 @@
 `plan`, the kernels that compute it, and the protocol for registering another kernel.
 """
 
-from regard.deprecation import renamed
 from regard.ops.softmax.attend import attend, attend_partial, attention_weights
 from regard.ops.softmax.call import (
     AttentionOptions,
@@ -31,7 +30,3 @@ __all__ = [
     "plan",
     "register_kernel",
 ]
-
-__getattr__ = renamed(
-    __name__, {"Options": "AttentionOptions", "Result": "KernelResult", "Work": "WorkEstimate"}
-)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,7 +13,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from regard.deprecation import renamed_attribute, renamed_parameters
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 
@@ -117,8 +115,6 @@ KINDS = ("seq2seq", "causal")
 sequence in which some tokens can be predicted from the tokens before them.
 """
 
-_FORMER_KINDS = {"pairs": "seq2seq", "rows": "causal"}
-
 VALIDATION_DIVISOR = 10
 """One source in this many belongs to the validation split."""
 
@@ -181,18 +177,8 @@ class Task:
     lengths: tuple[int, int, int] = (1, 32, 64)
     source_separator: str = " "
     target_separator: str = " "
-    sentence = renamed_attribute("description")
-    origin = renamed_attribute("reference")
-    reads = renamed_attribute("source_separator")
-    writes = renamed_attribute("target_separator")
-    read = renamed_attribute("tokenize")
 
     def __post_init__(self) -> None:
-        if self.kind in _FORMER_KINDS:
-            kind = _FORMER_KINDS[self.kind]
-            message = f"kind {self.kind!r} is now {kind!r}; the old name goes with the next release"
-            warnings.warn(message, DeprecationWarning, stacklevel=4)
-            object.__setattr__(self, "kind", kind)
         if self.kind not in KINDS:
             raise ArgumentError(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
         shortest, trained, longest = self.lengths
@@ -286,13 +272,6 @@ class Task:
         self.vocabulary.encode(words)
         return words
 
-
-Task.__init__ = renamed_parameters(  # type: ignore[method-assign]
-    sentence="description",
-    origin="reference",
-    reads="source_separator",
-    writes="target_separator",
-)(Task.__init__)
 
 IGNORE_INDEX = -100
 """The label of a position that the loss ignores, the `ignore_index` of torch's cross entropy."""
