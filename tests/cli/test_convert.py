@@ -74,7 +74,7 @@ def test_json_and_healing(source: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert told["measured"]["loss_change_error"] > 0
     change = told["measured"]["loss_after"] - told["measured"]["loss_before"]
     assert told["measured"]["loss_change"] == pytest.approx(change)
-    assert (told["healing"]["steps"], told["healing"]["lr"], told["healing"]["seed"]) == (
+    assert (told["finetuning"]["steps"], told["finetuning"]["lr"], told["finetuning"]["seed"]) == (
         3,
         0.001,
         5,

@@ -74,7 +74,7 @@ def measure() -> dict[str, Any]:
         for number, options in enumerate(CONVERSIONS):
             found = regard(f"convert tiny {folder}/{number} {options} {HEALED}")
             keys = ("loss_before", "held_before", "loss_after", "held_after")
-            conversions[options] = [found["healing"][key] for key in keys]
+            conversions[options] = [found["finetuning"][key] for key in keys]
     return {
         "weights": digest(),
         "machine": extended["machine"],

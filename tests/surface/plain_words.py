@@ -63,8 +63,8 @@ PRIVATE_NAMES = frozenset(
 )
 """Names of variables, parameters, attributes and functions that do not say what they hold."""
 
-OPTIONS = {("cli", "heal"), ("cli", "lesson")}
-"""Options of commands, which keep their names: `--heal`, and `--lesson` for one release."""
+OPTIONS = {("cli", "heal")}
+"""Options of commands, which keep their names: `--heal`."""
 
 PRIVATE_PHRASES = (
     r"\btold\b",

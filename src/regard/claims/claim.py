@@ -79,8 +79,7 @@ class Criterion:
         """Return the criterion as plain values for JSON.
 
         Returns:
-            The attributes and the answer. A value or a bound that is not finite is None. "says" is
-            the former name of "quantity", and will be removed in the next release.
+            The attributes and the answer. A value or a bound that is not finite is None.
         """
         finite = {
             name: value if math.isfinite(value) else None
@@ -89,7 +88,6 @@ class Criterion:
         spread = None if self.spread is None else list(self.spread)
         return {
             "quantity": self.quantity,
-            "says": self.quantity,
             **finite,
             "spread": spread,
             "answer": self.answer,
@@ -257,19 +255,11 @@ class Outcome:
 
         Returns:
             The texts of the claim, the verdict, the criteria, the numbers, the table and the plot.
-            "says", "predicts", "scale" and "lesson" are the former names of "statement",
-            "prediction", "scope" and "takeaway", and will be removed in the next release.
         """
         claim = self.claim
         texts = {
             name: getattr(claim, name)
             for name in ("id", "statement", "prediction", "scope", "takeaway", "timed")
-        }
-        texts |= {
-            "says": claim.statement,
-            "predicts": claim.prediction,
-            "scale": claim.scope,
-            "lesson": claim.takeaway,
         }
         return texts | {
             "sources": [str(source) for source in claim.sources],

@@ -410,16 +410,6 @@ def _list(color: bool | None, json: bool) -> None:
     from regard.audit import FAULTS
 
     if json:
-        # the old keys stay beside the new ones for one release
-        faults = {
-            name: {
-                **asdict(fault),
-                "what": fault.summary,
-                "look": fault.look_at,
-                "brings": fault.implies,
-            }
-            for name, fault in FAULTS.items()
-        }
-        typer.echo(json_format.dumps(faults))
+        typer.echo(json_format.dumps({name: asdict(fault) for name, fault in FAULTS.items()}))
         return
     print_fault_table(console_of(color, WIDTH))

@@ -467,7 +467,7 @@ class Comparison:
             "wanted": wanted,
             "runs": runs,
             "minutes": None if self.steps else self.minutes,
-            "lessons": {one.name: one.settings for one in plan.tasks},
+            "tasks": {one.name: one.settings for one in plan.tasks},
         }
 
         def choose() -> Numbers:

@@ -175,4 +175,4 @@ def test_json_has_no_nan() -> None:
     figures = ConversionReport("a", "b", (), sizes, sizes, found, None).figures()
     assert figures["measured"]["loss_before"] is figures["measured"]["loss_change"] is None
     assert figures["measured"]["divergence_error"] == 0
-    assert figures["before"]["kept"] == 2 * 40
+    assert figures["before"]["cached_values"] == 2 * 40

@@ -324,8 +324,6 @@ class ConversionReport:
     def figures(self) -> dict[str, object]:
         """Return the report as plain values for JSON, with null for NaN and infinity.
 
-        The keys "healing" and "kept" repeat "finetuning" and "cached_values" for one release.
-
         Returns:
             A dictionary of plain values.
         """
@@ -347,11 +345,10 @@ class ConversionReport:
             "source": self.source,
             "out": self.out,
             "steps": steps,
-            "before": asdict(self.before) | {"kept": self.before.cached_values},
-            "after": asdict(self.after) | {"kept": self.after.cached_values},
+            "before": asdict(self.before),
+            "after": asdict(self.after),
             "measured": measured,
             "finetuning": finetuning,
-            "healing": finetuning,
             "ignored": list(self.ignored),
             "hidden_errors": list(self.hidden_errors),
         }
