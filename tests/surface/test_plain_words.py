@@ -47,5 +47,5 @@ def test_each_rule_finds_an_offender(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     assert [line.split(": ")[1] for line in plain_words.private_names()] == ["told", "found", "at"]
     assert [line.split(": ")[1] for line in plain_words.private_phrases()] == ["told", "somebody"]
-    assert plain_words.counts_without_plural() == ["bad.py:10: {} layers"]
+    assert plain_words.counts_without_plural() == ["bad.py:9: {} layers"]
     assert list(plain_words.class_names_used_twice()) == ["Window"]
