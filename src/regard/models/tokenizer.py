@@ -317,6 +317,18 @@ class Tokenizer:
         """The id of `<|endoftext|>`, or None if the tokenizer has no such token."""
         return self._special.get(END_OF_TEXT)
 
+    @property
+    def unknown(self) -> int | None:
+        """The id of the token that stands for what the tokenizer does not know; None if it has
+        none.
+        """
+        model = self._backend.model
+        if isinstance(model, models.Unigram):  # only its file names the token
+            index: int | None = json.loads(self._backend.to_str())["model"].get("unk_id")
+            return index
+        name = getattr(model, "unk_token", None)
+        return None if name is None else self._backend.token_to_id(name)
+
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
         """Convert a text to token ids.
 
