@@ -190,7 +190,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
+        file = json.loads(backend.to_str())
+        self._byte_level = '"ByteLevel"' in json.dumps(file["decoder"])
+        name = file["model"].get("unk_token")  # Unigram names its index instead
+        self._unknown: int | None = (
+            file["model"].get("unk_id") if name is None else backend.token_to_id(name)
+        )
         added = backend.get_added_tokens_decoder()
         self._special = {token.content: index for index, token in added.items() if token.special}
 
@@ -322,12 +327,7 @@ class Tokenizer:
         """The id of the token that stands for what the tokenizer does not know; None if it has
         none.
         """
-        model = self._backend.model
-        if isinstance(model, models.Unigram):  # only its file names the token
-            index: int | None = json.loads(self._backend.to_str())["model"].get("unk_id")
-            return index
-        name = getattr(model, "unk_token", None)
-        return None if name is None else self._backend.token_to_id(name)
+        return self._unknown
 
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
         """Convert a text to token ids.

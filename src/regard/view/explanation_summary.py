@@ -218,11 +218,6 @@ def _equations(data: Data, letter: str, say: Sentences) -> str:
     return say("steps.then").join(say.translated("equation", x["equation"]) for x in steps)
 
 
-def _digits(x: float) -> str:
-    """Return a score with as many decimals as exp needs for a weight of four decimals."""
-    return f"{x:.5f}" if abs(x) < 1e6 else number(x)
-
-
 def _inputs(data: Data, say: Sentences) -> str:
     q, k = data["q"][-1]["values"], data["k"][-1]["values"][data["key"]]
     text = say(
@@ -248,18 +243,20 @@ def _score(data: Data, say: Sentences) -> str:
         if step["name"] == "masked":
             break
         value = step["values"][data["key"]]
-        if step["name"] in ("dot", "scaled", "biased", "additive"):
+        if step["name"] == "dot":
+            link = f"q_i · k_j = {terminal.score(value)}"
+        elif step["name"] in ("scaled", "biased", "additive"):
             link = say(
                 f"chain.{step['name']}",
-                value=_digits(value),
+                value=terminal.score(value),
                 scale=f"{data['scale']:.9g}",
-                bias=_digits(value - before),
+                bias=terminal.score(value - before),
             )
         else:
-            link = f"{say.translated('equation', step['equation'])} = {_digits(value)}"
+            link = f"{say.translated('equation', step['equation'])} = {terminal.score(value)}"
         links.append(link)
         before = value
-    return say("steps.links", links=say("list.then").join(links))
+    return say("list.then").join(links) + " = s"
 
 
 def _mask(data: Data, say: Sentences) -> str:
@@ -281,9 +278,17 @@ def _softmax(data: Data, say: Sentences) -> str:
         return say("steps.hidden_weight")
     lse, sink = data["lse"], data["sink"]
     if sink is None:
-        return say("steps.softmax", s=_digits(s), lse=_digits(lse), p=terminal.weight(p))
-    total = _digits(float(np.logaddexp(lse, sink)))
-    return say("steps.sink", s=_digits(s), lse=total, p=terminal.weight(p), sink=_digits(sink))
+        return say(
+            "steps.softmax", s=terminal.score(s), lse=terminal.score(lse), p=terminal.weight(p)
+        )
+    total = terminal.score(float(np.logaddexp(lse, sink)))
+    return say(
+        "steps.sink",
+        s=terminal.score(s),
+        lse=total,
+        p=terminal.weight(p),
+        sink=terminal.score(sink),
+    )
 
 
 def _output(data: Data, say: Sentences) -> str:

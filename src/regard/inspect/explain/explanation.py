@@ -16,7 +16,6 @@ from regard.deprecation import renamed_attribute
 EQUATIONS: dict[str, str] = {
     "tokens": "text → token ids, and their positions",
     "hidden": "x_i = norm(h_i),  h_i = embedding + outputs of the earlier layers",
-    "project": "q_i = W_Q x_i,  k_j = W_K x_j,  v_j = W_V x_j",
     "rotate": "(a, b) → (a cos φ - b sin φ, b cos φ + a sin φ),  φ = position × θ",
     "dot": "q_i · k_j = Σ q_i[d] k_j[d]  over dims d",
     "scaled": "s_ij = scale × q_i · k_j,  scale = 1/√D unless the model sets another",

@@ -29,21 +29,21 @@ from regard.models.model import Model
 from regard.nn.explainable import explainable
 
 HEAD_RULE = (
-    "of the heads compared, it gives one token further away the largest weight; the first token and "
-    "the neighbours of the query do not count"
+    "of the heads compared, it gives the largest weight to a token that is no neighbour; the first "
+    "token does not count"
 )
 """How `strongest_head` chooses, as shown to the user."""
 
 NEAR_HEAD_RULE = (
-    "of the heads compared, it gives one other token the largest weight; the first token does not "
+    "of the heads compared, it gives the largest weight to another token; the first token does not "
     "count"
 )
 """How `strongest_head` chooses where no token further away has any weight."""
 
-CROSS_HEAD_RULE = "of the heads compared, it gives one token the largest weight"
+CROSS_HEAD_RULE = "of the heads compared, it gives the largest weight to one token"
 """How a head of cross-attention is chosen."""
 
-HEAD_FOR_KEY_RULE = "of the heads compared, it gives this key the largest weight"
+HEAD_FOR_KEY_RULE = "of the heads compared, it gives the largest weight to this key"
 """How a head is chosen where the key is given."""
 
 FIRST_HEAD_RULE = "the first head: this mechanism has no softmax weights to compare heads by"
