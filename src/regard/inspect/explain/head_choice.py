@@ -193,9 +193,8 @@ def choose_head(
         rule, counted = (HEAD_RULE, far) if any_far else (NEAR_HEAD_RULE, counted)
     rows = rows.clamp(min=0).masked_fill(~compared[:, :, None], -1).masked_fill(~counted, -1)
     best = int(rows.argmax())
-    largest, of_head, token = float(rows.flatten()[best]), best // S, best % S
-    if largest <= 0:
-        token = None
+    of_head, token = best // S, best % S if float(rows.flatten()[best]) > 0 else None
+    if token is None:
         of_head = int(compared.flatten().int().argmax())
         rule = "the first head: " + (
             "there is no other token" if key is None else "no head has weight on the key"

@@ -116,7 +116,7 @@ def text_fit(model: Model | TextEncoder, text: str, *, run: bool = True) -> Text
         with torch.no_grad():
             scores = model(ids)[0, :-1].float().log_softmax(-1)
         loss = -float(scores.gather(1, ids[0, 1:, None].to(scores.device)).mean())
-    unknown = row.count(tokenizer.unknown)
+    unknown = sum(i == tokenizer.unknown for i in row)
     return TextFit(len(row), partial, loss, math.log(tokenizer.vocab_size), unknown)
 
 

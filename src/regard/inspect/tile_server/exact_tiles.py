@@ -578,7 +578,8 @@ def _add_peaks(
         keys: number of keys that each row of the chunk sees.
     """
     first = keys[::size][: largest.shape[0], None]
-    ranks = (largest * first.log1p().to(largest)).flatten().nan_to_num(nan=MASKED)
+    ranks = (largest * first.log1p().to(largest)).flatten()
+    ranks = ranks.masked_fill(ranks.isnan(), MASKED)
     ranks, which = ranks.topk(min(PEAKS, largest.numel()))
     least = peaks[-1].rank if len(peaks) == PEAKS else 0.0
     for rank, index in zip(ranks.tolist(), which.tolist(), strict=True):
