@@ -174,8 +174,9 @@ def choose_module_head(
                 is_near = one.T == one.N and bool((others > 0).any())
                 counted, rule = (others, NEAR_HEAD_RULE) if is_near else (row, CROSS_HEAD_RULE)
             column = int(counted.argmax())
-            target = ModuleTarget(one.name, h, column if key is None else None, rule)
-            candidates.append((float(counted[column]), target))
+            weight = float(counted[column])
+            found = column if key is None and weight > 0 else None
+            candidates.append((weight, ModuleTarget(one.name, h, found, rule)))
     if not candidates:
         assert problem is not None, "a recording has at least one place"
         raise problem
