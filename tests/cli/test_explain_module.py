@@ -13,6 +13,7 @@ from torch import nn
 
 from regard.cli.app import run
 from regard.inspect import record
+from regard.inspect.explain import head_choice
 
 SOURCE = '''
 import torch
@@ -79,7 +80,7 @@ def test_labels_places_and_numbers_are_those_of_record(capsys: pytest.CaptureFix
 def test_the_head_with_the_largest_weight_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     found = made(capsys, "own_speech:pair", "--query", "be", "--key", "20 ms")
     assert found["place"] == CROSS  # no other place has both labels
-    assert found["chosen_by"] == "the largest weight of this query"
+    assert found["chosen_by"] == head_choice.HEAD_FOR_KEY_RULE
     torch.manual_seed(0)
     model = nn.Transformer(16, 2, 1, 1, 8, batch_first=True).eval()
     recording = record(model, torch.randn(2, 6, 16), torch.randn(2, 3, 16))

@@ -12,6 +12,7 @@ from regard.inspect.explain.head_choice import (
     FIRST_HEAD_RULE,
     HEAD_FOR_KEY_RULE,
     HEAD_RULE,
+    NEAR_HEAD_RULE,
     Choice,
     choose_head,
     strongest_keys_of_run,
@@ -97,7 +98,10 @@ def test_the_strongest_head_is_the_one_with_the_largest_weight() -> None:
         assert tops[choice.layer * 4 + choice.head] == pytest.approx(
             max(tops), abs=1e-6
         )  # or a tie
-        assert choice.rule == HEAD_RULE
+        assert choice.rule == (HEAD_RULE if query > 2 else NEAR_HEAD_RULE)
+        row = others[choice.layer * 4 + choice.head]
+        counted = row if query == 2 else [*row[: query - 1], -1.0, *row[query:]]
+        assert counted[choice.key] == max(counted)
         everywhere = [max(row) for row in rows]
         misled += everywhere.index(max(everywhere)) != tops.index(max(tops))
     assert misled > 0, (

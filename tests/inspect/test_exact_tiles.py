@@ -4,9 +4,9 @@ edges, twelve masks, shared keys, sinks, softcap, biases, decoded tokens.
 
 from __future__ import annotations
 
-import struct
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,12 @@ from regard.inspect.record.tiles import pooled
 from regard.inspect.report.page_rules import split_by_pool
 from regard.inspect.tile_server import exact_tiles
 from regard.inspect.tile_server.exact_tiles import HeadTiles, TileData
-from regard.inspect.tile_server.head_overviews import METRICS, OverviewRecorder, head_overview
+from regard.inspect.tile_server.head_overviews import (
+    METRICS,
+    HeadOverview,
+    OverviewRecorder,
+    head_overview,
+)
 from regard.inspect.tile_server.kept_results import KeptResults
 from regard.inspect.tile_server.session import ViewSession
 from regard.inspect.tile_server.single_cells import (
@@ -31,7 +36,12 @@ from regard.inspect.tile_server.single_cells import (
     describe_row,
     row_weights,
 )
-from regard.inspect.tile_server.wire_format import HEADER, encode_tile, encode_weights
+from regard.inspect.tile_server.wire_format import (
+    HEADER,
+    encode_overview,
+    encode_tile,
+    encode_weights,
+)
 
 LENGTH = 700  # three tiles of level 0, the last one ragged
 SPARSE = (torch.arange(LENGTH)[:, None] * 7 + torch.arange(LENGTH) * 3) % 5 < 2
@@ -242,35 +252,84 @@ def test_rows_columns_and_cells_are_those_of_the_recording() -> None:
     assert torch.equal(column_weights(tiles, 100) >= 0, torch.arange(LENGTH) >= 100)
 
 
-def decode(data: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """The planes of a tile, read back as the page reads them."""
-    magic, kind, _, rows, columns, peaks, _, _, _, mass_factor, max_factor, _ = HEADER.unpack(
-        data[:32]
-    )
-    assert (magic, kind) == (b"RGT1", 1)
-    at = 32 + 16 * peaks + 4 * rows
-    n = rows * columns
-    planes = [
-        np.frombuffer(data, "<f2", n, at + 2 * n * x).astype(np.float64).reshape(rows, columns)
-        for x in range(2)
-    ]
-    return planes[0] / mass_factor, planes[1] / max_factor
+def decode(data: bytes) -> list[Tensor]:
+    """The planes of an answer, read back as the page reads them."""
+    magic, kind, _, rows, columns, peaks, planes, *_ = HEADER.unpack(data[: HEADER.size])
+    assert magic == b"RGT1"
+    start = HEADER.size + (16 * peaks + 4 * rows if kind == 1 else 0)
+    read = torch.frombuffer(bytearray(data[start:]), dtype=torch.float32)
+    return list(read.view(planes, rows, columns))
 
 
-def test_bytes_keep_small_weights() -> None:
-    """At 131,072 keys a uniform weight is 7.6e-6: fp16 alone would keep 7 bits of it."""
-    small = torch.full((2, 3), 7.6e-6)
-    small[0, 0] = -1
-    tile = TileData(small, 2 * small.clamp(min=-0.5), None, torch.ones(2), ())
-    mass, most = decode(encode_tile(tile, 0))
-    assert mass[0, 0] < 0
-    assert most[0, 0] < 0
-    assert np.abs(mass[1] / 7.6e-6 - 1).max() < 2**-11
-    data = encode_weights(torch.tensor([-1.0, 0.25, 1e-5]))
-    factor = struct.unpack_from("<f", data, 20)[0]
-    halves = np.frombuffer(data, "<f2", 3, 32).astype(np.float64)
-    assert halves[0] < 0
-    assert halves[1] / factor == 0.25
+def test_bytes_keep_every_weight() -> None:
+    """A weight of 1e-30 beside one of 1 is no 0; a masked cell and NaN are neither."""
+    weights = torch.tensor([[-1.0, 1.0, 1e-30], [float("nan"), 7.6e-6, 0.25]])
+    tile = TileData(weights, 2 * weights, None, torch.ones(2), ())
+    for found, expected in (
+        (decode(encode_tile(tile, 1)), [weights, 2 * weights]),
+        (decode(encode_tile(replace(tile, max=weights), 0)), [weights]),
+        (decode(encode_overview(HeadOverview(tile, (1.0, 2.0)))[8:]), [weights, 2 * weights]),
+        (decode(encode_weights(weights[0])), [weights[:1]]),
+    ):
+        assert len(found) == len(expected)
+        for plane, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(plane, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_row_that_is_no_number_is_not_masked() -> None:
+    """It is NaN in the tile, in the list and in the overview; other rows keep their peaks."""
+    q, k = torch.randn(2, 1, 1, 40, 4, generator=torch.Generator().manual_seed(3))
+    q[0, 0, 7] = torch.nan
+    with torch.inference_mode(), Recorder(keep=()) as recorder:
+        regard.attend(q, k, k, mask=masks.Causal())
+    tiles = HeadTiles(recorder.recording()[0], 0)
+    tile, overview = tiles.tile(0, 0, 0), head_overview(tiles)
+    for found in (tile.max, row_weights(tiles, 7)[None], overview.blocks.max):
+        row = found[7 if len(found) > 1 else 0]
+        assert bool(row[:8].isnan().all())
+        assert bool((row[8:] == -1).all())
+    assert describe_row(tiles, 7)["seen"] == 8
+    assert describe_column(tiles, 2)["seen"] == 38
+    assert describe_cell(tiles, 7, 2)["seen"] == 8
+    assert tile.peaks
+    assert all(peak.row != 7 for peak in tile.peaks)
+    assert all(np.isnan(overview.metrics))
+
+
+@pytest.mark.full(keep=2)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("documents", "dense")])
+def test_the_metrics_of_an_overview_are_those_of_measure(name: str) -> None:
+    """Of a short text, every row is sampled; of a long one, the rows that `rows` names."""
+    short = recorded(name, 48)
+    for head in (0, 3):
+        found = head_overview(HeadTiles(short[0], head)).metrics
+        measured = regard.inspect.measure(short[0])
+        expected = [float(measured[metric][head]) for metric in METRICS]
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6, nan_ok=True)
+        row = describe_row(HeadTiles(short[0], head), 47)
+        weights = short.weights(0, head)[47]
+        sink = (1 - weights.sum()) * ("sink" in CASES[name])
+        entropy = torch.special.entr(torch.cat([weights, sink[None]])).sum()
+        assert row["entropy"] == pytest.approx(float(entropy), rel=1e-4, abs=1e-6)
+        assert row["sink"] == pytest.approx(float(sink), abs=1e-6)
+    long = recorded(name)
+    rows = (torch.arange(64) + 1) * LENGTH // 64 - 1
+    found = dict(zip(METRICS, head_overview(HeadTiles(long[0], 1)).metrics, strict=True))
+    weights = long.weights(0, 1)[rows]
+    sinks = weights[rows >= 4, :4].sum(1).mean()
+    previous = weights[torch.arange(64), rows - 1].mean()
+    away = (weights * (rows[:, None] - torch.arange(LENGTH))).sum(1).mean()
+    local = (weights * ((rows[:, None] - torch.arange(LENGTH)).abs() < 32)).sum(1).mean()
+    expected = {"sink": sinks, "previous_token": previous, "distance": away, "local": local}
+    for metric, value in expected.items():
+        assert found[metric] == pytest.approx(float(value), rel=1e-4, abs=1e-6), metric
+
+
+def test_rows_of_equal_weights_have_an_entropy_of_1() -> None:
+    with torch.inference_mode(), Recorder(keep=()) as recorder:
+        regard.attend(*torch.zeros(3, 1, 1, 8, 4), mask=masks.Causal())
+    found = head_overview(HeadTiles(recorder.recording()[0], 0)).metrics
+    assert dict(zip(METRICS, found, strict=True))["entropy"] == pytest.approx(1, abs=1e-6)
 
 
 def test_overviews_of_all_heads_are_made_while_the_model_runs() -> None:
@@ -284,17 +343,10 @@ def test_overviews_of_all_heads_are_made_while_the_model_runs() -> None:
     assert len(recording[0].heads) == 1, "the heads that are not opened are not kept"
     made = overviews.heads["layers.1", 2]
     later = head_overview(HeadTiles(recording[1], 2))
-    assert torch.equal(made.max, later.max)
+    assert torch.equal(made.blocks.max, later.blocks.max)
     assert made.metrics == later.metrics
     weights = recording.weights(1, 2)
-    assert float((made.max.clamp(min=0).double() - weights).abs().max()) < 1e-6
-    values = dict(zip(METRICS, made.metrics, strict=True))
-    measured = regard.inspect.measure(recording[1]).values
-    assert values["largest"] == pytest.approx(float(weights.amax(1).mean()), rel=1e-5)
-    assert values["local"] == pytest.approx(float(weights.sum(1).mean()), rel=1e-5)
-    assert values["distance"] == pytest.approx(float(measured["distance"][0]), rel=1e-5)
-    previous = weights.diagonal(-1).sum() / len(weights)  # the first row has none
-    assert values["previous_token"] == pytest.approx(float(previous), rel=1e-5)
+    assert float((made.blocks.max.clamp(min=0).double() - weights).abs().max()) < 1e-6
 
 
 def test_the_comparison_would_find_a_wrong_tile() -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+import tokenizers
 import torch
 
 import regard
 from regard.inspect.metrics import TextFit, text_fit, warn_about_text
+from regard.models.families import bert
+from regard.models.text_encoder import TextEncoder
+from regard.models.tokenizer import Tokenizer
 
 STRANGE = ["猫坐在垫子上", "Привет, как дела?", "안녕하세요", "Ich weiß nicht, was soll es sein"]
 KNOWN = ["我打他", "我不知道他说的是什么", "The list of items", "to be or not to be", "I hit him"]
@@ -37,5 +41,27 @@ def test_the_numbers() -> None:
     assert fit.uniform_loss == math.log(1920)
     assert text_fit(tiny, text, run=False).loss is None
     assert [TextFit(8, n, None, 7.0).is_strange for n in (2, 3)] == [False, True]
-    assert [TextFit(8, 0, loss, 7.0).is_strange for loss in (7.0, 7.1)] == [False, True]
+    assert [TextFit(8, 0, loss, 7.0).is_strange for loss in (6.2, 6.4)] == [False, True]
+    assert [TextFit(8, 0, None, 7.0, n).is_strange for n in (2, 3)] == [False, True]
     assert warn_about_text(object(), text) is None
+
+
+@pytest.mark.parametrize("kind", ["WordPiece", "Unigram"])
+def test_unknown_tokens_are_counted(kind: str) -> None:
+    """Also of a text encoder, which predicts no tokens; a tokenizer of bytes has no such token."""
+    words = {"[UNK]": 0, "the": 1, "cat": 2}
+    model = (
+        tokenizers.models.WordPiece(words, unk_token="[UNK]")
+        if kind == "WordPiece"
+        else tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=0)
+    )
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    known = Tokenizer(backend)
+    assert known.unknown == 0
+    config = bert.Config(3, 8, 1, 2, 16, 32)
+    encoder = TextEncoder(bert.build(config).eval(), known, config, max_seq_length=32)
+    assert text_fit(encoder, "the 猫 cat 狗").unknown_tokens == 2
+    assert "2 of 4 tokens" in str(warn_about_text(encoder, "the 猫 cat 狗"))
+    assert warn_about_text(encoder, "the cat") is None
+    assert regard.load("tiny").tokenizer.unknown is None

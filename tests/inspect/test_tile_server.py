@@ -4,8 +4,10 @@ and what it answers to the reader.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -27,7 +29,9 @@ pytest.importorskip("uvicorn")
 from starlette.testclient import TestClient  # noqa: E402
 
 from regard.inspect.tile_server.app import Policy, application  # noqa: E402
+from regard.inspect.tile_server.connections import Limits  # noqa: E402
 from regard.inspect.tile_server.page_facts import page_facts  # noqa: E402
+from regard.inspect.tile_server.serve import Server  # noqa: E402
 from regard.inspect.tile_server.session import ViewSession  # noqa: E402
 from regard.inspect.tile_server.wire_format import HEADER  # noqa: E402
 
@@ -167,15 +171,16 @@ def test_answers_are_the_recordings(client: TestClient, recording: Recording) ->
     assert [place["name"] for place in meta["places"]] == list(recording.places)
     assert meta["texts"][0] == list(recording.pieces)
     tile = client.get("/tile/1/2/0/0/0", headers=READER).content
-    assert HEADER.unpack(tile[:32])[:5] == (b"RGT1", 1, 0, 6, 6)
+    assert HEADER.unpack(tile[: HEADER.size])[:5] == (b"RGT1", 1, 0, 6, 6)
     cell = client.get("/cell/1/2/5/3", headers=READER).json()
     assert cell["weight"] == pytest.approx(float(recording.weights(1, 2)[5, 3]), rel=1e-12)
     row = client.get("/row/1/2/5", headers=READER).json()
     assert row["seen"] == 6
     assert client.get("/column/1/2/0", headers=READER).json()["seen"] == 6
-    assert len(client.get("/row-weights/1/2/5", headers=READER).content) == 32 + 12
-    assert len(client.get("/column-weights/1/2/5", headers=READER).content) == 32 + 12
-    assert HEADER.unpack(client.get("/preview/1/2/0/0/0", headers=READER).content[:32])[7] == 1
+    assert len(client.get("/row-weights/1/2/5", headers=READER).content) == HEADER.size + 24
+    assert len(client.get("/column-weights/1/2/5", headers=READER).content) == HEADER.size + 24
+    preview = client.get("/preview/1/2/0/0/0", headers=READER).content
+    assert HEADER.unpack(preview[: HEADER.size])[7] == 1
     heads = client.get("/heads/0", headers=READER).content
     assert int.from_bytes(heads[:4], "little") == 32
     hits = client.get("/search?q=to%20be", headers=READER).json()
@@ -267,6 +272,27 @@ def test_the_link_of_a_running_server(recording: Recording) -> None:
             regard.inspect.view(recording, port=int(server.origin.rpartition(":")[2]))
     with pytest.raises(urllib.error.URLError):
         status(f"{server.origin}/meta")
+
+
+def test_silent_connections_neither_stay_nor_lock_the_reader_out(recording: Recording) -> None:
+    """Of 200 connections without a whole request, 8 are held; the reader is answered beside them;
+    after the limit, none is left.
+    """
+    limits = Limits(connections=8, request_seconds=3.0)
+    with Server(ViewSession(recording), "127.0.0.1", 0, "en", limits) as server:
+        address = ("127.0.0.1", int(server.origin.rpartition(":")[2]))
+        beginnings = (b"", b"GET /meta HTTP/1.1\r\nHost: a", b"GET / HTTP/1.1\r\n")
+        silent = []
+        for n in range(200):
+            silent.append(socket.create_connection(address, timeout=20))
+            silent[-1].sendall(beginnings[n % 3])
+        assert status(f"{server.origin}/meta", server.token) == 200
+        with contextlib.suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b"", "the oldest is closed for a newer one"
+        for one in silent:  # the server closes every one of them
+            with one, contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        assert status(f"{server.origin}/meta", server.token) == 200
 
 
 def test_other_machines_are_not_let_in_unasked(recording: Recording) -> None:

@@ -33,7 +33,9 @@ def test_every_language_has_the_same_keys_and_placeholders() -> None:
 
 
 def test_the_rules_and_remarks_of_the_package_are_known() -> None:
-    rules = [head_choice.HEAD_RULE, head_choice.HEAD_FOR_KEY_RULE, head_choice.FIRST_HEAD_RULE]
+    rules = [rule for name, rule in vars(head_choice).items() if name.endswith("HEAD_RULE")]
+    rules.append(head_choice.HEAD_FOR_KEY_RULE)
+    assert len(rules) == 5
     assert all(CHINESE.search(ZH.translated("rule", rule)) for rule in rules)
     assert CHINESE.search(ZH.translated("note", NO_PROJECTION))
     (note,) = explain(random_model("gqa", "to be or not")).where.notes

@@ -255,6 +255,27 @@ def test_a_link_that_means_nothing_is_no_harm(tab: Tab, made: Made) -> None:
     assert state(tab, "place", "head", "i", "j", "lang", "theme") == [3, 7, 0, 0, "en", "auto"]
 
 
+def test_the_tooltip_of_a_resting_pointer_follows_the_head(tab: Tab, made: Made) -> None:
+    ready(tab, made.at("map"))
+    x, y = tab.js("""(node => {
+        node.scrollIntoView({ block: "center", behavior: "instant" });
+        const b = node.getBoundingClientRect();
+        return [b.left + 0.5 * b.width, b.top + 0.7 * b.height];
+    })(document.querySelector("#view-map canvas.heat"))""")
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tips = []
+    for head in (HEAD, HEAD + 1, HEAD + 2):
+        tab.js(f"R.set({{ head: {head} }})")
+        settled(tab)
+        assert not tab.js("document.getElementById('tip').hidden")
+        tips.append(tab.js("document.getElementById('tip').textContent"))
+    assert len({tip.splitlines()[0] for tip in tips}) == 1, "the same cell"
+    assert len(set(tips)) == 3, "in three heads"
+    tab.js("R.set({ view: 'atlas' })")
+    settled(tab)
+    assert tab.js("document.getElementById('tip').hidden")
+
+
 # ---- explain cell: every number is the recording's
 
 

@@ -109,10 +109,13 @@ def run_module(name: str) -> ModuleRun:
 
 
 class ModuleTarget(NamedTuple):
-    """A head of a recorded place, and the rule by which it was chosen."""
+    """A head of a recorded place, the column of its explained key if the choice of the head found
+    one, and the rule by which the head was chosen.
+    """
 
     place: str
     head: int
+    key: int | None
     rule: str
 
 
@@ -137,11 +140,18 @@ def choose_module_head(
     Raises:
         ArgumentError: there is no such place or head, or no place has the query and the key.
     """
+    import torch
+
     from regard.inspect import explain
+    from regard.inspect.explain.head_choice import (
+        CROSS_HEAD_RULE,
+        HEAD_FOR_KEY_RULE,
+        NEAR_HEAD_RULE,
+    )
 
     recording = run.recording
     if place is not None and head is not None:
-        return ModuleTarget(recording[place].name, head, "")
+        return ModuleTarget(recording[place].name, head, None, "")
     candidates: list[tuple[float, ModuleTarget]] = []
     problem: ArgumentError | None = None
     for one in [recording[place]] if place is not None else recording.places.values():
@@ -154,9 +164,19 @@ def choose_module_head(
             continue
         for h in range(one.H) if head is None else [head]:
             row = recording.weights(one.name, h, first.query, batch=batch)[0]
-            weight = row.max() if key is None else row[first.key]
-            target = ModuleTarget(one.name, h, "the largest weight of this query")
-            candidates.append((float(weight), target))
+            counted, rule = row, HEAD_FOR_KEY_RULE
+            if key is not None:
+                counted = torch.where(torch.arange(len(row)) == first.key, row, -1)
+            else:
+                # self-attention: as for every explanation
+                others = row.clone()
+                others[[0, first.query] if one.T == one.N else []] = -1
+                is_near = one.T == one.N and bool((others > 0).any())
+                counted, rule = (others, NEAR_HEAD_RULE) if is_near else (row, CROSS_HEAD_RULE)
+            column = int(counted.argmax())
+            weight = float(counted[column])
+            found = column if key is None and weight > 0 else None
+            candidates.append((weight, ModuleTarget(one.name, h, found, rule)))
     if not candidates:
         assert problem is not None, "a recording has at least one place"
         raise problem
@@ -171,8 +191,9 @@ def explain_module(
 
     from regard.inspect import explain
 
+    chosen = target.key if key is None else key
     explanation = explain(
-        run.recording, place=target.place, head=target.head, query=query, key=key, batch=batch
+        run.recording, place=target.place, head=target.head, query=query, key=chosen, batch=batch
     )
     return replace(explanation, where=replace(explanation.where, chosen_by=target.rule))
 

@@ -613,7 +613,8 @@ class ExplainTarget:
             place=self.place,
             head=self.choice.head,
             query=self.query_index,
-            key=self.key,
+            # the key that chose the head, unless one was given, or a call that may lack it
+            key=self.choice.key if self.key is None and call is None else self.key,
             call=call,
         )
         return replace(explanation, where=replace(explanation.where, chosen_by=self.choice.rule))

@@ -190,7 +190,12 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str())["decoder"])
+        file = json.loads(backend.to_str())
+        self._byte_level = '"ByteLevel"' in json.dumps(file["decoder"])
+        name = file["model"].get("unk_token")  # Unigram names its index instead
+        self._unknown: int | None = (
+            file["model"].get("unk_id") if name is None else backend.token_to_id(name)
+        )
         added = backend.get_added_tokens_decoder()
         self._special = {token.content: index for index, token in added.items() if token.special}
 
@@ -316,6 +321,13 @@ class Tokenizer:
     def end_of_text(self) -> int | None:
         """The id of `<|endoftext|>`, or None if the tokenizer has no such token."""
         return self._special.get(END_OF_TEXT)
+
+    @property
+    def unknown(self) -> int | None:
+        """The id of the token that stands for what the tokenizer does not know; None if it has
+        none.
+        """
+        return self._unknown
 
     def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
         """Convert a text to token ids.

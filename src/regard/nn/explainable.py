@@ -360,15 +360,17 @@ def run_steps(
     results, index = list(previous), "i" if letter == "q" else "j"
     for step in steps:
         y = step(results[-1].values[None], positions)[0]
-        kind = type(step).__name__.lower()
-        name, operator = (kind, kind) if find_rotary(step) is None else ("rotated", "R(p)")
+        kind, rotary = type(step).__name__.lower(), find_rotary(step)
+        name, operator = (kind, kind) if rotary is None else ("rotated", "R(p)")
+        if rotary is not None and rotary.rotary_factor != 1:
+            operator = f"{rotary.rotary_factor:.7g} R(p)"
         results.append(MechanismStep(name, f"{letter}_{index} ← {operator} {letter}_{index}", y))
 
     return tuple(results)
 
 
 def projection_step(
-    letter: Literal["q", "k", "v"], values: Tensor, prefix: str = ""
+    letter: Literal["q", "k", "v"], values: Tensor, linear: nn.Module, function: str = ""
 ) -> MechanismStep:
     """Return the step "projected", the first of queries, keys or values: a linear map of the hidden
     states.
@@ -376,19 +378,22 @@ def projection_step(
     Args:
         letter: whether the heads are queries, keys or values.
         values: the result of the linear map [n,L,d].
-        prefix: the name of an operation that follows the linear map, such as "rmsnorm ".
+        linear: the linear map, which may have a bias.
+        function: the name of an operation that follows the linear map, such as "rmsnorm".
 
     Returns:
         The step with its equation.
 
 
-    >>> projection_step("k", torch.zeros(1, 3, 4)).equation
-    'k_j = W_K x_j'
+    >>> projection_step("k", torch.zeros(1, 3, 4), nn.Linear(4, 4), "rmsnorm").equation
+    'k_j = rmsnorm(W_K x_j + b_K)'
     """
-    index = "i" if letter == "q" else "j"
-    return MechanismStep(
-        "projected", f"{letter}_{index} = {prefix}W_{letter.upper()} x_{index}", values
-    )
+    index, upper = "i" if letter == "q" else "j", letter.upper()
+    product = f"W_{upper} x_{index}"
+    if getattr(linear, "bias", None) is not None:
+        product += f" + b_{upper}"
+    product = f"{function}({product})" if function else product
+    return MechanismStep("projected", f"{letter}_{index} = {product}", values)
 
 
 KEYS_PER_BLOCK = 64

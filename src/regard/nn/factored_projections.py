@@ -353,10 +353,12 @@ class TiedProjection(ProjectionModule):
         """Return the steps of queries and keys; a key is joined from its value and the rotated
         half.
         """
-        q = projection_step("q", self.q(query.x, query.positions)[0])
+        q = projection_step("q", self.q(query.x, query.positions)[0], self.q.linear)
         rotated_query = self._rotate_half(q.values[None], query.positions)[0]
-        v = projection_step("v", self.v(query.memory, query.k_positions)[0])
-        k = projection_step("k", self.rotated(query.memory, query.k_positions)[0])
+        v = projection_step("v", self.v(query.memory, query.k_positions)[0], self.v.linear)
+        k = projection_step(
+            "k", self.rotated(query.memory, query.k_positions)[0], self.rotated.linear
+        )
         (half,) = run_steps([self.rotary], (k,), query.k_positions, "k")[1:]
         memory = self.remember(query.memory, query.k_positions)
         joined = self.recall(memory, query.k_positions)[0][0]

@@ -355,8 +355,8 @@ class HeadProjection(nn.Module):
             The steps, each with its values [n,L,d].
         """
         heads = self.flat(self.linear(x)).unflatten(-1, (self.heads, self.head_dim))
-        flat = "" if isinstance(self.flat, nn.Identity) else f"{type(self.flat).__name__.lower()} "
-        first = projection_step(letter, heads.transpose(1, 2)[0], flat)
+        flat = "" if isinstance(self.flat, nn.Identity) else type(self.flat).__name__.lower()
+        first = projection_step(letter, heads.transpose(1, 2)[0], self.linear, flat)
         return run_steps(self.steps, (first,), positions, letter)
 
     def extra_repr(self) -> str:
@@ -683,9 +683,9 @@ class FusedQKV(ProjectionModule):
         """Return the linear map of queries, keys and values, followed by the steps on queries and
         keys.
         """
-        q = (projection_step("q", self._heads(query.x, 0)[0]),)
-        k = (projection_step("k", self._heads(query.memory, 1)[0]),)
-        v = (projection_step("v", self._heads(query.memory, 2)[0]),)
+        q = (projection_step("q", self._heads(query.x, 0)[0], self.linear),)
+        k = (projection_step("k", self._heads(query.memory, 1)[0], self.linear),)
+        v = (projection_step("v", self._heads(query.memory, 2)[0], self.linear),)
         return InputSteps(
             run_steps(self.steps, q, query.positions, "q"),
             run_steps(self.steps, k, query.k_positions, "k"),

@@ -217,7 +217,7 @@ class ConvolvedQKV(StatefulQKV):
             i = "i" if letter == "q" else "j"
             equation = f"{letter}_{i} ← {function}(sum_l c_l * {letter}_{{{i}-l}})"
             first = (
-                projection_step(letter, before[0]),
+                projection_step(letter, before[0], part.linear),
                 MechanismStep("convolved", equation, after[0]),
             )
             steps.append(run_steps(part.steps, first, query.positions, letter))

@@ -91,8 +91,8 @@ class KeysAsValues(ProjectionModule):
         """Return the steps of queries, keys and values; the values start from the projected
         keys.
         """
-        first = projection_step("v", self._heads(query.memory)[0])
-        first = first._replace(equation="v_j = W_K x_j, the projected key")
+        first = projection_step("k", self._heads(query.memory)[0], self.k.linear)
+        first = first._replace(equation=f"v_{first.equation.partition('_')[2]}, the projected key")
         return InputSteps(
             self.q.explain_steps(query.x, query.positions, "q"),
             self.k.explain_steps(query.memory, query.k_positions, "k"),

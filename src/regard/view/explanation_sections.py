@@ -212,6 +212,9 @@ def scores(data: Data) -> Lines:
     order = ordered(data)
     name = "additive" if data["kind"] == "additive" else "dot"
     yield equation(translate_message(data["equations"][name]))
+    for link in data["chain"]:
+        if link["name"] not in ("dot", "scaled", "additive", "masked", "effective"):
+            yield equation(sentence("equation", link["equation"]))
     yield from _products(data)
     yield _chain(data)
     linear = data["kind"] == "linear"
@@ -251,7 +254,7 @@ def _largest(data: Data) -> float:
 
 def _chain(data: Data) -> Text:
     """Return the score of the explained key, step by step, in one line."""
-    links = [f"{_link(link['name'])} {number(link['value'])}" for link in data["chain"]]
+    links = [f"{_link(link['name'])} {terminal.score(link['value'])}" for link in data["chain"]]
     why = sentence("why", data["masked"][data["key"]])
     line = f"{INDENT}{_key(data['key'])}" + " → ".join(links) + (f" ({why})" if why else "")
     return Text(terminal.cell(line, WIDTH).rstrip(), style("s"))
@@ -321,11 +324,11 @@ def softmax(data: Data) -> Lines:
     """Generate the parts of the softmax, one weight computed in both ways, and the same block by
     block.
     """
-    total = number(data["total"])
+    top, total = terminal.score(data["row_max"]), terminal.score(data["total"])
     shared = sum(data["weights"])
     yield Text(
-        f"{INDENT}m = {number(data['row_max'])},  Σ exp(s-m) = {total},  "
-        f"lse = {number(data['lse'])},  Σ p = {shared:.6f}"
+        f"{INDENT}m = {top},  Σ exp(s-m) = {total},  "
+        f"lse = {terminal.score(data['lse'])},  Σ p = {shared:.6f}"
     )
     if data["sink"] is not None:
         yield Text(
@@ -340,13 +343,13 @@ def softmax(data: Data) -> Lines:
     s, p = data["scores"][-1]["values"][j], terminal.weight(data["weights"][j])
     if s is not None and data["sink"] is None:
         yield Text(
-            f"{INDENT}{_key(j)}exp({number(s)} - {number(data['row_max'])}) / {total} = "
-            f"exp({number(s)} - {number(data['lse'])}) = {p}"
+            f"{INDENT}{_key(j)}exp({terminal.score(s)} - {top}) / {total} = "
+            f"exp({terminal.score(s)} - {terminal.score(data['lse'])}) = {p}"
         )
     elif s is not None:
         yield Text(
-            f"{INDENT}{_key(j)}exp({number(s)} - {number(data['row_max'])}) / ({total} + "
-            f"exp({number(data['sink'])} - m)) = {p}"
+            f"{INDENT}{_key(j)}exp({terminal.score(s)} - {top}) / ({total} + "
+            f"exp({terminal.score(data['sink'])} - m)) = {p}"
         )
     yield from _online(data)
 
@@ -462,6 +465,9 @@ def projected(data: Data) -> Lines:
     """
     j = data["key"]
     named = f"{j} {piece_of(data, j)}"
+    for steps in (data["q"], data["k"], data["values"]):
+        for step in steps:
+            yield equation(sentence("equation", step["equation"]))
     for step in data["q"]:
         yield from strip(f"q, {translate_message(step['name'])}", step["values"], "q")
     for step in data["k"]:
@@ -470,9 +476,6 @@ def projected(data: Data) -> Lines:
     for step in data["values"]:
         title = translate("v of {key}, {step}", key=named, step=translate_message(step["name"]))
         yield from strip(title, step["values"][j], "v")
-    for step in (*data["q"], *data["k"]):
-        if step["name"] not in ("projected", "rotated", "input"):
-            yield equation(f"{translate_message(step['name'])}: {step['equation']}")
     angles = data["angle"]
     if angles:
         position, shown = data["query_position"], ", ".join(number(a) for a in angles[:5])

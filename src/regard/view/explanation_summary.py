@@ -4,6 +4,7 @@ the five steps that lead to one weight.
 
 from __future__ import annotations
 
+import numpy as np
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
@@ -211,24 +212,51 @@ def _steps(data: Data, say: Sentences, width: int) -> Lines:
             yield Text(" " * LABEL_WIDTH + line)
 
 
+def _equations(data: Data, letter: str, say: Sentences) -> str:
+    """Return the equations of the steps that compute q, k or v, one after the other."""
+    steps = data["values" if letter == "v" else letter]
+    return say("steps.then").join(say.translated("equation", x["equation"]) for x in steps)
+
+
 def _inputs(data: Data, say: Sentences) -> str:
     q, k = data["q"][-1]["values"], data["k"][-1]["values"][data["key"]]
-    return say("steps.inputs", q=number(norm(q)), k=number(norm(k)))
+    text = say(
+        "steps.inputs",
+        q=_equations(data, "q", say),
+        nq=number(norm(q)),
+        k=_equations(data, "k", say),
+        nk=number(norm(k)),
+    )
+    return text + (say("steps.rotation") if data["layout"] else "")
+
+
+def _has_own_rule(data: Data) -> bool:
+    """Return whether the weights follow from scores by another rule than a softmax."""
+    return data["kind"] == "linear" and any(x["name"] == "masked" for x in data["chain"])
 
 
 def _score(data: Data, say: Sentences) -> str:
-    if data["kind"] == "linear":
+    if data["kind"] == "linear" and not _has_own_rule(data):
         return say("steps.linear_score")
-    links = " → ".join(
-        f"{say.named('link', link['name'])} {number(link['value'])}" for link in data["chain"]
-    )
-    if data["kind"] == "additive":
-        return say("steps.additive", links=links)
-    if [link["name"] for link in data["chain"]] == ["dot", "scaled", "masked"]:
-        first, last = (data["scores"][i]["values"][data["key"]] for i in (0, -1))
-        scale = number(data["scale"])
-        return say("steps.score", dot=number(first), scale=scale, s=number(last))
-    return say("steps.links", links=links)
+    links, before = [], 0.0
+    for step in data["scores"]:
+        if step["name"] == "masked":
+            break
+        value = step["values"][data["key"]]
+        if step["name"] == "dot":
+            link = f"q_i · k_j = {terminal.score(value)}"
+        elif step["name"] in ("scaled", "biased", "additive"):
+            link = say(
+                f"chain.{step['name']}",
+                value=terminal.score(value),
+                scale=f"{data['scale']:.9g}",
+                bias=terminal.score(value - before),
+            )
+        else:
+            link = f"{say.translated('equation', step['equation'])} = {terminal.score(value)}"
+        links.append(link)
+        before = value
+    return say("list.then").join(links) + " = s"
 
 
 def _mask(data: Data, say: Sentences) -> str:
@@ -242,19 +270,32 @@ def _mask(data: Data, say: Sentences) -> str:
 
 def _softmax(data: Data, say: Sentences) -> str:
     p, s = data["weights"][data["key"]], data["scores"][-1]["values"][data["key"]]
+    if _has_own_rule(data):
+        return say("steps.rule_factor", equation=data["chain"][-1]["equation"], p=number(p))
     if data["kind"] == "linear":
         return say("steps.linear_factor", p=number(p))
     if s is None:
         return say("steps.hidden_weight")
-    if data["sink"] is not None:
-        return say("steps.sink", p=terminal.weight(p))
-    return say("steps.softmax", s=number(s), lse=number(data["lse"]), p=terminal.weight(p))
+    lse, sink = data["lse"], data["sink"]
+    if sink is None:
+        return say(
+            "steps.softmax", s=terminal.score(s), lse=terminal.score(lse), p=terminal.weight(p)
+        )
+    total = terminal.score(float(np.logaddexp(lse, sink)))
+    return say(
+        "steps.sink",
+        s=terminal.score(s),
+        lse=total,
+        p=terminal.weight(p),
+        sink=terminal.score(sink),
+    )
 
 
 def _output(data: Data, say: Sentences) -> str:
     row, z = data["contributions"][data["key"]], data["mixed"]
     key = "steps.output_linear" if data["kind"] == "linear" else "steps.output"
-    text = say(key, z=number(norm(z)), row=number(norm(row)))
+    v = _equations(data, "v", say)
+    text = say(key, v=v, z=number(norm(z)), row=number(norm(row)))
     shares = data["shares"]
     if len(shares) > data["head"]:
         text += say("steps.output_share", share=f"{shares[data['head']]:.1%}")

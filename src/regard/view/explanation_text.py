@@ -78,7 +78,7 @@ def _steps(data: Data) -> list[tuple[str, str, Callable[[Data], Lines]]]:
     if data["normed"]:
         steps.append((translate("hidden state"), "hidden", hidden))
     steps += [
-        (translate("query, key, value"), "project", projected),
+        (translate("query, key, value"), "", projected),
         (translate("scores"), score, scores),
     ]
     if kind == "linear":

@@ -86,6 +86,15 @@ def number(x: float | None, width: int = 0) -> str:
     return f"{x:.{digits}f}".rjust(width)
 
 
+def score(x: float | None) -> str:
+    """Format a score with as many decimals as exp needs for a weight of four decimals.
+
+    >>> score(10.0111149), score(None)
+    ('10.01111', '-∞')
+    """
+    return number(x) if x is None or abs(x) >= 1e6 else f"{x:.5f}"
+
+
 def weight(p: float, width: int = 0) -> str:
     """Format a weight between 0 and 1 with 4 decimals; smaller weights that are not 0 are marked as
     such.

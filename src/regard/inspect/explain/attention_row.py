@@ -69,7 +69,9 @@ class ScoreFunction(NamedTuple):
 
         s = then("scaled", self.scale * s)
         if self.softcap is not None:
-            s = then("capped", self.softcap * np.tanh(s / self.softcap))
+            s = self.softcap * np.tanh(s / self.softcap)
+            equation = EQUATIONS["capped"].replace("c", f"{self.softcap:.9g}")
+            steps.append(ComputationStep("capped", equation, s))
         if self.bias is not None:
             s = then("biased", s + self.bias)
         then("masked", np.where(self.visible, s, -np.inf))

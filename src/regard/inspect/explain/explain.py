@@ -387,6 +387,9 @@ def _assemble(
     seen_values = np.where(explained.visible[:, None], explained.v, 0.0)
     output, output_checks = head_output(mechanism, row.weights, seen_values, run, head, target.i)
     hidden, hidden_checks = hidden_states(run, site, target.i)
+    column = int(explained.columns[explained.key])
+    if column >= 0 and not input_steps.keys_are_blocks:
+        hidden = replace(hidden, normed_key=to_array(explained.query.memory[0, column]))
     others: tuple[Counterfactual, ...] = ()
     heads, mix = HeadPatterns(), None
     if explained.recorded is not None:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 EQUATIONS: dict[str, str] = {
     "tokens": "text → token ids, and their positions",
     "hidden": "x_i = norm(h_i),  h_i = embedding + outputs of the earlier layers",
-    "project": "q_i = W_Q x_i,  k_j = W_K x_j,  v_j = W_V x_j",
     "rotate": "(a, b) → (a cos φ - b sin φ, b cos φ + a sin φ),  φ = position × θ",
     "dot": "q_i · k_j = Σ q_i[d] k_j[d]  over dims d",
     "scaled": "s_ij = scale × q_i · k_j,  scale = 1/√D unless the model sets another",
@@ -410,20 +409,22 @@ class HeadOutput:
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """The hidden state of the query token at four points, `[M]` each; empty where it was not
-    recorded.
+    """The hidden state of the query token at four points, and of the key, `[M]` each; empty where
+    it was not recorded.
 
     Args:
         embedding: the token embedding.
         entering: the input of the layer.
-        normed: the input of the attention.
+        normed: the input of the attention, x_i.
         residual: the hidden state after the residual connection.
+        normed_key: the input of the attention at the token of the explained key, x_j.
     """
 
     embedding: Array = field(default_factory=_empty_array)
     entering: Array = field(default_factory=_empty_array)
     normed: Array = field(default_factory=_empty_array)
     residual: Array = field(default_factory=_empty_array)
+    normed_key: Array = field(default_factory=_empty_array)
 
 
 @dataclass(frozen=True, eq=False)
@@ -540,6 +541,7 @@ class Explanation:
     entering = Shortcut(lambda explanation: explanation.hidden.entering)
     normed = Shortcut(lambda explanation: explanation.hidden.normed)
     residual = Shortcut(lambda explanation: explanation.hidden.residual)
+    normed_key = Shortcut(lambda explanation: explanation.hidden.normed_key)
     q = Shortcut(lambda explanation: explanation.inputs.q)
     k = Shortcut(lambda explanation: explanation.inputs.k)
     values = Shortcut(lambda explanation: explanation.inputs.values)

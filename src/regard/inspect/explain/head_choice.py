@@ -29,12 +29,21 @@ from regard.models.model import Model
 from regard.nn.explainable import explainable
 
 HEAD_RULE = (
-    "the head with the largest weight of the query on one key, leaving out the first token, the "
-    "query itself and its neighbours"
+    "of the heads compared, it gives the largest weight to a token that is no neighbour; the first "
+    "token does not count"
 )
 """How `strongest_head` chooses, as shown to the user."""
 
-HEAD_FOR_KEY_RULE = "the head with the largest weight of the query on the key"
+NEAR_HEAD_RULE = (
+    "of the heads compared, it gives the largest weight to another token; the first token does not "
+    "count"
+)
+"""How `strongest_head` chooses where no token further away has any weight."""
+
+CROSS_HEAD_RULE = "of the heads compared, it gives the largest weight to one token"
+"""How a head of cross-attention is chosen."""
+
+HEAD_FOR_KEY_RULE = "of the heads compared, it gives the largest weight to this key"
 """How a head is chosen where the key is given."""
 
 FIRST_HEAD_RULE = "the first head: this mechanism has no softmax weights to compare heads by"
@@ -52,11 +61,13 @@ class Choice:
         layer: index of the layer.
         head: query head.
         rule: the rule in words; "" if both were given.
+        key: index of the token whose weight decided; None if none did.
     """
 
     layer: int
     head: int
     rule: str
+    key: int | None = None
 
 
 def find_query(model: Model, text: str, query: int | str) -> int:
@@ -165,26 +176,31 @@ def choose_head(
         ]
         return Choice(first.layer, head or 0, FIRST_HEAD_RULE)
     rows = _query_weights(prepared, sites, query, keep_all=key is not None)
-    if key is None and sites[0].query_sequence == sites[0].key_sequence:
-        far = rows.clone()
-        far[..., max(query - 1, 0) : query + 2] = -1
-        rows = far if bool((far > 0).any()) else rows
-    largest_weights = (rows.amax(-1) if key is None else rows[..., key]).clamp(min=0)
-    layers, heads = largest_weights.shape
+    layers, heads, S = rows.shape
+    compared = torch.ones(layers, heads, dtype=torch.bool)
     if layer is not None and place is None:
         layer = check_index("layer", layer, layers, "layer", "layers")
-        largest_weights[torch.arange(layers) != layer] = -1
+        compared &= (torch.arange(layers) == layer)[:, None]
     if head is not None:
         head = check_index("head", head, heads, "head", "heads")
-        largest_weights[:, torch.arange(heads) != head] = -1
-    none_left = not bool((largest_weights > 0).any())
-    layer, head = divmod(int(largest_weights.argmax()), heads)
-    rule = HEAD_RULE if key is None else HEAD_FOR_KEY_RULE
-    if none_left:
+        compared &= torch.arange(heads) == head
+    rule, counted = CROSS_HEAD_RULE, torch.ones(S, dtype=torch.bool)
+    if key is not None:
+        rule, counted = HEAD_FOR_KEY_RULE, torch.arange(S) == key
+    elif sites[0].query_sequence == sites[0].key_sequence:
+        far = (torch.arange(S) - query).abs() > 1
+        any_far = bool((rows[compared][:, far] > 0).any())
+        rule, counted = (HEAD_RULE, far) if any_far else (NEAR_HEAD_RULE, counted)
+    rows = rows.clamp(min=0).masked_fill(~compared[:, :, None], -1).masked_fill(~counted, -1)
+    best = int(rows.argmax())
+    of_head, token = best // S, best % S if float(rows.flatten()[best]) > 0 else None
+    if token is None:
+        of_head = int(compared.flatten().int().argmax())
         rule = "the first head: " + (
             "there is no other token" if key is None else "no head has weight on the key"
         )
-    return Choice(layer if place is None else sites[0].layer, head, rule)
+    layer, head = divmod(of_head, heads)
+    return Choice(layer if place is None else sites[0].layer, head, rule, token)
 
 
 def strongest_keys(

@@ -108,10 +108,11 @@ def _rotary_angles(
     if rotary is None:
         return RotaryAngles("", np.zeros((n, 0)), np.zeros(0), (-1,) * D), 0.0
     query_position = float(as_tensor(query.positions)[0, query.row])
-    measured, factor = _measured_angles(rotary, query.positions, query.row)
+    of_queries, factor = _measured_angles(rotary, query.positions)
+    measured = of_queries[query.row]
     error = 0.0
     if rotary.follows_length:  # the frequencies depend on the call; only the module has them
-        angle, angles = measured, np.zeros((n, 0))
+        angle, angles = measured, _measured_angles(rotary, query.k_positions)[0]
     else:
         inv_freq = to_array(rotary.inv_freq)
         angle, angles = query_position * inv_freq, to_array(k_positions)[:, None] * inv_freq
@@ -126,9 +127,9 @@ def _rotary_angles(
     return RotaryAngles(rotary.layout, angles, angle, tuple(pairs)), error
 
 
-def _measured_angles(rotary: Rotary, positions: Positions, i: int) -> tuple[Array, float]:
-    """Measure the rotation of query i by applying the module to the pairs (1, 0): the angles and
-    the factor.
+def _measured_angles(rotary: Rotary, positions: Positions) -> tuple[Array, float]:
+    """Measure the rotation at positions by applying the module to the pairs (1, 0): the angles
+    `[T, pairs]` and the factor.
     """
     n, T = rotary.inv_freq.shape[0], as_tensor(positions).shape[1]
     unit_pairs = torch.zeros(
@@ -137,8 +138,8 @@ def _measured_angles(rotary: Rotary, positions: Positions, i: int) -> tuple[Arra
     first = slice(0, n) if rotary.layout == "half" else slice(0, 2 * n, 2)
     second = slice(n, 2 * n) if rotary.layout == "half" else slice(1, 2 * n, 2)
     unit_pairs[..., first] = 1
-    rotated = to_array(rotary(unit_pairs, positions)[0, 0, i])
-    pairs = rotated[first] + 1j * rotated[second]
+    rotated = to_array(rotary(unit_pairs, positions)[0, 0])
+    pairs = rotated[:, first] + 1j * rotated[:, second]
     return np.angle(pairs), float(np.abs(pairs).max(initial=1.0))
 
 

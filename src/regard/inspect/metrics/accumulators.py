@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.metrics.pattern_scores import after_copies, copies
-from regard.inspect.record.recorded_place import Place
+from regard.inspect.record.recorded_place import ALL, Place
 from regard.inspect.record.tiles import Tile
 
 
@@ -20,7 +20,7 @@ from regard.inspect.record.tiles import Tile
 class MeasuredPlace:
     """A place of a recording whose heads are measured, with the parameters of the metrics.
 
-    Rows are the recorded queries of the place, columns are its keys.
+    Rows are the measured queries of the place, columns are its keys.
 
     Args:
         place: a place of a recording.
@@ -29,24 +29,33 @@ class MeasuredPlace:
         sinks: number of first positions that count as sinks.
         local_distance: a key at a smaller distance is local.
         padding: which columns are padding, bool `[N]`, or None.
+        heads: which recorded heads are measured.
+        chosen: which queries of the place are measured, in increasing order.
     """
 
     place: Place
-    ids: Tensor | None
+    ids: Tensor | None = None
     batch: int = 0
     sinks: int = 4
     local_distance: int = 32
     padding: Tensor | None = None
+    heads: slice = field(default_factory=lambda: ALL)
+    chosen: Tensor | slice = field(default_factory=lambda: ALL)
 
     @property
     def h(self) -> int:
-        """Return the number of recorded heads."""
-        return len(self.place.heads)
+        """Return the number of measured heads."""
+        return len(self.place.heads[self.heads])
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of measured rows."""
+        return len(self.rows)
 
     @cached_property
     def rows(self) -> Tensor:
         """Return the positions of the rows, `[T]`."""
-        return self.place.row_positions[self.batch]
+        return self.place.row_positions[self.batch][self.chosen]
 
     @cached_property
     def columns(self) -> Tensor:
@@ -56,31 +65,32 @@ class MeasuredPlace:
     @cached_property
     def tokens(self) -> Tensor:
         """Return the index of each row among the queries of the run, `[T]`."""
-        return torch.tensor([i for step in self.place.steps for i in step.tokens()])
+        every = torch.tensor([i for step in self.place.steps for i in step.tokens()])
+        return every[self.chosen]
 
-    def sink_weights(self) -> Tensor:
-        """Compute P_sink = exp(sink - ln denominator), `[h, T]`; 0 without a sink."""
-        parts = [
-            torch.zeros(self.h, step.T, dtype=torch.float64)
-            if step.sink is None
-            else torch.exp(step.sink.double()[:, None] - step.denominator[self.batch])
-            for step in self.place.steps
-        ]
-        return torch.cat(parts, 1)
-
+    @cached_property
     def sink_logits(self) -> Tensor:
         """Return the sink logit of each row, `[h, T]`; -inf without a sink."""
         parts = [
             torch.full((self.h, step.T), -math.inf, dtype=torch.float64)
             if step.sink is None
-            else step.sink.double()[:, None].expand(-1, step.T)
+            else step.sink[self.heads].double()[:, None].expand(-1, step.T)
             for step in self.place.steps
         ]
-        return torch.cat(parts, 1)
+        return torch.cat(parts, 1)[:, self.chosen]
 
+    @cached_property
     def denominators(self) -> Tensor:
         """Return the natural log of the softmax denominators, `[h, T]`."""
-        return torch.cat([step.denominator[self.batch] for step in self.place.steps], 1)
+        parts = [step.lse[self.batch, self.heads].double() for step in self.place.steps]
+        return torch.logaddexp(torch.cat(parts, 1)[:, self.chosen], self.sink_logits)
+
+    @cached_property
+    def sink_weights(self) -> Tensor:
+        """Return P_sink = exp(sink - ln denominator), `[h, T]`; 0 without a sink."""
+        return torch.where(
+            self.sink_logits.isneginf(), 0, torch.exp(self.sink_logits - self.denominators)
+        )
 
     def mean(self, x: Tensor, over: Tensor) -> Tensor:
         """Return the mean of x `[h, T]` over some rows.
@@ -117,9 +127,9 @@ class EntropyAccumulator:
 
     def __init__(self, measured: MeasuredPlace) -> None:
         self._measured = measured
-        shape = (measured.h, measured.place.T)
+        shape = (measured.h, measured.num_rows)
         self._entropy = torch.zeros(shape, dtype=torch.float64)
-        self._denominator = measured.denominators()
+        self._denominator = measured.denominators
         self._visible = torch.zeros(shape, dtype=torch.int64)
         self._max_score = torch.full((measured.h,), -math.inf, dtype=torch.float64)
 
@@ -138,7 +148,7 @@ class EntropyAccumulator:
         max_logit.
         """
         measured = self._measured
-        share, sink = measured.sink_weights(), measured.sink_logits()
+        share, sink = measured.sink_weights, measured.sink_logits
         h = self._entropy + torch.where(share > 0, share * (self._denominator - sink), 0)
         n, h = self._visible + (~sink.isneginf()), h.clamp(min=0)
         return {
@@ -149,69 +159,75 @@ class EntropyAccumulator:
 
 
 class DistanceAccumulator:
-    """Mean weight at each distance, D(d) = mean_i p_{i,i-d}; mean distance sum_j p_ij (i - j) in
-    positions; and weight of the keys at a distance below `local_distance`.
+    """Mean distance sum_j p_ij (i - j) in positions, and weight of the keys at a distance below
+    `local_distance`; rows and empty slots without a token are left out.
     """
 
     def __init__(self, measured: MeasuredPlace) -> None:
         self._measured = measured
-        longest = (
-            int(
-                measured.rows.max()
-                - torch.where(measured.columns >= 0, measured.columns, 1 << 40).min()
-            )
-            + 1
+        self._distance, self._local = (
+            torch.zeros(measured.h, measured.num_rows, dtype=torch.float64) for _ in range(2)
         )
+
+    def add(self, tile: Tile) -> None:
+        """Add the distances and the near weights of a tile."""
+        w, limit = tile.weights, self._measured.local_distance
+        q, k = self._measured.rows[tile.rows], self._measured.columns[tile.columns]
+        is_key = k >= 0
+        if not bool(is_key.all()):
+            w, k = w[:, :, is_key], k[is_key]
+        if not len(k):
+            return
+        # sum_j p_ij (i - j), with j counted from the lowest key of the tile: small numbers
+        first = int(k.min())
+        offsets = (k - first).to(w.dtype)
+        distance = (q - first) * w.sum(2).double() - (w @ offsets).double()
+        self._distance[:, tile.rows] += torch.where(q >= 0, distance, 0)
+        near = (q >= 0) & (q > first - limit) & (q < int(k.max()) + limit)
+        if bool(near.any()):
+            is_local = (q[near, None] - k).abs() < limit
+            local = torch.zeros(w.shape[:2], dtype=torch.float64)
+            local[:, near] = (w[:, near] * is_local).sum(2).double()
+            self._local[:, tile.rows] += local
+
+    def result(self) -> Mapping[str, Tensor]:
+        """Return distance and local."""
+        measured, is_token = self._measured, self._measured.rows >= 0
+        return {
+            "distance": measured.mean(self._distance, is_token),
+            "local": measured.mean(self._local, is_token),
+        }
+
+
+class OffsetAccumulator:
+    """Mean weight at each distance, D(d) = mean_i p_{i,i-d}."""
+
+    def __init__(self, measured: MeasuredPlace) -> None:
+        self._measured = measured
+        lowest = torch.where(measured.columns >= 0, measured.columns, 1 << 40).min()
+        longest = int(measured.rows.max() - lowest) + 1
         self._sums = torch.zeros(
             measured.h, max(1, longest) + 1, dtype=torch.float64
         )  # the last bin: later keys, and empty slots
-        self._distance, self._local = (
-            torch.zeros(measured.h, measured.place.T, dtype=torch.float64) for _ in range(2)
-        )
 
     def add(self, tile: Tile) -> None:
         """Add the weights of a tile by their distance."""
         q, k = self._measured.rows[tile.rows], self._measured.columns[tile.columns]
-        distance = q[:, None] - k
-        if _is_run(q) and _is_run(k):
-            self._add_run(tile, int(q[0]), int(k[0]))
-            return
-        is_pair = (q >= 0)[:, None] & (k >= 0)
         last = self._sums.shape[1] - 1
+        if _is_run(q) and _is_run(k):
+            lowest = int(q[0] - k[-1])
+            sums = _diagonal_sums(tile.weights)
+            distance = torch.arange(lowest, lowest + sums.shape[1])
+            bins = torch.where(distance >= 0, distance, last).clamp(max=last)
+            self._sums.index_add_(1, bins, sums.double())
+            return
+        distance = q[:, None] - k
+        is_pair = (q >= 0)[:, None] & (k >= 0)
         bins = torch.where(is_pair & (distance >= 0), distance, last).clamp(max=last)
         self._sums.index_add_(1, bins.flatten(), tile.weights.double().flatten(1))
-        self._distance[:, tile.rows] += (tile.weights * distance).masked_fill(~is_pair, 0).sum(2)
-        local = is_pair & (distance.abs() < self._measured.local_distance)
-        self._local[:, tile.rows] += (tile.weights * local).sum(2)
-
-    def _add_run(self, tile: Tile, first_query: int, first_key: int) -> None:
-        """Add a tile whose queries and keys stand at consecutive positions.
-
-        With n zeros after each row of n + t numbers, the rows of a matrix that is one shorter are
-        shifted by one each, so that its columns are the diagonals of the tile.
-        """
-        h, t, n = tile.weights.shape
-        padded = torch.nn.functional.pad(tile.weights.flip(2), (0, t))
-        diagonals = padded.flatten(1)[:, : t * (n + t - 1)].view(h, t, n + t - 1)
-        sums = diagonals.sum(1)  # [h,n+t-1]: the distance of the last key first
-        lowest = first_query - first_key - (n - 1)
-        distance = torch.arange(lowest, lowest + n + t - 1)
-        last = self._sums.shape[1] - 1
-        bins = torch.where(distance >= 0, distance, last).clamp(max=last)
-        self._sums.index_add_(1, bins, sums.double())
-        # sum_j p_ij (i - j), with j counted from the first key of the tile: small integers
-        total = tile.weights.sum(2)
-        rows = torch.arange(first_query - first_key, first_query - first_key + t)
-        keys = torch.arange(n, dtype=tile.weights.dtype)
-        self._distance[:, tile.rows] += rows * total.double() - (tile.weights @ keys).double()
-        local_distance = self._measured.local_distance
-        if lowest >= local_distance or lowest + n + t - 2 <= -local_distance:
-            return
-        offsets = rows[:, None] - torch.arange(n)
-        self._local[:, tile.rows] += (tile.weights * (offsets.abs() < local_distance)).sum(2)
 
     def result(self) -> Mapping[str, Tensor]:
-        """Return distance, local, and the curve offsets, `[h, largest distance + 1]`."""
+        """Return the curve offsets, `[h, largest distance + 1]`."""
         measured = self._measured
         is_token = measured.rows >= 0
         row_counts = torch.bincount(measured.rows[is_token], minlength=self._sums.shape[1] - 1)
@@ -223,11 +239,19 @@ class DistanceAccumulator:
         n = 2 * max(len(row_counts), len(has_key))
         both = torch.fft.rfft(row_counts.double(), n), torch.fft.rfft(has_key.double(), n)
         pairs = torch.fft.irfft(both[0] * both[1].conj(), n)[: self._sums.shape[1] - 1].round()
-        return {
-            "distance": measured.mean(self._distance, is_token),
-            "local": measured.mean(self._local, is_token),
-            "offsets": self._sums[:, :-1] / pairs.clamp(min=1),
-        }
+        return {"offsets": self._sums[:, :-1] / pairs.clamp(min=1)}
+
+
+def _diagonal_sums(weights: Tensor) -> Tensor:
+    """Return the sum of each diagonal of `[h, t, n]`, the top right one first: `[h, n + t - 1]`.
+
+    With n zeros after each row of n + t numbers, the rows of a matrix that is one shorter are
+    shifted by one each, so that its columns are the diagonals of the tile.
+    """
+    h, t, n = weights.shape
+    padded = torch.nn.functional.pad(weights.flip(2), (0, t))
+    diagonals = padded.flatten(1)[:, : t * (n + t - 1)].view(h, t, n + t - 1)
+    return diagonals.sum(1)
 
 
 def _is_run(positions: Tensor) -> bool:
@@ -250,12 +274,15 @@ class PairAccumulator:
 
     def add(self, tile: Tile) -> None:
         """Add the weights of the listed pairs that lie in a tile."""
+        rows = tile.rows
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.stop)
+        limits = torch.stack([rows[0], rows[-1] + 1])
         for name, pairs in self._lists.items():
-            limits = torch.tensor([tile.rows.start, tile.rows.stop])
             start, stop = torch.searchsorted(pairs[:, 0].contiguous(), limits).tolist()
-            in_rows = pairs[start:stop]
-            inside = (in_rows[:, 1] >= tile.columns.start) & (in_rows[:, 1] < tile.columns.stop)
-            i, j = (in_rows[inside] - torch.tensor([tile.rows.start, tile.columns.start])).T
+            i, j = pairs[start:stop].T.contiguous()
+            inside = (j >= tile.columns.start) & (j < tile.columns.stop) & torch.isin(i, rows)
+            i, j = torch.searchsorted(rows, i[inside]), j[inside] - tile.columns.start
             self._sums[name] += tile.weights[:, i, j].sum(1)
 
     def result(self) -> Mapping[str, Tensor]:
@@ -268,13 +295,14 @@ class PairAccumulator:
 
 def _pairs_by_metric(measured: MeasuredPlace) -> dict[str, Tensor]:
     """Return the (row, column) pairs whose weights each metric sums, `[n, 2]`, sorted by row."""
-    column_at_position = {int(p): c for c, p in enumerate(measured.columns.tolist()) if p >= 0}
-    previous = [
-        (r, column_at_position[p - 1])
-        for r, p in enumerate(measured.rows.tolist())
-        if p - 1 in column_at_position
-    ]
-    pairs_by_metric = {"previous_token": torch.tensor(previous, dtype=torch.int64).reshape(-1, 2)}
+    columns, wanted = measured.columns, measured.rows - 1
+    order = columns.argsort(stable=True)
+    # the last column at or before the position before each row
+    at = torch.searchsorted(columns[order], wanted, right=True) - 1
+    column = order[at.clamp(min=0)]
+    found = (wanted >= 0) & (at >= 0) & (columns[column] == wanted)
+    previous = torch.stack([found.nonzero()[:, 0], column[found]], 1)
+    pairs_by_metric = {"previous_token": previous}
     if measured.ids is None:
         return pairs_by_metric
     token_columns = (measured.columns >= 0).nonzero()[:, 0]
@@ -296,7 +324,7 @@ class MassAccumulator:
     def __init__(self, measured: MeasuredPlace) -> None:
         self._measured = measured
         self._on_sinks, self._row_sum = (
-            torch.zeros(measured.h, measured.place.T, dtype=torch.float64) for _ in range(2)
+            torch.zeros(measured.h, measured.num_rows, dtype=torch.float64) for _ in range(2)
         )
         self._columns = torch.zeros(measured.h, measured.place.N, dtype=torch.float64)
         self._leaks = {
@@ -327,7 +355,7 @@ class MassAccumulator:
         `[h, N]`.
         """
         measured = self._measured
-        share = measured.sink_weights()
+        share = measured.sink_weights
         sees = self._row_sum > 0
         return {
             "sink": measured.mean(self._on_sinks, measured.rows >= measured.sinks),
@@ -338,4 +366,6 @@ class MassAccumulator:
         }
 
 
-ACCUMULATORS = (EntropyAccumulator, DistanceAccumulator, PairAccumulator, MassAccumulator)
+VALUES = (EntropyAccumulator, DistanceAccumulator, PairAccumulator, MassAccumulator)
+"""What accumulates the metrics of a head; any rows of its pattern may be measured."""
+ACCUMULATORS = (*VALUES, OffsetAccumulator)

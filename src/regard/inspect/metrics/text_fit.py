@@ -10,9 +10,13 @@ import torch
 from regard.errors import ArgumentError
 from regard.language import translate, translate_count
 from regard.models.model import Model
+from regard.models.text_encoder import TextEncoder
+from regard.models.tokenizer import Tokenizer
 
 MAX_SHARE_OF_BYTES = 0.25
-"""A text is strange if a larger share of its tokens are parts of characters."""
+"""A text is strange if a larger share of its tokens are parts of characters, or unknown."""
+NEAR_UNIFORM = 0.9
+"""A text is strange if its loss is above this share of that of a uniform guess."""
 CHEAP_PARAMETERS = 50_000_000
 """`warn_about_text` runs models with at most so many parameters."""
 
@@ -25,8 +29,9 @@ class TextFit:
         tokens: the number of tokens.
         partial_tokens: the number of tokens that are a part of a character, not characters.
         loss: the mean loss of the tokens after the first one, in nats; None if it was not measured,
-            or if there is only one token.
+            if the model predicts no tokens, or if there is only one token.
         uniform_loss: the loss of a guess that gives every token the same probability, ln V.
+        unknown_tokens: the number of tokens that stand for what the tokenizer does not know.
 
     >>> TextFit(3, 0, 6.0, 7.6).warning is None, TextFit(3, 3, None, 7.6).is_strange
     (True, True)
@@ -36,20 +41,29 @@ class TextFit:
     partial_tokens: int
     loss: float | None
     uniform_loss: float
+    unknown_tokens: int = 0
 
     @property
     def is_strange(self) -> bool:
-        """Whether more than a quarter of the tokens are parts of characters, or the model predicts
-        the text worse than a uniform guess does.
+        """Whether more than a quarter of the tokens are parts of characters or unknown, or the
+        model predicts the text hardly better than a uniform guess does, or worse.
         """
-        divided = self.partial_tokens > MAX_SHARE_OF_BYTES * self.tokens
-        return divided or (self.loss is not None and self.loss > self.uniform_loss)
+        lost = max(self.partial_tokens, self.unknown_tokens)
+        improbable = self.loss is not None and self.loss > NEAR_UNIFORM * self.uniform_loss
+        return lost > MAX_SHARE_OF_BYTES * self.tokens or improbable
 
     @property
     def warning(self) -> str | None:
         """What is strange, as a sentence in the language of printed texts; None if nothing is."""
         if not self.is_strange:
             return None
+        if self.unknown_tokens > MAX_SHARE_OF_BYTES * self.tokens:
+            return translate(
+                "the tokenizer does not know {unknown} of {tokens}: the model sees the same "
+                "unknown token in their place, so what it does with them says little",
+                unknown=self.unknown_tokens,
+                tokens=translate_count(self.tokens, "token"),
+            )
         if self.partial_tokens > MAX_SHARE_OF_BYTES * self.tokens:
             return translate(
                 "{parts} of {tokens} are bytes of characters that the model has no token for; what "
@@ -58,18 +72,19 @@ class TextFit:
                 tokens=translate_count(self.tokens, "token"),
             )
         return translate(
-            "the model predicts this text with a loss of {loss} nats per token, worse than the "
-            "{uniform} of a uniform guess; what it does with it says little",
+            "the model predicts this text with a loss of {loss} nats per token, and a uniform "
+            "guess has {uniform}: it knows next to nothing of such text, so what it does with it "
+            "says little",
             loss=f"{self.loss:.1f}",
             uniform=f"{self.uniform_loss:.1f}",
         )
 
 
-def text_fit(model: Model, text: str, *, run: bool = True) -> TextFit:
+def text_fit(model: Model | TextEncoder, text: str, *, run: bool = True) -> TextFit:
     """Return how well a text fits a model and its tokenizer.
 
     Args:
-        model: a decoder with a tokenizer.
+        model: a decoder or a text encoder with a tokenizer.
         text: the text, at least one token.
         run: whether to run the model, which measures the loss.
 
@@ -88,14 +103,21 @@ def text_fit(model: Model, text: str, *, run: bool = True) -> TextFit:
         raise ArgumentError(
             "the model has no tokenizer, which divides the text; load its tokenizer.json too"
         )
-    ids = model.encode(text)
-    partial = sum(_is_partial(model, i) for i in ids[0].tolist())
+    tokenizer = model.tokenizer
+    if isinstance(model, TextEncoder):
+        row = tokenizer.encode(text)
+        ids = torch.tensor([row])
+    else:
+        ids = model.encode(text)
+        row = ids[0].tolist()
+    partial = sum(_is_partial(tokenizer, i) for i in row)
     loss = None
-    if run and ids.shape[1] > 1 and model.has_head:
+    if run and len(row) > 1 and isinstance(model, Model) and model.has_head:
         with torch.no_grad():
             scores = model(ids)[0, :-1].float().log_softmax(-1)
         loss = -float(scores.gather(1, ids[0, 1:, None].to(scores.device)).mean())
-    return TextFit(ids.shape[1], partial, loss, math.log(model.tokenizer.vocab_size))
+    unknown = sum(i == tokenizer.unknown for i in row)
+    return TextFit(len(row), partial, loss, math.log(tokenizer.vocab_size), unknown)
 
 
 def warn_about_text(model: object, text: str) -> str | None:
@@ -104,7 +126,7 @@ def warn_about_text(model: object, text: str) -> str | None:
     The loss is measured for small models only, because a large one takes time.
 
     Args:
-        model: any model; only a decoder with a tokenizer is judged.
+        model: any model; only a decoder or a text encoder with a tokenizer is judged.
         text: the text.
 
     Returns:
@@ -114,16 +136,16 @@ def warn_about_text(model: object, text: str) -> str | None:
     >>> warn_about_text(regard.load("tiny"), "Привет")
     '12 of 12 tokens are bytes of characters that the model has no token for; ...'
     """
-    if not isinstance(model, Model) or model.tokenizer is None:
+    if not isinstance(model, (Model, TextEncoder)) or model.tokenizer is None:
         return None
-    parameters = sum(p.numel() for p in model.decoder.parameters())
+    decoder = model.decoder if isinstance(model, Model) else None
+    parameters = 0 if decoder is None else sum(p.numel() for p in decoder.parameters())
     return text_fit(model, text, run=parameters <= CHEAP_PARAMETERS).warning
 
 
-def _is_partial(model: Model, index: int) -> bool:
+def _is_partial(tokenizer: Tokenizer, index: int) -> bool:
     """Return whether a token is a part of a character."""
-    assert model.tokenizer is not None  # the caller checks it
-    raw = model.tokenizer.token_bytes(index)
+    raw = tokenizer.token_bytes(index)
     if raw is None:
         return False
     try:

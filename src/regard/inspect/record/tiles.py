@@ -29,13 +29,13 @@ class Tile(NamedTuple):
     """Scores and weights of a block of rows and columns of one row of the batch.
 
     Args:
-        rows: the range of rows.
+        rows: the range of rows, or their indices in increasing order.
         columns: the range of columns.
         scores: `[h, t, n]`, -inf where masked.
         weights: `[h, t, n]`, 0 where masked.
     """
 
-    rows: slice
+    rows: slice | Tensor
     columns: slice
     scores: Tensor
     weights: Tensor
@@ -277,6 +277,7 @@ class PoolAccumulator:
         """Add a tile of `tile_size` at a multiple of it; smaller at the end of the pattern."""
         tall, wide = self._size
         tile = tile.keep_rows(self._tokens)
+        assert isinstance(tile.rows, slice), "tiles of `walk` have ranges of rows"
         cells = (
             slice(None),
             slice(tile.rows.start // tall, -(-tile.rows.stop // tall)),

@@ -26,10 +26,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from regard.inspect.tile_server import single_cells
-from regard.inspect.tile_server.head_overviews import METRICS, HeadOverview
+from regard.inspect.tile_server.head_overviews import METRICS
 from regard.inspect.tile_server.page_facts import audit_facts, page_facts, search_text
 from regard.inspect.tile_server.session import ViewSession
-from regard.inspect.tile_server.wire_format import encode_tile, encode_weights
+from regard.inspect.tile_server.wire_format import encode_overview, encode_tile, encode_weights
 from regard.view.report import to_page_value
 
 MAX_QUEUE = 64
@@ -352,27 +352,6 @@ def application(
 def all_heads(session: ViewSession) -> list[tuple[int, int]]:
     """Return (index of the place, query head) of every recorded head, in the order of the page."""
     return [(p, h) for p, place in enumerate(session.places) for h in place.heads]
-
-
-def encode_overview(overview: HeadOverview) -> bytes:
-    """Return an overview as bytes: rows and columns u16, metrics f32, then mass and max, one byte a
-    cell: 0 masked, 1 to 255 in equal logarithmic steps from 2^-24 to 1.
-
-    Args:
-        overview: the overview.
-    """
-    rows, columns = overview.mass.shape
-    head = rows.to_bytes(2, "little") + columns.to_bytes(2, "little")
-    metrics = torch.tensor(overview.metrics, dtype=torch.float32).numpy().tobytes()
-    planes = b"".join(_log_bytes(x) for x in (overview.mass, overview.max))
-    return head + metrics + planes
-
-
-def _log_bytes(x: torch.Tensor) -> bytes:
-    """Return weights as bytes: 0 where masked, else 1 + 254 (1 + log2(x) / 24)."""
-    level = 1 + 254 * (1 + x.double().clamp(min=2.0**-24).log2() / 24)
-    level = torch.where(x < 0, 0.0, level.round().clamp(1, 255))
-    return level.to(torch.uint8).numpy().tobytes()
 
 
 def _index(name: str, index: int, count: int) -> int:

@@ -113,6 +113,11 @@ class HeadTiles:
         double = pool.k.dtype == torch.float64
         self.dtype = torch.float64 if double else torch.float32
 
+    @property
+    def recorded_heads(self) -> slice:
+        """Return the index of the head among the recorded ones, as a range."""
+        return slice(self._index, self._index + 1)
+
     @cached_property
     def k(self) -> Tensor:
         """Return the keys of the head, `[N, D]`."""
@@ -573,7 +578,9 @@ def _add_peaks(
         keys: number of keys that each row of the chunk sees.
     """
     first = keys[::size][: largest.shape[0], None]
-    ranks, which = (largest * first.log1p().to(largest)).flatten().topk(min(PEAKS, largest.numel()))
+    ranks = (largest * first.log1p().to(largest)).flatten()
+    ranks = ranks.masked_fill(ranks.isnan(), MASKED)
+    ranks, which = ranks.topk(min(PEAKS, largest.numel()))
     least = peaks[-1].rank if len(peaks) == PEAKS else 0.0
     for rank, index in zip(ranks.tolist(), which.tolist(), strict=True):
         if not rank > 0.99 * least:

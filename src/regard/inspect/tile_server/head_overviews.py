@@ -14,17 +14,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from regard.inspect.metrics.accumulators import VALUES, MeasuredPlace
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
-from regard.inspect.tile_server.exact_tiles import MASKED, HeadTiles
+from regard.inspect.record.tiles import Tile
+from regard.inspect.tile_server.exact_tiles import MASKED, HeadTiles, Observer, TileData
 from regard.tracing import Trace
 
 SIDE = 64
 """Rows of a head that are computed, and blocks of columns to which they are pooled."""
-METRICS = ("entropy", "sink", "previous_token", "local", "distance", "largest")
-"""Metrics of a head over its sampled rows, in the order in which they are sent."""
-SINKS, LOCAL = 4, 32
-SMALLEST = 1e-38
-"""A weight above 0 whose logarithm is finite in fp32."""
+METRICS = ("entropy", "effective_keys", "sink", "previous_token", "local", "distance")
+"""Metrics of a head that are sent, in this order; `regard.inspect.measure` defines them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,67 +31,65 @@ class HeadOverview:
     """What the atlas shows of one head.
 
     Args:
-        mass: sum of the weights in each block of columns, of each sampled row, `[r, c]`; -1 where
-            the row sees no key of the block.
-        max: largest weight in the same cells.
-        metrics: `METRICS`, means over the sampled rows; NaN where none applies.
+        blocks: the weights of the sampled rows, pooled over blocks of columns; a block has one row.
+        metrics: `METRICS` of the sampled rows; NaN where one applies to none of them.
     """
 
-    mass: Tensor
-    max: Tensor
+    blocks: TileData
     metrics: tuple[float, ...]
 
 
 def head_overview(tiles: HeadTiles) -> HeadOverview:
-    """Compute the overview of a head from `SIDE` exact rows.
-
-    entropy is H_i / ln n_i; sink the weight on the first 4 positions; previous_token p_{i,i-1};
-    local the weight at distances below 32; distance sum_j p_ij |i - j|; largest max_j p_ij.
+    """Compute the overview of a head from at most `SIDE` exact rows, evenly spaced over its tokens.
 
     Args:
         tiles: the head.
     """
-    r = min(SIDE, tiles.T)
-    rows = ((torch.arange(r) + 1) * tiles.T // r - 1).clamp(min=0)
+    is_token = tiles.is_token if bool(tiles.is_token.any()) else ~tiles.is_token
+    tokens = is_token.nonzero()[:, 0]
+    r = min(SIDE, len(tokens))
+    rows = tokens[(torch.arange(r) + 1) * len(tokens) // r - 1]
     size = max(1, -(-tiles.N // SIDE))
-    place, batch = tiles.place, tiles.batch
-    row_positions, columns = place.row_positions[batch][rows], place.column_positions[batch]
-    sums = torch.zeros(len(METRICS), r, dtype=torch.float64)
-
-    def observe(which: Tensor, start: int, p: Tensor) -> None:
-        positions = columns[start : start + p.shape[1]]
-        w = p.clamp(min=0)
-        # torch.special.entr takes four times as long; where w is 0, so is the product
-        entropy = -torch.linalg.vecdot(w, w.clamp(min=SMALLEST).log_())
-        total = w.sum(1)
-        sums[0, which] += entropy.double()
-        first = (positions >= 0) & (positions < SINKS)
-        if bool(first.any()):
-            sums[1, which] += w[:, first].sum(1).double()
-        # the distances within a chunk of consecutive positions need no array of their own
-        low = positions[0] if len(positions) else 0
-        offsets = (positions - low).to(p.dtype)
-        away = row_positions[which].double() - float(low)
-        sums[4, which] += (away * total.double() - (w @ offsets).double()).abs()
-        sums[5, which] = torch.maximum(sums[5, which], w.amax(1).double())
-        of_rows, of_keys = row_positions[which], positions[positions >= 0]
-        if not len(of_keys):
-            return
-        is_near = (of_rows > of_keys.min() - LOCAL) & (of_rows < of_keys.max() + LOCAL)
-        for n in is_near.nonzero()[:, 0].tolist():  # the others have no key at a distance below 32
-            row, here = int(which[n]), int(of_rows[n])
-            is_local = (positions > here - LOCAL) & (positions < here + LOCAL) & (positions >= 0)
-            if bool(is_local.any()):
-                sums[3, row] += float(w[n, is_local].sum())
-                sums[2, row] += float(w[n, positions == here - 1].sum())
-
+    observe, metrics = measuring(tiles, rows)
     mass, largest, pairs = tiles.row_blocks(rows, 0, tiles.N, size, observe)
     mass = mass.masked_fill(pairs == 0, MASKED)
-    keys_seen = tiles.keys_seen[rows]
-    sums[0] = sums[0] / keys_seen.clamp(min=2).log()
-    applies = keys_seen > 0
-    means = [float(x[applies].mean()) if bool(applies.any()) else math.nan for x in sums]
-    return HeadOverview(mass, largest, tuple(means))
+    values = metrics()
+    return HeadOverview(
+        TileData(mass.float(), largest.float(), None, tiles.keys_seen[rows].float(), ()),
+        tuple(values.get(name, math.nan) for name in METRICS),
+    )
+
+
+def measuring(tiles: HeadTiles, rows: Tensor) -> tuple[Observer, Callable[[], dict[str, float]]]:
+    """Return what receives the weights of some rows of a head, as `HeadTiles.row_blocks` gives
+    them, and what returns their metrics, as `regard.inspect.measure` defines them.
+
+    Args:
+        tiles: the head.
+        rows: rows of the place, in increasing order.
+    """
+    measured = MeasuredPlace(
+        tiles.place, batch=tiles.batch, heads=tiles.recorded_heads, chosen=rows
+    )
+    accumulators = [make(measured) for make in VALUES]
+
+    def observe(which: Tensor, start: int, p: Tensor) -> None:
+        hidden = p < 0
+        w = p.masked_fill(hidden, 0)
+        # s = ln p + ln denominator; the logarithm of a weight that underflows is that of the
+        # smallest number, because the key is visible
+        scores = w.clamp(min=torch.finfo(w.dtype).tiny).log_()
+        scores += measured.denominators[0, which, None].to(w.dtype)
+        columns = slice(start, start + p.shape[1])
+        tile = Tile(which, columns, scores.masked_fill_(hidden, -math.inf)[None], w[None])
+        for accumulator in accumulators:
+            accumulator.add(tile)
+
+    def metrics() -> dict[str, float]:
+        results = (accumulator.result() for accumulator in accumulators)
+        return {n: float(x) for each in results for n, x in each.items() if x.ndim == 1}
+
+    return observe, metrics
 
 
 @dataclass(eq=False)

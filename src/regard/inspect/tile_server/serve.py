@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 import webbrowser
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -18,6 +19,7 @@ from regard.inspect.tile_server.head_overviews import Overviews
 from regard.view.tile_page import content_policy, tile_page
 
 if TYPE_CHECKING:
+    from regard.inspect.tile_server.connections import Limits
     from regard.inspect.tile_server.session import ViewSession
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -35,17 +37,26 @@ class Server:
         host: the address to listen on.
         port: the port; 0 lets the system choose one.
         lang: language in which the page opens.
+        limits: how many connections are held, and for how long; None takes the default.
 
     Attributes:
         url: the link, with its token.
     """
 
-    def __init__(self, session: ViewSession, host: str, port: int, lang: str) -> None:
+    def __init__(
+        self,
+        session: ViewSession,
+        host: str,
+        port: int,
+        lang: str,
+        limits: Limits | None = None,
+    ) -> None:
         import uvicorn
 
         from regard.inspect.tile_server.app import Policy, application
+        from regard.inspect.tile_server.connections import BoundedProtocol, Limits
 
-        self.session = session
+        self.session, limits = session, limits or Limits()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,9 +82,10 @@ class Server:
             log_level="error",
             access_log=False,
             server_header=False,
+            http=partial(BoundedProtocol, limits),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
-            timeout_keep_alive=75,
+            timeout_keep_alive=int(limits.request_seconds),
             h11_max_incomplete_event_size=16384,
         )
         self._server = uvicorn.Server(config)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from regard.inspect.record.recorded_place import RecordedStep
 from regard.inspect.tile_server.exact_tiles import HeadTiles
+from regard.inspect.tile_server.head_overviews import measuring
 from regard.inspect.tile_server.kept_results import KeptResults
 from regard.masks import Mask
 
@@ -74,7 +75,7 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
         i: row.
     """
     p = row_weights(tiles, i)
-    is_visible = p >= 0
+    is_visible = ~(p < 0)
     weights, n = p.clamp(min=0).double(), int(is_visible.sum())
     best = p.topk(min(TOP, n)).indices
     exact = _exact(tiles, torch.tensor([i]), best)
@@ -87,22 +88,17 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
     by_distance = torch.bincount(distance[is_visible], weights[is_visible]) if n else weights[:0]
     number, own = _step_of(tiles, i)
     step = place.steps[number]
-    sink = 0.0
-    if step.sink is not None:
-        denominator = float(tiles.denominators[i])
-        sink = math.exp(float(step.sink[tiles._index]) - denominator)
-    positive = weights[weights > 0]
-    entropy = float(-(positive * positive.log()).sum()) - (
-        sink * math.log(sink) if sink > 0 else 0.0
-    )
+    observe, metrics = measuring(tiles, torch.tensor([i]))
+    observe(torch.tensor([0]), 0, p[None])
+    values = metrics()
     total = float(weights.sum())
     return {
         "i": i,
         "seen": n,
         "sum": total,
-        "sink": sink,
+        "sink": values["learned_sink"],
         "lse": _finite(float(step.lse[batch, tiles._index, own][0])),
-        "entropy": entropy,
+        "entropy": math.log(values["effective_keys"]) if n else 0.0,
         "top": [{"j": int(j), "weight": w} for j, w in zip(best, exact, strict=True)],
         "others": n - len(exact),
         "rest": max(0.0, total - sum(exact)),
@@ -120,7 +116,7 @@ def describe_column(tiles: HeadTiles, j: int) -> dict[str, Any]:
         j: column.
     """
     p = column_weights(tiles, j)
-    is_visible = p >= 0
+    is_visible = ~(p < 0)
     n, total = int(is_visible.sum()), float(p.clamp(min=0).double().sum())
     best = p.topk(min(TOP, n)).indices
     exact = _exact(tiles, best, torch.tensor([j]))
@@ -173,7 +169,7 @@ def describe_cell(tiles: HeadTiles, i: int, j: int) -> dict[str, Any]:
         "weight": weight,
         # compared in the dtype of the row: its own rounded weight is not above it
         "rank": 1 + int((values > values[j]).sum()),
-        "seen": int((values >= 0).sum()),
+        "seen": int((~(values < 0)).sum()),
         "kernel": step.kernel,
         "reasons": _reasons(tiles, step, own, j) if present else [{"why": "absent", "mask": ""}],
     }

@@ -70,9 +70,10 @@ R.ui = (() => {
   // returns the column, of n equal ones, under the pointer or selected by the arrow keys
   const hover = (node, n, text, pick) => {
     let d = 0;
+    const shown = () => node.isConnected ? text(d) : "";
     const at = e => { const box = node.getBoundingClientRect(); return Math.min(n - 1, Math.max(0, Math.floor((e.clientX - box.left) / box.width * n))); };
     node.setAttribute("tabindex", "0");
-    node.addEventListener("pointermove", e => { d = at(e); R.showTip(text(d), e.clientX, e.clientY); });
+    node.addEventListener("pointermove", e => { d = at(e); R.showTip(shown, e.clientX, e.clientY); });
     node.addEventListener("pointerleave", R.hideTip);
     node.addEventListener("blur", R.hideTip);
     if (pick) node.addEventListener("click", e => pick(at(e)));
@@ -82,7 +83,7 @@ R.ui = (() => {
       if (by === undefined) return;
       d = Math.min(n - 1, Math.max(0, d + by));
       const box = node.getBoundingClientRect();
-      R.showTip(text(d), box.left + (d + 0.5) / n * box.width, box.top + box.height / 2);
+      R.showTip(shown, box.left + (d + 0.5) / n * box.width, box.top + box.height / 2);
       e.preventDefault();
     });
     return node;

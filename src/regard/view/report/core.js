@@ -139,6 +139,7 @@ R.draw = changed => { // all changes are drawn together, in the next frame
     waiting = null;
     if (all.has("lang")) R.frame();
     R.show(all);
+    R.refreshTip();
   });
 };
 R.redraw = () => R.draw(new Set(["size"]));

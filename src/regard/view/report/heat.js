@@ -8,7 +8,7 @@
 //   side: largest width in pixels; marginals: whether to draw them; moved() is called after zooming and panning
 const heat = options => {
   const { el } = R, canvas = el("canvas", { tabIndex: 0, role: "application", class: "heat" }), pen = canvas.getContext("2d"), view = options.view;
-  let shape = null, base = null, hover = null, turn = 0, progress = 1;
+  let shape = null, base = null, pointer = null, hover = null, turn = 0, progress = 1;
   const LABELLED = 10; // pixels that a token label needs
   const MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace';
 
@@ -121,6 +121,7 @@ const heat = options => {
   };
   const draw = () => {
     if (!base || !shape) return;
+    hover = pointer && cellAt(pointer); // the cell under a pointer that rests changes with the view
     const { left, top, bar, width, height, dpr } = shape, W = Math.round((left + width + bar + 2) * dpr), H = Math.round((top + height + bar + 2) * dpr);
     if (canvas.width !== W || canvas.height !== H) {
       canvas.width = W;
@@ -194,11 +195,17 @@ const heat = options => {
     if (v >= 0 && v < 1 && u >= 1 && base.field.spread && base.field.have[i]) return `${options.names.row(i)}\n${R.t("map.margin_row", { spread: R.num(base.field.spread[i], 3) })}`;
     return "";
   };
-  const see = (cell, left, top) => {
-    hover = cell;
+  // the tooltip of what lies under a place of the screen: a cell, or the marginal of a row or a column
+  const under = at => () => {
+    if (!canvas.offsetParent) return "";
+    const cell = cellAt(at);
+    return cell ? options.label(...cell) : beside(at);
+  };
+  const see = e => {
+    pointer = e && { clientX: e.clientX, clientY: e.clientY };
     draw();
-    if (cell) R.showTip(options.label(...cell), left, top); else R.hideTip();
-    if (options.hovered) options.hovered(cell);
+    if (e) R.showTip(under(pointer), e.clientX, e.clientY); else R.hideTip();
+    if (options.hovered) options.hovered(hover);
   };
 
   const fingers = new Map();
@@ -211,9 +218,7 @@ const heat = options => {
   canvas.addEventListener("pointermove", e => {
     const before = fingers.get(e.pointerId);
     if (!before) {
-      see(cellAt(e), e.clientX, e.clientY);
-      const words = hover ? "" : beside(e);
-      if (words) R.showTip(words, e.clientX, e.clientY);
+      see(e);
       return;
     }
     if (fingers.size === 2) { // pinch: the cell between the fingers keeps its place
@@ -236,7 +241,7 @@ const heat = options => {
     fingers.delete(e.pointerId);
     if (e.type === "pointerup" && drag && !drag.moved) {
       const cell = cellAt(e);
-      if (cell) { options.pick(...cell); see(cell, e.clientX, e.clientY); }
+      if (cell) { options.pick(...cell); see(e); }
     }
     if (!fingers.size) drag = null;
   };
@@ -259,7 +264,7 @@ const heat = options => {
       options.pick(row, col);
       reveal(row, col);
       const box = canvas.getBoundingClientRect();
-      R.showTip(options.label(row, col), box.left + shape.left + x(col + 0.5), box.top + shape.top + y(row + 0.5));
+      R.showTip(() => canvas.offsetParent ? options.label(options.mark().i, options.mark().j) : "", box.left + shape.left + x(col + 0.5), box.top + shape.top + y(row + 0.5));
     } else if (e.key === "+" || e.key === "=") zoom(0.5, i, j);
     else if (e.key === "-") zoom(2, i, j);
     else if (e.key === "0") whole();

@@ -1,18 +1,25 @@
 // The tooltip, and colours: ramps for weights and for signed numbers, the hatch of masked cells, and the legend of a scale.
 
+// ---- the tooltip: `text` is a function, which is asked again at every drawing, so that what it says is never older than the page
 const tip = document.getElementById("tip");
-R.showTip = (text, left, top) => {
-  tip.textContent = text;
-  tip.hidden = false;
-  const box = tip.getBoundingClientRect();
+let tipOf = null;
+R.showTip = (text, left, top) => { tipOf = { text, left, top }; R.refreshTip(); };
+R.hideTip = () => { tipOf = null; tip.hidden = true; };
+R.refreshTip = () => {
+  if (!tipOf) return;
+  const text = tipOf.text();
+  tip.hidden = !text;
+  if (!text) return;
+  if (tip.textContent !== text) tip.textContent = text;
+  const { left, top } = tipOf, box = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(6, Math.min(left + 14, innerWidth - box.width - 6))}px`;
   tip.style.top = `${top + 18 + box.height > innerHeight ? Math.max(6, top - box.height - 12) : top + 18}px`;
 };
-R.hideTip = () => { tip.hidden = true; };
 R.tipped = (node, text) => {
-  node.addEventListener("pointermove", e => R.showTip(text(), e.clientX, e.clientY));
+  const shown = () => node.isConnected ? text() : "";
+  node.addEventListener("pointermove", e => R.showTip(shown, e.clientX, e.clientY));
   node.addEventListener("pointerleave", R.hideTip);
-  node.addEventListener("focus", () => { const box = node.getBoundingClientRect(); R.showTip(text(), box.left, box.bottom - 12); });
+  node.addEventListener("focus", () => { const box = node.getBoundingClientRect(); R.showTip(shown, box.left, box.bottom - 12); });
   node.addEventListener("blur", R.hideTip);
   return node;
 };
@@ -34,11 +41,11 @@ R.pixel = name => packed(hex(name));
 // ---- scales: a number -> 0..1 on a fixed domain, and the labels of its ends
 // log: 2^-16..1; linear: 0..1; lift: weight times the keys that the query sees, 2^-8..2^8; signed: -1..1, linear or by the logarithm of its size; ratio: log2 of a ratio, -8..8
 R.SCALES = {
-  log: { ramp: "weights", low: "2⁻¹⁶", high: "1", at: w => w > 0 ? 1 + Math.log2(w) / 16 : 0 },
+  log: { ramp: "weights", low: "2⁻¹⁶", high: "1", at: w => w <= 0 ? 0 : 1 + Math.log2(w) / 16 },
   linear: { ramp: "weights", low: "0", high: "1", at: w => w },
-  lift: { ramp: "signed", low: "2⁻⁸", high: "2⁸", at: w => w > 0 ? 0.5 + Math.log2(w) / 16 : 0 },
+  lift: { ramp: "signed", low: "2⁻⁸", high: "2⁸", at: w => w <= 0 ? 0 : 0.5 + Math.log2(w) / 16 },
   signed: { ramp: "signed", low: "−1", high: "1", at: w => 0.5 + w / 2 },
-  signedlog: { ramp: "signed", low: "−1", high: "1", at: w => 0.5 + Math.sign(w) * Math.max(0, 1 + Math.log2(Math.abs(w)) / 16) / 2 || 0.5 },
+  signedlog: { ramp: "signed", low: "−1", high: "1", at: w => 0.5 + Math.sign(w) * Math.max(0, 1 + Math.log2(Math.abs(w)) / 16) / 2 },
   ratio: { ramp: "signed", low: "2⁻⁸", high: "2⁸", at: w => 0.5 + w / 16 },
 };
 R.ramp = scale => { // returns a canvas with the colours of a scale from low to high, one pixel each

@@ -94,7 +94,7 @@
     room.addEventListener("pointermove", e => {
       const token = tokenAt(e);
       if (held !== null && token !== null) select(held, token);
-      else if (token !== null) R.showTip(tipOf(side, token), e.clientX, e.clientY);
+      else if (token !== null) R.showTip(() => room.offsetParent ? tipOf(side, token) : "", e.clientX, e.clientY);
     });
     const release = () => {
       if (held === null) return;

@@ -3,7 +3,7 @@
 {
   const { el, t } = R, SIDE = 64, GAP = 10, LABEL = 16;
   let canvas, pen, sorter, tip, plot, counted, order = [], columns = 1, each = 84, loading = null, looked = "", sheet = null, done = 0;
-  const heads = []; // {p, h, metrics, rows, cols, mass, max}
+  const heads = []; // {p, h, metrics, rows, cols, mass, max}: the decoded blocks
   const value = (n, name) => heads[n].metrics[name];
   const passes = n => R.state.least === "" || value(n, R.state.filterBy) >= Number(R.state.least); // NaN passes no limit
   const pick = (x, pin) => { R.hideTip(); if (pin) R.pin(x.p, x.h); else R.set({ place: x.p, head: x.h, view: "map" }); };
@@ -15,19 +15,15 @@
       const buffer = await source.bytes(`/heads/${heads.length}`), view = new DataView(buffer), n = view.getUint32(0, true), m = view.getUint32(4, true);
       let at = 8;
       for (let k = 0; k < n; k++) {
-        const [p, h] = all[heads.length], rows = view.getUint16(at, true), cols = view.getUint16(at + 2, true), metrics = {};
-        at += 4;
+        const [p, h] = all[heads.length], metrics = {};
         R.meta.metricNames.forEach((name, x) => { metrics[name] = view.getFloat32(at + 4 * x, true); });
         at += 4 * m;
-        heads.push({ p, h, metrics, rows, cols, mass: new Uint8Array(buffer, at, rows * cols), max: new Uint8Array(buffer, at + rows * cols, rows * cols) });
-        at += 2 * rows * cols;
+        const blocks = source.decode(buffer, at);
+        heads.push({ p, h, metrics, ...blocks });
+        at += blocks.size;
       }
       arrange();
     }
-  };
-  const lutOf = () => { // one byte is a logarithm from 2^-24 to 1
-    const { ramp, at } = R.SCALES[R.state.scale === "lift" ? "log" : R.state.scale], lut = R.lut(ramp);
-    return Uint32Array.from({ length: 256 }, (_, b) => b === 0 ? 0 : lut[Math.round(255 * Math.min(1, Math.max(0, at(2 ** (24 * ((b - 1) / 254 - 1))))))]);
   };
   const arrange = () => {
     if (!canvas || !canvas.isConnected) return;
@@ -46,13 +42,12 @@
     draw();
   };
   const draw = () => {
-    const since = performance.now(), dpr = devicePixelRatio || 1, lut = lutOf(), look = `${R.theme()} ${R.state.scale} ${R.state.stat}`;
+    const since = performance.now(), dpr = devicePixelRatio || 1, { ramp, at } = R.SCALES[R.state.scale === "lift" ? "log" : R.state.scale], look = `${R.theme()} ${R.state.scale} ${R.state.stat}`;
     if (looked !== look || !sheet || sheet.height < Math.ceil(heads.length / 32) * SIDE) { looked = look; sheet = el("canvas", { width: 32 * SIDE, height: Math.ceil(list().length / 32) * SIDE }); done = 0; }
     const ink = sheet.getContext("2d");
     for (; done < heads.length; done++) { // every picture once, on one sheet
-      const { rows, cols } = heads[done], image = ink.createImageData(cols, rows), pixels = new Uint32Array(image.data.buffer), plane = heads[done][R.state.stat];
-      for (let n = 0; n < plane.length; n++) pixels[n] = lut[plane[n]];
-      ink.putImageData(image, done % 32 * SIDE, Math.floor(done / 32) * SIDE);
+      const { rows, cols } = heads[done], plane = heads[done][R.state.stat];
+      ink.putImageData(R.paintBlocks(rows, cols, ramp, n => plane[n] < 0 ? null : at(plane[n])), done % 32 * SIDE, Math.floor(done / 32) * SIDE);
     }
     pen.clearRect(0, 0, canvas.width, canvas.height);
     pen.imageSmoothingEnabled = false;
@@ -73,6 +68,7 @@
     R.atlasTook = performance.now() - since;
     drawScatter();
     canvas.dataset.drawn = order.length;
+    R.refreshTip();
   };
   // ---- the scatter: one point for each head that passes the filter, filled where it is selected
   let dots = [];
@@ -139,7 +135,7 @@
       sorter.value = R.state.sortBy;
       plot = el("canvas", { id: "scatter", tabIndex: 0, role: "img", ariaLabel: t("live.scatter") });
       for (const [node, hit] of [[canvas, at], [plot, dotAt]]) {
-        node.addEventListener("pointermove", e => { const x = hit(e); if (x) R.showTip(facts(x), e.clientX, e.clientY); else R.hideTip(); });
+        node.addEventListener("pointermove", e => { const place = { clientX: e.clientX, clientY: e.clientY }; R.showTip(() => { const x = node.offsetParent && hit(place); return x ? facts(x) : ""; }, e.clientX, e.clientY); });
         node.addEventListener("pointerleave", R.hideTip);
         node.addEventListener("click", e => { const x = hit(e); if (x) pick(x, e.shiftKey); });
       }

@@ -1,7 +1,7 @@
 // Asks the server for the facts, draws the frame, and opens what the address names.
 
 R.LOG_SPAN = 20;
-Object.assign(R.SCALES.log, { low: "2⁻²⁰", at: w => w > 0 ? 1 + Math.log2(w) / R.LOG_SPAN : 0 });
+Object.assign(R.SCALES.log, { low: "2⁻²⁰", at: w => w <= 0 ? 0 : 1 + Math.log2(w) / R.LOG_SPAN });
 Object.assign(R.state, { tab: "cell", side: "k", sortBy: "layers", pins: "", diff: "", filterBy: "entropy", least: "", scatterX: "entropy", scatterY: "previous_token" });
 
 R.view({

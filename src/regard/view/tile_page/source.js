@@ -18,29 +18,22 @@ const source = (() => {
   const json = async (path, signal) => (await ask(path, signal)).json();
   const bytes = async (path, signal) => (await ask(path, signal)).arrayBuffer();
 
-  // ---- fp16: a table of all 65,536 numbers, and of their logarithms
-  const HALF = new Float32Array(65536), LOG2 = new Float32Array(65536);
-  for (let n = 0; n < 65536; n++) {
-    const e = n >> 10 & 31, m = n & 1023, sign = n & 32768 ? -1 : 1;
-    HALF[n] = sign * (e === 0 ? m * 2 ** -24 : e === 31 ? (m ? NaN : Infinity) : (1 + m / 1024) * 2 ** (e - 15));
-    LOG2[n] = HALF[n] > 0 ? Math.log2(HALF[n]) : HALF[n] === 0 ? -Infinity : NaN;
-  }
-  const decode = buffer => {
-    const view = new DataView(buffer), kind = view.getUint8(4), level = view.getUint8(5);
+  // ---- the one encoding of weights (wire_format.py): below 0 is masked
+  const HEADER = 24;
+  const decode = (buffer, from = 0) => {
+    const view = new DataView(buffer, from), kind = view.getUint8(4), level = view.getUint8(5);
     if (view.getUint32(0) !== 0x52475431) throw new Error("not a tile");
-    if (kind === 0) return { empty: true, level, computed: 1, peaks: [] };
+    const size = HEADER + view.getUint32(20, true);
+    if (kind === 0) return { empty: true, level, computed: 1, peaks: [], size };
     const rows = view.getUint16(6, true), cols = view.getUint16(8, true), peaks = [], planes = view.getUint8(11), n = rows * cols;
-    let at = 32;
+    let at = HEADER;
     for (let k = 0; k < view.getUint8(10); k++, at += 16) peaks.push({ i: view.getUint32(at, true), j: view.getUint32(at + 4, true), w: view.getFloat32(at + 8, true), n: view.getFloat32(at + 12, true) });
-    const keys = new Float32Array(buffer, at, rows);
-    const plane = k => new Uint16Array(buffer, at + 4 * rows + 2 * n * k, n);
-    return { empty: false, level, rows, cols, peaks, sampled: view.getUint32(12, true), computed: view.getFloat32(16, true), factor: { mass: view.getFloat32(20, true), max: view.getFloat32(24, true) },
-      keys, mass: plane(0), max: plane(1), visible: planes > 2 ? plane(2) : null };
+    const keys = new Float32Array(buffer, from + at, rows);
+    const plane = k => new Float32Array(buffer, from + at + 4 * (rows + n * k), n);
+    return { empty: false, level, rows, cols, peaks, sampled: view.getUint32(12, true), computed: view.getFloat32(16, true), size,
+      keys, mass: plane(0), max: planes > 1 ? plane(1) : plane(0), visible: planes > 2 ? plane(2) : null };
   };
-  const decodeWeights = buffer => {
-    const view = new DataView(buffer), factor = view.getFloat32(20, true), halves = new Uint16Array(buffer, 32);
-    return Float32Array.from(halves, h => HALF[h] < 0 ? -1 : HALF[h] / factor);
-  };
+  const decodeWeights = buffer => new Float32Array(buffer, HEADER);
 
   // ---- tiles: the newest are kept; wanted ones are asked for in order, and those that left the screen are given up
   const kept = new Map(), flying = new Map();
@@ -79,5 +72,5 @@ const source = (() => {
     for (const [key, stop] of flying) if (!keys.includes(key)) { stop.abort(); flying.delete(key); }
     pump();
   };
-  return { json, bytes, decode, decodeWeights, HALF, LOG2, name, get, touch, want, flying, kept, times: [], on: (tile, error) => { arrived = tile; failed = error; }, hasToken: () => token !== "" };
+  return { json, bytes, decode, decodeWeights, name, get, touch, want, flying, kept, times: [], on: (tile, error) => { arrived = tile; failed = error; }, hasToken: () => token !== "" };
 })();

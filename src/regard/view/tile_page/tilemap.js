@@ -2,7 +2,7 @@
 // pinned heads beside it, which show the same rows and columns, or the difference to the selected head.
 {
   const { el, t } = R, SIDE = 256, LABELLED = 10, MOST_PANES = 7, MONO = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", "Noto Sans Mono CJK SC", monospace';
-  let canvas, pen, inset, insetPen, badge, live, legend, peaksList, minusButton, shape = { left: 70, top: 54, width: 100, height: 100, dpr: 1 }, hover = null, asked = "", waiting = false;
+  let canvas, pen, inset, insetPen, badge, live, legend, peaksList, minusButton, shape = { left: 70, top: 54, width: 100, height: 100, dpr: 1 }, pointer = null, hover = null, asked = "", waiting = false;
   const view = { x: 0, y: 0, s: 1 }; // first column, first row, cells per pixel
   // what is drawn: the selected head on the large map, or a pinned head in a pane (p, h, canvas, pen, view, shape)
   const main = { view, get p() { return R.state.place; }, get h() { return R.state.head; }, get canvas() { return canvas; }, get pen() { return pen; }, get shape() { return shape; } };
@@ -33,51 +33,45 @@
     }
   };
 
-  // ---- colours: once per tile and look, from the bits of fp16 numbers
+  // ---- colours: once per tile and look
+  R.weightText = (w, digits) => w === 0 ? "< 1.2e−38" : R.num(w, digits); // the smallest weight that the server can send
+  // returns blocks as a picture; `unit` gives the place of a block in the ramp, 0 to 1, NaN for a wrong number, null for a masked block
+  R.paintBlocks = (rows, cols, ramp, unit) => {
+    const image = new ImageData(cols, rows), pixels = new Uint32Array(image.data.buffer), lut = R.lut(ramp), wrong = R.pixel("--bad");
+    for (let n = 0; n < pixels.length; n++) {
+      const u = unit(n);
+      if (u === null) continue; // masked: the hatch shows
+      pixels[n] = Number.isNaN(u) ? wrong : lut[u <= 0 ? 0 : u >= 1 ? 255 : Math.round(255 * u)];
+    }
+    return image;
+  };
+  const asCanvas = (image, canvas = document.createElement("canvas")) => {
+    canvas.width = image.width;
+    canvas.height = image.height;
+    canvas.getContext("2d").putImageData(image, 0, 0);
+    return canvas;
+  };
   const lookNow = () => `${R.state.stat} ${R.state.scale} ${R.theme()}`;
   const paintTile = tile => {
     const look = lookNow();
     if (tile.look === look) return tile.picture;
-    const picture = tile.picture || document.createElement("canvas"), { rows, cols } = tile, stat = R.state.stat, scale = R.SCALES[R.state.scale];
-    picture.width = cols;
-    picture.height = rows;
-    const ink = picture.getContext("2d"), image = ink.createImageData(cols, rows), pixels = new Uint32Array(image.data.buffer), lut = R.lut(scale.ramp), wrong = R.pixel("--bad");
-    const plane = tile[stat], factor = tile.factor[stat], shift = Math.log2(factor), size = 2 ** tile.level, { HALF, LOG2 } = source, lift = R.state.scale === "lift", span = R.state.scale === "log" ? R.LOG_SPAN : 16;
-    for (let a = 0, n = 0; a < rows; a++) for (let b = 0; b < cols; b++, n++) {
-      const bits = plane[n];
-      if (bits & 32768) continue; // masked: the hatch shows
-      let u;
-      if (lift) {
-        const share = tile.visible ? HALF[tile.visible[n]] : 1;
-        u = 0.5 + (LOG2[bits] - shift + Math.log2(tile.keys[a]) - (stat === "mass" ? Math.log2(share * size) : 0)) / 16;
-      } else u = R.state.scale === "linear" ? HALF[bits] / factor : 1 + (LOG2[bits] - shift) / span;
-      pixels[n] = Number.isNaN(u) ? wrong : lut[u <= 0 ? 0 : u >= 1 ? 255 : Math.round(255 * u)];
-    }
-    ink.putImageData(image, 0, 0);
-    tile.picture = picture;
+    const { stat } = R.state, { ramp, at } = R.SCALES[R.state.scale], { cols } = tile, plane = tile[stat], size = 2 ** tile.level, isLift = R.state.scale === "lift";
+    const uniform = n => tile.keys[Math.floor(n / cols)] / (stat === "mass" ? (tile.visible ? tile.visible[n] : 1) * size : 1); // 1 / what a block has if all visible keys are equal
+    tile.picture = asCanvas(R.paintBlocks(tile.rows, cols, ramp, n => plane[n] < 0 ? null : at(isLift ? plane[n] * uniform(n) : plane[n])), tile.picture || undefined);
     tile.look = look;
-    return picture;
+    return tile.picture;
   };
 
   // ---- the difference of two heads, block by block: the selected head minus the pinned one; a masked block counts as 0
   const paintDifference = (from, tile) => {
     const look = `${lookNow()} ${from.key} ${from.at} ${tile.at}`;
     if (tile.difference?.look === look) return tile.difference.picture;
-    const picture = tile.difference?.picture || document.createElement("canvas"), { rows, cols } = tile.empty ? from : tile, stat = R.state.stat, { at } = R.SCALES[signedScale()];
-    picture.width = cols;
-    picture.height = rows;
-    const ink = picture.getContext("2d"), image = ink.createImageData(cols, rows), pixels = new Uint32Array(image.data.buffer), lut = R.lut("signed"), wrong = R.pixel("--bad");
-    const read = x => x.empty ? () => -1 : n => { const w = source.HALF[x[stat][n]]; return w < 0 ? -1 : w / x.factor[stat]; };
-    const a = read(from), b = read(tile);
-    for (let n = 0; n < rows * cols; n++) {
-      const p = a(n), q = b(n);
-      if (p < 0 && q < 0) continue;
-      const u = at(Math.max(p, 0) - Math.max(q, 0));
-      pixels[n] = Number.isNaN(u) ? wrong : lut[u <= 0 ? 0 : u >= 1 ? 255 : Math.round(255 * u)];
-    }
-    ink.putImageData(image, 0, 0);
-    tile.difference = { look, picture };
-    return picture;
+    const { rows, cols } = tile.empty ? from : tile, { at } = R.SCALES[signedScale()];
+    const read = x => x.empty ? () => -1 : n => x[R.state.stat][n];
+    const a = read(from), b = read(tile), part = w => w < 0 ? 0 : w;
+    const image = R.paintBlocks(rows, cols, "signed", n => a(n) < 0 && b(n) < 0 ? null : at(part(a(n)) - part(b(n))));
+    tile.difference = { look, picture: asCanvas(image, tile.difference?.picture) };
+    return tile.difference.picture;
   };
   const signedScale = () => R.state.scale === "linear" ? "signed" : "signedlog";
 
@@ -285,6 +279,7 @@
     waiting = false;
     if (!canvas || !canvas.isConnected || !canvas.offsetParent) return;
     const { left, top, width, height, dpr } = shape;
+    hover = pointer && cellAt(pointer.at, pointer.m); // the cell under a pointer that rests changes with the view
     pen.clearRect(0, 0, canvas.width, canvas.height);
     const found = drawTiles();
     pen.strokeStyle = R.css("--line");
@@ -303,6 +298,7 @@
     say(found);
     linkPanes();
     panes.forEach(drawPane);
+    R.refreshTip();
   };
   const redraw = () => { if (!waiting) { waiting = true; requestAnimationFrame(draw); } };
   let said = "";
@@ -339,9 +335,9 @@
       const size = 2 ** level, tile = source.get(code(level, Math.floor(i / size / SIDE), Math.floor(j / size / SIDE), m));
       if (!tile) continue;
       if (tile.empty) return { masked: true, level };
-      const n = (Math.floor(i / size) % SIDE) * tile.cols + Math.floor(j / size) % SIDE, get = stat => source.HALF[tile[stat][n]];
-      if (get("max") < 0) return { masked: true, level };
-      return { level, mass: get("mass") / tile.factor.mass, max: get("max") / tile.factor.max, computed: tile.computed };
+      const n = (Math.floor(i / size) % SIDE) * tile.cols + Math.floor(j / size) % SIDE;
+      if (tile.max[n] < 0) return { masked: true, level };
+      return { level, mass: tile.mass[n], max: tile.max[n], computed: tile.computed };
     }
     return null;
   };
@@ -350,8 +346,8 @@
     if (m !== main) lines.unshift(R.headName(m.p, m.h));
     if (!v) lines.push(t("live.loading"));
     else if (v.masked) lines.push(t("map.masked"));
-    else if (v.level === 0) lines.push(`${t("map.weight")} ${R.num(v.max, 4)}`);
-    else lines.push(t("live.block", { size: 2 ** v.level, max: R.num(v.max, 3), mass: R.num(v.mass, 3) }));
+    else if (v.level === 0) lines.push(`${t("map.weight")} ${R.weightText(v.max, 4)}`);
+    else lines.push(t("live.block", { size: 2 ** v.level, max: R.weightText(v.max, 3), mass: R.weightText(v.mass, 3) }));
     return lines.join("\n");
   };
 
@@ -394,8 +390,9 @@
     canvas.addEventListener("pointerdown", e => { fingers.set(e.pointerId, e); drag = { x: e.clientX, y: e.clientY, vx: view.x, vy: view.y, moved: false }; canvas.setPointerCapture(e.pointerId); });
     canvas.addEventListener("pointermove", e => {
       if (!fingers.has(e.pointerId)) {
-        hover = cellAt(e, m);
-        if (hover) R.showTip(label(...hover, m), e.clientX, e.clientY); else R.hideTip();
+        const at = { clientX: e.clientX, clientY: e.clientY };
+        pointer = { at, m };
+        R.showTip(() => { const cell = m.canvas.offsetParent && cellAt(at, m); return cell ? label(...cell, m) : ""; }, at.clientX, at.clientY);
         redraw();
         return;
       }
@@ -411,7 +408,7 @@
       const dx = e.clientX - drag.x, dy = e.clientY - drag.y;
       if (!drag.moved && Math.hypot(dx, dy) < 5) return;
       drag.moved = true;
-      hover = null;
+      pointer = null;
       R.hideTip();
       view.x = drag.vx - dx * m.view.s;
       view.y = drag.vy - dy * m.view.s;
@@ -427,7 +424,7 @@
     };
     canvas.addEventListener("pointerup", lift);
     canvas.addEventListener("pointercancel", lift);
-    canvas.addEventListener("pointerleave", () => { hover = null; R.hideTip(); redraw(); });
+    canvas.addEventListener("pointerleave", () => { pointer = null; R.hideTip(); redraw(); });
     canvas.addEventListener("dblclick", e => { const cell = cellAt(e, m); if (cell) zoom(1 / 8, ...cell); });
     canvas.addEventListener("wheel", e => {
       const cell = cellAt(e, m);

@@ -26,7 +26,7 @@
       index.textContent = at;
       if (token.textContent !== name(at)) token.textContent = name(at);
       track.firstChild.style.width = w > 0 ? `${100 * Math.max(0, 1 + Math.log2(w) / R.LOG_SPAN)}%` : "0%";
-      node.title = w >= 0 ? R.num(w, 4) : w < 0 ? t("map.masked") : "";
+      node.title = !weights ? "" : w < 0 ? t("map.masked") : R.weightText(w, 4);
       node.className = `tokenrow${at === chosen() ? (side() === "k" ? " here k" : " here q") : ""}${found.has(at) ? " found" : ""}${w < 0 ? " out" : ""}`;
     });
   };
