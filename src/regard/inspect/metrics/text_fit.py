@@ -10,6 +10,7 @@ import torch
 from regard.errors import ArgumentError
 from regard.language import translate, translate_count
 from regard.models.model import Model
+from regard.nn.stored import count_parameters
 
 MAX_SHARE_OF_BYTES = 0.25
 """A text is strange if a larger share of its tokens are parts of characters."""
@@ -116,7 +117,7 @@ def warn_about_text(model: object, text: str) -> str | None:
     """
     if not isinstance(model, Model) or model.tokenizer is None:
         return None
-    parameters = sum(p.numel() for p in model.decoder.parameters())
+    parameters = count_parameters(model.decoder)
     return text_fit(model, text, run=parameters <= CHEAP_PARAMETERS).warning
 
 
