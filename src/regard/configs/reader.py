@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from regard.configs import CONFIGS, config_class
-from regard.configs.base import ModelConfig, Raw, UnknownKey
+from regard.configs.base import ModelConfig, Raw, UnknownKey, with_absent_sizes
 from regard.cost.model import ModelSpec, StoredSize
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
@@ -253,6 +253,15 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """A dtype of config.json -> its name in `regard.cost.report.BITS`."""
 
 
+UNCOUNTED_KEYS = (
+    "vision_config",
+    "audio_config",
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+)
+"""Keys of parts that are not counted: encoders of images and sound, and layers that predict further
+tokens.
+"""
 QUANTIZED_NOTE = (
     "config.json has a quantization_config: the weights in the files are smaller than what is "
     "counted here, which is one dtype for all weights"
@@ -297,7 +306,7 @@ def parse(kind: type[Config], raw: Raw) -> Config:
 def _parse(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
     """Return the config; `sizes_only` checks only the keys that change sizes."""
     known = {f.name: f for f in fields(kind)}
-    keys = kind.normalize_keys(raw)
+    keys = kind.normalize_keys(with_absent_sizes(raw))
     fixed = {k: v for k, v in {**FIXED_VALUES, **kind.fixed}.items() if k not in known}
     for key, value in keys.items():
         if sizes_only and key not in known and (value is None or key not in SIZE_KEYS):
@@ -384,7 +393,12 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
             f"{where}: {error_text(error)}; or give the sizes as flags: --layers --dim --heads ..."
         ) from error
     text = raw.get("text_config")
-    keys = text if isinstance(text, Mapping) and config.model_types[0] != model_type else raw
+    has_more = isinstance(text, Mapping) and config.model_types[0] != model_type
+    keys = text if isinstance(text, Mapping) and has_more else raw
+    parts = ", ".join(key for key in UNCOUNTED_KEYS if raw.get(key) or keys.get(key))
+    if parts or has_more:
+        note = f"not counted: {parts or 'what config.json has besides text_config'}"
+        model = replace(model, notes=(*model.notes, note))
     dtype = str(keys.get("dtype") or keys.get("torch_dtype")).removeprefix("torch.")
     return replace(model, dtype=DTYPES[dtype]) if dtype in DTYPES else model
 

@@ -199,8 +199,6 @@ def _matrix(
     """Return the matrix that a stored tensor holds, or None if it holds something else."""
     parts = [network.get_parameter(parameter) for parameter in binding.parameters]
     if any(p.ndim != 2 for p in parts) or len({p.shape[1] for p in parts}) != 1:
-        parts = [] if not EXPERTS.search(name) else parts
-    if not parts:
         return None
     owners = _owners(network, binding)
     packed = binding.rule.pack([p.detach() for p in parts])
