@@ -23,7 +23,7 @@ from regard.untrusted_text import short_repr
 
 Raw: TypeAlias = Mapping[str, object]
 """The parsed content of a config.json."""
-_KV_HEADS = {
+_KV_HEADS: dict[object, int] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "qwen3_next", "starcoder2"), 2),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), 2),
     **dict.fromkeys(("gemma2", "qwen3_5", "qwen3_5_text", "qwen3_moe", "smollm3"), 4),
@@ -34,13 +34,17 @@ _KV_HEADS = {
     "helium": 20,
     **dict.fromkeys(("exaone4", "qwen2", "qwen3", "stablelm"), 32),
 }
-_HEAD_DIMS = {
+_HEAD_DIMS: dict[object, int] = {
     **dict.fromkeys(("ernie4_5", "glm", "glm4", "helium", "llama4_text", "minimax_m2"), 128),
     **dict.fromkeys(("ministral3", "qwen3", "seed_oss"), 128),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), 256),
     "qwen3_5_moe_text": 256,
 }
-ABSENT_SIZES = {"num_key_value_heads": _KV_HEADS, "head_dim": _HEAD_DIMS}
+ABSENT_SIZES: Mapping[str, Mapping[object, int]] = {
+    "num_key_value_heads": _KV_HEADS,
+    "head_dim": _HEAD_DIMS,
+    "intermediate_size": {"qwen3_next": 5632},
+}
 """Key -> model_type -> the value that transformers takes where a config.json lacks the key, for the
 families in which it does not follow from other sizes.
 """
