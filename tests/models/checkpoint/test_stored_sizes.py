@@ -38,7 +38,7 @@ Writer = Callable[[str, int, int], Tensors]
 
 
 def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def gptq(bits: int, group: int | None) -> Writer:
