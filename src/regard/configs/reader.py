@@ -262,6 +262,7 @@ UNCOUNTED_KEYS = (
 """Keys of parts that are not counted: encoders of images and sound, and layers that predict further
 tokens.
 """
+NOT_COUNTED = "not counted: {parts}"
 QUANTIZED_NOTE = (
     "config.json has a quantization_config: the weights in the files are smaller than what is "
     "counted here, which is one dtype for all weights"
@@ -397,7 +398,7 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
     keys = text if isinstance(text, Mapping) and has_more else raw
     parts = ", ".join(key for key in UNCOUNTED_KEYS if raw.get(key) or keys.get(key))
     if parts or has_more:
-        note = f"not counted: {parts or 'what config.json has besides text_config'}"
+        note = NOT_COUNTED.format(parts=parts or "what config.json has besides text_config")
         model = replace(model, notes=(*model.notes, note))
     dtype = str(keys.get("dtype") or keys.get("torch_dtype")).removeprefix("torch.")
     return replace(model, dtype=DTYPES[dtype]) if dtype in DTYPES else model

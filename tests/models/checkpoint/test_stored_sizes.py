@@ -227,7 +227,7 @@ def test_a_token_reads_the_stored_bytes(tmp_path: Path) -> None:
 
 REFUSED = [
     ({"quant_method": "hqq"}, "'hqq'"),
-    ("awq", "quant_method None"),
+    ("awq", "quant_method is None"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
     ({"quant_method": "awq", "bits": 4, "group_size": "all"}, "group_size"),
     ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "all"}, "no list"),

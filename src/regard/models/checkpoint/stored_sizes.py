@@ -87,15 +87,11 @@ def stored_size(raw: Raw, where: str) -> StoredSize:
     'awq, 4 bits in groups of 64'
     """
     settings = raw.get("quantization_config")
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    settings = settings if isinstance(settings, Mapping) else {}
     model_type = str(raw.get("model_type"))
     its_family = family(model_type)
     try:
-        if not isinstance(settings, Mapping) or method not in METHODS:
-            raise ArgumentError(
-                f"quant_method {short_repr(method)}; known are {', '.join(map(repr, METHODS))}"
-            )
-        form, count = METHODS[str(method)](settings)
+        form, count = METHODS[_setting(settings, "quant_method", tuple(METHODS))](settings)
         if its_family is None:
             raise ArgumentError(f"the tensors of {model_type} are not known")
         config = sizes_config(raw)
@@ -307,11 +303,10 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
 
 def _fp8(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
     sides = settings.get("weight_block_size")
-    if not isinstance(sides, list) or len(sides) != 2 or not all(type(x) is int for x in sides):
+    known = isinstance(sides, list) and len(sides) == 2
+    if not known or not all(type(x) is int and x > 0 for x in sides):
         raise ArgumentError(f"weight_block_size is {short_repr(sides)}; known are two sizes")
     a, b = (int(side) for side in sides)
-    if min(sides) < 1:
-        raise ArgumentError(f"weight_block_size is {sides}; sizes are above 0")
 
     def size(m: StoredMatrix) -> int:  # one byte each, and a factor in fp32 for each block
         return m.numbers + 4 * m.count * -(-m.rows // a) * -(-m.columns // b)
@@ -365,9 +360,7 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
         raise ArgumentError(f"the group is {short_repr(values[0])}; known are weights of 'Linear'")
     bits = int(_setting(weights, "num_bits", (4, 8) if layout == "pack-quantized" else (8,)))
     strategy = _setting(weights, "strategy", ("group", "channel", "tensor"))
-    size = weights.get("group_size") if strategy == "group" else -1
-    if type(size) is not int:
-        raise ArgumentError(f"group_size is {short_repr(size)}; it must be a whole number")
+    size = _group_size(weights) if strategy == "group" else -1
     has_zeros, has_order = weights.get("symmetric") is False, weights.get("actorder") == "group"
     static = isinstance(inputs, Mapping) and not inputs.get("dynamic")
 
