@@ -303,8 +303,7 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
 
 def _fp8(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
     sides = settings.get("weight_block_size")
-    known = isinstance(sides, list) and len(sides) == 2
-    if not known or not all(type(x) is int and x > 0 for x in sides):
+    if not isinstance(sides, list) or [type(x) is int and x > 0 for x in sides] != [True, True]:
         raise ArgumentError(f"weight_block_size is {short_repr(sides)}; known are two sizes")
     a, b = (int(side) for side in sides)
 
