@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from regard.configs.reader import read_sizes, read_sizes_file
+from regard.configs.reader import read_sizes, read_sizes_file, sizes_config
 from regard.cost import CostReport, Setting, machine_of, model_of
 from regard.cost.mechanisms import Sizes
 from regard.cost.model import DenseSpec, MoESpec
@@ -29,6 +29,7 @@ from regard.cost.sweep import (
     sweep,
 )
 from regard.errors import ArgumentError, FileError
+from regard.view import cost_text
 from tests.cost.tiny import DEEPSEEK, LLAMA, TINY
 
 
@@ -433,3 +434,57 @@ def test_names_that_are_imported_when_used() -> None:
     assert regard.cost.CostReport is CostReport
     with pytest.raises(AttributeError, match="no attribute 'Bil'"):
         _ = regard.cost.Bil
+
+
+def test_keys_that_a_config_lacks() -> None:
+    """A size that config.json lacks is the one that transformers takes."""
+    mapping = pytest.importorskip("transformers", reason="needs the extra").CONFIG_MAPPING
+    refusals = pytest.importorskip("huggingface_hub.errors").StrictDataclassError
+    compared, wrong = 0, {}
+    for name, raw in TINY.items():
+        if raw["model_type"] == "regard" or "text_config" in raw:
+            continue
+        unused = {"num_key_value_heads"} if "kv_lora_rank" in raw else set()  # by latent attention
+        for key in {*raw, "head_dim", "num_key_value_heads"} - {"model_type"} - unused:
+            rest = {k: v for k, v in raw.items() if k not in (key, "model_type")}
+            try:
+                ours = getattr(sizes_config(rest | {"model_type": raw["model_type"]}), key, None)
+                theirs = mapping[raw["model_type"]](**{"pad_token_id": None, **rest})
+            except (ValueError, TypeError, refusals):
+                continue  # needed, or contradicts another key
+            wanted = getattr(theirs, key, None)
+            if key == "head_dim" and wanted is None and type(ours) is int:
+                wanted = theirs.hidden_size // theirs.num_attention_heads
+            if type(ours) is type(wanted) is int:
+                compared += 1
+                if ours != wanted:
+                    wrong[name, key] = ours, wanted
+    assert not wrong
+    assert compared > 150
+
+
+def test_parts_that_are_not_counted() -> None:
+    raw = TINY["gemma3"] if "gemma3" in TINY else TINY["gemma3_text"]
+    text = {"model_type": "gemma3_text", **{k: v for k, v in raw.items() if k != "model_type"}}
+    text = dict(raw.get("text_config", text))
+    both = {"model_type": "gemma3", "text_config": text}
+    one = read_sizes(both | {"vision_config": {"hidden_size": 8}}, "x")
+    assert any("vision_config" in note for note in one.notes)
+    assert any("text_config" in note for note in read_sizes(both, "x").notes)
+    further = {"model_type": "deepseek_v3", **DEEPSEEK, "num_nextn_predict_layers": 1}
+    assert any("num_nextn" in note for note in read_sizes(further, "x").notes)
+    assert not read_sizes({"model_type": "llama", **LLAMA}, "x").notes
+
+
+def test_a_batch_is_not_one_token() -> None:
+    report = CostReport(model_of("gpt2"), Setting(8, batch=8))
+    other = replace(report, setting=Setting(8))
+    pages = [cost_text.page(x, None) for x in (report, other)]
+    tables = [cost_text.sweep_table("", sweep(x.model, x.setting, [8])) for x in (report, other)]
+    pairs = [cost_text.comparison([x, x], None) for x in (report, other)]
+    for many, one in (pages, tables, pairs):
+        assert "one token each" in many
+        assert "prompts" in many
+        assert "one token" in one
+        assert "one token each" not in one
+        assert "prompts" not in one

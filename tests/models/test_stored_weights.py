@@ -10,17 +10,28 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import regard
 from regard.cli.app import run
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
+from regard.models.checkpoint.stored_forms import weight_form
 from regard.models.convert import ConversionOptions, convert
 from regard.nn import RMSNorm
 from regard.nn.linear import Linear
+from regard.nn.mixer import count_weights
 from regard.nn.projections import FusedQKV
-from regard.nn.stored import StoredEmbedding, store_weight, stored_modules
+from regard.nn.stored import (
+    StoredEmbedding,
+    count_parameters,
+    device_of,
+    store_weight,
+    stored_modules,
+)
 from regard.ops.stored_weights import Int8Weight
+from tests.rules import assert_close_rule, in_both_orders
 
 IDS = torch.arange(3, 40)[None]
 
@@ -151,3 +162,32 @@ def test_convert_reports_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFixt
     assert report.after.parameters == report.before.parameters
     assert report.figures()["hidden_errors"] == list(report.hidden_errors)
     assert regard.load(tmp_path / "int4").dtype == torch.float32
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_dtype_of_a_model_is_that_of_its_products(form: str, dtype: torch.dtype) -> None:
+    layer = Linear(128, 96).requires_grad_(False)
+    tied = nn.Embedding(96, 128).requires_grad_(False)
+    wide = weight_form(form).store(layer.weight, torch.float32)
+    both = nn.ModuleList([layer, tied])
+    for module in both:
+        store_weight(module, wide)
+    both.to(dtype)
+    record = layer.stored_weight
+    assert record is not None
+    assert tied.stored_weight is record  # still shared
+    for old, new in zip(wide.tensors().values(), record.tensors().values(), strict=True):
+        assert torch.equal(old, new)
+    weight = wide.dequantize(torch.float64)
+    for vectors in (1, 20):
+        x = torch.randn(vectors, 128).to(dtype)
+        exact = F.linear(x.double(), weight, layer.bias.double())
+        plains = in_both_orders(lambda x=x: F.linear(x, weight.to(dtype), layer.bias))
+        assert_close_rule(layer(x), plains, exact)
+    assert count_weights(both).biases == 96
+    assert count_parameters(both) == 96 * 128 + 96
+    bare = nn.ModuleList([tied])  # without a parameter
+    assert not [*bare.parameters()]
+    assert device_of(bare.to("meta")).type == "meta"
+    assert device_of(bare.float()).type == "meta"

@@ -224,14 +224,13 @@ def test_who_can_use_another_kind_only(kind: Any, network: HeadedEncoder, tmp_pa
     with pytest.raises(
         FileError,
         match="model_type bert is an architecture of kind 'encoder', which loads as a "
-        f"TextEncoder, and kind is {kind.__name__}; "
-        "leave out kind",
+        f"TextEncoder, and a {kind.__name__} is needed here",
     ):
         regard.load(tmp_path, kind=kind)
     with pytest.raises(
         FileError,
         match="model_type llama is an architecture of kind 'decoder', which loads as a Model, and "
-        "kind is TextEncoder",
+        "a TextEncoder is needed here",
     ):
         regard.load("tiny", kind=TextEncoder)
 

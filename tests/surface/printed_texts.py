@@ -31,6 +31,7 @@ from regard.cli import COMMANDS
 from regard.cli import app as application
 from regard.cli.audit import COUNTS
 from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
+from regard.configs.reader import NOT_COUNTED
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_meanings
@@ -121,7 +122,7 @@ def help_texts() -> Iterator[str]:
 def data_texts() -> Iterator[str]:
     """Yield the texts that stand in tables of the package."""
     yield from application.TYPER_MESSAGES
-    yield from (*cost_text.TITLES, *cost_text.KINDS)
+    yield from (*cost_text.TITLES, *cost_text.KINDS, NOT_COUNTED)
     yield from (x.finding for x in QUALITY_EVIDENCE.values())
     yield from SIZES_NOT_PUBLISHED.values()
     yield from (model.note for model in PUBLISHED_MODELS.values() if model.note)

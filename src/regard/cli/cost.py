@@ -13,7 +13,7 @@ import typer
 
 from regard.cli.options import note
 from regard.configs.published import PUBLISHED_MODELS, model_of
-from regard.cost.model import ModelSpec
+from regard.cost.model import ModelSpec, StoredSize
 from regard.cost.ranks import METHODS, RanksReport
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import Machine, machine_of
@@ -32,6 +32,7 @@ from regard.view import cost_text as text
 if TYPE_CHECKING:
     import torch
 
+    from regard.configs.base import Raw
     from regard.configs.suggested_sizes import BaseModel, CountedLayer, MechanismChoice
 
 Source = Annotated[
@@ -39,7 +40,7 @@ Source = Annotated[
     typer.Argument(
         metavar="MODEL",
         help=(
-            "A model: a name that --list shows, a config.json or its folder, or "
+            "A model: a name that --list shows, a config.json or its folder, a GGUF file, or "
             "org/name on the hub."
         ),
         show_default="sizes given as options",
@@ -308,15 +309,21 @@ def cost(
                     "--mechanisms compares mechanisms in one model; leave out --vs, --sweep and "
                     "--attention"
                 )
-            one = _base_model(source, revision, sizes, options)
+            one = _base_model(source, revision, dtype, sizes, options)
+            if one.model.stored is not None:
+                raise ArgumentError(
+                    f"the weights of {one.model.name} are stored as {one.model.stored.form}, and "
+                    "how those of another mechanism would be is not known; give --dtype, in which "
+                    "all weights are then counted"
+                )
             setting = replace(base, dtype=dtype or one.model.dtype)
             setting = replace(setting, context=_context(context, [one.model]))
             _show_mechanisms(mechanisms, one, setting, on_machine, plot, html, json=json)
             return
         if html is not None:
             raise ArgumentError("--html belongs to --mechanisms; give the mechanisms to compare")
-        models = [_model(source, revision, sizes, options)]
-        models += [_find_model(name, None) for name in vs or []]
+        models = [_model(source, revision, dtype, sizes, options)]
+        models += [_find_model(name, None, dtype) for name in vs or []]
         settings = [replace(base, dtype=dtype or model.dtype) for model in models]
         if sweep is not None or plot is not None:
             if context is not None:
@@ -386,10 +393,17 @@ def _show_ranks(plan: RanksReport, method: str | None, *, json: bool) -> None:
     typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
 
 
-def _find_model(source: str, revision: str | None) -> ModelSpec:
+def _find_model(source: str, revision: str | None, dtype: str | None) -> ModelSpec:
     """Return the model of a known name, of a path, or of a repository on the hub, from which only
-    config.json is downloaded.
+    config.json is downloaded. Weights of few bits count as they are stored, unless a dtype is given
+    for all weights.
     """
+    count_stored = _count_stored if dtype is None else _count_plain
+    if revision is None and (file := _gguf_file(source)) is not None:
+        from regard.models.checkpoint.stored_sizes import gguf_sizes
+
+        model = gguf_sizes(file)
+        return model if dtype is None else replace(model, stored=None)
     if "/" in source and source.lower() not in PUBLISHED_MODELS:
         # imported here, because this is the only source of sizes that needs torch
         from regard.models import hub
@@ -397,17 +411,39 @@ def _find_model(source: str, revision: str | None) -> ModelSpec:
         repository = hub.repository_of(source)
         if repository is not None:
             folder = hub.download(repository, revision, weights=False)
-            return replace(model_of(str(folder)), name=repository)
+            return replace(model_of(str(folder), count_stored), name=repository)
     if revision is not None:
         raise ArgumentError(
             f"--revision applies only to a repository on the hub, and {source!r} is not one"
         )
-    return model_of(source)
+    return model_of(source, count_stored)
+
+
+def _gguf_file(source: str) -> Path | None:
+    """Return the GGUF file that a source names: the file, or the only model of a folder."""
+    path = Path(source)
+    if path.suffix == ".json" or not path.exists() or (path / "config.json").exists():
+        return None
+    from regard.models.checkpoint.gguf import find_gguf  # imports torch
+
+    return find_gguf(path)
+
+
+def _count_stored(raw: Raw, where: str) -> StoredSize:
+    """Count the weights of a quantized folder as they are stored."""
+    from regard.models.checkpoint.stored_sizes import stored_size  # imports torch
+
+    return stored_size(raw, where)
+
+
+def _count_plain(_raw: Raw, _where: str) -> None:
+    """Count no stored form, because all weights count in a given dtype."""
 
 
 def _model(
     source: str | None,
     revision: str | None,
+    dtype: str | None,
     sizes: dict[str, Any],
     mechanism_options: dict[str, object],
 ) -> ModelSpec:
@@ -416,12 +452,12 @@ def _model(
     if source is not None:
         if extra_names := [*given_sizes, *mechanism_options]:
             names = ", ".join(_flag_of(name) for name in extra_names)
-            _find_model(source, revision)  # a mistyped name comes first
+            _find_model(source, revision, dtype)  # a mistyped name comes first
             raise ArgumentError(
                 f"{source} already has all sizes, but {names} are given too; leave them out, or "
                 "leave out the name and give all sizes"
             )
-        return _find_model(source, revision)
+        return _find_model(source, revision, dtype)
     if revision is not None:
         raise ArgumentError(
             "--revision applies only to a repository on the hub, but no model is named"
@@ -440,6 +476,7 @@ def _model(
 def _base_model(
     source: str | None,
     revision: str | None,
+    dtype: str | None,
     sizes: dict[str, Any],
     mechanism_options: dict[str, Any],
 ) -> BaseModel:
@@ -447,7 +484,7 @@ def _base_model(
     from regard.configs.suggested_sizes import BaseModel, base_model
 
     if source is not None or revision is not None:
-        return BaseModel.of(_model(source, revision, sizes, mechanism_options))
+        return BaseModel.of(_model(source, revision, dtype, sizes, mechanism_options))
     given_sizes = {name: value for name, value in sizes.items() if value is not None}
     groups = mechanism_options.pop("groups", None)
     if mechanism_options:

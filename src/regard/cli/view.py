@@ -146,7 +146,9 @@ def view(
             from regard.inspect import load as load_recording
 
             serving["b"] = load_recording(beside)
-        if Path(of).is_file():
+        from regard.files.gguf_files import is_gguf
+
+        if Path(of).is_file() and not is_gguf(Path(of)):
             server = _serve_recording(
                 of,
                 text,

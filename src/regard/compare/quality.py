@@ -26,6 +26,7 @@ from regard.compare.mechanisms import build_decoder
 from regard.compare.speed_and_memory import wait_for
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
+from regard.nn.stored import device_of
 from regard.train.batches import Batches, BatchSource, ExampleBatch, validation_rows
 from regard.train.corpus import DEFAULT_SOURCE, TextDocument, load_documents, split_documents
 from regard.train.loop import NonFiniteLoss, fit
@@ -167,7 +168,7 @@ class TextTask(EvalTask):
         loss divided by log 2.
         """
         rows = validation_rows(self._streams[2], self.context, self.test_rows)
-        rows = rows.to(_device_of(model))
+        rows = rows.to(device_of(model))
         return {"bits_per_byte": evaluate(model, rows) / math.log(2), "rows": len(rows)}
 
 
@@ -243,7 +244,7 @@ class RecallTask(EvalTask):
         rows = pad(self.task, self.task.examples("validation", 4 * self.test_rows, "judge"))
         answers = right = fully_right = 0
         with torch.no_grad():
-            for batch in rows.to(_device_of(model)).split(4 * self.batch):
+            for batch in rows.to(device_of(model)).split(4 * self.batch):
                 is_answer = batch.target != IGNORE_INDEX
                 wrong = (model(batch.source).argmax(-1) != batch.target) & is_answer
                 answers, right = (
@@ -563,10 +564,4 @@ class _ProgressLines:
 
 def _validation_loss(model: nn.Module, task: EvalTask) -> float:
     """Return the loss on the validation data, by which learning rates are chosen."""
-    return evaluate(model, task.validation.to(_device_of(model)), loss=task.loss)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model; a model without parameters computes where its input is."""
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+    return evaluate(model, task.validation.to(device_of(model)), loss=task.loss)

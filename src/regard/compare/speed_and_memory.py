@@ -30,6 +30,7 @@ from regard.errors import ArgumentError, RegardError
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.models.generation.cache_config import CacheConfig
+from regard.nn.stored import device_of
 from regard.tracing import Trace
 from regard.train.losses import next_token_loss
 from regard.train.settings import Settings, make_optimizer
@@ -78,7 +79,7 @@ def random_ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch le
 
 def _ids_on(model: nn.Module, ids: Tensor) -> Tensor:
     """Return ids on the device of a model."""
-    return ids.to(next(model.parameters()).device)
+    return ids.to(device_of(model))
 
 
 def prefill_caches(

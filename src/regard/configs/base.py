@@ -23,6 +23,45 @@ from regard.untrusted_text import short_repr
 
 Raw: TypeAlias = Mapping[str, object]
 """The parsed content of a config.json."""
+_KV_HEADS: dict[object, int] = {
+    **dict.fromkeys(("ernie4_5", "glm", "glm4", "qwen3_next", "starcoder2"), 2),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), 2),
+    **dict.fromkeys(("gemma2", "qwen3_5", "qwen3_5_text", "qwen3_moe", "smollm3"), 4),
+    **dict.fromkeys(("bamba", "falcon_h1", "glm4_moe", "jamba", "llama4_text", "minimax"), 8),
+    **dict.fromkeys(("minimax_m2", "ministral3", "mistral", "mixtral", "nemotron_h"), 8),
+    **dict.fromkeys(("phimoe", "seed_oss"), 8),
+    **dict.fromkeys(("gemma", "qwen2_moe"), 16),
+    "helium": 20,
+    **dict.fromkeys(("exaone4", "qwen2", "qwen3", "stablelm"), 32),
+}
+_HEAD_DIMS: dict[object, int] = {
+    **dict.fromkeys(("ernie4_5", "glm", "glm4", "helium", "llama4_text", "minimax_m2"), 128),
+    **dict.fromkeys(("ministral3", "qwen3", "seed_oss"), 128),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe"), 256),
+    "qwen3_5_moe_text": 256,
+}
+ABSENT_SIZES: Mapping[str, Mapping[object, int]] = {
+    "num_key_value_heads": _KV_HEADS,
+    "head_dim": _HEAD_DIMS,
+    "intermediate_size": {"qwen3_next": 5632},
+}
+"""Key -> model_type -> the value that transformers takes where a config.json lacks the key, for the
+families in which it does not follow from other sizes.
+"""
+
+
+def with_absent_sizes(raw: Raw) -> dict[str, object]:
+    """Return the keys of a config.json, and of its text_config, with the sizes of `ABSENT_SIZES`
+    that it lacks.
+
+    >>> with_absent_sizes({"model_type": "qwen3_moe"})
+    {'num_key_value_heads': 4, 'model_type': 'qwen3_moe'}
+    """
+    kind, text = raw.get("model_type"), raw.get("text_config")
+    keys = {key: values[kind] for key, values in ABSENT_SIZES.items() if kind in values} | dict(raw)
+    if isinstance(text, Mapping):
+        keys["text_config"] = with_absent_sizes({"model_type": f"{kind}_text", **text})
+    return keys
 
 
 class UnknownKey(ArgumentError):

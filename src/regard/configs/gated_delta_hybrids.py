@@ -64,13 +64,6 @@ class QwenHybridConfig(GatedDeltaConfig):
 
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = FIXED
 
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for Llama; head_dim is 256 if it is not given, for every
-        hidden_size.
-        """
-        return super().normalize_keys({"head_dim": 256, **raw})
-
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds of `layer_types`, or attention in every `full_attention_interval`-th
         layer.

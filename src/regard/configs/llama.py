@@ -278,13 +278,6 @@ class Qwen3Config(Qwen2Config):
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"hidden_act": ("silu",)}
 
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for Llama; head_dim is 128 if it is not given, for every
-        hidden_size.
-        """
-        return super().normalize_keys({"head_dim": 128, **raw})
-
     @property
     def biases(self) -> tuple[bool, bool]:
         """Whether queries, keys and values have biases, and whether the output map has one."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from regard.configs.published_mixed import MIXED
-from regard.configs.reader import read_sizes, read_sizes_file
+from regard.configs.reader import SizeCount, read_sizes, read_sizes_file
 from regard.cost.model import ModelSpec
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
@@ -463,11 +463,12 @@ SIZES_NOT_PUBLISHED = {
 """Beginnings of the names of models that readers ask for, and why no sizes stand here."""
 
 
-def model_of(source: str) -> ModelSpec:
+def model_of(source: str, count_stored: SizeCount | None = None) -> ModelSpec:
     """Return the sizes of a published model, of a config.json, or of a folder with one.
 
     Args:
         source: a name in `PUBLISHED_MODELS`, in upper or lower case; `tiny`; or a path.
+        count_stored: counts the weights of a quantized folder, as for `read_sizes_file`.
 
     Returns:
         The sizes, with their source as a note.
@@ -489,7 +490,7 @@ def model_of(source: str) -> ModelSpec:
         return replace(read_sizes_file(Path(__file__).parents[1] / "assets" / "tiny"), name=name)
     path = Path(source)
     if path.exists() or path.suffix == ".json":
-        return read_sizes_file(path)
+        return read_sizes_file(path, count_stored)
     for beginning, reason in SIZES_NOT_PUBLISHED.items():
         if name.startswith(beginning):
             raise ArgumentError(

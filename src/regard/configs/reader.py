@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from regard.configs import CONFIGS, config_class
-from regard.configs.base import ModelConfig, Raw, UnknownKey
-from regard.cost.model import ModelSpec
+from regard.configs.base import ModelConfig, Raw, UnknownKey, with_absent_sizes
+from regard.cost.model import ModelSpec, StoredSize
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files.strict_json import read_json
@@ -253,6 +253,22 @@ DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """A dtype of config.json -> its name in `regard.cost.report.BITS`."""
 
 
+UNCOUNTED_KEYS = (
+    "vision_config",
+    "audio_config",
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+)
+"""Keys of parts that are not counted: encoders of images and sound, and layers that predict further
+tokens.
+"""
+NOT_COUNTED = "not counted: {parts}"
+QUANTIZED_NOTE = (
+    "config.json has a quantization_config: the weights in the files are smaller than what is "
+    "counted here, which is one dtype for all weights"
+)
+
+
 def is_tool_key(key: str) -> bool:
     """Return whether other tools write this key into any folder.
 
@@ -291,7 +307,7 @@ def parse(kind: type[Config], raw: Raw) -> Config:
 def _parse(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
     """Return the config; `sizes_only` checks only the keys that change sizes."""
     known = {f.name: f for f in fields(kind)}
-    keys = kind.normalize_keys(raw)
+    keys = kind.normalize_keys(with_absent_sizes(raw))
     fixed = {k: v for k, v in {**FIXED_VALUES, **kind.fixed}.items() if k not in known}
     for key, value in keys.items():
         if sizes_only and key not in known and (value is None or key not in SIZE_KEYS):
@@ -370,24 +386,40 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
     124439808
     """
     model_type = raw.get("model_type")
-    kind = config_class(model_type) if isinstance(model_type, str) else None
-    if kind is None:
-        raise ArgumentError(
-            f"{where}: model_type {short_repr(model_type)} is not "
-            f"known{suggest(model_type, CONFIGS, otherwise='.')} Known are {', '.join(CONFIGS)}; "
-            "for another one give the sizes as flags: --layers --dim --heads ..."
-        )
     try:
-        config, _ = parse_ignoring(kind, _without_rope(raw), lambda _: True, _parse_sizes)
+        config = sizes_config(raw)
         model = config.sizes(name)
     except ArgumentError as error:
         raise ArgumentError(
             f"{where}: {error_text(error)}; or give the sizes as flags: --layers --dim --heads ..."
         ) from error
     text = raw.get("text_config")
-    keys = text if isinstance(text, Mapping) and config.model_types[0] != model_type else raw
+    has_more = isinstance(text, Mapping) and config.model_types[0] != model_type
+    keys = text if isinstance(text, Mapping) and has_more else raw
+    parts = ", ".join(key for key in UNCOUNTED_KEYS if raw.get(key) or keys.get(key))
+    if parts or has_more:
+        note = NOT_COUNTED.format(parts=parts or "what config.json has besides text_config")
+        model = replace(model, notes=(*model.notes, note))
     dtype = str(keys.get("dtype") or keys.get("torch_dtype")).removeprefix("torch.")
     return replace(model, dtype=DTYPES[dtype]) if dtype in DTYPES else model
+
+
+def sizes_config(raw: Raw) -> ModelConfig:
+    """Return the config of a parsed config.json, of which only the keys that change sizes are
+    checked.
+
+    Raises:
+        ArgumentError: as in `read_sizes`.
+    """
+    model_type = raw.get("model_type")
+    kind = config_class(model_type) if isinstance(model_type, str) else None
+    if kind is None:
+        raise ArgumentError(
+            f"model_type {short_repr(model_type)} is not "
+            f"known{suggest(model_type, CONFIGS, otherwise='.')} Known are {', '.join(CONFIGS)}"
+        )
+    config, _ = parse_ignoring(kind, _without_rope(raw), lambda _: True, _parse_sizes)
+    return config
 
 
 def _parse_sizes(kind: type[Config], raw: Raw) -> Config:
@@ -401,8 +433,19 @@ def _without_rope(raw: Raw) -> dict[str, object]:
     return keys | {"text_config": _without_rope(text)} if isinstance(text, Mapping) else keys
 
 
-def read_sizes_file(path: Path) -> ModelSpec:
+SizeCount: TypeAlias = Callable[[Raw, str], StoredSize | None]
+"""(keys of a config.json, its name for messages) -> the size of the stored weights; None counts
+them as plain numbers.
+"""
+
+
+def read_sizes_file(path: Path, count_stored: SizeCount | None = None) -> ModelSpec:
     """Return the sizes of the model of a config.json, or of the folder that contains it.
+
+    Args:
+        path: the file or the folder.
+        count_stored: counts the weights of a file with a `quantization_config`; None counts them as
+            plain numbers, and a note says so.
 
     Raises:
         FileError: the file does not exist, is too large, or is not a JSON object.
@@ -415,7 +458,12 @@ def read_sizes_file(path: Path) -> ModelSpec:
         )
     raw = read_json(path, infinity=True)
     try:
-        return read_sizes(raw, escape_controls(path.parent.name) or str(path), str(path))
+        model = read_sizes(raw, escape_controls(path.parent.name) or str(path), str(path))
+        if raw.get("quantization_config") is None:
+            return model
+        if count_stored is None:
+            return replace(model, notes=(*model.notes, QUANTIZED_NOTE))
+        return replace(model, stored=count_stored(raw, str(path)))
     except ArgumentError as error:
         raise ArgumentError(error_text(error, 2000)) from error
 

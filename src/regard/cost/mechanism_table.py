@@ -91,7 +91,7 @@ def replace_attention(
         global_every: every n-th layer has no window; None leaves the window in all layers.
 
     Returns:
-        The model; its learned positions and notes stay too.
+        The model; its learned positions and notes stay too, but all its weights are plain numbers.
 
     Raises:
         ArgumentError: the model is not a decoder, or the sizes do not match one another.
@@ -141,7 +141,7 @@ def replace_mixers(
         )
         for i, layer in enumerate(model.layers)
     )
-    return replace(model, layers=layers)
+    return replace(model, layers=layers, stored=None)  # which was that of the old layers
 
 
 def mechanism_cost(

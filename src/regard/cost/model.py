@@ -197,6 +197,27 @@ class PartCount:
 
 
 @dataclass(frozen=True)
+class StoredSize:
+    """The size of a model's weights in the form in which its files hold them.
+
+    Attributes:
+        form: the name of the form, such as "awq, 4 bits in groups of 128".
+        bytes: the bytes of all tensors: codes, scales, zero points, and the weights that stay wide.
+        bits: the bits per number of the "embedding" and of the "experts", of which a token reads
+            only a part, and under "" those of all other weights together.
+    """
+
+    form: str
+    bytes: int
+    bits: tuple[tuple[str, Fraction], ...]
+
+    def bits_of(self, part: str) -> Fraction:
+        """Return the bits per number of a part of the model."""
+        bits = dict(self.bits)
+        return bits.get(part, bits.get("", Fraction(0)))
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The sizes of a decoder, of an encoder, or of both.
 
@@ -217,6 +238,7 @@ class ModelSpec:
         decodes: whether the model generates token by token.
         max_context: the largest context, where positions are learned; None if there is no limit.
         dtype: the format that its config.json names, as in `regard.cost.report.BITS`.
+        stored: the size of the weights as files hold them; None if they are plain numbers.
         notes: remarks for the reader of a report.
 
     >>> from regard.cost import model_of
@@ -240,6 +262,7 @@ class ModelSpec:
     decodes: bool = True
     max_context: int | None = None
     dtype: str = "bf16"
+    stored: StoredSize | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property

@@ -293,10 +293,7 @@ class RanksReport:
     def _decode_seconds(self, t: int) -> float:
         """Return the least time of one token without its messages."""
         report = self.report
-        active = sum(
-            part.active_parameters for part in report.model.parts_for(report.setting.batch)
-        )
-        weights = active * float(BITS[report.setting.dtype]) / 8
+        weights = report.active_bytes(report.setting.batch)
         caches = (report.decode_bytes - weights) / self._cache_shares(t)
         moving = (weights / t + caches) / self.machine.bandwidth
         # every context rank computes the layers of the new token, and attention over its own keys

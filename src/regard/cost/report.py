@@ -16,7 +16,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from regard.cost.model import LayerSpec, ModelSpec
+from regard.cost.model import LayerSpec, ModelSpec, StoredSize
 from regard.cost.spec import CacheContents, Spec
 from regard.errors import ArgumentError
 from regard.units import plural
@@ -246,15 +246,37 @@ class CostReport:
         """The part of `kv_bytes` that does not depend on the context, for one sequence."""
         return STATE_BYTES * sum(n * m.state.value for m, n in self._mixers.items())
 
+    @property
+    def stored(self) -> StoredSize | None:
+        """The form in which the model's files hold the weights, if the setting has the model's own
+        dtype; in another one all weights count as plain numbers of it, and this is None.
+        """
+        return self.model.stored if self.setting.dtype == self.model.dtype else None
+
+    @property
+    def weight_format(self) -> str:
+        """The name of the format in which the weights count."""
+        return self.setting.dtype if self.stored is None else self.stored.form
+
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of all weights in the format of the setting."""
+        """Bytes of all weights as they are stored, or in the format of the setting."""
+        if self.stored is not None:
+            return self.stored.bytes
         return _round_up(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
 
-    def _active_bytes(self, tokens: int) -> int:
+    def active_bytes(self, tokens: int) -> int:
         """Return the bytes of the parameters that `tokens` tokens use together, each read once."""
-        active = sum(part.active_parameters for part in self.model.parts_for(tokens))
-        return _round_up(Fraction(active * BITS[self.setting.dtype], 8))
+        parts = self.model.parts_for(tokens)
+        if self.stored is None:
+            active = sum(part.active_parameters for part in parts)
+            return _round_up(Fraction(active * BITS[self.setting.dtype], 8))
+        tied = "embedding" if self.model.tied else "head"
+        bits = sum(
+            part.active_parameters * self.stored.bits_of(tied if part.name == "head" else part.name)
+            for part in parts
+        )
+        return _round_up(Fraction(bits) / 8)
 
     @cached_property
     def matmul_values(self) -> int:
@@ -282,7 +304,7 @@ class CostReport:
     @cached_property
     def prefill_bytes(self) -> int:
         """Bytes of weights, read once, and of caches, written once, for a prompt."""
-        return self._active_bytes(self.setting.context * self.setting.batch) + self.kv_bytes
+        return self.active_bytes(self.setting.context * self.setting.batch) + self.kv_bytes
 
     @property
     def decode_flops(self) -> int:
@@ -320,7 +342,7 @@ class CostReport:
         if not self.model.decodes:
             return 0
         written = self.kv_bytes_per_token + self.state_bytes
-        return self._active_bytes(self.setting.batch) + self.setting.batch * (
+        return self.active_bytes(self.setting.batch) + self.setting.batch * (
             self._cache_bytes("read") + written
         )
 
@@ -336,6 +358,7 @@ class CostReport:
             "context": setting.context,
             "batch": setting.batch,
             "dtype": setting.dtype,
+            "weights": self.weight_format,
             "kv_dtype": setting.format.name,
             "parameters": model.parameters,
             "active_parameters": model.active_parameters,

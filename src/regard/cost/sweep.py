@@ -109,7 +109,7 @@ def sweep(
     rows = []
     for context in contexts:
         report = CostReport(model, replace(setting, context=context))
-        row: dict[str, object] = {"context": context}
+        row: dict[str, object] = {"context": context, "batch": setting.batch}
         row |= {name: report.as_json()[name] for name in COMPARED_FIGURES[5:]}
         if machine is not None:
             row |= {

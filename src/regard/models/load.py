@@ -186,7 +186,7 @@ def load(
         ignore=ignore,
         finite=finite,
     )
-    if (file := _gguf_file(source, revision)) is not None:
+    if (file := gguf_file(source, revision)) is not None:
         gguf = GgufModel.open(file, ignore)
         checkpoint = _open_gguf(gguf, kind, form, dtype or gguf.dtype)
         tokenizer = gguf_tokenizer(gguf.header)  # before the weights, because it may be refused
@@ -200,8 +200,21 @@ def load(
     return _model(network, config, folder, checkpoint.raw, record)
 
 
-def _gguf_file(source: str | Path, revision: str | None) -> Path | None:
-    """Return the GGUF file that a source names, or None if it names something else."""
+def gguf_file(source: str | Path, revision: str | None = None) -> Path | None:
+    """Return the GGUF file that a source names, or None if it names something else.
+
+    Args:
+        source, revision: as in `load`.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        FileError: the folder has several GGUF files.
+
+    >>> gguf_file("tiny") is None
+    True
+    """
     named = revision is not None or hub.repository_of(source) is not None
     return None if named or source in BUNDLED_MODELS else find_gguf(Path(source))
 
@@ -337,8 +350,8 @@ def _check_kind(
         raise FileError(
             f"{place}: model_type {model_type} is an architecture of kind "
             f"{its_family.architecture!r}, which loads as a "
-            f"{model_class.__name__}, and kind is {kind.__name__}; leave out kind, or give "
-            f"kind={model_class.__name__}"
+            f"{model_class.__name__}, and a {kind.__name__} is needed here: give another model, or "
+            f"take this one as a {model_class.__name__}"
         )
 
 

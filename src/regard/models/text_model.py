@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models.save import save_model
 from regard.models.tokenizer import Tokenizer
-from regard.nn.stored import stored_modules
+from regard.nn.stored import device_of, stored_modules
 from regard.span import Positions, as_tensor
 from regard.tracing import list_taps
 
@@ -61,8 +61,7 @@ class TextModel:
     @property
     def device(self) -> torch.device:
         """The device of the network's weights; `encode` creates ids there."""
-        parameter = next(self._network.parameters(), None)
-        return torch.device("cpu") if parameter is None else parameter.device
+        return device_of(self._network)
 
     def to(self, device: torch.device | str) -> Self:
         """Move the weights to a device, and return the model itself; `forward`, generation and

@@ -21,6 +21,7 @@ from regard.masks.pair_counts import count_pairs
 from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import Explainable
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.nn.stored import count_parameters
 from regard.process_state import is_compiling, is_exporting_onnx
 from regard.sequence_scope import current_scope
 from regard.span import Positions, Span
@@ -192,7 +193,7 @@ def count_weights(module: nn.Module, *counted_separately: nn.Module | None) -> P
     >>> count_weights(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
     ParameterCounts(matrices=6, biases=2, norms=4, counted_separately=0)
     """
-    total = sum(p.numel() for p in module.parameters())
+    total = count_parameters(module)
     norms = sum(
         p.numel()
         for part in module.modules()
@@ -209,7 +210,13 @@ def _count_matrix_weights(module: nn.Module) -> int:
     token multiplies each once, too.
     """
     kinds = (nn.Linear, CausalConvolution)
-    return sum(part.weight.numel() for part in module.modules() if isinstance(part, kinds))
+    # a stored weight would be dequantized to be read
+    weights = (
+        getattr(part, "stored_weight", None) or part.weight
+        for part in module.modules()
+        if isinstance(part, kinds)
+    )
+    return sum(weight.shape.numel() for weight in weights)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,12 @@ class StoredWeightMixin(nn.Module):
         return self.stored_weight.dequantize()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
-        """Move the record to the device that `fn` moves to; its dtypes stay as they are."""
-        probe = fn(torch.empty(0))
+        """Move the record to the device and the dtype of the computation that `fn` converts to;
+        what is stored keeps its dtypes.
+        """
         stored = self.stored_weight
-        device = next(iter(stored.tensors().values())).device
-        if probe.device != device:
-            self.stored_weight = stored.map(lambda x: x.to(probe.device))
+        probe = fn(torch.empty(0, dtype=stored.dtype, device=stored.device))
+        self.stored_weight = stored.to(probe.device, probe.dtype)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _save_to_state_dict(
@@ -211,6 +211,38 @@ def _is_movable(record: StoredWeight) -> bool:
         x.is_cpu and type(x) is Tensor and x.nbytes < LARGEST_MOVED
         for x in record.tensors().values()
     )
+
+
+def weight_tensors(network: nn.Module) -> Iterator[Tensor]:
+    """Yield the parameters of a network and then the stored tensors of its records, each once. A
+    network whose weights are all stored in fewer bits may have no parameter.
+
+    >>> [x.shape for x in weight_tensors(nn.Linear(2, 3))]
+    [torch.Size([3, 2]), torch.Size([3])]
+    """
+    yield from network.parameters()
+    for record in {id(record): record for _, record in stored_modules(network)}.values():
+        yield from record.tensors().values()
+
+
+def count_parameters(network: nn.Module) -> int:
+    """Return the number of parameters of a network, those that are stored in fewer bits included.
+
+    >>> count_parameters(nn.Linear(2, 3))
+    9
+    """
+    records = {id(record): record for _, record in stored_modules(network)}.values()
+    return sum(p.numel() for p in network.parameters()) + sum(x.shape.numel() for x in records)
+
+
+def device_of(network: nn.Module) -> torch.device:
+    """Return the device of a network's weights; one without weights computes where its input is.
+
+    >>> device_of(nn.Identity())
+    device(type='cpu')
+    """
+    first = next(weight_tensors(network), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def stored_modules(network: nn.Module) -> Iterator[tuple[str, StoredWeight]]:

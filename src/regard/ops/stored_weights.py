@@ -13,7 +13,8 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,26 @@ class StoredWeight(ABC):
         """Return the matrix W [N, M], computed in fp32 and rounded once to `dtype` (None: the
         record's dtype).
         """
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the stored tensors."""
+        return next(iter(self.tensors().values())).device
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> StoredWeight:
+        """Return the record on a device and for vectors of a dtype. Codes and scales keep their
+        dtypes, so that nothing is rounded. Repeated calls return the same record, so that modules
+        that share a weight still share it.
+        """
+        if (self.device, self.dtype) == (device, dtype):
+            return self
+        last: StoredWeight | None = vars(self).get("_last_converted", lambda: None)()
+        if last is not None and (last.device, last.dtype) == (device, dtype):
+            return last
+        changed: Any = {"dtype": dtype}
+        converted = replace(self.map(lambda x: x.to(device)), **changed)  # type: ignore[type-var]
+        vars(self)["_last_converted"] = ref(converted)
+        return converted
 
     def rows(self, first: int, last: int) -> StoredWeight:
         """Return the rows first <= i < last as a record that shares memory with this one."""
@@ -124,7 +145,7 @@ class StoredWeight(ABC):
         """Return the tensors and sizes without the addresses, which hold in this process only, and
         without the memory that a tensor shares with others.
         """
-        computed = ("_last_layout", "scale_dtype", "matrix_struct")
+        computed = ("_last_layout", "_last_converted", "scale_dtype", "matrix_struct")
         return {
             name: x.clone() if isinstance(x, Tensor) and _is_part(x) else x
             for name, x in vars(self).items()

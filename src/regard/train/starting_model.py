@@ -15,6 +15,7 @@ from regard.models.families import family, model_type_of
 from regard.models.load import load
 from regard.models.model import Model
 from regard.models.tokenizer import Tokenizer
+from regard.nn.stored import stored_modules
 from regard.units import plural
 
 
@@ -63,9 +64,9 @@ def extended_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: i
 def extended_model(model: Model, vocab_size: int, seed: int) -> tuple[nn.Module, ModelConfig]:
     """Return a copy of a model with more tokens, and its config.
 
-    The weights of the old tokens and of all layers are copied. Rows of new tokens are normally
-    distributed, with the mean and the standard deviation of the old rows of their matrix. The
-    global random state is set to the seed.
+    The weights of the old tokens and of all layers are copied; those that are stored in fewer bits
+    are dequantized. Rows of new tokens are normally distributed, with the mean and the standard
+    deviation of the old rows of their matrix. The global random state is set to the seed.
 
     Args:
         model: a decoder in float32.
@@ -85,6 +86,7 @@ def extended_model(model: Model, vocab_size: int, seed: int) -> tuple[nn.Module,
     torch.manual_seed(seed)
     network = model_family.build(config)
     old = model.decoder.state_dict()
+    old |= {name: record.dequantize() for name, record in stored_modules(model.decoder)}
     new = network.state_dict()
     network.load_state_dict({name: _extended(old[name], new[name]) for name in new})
     return network, config

@@ -12,7 +12,6 @@ from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost import CostReport
 from regard.cost.mechanism_table import MAX_BATCH, MAX_TABLE_CONTEXT, MechanismCost
 from regard.cost.ranks import RanksReport
-from regard.cost.report import Setting
 from regard.cost.roofline import (
     MACHINES,
     Machine,
@@ -40,6 +39,16 @@ FIGURE_TITLES = {
     "decode_bytes": "one token, moved",
 }
 """The titles of the figures by which models are compared."""
+OF_BATCHES = {
+    "prompt": "prompts",
+    "prompt, work": "prompts, work",
+    "prompt, moved": "prompts, moved",
+    "one token": "one token each",
+    "one token, work": "one token each, work",
+    "one token, moved": "one token each, moved",
+    "a token": "a token each",
+}
+"""The titles of figures of one sequence -> those of figures of a whole batch."""
 KINDS = (
     "{name} {heads}/{groups} heads of {dim}",
     "{name} {heads}/{groups} heads of {dim}, window {window}",
@@ -48,6 +57,7 @@ KINDS = (
 """The names of the kinds of attention, as the catalogue has them."""
 TITLES = (
     *FIGURE_TITLES.values(),
+    *OF_BATCHES.values(),
     "part",
     "share",
     "embedding",
@@ -99,6 +109,11 @@ def page(report: CostReport, machine: Machine | None) -> str:
         notes = (f"- {_note(note)}" for note in report.model.notes)
         blocks.append("\n".join(_lines(notes, indent="", hang="  ")))
     return "\n\n".join(blocks)
+
+
+def _work_title(title: str, batch: int) -> str:
+    """Return the title of the work of a batch: of several sequences, it is not that of one."""
+    return translate_title(title if batch == 1 else OF_BATCHES.get(title, title))
 
 
 def _note(note: str) -> str:
@@ -172,21 +187,22 @@ def _costs(report: CostReport) -> str:
     if model.decodes:
         work.append(("one token", report.decode_flops, report.decode_bytes))
     rows += [
-        (translate_title(name), units.count(n, "FLOP"), _bytes_and_intensity(n, moved))
+        (_work_title(name, setting.batch), units.count(n, "FLOP"), _bytes_and_intensity(n, moved))
         for name, n, moved in work
     ]
     for form, count in report.decode_forms.items():
         name = translate("  latents, {form}", form=form)
         rows.append((name, units.count(count, "FLOP"), ""))
-    return f"{_setting_line(setting)}\n{format_table(rows, width=line_width())}"
+    return f"{_setting_line(report)}\n{format_table(rows, width=line_width())}"
 
 
-def _setting_line(setting: Setting) -> str:
+def _setting_line(report: CostReport) -> str:
+    setting = report.setting
     return translate(
         "context {context}, batch {batch}, weights {weights}, cache {cache}",
         context=f"{setting.context:,}",
         batch=setting.batch,
-        weights=setting.dtype,
+        weights=report.weight_format,
         cache=setting.format.name,
     )
 
@@ -317,7 +333,8 @@ def comparison(reports: Sequence[CostReport], machine: Machine | None) -> str:
         unit = _figure_format(name)
         values = [one[name] for one in figures]
         ratio = [_ratio(*values)] if pair else []
-        rows.append([translate_title(FIGURE_TITLES[name]), *map(unit, values), *ratio])
+        title = _work_title(FIGURE_TITLES[name], reports[0].setting.batch)
+        rows.append([title, *map(unit, values), *ratio])
     setting, notes = reports[0].setting, []
     if machine is not None:
         fits = [memory_fit(report, machine).fits for report in reports]
@@ -420,7 +437,7 @@ def _titled(title: str, text: str) -> str:
 
 def mechanisms_title(rows: Sequence[MechanismCost], machine: Machine | None) -> str:
     """Return the line above a table of mechanisms: the model and the setting."""
-    setting, model = rows[0].report.setting, rows[0].report.model
+    model = rows[0].report.model
     on = "" if machine is None else translate(", {machine}", machine=machine.name)
     layers = translate_count(len(model.layers), "layer")
     sizes = translate(
@@ -429,7 +446,7 @@ def mechanisms_title(rows: Sequence[MechanismCost], machine: Machine | None) -> 
         layers=layers,
         width=f"{model.dim:,}",
     )
-    return f"{sizes}{_setting_line(setting)}{on}"
+    return f"{sizes}{_setting_line(rows[0].report)}{on}"
 
 
 def mechanism_tables(
@@ -444,7 +461,8 @@ def mechanism_tables(
     titles = ("mechanism", "parameters", "in attention", "cache a token", "cache")
     memory: list[tuple[str, ...]] = [tuple(map(translate_title, titles))]
     titles = ("mechanism", "prompt", "moved", "a token", "moved")
-    work: list[tuple[str, ...]] = [tuple(map(translate_title, titles))]
+    batch = rows[0].report.setting.batch
+    work: list[tuple[str, ...]] = [tuple(_work_title(title, batch) for title in titles)]
     for row in rows:
         report = row.report
         memory.append(
@@ -524,7 +542,8 @@ def sweep_table(name: str, rows: Sequence[dict[str, Any]]) -> str:
     timed = "decode_seconds" in rows[0]
     titles: tuple[str, ...] = ("context", "cache", "prompt", "one token", "moved")
     titles += ("prompt at best", "token at best", "fits") if timed else ()
-    lines: list[tuple[str, ...]] = [tuple(map(translate_title, titles))]
+    batch = rows[0]["batch"]
+    lines: list[tuple[str, ...]] = [tuple(_work_title(title, batch) for title in titles)]
     for row in rows:
         at_best = (
             (

@@ -352,7 +352,7 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
 
     (tmp_path / "bert").mkdir()
     save(network, config, tmp_path / "bert")
-    with pytest.raises(FileError, match="kind is Model; leave out kind"):
+    with pytest.raises(FileError, match="a Model is needed here"):
         convert(tmp_path / "bert", tmp_path / "out", ConversionOptions(kv_heads=2))
 
 

@@ -17,6 +17,7 @@ from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
+from regard.nn.stored import device_of
 from regard.units import plural
 from regard.untrusted_text import short_repr
 
@@ -393,7 +394,7 @@ def _prepare_pretokenized_pair(
 
 
 def _ids_tensor(network: nn.Module, ids: Sequence[int]) -> Tensor:
-    return torch.tensor([list(ids)], device=next(network.parameters()).device)
+    return torch.tensor([list(ids)], device=device_of(network))
 
 
 def _self_attentions(

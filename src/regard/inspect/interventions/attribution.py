@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.did_you_mean import suggest
@@ -129,21 +130,19 @@ class Direction(NamedTuple):
     name: str
 
 
-def answer_direction(run: ModelRun, output: OutputMap, ids: tuple[int, ...]) -> Direction:
+def answer_direction(
+    run: ModelRun, output: OutputMap, ids: tuple[int, ...], normed: Float[Tensor, "1 1 M"]
+) -> Direction:
     """Return the direction of a logit, or of the difference of two, in the normed state."""
     head = output.head
     signs = (1.0, -1.0)[: len(ids)]
-    parameter = next(head.parameters())
-    zero = torch.zeros(1, 1, parameter.shape[-1] if parameter.ndim > 1 else 1).to(parameter)
-    if type(head).__name__ == "Conv1D":
-        zero = zero.new_zeros(1, 1, parameter.shape[0])
 
     def chosen(x: Tensor) -> Tensor:
         logits = nn.Linear.forward(head, x) if isinstance(head, CappedLogits) else head(x)
         return torch.stack([s * logits[0, -1, i] for s, i in zip(signs, ids, strict=True)]).sum()
 
     with torch.enable_grad():
-        x = zero.detach().requires_grad_()
+        x = torch.zeros_like(normed).requires_grad_()
         constant = chosen(x)
         (vector,) = torch.autograd.grad(constant, x)
     logits = last_logits(output.logits)[0].double().cpu()
@@ -166,10 +165,11 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
     if metric is None:
         metric = int(last_logits(run.run().output)[0].argmax())
     decomposition = decompose(run, -1, by_key=by_key)
-    direction = answer_direction(run, decomposition.output, answer_ids(run, metric))
     x = decomposition.terms.state(decomposition.states[-1])
     with torch.no_grad():
-        norm = FrozenNorm(decomposition.output.norm, x, decomposition.output.norm(x))
+        normed = decomposition.output.norm(x)
+        norm = FrozenNorm(decomposition.output.norm, x, normed)
+    direction = answer_direction(run, decomposition.output, answer_ids(run, metric), normed)
     columns: tuple[str, ...] = ("last",)
     if by_key:
         T = decomposition.terms.taps[decomposition.states[0]].shape[1]

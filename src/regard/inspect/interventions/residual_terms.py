@@ -124,8 +124,10 @@ class ResidualTerms:
             v = v.repeat_interleave(p.shape[0] // v.shape[0], 0)
         terms = p[..., None] * v
         total, dtype = terms.sum(1), self.taps[f"{place}.z"].dtype
-        plain = (p.to(dtype)[:, None] @ v.to(dtype))[:, 0]
-        if total.shape != z[0].shape or not _agrees(z[0], total, plain):
+        # in two orders of the sums, because in fp64 one of them may be the reference itself
+        orders = ((p, v), (p.flip(-1), v.flip(-2)))
+        plains = [(a.to(dtype)[:, None] @ b.to(dtype))[:, 0] for a, b in orders]
+        if total.shape != z[0].shape or not _agrees(z[0], total, *plains):
             raise ArgumentError(
                 f"the output of the heads of {place} is not the sum of weights times values, "
                 "because a later step changes it (a gate, a map or a norm); leave by_key out"

@@ -12,6 +12,7 @@ from regard.language import translate, translate_count
 from regard.models.model import Model
 from regard.models.text_encoder import TextEncoder
 from regard.models.tokenizer import Tokenizer
+from regard.nn.stored import count_parameters
 
 MAX_SHARE_OF_BYTES = 0.25
 """A text is strange if a larger share of its tokens are parts of characters, or unknown."""
@@ -138,8 +139,7 @@ def warn_about_text(model: object, text: str) -> str | None:
     """
     if not isinstance(model, (Model, TextEncoder)) or model.tokenizer is None:
         return None
-    decoder = model.decoder if isinstance(model, Model) else None
-    parameters = 0 if decoder is None else sum(p.numel() for p in decoder.parameters())
+    parameters = count_parameters(model.decoder) if isinstance(model, Model) else 0
     return text_fit(model, text, run=parameters <= CHEAP_PARAMETERS).warning
 
 

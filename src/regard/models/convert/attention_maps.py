@@ -17,6 +17,8 @@ from regard.models.decoder import Decoder
 from regard.models.families import family, model_type_of
 from regard.nn import Attention, Block, HeadProjection, PreNorm, SeparateQKV
 from regard.nn.norms import OffsetRMSNorm, RMSNorm
+from regard.nn.stored import store_weight, stored_modules
+from regard.ops.stored_weights import StoredWeight
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
 
@@ -230,10 +232,14 @@ class Checkpoint:
         """Return all parameters by name; a shared one appears under each of its names.
 
         Returns:
-            Name -> parameter, detached.
+            Name -> parameter, detached. Weights that are stored in fewer bits are not among them.
         """
         named = self.network.named_parameters(remove_duplicate=False)
         return {name: parameter.detach() for name, parameter in named}
+
+    def records(self) -> dict[str, StoredWeight]:
+        """Return the weights that are stored in fewer bits, by the names of their parameters."""
+        return dict(stored_modules(self.network))
 
 
 @dataclass(frozen=True)
@@ -253,13 +259,18 @@ class ConversionStep:
     notes: tuple[str, ...] = ()
 
 
-def rebuild(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
+def rebuild(
+    config: Any,
+    weights: Mapping[str, Tensor],
+    records: Mapping[str, StoredWeight] | None = None,
+) -> Checkpoint:
     """Build the network of a config with the given weights; no other memory is allocated for
     weights.
 
     Args:
         config: the config of a family.
         weights: name -> value for every parameter; they are not copied.
+        records: name -> value for the parameters that are stored in fewer bits.
     """
     its_family = family(model_type_of(config))
     assert its_family is not None
@@ -273,8 +284,12 @@ def rebuild(config: Any, weights: Mapping[str, Tensor]) -> Checkpoint:
             if parameter is None:
                 continue
             old_parameters.append(parameter)
+            full_name = f"{prefix}.{name}" if prefix else name
+            if records is not None and full_name in records:
+                store_weight(module, records[full_name])
+                continue
             if id(parameter) not in new_parameters:
-                value = weights[f"{prefix}.{name}" if prefix else name]
+                value = weights[full_name]
                 assert value.shape == parameter.shape, (prefix, name, value.shape, parameter.shape)
                 new_parameters[id(parameter)] = nn.Parameter(
                     value.contiguous(), requires_grad=False

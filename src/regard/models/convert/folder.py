@@ -47,11 +47,11 @@ from regard.models.convert.report import (
 from regard.models.convert.rotary_positions import Extension, extend_context, to_layout
 from regard.models.convert.weight_forms import hidden_errors, is_stored, to_stored_weights
 from regard.models.families import family
-from regard.models.load import load, resolve_source
+from regard.models.load import gguf_file, load, resolve_source
 from regard.models.model import Model
 from regard.models.save import save
 from regard.nn.projections import Projection
-from regard.nn.stored import stored_modules
+from regard.nn.stored import count_parameters, stored_modules
 from regard.ops.stored_weights import StoredWeight
 from regard.positions.rotary import Layout
 from regard.units import plural
@@ -314,6 +314,11 @@ def convert(
     >>> regard.load("one-head").config.num_key_value_heads
     1
     """
+    if (file := gguf_file(source, revision)) is not None:
+        raise FileError(
+            f"{file} is a GGUF file, and a conversion reads a folder with config.json and "
+            "safetensors; convert the checkpoint that the file was made from"
+        )
     folder, target = resolve_source(source, revision), Path(out)
     report_progress = report_progress or _ignore_line
     with staging_folder(folder, target) as staging:
@@ -428,16 +433,15 @@ def apply_conversions(
 
 def summarize(checkpoint: Checkpoint) -> ModelSummary:
     """Return the family, the dtype and the sizes of a checkpoint."""
-    unique = {id(p): p for p in checkpoint.network.parameters()}.values()
     records = {id(r): r for _, r in stored_modules(checkpoint.network)}.values()
-    dtypes = [str(p.dtype).removeprefix("torch.") for p in unique]
+    dtypes = [str(p.dtype).removeprefix("torch.") for p in checkpoint.network.parameters()]
     dtypes += [record.form for record in records]
     projections = [m for m in checkpoint.network.modules() if isinstance(m, Projection)]
     cached_values = sum(sum(project.shape.memory) for project in projections)
     return ModelSummary(
         checkpoint.model_type,
         max(set(dtypes), key=dtypes.count),
-        sum(p.numel() for p in unique) + sum(record.shape.numel() for record in records),
+        count_parameters(checkpoint.network),
         cached_values,
     )
 

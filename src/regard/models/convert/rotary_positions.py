@@ -284,7 +284,7 @@ def extend_context(
             "more than that"
         )
     change = _changed_keys(extension, length, trained, config, 2 * len(rotary.inv_freq))
-    after = rebuild(replace(config, **change), checkpoint.weights())
+    after = rebuild(replace(config, **change), checkpoint.weights(), checkpoint.records())
     changes = ", ".join(f"{key} {value}" for key, value in change.items())
     return after, ConversionStep(
         f"context from {trained} to {length} by {extension}: {changes}",

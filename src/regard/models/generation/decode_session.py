@@ -19,6 +19,7 @@ from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.cache_config import CacheConfig, has_dynamic_rotary
 from regard.models.tokenizer import Tokenizer
 from regard.nn import PrefixRecomputer
+from regard.nn.stored import device_of
 from regard.sequence_scope import SequenceScope, current_scope
 from regard.span import Positions, slice_positions, slot_count
 
@@ -75,8 +76,7 @@ class DecodeSession:
         self._prefix = PrefixRecomputer(self._decoder) if has_dynamic_rotary(decoder) else None
         self._caches = self._cache_config.new_caches(self._decoder, rows)
         self._rank_progress: object = None  # inside regard.parallel.generation
-        parameter = next(decoder.parameters(), None)
-        self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.device = device_of(decoder)
 
     @property
     def decoder(self) -> Decoder:

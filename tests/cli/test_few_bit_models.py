@@ -1,0 +1,252 @@
+"""Every command that takes a model, on weights of few bits: an int8 folder, an int4 folder and a
+GGUF file give what their dequantized weights give, or are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import regard
+from regard.cli import COMMANDS
+from regard.cli.app import run
+from regard.cli.inspect import TASKS
+from regard.files.gguf_writer import TensorToWrite, write_gguf
+from regard.models.families import llama
+from regard.models.model import Model
+from regard.models.tokenizer import Tokenizer
+from regard.nn.stored import count_parameters, stored_modules
+from tests.models import small
+from tests.models.checkpoint import gguf_writer
+from tests.models.checkpoint.test_gguf import checkpoint
+from tests.rules import assert_close_rule, in_both_orders
+
+TEXT, OTHER = "abcdefgh", "abcdefga"
+FORMS = ("int8", "int4", "gguf")
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 32,
+}
+
+
+class Source(NamedTuple):
+    """A model of few bits, its files, and a folder with its dequantized weights in fp32."""
+
+    path: Path
+    plain: Path
+    stored_bytes: int
+
+
+def small_model() -> Model:
+    tokenizer = Tokenizer.train(["abcdefgh"], vocab_size=258)
+    config = llama.Config(vocab_size=tokenizer.vocab_size, **SIZES)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    network = llama.build(config)
+    small.randomise(network)
+    for p in network.parameters():
+        p.data *= 0.5 if p.ndim == 2 else 1
+    return Model(network.eval().requires_grad_(False), tokenizer, config)
+
+
+def write_as_gguf(model: Model, folder: Path) -> Path:
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    tensors = []
+    for name, x in checkpoint(model.decoder, "llama").items():
+        part = next((p for p in heads if p in name), None)
+        rows = gguf_writer.interleave(x, heads[part]) if part else x
+        kind = "Q8_0" if x.ndim == 2 else "F32"
+        tensors.append(TensorToWrite(gguf_writer.name_in_file(name), rows, kind))
+    folder.mkdir()
+    write_gguf(folder / "m.gguf", gguf_writer.metadata_of(model.config, "llama"), tensors)
+    model.tokenizer.save(folder)
+    return folder / "m.gguf"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
+    folder = tmp_path_factory.mktemp("few")
+    model, found = small_model(), {}
+    model.save(folder / "wide")
+    for form in FORMS:
+        if form == "gguf":
+            path = write_as_gguf(model, folder / "gguf")
+        else:
+            path = regard.load(folder / "wide", weights=form).save(folder / form)
+        few = regard.load(path, kind=Model)
+        assert sum(1 for _ in stored_modules(few.decoder)) == 16
+        plain = small_model()
+        for name, x in plain.decoder.named_parameters():
+            values = dict(stored_modules(few.decoder)) | dict(few.decoder.named_parameters())
+            value = values[name]
+            x.data.copy_(value if isinstance(value, Tensor) else value.dequantize())
+        plain.save(folder / f"{form}-plain")
+        wide = sum(p.nbytes for p in few.decoder.parameters())
+        size = wide + sum(record.bytes for _, record in stored_modules(few.decoder))
+        if form == "gguf":  # the file has a scale for 32 numbers in 16 bits, as the record does
+            assert size == sum(t.bytes for t in gguf_tensors(path))
+        else:
+            assert size == sum(x.nbytes for x in load_file(path / "model.safetensors").values())
+        found[form] = Source(path, folder / f"{form}-plain", size)
+    return found
+
+
+def gguf_tensors(path: Path) -> Iterator[Any]:
+    from regard.files.gguf_files import read_gguf_header
+
+    return iter(read_gguf_header(path).tensors.values())
+
+
+def leaves(data: object, path: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(data, dict):
+        for key, value in data.items():
+            yield from leaves(value, f"{path}.{key}")
+    elif isinstance(data, list):
+        for i, value in enumerate(data):
+            yield from leaves(value, f"{path}.{i}")
+    else:
+        yield path, data
+
+
+def numbers(text: str) -> tuple[list[str], Tensor]:
+    """The places and the values of all fractions in JSON."""
+    found = {place: x for place, x in leaves(json.loads(text)) if isinstance(x, float)}
+    return list(found), torch.tensor(list(found.values()), dtype=torch.float64)
+
+
+INSPECTED = {
+    "ablate": [TEXT],
+    "patch": [TEXT, "--corrupt", OTHER],
+    "attribute": [TEXT],
+    "attribute gradient": [TEXT, "--method", "gradient"],
+    "attribute by key": [TEXT, "--by-key"],
+    "lens": [TEXT, "--answer", "a"],
+    "rollout": [TEXT],
+    "compare": [TEXT, "--other", OTHER],
+    "measure": [TEXT],
+}
+NUMBERS = {name: ["inspect", name.split()[0], *more] for name, more in INSPECTED.items()} | {
+    "explain": ["explain", TEXT, "--layer", "1", "--head", "2", "--key", "3"]
+}
+"""Commands that print numbers as JSON, without the model."""
+
+
+@pytest.mark.full(keep="each")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("command", NUMBERS)
+def test_numbers(
+    command: str, form: str, sources: dict[str, Source], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(path: Path, dtype: str = "float32") -> tuple[list[str], Tensor]:
+        arguments = [*NUMBERS[command], "--model", str(path), "--dtype", dtype, "--json"]
+        assert run(arguments) == 0
+        return numbers(capsys.readouterr().out)
+
+    source = sources[form]
+    (names, x), (wanted, exact) = printed(source.path), printed(source.plain, "float64")
+    plains = in_both_orders(lambda: printed(source.plain)[1])
+    assert names == wanted
+    assert len(names) > 5
+    assert_close_rule(x.float(), [y.float() for y in plains], exact, what=command)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_words_and_sizes(
+    form: str,
+    sources: dict[str, Source],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, text = sources[form], tmp_path / "text.txt"
+    text.write_text(" ".join([TEXT] * 40), "utf-8")
+
+    def printed(*arguments: str, code: int = 0) -> str:
+        assert run(list(arguments)) == code
+        said = capsys.readouterr()
+        return said.err if code else said.out
+
+    for words in (["generate", TEXT, "--max-tokens", "4"], ["inspect", "taps"]):
+        few, plain = (printed(*words, "--model", str(x)) for x in (source.path, source.plain))
+        assert few == plain
+    wide = "fp32" if form != "gguf" else "fp16"
+    cost = ["cost", str(source.path), "--context", "16", "--json"]
+    told = json.loads(printed(*cost))
+    assert told["weight_bytes"] == source.stored_bytes
+    assert (told["dtype"], told["parameters"]) == (wide, count_parameters(small_model().decoder))
+    told = json.loads(printed(*cost, "--dtype", "int4"))
+    assert told["weight_bytes"] == -(-told["parameters"] // 2)
+    assert "--dtype" in printed("cost", str(source.path), "--mechanisms", "mqa", code=2)
+    for change in (["--to", "mqa"], ["--dtype", "float16"], ["--weights", "int8"]):
+        code = 1 if form == "gguf" else 2
+        said = printed("convert", str(source.path), str(tmp_path / "out"), *change, code=code)
+        assert "the checkpoint that" in said
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full(keep=1)
+@pytest.mark.parametrize("form", FORMS)
+def test_longer_work(
+    form: str,
+    sources: dict[str, Source],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, text = sources[form], tmp_path / "text.txt"
+    text.write_text(" ".join(TEXT[i % 8 :] + TEXT[: i % 5] for i in range(60)), "utf-8")
+
+    def extended(path: Path, dtype: str = "float32") -> tuple[list[str], Tensor]:
+        sizes = ["--length", "48", "--windows", "1", "--trials", "1", "--steps", "2"]
+        options = ["--method", "yarn", "--text", str(text), *sizes, "--dtype", dtype, "--json"]
+        assert run(["extend", str(path), *options]) == 0
+        found = json.loads(capsys.readouterr().out)["methods"]
+        return numbers(json.dumps([one["by_length"] for one in found.values()]))
+
+    (names, x), (_, exact) = extended(source.path), extended(source.plain, "float64")
+    plains = in_both_orders(lambda: extended(source.plain)[1])
+    assert len(names) > 5
+    assert_close_rule(x.float(), [y.float() for y in plains], exact, what="extend")
+
+    trained = []
+    for path in (source.path, source.plain):
+        out = tmp_path / path.name
+        options = ["--steps", "1", "--batch", "2", "--context", "16", "--out", str(out)]
+        assert run(["train", str(text), "--start-from", str(path), *options]) == 0
+        trained.append(load_file(out / "model.safetensors"))
+    assert all(torch.equal(x, trained[1][name]) for name, x in trained[0].items())
+
+    pytest.importorskip("starlette")
+    monkeypatch.setattr("regard.inspect.tile_server.serve.Server.wait", lambda self: self.close())
+    recorded = []
+    for path, dtype in (
+        (source.path, "float32"),
+        (source.plain, "float32"),
+        (source.plain, "float64"),
+    ):
+        file = tmp_path / f"{len(recorded)}.safetensors"
+        assert run(["view", str(path), TEXT, "--dtype", dtype, "--save", str(file)]) == 0
+        tensors = [x for _, x in sorted(load_file(file).items()) if x.is_floating_point()]
+        recorded.append(torch.cat([x.double().flatten() for x in tensors]))
+    few, plain, wide = recorded
+    assert_close_rule(few.float(), plain.float(), wide, what="view")
+
+
+def test_every_command_is_here() -> None:
+    """A command is in one of these tests, or takes no model."""
+    no_model = {"audit", "bench", "compare", "describe", "layer", "show"}
+    here = {"convert", "cost", "explain", "extend", "generate", "inspect", "train", "view"}
+    assert no_model | here == set(COMMANDS)
+    assert {arguments[1] for arguments in NUMBERS.values() if arguments[0] == "inspect"} | {
+        "taps"
+    } == set(TASKS)
