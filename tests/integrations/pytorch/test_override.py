@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -327,9 +328,23 @@ def test_a_half_precision_fused_layer_without_a_mask_is_left_to_torch() -> None:
             assert bool(calls.left) is not taken
 
 
+@contextmanager
+def slow_path() -> Iterator[None]:
+    """Let torch compute encoders without its fused inference path."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("masks", [(), ("mask",), ("padding",), ("mask", "padding")])
+@pytest.mark.parametrize(
+    "masks",
+    [(), ("mask",), ("padding",), ("mask", "padding"), ("bias",), ("biases", "float padding")],
+    ids=" and ".join,
+)
 def test_an_encoder_of_torch_s(
     masks: tuple[str, ...],
     gelu: bool,
@@ -347,25 +362,34 @@ def test_an_encoder_of_torch_s(
     for weight in model.parameters():  # biases and norms, too
         nn.init.normal_(weight, std=0.2)
     x = torch.randn(2, 12, 32)
+    later, padded = torch.ones(12, 12).triu(1).bool(), torch.arange(12) >= torch.tensor([[12], [9]])
+    hidden = torch.randn(8, 12, 12).masked_fill(later, -torch.inf)
     options: dict[str, Tensor] = {}
-    if "mask" in masks:
-        options["mask"] = ~torch.ones(12, 12, dtype=torch.bool).tril()
-    if "padding" in masks:
-        options["src_key_padding_mask"] = torch.arange(12) >= torch.tensor([12, 9])[:, None]
+    for name in masks:
+        # torch's fused path would hide every key where a float mask is not 0
+        options |= {
+            "mask": {"mask": later},
+            "padding": {"src_key_padding_mask": padded},
+            "bias": {"mask": hidden[0]},
+            "biases": {"mask": hidden},
+            "float padding": {"src_key_padding_mask": torch.randn(2, 12).masked_fill(padded, -9)},
+        }[name]
     with torch.no_grad():
-        usual = model(x, **options)
+        with slow_path():
+            usual = model(x, **options)
         with regard.accelerate(always=True) as calls:
             z = model(x, **options)
+        with regard.accelerate() as small_calls:
+            small = model(x, **options)
+        exact = copy.deepcopy(model).double()
+        exact_options = {k: m if m.dtype == torch.bool else m.double() for k, m in options.items()}
+        with slow_path():
+            reference = exact(x.double(), **exact_options)
     assert sum(calls.taken.values()) == 2, str(calls)
-    kept = (
-        torch.arange(12) < torch.tensor([12, 9])[:, None]
-        if "padding" in masks
-        else torch.ones(2, 12, dtype=torch.bool)
-    )
-    exact = copy.deepcopy(model).double()
-    with torch.no_grad():
-        reference = exact(x.double(), **options)
-    assert_close_rule(z[kept], usual[kept], reference[kept])
+    assert sum(small_calls.left.values()) == 2, str(small_calls)
+    kept = ~padded if "padding" in masks else torch.ones(2, 12, dtype=torch.bool)
+    for out in (z, small):
+        assert_close_rule(out[kept], usual[kept], reference[kept])
 
 
 @pytest.mark.parametrize("weights", [False, True])

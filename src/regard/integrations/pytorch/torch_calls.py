@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
 from regard.masks import Causal, Dense, Full, Mask, Padding
+from regard.masks.recognition import unexpanded
 from regard.ops.softmax.call import Call, make_call
 from regard.process_state import is_compiling
 from regard.span import Span
@@ -44,6 +45,7 @@ most of the time of a call; with more rows the matrix products do.
 """
 
 SMALL = "it is small"
+NOT_ON_CPU = "it is not on a CPU"
 TORCH_AS_FAST = "torch is as fast for these sizes"
 BIAS = "its mask is a bias of many queries, for which torch is as fast"
 NOT_MASKED_ATTENTION = (
@@ -85,7 +87,7 @@ def reason_for_torch(
     if dropout > 0:
         return "it has dropout, which must use torch's random numbers"
     if q.device.type != "cpu":
-        return "it is not on a CPU"
+        return NOT_ON_CPU
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return "its tensors do not have the four dimensions [B, H, T, D]"
     if not always and (why := _too_small(q, k, v)):
@@ -176,6 +178,31 @@ def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
         return False
     sizes = shape[4 - mask.ndim :]
     return all(n in (1, size) for n, size in zip(mask.shape, sizes, strict=True))
+
+
+def as_attn_mask(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
+    """Turn a mask of torch's fused inference paths into one of `F.scaled_dot_product_attention`.
+
+    Torch's modules convert a bool mask to 0 and -inf before these paths, so that it has the same
+    dtype as a mask whose numbers are added to the scores.
+
+    Args:
+        mask: floats that are added to the scores, or another dtype in which 0 = may attend.
+        mask_type: 0 for a mask [T, S], 1 for padding [B, S], 2 for [B, heads, T, S].
+    """
+    if mask is None:
+        return None
+    if not mask.is_floating_point():
+        mask = mask == 0
+    return mask[:, None, None] if mask_type == 1 else mask
+
+
+def adds_to_scores(mask: Tensor | None) -> bool:
+    """Whether a mask of `F.scaled_dot_product_attention` has other numbers than 0 and -inf."""
+    if mask is None or not mask.is_floating_point():
+        return False
+    mask = unexpanded(mask)
+    return not bool(((mask == 0) | mask.isneginf()).all())
 
 
 def skips_more_than_torch(call: Call) -> bool:
