@@ -361,8 +361,8 @@ def _decompose_module(
     terms, prefix = ResidualTerms(position, taps, by_key), stack_prefix(stacks[0])
     states = ["embed"]
     terms.add("embed", terms.vector_of("embed"))
-    for i in range(len(stacks[0].blocks)):
-        block = f"{prefix}.{i}"
+    for name in stacks[0].blocks:
+        block = f"{prefix}.{name}"
         _add_block(terms, block, states[-1], calls)
         states.append(f"{block}.residual")
     head = _reading(calls, lambda call: call.y, taps["logits"])

@@ -37,11 +37,17 @@ class Stack(NamedTuple):
 
     Args:
         path: path of the list of blocks.
-        blocks: the blocks, in the order of the computation.
+        blocks: the blocks by name, in the order of the computation. A list may have empty entries,
+            which have no name here, and a block that stands in it several times has its first name.
     """
 
     path: str
-    blocks: tuple[nn.Module, ...]
+    blocks: dict[str, nn.Module]
+
+    @property
+    def first(self) -> nn.Module:
+        """The first block."""
+        return next(iter(self.blocks.values()))
 
 
 def find_stacks(model: nn.Module) -> list[Stack]:
@@ -60,11 +66,12 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     stacks: list[Stack] = []
     for path, module in model.named_modules():
         path = path.replace(COMPILED_PREFIX, "")
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
-            continue
         inside = any(path.startswith(f"{stack.path}.") or path == stack.path for stack in stacks)
-        if not inside and all(map(_contains_attention, module)):
-            stacks.append(Stack(path, tuple(module)))
+        if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        blocks = dict(module.named_children())
+        if blocks and all(map(_contains_attention, blocks.values())):
+            stacks.append(Stack(path, blocks))
     return stacks
 
 
@@ -102,7 +109,7 @@ def stack_prefix(stack: Stack) -> str:
     `layers` if the attention of transformers names its taps by the index of the layer.
     """
     names = sys.modules.get("regard.integrations.transformers.attention")
-    for module in stack.blocks[0].modules():
+    for module in stack.first.modules():
         index = getattr(module, "layer_idx", None)
         config = getattr(module, "config", None)
         used = getattr(config, "_attn_implementation", None)
@@ -153,9 +160,9 @@ def module_taps(model: nn.Module) -> Iterator[None]:
                 exits.callback(hooks.after(module, here(path), "norm").remove)
         for stack in stacks:
             prefix = renamed[stack.path] if len(stacks) > 1 else ""
-            exits.callback(hooks.entering(stack.blocks[0], prefix).remove)
-            for i, block in enumerate(stack.blocks):
-                place = f"{renamed[stack.path]}.{i}"
+            exits.callback(hooks.entering(stack.first, prefix).remove)
+            for name, block in stack.blocks.items():
+                place = f"{renamed[stack.path]}.{name}"
                 inner = find_feed_forward(block)
                 if inner is not None:
                     exits.callback(hooks.after(inner, place, "mlp").remove)
