@@ -22,11 +22,14 @@ from regard.masks import Causal, Window
 from regard.span import Span
 from tests.integrations.families import (
     MaskRule,
+    architectures,
     name_taps,
     regard_attention,
     regard_mask,
     transformers,
 )
+from tests.integrations.matrix.cells import class_of
+from tests.integrations.matrix.tiny import tiny
 from tests.rules import GRADIENT, assert_close_rule
 
 attention = importlib.import_module("regard.integrations.transformers.attention")
@@ -42,7 +45,7 @@ LOWEST = torch.finfo(torch.float32).min
 class Module(nn.Module):
     """What a caller is asked for."""
 
-    def __init__(self, *, is_causal: bool = True, layer_idx: int | None = None) -> None:
+    def __init__(self, *, is_causal: bool = False, layer_idx: int | None = None) -> None:
         super().__init__()
         self.is_causal, self.layer_idx = is_causal, layer_idx
 
@@ -191,10 +194,8 @@ def test_each_argument_means_what_the_loops_say(
     assert (wrong - ref).abs().max() > 1e-3
 
 
-def test_without_a_mask_the_module_says_whether_it_is_causal() -> None:
-    """Aligned at the first key, one query sees everything, and an argument comes before the
-    attribute.
-    """
+def test_without_a_mask_nothing_is_hidden_unless_the_caller_says_so() -> None:
+    """Aligned at the first key, and one query sees everything."""
     q, k, v = inputs()
     scale, nothing = D**-0.5, torch.zeros(())
 
@@ -202,23 +203,67 @@ def test_without_a_mask_the_module_says_whether_it_is_causal() -> None:
         return j <= i
 
     for module, said, length, sees in (
-        (Module(), None, T, first),
-        (nn.Module(), None, T, first),
-        (Module(is_causal=False), True, T, first),
-        (Module(is_causal=False), None, T, everything),
-        (Module(), False, T, everything),
-        (Module(), None, 1, everything),
+        (Module(), None, T, everything),
+        (nn.Module(), None, T, everything),
+        (Module(), True, T, first),
+        (Module(is_causal=True), False, T, everything),
+        (Module(is_causal=True), None, 1, everything),
     ):
         z, _ = regard_attention(module, q[:, :, :length], k, v, None, is_causal=said)
         ref = loops(q[:, :, :length], k, v, sees, scale, None, lambda *at: 0.0, None)
         same = plain(q[:, :, :length], k, v, table(sees, T=length, S=S), scale, None, nothing, None)
         assert_close_rule(z, same, ref)
+    with pytest.raises(ArgumentError, match="Module passes no mask, .*is_causal is True"):
+        regard_attention(Module(is_causal=True), q, k, v, None)
+
+
+CROSS = re.compile("cross|encoder_attn|EncDec", re.IGNORECASE)
+"""What the path, or the class, of a module that attends to another sequence is named after."""
+
+
+def cross_attention_modules() -> dict[str, nn.Module]:
+    """One module of each class of the installed transformers that attends to another sequence and
+    takes its attention from the interface, on the device "meta".
+    """
+    found: dict[str, nn.Module] = {}
+    for name in architectures():
+        kind, options = transformers.CONFIG_MAPPING[name], ("is_decoder", "add_cross_attention")
+        try:
+            given = dict.fromkeys(options, True) if hasattr(kind(), options[1]) else {}
+            with torch.device("meta"):
+                model = class_of(name)[1](tiny(kind, name, **given))
+        except Exception:  # the matrix of docs/transformers.md says why it cannot be built
+            continue
+        for path, module in model.named_modules():
+            cls = type(module)
+            if CROSS.search(f"{path} {cls.__name__}") and cls.__name__ not in found:
+                if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(cls):
+                    found[cls.__name__] = module
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_no_cross_attention_of_transformers_becomes_causal() -> None:
+    """Eager attention reads nothing but the mask: without one every query sees every key."""
+    q, k, v = inputs()
+    ref = loops(q, k, v, everything, D**-0.5, None, lambda *at: 0.0, None)
+    same = plain(q, k, v, table(everything), D**-0.5, None, torch.zeros(()), None)
+    modules = cross_attention_modules()
+    assert len(modules) > 50
+    assert not hasattr(modules["MllamaTextCrossAttention"], "is_causal")
+    for name, module in modules.items():
+        if getattr(module, "is_causal", False):  # which eager attention ignores, and sdpa obeys
+            with pytest.raises(ArgumentError, match=f"{name} passes no mask"):
+                regard_attention(module, q, k, v, None)
+        else:
+            assert_close_rule(regard_attention(module, q, k, v, None)[0], same, ref, what=name)
 
 
 def test_learned_queries_serve_every_row() -> None:
     q, k, v = inputs()
-    z, _ = regard_attention(Module(is_causal=False), q[:1], k, v, None)
-    again, _ = regard_attention(Module(is_causal=False), q[:1].repeat(B, 1, 1, 1), k, v, None)
+    z, _ = regard_attention(Module(), q[:1], k, v, None)
+    again, _ = regard_attention(Module(), q[:1].repeat(B, 1, 1, 1), k, v, None)
     assert z.shape == (B, T, H, E)
     assert torch.equal(z, again)
 
@@ -249,8 +294,8 @@ def test_the_gradient_reaches_queries_keys_values_bias_and_sinks() -> None:
 def test_dropout_drops_weights_and_scales_the_rest() -> None:
     q, k, _ = inputs()
     v = torch.eye(S).expand(B, G, S, S)  # the output is the weights
-    whole, _ = regard_attention(Module(is_causal=False), q, k, v, None)
-    dropped, _ = regard_attention(Module(is_causal=False), q, k, v, None, dropout=0.5)
+    whole, _ = regard_attention(Module(), q, k, v, None)
+    dropped, _ = regard_attention(Module(), q, k, v, None, dropout=0.5)
     gone = dropped == 0
     assert 0.3 < gone.double().mean() < 0.7
     assert torch.allclose(dropped[~gone], 2 * whole[~gone], rtol=1e-5)
@@ -374,7 +419,7 @@ def chosen(name: str) -> tuple[dict[str, Any], Any]:
 @pytest.mark.parametrize("name", ["indices", "block_indices"])
 def test_a_selection_is_obeyed(name: str, masked: str) -> None:
     passed, selects = chosen(name)
-    module = Module(is_causal=False)
+    module = Module()
     module.indexer = torch.nn.Module()
     module.indexer.block_size = 3
     mask, sees = {
