@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard import ArgumentError, ArgumentTypeError
+from regard import ArgumentError, ArgumentTypeError, masks
 from regard.masks import Causal, Window
 from regard.span import Span
 from tests.integrations.families import (
@@ -341,7 +341,7 @@ def test_an_edit_changes_what_the_model_computes() -> None:
 
 def test_a_keyword_that_is_not_known_to_be_harmless_is_refused() -> None:
     q, k, v = inputs()
-    for name in ("sinks", "cache", "cu_seq_lens_q", "max_length_k", "head_mask", "anything"):
+    for name in ("sinks", "cache", "head_mask", "anything"):
         with pytest.raises(ArgumentTypeError, match=rf"Module passes {name}, .*no such option"):
             regard_attention(Module(), q, k, v, None, **{name: torch.zeros(1)})
         with pytest.raises(ArgumentTypeError, match=f"Module passes {name}, "):
@@ -446,6 +446,18 @@ def test_a_selection_is_obeyed(name: str, masked: str) -> None:
     assert not weights[~table(both)].any()
     without, _ = regard_attention(module, q, k, v, mask)
     assert (without - ref).abs().max() > 1e-3
+
+
+def test_bounds_of_packed_rows_that_do_not_fit_are_refused() -> None:
+    q, k, v = (x[:1] for x in inputs(S=T))
+    for bounds in ([0, 2, 4], [1, T], [0, T, 4], []):
+        given = {"cu_seq_lens_q": torch.tensor(bounds), "cu_seq_lens_k": torch.tensor([0, 4])}
+        with pytest.raises(ArgumentError, match=r"cu_seq_lens_q \["):
+            regard_attention(Module(), q, k, v, None, **given)
+    chunks = MaskRule.make(masks.Chunk(3), Span(0, T), Span(0, T), 1, "cpu")
+    given = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 2, T]))
+    with pytest.raises(ArgumentError, match="chunks that begin at the first token of the batch"):
+        regard_attention(Module(), q, k, v, chunks, **given)
 
 
 def test_a_selection_that_does_not_fit_is_refused() -> None:

@@ -45,19 +45,22 @@ IGNORED_KEYWORDS = frozenset(
 )
 """Keyword arguments that do not change what softmax attention is, whatever their values."""
 
-USED_KEYWORDS = frozenset(
-    {"softcap", "s_aux", "position_bias", "indices", "block_indices", "output_attentions"}
-)
+PACKED_KEYWORDS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+"""Keyword arguments that describe packed rows; the bounds of the rows say all of it."""
+
+USED_KEYWORDS = PACKED_KEYWORDS | {
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "indices",
+    "block_indices",
+    "output_attentions",
+}
 """Keyword arguments that `regard_attention` passes on to `attend`, or answers itself."""
 
 REFUSED_KEYWORDS = {
     "sinks": "sinks that differ from query to query",
     "cache": "a paged cache of continuous batching",
-    **dict.fromkeys(
-        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-        "the lengths of packed rows, which only flash attention reads: give position_ids that "
-        "begin at 0 in each row",
-    ),
 }
 """Keyword arguments that are refused because they would change the result, with their meanings.
 Unknown arguments are refused, too.
@@ -106,7 +109,9 @@ def regard_attention(
         kwargs: `softcap`, `s_aux` (sinks [H]), `position_bias` (added to the scores), `indices`
             (int [B,T,n]: the slots of the keys that a query may see), `block_indices` (int
             [B,J,T,n]: the same in blocks of the module's `indexer.block_size` slots, for J groups
-            of heads, -1 = none) and `output_attentions` (also return the weights) are applied.
+            of heads, -1 = none), `cu_seq_lens_q` and `cu_seq_lens_k` (int [rows+1]: the bounds of
+            rows that are packed into one) and `output_attentions` (also return the weights) are
+            applied.
             Arguments in `IGNORED_KEYWORDS` do not change the result.
 
     Returns:
@@ -134,6 +139,7 @@ def regard_attention(
         mask_arguments = _without_mask(module, is_causal, T, S)
     else:
         mask_arguments = _mask_arguments(attention_mask, T, S)
+    mask_arguments = _within_packed_rows(mask_arguments, module, query, key, kwargs)
     if (scope := current_scope()) is not None:
         mask_arguments = _over_ranks(scope, mask_arguments, key, kwargs.get("position_ids"))
     options: dict[str, Any] = {
@@ -202,6 +208,45 @@ def _mask_arguments(mask: Tensor, T: int, S: int) -> _MaskArguments:
         return {"mask": masks.Dense(mask.bool())}
     hidden = mask <= torch.finfo(mask.dtype).min / 2
     return {"mask": masks.Dense(~hidden), "bias": mask.masked_fill(hidden, 0)}
+
+
+def _within_packed_rows(
+    arguments: _MaskArguments,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    named: dict[str, Any],
+) -> _MaskArguments:
+    """Restrict the visible keys to the packed row of each query. Most models make such a mask of
+    their positions, but not if they fill a cache.
+    """
+    (B, _, T, _), S = query.shape, key.shape[2]
+    q_bounds, k_bounds = named.get("cu_seq_lens_q"), named.get("cu_seq_lens_k")
+    if q_bounds is None and k_bounds is None:
+        return arguments
+    name = type(module).__name__
+    if is_compiling():
+        raise ArgumentError(
+            f"{name} passes cu_seq_lens_q, which cannot be read in a traced graph; leave it out, "
+            "and give position_ids that begin anew in each row, with use_cache=False"
+        )
+    bounds, of_keys = ([] if x is None else x.tolist() for x in (q_bounds, k_bounds))
+    if B != 1 or bounds != of_keys or bounds[:1] != [0] or not bounds[-1] == T == S:
+        raise ArgumentError(
+            f"{name} passes cu_seq_lens_q {bounds} and cu_seq_lens_k {of_keys} for "
+            f"{plural(T, 'query', 'queries')} and {plural(S, 'key')} in a batch of {B}; both must "
+            f"be the same, from 0 to {T}, for one batch row without earlier tokens in a cache"
+        )
+    mask, rows = arguments["mask"], masks.Document((tuple(bounds),))
+    terms = () if mask is None else mask.terms()
+    if rows in terms:
+        return arguments
+    if any(isinstance(term, masks.Chunk) for term in terms):
+        raise ArgumentError(
+            f"{name} has chunks that begin at the first token of the batch row instead of that of "
+            "each packed row; give position_ids that begin anew in each row, with use_cache=False"
+        )
+    return {**arguments, "mask": rows if mask is None else mask & rows}
 
 
 def _over_ranks(
