@@ -97,11 +97,36 @@ def find_feed_forward(block: nn.Module) -> nn.Module | None:
             return child
     maps = [
         module
-        for path, module in block.named_modules()
-        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
-        and not any("attn" in part or "attention" in part for part in path.lower().split("."))
+        for path, module in linear_maps(block).items()
+        if not any("attn" in part or "attention" in part for part in path.lower().split("."))
     ]
     return maps[-1] if maps else None
+
+
+def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear maps of a model by path. An adapter of PEFT, which adds terms to the map
+    that it holds as `base_layer`, is one map.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> list(linear_maps(layer))
+    ['self_attn.out_proj', 'linear1', 'linear2']
+    """
+    maps: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        is_map = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if is_map or isinstance(getattr(module, "base_layer", None), nn.Module):
+            if not any(path.startswith(f"{outer}.") for outer in maps):
+                maps[path] = module
+    return maps
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm by the name of its class.
+
+    >>> is_norm(nn.LayerNorm(4)), is_norm(nn.Linear(4, 4))
+    (True, False)
+    """
+    return "norm" in type(module).__name__.lower() and not list(module.children())
 
 
 def stack_prefix(stack: Stack) -> str:
@@ -156,7 +181,7 @@ def module_taps(model: nn.Module) -> Iterator[None]:
 
     with ExitStack() as exits:
         for path, module in model.named_modules():
-            if "norm" in type(module).__name__.lower() and not list(module.children()):
+            if is_norm(module):
                 exits.callback(hooks.after(module, here(path), "norm").remove)
         for stack in stacks:
             prefix = renamed[stack.path] if len(stacks) > 1 else ""
