@@ -448,6 +448,14 @@ def test_rollout_equals_a_loop() -> None:
     assert "heuristic" in table.title
     assert table.notes
     assert np.abs(rollout(small, CLEAN, residual=0.0).values - wanted).max() > 0.01
+    # a token that sees nothing, and nothing sees
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
+    hidden = torch.tensor([False, False, True])
+    recording = record(layer.eval(), torch.randn(1, 3, 16), hidden | hidden[:, None])
+    for method, unseen in itertools.product(("rollout", "flow"), (0.0, 1.0)):
+        values = rollout(recording, method=method, residual=unseen).values
+        assert values[2].tolist() == [0, 0, unseen]
+        assert np.isfinite(values).all()
 
 
 def test_flow_equals_the_smallest_cut() -> None:
