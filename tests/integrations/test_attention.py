@@ -213,7 +213,7 @@ def test_without_a_mask_nothing_is_hidden_unless_the_caller_says_so() -> None:
         ref = loops(q[:, :, :length], k, v, sees, scale, None, lambda *at: 0.0, None)
         same = plain(q[:, :, :length], k, v, table(sees, T=length, S=S), scale, None, nothing, None)
         assert_close_rule(z, same, ref)
-    with pytest.raises(ArgumentError, match="Module passes no mask, .*is_causal is True"):
+    with pytest.raises(ArgumentError, match=r"Module passes no mask, .*is_causal is True"):
         regard_attention(Module(is_causal=True), q, k, v, None)
 
 
@@ -236,9 +236,10 @@ def cross_attention_modules() -> dict[str, nn.Module]:
             continue
         for path, module in model.named_modules():
             cls = type(module)
-            if CROSS.search(f"{path} {cls.__name__}") and cls.__name__ not in found:
-                if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(cls):
-                    found[cls.__name__] = module
+            if cls.__name__ in found or not CROSS.search(f"{path} {cls.__name__}"):
+                continue
+            if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(cls):
+                found[cls.__name__] = module
     return found
 
 

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard.errors import ArgumentTypeError
+from regard.inspect import watch
 from regard.integrations.pytorch.torch_calls import mask_cache
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -105,6 +106,7 @@ def assert_same(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    is_torch_right: bool = True,
 ) -> None:
     """The call is taken, and is as near to the equation in float64 as torch's own result."""
     options = {
@@ -123,7 +125,8 @@ def assert_same(
     if q.dtype == torch.float64:
         torch.testing.assert_close(z, exact, rtol=1e-12, atol=1e-12)
     else:
-        assert_close_rule(z, [usual, same], exact)
+        assert_close_rule(z, [usual, same] if is_torch_right else same, exact)
+    assert torch.allclose(usual.double(), exact, atol=0.1) is is_torch_right
 
 
 def test_another_alignment_would_be_noticed() -> None:
@@ -171,6 +174,34 @@ def test_what_is_left_to_torch_is_counted_with_its_reason(name: str) -> None:
     assert not calls.taken
     assert any(why in reason for reason in calls.left), str(calls)
     assert str(calls).startswith("calls that ran in regard: 0; in torch: 1")
+
+
+ONLY_IN_TORCH: list[dict[str, Any]] = [
+    *({"scale": scale} for scale in (0.0, -0.0, math.inf, math.nan)),
+    *({name: 0} for name in ("B", "H", "T", "D", "E")),
+]
+
+
+@pytest.mark.parametrize("given", ONLY_IN_TORCH, ids=str)
+def test_what_has_a_meaning_in_torch_only_is_left_to_it(given: dict[str, Any]) -> None:
+    B, H, T, D, E = (({"B": 1, "H": 2, "T": 3, "D": 8, "E": 8} | given)[x] for x in "BHTDE")
+    q, k, v = (torch.randn(B, H, n, m) for n, m in ((T, D), (5, D), (5, E)))
+    scale = given.get("scale")
+    usual = ORIGINAL(q, k, v, scale=scale)
+    with regard.accelerate(always=True) as calls:
+        z = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    with watch(nn.Identity()), regard.Trace("z", missing="ignore"):
+        watched = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    for x in (z, watched):
+        torch.testing.assert_close(x, usual, rtol=0, atol=0, equal_nan=True)
+    assert "meaning in torch only" in str(calls)
+
+
+def test_faults_of_torch_are_not_shared() -> None:
+    q, k, v = torch.randn(3, 1, 2, 17, 8).unbind(0)
+    assert_same(q, k, v, causal=True, scale=-0.5, is_torch_right=False)
+    assert_same(q.double(), k.double(), v.double(), mask=torch.randn(17, 17), is_torch_right=False)
+    assert_same(q, k, v, scale=True)
 
 
 def test_torch_says_what_does_not_fit() -> None:

@@ -131,8 +131,7 @@ class Direction(NamedTuple):
 def answer_direction(
     run: ModelRun, output: OutputMap, state: Tensor, ids: tuple[int, ...]
 ) -> Direction:
-    """Return the direction of a logit, or of the difference of two, in a normed state `[1, 1, M]`.
-    """
+    """Return the direction of a logit, or of the difference of two, in a normed state."""
     signs = (1.0, -1.0)[: len(ids)]
     with torch.enable_grad():
         x = torch.zeros_like(state).requires_grad_()

@@ -138,10 +138,12 @@ def _check_attention_implementation(model: nn.Module) -> None:
         if implementation not in RECORDED_IMPLEMENTATIONS
     }
     if len(others) == len(used):
+        from regard.integrations.transformers.supported_models import ways_to_record
+
         implementations = " and ".join(dict.fromkeys(map(repr, others.values())))
         raise ArgumentError(
             f"{type(model).__name__} computes its attention with {implementations}, so that "
-            f"nothing would be recorded; {_ways_to_record(model)}"
+            f"nothing would be recorded; {ways_to_record(model)}"
         )
     parts = {
         name: implementation
@@ -158,29 +160,3 @@ def _check_attention_implementation(model: nn.Module) -> None:
             'model.set_attn_implementation("regard") sets all parts',
             stacklevel=5,
         )
-
-
-def _ways_to_record(model: nn.Module) -> str:
-    """Say how the attention of a transformers model can be recorded, as far as its classes allow."""
-    from transformers import PreTrainedModel
-
-    from regard.integrations.transformers.supported_models import attention_usage
-    from regard.models.families import FAMILIES
-
-    classes = {type(part) for part in model.modules() if isinstance(part, PreTrainedModel)}
-    usages = [usage for usage in map(attention_usage, classes) if usage is not None]
-    ways = []
-    if any(getattr(cls, "_supports_sdpa", False) for cls in classes):
-        ways.append('load it with attn_implementation="sdpa"')
-    if any(usage.interface and not usage.by_name for usage in usages):
-        ways.append(
-            'call model.set_attn_implementation("regard"), after '
-            "import regard.integrations.transformers"
-        )
-    if getattr(getattr(model, "config", None), "model_type", None) in FAMILIES:
-        ways.append("load the checkpoint with regard.load")
-    return ", or ".join(ways) or (
-        "its own code computes the attention whatever attn_implementation says, and cannot be "
-        "recorded; record a model of another architecture, or call F.scaled_dot_product_attention "
-        "in a copy of its code"
-    )

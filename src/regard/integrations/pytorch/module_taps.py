@@ -114,9 +114,9 @@ def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
     maps: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         is_map = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-        if is_map or isinstance(getattr(module, "base_layer", None), nn.Module):
-            if not any(path.startswith(f"{outer}.") for outer in maps):
-                maps[path] = module
+        is_map = is_map or isinstance(getattr(module, "base_layer", None), nn.Module)
+        if is_map and not any(path.startswith(f"{outer}.") for outer in maps):
+            maps[path] = module
     return maps
 
 

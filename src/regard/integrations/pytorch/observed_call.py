@@ -153,7 +153,7 @@ def _in_four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> _Four
 
     The third dimension from the right is the heads.
     """
-    if not q.ndim == k.ndim == v.ndim >= 2:
+    if not q.ndim == k.ndim == v.ndim >= 2 or (mask is not None and mask.ndim > q.ndim):
         return None
     heads = () if q.ndim == 2 else (max(q.shape[-3], 1),)
     try:

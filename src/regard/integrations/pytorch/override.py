@@ -7,10 +7,13 @@ the sizes of the call first, and passes small calls to torch at once. All other 
 are untouched. A `TorchFunctionMode` would see every call of torch and cost 3 microseconds for each,
 which is more than 3 % of a decoding step of a small model.
 
-A result equals torch's within the error rule, with three differences, which correct faults of
-torch: NaN in data that a query sees always appears in the output, and NaN in hidden data never
-does; and a float mask of `nn.TransformerEncoderLayer` is added to the scores, as torch documents
-it, whereas torch's fused path hides every key where it is not 0.
+A result equals torch's within the error rule, except where torch has a fault:
+
+- NaN in data that a query sees always appears in the output, and NaN in hidden data never does;
+- a float mask of `nn.TransformerEncoderLayer` is added to the scores, as torch documents it,
+  whereas torch's fused path hides every key where it is not 0;
+- `is_causal` with a negative scale hides later keys, whereas torch's kernel gives NaN;
+- a mask of float32 is added to scores of float64, whereas torch's kernel reads other numbers.
 """
 
 from __future__ import annotations
