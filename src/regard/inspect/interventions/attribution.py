@@ -139,7 +139,9 @@ def answer_direction(
         constant = torch.stack([s * logits[i] for s, i in zip(signs, ids, strict=True)]).sum()
         (vector,) = torch.autograd.grad(constant, x)
     logit = sum(s * float(output.logits[i]) for s, i in zip(signs, ids, strict=True))
-    name = f"logit of {answer_names(run, ids)}{'' if output.cap is None else ' before the cap'}"
+    name = f"logit of {answer_names(run, ids)}"
+    if output.cap is not None:
+        name += " before the cap"
     return Direction(vector[0, 0].double().cpu(), float(constant.detach()), logit, name)
 
 
