@@ -332,14 +332,17 @@ def test_a_transformers_model_that_computes_its_attention_itself_is_named() -> N
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     ids = torch.arange(6)[None]
     llama.set_attn_implementation("eager")
-    with pytest.raises(ArgumentError) as error:
-        record(llama, ids)
-    assert str(error.value) == (
-        "LlamaForCausalLM computes its attention with 'eager', so that nothing would be recorded; "
-        'load it with attn_implementation="sdpa" or "regard", or call '
-        'model.set_attn_implementation("regard"), after '
-        "import regard.integrations.transformers"
-    )
+    ways = ('attn_implementation="sdpa"', 'attn_implementation("regard")', "regard.load")
+    for name, possible in {"Llama": ways, "Mpt": ways[2:], "DebertaV2": ()}.items():
+        config = getattr(transformers, f"{name}Config")(
+            **sizes | ({"d_model": 16, "n_heads": 2, "n_layers": 1} if name == "Mpt" else {})
+        )
+        network = getattr(transformers, f"{name}Model")(config).eval()
+        if name == "Llama":
+            network.set_attn_implementation("eager")
+        with pytest.raises(ArgumentError, match="with 'eager', so that nothing") as error:
+            record(network, ids)
+        assert [way for way in ways if way in str(error.value)] == [*possible]
     with (
         pytest.warns(UserWarning, match="transformers model must have attn_implementation"),
         Recorder(),

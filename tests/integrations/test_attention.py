@@ -17,16 +17,19 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard import ArgumentError, ArgumentTypeError
+from regard import ArgumentError, ArgumentTypeError, masks
 from regard.masks import Causal, Window
 from regard.span import Span
 from tests.integrations.families import (
     MaskRule,
+    architectures,
     name_taps,
     regard_attention,
     regard_mask,
     transformers,
 )
+from tests.integrations.matrix.cells import class_of
+from tests.integrations.matrix.tiny import tiny
 from tests.rules import GRADIENT, assert_close_rule
 
 attention = importlib.import_module("regard.integrations.transformers.attention")
@@ -42,7 +45,7 @@ LOWEST = torch.finfo(torch.float32).min
 class Module(nn.Module):
     """What a caller is asked for."""
 
-    def __init__(self, *, is_causal: bool = True, layer_idx: int | None = None) -> None:
+    def __init__(self, *, is_causal: bool = False, layer_idx: int | None = None) -> None:
         super().__init__()
         self.is_causal, self.layer_idx = is_causal, layer_idx
 
@@ -191,10 +194,8 @@ def test_each_argument_means_what_the_loops_say(
     assert (wrong - ref).abs().max() > 1e-3
 
 
-def test_without_a_mask_the_module_says_whether_it_is_causal() -> None:
-    """Aligned at the first key, one query sees everything, and an argument comes before the
-    attribute.
-    """
+def test_without_a_mask_nothing_is_hidden_unless_the_caller_says_so() -> None:
+    """Aligned at the first key, and one query sees everything."""
     q, k, v = inputs()
     scale, nothing = D**-0.5, torch.zeros(())
 
@@ -202,23 +203,68 @@ def test_without_a_mask_the_module_says_whether_it_is_causal() -> None:
         return j <= i
 
     for module, said, length, sees in (
-        (Module(), None, T, first),
-        (nn.Module(), None, T, first),
-        (Module(is_causal=False), True, T, first),
-        (Module(is_causal=False), None, T, everything),
-        (Module(), False, T, everything),
-        (Module(), None, 1, everything),
+        (Module(), None, T, everything),
+        (nn.Module(), None, T, everything),
+        (Module(), True, T, first),
+        (Module(is_causal=True), False, T, everything),
+        (Module(is_causal=True), None, 1, everything),
     ):
         z, _ = regard_attention(module, q[:, :, :length], k, v, None, is_causal=said)
         ref = loops(q[:, :, :length], k, v, sees, scale, None, lambda *at: 0.0, None)
         same = plain(q[:, :, :length], k, v, table(sees, T=length, S=S), scale, None, nothing, None)
         assert_close_rule(z, same, ref)
+    with pytest.raises(ArgumentError, match=r"Module passes no mask, .*is_causal is True"):
+        regard_attention(Module(is_causal=True), q, k, v, None)
+
+
+CROSS = re.compile("cross|encoder_attn|EncDec", re.IGNORECASE)
+"""What the path, or the class, of a module that attends to another sequence is named after."""
+
+
+def cross_attention_modules() -> dict[str, nn.Module]:
+    """One module of each class of the installed transformers that attends to another sequence and
+    takes its attention from the interface, on the device "meta".
+    """
+    found: dict[str, nn.Module] = {}
+    for name in architectures():
+        kind, options = transformers.CONFIG_MAPPING[name], ("is_decoder", "add_cross_attention")
+        try:
+            given = dict.fromkeys(options, True) if hasattr(kind(), options[1]) else {}
+            with torch.device("meta"):
+                model = class_of(name)[1](tiny(kind, name, **given))
+        except Exception:  # the matrix of docs/transformers.md says why it cannot be built
+            continue
+        for path, module in model.named_modules():
+            cls = type(module)
+            if cls.__name__ in found or not CROSS.search(f"{path} {cls.__name__}"):
+                continue
+            if "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(cls):
+                found[cls.__name__] = module
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_no_cross_attention_of_transformers_becomes_causal() -> None:
+    """Eager attention reads nothing but the mask: without one every query sees every key."""
+    q, k, v = inputs()
+    ref = loops(q, k, v, everything, D**-0.5, None, lambda *at: 0.0, None)
+    same = plain(q, k, v, table(everything), D**-0.5, None, torch.zeros(()), None)
+    modules = cross_attention_modules()
+    assert len(modules) > 50
+    assert not hasattr(modules["MllamaTextCrossAttention"], "is_causal")
+    for name, module in modules.items():
+        if getattr(module, "is_causal", False):  # which eager attention ignores, and sdpa obeys
+            with pytest.raises(ArgumentError, match=f"{name} passes no mask"):
+                regard_attention(module, q, k, v, None)
+        else:
+            assert_close_rule(regard_attention(module, q, k, v, None)[0], same, ref, what=name)
 
 
 def test_learned_queries_serve_every_row() -> None:
     q, k, v = inputs()
-    z, _ = regard_attention(Module(is_causal=False), q[:1], k, v, None)
-    again, _ = regard_attention(Module(is_causal=False), q[:1].repeat(B, 1, 1, 1), k, v, None)
+    z, _ = regard_attention(Module(), q[:1], k, v, None)
+    again, _ = regard_attention(Module(), q[:1].repeat(B, 1, 1, 1), k, v, None)
     assert z.shape == (B, T, H, E)
     assert torch.equal(z, again)
 
@@ -249,8 +295,8 @@ def test_the_gradient_reaches_queries_keys_values_bias_and_sinks() -> None:
 def test_dropout_drops_weights_and_scales_the_rest() -> None:
     q, k, _ = inputs()
     v = torch.eye(S).expand(B, G, S, S)  # the output is the weights
-    whole, _ = regard_attention(Module(is_causal=False), q, k, v, None)
-    dropped, _ = regard_attention(Module(is_causal=False), q, k, v, None, dropout=0.5)
+    whole, _ = regard_attention(Module(), q, k, v, None)
+    dropped, _ = regard_attention(Module(), q, k, v, None, dropout=0.5)
     gone = dropped == 0
     assert 0.3 < gone.double().mean() < 0.7
     assert torch.allclose(dropped[~gone], 2 * whole[~gone], rtol=1e-5)
@@ -296,7 +342,7 @@ def test_an_edit_changes_what_the_model_computes() -> None:
 
 def test_a_keyword_that_is_not_known_to_be_harmless_is_refused() -> None:
     q, k, v = inputs()
-    for name in ("sinks", "cache", "cu_seq_lens_q", "max_length_k", "head_mask", "anything"):
+    for name in ("sinks", "cache", "head_mask", "anything"):
         with pytest.raises(ArgumentTypeError, match=rf"Module passes {name}, .*no such option"):
             regard_attention(Module(), q, k, v, None, **{name: torch.zeros(1)})
         with pytest.raises(ArgumentTypeError, match=f"Module passes {name}, "):
@@ -374,7 +420,7 @@ def chosen(name: str) -> tuple[dict[str, Any], Any]:
 @pytest.mark.parametrize("name", ["indices", "block_indices"])
 def test_a_selection_is_obeyed(name: str, masked: str) -> None:
     passed, selects = chosen(name)
-    module = Module(is_causal=False)
+    module = Module()
     module.indexer = torch.nn.Module()
     module.indexer.block_size = 3
     mask, sees = {
@@ -401,6 +447,18 @@ def test_a_selection_is_obeyed(name: str, masked: str) -> None:
     assert not weights[~table(both)].any()
     without, _ = regard_attention(module, q, k, v, mask)
     assert (without - ref).abs().max() > 1e-3
+
+
+def test_bounds_of_packed_rows_that_do_not_fit_are_refused() -> None:
+    q, k, v = (x[:1] for x in inputs(S=T))
+    for bounds in ([0, 2, 4], [1, T], [0, T, 4], []):
+        given = {"cu_seq_lens_q": torch.tensor(bounds), "cu_seq_lens_k": torch.tensor([0, 4])}
+        with pytest.raises(ArgumentError, match=r"cu_seq_lens_q \["):
+            regard_attention(Module(), q, k, v, None, **given)
+    chunks = MaskRule.make(masks.Chunk(3), Span(0, T), Span(0, T), 1, "cpu")
+    given = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 2, T]))
+    with pytest.raises(ArgumentError, match="chunks that begin at the first token of the batch"):
+        regard_attention(Module(), q, k, v, chunks, **given)
 
 
 def test_a_selection_that_does_not_fit_is_refused() -> None:

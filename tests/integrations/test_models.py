@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import regard
+from regard.errors import ArgumentError
 from tests.integrations.families import (
     CHUNK,
     DECODERS,
@@ -213,6 +214,28 @@ def test_packed_sequences_do_not_see_one_another(name: str) -> None:
         packed = model(ids, position_ids=positions, use_cache=False).logits[:1, 5:]
         alone = model(ids[:1, 5:], use_cache=False).logits
     assert (packed - alone).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "Llama4"])
+def test_a_collated_batch_of_packed_rows_is_each_row_alone(name: str, *, use_cache: bool) -> None:
+    """With a cache, transformers reads no rows from the positions, but their bounds are given."""
+    rows = [tokens(n, seed=n).tolist() for n in (5, 7, 1, 3)]
+    batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(
+        [{"input_ids": row} for row in rows]
+    )
+    model = kept(name, "regard")
+    del batch["labels"]
+    with torch.no_grad():
+        if name == "Llama4" and use_cache:
+            with pytest.raises(ArgumentError, match="chunks"):
+                model(**batch)
+            return
+        alone = torch.cat([model(torch.tensor([row]), use_cache=False).logits for row in rows], 1)
+        packed = model(**batch, use_cache=use_cache).logits
+        exact = kept(name, "eager", F64)
+        same = torch.cat([exact(torch.tensor([row])).logits for row in rows], 1)
+    assert_close_rule(packed, alone, same)
 
 
 def test_a_mask_of_the_users_own_is_taken() -> None:

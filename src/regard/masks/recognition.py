@@ -200,7 +200,7 @@ def recognize_mask(mask: Tensor, T: int, S: int) -> RecognizedMask:
     >>> print(recognized.mask, recognized.q_positions)
     causal Span(start=2, length=3)
     """
-    mask = mask.detach()
+    mask = unexpanded(mask.detach())
     mask = mask[(None,) * (4 - mask.ndim)]
     mask = mask.expand(*mask.shape[:2], T, S)
     if mask.dtype == torch.bool:
@@ -210,6 +210,11 @@ def recognize_mask(mask: Tensor, T: int, S: int) -> RecognizedMask:
     bias = None if bool((lowest | (mask == 0)).all()) else mask.masked_fill(lowest, 0)
     finite = (lowest & (mask > -torch.inf)).any(-1)
     return replace(recognized, bias=bias, uniform_rows=bool((lowest.all(-1) & finite).any()))
+
+
+def unexpanded(mask: Tensor) -> Tensor:
+    """Return a mask with size 1 in the dimensions along which it is one expanded element."""
+    return mask[tuple(slice(0, 1 if step == 0 else None) for step in mask.stride())]
 
 
 def _recognize_table(visible: Tensor) -> RecognizedMask:

@@ -5,8 +5,10 @@ a model whose circuit was made by hand.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import regard
 from regard import Trace
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import (
@@ -30,6 +33,7 @@ from regard.inspect import (
 )
 from regard.inspect.interventions.frozen_norm import FrozenNorm
 from regard.inspect.interventions.rollout import flows
+from regard.integrations.pytorch.module_taps import find_feed_forward
 from regard.models import Model, Seq2Seq
 from regard.models.encoder_decoder import transformer
 from regard.nn import PostNorm, PreNorm
@@ -37,6 +41,7 @@ from regard.tolerance import allowed_error
 from tests.cost.tiny import TINY
 from tests.inspect.planted import INDUCTION_HEAD, PREVIOUS_HEAD, planted_model
 from tests.inspect.small_model import model
+from tests.rules import assert_close_rule
 
 CLEAN, CORRUPT = torch.tensor([[5, 9, 2, 31, 9]]), torch.tensor([[5, 7, 2, 31, 9]])
 PAIR = (11, 40)
@@ -443,6 +448,14 @@ def test_rollout_equals_a_loop() -> None:
     assert "heuristic" in table.title
     assert table.notes
     assert np.abs(rollout(small, CLEAN, residual=0.0).values - wanted).max() > 0.01
+    # a token that sees nothing, and nothing sees
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
+    hidden = torch.tensor([False, False, True])
+    recording = record(layer.eval(), torch.randn(1, 3, 16), hidden | hidden[:, None])
+    for method, unseen in itertools.product(("rollout", "flow"), (0.0, 1.0)):
+        values = rollout(recording, method=method, residual=unseen).values
+        assert values[2].tolist() == [0, 0, unseen]
+        assert np.isfinite(values).all()
 
 
 def test_flow_equals_the_smallest_cut() -> None:
@@ -509,17 +522,71 @@ def test_foreign_models() -> None:
         handle.remove()
     assert table.rows[1] == "model.layers.1.self_attn"
     assert abs(table.values[1, 1] - wanted) < 1e-5 < abs(wanted)
-    terms = attribute(network, CLEAN, PAIR)
-    assert terms.baseline is not None
-    assert abs(terms.values[:-1].sum() - terms.baseline) < 1e-4
-    assert sum(".head." in name for name in terms.rows) == 8
-    lens = logit_lens(network, CLEAN)
-    last = network(CLEAN).logits[0].double().softmax(-1).max(-1).values
-    assert np.abs(lens.values[-1] - last.detach().numpy()).max() < 1e-6
     shares = patch(network, CLEAN, CORRUPT, PAIR).share
     assert abs(shares[-1, -1] - 1) < 1e-5
     slopes = attribute(network, CLEAN, PAIR, method="gradient", corrupt=CORRUPT)
     assert np.isfinite(slopes.values).all()
+
+
+class Adapter(nn.Module):
+    """A linear map with a term of low rank, with the names that PEFT gives them."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.Linear(base_layer.in_features, 2, bias=False)
+        self.lora_B = nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+    def merged(self) -> nn.Linear:
+        """One map with the sum of the weights."""
+        self.base_layer.weight.data += self.lora_B.weight.data @ self.lora_A.weight.data
+        return self.base_layer
+
+
+ADAPTED = r"(o_proj|down_proj|lm_head)$"
+
+
+@pytest.mark.full(keep=["Gemma2", "adapters"])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Gemma3", "Olmo2", "adapters"])
+def test_the_terms_of_a_foreign_model_are_those_of_the_same_model_here(
+    kind: str, tmp_path: Path
+) -> None:
+    """Norms after attention, a cap of the logits, and adapters on maps that terms go through."""
+    pytest.importorskip("transformers")
+    from tests.integrations.families import decoder
+
+    # sdpa knows no cap of scores
+    attention = "regard" if kind == "Gemma2" else "sdpa"
+    network = decoder("Llama" if kind == "adapters" else kind, attention)
+    maps = [name for name, _ in network.named_modules() if re.search(ADAPTED, name)]
+    if kind == "adapters":
+        for name in maps:
+            network.set_submodule(name, Adapter(network.get_submodule(name)))
+    terms = [attribute(network, CLEAN, PAIR, by_key=by_key) for by_key in (False, True)]
+    lens = logit_lens(network, CLEAN)
+    if kind == "adapters":
+        for name in maps:
+            network.set_submodule(name, network.get_submodule(name).merged())
+    network.save_pretrained(tmp_path)
+    ours = regard.load(tmp_path)
+    plain = [attribute(ours, CLEAN, PAIR, by_key=by_key) for by_key in (False, True)]
+    plain_lens = logit_lens(ours, CLEAN)
+    ours.decoder.double()
+    for by_key in (False, True):
+        exact = attribute(ours, CLEAN, PAIR, by_key=by_key)
+        here = [torch.tensor(x[by_key].values[:-1]).float() for x in (terms, plain)]
+        assert_close_rule(here[0], here[1], torch.tensor(exact.values[:-1]))
+        assert terms[by_key].quantity == plain[by_key].quantity
+    shown = [torch.tensor(x.values).float() for x in (lens, plain_lens)]
+    assert_close_rule(shown[0], shown[1], torch.tensor(logit_lens(ours, CLEAN).values))
+
+
+def test_an_adapter_is_one_map() -> None:
+    block = nn.ModuleDict({"attention": nn.Linear(4, 4), "out": Adapter(nn.Linear(4, 4))})
+    assert find_feed_forward(block) is block["out"]
 
 
 @pytest.mark.full

@@ -333,6 +333,7 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "esm": {"vocab_size": VOCAB, "mask_token_id": 4, "pad_token_id": 0},
     "blt": {"encoder_hash_byte_group_vocab": 64, "vocab_size": 260},
+    "mllama_text_model": {"cross_attention_layers": [1]},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
     },

@@ -135,6 +135,9 @@ def test_torch_linears_share_what_they_replace() -> None:
     assert module.output.weight is weight
     assert torch.allclose(module(randn(1, 5, 32)), right, atol=1e-6)
     assert type(with_torch_linears(Linear(3, 2))) is nn.Linear
+    shared = Linear(3, 3)
+    twice = with_torch_linears(nn.ModuleList([shared, None, shared]))
+    assert [type(part) for part in twice] == [nn.Linear, type(None), nn.Linear]
     assert type(with_torch_linears(CappedLogits(3, 2, cap=1.0))) is CappedLogits
 
 

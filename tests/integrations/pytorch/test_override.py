@@ -11,7 +11,8 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard.errors import ArgumentTypeError
+from regard.inspect import watch
 from regard.integrations.pytorch.torch_calls import mask_cache
 from tests.rules import GRADIENT, assert_close_rule
 
@@ -104,6 +106,7 @@ def assert_same(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    is_torch_right: bool = True,
 ) -> None:
     """The call is taken, and is as near to the equation in float64 as torch's own result."""
     options = {
@@ -122,7 +125,8 @@ def assert_same(
     if q.dtype == torch.float64:
         torch.testing.assert_close(z, exact, rtol=1e-12, atol=1e-12)
     else:
-        assert_close_rule(z, [usual, same], exact)
+        assert_close_rule(z, [usual, same] if is_torch_right else same, exact)
+    assert torch.allclose(usual.double(), exact, atol=0.1) is is_torch_right
 
 
 def test_another_alignment_would_be_noticed() -> None:
@@ -170,6 +174,34 @@ def test_what_is_left_to_torch_is_counted_with_its_reason(name: str) -> None:
     assert not calls.taken
     assert any(why in reason for reason in calls.left), str(calls)
     assert str(calls).startswith("calls that ran in regard: 0; in torch: 1")
+
+
+ONLY_IN_TORCH: list[dict[str, Any]] = [
+    *({"scale": scale} for scale in (0.0, -0.0, math.inf, math.nan)),
+    *({name: 0} for name in ("B", "H", "T", "D", "E")),
+]
+
+
+@pytest.mark.parametrize("given", ONLY_IN_TORCH, ids=str)
+def test_what_has_a_meaning_in_torch_only_is_left_to_it(given: dict[str, Any]) -> None:
+    B, H, T, D, E = (({"B": 1, "H": 2, "T": 3, "D": 8, "E": 8} | given)[x] for x in "BHTDE")
+    q, k, v = (torch.randn(B, H, n, m) for n, m in ((T, D), (5, D), (5, E)))
+    scale = given.get("scale")
+    usual = ORIGINAL(q, k, v, scale=scale)
+    with regard.accelerate(always=True) as calls:
+        z = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    with watch(nn.Identity()), regard.Trace("z", missing="ignore"):
+        watched = F.scaled_dot_product_attention(q, k, v, scale=scale)
+    for x in (z, watched):
+        torch.testing.assert_close(x, usual, rtol=0, atol=0, equal_nan=True)
+    assert "meaning in torch only" in str(calls)
+
+
+def test_faults_of_torch_are_not_shared() -> None:
+    q, k, v = torch.randn(3, 1, 2, 17, 8).unbind(0)
+    assert_same(q, k, v, causal=True, scale=-0.5, is_torch_right=False)
+    assert_same(q.double(), k.double(), v.double(), mask=torch.randn(17, 17), is_torch_right=False)
+    assert_same(q, k, v, scale=True)
 
 
 def test_torch_says_what_does_not_fit() -> None:
@@ -327,9 +359,23 @@ def test_a_half_precision_fused_layer_without_a_mask_is_left_to_torch() -> None:
             assert bool(calls.left) is not taken
 
 
+@contextmanager
+def slow_path() -> Iterator[None]:
+    """Let torch compute encoders without its fused inference path."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("masks", [(), ("mask",), ("padding",), ("mask", "padding")])
+@pytest.mark.parametrize(
+    "masks",
+    [(), ("mask",), ("padding",), ("mask", "padding"), ("bias",), ("biases", "float padding")],
+    ids=" and ".join,
+)
 def test_an_encoder_of_torch_s(
     masks: tuple[str, ...],
     gelu: bool,
@@ -347,25 +393,34 @@ def test_an_encoder_of_torch_s(
     for weight in model.parameters():  # biases and norms, too
         nn.init.normal_(weight, std=0.2)
     x = torch.randn(2, 12, 32)
+    later, padded = torch.ones(12, 12).triu(1).bool(), torch.arange(12) >= torch.tensor([[12], [9]])
+    hidden = torch.randn(8, 12, 12).masked_fill(later, -torch.inf)
     options: dict[str, Tensor] = {}
-    if "mask" in masks:
-        options["mask"] = ~torch.ones(12, 12, dtype=torch.bool).tril()
-    if "padding" in masks:
-        options["src_key_padding_mask"] = torch.arange(12) >= torch.tensor([12, 9])[:, None]
+    for name in masks:
+        # torch's fused path would hide every key where a float mask is not 0
+        options |= {
+            "mask": {"mask": later},
+            "padding": {"src_key_padding_mask": padded},
+            "bias": {"mask": hidden[0]},
+            "biases": {"mask": hidden},
+            "float padding": {"src_key_padding_mask": torch.randn(2, 12).masked_fill(padded, -9)},
+        }[name]
     with torch.no_grad():
-        usual = model(x, **options)
+        with slow_path():
+            usual = model(x, **options)
         with regard.accelerate(always=True) as calls:
             z = model(x, **options)
+        with regard.accelerate() as small_calls:
+            small = model(x, **options)
+        exact = copy.deepcopy(model).double()
+        exact_options = {k: m if m.dtype == torch.bool else m.double() for k, m in options.items()}
+        with slow_path():
+            reference = exact(x.double(), **exact_options)
     assert sum(calls.taken.values()) == 2, str(calls)
-    kept = (
-        torch.arange(12) < torch.tensor([12, 9])[:, None]
-        if "padding" in masks
-        else torch.ones(2, 12, dtype=torch.bool)
-    )
-    exact = copy.deepcopy(model).double()
-    with torch.no_grad():
-        reference = exact(x.double(), **options)
-    assert_close_rule(z[kept], usual[kept], reference[kept])
+    assert sum(small_calls.left.values()) == 2, str(small_calls)
+    kept = ~padded if "padding" in masks else torch.ones(2, 12, dtype=torch.bool)
+    for out in (z, small):
+        assert_close_rule(out[kept], usual[kept], reference[kept])
 
 
 @pytest.mark.parametrize("weights", [False, True])

@@ -265,8 +265,10 @@ def _output(
 def _modules_per_head(module: nn.Module) -> list[nn.Module]:
     """Return the modules of a list that has one module for each head, or []."""
     for child in module.children():
-        if isinstance(child, nn.ModuleList) and len(child) and all(_has_maps(c) for c in child):
-            return list(child)
+        if isinstance(child, nn.ModuleList):
+            heads = [head for head in child if head is not None]
+            if heads and all(map(_has_maps, heads)):
+                return heads
     return []
 
 

@@ -7,8 +7,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
@@ -30,7 +29,6 @@ from regard.inspect.interventions.model_run import (
     prepare,
 )
 from regard.inspect.interventions.residual_terms import OutputMap, decompose
-from regard.nn.embedding import CappedLogits
 from regard.tracing import Trace
 
 Edits: TypeAlias = Mapping[str, Edit]
@@ -131,27 +129,19 @@ class Direction(NamedTuple):
 
 
 def answer_direction(
-    run: ModelRun, output: OutputMap, ids: tuple[int, ...], normed: Float[Tensor, "1 1 M"]
+    run: ModelRun, output: OutputMap, state: Tensor, ids: tuple[int, ...]
 ) -> Direction:
-    """Return the direction of a logit, or of the difference of two, in the normed state."""
-    head = output.head
+    """Return the direction of a logit, or of the difference of two, in a normed state."""
     signs = (1.0, -1.0)[: len(ids)]
-
-    def chosen(x: Tensor) -> Tensor:
-        logits = nn.Linear.forward(head, x) if isinstance(head, CappedLogits) else head(x)
-        return torch.stack([s * logits[0, -1, i] for s, i in zip(signs, ids, strict=True)]).sum()
-
     with torch.enable_grad():
-        x = torch.zeros_like(normed).requires_grad_()
-        constant = chosen(x)
+        x = torch.zeros_like(state).requires_grad_()
+        logits = output.before_cap(x)[0, -1]
+        constant = torch.stack([s * logits[i] for s, i in zip(signs, ids, strict=True)]).sum()
         (vector,) = torch.autograd.grad(constant, x)
-    logits = last_logits(output.logits)[0].double().cpu()
-    values = [float(logits[i]) for i in ids]
+    logit = sum(s * float(output.logits[i]) for s, i in zip(signs, ids, strict=True))
     name = f"logit of {answer_names(run, ids)}"
-    if isinstance(head, CappedLogits):
-        values = [head.cap * float(np.arctanh(each / head.cap)) for each in values]
+    if output.cap is not None:
         name += " before the cap"
-    logit = sum(s * each for s, each in zip(signs, values, strict=True))
     return Direction(vector[0, 0].double().cpu(), float(constant.detach()), logit, name)
 
 
@@ -165,11 +155,11 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
     if metric is None:
         metric = int(last_logits(run.run().output)[0].argmax())
     decomposition = decompose(run, -1, by_key=by_key)
-    x = decomposition.terms.state(decomposition.states[-1])
+    output, x = decomposition.output, decomposition.terms.state(decomposition.states[-1])
     with torch.no_grad():
-        normed = decomposition.output.norm(x)
-        norm = FrozenNorm(decomposition.output.norm, x, normed)
-    direction = answer_direction(run, decomposition.output, answer_ids(run, metric), normed)
+        normed = output.norm(x)
+        norm = FrozenNorm(output.norm, x, normed)
+    direction = answer_direction(run, output, normed, answer_ids(run, metric))
     columns: tuple[str, ...] = ("last",)
     if by_key:
         T = decomposition.terms.taps[decomposition.states[0]].shape[1]

@@ -54,7 +54,7 @@ def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> Ef
     probabilities, cells = [], []
     with torch.no_grad():
         for name in names:
-            logits = decomposition.output.head(decomposition.output.norm(taps[name][:1]))
+            logits = decomposition.output(taps[name][:1])
             p = logits[0].double().softmax(-1)
             best = p.argmax(-1) if chosen is None else torch.full_like(p[:, 0], chosen).long()
             probabilities.append(p.gather(-1, best[:, None])[:, 0].cpu().numpy())

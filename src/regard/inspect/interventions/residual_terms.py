@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,12 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.inspect.interventions.frozen_norm import FrozenNorm
 from regard.inspect.interventions.model_run import ModelRun
-from regard.integrations.pytorch.module_taps import find_stacks, stack_prefix
+from regard.integrations.pytorch.module_taps import (
+    find_stacks,
+    is_norm,
+    linear_maps,
+    stack_prefix,
+)
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
 from regard.nn.blocks import (
@@ -29,6 +34,7 @@ from regard.nn.blocks import (
     SandwichNorm,
     ScaledPreNorm,
 )
+from regard.nn.embedding import CappedLogits
 from regard.nn.mixer_block import MixerBlock
 from regard.tolerance import allowed_error
 
@@ -49,17 +55,44 @@ class Term(NamedTuple):
 
 
 class OutputMap(NamedTuple):
-    """How logits are computed from a hidden state.
+    """How logits are computed from a hidden state: head(norm(x)), or with a cap
+    cap tanh(head(norm(x)) / cap).
 
     Args:
         norm: the last norm.
         head: the map to logits.
-        logits: the logits of the run, `[B, T, V]`.
+        logits: the logits of the last token of the run before a cap, `[V]`, in fp64.
+        cap: the cap of the logits, or None.
     """
 
     norm: nn.Module
     head: nn.Module
     logits: Tensor
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, norm: nn.Module, head: nn.Module, logits: Tensor) -> OutputMap:
+        """Return the output of a model of this package with the logits `[B, T, V]`."""
+        last = logits[0, -1].double().cpu()
+        if not isinstance(head, CappedLogits):
+            return cls(norm, head, last)
+        return cls(norm, head, head.cap * torch.atanh(last / head.cap), head.cap)
+
+    def before_cap(self, x: Tensor) -> Tensor:
+        """Return the logits of normed states before a cap."""
+        if isinstance(self.head, CappedLogits):
+            return nn.Linear.forward(self.head, x)
+        y: Tensor = self.head(x)
+        return y
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the logits of hidden states."""
+        y = self.before_cap(self.norm(x))
+        return y if self.cap is None else _capped(y, self.cap)
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return torch.tanh(logits / cap) * cap
 
 
 @dataclass(eq=False)
@@ -185,10 +218,10 @@ def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decompos
     terms = ResidualTerms(position, {name: trace[name] for name in trace}, by_key)
     if isinstance(run.model, Seq2Seq):
         network = run.model.network
-        output = OutputMap(network.norm, network.head, terms.taps["logits"])
+        output = OutputMap.of(network.norm, network.head, terms.taps["logits"])
         return _decompose_blocks(network.layers, "decoder.", output, terms)
     decoder = run.model.decoder
-    output = OutputMap(decoder.norm, decoder.require_head(), terms.taps["logits"])
+    output = OutputMap.of(decoder.norm, decoder.require_head(), terms.taps["logits"])
     return _decompose_blocks(decoder.layers, "", output, terms)
 
 
@@ -327,30 +360,41 @@ def _norm_stream(terms: ResidualTerms, norm: nn.Module, name: str, factor: float
         terms.add(name, factor * frozen.bias)
 
 
-class _LinearCall(NamedTuple):
-    """A linear map that ran, with its input and its result."""
+class _ModuleCall(NamedTuple):
+    """A module that ran, with its input and its result."""
 
     module: nn.Module
     x: Tensor
     y: Tensor
 
 
+class _ModuleCalls(NamedTuple):
+    """The linear maps and the norms of a run."""
+
+    maps: list[_ModuleCall]
+    norms: list[_ModuleCall]
+
+
 def _decompose_module(
     run: ModelRun, model: nn.Module, position: int, captured: tuple[str, ...], *, by_key: bool
 ) -> Decomposition:
     """Take the state of a module apart whose blocks add the outputs of attention and feed-forward
-    layer to their input; what was added is compared with the captured states.
+    layer, or norms of these, to their input; what was added is compared with the captured states.
     """
-    calls: list[_LinearCall] = []
+    calls = _ModuleCalls([], [])
 
-    def note(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
-        if inputs and isinstance(inputs[0], Tensor) and isinstance(y, Tensor):
-            calls.append(_LinearCall(module, inputs[0].detach(), y.detach()))
+    def noting(into: list[_ModuleCall]) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def note(module: nn.Module, inputs: tuple[Any, ...], y: Any) -> None:
+            if inputs and isinstance(inputs[0], Tensor) and isinstance(y, Tensor):
+                into.append(_ModuleCall(module, inputs[0].detach(), y.detach()))
+
+        return note
 
     with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-                stack.callback(module.register_forward_hook(note).remove)
+        for module in linear_maps(model).values():
+            stack.callback(module.register_forward_hook(noting(calls.maps)).remove)
+        for module in filter(is_norm, model.modules()):
+            stack.callback(module.register_forward_hook(noting(calls.norms)).remove)
         trace = run.run(capture=captured).trace
     taps = {name: trace[name] for name in trace}
     stacks = find_stacks(model)
@@ -363,20 +407,64 @@ def _decompose_module(
     terms, prefix = ResidualTerms(position, taps, by_key), stack_prefix(stacks[0])
     states = ["embed"]
     terms.add("embed", terms.vector_of("embed"))
-    for i in range(len(stacks[0].blocks)):
-        block = f"{prefix}.{i}"
+    for name in stacks[0].blocks:
+        block = f"{prefix}.{name}"
         _add_block(terms, block, states[-1], calls)
         states.append(f"{block}.residual")
-    head = _reading(calls, lambda call: call.y, taps["logits"])
+    return Decomposition(terms, _output_of(model, taps, states[-1], calls), tuple(states))
+
+
+def _output_of(
+    model: nn.Module, taps: Mapping[str, Tensor], last: str, calls: _ModuleCalls
+) -> OutputMap:
+    """Return how a foreign module computes its logits from the state that leaves its last block."""
+    logits, name = taps["logits"], type(model).__name__
+    cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
+    head = _first_equal(calls.maps, "y", logits)
+    if head is not None:
+        cap = None
+    elif cap is not None:
+        head = next(
+            (
+                call
+                for call in calls.maps
+                if call.y.shape == logits.shape and torch.equal(_capped(call.y, cap), logits)
+            ),
+            None,
+        )
     if head is None:
-        raise ArgumentError(f"the logits of {type(model).__name__} are not those of a linear map")
-    norms = {name: x for name, x in taps.items() if name.endswith(".norm")}
-    last = [name for name, x in norms.items() if x.shape == head.x.shape and torch.equal(x, head.x)]
-    norm = model.get_submodule(last[-1].removesuffix(".norm")) if last else nn.Identity()
-    return Decomposition(terms, OutputMap(norm, head.module, taps["logits"]), tuple(states))
+        raise ArgumentError(
+            f"the logits of {name} are not the result of one of its linear maps, nor that with the "
+            "cap of its config (they may be scaled); load the checkpoint with regard.load"
+        )
+    norm = _first_equal(calls.norms, "y", head.x)
+    read = head.x if norm is None else norm.x
+    if not (read.shape == taps[last].shape and torch.equal(read, taps[last])):
+        raise ArgumentError(
+            f"the head of {name} does not read {last}, or a norm of it: something else changes the "
+            "hidden states in between; load the checkpoint with regard.load"
+        )
+    last_norm = nn.Identity() if norm is None else norm.module
+    return OutputMap(last_norm, head.module, head.y[0, -1].double().cpu(), cap)
 
 
-def _add_block(terms: ResidualTerms, block: str, entering: str, calls: list[_LinearCall]) -> None:
+class _ForeignSublayer(NamedTuple):
+    """What a block of a foreign module adds: the output y of attention, which `output` made of the
+    heads, or of the feed-forward layer; through a norm, if one reads y.
+    """
+
+    name: str
+    y: Tensor
+    norm: _ModuleCall | None
+    output: nn.Module | None = None
+
+    @property
+    def added(self) -> Tensor:
+        """What the block adds to its input."""
+        return self.y if self.norm is None else self.norm.y
+
+
+def _add_block(terms: ResidualTerms, block: str, entering: str, calls: _ModuleCalls) -> None:
     """Add the terms of one block of a foreign module, after a check of their sum."""
     taps = terms.taps
     places = [n.removesuffix(".z") for n in taps if n.startswith(f"{block}.") and n.endswith(".z")]
@@ -385,37 +473,48 @@ def _add_block(terms: ResidualTerms, block: str, entering: str, calls: list[_Lin
             f"{block} passed no tap 'z': its attention is written out, or is no attention at all; "
             "see regard.inspect.record, which says why"
         )
-    x, y, mlp = taps[entering], taps[f"{block}.residual"], taps.get(f"{block}.mlp")
-    added = [] if mlp is None else [mlp]
-    outputs = []
+    sublayers = []
     for place in places:
-        joined = taps[f"{place}.z"].transpose(1, 2).flatten(2)
-        call = _reading(calls, lambda call: call.x, joined)
+        # [B,H,T,E] -> [B,T,H E]
+        call = _first_equal(calls.maps, "x", taps[f"{place}.z"].transpose(1, 2).flatten(2))
         if call is None:
             raise ArgumentError(f"no linear map reads the joined heads of {place}")
-        outputs.append((place, call.module))
-        added.append(call.y)
-    total = x.double().cpu() + sum(each.double().cpu() for each in added)
+        norm = _first_equal(calls.norms, "x", call.y)
+        sublayers.append(_ForeignSublayer(place, call.y, norm, call.module))
+    if (mlp := taps.get(f"{block}.mlp")) is not None:
+        norm = _first_equal(calls.norms, "x", mlp)
+        sublayers.append(_ForeignSublayer(f"{block}.mlp", mlp, norm))
+    x, y = taps[entering], taps[f"{block}.residual"]
+    total = x.double().cpu() + sum(each.added.double().cpu() for each in sublayers)
     plain = x
-    for each in added:
-        plain = plain + each
+    for each in sublayers:
+        plain = plain + each.added
     if not _agrees(y, total, plain):
         raise ArgumentError(
-            f"{block} does not add the outputs of its attention and its feed-forward layer to its "
-            "input (it has a norm after them, or another part); load the checkpoint with "
-            "regard.load, which knows the residual connections of its families"
+            f"{block} does not add the outputs of its attention and its feed-forward layer, or "
+            "norms of them, to its input (it may scale them, or norm the sum, or add another "
+            "part); load the checkpoint with regard.load, which knows the residual connections of "
+            "its families"
         )
-    for place, output in outputs:
-        terms.add_heads(place, output, _unchanged)
-    if mlp is not None:
-        terms.add(f"{block}.mlp", terms.vector_of(f"{block}.mlp"))
+    i = terms.position % x.shape[1]
+    for each in sublayers:
+        norm = each.norm
+        frozen = None if norm is None else _frozen(norm.module, norm.x[:1, i : i + 1])
+        change = _unchanged if frozen is None else _through(frozen)
+        if each.output is None:
+            terms.add(each.name, change(each.y[0, i].double().cpu()))
+        else:
+            terms.add_heads(each.name, each.output, change)
+        if frozen is not None and bool(frozen.bias.any()):
+            terms.add(f"{each.name}.norm.bias", frozen.bias)
 
 
-def _reading(
-    calls: list[_LinearCall], side: Callable[[_LinearCall], Tensor], x: Tensor
-) -> _LinearCall | None:
-    """Return the linear map whose input, or result, is x."""
+def _first_equal(
+    calls: list[_ModuleCall], side: Literal["x", "y"], x: Tensor
+) -> _ModuleCall | None:
+    """Return the first call whose input x, or result y, is this tensor."""
     for call in calls:
-        if side(call).shape == x.shape and torch.equal(side(call), x):
+        own: Tensor = getattr(call, side)
+        if own.shape == x.shape and torch.equal(own, x):
             return call
     return None

@@ -56,7 +56,8 @@ def rollout(
         batch: row of the batch.
 
     Returns:
-        A table of queries and tokens; each row of a rollout sums to 1.
+        A table of queries and tokens; each row of a rollout sums to 1, or to 0 for a query from
+        which no path leads to a token: without a residual share, one that sees no key.
 
     Raises:
         ArgumentError: the places do not have the same tokens as queries and keys, the text is too
@@ -130,7 +131,7 @@ def layer_maps(recording: Recording, residual: float, batch: int = 0) -> list[Ar
 
 
 def rolled_out(layers: list[Float[np.ndarray, "T T"]]) -> Array:
-    """Return the product A_L ... A_1, each row divided by its sum.
+    """Return the product A_L ... A_1, each row divided by its sum, if that is not 0.
 
     >>> rolled_out([np.eye(2), np.eye(2)]).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
@@ -138,7 +139,8 @@ def rolled_out(layers: list[Float[np.ndarray, "T T"]]) -> Array:
     product: Array = np.eye(len(layers[0]))
     for layer in layers:
         product = layer @ product
-    result: Array = product / product.sum(1)[:, None]
+    total = product.sum(1)[:, None]
+    result: Array = product / np.where(total == 0, 1, total)
     return result
 
 

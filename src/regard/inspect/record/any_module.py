@@ -138,13 +138,12 @@ def _check_attention_implementation(model: nn.Module) -> None:
         if implementation not in RECORDED_IMPLEMENTATIONS
     }
     if len(others) == len(used):
+        from regard.integrations.transformers.supported_models import ways_to_record
+
         implementations = " and ".join(dict.fromkeys(map(repr, others.values())))
         raise ArgumentError(
             f"{type(model).__name__} computes its attention with {implementations}, so that "
-            "nothing would be recorded; "
-            'load it with attn_implementation="sdpa" or "regard", or call '
-            'model.set_attn_implementation("regard"), after '
-            "import regard.integrations.transformers"
+            f"nothing would be recorded; {ways_to_record(model)}"
         )
     parts = {
         name: implementation

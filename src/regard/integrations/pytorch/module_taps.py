@@ -37,11 +37,17 @@ class Stack(NamedTuple):
 
     Args:
         path: path of the list of blocks.
-        blocks: the blocks, in the order of the computation.
+        blocks: the blocks by name, in the order of the computation. A list may have empty entries,
+            which have no name here, and a block that stands in it several times has its first name.
     """
 
     path: str
-    blocks: tuple[nn.Module, ...]
+    blocks: dict[str, nn.Module]
+
+    @property
+    def first(self) -> nn.Module:
+        """The first block."""
+        return next(iter(self.blocks.values()))
 
 
 def find_stacks(model: nn.Module) -> list[Stack]:
@@ -60,11 +66,12 @@ def find_stacks(model: nn.Module) -> list[Stack]:
     stacks: list[Stack] = []
     for path, module in model.named_modules():
         path = path.replace(COMPILED_PREFIX, "")
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
-            continue
         inside = any(path.startswith(f"{stack.path}.") or path == stack.path for stack in stacks)
-        if not inside and all(map(_contains_attention, module)):
-            stacks.append(Stack(path, tuple(module)))
+        if inside or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        blocks = dict(module.named_children())
+        if blocks and all(map(_contains_attention, blocks.values())):
+            stacks.append(Stack(path, blocks))
     return stacks
 
 
@@ -90,11 +97,36 @@ def find_feed_forward(block: nn.Module) -> nn.Module | None:
             return child
     maps = [
         module
-        for path, module in block.named_modules()
-        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
-        and not any("attn" in part or "attention" in part for part in path.lower().split("."))
+        for path, module in linear_maps(block).items()
+        if not any("attn" in part or "attention" in part for part in path.lower().split("."))
     ]
     return maps[-1] if maps else None
+
+
+def linear_maps(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear maps of a model by path. An adapter of PEFT, which adds terms to the map
+    that it holds as `base_layer`, is one map.
+
+    >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
+    >>> list(linear_maps(layer))
+    ['self_attn.out_proj', 'linear1', 'linear2']
+    """
+    maps: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        is_map = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        is_map = is_map or isinstance(getattr(module, "base_layer", None), nn.Module)
+        if is_map and not any(path.startswith(f"{outer}.") for outer in maps):
+            maps[path] = module
+    return maps
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm by the name of its class.
+
+    >>> is_norm(nn.LayerNorm(4)), is_norm(nn.Linear(4, 4))
+    (True, False)
+    """
+    return "norm" in type(module).__name__.lower() and not list(module.children())
 
 
 def stack_prefix(stack: Stack) -> str:
@@ -102,7 +134,7 @@ def stack_prefix(stack: Stack) -> str:
     `layers` if the attention of transformers names its taps by the index of the layer.
     """
     names = sys.modules.get("regard.integrations.transformers.attention")
-    for module in stack.blocks[0].modules():
+    for module in stack.first.modules():
         index = getattr(module, "layer_idx", None)
         config = getattr(module, "config", None)
         used = getattr(config, "_attn_implementation", None)
@@ -149,13 +181,13 @@ def module_taps(model: nn.Module) -> Iterator[None]:
 
     with ExitStack() as exits:
         for path, module in model.named_modules():
-            if "norm" in type(module).__name__.lower() and not list(module.children()):
+            if is_norm(module):
                 exits.callback(hooks.after(module, here(path), "norm").remove)
         for stack in stacks:
             prefix = renamed[stack.path] if len(stacks) > 1 else ""
-            exits.callback(hooks.entering(stack.blocks[0], prefix).remove)
-            for i, block in enumerate(stack.blocks):
-                place = f"{renamed[stack.path]}.{i}"
+            exits.callback(hooks.entering(stack.first, prefix).remove)
+            for name, block in stack.blocks.items():
+                place = f"{renamed[stack.path]}.{name}"
                 inner = find_feed_forward(block)
                 if inner is not None:
                     exits.callback(hooks.after(inner, place, "mlp").remove)

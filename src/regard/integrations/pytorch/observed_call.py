@@ -21,7 +21,7 @@ from torch import Tensor
 
 from regard.integrations.pytorch import override
 from regard.integrations.pytorch.module_places import ModulePlaces, open_places
-from regard.integrations.pytorch.torch_calls import NOT_MASKED_ATTENTION, as_call
+from regard.integrations.pytorch.torch_calls import NOT_MASKED_ATTENTION, as_attn_mask, as_call
 from regard.masks import Dense, Full, Padding
 from regard.ops.softmax.call import Call, KernelResult, make_call
 from regard.ops.softmax.definition import scores
@@ -153,7 +153,7 @@ def _in_four_dims(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> _Four
 
     The third dimension from the right is the heads.
     """
-    if not q.ndim == k.ndim == v.ndim >= 2:
+    if not q.ndim == k.ndim == v.ndim >= 2 or (mask is not None and mask.ndim > q.ndim):
         return None
     heads = () if q.ndim == 2 else (max(q.shape[-3], 1),)
     try:
@@ -385,7 +385,7 @@ def observe_fused_multi_head(
         weight: the joined projection `[3 M, M]`.
         bias: its bias `[3 M]`.
         output: weight and bias of the output projection.
-        mask: a mask whose elements other than 0 hide keys, or None.
+        mask: a mask of the fused inference paths (`as_attn_mask`), or None.
         mask_type: 0 for a mask [T, S], 1 for padding [B, S], 2 for [B, heads, T, S].
         need_weights: whether the weights are returned.
         average: whether they are averaged over the heads.
@@ -393,15 +393,12 @@ def observe_fused_multi_head(
     Returns:
         The output and the weights; None if torch must compute them.
     """
-    keep = None if mask is None else ~mask.bool()
-    if keep is not None and mask_type == 1:
-        keep = keep[:, None, None]
-    tokens = None
+    mask, tokens = as_attn_mask(mask, mask_type), None
     if query.is_nested:
         sizes = query._nested_tensor_size()[:, 0]
         query = key = value = query.to_padded_tensor(0.0)
         tokens = torch.arange(query.shape[1]) < sizes[:, None]
-        keep = tokens[:, None, None]
+        mask = tokens[:, None, None]
     heads = (
         F.linear(x, w, b).unflatten(-1, (num_head, -1)).transpose(1, 2)
         for x, w, b in zip((query, key, value), weight.chunk(3), bias.chunk(3), strict=True)
@@ -410,7 +407,7 @@ def observe_fused_multi_head(
     _requests.box = box
     try:
         q, k, v = heads
-        observe_attention(q, k, v, keep)
+        observe_attention(q, k, v, mask)
     finally:
         _requests.box = outer
     if not box:

@@ -7,8 +7,13 @@ the sizes of the call first, and passes small calls to torch at once. All other 
 are untouched. A `TorchFunctionMode` would see every call of torch and cost 3 microseconds for each,
 which is more than 3 % of a decoding step of a small model.
 
-A result equals torch's within the error rule, with two differences, which correct faults of torch:
-NaN in data that a query sees always appears in the output, and NaN in hidden data never does.
+A result equals torch's within the error rule, except where torch has a fault:
+
+- NaN in data that a query sees always appears in the output, and NaN in hidden data never does;
+- a float mask of `nn.TransformerEncoderLayer` is added to the scores, as torch documents it,
+  whereas torch's fused path hides every key where it is not 0;
+- `is_causal` with a negative scale hides later keys, whereas torch's kernel gives NaN;
+- a mask of float32 is added to scores of float64, whereas torch's kernel reads other numbers.
 """
 
 from __future__ import annotations
@@ -35,8 +40,11 @@ from regard.integrations.pytorch.torch_calls import (
     FAST_KERNELS,
     MIN_PRODUCTS,
     NOT_MASKED_ATTENTION,
+    NOT_ON_CPU,
     SMALL,
     TORCH_AS_FAST,
+    adds_to_scores,
+    as_attn_mask,
     as_call,
     is_small,
     reason_for_torch,
@@ -645,28 +653,26 @@ def _self_attention(
     """Return self-attention of x [B,T,M] before the output projection; None if torch must run it.
 
     Args:
-        mask: a bool mask, True = hidden, or None.
+        mask: a mask of the fused inference paths (`as_attn_mask`), or None.
         mask_type: 0 for a mask [T, T], 1 for padding [B, T], 2 for [B, heads, T, T].
     """
+    if not x.is_cpu:
+        _contexts.count_torch(NOT_ON_CPU)
+        return None
     B, T, width = x.shape
-    small = B * T * T * width * 2 < MIN_PRODUCTS
-    if (small and not _contexts.always and not is_tracing()) or not x.is_cpu:
-        _contexts.count_torch(SMALL)
-        return None
-    fused_is_fast = mask is None and x.dtype in HALF_TYPES and T < MIN_FUSED_QUERIES
-    if fused_is_fast and not _contexts.always and not is_tracing():
-        _contexts.count_torch(TORCH_AS_FAST)
-        return None
-    keep = None
-    if mask is not None:
-        keep = ~mask.bool()
-        if mask_type == 1:
-            keep = keep[:, None, None]
+    mask = as_attn_mask(mask, mask_type)
+    if not (_contexts.always or is_tracing() or adds_to_scores(mask)):
+        if B * T * T * width * 2 < MIN_PRODUCTS:
+            _contexts.count_torch(SMALL)
+            return None
+        if mask is None and x.dtype in HALF_TYPES and T < MIN_FUSED_QUERIES:
+            _contexts.count_torch(TORCH_AS_FAST)
+            return None
     q, k, v = (
         part.unflatten(-1, (heads, -1)).transpose(1, 2)
         for part in F.linear(x, weight, bias).chunk(3, dim=-1)
     )
-    return _attention(q, k, v, attn_mask=keep).transpose(1, 2).flatten(2)
+    return _attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
 _FLEX_MODULE = "torch.nn.attention.flex_attention"

@@ -5,11 +5,14 @@ The sizes below which torch is as fast were measured by `regard bench models` (d
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from regard.integrations.pytorch.dense_masks import RecognizedMaskCache
 from regard.masks import Causal, Dense, Full, Mask, Padding
+from regard.masks.recognition import unexpanded
 from regard.ops.softmax.call import Call, make_call
 from regard.process_state import is_compiling
 from regard.span import Span
@@ -44,11 +47,17 @@ most of the time of a call; with more rows the matrix products do.
 """
 
 SMALL = "it is small"
+NOT_ON_CPU = "it is not on a CPU"
 TORCH_AS_FAST = "torch is as fast for these sizes"
 BIAS = "its mask is a bias of many queries, for which torch is as fast"
 NOT_MASKED_ATTENTION = (
-    "its arguments are invalid, or torch gives the mean of the values in rows that its mask hides"
+    "its arguments are invalid or have a meaning in torch only (a scale of 0, an empty tensor), or "
+    "torch gives the mean of the values in rows that its mask hides"
 )
+
+MASK_DTYPES = frozenset({torch.bool, torch.float32})
+"""The dtypes of masks that torch takes for queries of any dtype; it also takes that of the queries.
+"""
 
 mask_cache = RecognizedMaskCache()
 """The recognized masks of this process, shared by all models."""
@@ -85,7 +94,7 @@ def reason_for_torch(
     if dropout > 0:
         return "it has dropout, which must use torch's random numbers"
     if q.device.type != "cpu":
-        return "it is not on a CPU"
+        return NOT_ON_CPU
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return "its tensors do not have the four dimensions [B, H, T, D]"
     if not always and (why := _too_small(q, k, v)):
@@ -138,13 +147,20 @@ def as_call(
 ) -> Call | None:
     """Turn the arguments of torch's function into a `Call`, or return None if torch must run it.
 
-    The result is None for invalid arguments, because torch's own errors describe them best, and
+    The result is None for invalid arguments, because torch's own errors describe them best, for
+    arguments that have a meaning in torch only (empty tensors, and scales such as 0 and NaN), and
     for masks whose result in torch is not masked attention (`RecognizedMask.uniform_rows`).
     """
     B, H, T, S = q.shape[0], q.shape[1], q.shape[2], k.shape[2]
+    if scale is not None:
+        scale = float(scale)  # torch takes a bool, too
+        if scale == 0 or not math.isfinite(scale):
+            return None
     fits = k.shape[:3] == v.shape[:3] and q.shape[3] == k.shape[3] and q.dtype == k.dtype == v.dtype
-    batch = k.shape[0] == B and (k.shape[1] == H or (grouped and H % k.shape[1] == 0))
-    if not fits or not batch or (is_causal and mask is not None) or not T or not S:
+    batch = k.shape[0] == B and (k.shape[1] == H or (grouped and H % max(1, k.shape[1]) == 0))
+    if not fits or not batch or (is_causal and mask is not None):
+        return None
+    if 0 in (*q.shape, S, v.shape[3]):
         return None
     rule: Mask | None = None
     bias = None
@@ -152,7 +168,7 @@ def as_call(
     if is_causal:
         rule, positions = Causal(), Span(0, T)
     elif mask is not None:
-        if not _broadcasts(mask, (B, H, T, S)):
+        if not _broadcasts(mask, (B, H, T, S)) or mask.dtype not in MASK_DTYPES | {q.dtype}:
             return None
         recognized = mask_cache.recognize(mask, T, S)
         if recognized.uniform_rows:
@@ -171,11 +187,36 @@ def as_call(
 
 
 def _broadcasts(mask: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a mask has a dtype and a shape that torch accepts."""
-    if mask.ndim > 4 or not (mask.dtype == torch.bool or mask.is_floating_point()):
+    """Whether a mask has a shape that torch accepts."""
+    if mask.ndim > 4:
         return False
     sizes = shape[4 - mask.ndim :]
     return all(n in (1, size) for n, size in zip(mask.shape, sizes, strict=True))
+
+
+def as_attn_mask(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
+    """Turn a mask of torch's fused inference paths into one of `F.scaled_dot_product_attention`.
+
+    Torch's modules convert a bool mask to 0 and -inf before these paths, so that it has the same
+    dtype as a mask whose numbers are added to the scores.
+
+    Args:
+        mask: floats that are added to the scores, or another dtype in which 0 = may attend.
+        mask_type: 0 for a mask [T, S], 1 for padding [B, S], 2 for [B, heads, T, S].
+    """
+    if mask is None:
+        return None
+    if not mask.is_floating_point():
+        mask = mask == 0
+    return mask[:, None, None] if mask_type == 1 else mask
+
+
+def adds_to_scores(mask: Tensor | None) -> bool:
+    """Whether a mask of `F.scaled_dot_product_attention` has other numbers than 0 and -inf."""
+    if mask is None or not mask.is_floating_point():
+        return False
+    mask = unexpanded(mask)
+    return not bool(((mask == 0) | mask.isneginf()).all())
 
 
 def skips_more_than_torch(call: Call) -> bool:

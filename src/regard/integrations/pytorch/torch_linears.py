@@ -31,8 +31,10 @@ def with_torch_linears(module: nn.Module) -> nn.Module:
     """
     if type(module) is Linear:
         return _torch_linear(module)
-    for name, child in module.named_children():
-        setattr(module, name, with_torch_linears(child))
+    # named_children would pass over the second name of a layer that two names share
+    for name, child in module._modules.items():
+        if child is not None:
+            setattr(module, name, with_torch_linears(child))
     return module
 
 

@@ -16,6 +16,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.transformers.mask_tensor import EMPTY_WINDOW, BoolMask, MaskRule
 from regard.masks import Causal, Mask, Selected
 from regard.ops.softmax import attend, attention_weights
+from regard.process_state import is_compiling
 from regard.sequence_scope import SequenceScope, current_scope
 from regard.span import Positions, Span
 from regard.tracing import named_scope, tap
@@ -44,19 +45,22 @@ IGNORED_KEYWORDS = frozenset(
 )
 """Keyword arguments that do not change what softmax attention is, whatever their values."""
 
-USED_KEYWORDS = frozenset(
-    {"softcap", "s_aux", "position_bias", "indices", "block_indices", "output_attentions"}
-)
+PACKED_KEYWORDS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
+"""Keyword arguments that describe packed rows; the bounds of the rows say all of it."""
+
+USED_KEYWORDS = PACKED_KEYWORDS | {
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "indices",
+    "block_indices",
+    "output_attentions",
+}
 """Keyword arguments that `regard_attention` passes on to `attend`, or answers itself."""
 
 REFUSED_KEYWORDS = {
     "sinks": "sinks that differ from query to query",
     "cache": "a paged cache of continuous batching",
-    **dict.fromkeys(
-        ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-        "the lengths of packed rows, which only flash attention reads: give position_ids that "
-        "begin at 0 in each row",
-    ),
 }
 """Keyword arguments that are refused because they would change the result, with their meanings.
 Unknown arguments are refused, too.
@@ -91,21 +95,23 @@ def regard_attention(
     """Compute `regard.attend` as transformers' `AttentionInterface` calls it.
 
     Args:
-        module: the calling module. Its `is_causal` applies if there is no mask, and its `layer_idx`
-            names its taps.
+        module: the calling module. Its `layer_idx` names its taps, and its `is_causal` applies in a
+            traced graph, where transformers leaves causal masks out.
         query: [B, H, T, D].
         key: [B, G, S, D].
         value: [B, G, S, E].
         attention_mask: a `MaskRule`; or a dense bool mask, True = may attend; or a float mask that
             is added to the scores, in which numbers <= finfo.min / 2 hide the key; or None, which
-            means causal if `is_causal` and T > 1, as in transformers' sdpa.
+            hides nothing, as in transformers' eager attention, unless `is_causal` and T > 1.
         dropout: the dropout probability of the weights.
         scaling: the factor on the scores; None means 1/sqrt(D).
-        is_causal: overrides `module.is_causal`; None means the module's.
+        is_causal: whether a query sees no later key if there is no mask, aligned at the first key.
         kwargs: `softcap`, `s_aux` (sinks [H]), `position_bias` (added to the scores), `indices`
             (int [B,T,n]: the slots of the keys that a query may see), `block_indices` (int
             [B,J,T,n]: the same in blocks of the module's `indexer.block_size` slots, for J groups
-            of heads, -1 = none) and `output_attentions` (also return the weights) are applied.
+            of heads, -1 = none), `cu_seq_lens_q` and `cu_seq_lens_k` (int [rows+1]: the bounds of
+            rows that are packed into one) and `output_attentions` (also return the weights) are
+            applied.
             Arguments in `IGNORED_KEYWORDS` do not change the result.
 
     Returns:
@@ -115,7 +121,8 @@ def regard_attention(
         ArgumentTypeError: the module passes any other keyword argument that is not None, or a mask
             that is not a tensor.
         ArgumentError: the mask or the selection does not fit the keys, or the mask is a window that
-            hides every key.
+            hides every key; or there is no mask, and only the module's attribute `is_causal` says
+            that later keys are hidden, which eager attention does not read.
 
     >>> q = torch.randn(1, 4, 3, 8)
     >>> z, weights = regard_attention(nn.Module(), q, q[:, :2], q[:, :2], None)
@@ -127,8 +134,12 @@ def regard_attention(
             _refuse(module, name)
     if query.shape[0] == 1 < key.shape[0]:  # one set of learned queries for all rows
         query = query.expand(key.shape[0], -1, -1, -1)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask_arguments = _mask_arguments(attention_mask, query.shape[2], key.shape[2], causal=causal)
+    T, S = query.shape[2], key.shape[2]
+    if attention_mask is None:
+        mask_arguments = _without_mask(module, is_causal, T, S)
+    else:
+        mask_arguments = _mask_arguments(attention_mask, T, S)
+    mask_arguments = _within_packed_rows(mask_arguments, module, query, key, kwargs)
     if (scope := current_scope()) is not None:
         mask_arguments = _over_ranks(scope, mask_arguments, key, kwargs.get("position_ids"))
     options: dict[str, Any] = {
@@ -151,13 +162,25 @@ def regard_attention(
     return z.transpose(1, 2).contiguous(), weights
 
 
-def _mask_arguments(mask: Tensor | None, T: int, S: int, *, causal: bool) -> _MaskArguments:
+def _without_mask(module: nn.Module, is_causal: bool | None, T: int, S: int) -> _MaskArguments:  # noqa: FBT001
+    """Return the arguments of `attend` for a call without a mask."""
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if not causal or T == 1:
+        return {"mask": None}
+    if is_causal is None and not is_compiling():
+        # regard_mask leaves no mask out here, so that the model intends none
+        name = type(module).__name__
+        raise ArgumentError(
+            f"{name} passes no mask, and its attribute is_causal is True: eager attention then "
+            "shows every key to every query, and sdpa hides later keys; give the model its "
+            f"attention mask, or set is_causal of the {name} to False"
+        )
+    # aligned at the first key, as torch does
+    return {"mask": Causal(), "q_positions": Span(0, T), "k_positions": Span(0, S)}
+
+
+def _mask_arguments(mask: Tensor, T: int, S: int) -> _MaskArguments:
     """Translate a mask of transformers into the arguments of `attend`."""
-    if mask is None:
-        if not causal or T == 1:
-            return {"mask": None}
-        # aligned at the first key, as torch does
-        return {"mask": Causal(), "q_positions": Span(0, T), "k_positions": Span(0, S)}
     if not isinstance(mask, Tensor):
         raise ArgumentTypeError(
             f"attention_mask is {type(mask).__name__}; it must be a tensor: make masks with "
@@ -185,6 +208,45 @@ def _mask_arguments(mask: Tensor | None, T: int, S: int, *, causal: bool) -> _Ma
         return {"mask": masks.Dense(mask.bool())}
     hidden = mask <= torch.finfo(mask.dtype).min / 2
     return {"mask": masks.Dense(~hidden), "bias": mask.masked_fill(hidden, 0)}
+
+
+def _within_packed_rows(
+    arguments: _MaskArguments,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    named: dict[str, Any],
+) -> _MaskArguments:
+    """Restrict the visible keys to the packed row of each query. Most models make such a mask of
+    their positions, but not if they fill a cache.
+    """
+    (B, _, T, _), S = query.shape, key.shape[2]
+    q_bounds, k_bounds = named.get("cu_seq_lens_q"), named.get("cu_seq_lens_k")
+    if q_bounds is None and k_bounds is None:
+        return arguments
+    name = type(module).__name__
+    if is_compiling():
+        raise ArgumentError(
+            f"{name} passes cu_seq_lens_q, which cannot be read in a traced graph; leave it out, "
+            "and give position_ids that begin anew in each row, with use_cache=False"
+        )
+    bounds, of_keys = ([] if x is None else x.tolist() for x in (q_bounds, k_bounds))
+    if B != 1 or bounds != of_keys or bounds[:1] != [0] or not bounds[-1] == T == S:
+        raise ArgumentError(
+            f"{name} passes cu_seq_lens_q {bounds} and cu_seq_lens_k {of_keys} for "
+            f"{plural(T, 'query', 'queries')} and {plural(S, 'key')} in a batch of {B}; both must "
+            f"be the same, from 0 to {T}, for one batch row without earlier tokens in a cache"
+        )
+    mask, rows = arguments["mask"], masks.Document((tuple(bounds),))
+    terms = () if mask is None else mask.terms()
+    if rows in terms:
+        return arguments
+    if any(isinstance(term, masks.Chunk) for term in terms):
+        raise ArgumentError(
+            f"{name} has chunks that begin at the first token of the batch row instead of that of "
+            "each packed row; give position_ids that begin anew in each row, with use_cache=False"
+        )
+    return {**arguments, "mask": rows if mask is None else mask & rows}
 
 
 def _over_ranks(

@@ -91,7 +91,7 @@ def regard_mask(
         "device": device,
     }
     decoding = q_length == 1 and not kwargs.get("allow_is_causal_skip", True)
-    if is_compiling() or torch._C._get_tracing_state() is not None:  # traced by torch.jit
+    if is_compiling():
         return _plain_mask_for_graph(arguments, kwargs)
     if decoding and isinstance(q_offset, Tensor):
         # with a static cache the decoding step may be compiled, so that it accepts tensors only

@@ -19,9 +19,11 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from regard.configs import LOADABLE
 from regard.errors import ArgumentError
 
 IMPLEMENTATION = "regard"
@@ -207,6 +209,39 @@ def _refusal_message(cls: type, why: str) -> str:
         f"would have no effect; use {' or '.join(map(repr, others))}. The architectures that can "
         "run through regard are listed "
         "by regard.integrations.transformers.architectures(), and tested in docs/transformers.md"
+    )
+
+
+def ways_to_record(model: nn.Module) -> str:
+    """Return how the attention of a model can be recorded, as far as its classes allow.
+
+    Args:
+        model: a model of transformers, or a module that holds one.
+
+    Returns:
+        The ways, joined by "or".
+
+    >>> from transformers import MptConfig, MptModel
+    >>> ways_to_record(MptModel(MptConfig(d_model=8, n_heads=2, n_layers=1, vocab_size=8)))
+    'load the checkpoint with regard.load'
+    """
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    classes: set[type] = set(map(type, parts))
+    usages = [usage for cls in classes if (usage := attention_usage(cls)) is not None]
+    ways = []
+    if any(getattr(cls, "_supports_sdpa", False) for cls in classes):
+        ways.append('load it with attn_implementation="sdpa"')
+    if any(usage.interface and not usage.by_name for usage in usages):
+        ways.append(
+            'call model.set_attn_implementation("regard"), after '
+            "import regard.integrations.transformers"
+        )
+    if getattr(getattr(model, "config", None), "model_type", None) in LOADABLE:
+        ways.append("load the checkpoint with regard.load")
+    return ", or ".join(ways) or (
+        "its own code computes the attention whatever attn_implementation says, and cannot be "
+        "recorded; record a model of another architecture, or call F.scaled_dot_product_attention "
+        "in a copy of its code"
     )
 
 
