@@ -39,7 +39,7 @@ from regard.ops.decode_step import (
     StepInputs,
     StepLayer,
 )
-from regard.ops.jit import has_numba
+from regard.ops.jit import has_numba, launch
 from regard.ops.jit.decode import is_readable
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
@@ -193,12 +193,12 @@ def _key_place(opened: OpenSlot, positions: Positions, B: int) -> KeyPlace:
     """
     slots = opened.slots
     if slots is None:
-        slots = torch.full((B,), opened.slot)
+        slots = launch.full((B,), opened.slot, dtype=torch.int64)
     coded = _coded_slots(opened)
     S = slot_count(positions) - coded
     if isinstance(positions, Span):
         start = positions.start
-        return KeyPlace(slots, S, _NO_POSITIONS, start + coded, coded, _NO_POSITIONS, start)
+        return KeyPlace(slots, S, launch.NO_POSITIONS, start + coded, coded, launch.NO_POSITIONS, start)
     positions = positions.long().contiguous()
     own = positions[:, coded:].contiguous()
     return KeyPlace(slots, S, own, 0, coded, positions, 0)
@@ -324,9 +324,6 @@ def _codes_fit(layer: StepLayer, coded: CodedSlots, B: int, dtype: torch.dtype) 
         and is_readable(x)
         for x, (axis, size) in zip(coded.parts, wanted, strict=True)
     )
-
-
-_NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64)
 
 
 def _tables(rotary: Rotary, x: Tensor, positions: Positions) -> RotaryTables:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.jit import has_numba, openmp
+from regard.ops.jit import has_numba, launch, openmp
 from regard.ops.jit.argument_structs import (
     DEQUANTIZE_STRUCT,
     DTYPES,
@@ -102,16 +102,16 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
     matrix = weight.matrix_struct
     assert matrix is not None
     x = x.contiguous()
-    y = torch.empty(*x.shape[:-1], N, dtype=dtype)
+    y = launch.empty(*x.shape[:-1], N, dtype=dtype)
     workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
     record = STORED_WEIGHT_STRUCT.pack_numbers(
         elements // M,
         M,
         N,
-        x.data_ptr(),
+        launch.address(x, dtype),
         matrix.buffer_info()[0],
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
+        0 if bias is None else launch.address(bias, dtype),
+        launch.address(y, dtype),
         min(workers, MAX_RUNS),
     )
     openmp.run_entry(_entry(dtype), record, workers)
@@ -197,9 +197,9 @@ def _dequantize_rows(weight: StoredWeight, first: int, last: int, dtype: torch.d
     ):
         return part.dequantize(dtype)
     _, M, _, group, row_bytes, row_scales, codes, scales = layout
-    y = torch.empty(last - first, M, dtype=dtype)
+    y = launch.empty(last - first, M, dtype=dtype)
     record = DEQUANTIZE_STRUCT.pack_numbers(
-        last - first, M, group, row_bytes, row_scales, codes, scales, y.data_ptr()
+        last - first, M, group, row_bytes, row_scales, codes, scales, launch.address(y, dtype)
     )
     entry = _conversion_entry(weight.form, part.scale_dtype, dtype)
     workers = min(openmp.thread_count(), 1 + (last - first) * row_bytes // BYTES_PER_THREAD)
