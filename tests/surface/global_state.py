@@ -1,8 +1,8 @@
-"""Every public operation, first used under a default dtype and device of torch that the user chose,
-in a process of its own: `python -m tests.surface.global_state DTYPE DEVICE FILE`.
+"""Every public operation under default dtypes and devices of torch that a user chose, in a process of
+its own: `python -m tests.surface.global_state FILE DTYPE:DEVICE...`.
 
-FILE gets the results of each operation, once inside and once outside of that context, to be
-compared with those of a process that changed nothing.
+The operations are used for the first time in the first context. FILE gets their results in each
+context, and at last outside of all, to be compared with those of a process that changed nothing.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _models() -> dict[str, Operation]:
             "paged": {"cache": "paged"},
         }.items():
             call = (model, options)
-            found[f"generate {name} {dtype}"] = lambda c=call: (
+            found[f"generate {name} {dtype}"] = lambda c=call: list(
                 c[0].generate(["3+4=", "12+5=7"], max_tokens=8, **c[1])
             )
         ids = torch.tensor([[1, 2, 3, 4]])
@@ -205,18 +205,33 @@ def result(operation: Operation) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-def main(dtype_name: str, device: str, path: str) -> None:
-    """Run everything, and write the results."""
-    dtype = getattr(torch, dtype_name)
-    with defaults(dtype, device):
-        for variant in VARIANTS.values():
-            variant.example()
+def main(path: str, *contexts: str) -> None:
+    """Run everything in each context and outside of them, and write the results."""
+    torch.set_num_threads(1)
+    chosen = [(getattr(torch, x.split(":")[0]), x.split(":")[1]) for x in contexts]
+    for dtype, device in chosen[:1]:
+        with defaults(dtype, device):
+            for variant in VARIANTS.values():
+                variant.example()
     torch.manual_seed(0)
-    found = operations()
-    with defaults(dtype, device):
-        inside = {name: result(operation) for name, operation in found.items()}
-    outside = {name: result(operation) for name, operation in found.items()}
-    torch.save((inside, outside), path)
+    found, results = operations(), {}
+    for name, (dtype, device) in zip(contexts, chosen, strict=True):
+        with defaults(dtype, device):
+            results[name] = {x: result(operation) for x, operation in found.items()}
+    with torch.inference_mode():  # what a context left behind must serve here, too
+        results["inference"] = {x: result(operation) for x, operation in found.items()}
+    results["outside"] = {x: result(operation) for x, operation in found.items()}
+    torch.save(results, path)
+
+
+def different(x: Any, y: Any) -> bool:
+    """Whether two results differ."""
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        same = x.dtype == y.dtype and x.device == y.device and x.shape == y.shape
+        return not (same and torch.equal(x.nan_to_num(nan=7e4), y.nan_to_num(nan=7e4)))
+    if isinstance(x, list) and isinstance(y, list):
+        return len(x) != len(y) or any(map(different, x, y))
+    return bool(x != y)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from regard.argument_checks import finite_checks_enabled
 from regard.caches import Cache
@@ -121,7 +123,7 @@ def _state_reasons() -> list[str]:
         (torch.is_autocast_enabled("cpu"), "autocast is on"),
         (is_transformed(), "a transform of torch.func is active"),
         (torch._C._len_torch_dispatch_stack() > 0, "a dispatch mode of torch is active"),
-        (torch._C._len_torch_function_stack() > 0, "a function mode of torch is active"),
+        (_in_function_mode(), "a function mode of torch is active"),
         (current_scope() is not None, "attention runs over several ranks"),
         (finite_checks_enabled(), "regard.checks(finite=True) looks at every input"),
         (len(all_kernels()) != len(KERNELS), "another attention kernel is registered"),
@@ -129,6 +131,15 @@ def _state_reasons() -> list[str]:
         (not has_numba(), "Numba is not installed: pip install numba"),
     )
     return [reason for holds, reason in states if holds]
+
+
+def _in_function_mode() -> bool:
+    """Return whether a mode sees or changes torch's functions; a default device changes only where
+    a tensor is made that is not told its device.
+    """
+    return torch._C._len_torch_function_stack() > 0 and any(
+        type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()
+    )
 
 
 def _open_slots(plan: _Plan, positions: Positions, caches: Sequence[Cache]) -> list[OpenSlot] | str:
@@ -198,7 +209,9 @@ def _key_place(opened: OpenSlot, positions: Positions, B: int) -> KeyPlace:
     S = slot_count(positions) - coded
     if isinstance(positions, Span):
         start = positions.start
-        return KeyPlace(slots, S, launch.NO_POSITIONS, start + coded, coded, launch.NO_POSITIONS, start)
+        return KeyPlace(
+            slots, S, launch.NO_POSITIONS, start + coded, coded, launch.NO_POSITIONS, start
+        )
     positions = positions.long().contiguous()
     own = positions[:, coded:].contiguous()
     return KeyPlace(slots, S, own, 0, coded, positions, 0)

@@ -214,7 +214,7 @@ class PackedEncoder:
         if encoder is None or reason is not None:
             raise ArgumentError(f"this encoder cannot be packed: {reason}; call the encoder itself")
         self._pack_if_changed(encoder)
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None]
         x = encoder.embed(ids, positions, segments)
         groups = find_groups(lengths)
         for block in self._blocks:

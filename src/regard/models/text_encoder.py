@@ -485,7 +485,7 @@ class TextEncoder(TextModel):
             done += len(part)
             if progress is not None:
                 progress(done, len(rows))
-        return torch.cat(vectors)[torch.tensor(order).argsort().to(self.device)]
+        return torch.cat(vectors)[torch.tensor(order, device="cpu").argsort().to(self.device)]
 
     def why_not_packed(self) -> str | None:
         """Return why `embed` would run the network as it is written, with padded texts, or None if
@@ -523,7 +523,9 @@ class TextEncoder(TextModel):
         self, rows: Sequence[tuple[list[int], list[int]]]
     ) -> tuple[Tensor, Positions]:
         """Return the states of texts and their positions [B, S], by the packed encoder."""
-        ids, segments = (torch.tensor([[x for row in rows for x in row[i]]]) for i in (0, 1))
+        ids, segments = (
+            torch.tensor([[x for row in rows for x in row[i]]], device="cpu") for i in (0, 1)
+        )
         check_ids(ids, self.config.vocab_size)
         lengths = [len(row[0]) for row in rows]
         if self._packed_encoder is None:

@@ -38,7 +38,7 @@ class StoredWeightMixin(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
         """Move the record to the device that `fn` moves to; its dtypes stay as they are."""
-        probe = fn(torch.empty(0))
+        probe = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
         stored = self.stored_weight
         device = next(iter(stored.tensors().values())).device
         if probe.device != device:

@@ -765,9 +765,7 @@ def _pack_network(record: np.void, network: StepNetwork, dtype: torch.dtype) -> 
     _pack_maps(record, network, names, dtype)
 
 
-def _pack_mixture(
-    record: np.void, mixture: StepMixture, networks: int, dtype: torch.dtype
-) -> None:
+def _pack_mixture(record: np.void, mixture: StepMixture, networks: int, dtype: torch.dtype) -> None:
     """Write a mixture to its struct; its networks lie one after the other at an address."""
     record["n"], record["k"], record["networks"] = len(mixture.experts), mixture.k, networks
     record["sigmoid"], record["normalise"] = mixture.sigmoid, mixture.normalise

@@ -404,8 +404,7 @@ def _backward_scratch(args: PrefillArgs, step: int) -> tuple[object, ...]:
         for width in (round_up(size, factors.depth), round_up(size, factors.rows))
     )
     scores = tuple(
-        _scratch(length)
-        for length in (step * PANEL_COLUMNS, step * PANEL_COLUMNS, PANEL_COLUMNS)
+        _scratch(length) for length in (step * PANEL_COLUMNS, step * PANEL_COLUMNS, PANEL_COLUMNS)
     )
     if factors.each == 2:
         weights, slopes, rows = (_factor_array(step * PANEL_COLUMNS, factors) for _ in range(3))
