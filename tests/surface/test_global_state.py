@@ -60,7 +60,8 @@ SAID_BY_NUMBERS = {"arange", "as_tensor", "full", "randint", "randperm", "tensor
 """Functions whose dtype may come from the numbers that they are given."""
 
 MAKERS = SAID_BY_NUMBERS | {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}
-LIBRARY = "biases caches integrations masks models nn ops parallel positions scores".split()
+LIBRARY = ("biases", "caches", "integrations", "masks", "models", "nn", "ops", "parallel")
+LIBRARY += ("positions", "scores")
 """The packages that compute; the others are tools, which make random inputs and reports."""
 
 

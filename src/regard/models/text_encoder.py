@@ -22,6 +22,7 @@ from regard.models.encoder import Encoder, HeadedEncoder, first_token_state
 from regard.models.packed_encoder import PackedEncoder, why_not_packed_encoder
 from regard.models.text_model import TextModel, as_text_list, pad_right
 from regard.models.tokenizer import Tokenizer
+from regard.nn.as_written import why_not_as_written
 from regard.span import Positions, as_tensor
 from regard.units import plural
 from regard.untrusted_text import escape_controls, short_repr
@@ -503,9 +504,8 @@ class TextEncoder(TextModel):
         encoder = self.network.encoder
         if type(self.network) is not HeadedEncoder or type(encoder) is not Encoder:
             return f"the network is a {type(self.network).__name__}, not a HeadedEncoder"
-        hooked = self.network._forward_hooks or self.network._forward_pre_hooks
-        if hooked or "forward" in vars(self.network):
-            return "the network has a forward hook, or its forward was replaced"
+        if (reason := why_not_as_written(self.network)) is not None:
+            return f"the network: {reason}"
         with torch.no_grad():
             return why_not_packed_encoder(encoder)
 
