@@ -1,5 +1,5 @@
-"""Every public operation under default dtypes and devices of torch that a user chose, in a process of
-its own: `python -m tests.surface.global_state FILE DTYPE:DEVICE...`.
+"""Every public operation under default dtypes and devices of torch that a user chose, in a process
+of its own: `python -m tests.surface.global_state FILE DTYPE:DEVICE...`.
 
 The operations are used for the first time in the first context. FILE gets their results in each
 context, and at last outside of all, to be compared with those of a process that changed nothing.
@@ -172,8 +172,9 @@ def _models() -> dict[str, Operation]:
             found[f"generate {name} {dtype}"] = lambda c=call: list(
                 c[0].generate(["3+4=", "12+5=7"], max_tokens=8, **c[1])
             )
-        ids = torch.tensor([[1, 2, 3, 4]])
-        found[f"step {dtype}"] = lambda m=model: _steps(m.decoder, ids)
+        found[f"step {dtype}"] = lambda m=model: _steps(
+            m.decoder, torch.tensor([[1, 2, 3, 4]], device="cpu")
+        )
     return found
 
 

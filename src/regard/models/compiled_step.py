@@ -403,7 +403,7 @@ class _Guards:
         """Return what is compared by value: sizes, classes, addresses, layouts, global hooks."""
         return (
             sum(map(len, self._dicts)),
-            torch_module._has_any_global_hook(),
+            bool(torch_module._has_any_global_hook()),
             type(decoder),
             list(map(type, self._modules)),
             launch.places(self._tensors),

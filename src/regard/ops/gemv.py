@@ -14,11 +14,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.jit import has_numba, has_numba_in_graph, launch, openmp
-from regard.ops.jit.argument_structs import GEMV_STRUCT, MAX_RUNS
+from regard.ops.jit.argument_structs import DTYPES, GEMV_STRUCT, MAX_RUNS
 from regard.ops.jit.code_files import compiled_entry
 from regard.process_state import is_compiling, is_exporting, is_in_transform, is_transformed
 
-MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
+_MOST = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
+MAX_VECTORS = {dtype: _MOST[dtype] for dtype in DTYPES}
 """The largest number of vectors, by dtype, for which the compiled loop is faster than torch."""
 
 MIN_WEIGHT_SIZE = 1 << 14

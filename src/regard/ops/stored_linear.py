@@ -21,6 +21,7 @@ from regard.ops.jit.argument_structs import (
     DTYPES,
     MAX_RUNS,
     STORED_WEIGHT_STRUCT,
+    why_not_dtype,
 )
 from regard.ops.jit.code_files import compiled_entry
 from regard.ops.onednn import onednn_linear
@@ -142,7 +143,7 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
         ),
         ("x or the weight is empty", lambda: x.numel() == 0 or M == 0),
         (
-            "a stored tensor is not a contiguous plain tensor on a CPU",
+            "a stored tensor is not plain, contiguous and on a CPU, in a dtype of compiled code",
             lambda: weight.layout is None,
         ),
         (
@@ -150,7 +151,7 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
             lambda: not all(type(y) in _PLAIN and y.is_cpu for y in tensors),
         ),
         ("bias is not contiguous", lambda: bias is not None and not bias.is_contiguous()),
-        (f"x is {x.dtype}", lambda: x.dtype not in DTYPES),
+        (f"{why_not_dtype(x.dtype)}", lambda: x.dtype not in DTYPES),
         (
             "a gradient is needed",
             lambda: torch.is_grad_enabled() and any(y.requires_grad for y in tensors),

@@ -23,7 +23,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
 from regard.ops.jit import launch
-from regard.ops.jit.argument_structs import STORED_MATRIX_STRUCT
+from regard.ops.jit.argument_structs import DTYPES, STORED_MATRIX_STRUCT
 from regard.ops.jit.code_files import compiled_entry
 
 GROUPS = (32, 64, 128)
@@ -95,7 +95,7 @@ class StoredWeight(ABC):
             type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and x.numel()
             for x in tensors
         )
-        if not plain or scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if not plain or scales.dtype not in DTYPES:
             return codes, scales, None
         (N, M), columns = self.shape, codes.shape[1] * (2 if self.form == "int4" else 1)
         row_scales = 0 if scales is codes else scales[0].numel()

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.ops.jit import converts_float16
 from regard.ops.jit.launch import address
 
 PackedStruct: TypeAlias = array  # type: ignore[type-arg]  # array is not generic in Python 3.11
@@ -413,5 +414,13 @@ STEP_EXTENSION_STRUCT = StructLayout(
 the keys or the values x is block x_first + i // x_run x_step + i % x_run of the rows of its matrix.
 """
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, *([torch.float16] if converts_float16() else []))
 """The dtypes that compiled code supports for keys, values, weights and the scales of codes."""
+
+
+def why_not_dtype(dtype: torch.dtype) -> str | None:
+    """Return why compiled code does not support a dtype, or None if it does."""
+    if dtype in DTYPES:
+        return None
+    without = dtype == torch.float16
+    return f"no {str(dtype).removeprefix('torch.')}{' without F16C' * without}"

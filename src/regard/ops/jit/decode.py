@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from regard.ops.jit import launch, openmp
-from regard.ops.jit.argument_structs import DECODE_QUANTIZED_STRUCT, DECODE_STRUCT, StructLayout
+from regard.ops.jit.argument_structs import (
+    DECODE_QUANTIZED_STRUCT,
+    DECODE_STRUCT,
+    DTYPES,
+    StructLayout,
+)
 from regard.ops.jit.code_files import compiled_entry
 from regard.ops.stored_slots import QuantizedSlots, coded_memory
 
@@ -129,6 +134,8 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     if coded is None:
         return None
     keys, values, slots = coded
+    if keys.groups.scale.dtype not in DTYPES:
+        return None
     (k_codes, k_owners), (v_codes, v_owners) = (
         _quantized_argument(keys),
         _quantized_argument(values),

@@ -13,7 +13,7 @@ from regard import masks
 from regard.biases import ALiBi, Bias
 from regard.masks.tiling import UNBOUNDED
 from regard.ops.jit import has_numba, launch
-from regard.ops.jit.argument_structs import DTYPES
+from regard.ops.jit.argument_structs import why_not_dtype
 from regard.ops.jit.decode import (
     TILE_KEYS,
     DecodeArgs,
@@ -190,7 +190,7 @@ class CpuKernel:
             *(["has no gradient"] if call.has_gradient else []),
             *(["no dropout"] if call.dropout else []),
             *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
-            *([f"no {call.q.dtype}"] if call.q.dtype not in DTYPES else []),
+            *([reason] if (reason := why_not_dtype(call.q.dtype)) is not None else []),
         ]
         if call.compiling:  # a question about sizes would specialise the graph
             return [*reasons, *(unpackable_parts(call) or [UNREADABLE])]

@@ -16,7 +16,7 @@ from regard.biases import ALiBi
 from regard.masks import Causal, Full, Mask, Padding
 from regard.masks.tiling import UNBOUNDED
 from regard.ops.jit import has_numba, launch
-from regard.ops.jit.argument_structs import DTYPES
+from regard.ops.jit.argument_structs import why_not_dtype
 from regard.ops.jit.prefill import (
     PrefillArgs,
     prefill,
@@ -120,11 +120,7 @@ class GemmKernel:
             *(["runs on a CPU only"] if call.q.device.type != "cpu" else []),
             *(["no dropout"] if call.dropout else []),
             *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
-            *(
-                [f"no {str(call.q.dtype).removeprefix('torch.')}"]
-                if call.q.dtype not in DTYPES
-                else []
-            ),
+            *([reason] if (reason := why_not_dtype(call.q.dtype)) is not None else []),
             *(
                 [f"no bias other than ALiBi ({call.bias})"]
                 if not isinstance(call.bias, ALiBi | None)
