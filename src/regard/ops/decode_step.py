@@ -484,9 +484,9 @@ class DecodeStep:
         if self._buffers.are(tensors):
             return
         for record, (k, v) in zip(self._attention, inputs.buffers, strict=True):
-            for name, x in (("k", k), ("v", v)):
-                record[name] = launch.row_address(x, self.dtype)
-                record[f"{name}_steps"] = x.stride()[:3]
+            for name, buffer in (("k", k), ("v", v)):
+                record[name] = launch.row_address(buffer, self.dtype)
+                record[f"{name}_steps"] = buffer.stride()[:3]
         self._buffers.remember(tensors)
 
     def _set_places(self, inputs: StepInputs) -> None:

@@ -44,6 +44,7 @@ The files, from the entry points inwards:
     code_files.py               the files of compiled entries, which are loaded without Numba
     object_code.py              the loader of such a file
     source_stamps.py            hashes of the sources, for which compiled code is valid
+    launch.py                   the only allocations for compiled code, and the only addresses
     argument_structs.py         the C structs of arguments: one list of fields each
     openmp.py                   torch's OpenMP threads, or Python threads where there are none
     decode_loops.py             decoding: tiles of keys, masks, tasks, the entry

@@ -130,7 +130,9 @@ class StructLayout:
         self.dtype = np.dtype(
             [(name, kind) if n == 1 else (name, kind, (n,)) for name, kind, n in parts]
         )
-        self._arguments = [(x.name, type(x), getattr(x, "dtype", None)) for x in fields]
+        self._arguments: list[tuple[str, type, Any]] = [
+            (x.name, type(x), getattr(x, "dtype", None)) for x in fields
+        ]
 
     def pack(self, **arguments: float | Tensor | Sequence[int]) -> PackedStruct:
         """Return a struct in memory, with its counters at 0.
