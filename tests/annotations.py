@@ -135,6 +135,8 @@ def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[
         _hold(function, args, kwargs, result)
         return result
 
+    # it stands for the function, also where somebody asks in which file a method was written
+    wrapper.__code__ = wrapper.__code__.replace(co_filename=function.__code__.co_filename)
     return wrapper
 
 

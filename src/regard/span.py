@@ -79,14 +79,15 @@ class Span:
         """Return the positions as a tensor.
 
         Args:
-            device: the device of the tensor.
+            device: the device of the tensor; None is the CPU.
 
         Returns:
             An int64 tensor `[1, length]`.
         """
         import torch
 
-        return torch.arange(self.start, self.stop, device=device)[None]
+        # without a device torch would take its default one
+        return torch.arange(self.start, self.stop, device=device or "cpu")[None]
 
 
 Positions: TypeAlias = "Span | Tensor"

@@ -201,9 +201,16 @@ WITHOUT_INTERVALS = {
         masks.Fn(lambda q, k: (q + 2 * k) % 3 != 0, "thirds"),
         lambda q, k, b, h: (q + 2 * k) % 3 != 0,
     ),
-    "constant function": Case(masks.Fn(lambda q, k: torch.tensor(True)), lambda q, k, b, h: True),
+    "constant function": Case(
+        masks.Fn(lambda q, k: torch.tensor(True, device="cpu")), lambda q, k, b, h: True
+    ),
     "heads without intervals": Case(
-        masks.Heads((masks.Strided(3), masks.Causal() & masks.Fn(lambda q, k: torch.tensor(True)))),
+        masks.Heads(
+            (
+                masks.Strided(3),
+                masks.Causal() & masks.Fn(lambda q, k: torch.tensor(True, device="cpu")),
+            )
+        ),
         lambda q, k, b, h: k <= q if h else q - k < 3 or (q - k) % 3 == 0,
     ),
 }

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 import regard
 from regard.biases import ALiBi
@@ -23,9 +29,7 @@ from regard.models.compiled_step import why_not
 from regard.models.decoder import Decoder
 from regard.models.generation import DecodeSession
 from regard.models.generation.decode_session import pad_left
-from regard.nn import (
-    SwiGLU,
-)
+from regard.nn import Attention, RMSNorm, SwiGLU
 from regard.ops.jit import openmp
 from regard.ops.jit.argument_structs import STEP_STRUCT, PackedStruct
 from regard.span import Span
@@ -193,6 +197,13 @@ def _scaled(module: nn.Module) -> None:
     module.scale = 0.25
 
 
+@contextmanager
+def _hooked(register: Callable[..., Any]) -> Iterator[None]:
+    handle = register(lambda *_: None)
+    yield
+    handle.remove()
+
+
 CHANGES: dict[str, tuple[Callable[[Decoder], object], str]] = {
     "hook": (lambda d: d.layers[1].feed_forward.down.register_forward_hook(print), "has a hook"),
     "forward": (lambda d: setattr(d.norm, "forward", abs), "was replaced"),
@@ -222,6 +233,15 @@ CHANGES: dict[str, tuple[Callable[[Decoder], object], str]] = {
         "the activation is Tanh()",
     ),
     "dtype": (lambda d: d.layers[1].feed_forward.half(), "torch.float16 on cpu"),
+    "turned in place": (lambda d: d.layers[0].attention.output.weight.t_(), "contiguous"),
+    "turned": (
+        lambda d: setattr(d.layers[0].attention.output.weight, "data", torch.ones(M, M).T),
+        "contiguous",
+    ),
+    "own class": (
+        lambda d: setattr(d.layers[0].feed_forward, "__class__", type("Other", (SwiGLU,), {})),
+        "layer 0: the feed-forward layer is Other",
+    ),
     "strides": (
         lambda d: setattr(d.head.weight, "data", torch.randn(M, V).T),
         "contiguous",
@@ -240,6 +260,35 @@ def test_a_changed_decoder_leaves_the_step_and_says_why(change: str) -> None:
     assert reason in said
 
 
+def _doubled(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """What a user writes to change every module of a class."""
+    return functools.wraps(method)(
+        lambda self, *args, **options: 2 * method(self, *args, **options)
+    )
+
+
+PATCHES = {
+    "norm": (RMSNorm, "forward"),
+    "linear": (torch.nn.Linear, "forward"),
+    "call": (nn.Module, "__call__"),
+    "mechanism": (Attention, "forward"),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the plan", "after it"])
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_patched_class_gets_the_modules(patch: str, first: bool) -> None:
+    decoder, (owner, name) = llama(), PATCHES[patch]
+    caches = prompted(decoder)
+    with torch.no_grad():
+        if not first:
+            assert why_not(decoder, caches) == []
+        with pytest.MonkeyPatch.context() as own:
+            own.setattr(owner, name, _doubled(getattr(owner, name)))
+            assert "was replaced" in why_not(decoder, caches)[0]
+        assert why_not(decoder, caches) == []
+
+
 STATES: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
     "gradient": (torch.enable_grad, "gradients are recorded"),
     "trace": (lambda: regard.Trace("z", missing="ignore"), "a trace is open"),
@@ -249,6 +298,8 @@ STATES: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = {
         lambda: torch.utils.flop_counter.FlopCounterMode(display=False),
         "a dispatch mode",
     ),
+    "global hook": (lambda: _hooked(register_module_forward_hook), "a global module hook"),
+    "global pre-hook": (lambda: _hooked(register_module_forward_pre_hook), "a global module hook"),
 }
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import stat
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,7 +110,79 @@ def test_where_no_folder_can_be_written_nothing_is_saved(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file"))
-    assert not CodeFile(*NAME).save(b"", "")
+    code_files._say_that_nothing_is_kept.cache_clear()
+    with pytest.warns(RuntimeWarning, match="no folder keeps compiled code"):
+        assert not CodeFile(*NAME).save(b"", "")
+    assert not CodeFile(*NAME).save(b"", "")  # which is said once
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "file for all": lambda path: path.chmod(0o666),
+    "folder for all": lambda path: path.parent.chmod(0o777),
+    "folder above for all": lambda path: path.parents[1].chmod(0o777),
+    "pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "no object": lambda path: path.write_bytes(b"[]\n" + path.read_bytes()),
+    "deep": lambda path: path.write_bytes(b"[" * 100_000 + b"\n"),
+    "no name": lambda path: path.write_bytes(
+        re.sub(rb'"symbol": "[^"]*"', b'"symbol": 5', path.read_bytes(), count=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE)
+def test_a_file_that_others_may_write_or_that_is_none_is_not_loaded(
+    change: str, stored: tuple[CodeFile, Path]
+) -> None:
+    own, path = stored
+    HOSTILE[change](path)
+    assert own.load() is None
+
+
+def test_a_file_of_another_user_is_not_loaded(
+    stored: tuple[CodeFile, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, path = stored
+    ours = Path.stat
+
+    def of_another(self: Path, **options: bool) -> os.stat_result:
+        state = list(ours(self, **options))
+        state[stat.ST_UID] += 77 * (self == path)
+        return os.stat_result(state)
+
+    monkeypatch.setattr(Path, "stat", of_another)
+    assert own.load() is None
+
+
+WITHOUT_F16C = """
+import torch, regard
+from regard.ops.stored_linear import plan_linear, stored_linear
+from regard.ops.stored_weights import Int4Weight, Int8Weight
+from regard.nn.linear import linear
+x = torch.randn(1, 4, 1, 64).half()
+k = torch.randn(1, 2, 4096, 64).half()
+print(regard.plan(x, k, k))
+print(regard.attend(x, k, k).isfinite().all(), linear(x[0, 0], torch.randn(256, 64).half()).dtype)
+for form in (Int8Weight, Int4Weight):
+    w = form.quantize(torch.randn(64, 128))
+    print(stored_linear(torch.ones(1, 128), w).isfinite().all(), plan_linear(torch.ones(1, 128), w))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("setting", ["NUMBA_CPU_NAME=generic", "NUMBA_CPU_FEATURES=-f16c"])
+def test_a_processor_without_float16_runs_torch_and_says_so(setting: str, tmp_path: Path) -> None:
+    name, _, value = setting.partition("=")
+    made = subprocess.run(
+        [sys.executable, "-c", WITHOUT_F16C],
+        env=os.environ | {name: value, "NUMBA_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    assert "no float16 without F16C" in made.stdout
+    assert made.stdout.count("tensor(True)") == 3
+    assert made.stdout.count("dequantized panels") == 2
 
 
 def test_what_the_loader_does_not_know_is_refused(stored: tuple[CodeFile, Path]) -> None:

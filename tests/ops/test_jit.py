@@ -279,7 +279,7 @@ def test_stamps_in_processes_of_their_own(tmp_path: Path) -> None:
 EVERY = StructLayout(
     IntField("n"),
     FloatField("x"),
-    ArrayField("a"),
+    ArrayField("a", torch.float32),
     StridedField("k"),
     QuantizedField("c"),
     IntField("last"),
@@ -328,7 +328,9 @@ def test_what_is_missing_or_too_long_is_an_error() -> None:
 
 
 def test_compiled_code_reads_the_same_record() -> None:
-    small = StructLayout(IntField("n"), FloatField("x"), ArrayField("a"), IntField("out"))
+    small = StructLayout(
+        IntField("n"), FloatField("x"), ArrayField("a", torch.float32), IntField("out")
+    )
     RECORD = small.dtype
 
     def entry(address: int) -> None:

@@ -47,11 +47,12 @@ B, H, G, T, S, D, E, M = 3, 4, 2, 6, 9, 8, 10, 32
 
 
 def randn(*sizes: int) -> torch.Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(len(sizes)))
+    draw = torch.Generator().manual_seed(len(sizes))
+    return torch.randn(*sizes, generator=draw, dtype=torch.float32, device="cpu")
 
 
 def at(length: int, start: int = 0) -> torch.Tensor:
-    return torch.arange(start, start + length).repeat(B, 1)
+    return torch.arange(start, start + length, device="cpu").repeat(B, 1)
 
 
 Q, K, V = randn(B, H, T, D), randn(B, G, S, D), randn(B, G, S, E)

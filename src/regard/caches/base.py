@@ -265,7 +265,7 @@ class Cache(ABC):
         """
         other = self.fork()
         if rows > 1:
-            other.select(torch.zeros(rows, dtype=torch.int64))
+            other.select(torch.zeros(rows, dtype=torch.int64, device="cpu"))
         return other
 
     def select(self, rows: Int[Tensor, " rows"]) -> None:

@@ -269,7 +269,9 @@ class PagePool:
             The number of the new page.
         """
         (own,) = self.take(1)
-        self._write(torch.tensor([own]), tuple(x[page : page + 1].clone() for x in self.parts))
+        self._write(
+            torch.tensor([own], device="cpu"), tuple(x[page : page + 1].clone() for x in self.parts)
+        )
         self.release([page])
         return own
 
@@ -422,7 +424,7 @@ class PageTable:
         if key not in self._numbers:
             most = max((len(row) for row in self.rows), default=0) + 1
             rows = [[*row, *[self.pool.pages] * (most - len(row))] for row in self.rows]
-            pages = torch.tensor(rows, dtype=dtype).reshape(-1, most)
+            pages = torch.tensor(rows, dtype=dtype, device="cpu").reshape(-1, most)
             self._numbers[key] = pages.to(device, non_blocking=True)
         return self._numbers[key]
 
@@ -438,7 +440,7 @@ class PageTable:
         steps, lengths = torch.arange(length, device=device), self.lengths
         if len(set(lengths)) == 1:  # known without a tensor
             return (steps + lengths[0]).expand(len(lengths), -1)
-        stops = torch.tensor(lengths, dtype=torch.int64)[:, None]
+        stops = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
         return stops.to(device, non_blocking=True) + steps
 
     def pages(self, device: torch.device) -> tuple[PagesOfRows, ...]:
@@ -513,7 +515,7 @@ class Paged(Cache):
         other = type(self)(size, rows * -(-slots // size))
         other.fill(self.contents())
         if rows > 1:
-            other.select(torch.zeros(rows, dtype=torch.int64))
+            other.select(torch.zeros(rows, dtype=torch.int64, device="cpu"))
         return other
 
     @property
@@ -616,8 +618,8 @@ class Paged(Cache):
         opened = opened._replace(page_size=pool.page_size)
         if lengths == [len(self)] * B:
             return opened
-        slots = torch.tensor(lengths)
-        real = torch.ones(B, 1, dtype=torch.bool)
+        slots = torch.tensor(lengths, device="cpu")
+        real = torch.ones(B, 1, dtype=torch.bool, device="cpu")
         after = self._joined(positions, real, slots[:, None], max(lengths) + 1)
         return opened._replace(slots=slots, after=as_tensor(after))
 
@@ -626,7 +628,7 @@ class Paged(Cache):
         table = self._table
         with self.pool.lock:
             if self.pool.parts is not opened.state:  # another thread has replaced the tensors
-                slots = table.slots(torch.tensor(table.lengths)[:, None])[:, 0]
+                slots = table.slots(torch.tensor(table.lengths, device="cpu")[:, None])[:, 0]
                 memory = tuple(x.flatten(0, 1)[slots] for x in opened.state)
                 self.pool.write(slots, memory)
         table.lengths = [n + 1 for n in table.lengths]

@@ -132,7 +132,7 @@ class SlotPositions(NamedTuple):
         where = torch.where(is_kept, slots.slot(p), slots.size)
         new, index = (
             torch.full_like(last, EMPTY).expand(-1, slots.size + 1),
-            torch.arange(p.shape[1]),
+            torch.arange(p.shape[1], device="cpu"),
         )
         source = new.scatter(1, where, index.to(p.device).expand_as(p))[:, :-1]
         after = new.scatter(1, where, p)[:, :-1]

@@ -68,7 +68,7 @@ class RingLayout(NamedTuple):
         """Return the position in each slot `[1, size]` after a run of positions, EMPTY where there
         is none.
         """
-        last, j = run.stop - 1, torch.arange(self.size, device=device)
+        last, j = run.stop - 1, torch.arange(self.size, device=device or "cpu")
         p = last - (last - j) % self.ring
         is_held = p >= max(run.lost + 1, self.sinks)
         if self.sinks:

@@ -233,7 +233,7 @@ class Memory(State):
         if isinstance(first, int) and isinstance(last, int):
             need = first if last >= length else 0
         else:
-            need = int(torch.where(torch.as_tensor(last >= length), first, 0).max())
+            need = int(torch.where(torch.as_tensor(last >= length, device="cpu"), first, 0).max())
         if length < need:
             raise ArgumentError(
                 f"crop to {length}, but the tokens before position {need} are in the memory and "

@@ -452,7 +452,7 @@ def read_rows(
     """
     rows, width = math.prod(tensor.shape[:-1]), tensor.row_bytes
     step = max(1, panel_bytes // width)
-    panel = torch.empty(min(rows, step), width, dtype=torch.uint8)
+    panel = torch.empty(min(rows, step), width, dtype=torch.uint8, device="cpu")
     for first in range(0, rows, step):
         part = panel[: min(step, rows - first)]
         with open_regular(header.file) as (file, state):

@@ -380,6 +380,7 @@ class Mask(Serializable, ABC):
             for i in range(0, T, bq)
         ]
         if not tile_rows:
+            device = device_of_positions(q_positions, k_positions, device)
             return torch.zeros(
                 1, 1, 0, -(-slot_count(k_positions) // bk), dtype=torch.int8, device=device
             )

@@ -230,5 +230,5 @@ def listed_blocks(counts: Tensor, indices: Tensor) -> Tensor:
     listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
     # entries behind the count are undefined: they are sent to a column that is cut off
     columns = torch.where(listed, indices.long(), indices.shape[-1])
-    table = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool)
+    table = torch.zeros(*indices.shape[:-1], indices.shape[-1] + 1, dtype=torch.bool, device="cpu")
     return table.to(indices.device).scatter(-1, columns, value=True)[..., :-1]

@@ -61,9 +61,11 @@ def count_pairs(mask: Mask, n: int) -> int:
     if P is None or has_ranges or n <= 2 * P:
         return int(mask.visible(Span(0, n), Span(0, n)).sum(-1).max())
     start = -(-n // P) * P
-    distances = torch.arange(n - 1, -n, -1)  # of the keys start - n + 1, ..., start + n - 1
+    distances = torch.arange(
+        n - 1, -n, -1, device="cpu"
+    )  # of the keys start - n + 1, ..., start + n - 1
     first, end = distances.clamp(min=0), (n + distances).clamp(max=n)
-    total = torch.zeros((), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
     for r in range(P):
         keys = Span(start + r - n + 1, 2 * n - 1)
         sees = mask.block(Span(start + r, 1), keys).reshape(-1, keys.length)

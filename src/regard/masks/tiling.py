@@ -300,7 +300,7 @@ def _unknown_runs(unknown: list[bool]) -> list[tuple[int, int]]:
     return runs
 
 
-def _block_bounds(keys: Span, bk: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def _block_bounds(keys: Span, bk: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Return the first position >= 0 of each block, and the first position after it."""
     lo = torch.arange(keys.start, keys.stop, bk, device=device)
     return lo.clamp(min=0), (lo + bk).clamp(max=keys.stop)

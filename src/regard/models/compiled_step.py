@@ -16,20 +16,24 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from regard.argument_checks import finite_checks_enabled
 from regard.caches import Cache
 from regard.caches.base import OpenSlot
 from regard.caches.quantization import CodedSlots
 from regard.models.step_reader import ModelReader, Unsupported
+from regard.nn.as_written import CALLS, classes_of
 from regard.nn.stored import StoredWeightMixin
 from regard.ops.decode_step import (
     DecodeStep,
@@ -39,7 +43,7 @@ from regard.ops.decode_step import (
     StepInputs,
     StepLayer,
 )
-from regard.ops.jit import has_numba
+from regard.ops.jit import has_numba, launch
 from regard.ops.jit.decode import is_readable
 from regard.ops.softmax.cpu import causal_positions, visible_ranges
 from regard.ops.softmax.dispatch import KERNELS, all_kernels
@@ -121,14 +125,22 @@ def _state_reasons() -> list[str]:
         (torch.is_autocast_enabled("cpu"), "autocast is on"),
         (is_transformed(), "a transform of torch.func is active"),
         (torch._C._len_torch_dispatch_stack() > 0, "a dispatch mode of torch is active"),
-        (torch._C._len_torch_function_stack() > 0, "a function mode of torch is active"),
+        (_in_function_mode(), "a function mode of torch is active"),
         (current_scope() is not None, "attention runs over several ranks"),
         (finite_checks_enabled(), "regard.checks(finite=True) looks at every input"),
         (len(all_kernels()) != len(KERNELS), "another attention kernel is registered"),
-        (torch_module._has_any_global_hook(), "a global module hook is registered"),
         (not has_numba(), "Numba is not installed: pip install numba"),
     )
     return [reason for holds, reason in states if holds]
+
+
+def _in_function_mode() -> bool:
+    """Return whether a mode sees or changes torch's functions; a default device changes only where
+    a tensor is made that is not told its device.
+    """
+    return torch._C._len_torch_function_stack() > 0 and any(
+        type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()
+    )
 
 
 def _open_slots(plan: _Plan, positions: Positions, caches: Sequence[Cache]) -> list[OpenSlot] | str:
@@ -193,12 +205,14 @@ def _key_place(opened: OpenSlot, positions: Positions, B: int) -> KeyPlace:
     """
     slots = opened.slots
     if slots is None:
-        slots = torch.full((B,), opened.slot)
+        slots = launch.full((B,), opened.slot, dtype=torch.int64)
     coded = _coded_slots(opened)
     S = slot_count(positions) - coded
     if isinstance(positions, Span):
         start = positions.start
-        return KeyPlace(slots, S, _NO_POSITIONS, start + coded, coded, _NO_POSITIONS, start)
+        return KeyPlace(
+            slots, S, launch.NO_POSITIONS, start + coded, coded, launch.NO_POSITIONS, start
+        )
     positions = positions.long().contiguous()
     own = positions[:, coded:].contiguous()
     return KeyPlace(slots, S, own, 0, coded, positions, 0)
@@ -217,7 +231,7 @@ _plans = _Plans()
 def _plan_of(decoder: Decoder) -> _Plan:
     """Return the plan of a decoder in this thread, made anew if the decoder has changed."""
     plan = _plans.by_decoder.get(decoder)
-    if plan is None or not plan.guards.hold():
+    if plan is None or not plan.guards.hold(decoder):
         plan = _plans.by_decoder[decoder] = _Plan(decoder)
     return plan
 
@@ -326,9 +340,6 @@ def _codes_fit(layer: StepLayer, coded: CodedSlots, B: int, dtype: torch.dtype) 
     )
 
 
-_NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64)
-
-
 def _tables(rotary: Rotary, x: Tensor, positions: Positions) -> RotaryTables:
     """Return the cos and sin of the new tokens."""
     cos, sin = rotary.tables(x, positions)
@@ -345,37 +356,59 @@ class _Guards:
 
     After each step the weights have taken the place of these objects in the caches of the
     processor, so that every object that is looked at costs a read from memory: only what can change
-    the result of a plan is looked at. A part with a new name is noticed in lists of modules; in
-    other modules nothing reads it, unless it hides an attribute of the class (`__dict__`).
+    the result of a plan is looked at: by value what has no identity, such as sizes and addresses,
+    and otherwise whether an object is still the same one. Views of dictionaries show what they hold
+    now, those of a class its methods.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
         # not the decoder itself: its plan must not keep it alive
         self._modules = list(decoder.modules())[1:]
-        self._types = list(map(type, self._modules))
         everything = [decoder, *self._modules]
         self._dicts: list[Any] = [
             x for m in everything for x in (m.__dict__, m._forward_hooks, m._forward_pre_hooks)
         ]
         self._dicts += [m._modules for m in everything if isinstance(m, _LISTS)]
-        self._size = sum(map(len, self._dicts))
-        named = list(chain.from_iterable(map(_attributes, everything)))
-        self._owners, self._names, self._values = (list(x) for x in zip(*named, strict=True))
+        classes = dict.fromkeys(x for m in everything for x in classes_of(m) if x is not nn.Module)
+        methods = list(map(vars, classes))
+        self._dicts += methods
+        parts = [x for m in everything for x in (m._modules, m._parameters, m._buffers) if x]
+        self._values = [x.values() for x in chain(methods, parts)]
+        named = [(m.__dict__, _names(m)) for m in everything] + [(vars(nn.Module), CALLS)]
+        self._owners = [owner for owner, names in named if names]
+        # itemgetter gives a tuple for two names or more
+        self._getters = [itemgetter(*names, names[0]) for _, names in named if names]
         records = [m.stored_weight for m in everything if isinstance(m, StoredWeightMixin)]
         stored = [x for y in records for x in y.tensors().values()]
-        self._parameters = [x for m in everything for x in m._parameters.values() if x is not None]
-        self._tensors: list[Tensor] = [*stored, *self._parameters]
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self._layouts = list(map(_layout_of, self._parameters))
+        held = [x for m in everything for y in (m._parameters, m._buffers) for x in y.values()]
+        self._tensors: list[Tensor] = [*stored, *(x for x in held if x is not None)]
+        self._known = self._fingerprint(decoder)
+        self._objects = list(self._present())
 
-    def hold(self) -> bool:
+    def hold(self, decoder: nn.Module) -> bool:
         """Return whether nothing has changed."""
+        try:
+            return self._fingerprint(decoder) == self._known and all(
+                map(operator.is_, self._present(), self._objects)
+            )
+        except KeyError:  # an attribute in the place of another one
+            return False
+
+    def _present(self) -> Iterator[object]:
+        """Return the objects of now: methods, parts, and attributes of modules."""
+        attributes = map(operator.call, self._getters, self._owners)
+        return chain.from_iterable(chain(self._values, attributes))
+
+    def _fingerprint(self, decoder: nn.Module) -> tuple[object, ...]:
+        """Return what is compared by value: sizes, classes, addresses, layouts, global hooks."""
         return (
-            sum(map(len, self._dicts)) == self._size
-            and list(map(type, self._modules)) == self._types
-            and all(map(operator.is_, map(dict.get, self._owners, self._names), self._values))
-            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and list(map(_layout_of, self._parameters)) == self._layouts
+            sum(map(len, self._dicts)),
+            bool(torch_module._has_any_global_hook()),
+            type(decoder),
+            list(map(type, self._modules)),
+            launch.places(self._tensors),
+            list(map(Tensor.is_contiguous, self._tensors)),
+            list(map(_layout, self._tensors)),
         )
 
 
@@ -383,23 +416,13 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 """The classes of modules whose computation depends on the number of their parts."""
 
 _BOOKKEEPING = {*nn.Module().__dict__, "_last"} - {"training"}
+_layout = attrgetter("dtype", "shape")
 
 
-def _attributes(module: nn.Module) -> list[tuple[Any, str, object]]:
-    """Return the attributes of a module: the dictionary, the name and the value of each. Whether it
-    trains matters only where it drops something out.
+def _names(module: nn.Module) -> Sequence[str]:
+    """Return the names of the attributes of a module. Whether it trains matters only where it drops
+    something out.
     """
     drops = "dropout" in module.__dict__ or "dropout" in module._modules
     ignored = _BOOKKEEPING if drops else _BOOKKEEPING | {"training"}
-    own = [(module.__dict__, x, y) for x, y in module.__dict__.items() if x not in ignored]
-    parts = [
-        (owner, x, y)
-        for owner in (module._modules, module._parameters, module._buffers)
-        for x, y in owner.items()
-    ]
-    return [*own, *parts]
-
-
-def _layout_of(x: Tensor) -> tuple[torch.dtype, torch.Size]:
-    """Return the dtype and the shape of a tensor."""
-    return x.dtype, x.shape
+    return [x for x in module.__dict__ if x not in ignored]

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from regard.errors import ArgumentError
 from regard.models.encoder import Encoder
+from regard.nn.as_written import why_not_as_written
 from regard.nn.attention import Attention
 from regard.nn.blocks import Block, PostNorm, PreNorm, Residual
 from regard.nn.feed_forward import FeedForward
@@ -214,7 +214,7 @@ class PackedEncoder:
         if encoder is None or reason is not None:
             raise ArgumentError(f"this encoder cannot be packed: {reason}; call the encoder itself")
         self._pack_if_changed(encoder)
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None]
         x = encoder.embed(ids, positions, segments)
         groups = find_groups(lengths)
         for block in self._blocks:
@@ -317,10 +317,6 @@ def _reasons_of_this_moment() -> Iterator[str]:
         (is_compiling() or is_transformed(), "a graph or a transform of torch.func is open"),
         (torch.is_autocast_enabled("cpu"), "autocast is on"),
         (torch._C._len_torch_dispatch_stack() > 0, "a dispatch mode observes torch's operations"),
-        (
-            bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks),
-            "a global forward hook is registered",
-        ),
     )
     return (reason for applies, reason in conditions if applies)
 
@@ -328,10 +324,8 @@ def _reasons_of_this_moment() -> Iterator[str]:
 def _reasons_of_modules(encoder: Encoder) -> Iterator[str]:
     """Yield which module has a hook or a replaced forward, which packed products do not call."""
     for name, module in encoder.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            yield f"{name or 'the encoder'} has a forward hook"
-        if "forward" in vars(module):
-            yield f"the forward of {name or 'the encoder'} was replaced"
+        if (reason := why_not_as_written(module)) is not None:
+            yield f"{name or 'the encoder'}: {reason}"
 
 
 def _why_not_block(block: nn.Module) -> str | None:

@@ -34,6 +34,7 @@ from regard.nn import (
     SoftmaxRouter,
     SwiGLU,
 )
+from regard.nn.as_written import why_not_as_written
 from regard.nn.blocks import Residual
 from regard.nn.embedding import CappedLogits, ScaledLogits
 from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, ReLUSquared, Router
@@ -488,10 +489,8 @@ class ModelReader:
 
 def _check_calls(module: nn.Module) -> None:
     """Raise if a hook listens to the calls of a module, or if they were replaced."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise Unsupported(f"{type(module).__name__} has a hook")
-    if "forward" in module.__dict__:
-        raise Unsupported(f"the forward of a {type(module).__name__} was replaced")
+    if (reason := why_not_as_written(module)) is not None:
+        raise Unsupported(reason)
 
 
 def _check_methods(module: nn.Module, *names: str) -> None:

@@ -21,6 +21,7 @@ from regard.models.encoder import Encoder, HeadedEncoder, first_token_state
 from regard.models.packed_encoder import PackedEncoder, why_not_packed_encoder
 from regard.models.text_model import TextModel, as_text_list, pad_right
 from regard.models.tokenizer import Tokenizer
+from regard.nn.as_written import why_not_as_written
 from regard.span import Positions, as_tensor
 from regard.units import plural
 from regard.untrusted_text import escape_controls, short_repr
@@ -480,7 +481,7 @@ class TextEncoder(TextModel):
             done += len(part)
             if progress is not None:
                 progress(done, len(rows))
-        return torch.cat(vectors)[torch.tensor(order).argsort().to(self.device)]
+        return torch.cat(vectors)[torch.tensor(order, device="cpu").argsort().to(self.device)]
 
     def why_not_packed(self) -> str | None:
         """Return why `embed` would run the network as it is written, with padded texts, or None if
@@ -498,9 +499,8 @@ class TextEncoder(TextModel):
         encoder = self.network.encoder
         if type(self.network) is not HeadedEncoder or type(encoder) is not Encoder:
             return f"the network is a {type(self.network).__name__}, not a HeadedEncoder"
-        hooked = self.network._forward_hooks or self.network._forward_pre_hooks
-        if hooked or "forward" in vars(self.network):
-            return "the network has a forward hook, or its forward was replaced"
+        if (reason := why_not_as_written(self.network)) is not None:
+            return f"the network: {reason}"
         with torch.no_grad():
             return why_not_packed_encoder(encoder)
 
@@ -518,7 +518,9 @@ class TextEncoder(TextModel):
         self, rows: Sequence[tuple[list[int], list[int]]]
     ) -> tuple[Tensor, Positions]:
         """Return the states of texts and their positions [B, S], by the packed encoder."""
-        ids, segments = (torch.tensor([[x for row in rows for x in row[i]]]) for i in (0, 1))
+        ids, segments = (
+            torch.tensor([[x for row in rows for x in row[i]]], device="cpu") for i in (0, 1)
+        )
         check_ids(ids, self.config.vocab_size)
         lengths = [len(row[0]) for row in rows]
         if self._packed_encoder is None:

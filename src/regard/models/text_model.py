@@ -156,7 +156,7 @@ class TextModel:
         if ids.ndim not in (1, 2):
             raise ArgumentError(f"ids are {tuple(ids.shape)}; they must be [T] or [batch, T]")
         batch = ids if ids.ndim == 2 else ids[None]
-        is_token = torch.ones(batch.shape, dtype=torch.bool)
+        is_token = torch.ones(batch.shape, dtype=torch.bool, device="cpu")
         if positions is not None:
             is_token = (as_tensor(positions, torch.device("cpu")) >= 0).expand(batch.shape)
         texts = [

@@ -160,7 +160,7 @@ class PerRowRotary(nn.Module):
     def _table(self, rows: RowLengths) -> tuple[Tensor, Tensor]:
         """Return inv_freq [R,n] and the factor [R] of R lengths, in fp64."""
         inv_freq, factor = zip(*(self._frequencies(n) for n in rows), strict=True)
-        return torch.stack(inv_freq), torch.tensor(factor, dtype=torch.float64)
+        return torch.stack(inv_freq), torch.tensor(factor, dtype=torch.float64, device="cpu")
 
     def _frequencies(self, length: int) -> tuple[Tensor, float]:
         """Return the frequencies and the factor of one length."""

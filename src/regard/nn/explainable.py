@@ -425,11 +425,13 @@ def effective_row(
     """
     _, G, S, _ = v.shape
 
-    coefficients = torch.zeros(S, dtype=torch.float64)
+    coefficients = torch.zeros(S, dtype=torch.float64, device="cpu")
     for start in range(0, min(S, row + 1), columns):
         stop = min(start + columns, S)
         unit = v.new_zeros(1, G, S, stop - start)
-        unit[:, :, torch.arange(start, stop), torch.arange(stop - start)] = 1
+        unit[
+            :, :, torch.arange(start, stop, device="cpu"), torch.arange(stop - start, device="cpu")
+        ] = 1
         coefficients[start:stop] = mix(unit)[0, head, row]
 
     return coefficients

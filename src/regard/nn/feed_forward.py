@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from regard.argument_checks import check_device, check_number, check_tensor
 from regard.errors import ArgumentError
+from regard.nn.as_written import is_plain
 from regard.nn.fx_leaf import is_proxy
 from regard.nn.linear import Linear
 from regard.nn.stacked_experts import StackedExperts
@@ -106,21 +106,12 @@ class GatedFeedForward(nn.Module):
         """Map hidden states [..., M] to [..., M]."""
         parts: dict[str, Any] = self._modules  # much faster than `self.down`
         gate, up, activation = parts["gate"](x), parts["up"](x), parts["activation"]
-        if _is_plain_silu(activation) and not is_proxy(x):
+        if is_plain(activation, nn.SiLU) and not is_proxy(x):
             hidden = silu_product(gate, up)
         else:
             hidden = activation(gate) * up
         result: Float[Tensor, "*L M"] = parts["down"](hidden)
         return result
-
-
-def _is_plain_silu(activation: nn.Module) -> bool:
-    """Return whether a call of a module computes SiLU and runs no hooks."""
-    return type(activation) is nn.SiLU and not (
-        activation._forward_hooks
-        or activation._forward_pre_hooks
-        or torch_module._has_any_global_hook()
-    )
 
 
 class SwiGLU(GatedFeedForward):

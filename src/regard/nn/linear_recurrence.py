@@ -246,7 +246,7 @@ class Recurrent(Mixer):
         result, _ = run_rule(run.v)
         z = self._norm_and_gate(result, run.x, Span(0, T))
         weights = effective_row(lambda unit: run_rule(unit)[0], run.v, head, row)
-        is_visible = torch.arange(T) <= row
+        is_visible = torch.arange(T, device="cpu") <= row
         written = getattr(self.rule, "written_keys", None)
         keys = run.k if written is None else written(run.k)
         dots = (keys[0, key].double() @ run.q[0, query, row].double()).cpu()

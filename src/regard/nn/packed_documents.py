@@ -52,7 +52,7 @@ def split_at_documents(documents: Document, positions: Positions, length: int) -
     >>> [piece[:2] for piece in split_at_documents(Document((0, 3, 5)), Span(1, 4), 4)]
     [(0, 2), (2, 4)]
     """
-    everywhere = torch.ones(1, dtype=torch.bool)
+    everywhere = torch.ones(1, dtype=torch.bool, device="cpu")
     if isinstance(positions, Span) and isinstance(documents.bounds[0], int):
         # integers of Python, which a compiled graph can compare
         starts = {b - positions.start: everywhere for b in documents.bounds if isinstance(b, int)}

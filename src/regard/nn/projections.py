@@ -17,6 +17,7 @@ from regard.caches.shared import FirstValues
 from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
+from regard.nn.as_written import is_plain
 from regard.nn.explainable import (
     Explainable,
     InputSteps,
@@ -332,7 +333,7 @@ class HeadProjection(nn.Module):
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
         parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
         y, flat = parts["linear"](x), parts["flat"]
-        if type(flat) is not nn.Identity or flat._forward_hooks or flat._forward_pre_hooks:
+        if not is_plain(flat, nn.Identity):
             y = flat(y)
         # tensor parallelism leaves some of the heads to each process
         y = y.reshape(*x.shape[:2], y.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)

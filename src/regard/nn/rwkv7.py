@@ -296,7 +296,7 @@ class RWKV7(Mixer):
         result, _ = read(run.v)
         z = self._finish(result, vectors)
         weights = effective_row(lambda unit: read(unit)[0], run.v, head, row)
-        is_visible = torch.arange(T) <= row
+        is_visible = torch.arange(T, device="cpu") <= row
         dots = (run.k[0, head].double() @ run.q[0, head, row].double()).cpu()
         scores = (
             MechanismStep("dot", "", dots),

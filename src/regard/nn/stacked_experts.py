@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.nn.as_written import why_not_as_written
 from regard.process_state import is_compiling
 from regard.units import plural
 
@@ -107,17 +108,17 @@ class StackedExperts:
         if len(experts) != len(self._pointers):
             return False
         for expert, maps in zip(experts, self._pointers, strict=True):
-            if expert._forward_hooks or expert._forward_pre_hooks:
+            if why_not_as_written(expert) is not None:
                 return False
             for path, pointers in maps.items():
                 module: nn.Module | None = expert
                 for name in path:
                     module = None if module is None else module._modules.get(name)
-                if module is None or module._forward_hooks or module._forward_pre_hooks:
+                if module is None or why_not_as_written(module) is not None:
                     return False
                 for part, pointer in pointers.items():
                     x = module._parameters.get(part)
-                    if x is None or x.data_ptr() != pointer:
+                    if x is None or x.data_ptr() != pointer or not x.is_contiguous():
                         return False
         return True
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.ops.jit import openmp
+from regard.ops.jit import launch, openmp
 from regard.ops.jit.argument_structs import (
     DECODE_QUANTIZED_STRUCT,
     DECODE_STRUCT,
@@ -40,7 +40,6 @@ from regard.ops.jit.argument_structs import (
 from regard.ops.jit.code_files import compiled_entry
 from regard.ops.jit.decode import (
     ELEMENTS_PER_THREAD,
-    NO_PAGES,
     quantized_numbers,
     split_count,
 )
@@ -357,12 +356,13 @@ class DecodeStep:
         self.model = model
         self.dtype = model.head.weight.dtype
         self._layers = np.zeros(len(model.layers), STEP_LAYER_STRUCT.dtype)
-        self._networks = _Networks(self._layers, [layer.network for layer in model.layers])
+        networks = [layer.network for layer in model.layers]
+        self._networks = _Networks(self._layers, networks, self.dtype)
         self._extensions = _Extensions(model) if _is_extended(model) else None
         self._attention = np.zeros(len(model.layers), DECODE_STRUCT.dtype)
         self._codes = np.zeros(len(model.layers), DECODE_QUANTIZED_STRUCT.dtype)
         for i, layer in enumerate(model.layers):
-            _pack_layer(self._layers[i], layer)
+            _pack_layer(self._layers[i], layer, self.dtype)
             _set_pages(self._attention[i], None)
             for record in (self._attention[i], self._codes[i]):
                 record["T"], record["scale"], record["softcap"] = 1, layer.scale, layer.softcap
@@ -374,7 +374,12 @@ class DecodeStep:
         self._place_of: tuple[int, ...] = ()
         self._by_place: list[tuple[int, np.ndarray]] = []
         self._by_rotary = _numbers_by_value([layer.rotary for layer in model.layers])
+        self._head_numbers = (
+            *_norm_numbers(model.norm, self.dtype),
+            *_map_numbers(model.head, self.dtype),
+        )
         self._scratch: tuple[Tensor, ...] = ()
+        self._scratch_addresses: tuple[int, ...] = ()
         self._rows = self._splits = 0
         self._buffers, self._last_codes = SameObjects(), SameObjects()
         self._last_pages = SameObjects()
@@ -395,12 +400,11 @@ class DecodeStep:
         self._set_places(inputs)
         self._set_splits(B, workers)
         self._set_positions(inputs)
-        logits = torch.empty(B, 1, model.head.weight.shape[0], dtype=self.dtype)
+        logits = launch.empty(B, 1, model.head.weight.shape[0], dtype=self.dtype)
         self._counters.fill(0)
         for calls in (self._attention, self._codes):
             calls["taken"] = calls["done"] = 0
-        x, x_mid, y, hidden, parts, logits_of_experts, shares = self._scratch[:7]
-        extensions, norm = self._extensions, _norm_numbers(model.norm)
+        extensions = self._extensions
         step_entry = _step_entry if extensions is None else _extended_entry
         has_codes = any(x is not None for x in inputs.codes)
         record = STEP_STRUCT.pack_numbers(
@@ -417,17 +421,10 @@ class DecodeStep:
             self._head,
             self._counters.ctypes.data,
             min(workers, MAX_RUNS),
-            inputs.x.data_ptr(),
-            x.data_ptr(),
-            x_mid.data_ptr(),
-            y.data_ptr(),
-            hidden.data_ptr(),
-            logits_of_experts.data_ptr(),
-            shares.data_ptr(),
-            parts.data_ptr(),
-            logits.data_ptr(),
-            *norm,
-            *_map_numbers(model.head),
+            launch.address(inputs.x, self.dtype),
+            *self._scratch_addresses,
+            launch.address(logits, self.dtype),
+            *self._head_numbers,
             *(_NOT_EXTENDED if extensions is None else extensions.numbers),
         )
         has_mixtures = self._networks.logits > 0
@@ -441,28 +438,37 @@ class DecodeStep:
         if self._rows == B and splits <= self._splits:
             return
         M = self.model.head.weight.shape[1]
-        states = [torch.empty(B, M, dtype=self.dtype) for _ in range(3)]
+        states = [launch.empty(B, M, dtype=self.dtype) for _ in range(3)]
         pairs = self._networks.prepare(B)
         if self._extensions is not None:
-            self._extensions.prepare(B, self.dtype)
-        hidden = torch.empty(B, self._networks.units, dtype=self.dtype)
-        parts = torch.empty(pairs, M, dtype=self.dtype)
-        shares, logits = torch.empty(pairs), torch.empty(B, self._networks.logits)
-        q = torch.empty(B, max(layer.H * layer.D for layer in layers))
-        self._scratch = *states, hidden, parts, logits, shares, q
+            self._extensions.prepare(B)
+        hidden = launch.empty(B, self._networks.units, dtype=self.dtype)
+        logits = launch.empty(B, self._networks.logits, dtype=torch.float32)
+        shares = launch.empty(pairs, dtype=torch.float32)
+        parts = launch.empty(pairs, M, dtype=self.dtype)
+        q = launch.empty(B, max(layer.H * layer.D for layer in layers), dtype=torch.float32)
+        # in the order of their fields in STEP_STRUCT
+        named = *states, hidden, logits, shares, parts
+        self._scratch_addresses = tuple(launch.address(x, x.dtype) for x in named)
+        self._scratch = *named, q
         self._rows, self._splits = B, splits
         for calls in (self._attention, self._codes):
-            out = torch.empty(B, splits, max(layer.H * layer.E for layer in layers))
-            lse = torch.empty(B, splits, max(layer.H for layer in layers))
+            sizes = (max(layer.H * layer.E for layer in layers), max(layer.H for layer in layers))
+            out, lse = (launch.empty(B, splits, n, dtype=torch.float32) for n in sizes)
             self._scratch += out, lse
             for record, layer in zip(calls, layers, strict=True):
-                record["q"], record["out"], record["lse"] = (x.data_ptr() for x in (q, out, lse))
+                for name, x in (("q", q), ("out", out), ("lse", lse)):
+                    record[name] = launch.address(x, torch.float32)
                 record["q_shape"] = B, layer.G, layer.H // layer.G, layer.D
                 record["out_shape"] = 0
                 record["symmetric"] = layer.symmetric
-                slopes = _NO_SLOPES if layer.slopes is None else layer.slopes
-                for name, x in (("visible", _NO_VISIBLE), ("slopes", slopes), ("bias", _NO_BIAS)):
-                    record[name], record[f"{name}_shape"] = x.data_ptr(), _shape_4d(x)
+                slopes = launch.NO_SLOPES if layer.slopes is None else layer.slopes
+                for name, x, dtype in (
+                    ("visible", launch.NO_VISIBLE, torch.bool),
+                    ("slopes", slopes, torch.float32),
+                    ("bias", launch.NO_BIAS, torch.float32),
+                ):
+                    record[name], record[f"{name}_shape"] = launch.address(x, dtype), _shape_4d(x)
 
     def _set_buffers(self, inputs: StepInputs) -> None:
         """Set the addresses of the buffers and of the codes, if they are others than in the last
@@ -478,8 +484,9 @@ class DecodeStep:
         if self._buffers.are(tensors):
             return
         for record, (k, v) in zip(self._attention, inputs.buffers, strict=True):
-            record["k"], record["k_steps"] = k.data_ptr(), k.stride()[:3]
-            record["v"], record["v_steps"] = v.data_ptr(), v.stride()[:3]
+            for name, buffer in (("k", k), ("v", v)):
+                record[name] = launch.row_address(buffer, self.dtype)
+                record[f"{name}_steps"] = buffer.stride()[:3]
         self._buffers.remember(tensors)
 
     def _set_places(self, inputs: StepInputs) -> None:
@@ -496,12 +503,12 @@ class DecodeStep:
         for i, layers in self._by_place:
             place = inputs.places[i]
             records["S"][layers], records["origin"][layers] = place.S, place.origin
-            self._layers["slots"][layers] = place.slots.data_ptr()
-            records["k_positions"][layers] = place.k_positions.data_ptr()
+            self._layers["slots"][layers] = launch.address(place.slots, torch.int64)
+            records["k_positions"][layers] = launch.address(place.k_positions, torch.int64)
             records["k_positions_shape"][layers] = _shape_4d(place.k_positions)
             codes, positions = self._codes, place.coded_positions
             codes["S"][layers], codes["origin"][layers] = place.coded, place.coded_origin
-            codes["k_positions"][layers] = positions.data_ptr()
+            codes["k_positions"][layers] = launch.address(positions, torch.int64)
             codes["k_positions_shape"][layers] = _shape_4d(positions)
 
     def _set_splits(self, B: int, workers: int) -> None:
@@ -523,16 +530,17 @@ class DecodeStep:
         """
         for records in (self._attention, self._codes):
             x = inputs.q_positions
-            records["q_positions"], records["q_positions_shape"] = x.data_ptr(), _shape_4d(x)
+            records["q_positions"] = launch.address(x, torch.int64)
+            records["q_positions_shape"] = _shape_4d(x)
             for i, layers in self._by_mask:
                 for name, x in zip(("starts", "stops"), inputs.ranges[i], strict=True):
-                    records[name][layers] = x.data_ptr()
+                    records[name][layers] = launch.address(x, torch.int64)
                     records[f"{name}_shape"][layers] = _shape_4d(x)
         for i, layers in self._by_rotary:
             cos, sin, interleaved = inputs.tables[i]
             for name, number in (
-                ("cos", cos.data_ptr()),
-                ("sin", sin.data_ptr()),
+                ("cos", launch.address(cos, self.dtype)),
+                ("sin", launch.address(sin, self.dtype)),
                 ("tables", cos.shape[0]),
                 ("pairs", cos.shape[1]),
                 ("interleaved", interleaved),
@@ -542,8 +550,9 @@ class DecodeStep:
 
 def _set_pages(record: np.void, pages: tuple[Tensor, int] | None) -> None:
     """Write the pages of a layer to a struct."""
-    table, size = (NO_PAGES, 1) if pages is None else pages
-    record["pages"], record["pages_shape"] = table.data_ptr(), _shape_4d(table)
+    table, size = (launch.NO_POSITIONS, 1) if pages is None else pages
+    record["pages"] = launch.address(table, torch.int64)
+    record["pages_shape"] = _shape_4d(table)
     record["page_size"] = size
 
 
@@ -556,11 +565,8 @@ def _set_codes(record: np.void, codes: StepCodes) -> None:
             record[field] = next(numbers) if n == 1 else tuple(islice(numbers, n))
 
 
-_ABSENT = torch.empty(0)
+_ABSENT = launch.NO_POSITIONS
 """Stands for the codes or the pages that a layer does not have."""
-
-_NO_VISIBLE = torch.empty(1, 1, 1, 0, dtype=torch.bool)
-_NO_BIAS, _NO_SLOPES = torch.empty(1, 1, 1, 0), torch.empty(0)
 
 
 def _numbers_by_value(values: Sequence[int | None]) -> list[tuple[int, np.ndarray]]:
@@ -574,26 +580,31 @@ def _shape_4d(x: Tensor) -> tuple[int, ...]:
     return (*(1,) * (4 - x.ndim), *x.shape)
 
 
-def _norm_numbers(norm: StepNorm | None) -> tuple[int, float, float]:
+def _norm_numbers(norm: StepNorm | None, dtype: torch.dtype) -> tuple[int, float, float]:
     """Return the fields of an RMS norm: the address of its weight, eps and offset; zeros for none
     and for other norms, which `_Extensions` packs.
     """
     if norm is None or norm.kind != "rms" or norm.weight is None:
         return 0, 0.0, 0.0
-    return norm.weight.data_ptr(), norm.eps, norm.offset
+    return launch.address(norm.weight, dtype), norm.eps, norm.offset
 
 
-def _map_numbers(linear_map: StepMap) -> tuple[int, int, int]:
+def _map_numbers(linear_map: StepMap, dtype: torch.dtype) -> tuple[int, int, int]:
     """Return the fields of a linear map: the addresses of its weight and its bias, and the one of
     the struct of a weight that is stored in fewer bits; 0 for what it does not have.
     """
     weight = linear_map.weight
-    bias = 0 if linear_map.bias is None else linear_map.bias.data_ptr()
+    bias = _address_or_0(linear_map.bias, dtype)
     if isinstance(weight, Tensor):
-        return weight.data_ptr(), bias, 0
+        return launch.address(weight, dtype), bias, 0
     matrix = weight.matrix_struct
     assert matrix is not None
     return 0, bias, matrix.buffer_info()[0]
+
+
+def _address_or_0(x: Tensor | None, dtype: torch.dtype) -> int:
+    """Return the address of a parameter, or 0 where there is none."""
+    return 0 if x is None else launch.address(x, dtype)
 
 
 class _Networks:
@@ -602,6 +613,7 @@ class _Networks:
     Args:
         layers: the structs of the layers.
         networks: their feed-forward layers.
+        dtype: the dtype of the weights.
 
     Attributes:
         width: the largest number of hidden units of a network.
@@ -609,7 +621,12 @@ class _Networks:
         logits: the largest number of logits of experts, and of a gate, that a token has.
     """
 
-    def __init__(self, layers: np.ndarray, networks: Sequence[StepNetwork | StepMixture]) -> None:
+    def __init__(
+        self,
+        layers: np.ndarray,
+        networks: Sequence[StepNetwork | StepMixture],
+        dtype: torch.dtype,
+    ) -> None:
         mixtures = [x for x in networks if isinstance(x, StepMixture)]
         several = [x.networks if isinstance(x, StepMixture) else (x,) for x in networks]
         self.width = max(_hidden_units(x) for each in several for x in each)
@@ -622,10 +639,10 @@ class _Networks:
         for layer, network, own in zip(layers, networks, several, strict=True):
             place = _address(self._networks[first:])
             for record, x in zip(self._networks[first:], own, strict=False):
-                _pack_network(record, x)
+                _pack_network(record, x, dtype)
             units = _hidden_units(own[0])
             if isinstance(network, StepMixture):
-                _pack_mixture(self._mixtures[i], network, place)
+                _pack_mixture(self._mixtures[i], network, place, dtype)
                 layer["mixture"] = _address(self._mixtures[i:])
                 units = network.k * units
                 units += 0 if network.shared is None else _hidden_units(network.shared)
@@ -660,13 +677,14 @@ class _Extensions:
         norms = {x: _norms_of(x) for x in layers}
         self._norms = np.zeros(1 + sum(map(len, norms.values())), STEP_NORM_STRUCT.dtype)
         self._layers = np.zeros(len(layers), STEP_EXTENSION_STRUCT.dtype)
-        self._raw = torch.empty(0)
+        self._dtype = model.head.weight.dtype
+        self._raw = launch.empty(0, dtype=self._dtype)
         flat = [(x.H + x.G) * x.D for x in layers if x.q_flat is not None or x.k_flat is not None]
         self._width = max(flat, default=0)
         used = 0
         for record, layer in zip(self._layers, layers, strict=True):
             for name, norm in norms[layer].items():
-                _pack_norm(self._norms[used], norm)
+                _pack_norm(self._norms[used], norm, self._dtype)
                 record[name] = _address(self._norms[used:])
                 used += 1
             record["parallel"], record["clip"] = layer.parallel, layer.clip
@@ -676,19 +694,19 @@ class _Extensions:
                     record[f"{name}_{part}"] = number
         last = 0
         if model.norm is not None:
-            _pack_norm(self._norms[used], model.norm)
+            _pack_norm(self._norms[used], model.norm, self._dtype)
             last = _address(self._norms[used:])
         self._last, self._scale = last, model.logit_scale
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """The last fields of STEP_STRUCT."""
-        raw = self._raw.data_ptr()
+        raw = launch.address(self._raw, self._dtype)
         return _address(self._layers), self._last, self._scale, raw, self._width
 
-    def prepare(self, B: int, dtype: torch.dtype) -> None:
+    def prepare(self, B: int) -> None:
         """Allocate the memory for queries and keys of B tokens before a norm over all heads."""
-        self._raw = torch.empty(B, self._width, dtype=dtype)
+        self._raw = launch.empty(B, self._width, dtype=self._dtype)
 
 
 _NOT_EXTENDED = (0, 0, 1.0, 0, 0)
@@ -719,12 +737,12 @@ def _is_extended(model: StepModel) -> bool:
     )
 
 
-def _pack_norm(record: np.void, norm: StepNorm) -> None:
+def _pack_norm(record: np.void, norm: StepNorm, dtype: torch.dtype) -> None:
     """Write a norm of any kind to its struct."""
     record["kind"], record["eps"] = NORM_KINDS.index(norm.kind), norm.eps
     record["offset"] = norm.offset
-    record["w"] = 0 if norm.weight is None else norm.weight.data_ptr()
-    record["b"] = 0 if norm.bias is None else norm.bias.data_ptr()
+    record["w"] = _address_or_0(norm.weight, dtype)
+    record["b"] = _address_or_0(norm.bias, dtype)
 
 
 def _address(x: np.ndarray) -> int:
@@ -738,15 +756,16 @@ def _hidden_units(network: StepNetwork) -> int:
     return network.down.weight.shape[1]
 
 
-def _pack_network(record: np.void, network: StepNetwork) -> None:
+def _pack_network(record: np.void, network: StepNetwork, dtype: torch.dtype) -> None:
     """Write a network to its struct."""
     record["F"] = _hidden_units(network)
     record["activation"] = ACTIVATIONS.index(network.activation)
     record["limit"], record["alpha"] = network.limit, network.alpha
-    _pack_maps(record, network, ("up", "down") if network.gate is None else ("gate", "up", "down"))
+    names = ("up", "down") if network.gate is None else ("gate", "up", "down")
+    _pack_maps(record, network, names, dtype)
 
 
-def _pack_mixture(record: np.void, mixture: StepMixture, networks: int) -> None:
+def _pack_mixture(record: np.void, mixture: StepMixture, networks: int, dtype: torch.dtype) -> None:
     """Write a mixture to its struct; its networks lie one after the other at an address."""
     record["n"], record["k"], record["networks"] = len(mixture.experts), mixture.k, networks
     record["sigmoid"], record["normalise"] = mixture.sigmoid, mixture.normalise
@@ -754,28 +773,30 @@ def _pack_mixture(record: np.void, mixture: StepMixture, networks: int) -> None:
     record["groups"], record["group_topk"], record["group_best"] = mixture.groups
     correction = mixture.correction
     if correction is not None:
-        record["correction"] = correction.data_ptr()
-        record["wide_correction"] = correction.dtype == torch.float32
-    _pack_maps(record, mixture, ("router",))
+        wide = correction.dtype == torch.float32
+        record["wide_correction"] = wide
+        record["correction"] = launch.address(correction, torch.float32 if wide else dtype)
+    _pack_maps(record, mixture, ("router",), dtype)
     if mixture.shared is not None:
         record["shared"] = networks + len(mixture.experts) * STEP_NETWORK_STRUCT.dtype.itemsize
     if mixture.shared_gate is not None:
         record["gated"] = True
-        _pack_maps(record, mixture, ("shared_gate",))
+        _pack_maps(record, mixture, ("shared_gate",), dtype)
 
 
-def _pack_maps(record: np.void, owner: object, names: Sequence[str]) -> None:
+def _pack_maps(record: np.void, owner: object, names: Sequence[str], dtype: torch.dtype) -> None:
     """Write the linear maps of these names to a struct."""
     for name in names:
-        for part, number in zip(MAP_PARTS, _map_numbers(getattr(owner, name)), strict=True):
+        numbers = _map_numbers(getattr(owner, name), dtype)
+        for part, number in zip(MAP_PARTS, numbers, strict=True):
             record[f"{name}_{part}"] = number
 
 
-def _pack_layer(record: np.void, layer: StepLayer) -> None:
+def _pack_layer(record: np.void, layer: StepLayer, dtype: torch.dtype) -> None:
     """Write a layer to its struct, except for its feed-forward layer."""
     record["H"], record["G"], record["D"], record["E"] = layer.H, layer.G, layer.D, layer.E
-    record["sink"] = 0 if layer.sink is None else layer.sink.data_ptr()
-    _pack_maps(record, layer, ("q", "k", "v", "out"))
+    record["sink"] = _address_or_0(layer.sink, dtype)
+    _pack_maps(record, layer, ("q", "k", "v", "out"), dtype)
     for name in ("before", "q_norm", "k_norm", "after", "ff_before", "ff_after"):
-        numbers = _norm_numbers(getattr(layer, name))
+        numbers = _norm_numbers(getattr(layer, name), dtype)
         record[f"{name}_w"], record[f"{name}_eps"], record[f"{name}_offset"] = numbers

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.huge_pages import empty_like
 from regard.ops.gemv import check_linear_map, compiled_kernel_applies
-from regard.ops.jit import openmp
+from regard.ops.jit import launch, openmp
 from regard.ops.jit.argument_structs import FP16_LINEAR_STRUCT
 from regard.ops.jit.code_files import compiled_entry
 from regard.units import plural
@@ -63,16 +63,16 @@ def fp16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None
     (N, M), R = weight.shape, x.numel() // x.shape[-1]
     workers = openmp.thread_count()
     columns, rows = _task_sizes(R, N, workers)
-    y, wrong = empty_like(x, (*x.shape[:-1], N)), torch.zeros(1, dtype=torch.int64)
+    y, wrong = empty_like(x, (*x.shape[:-1], N)), launch.full((1,), 0, dtype=torch.int64)
     record = FP16_LINEAR_STRUCT.pack_numbers(
         R,
         M,
         N,
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        wrong.data_ptr(),
+        launch.address(x, torch.float16),
+        launch.address(weight, torch.float16),
+        0 if bias is None else launch.address(bias, torch.float16),
+        launch.address(y, torch.float16),
+        launch.address(wrong, torch.int64),
         columns,
         rows,
         _even_part(M, ceil(M / MAX_DEPTH), DEPTH_STEP),

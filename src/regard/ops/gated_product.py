@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.huge_pages import empty_like
 from regard.ops.gemv import compiled_kernel_applies
-from regard.ops.jit import openmp
+from regard.ops.jit import launch, openmp
 from regard.ops.jit.argument_structs import GATED_PRODUCT_STRUCT
 from regard.ops.jit.code_files import compiled_entry
 
@@ -58,9 +58,8 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     ):
         gate, up = gate.contiguous(), up.contiguous()
         out, n = empty_like(gate, gate.shape), gate.numel()
-        record = GATED_PRODUCT_STRUCT.pack_numbers(
-            n, gate.data_ptr(), up.data_ptr(), out.data_ptr()
-        )
+        addresses = (launch.address(x, gate.dtype) for x in (gate, up, out))
+        record = GATED_PRODUCT_STRUCT.pack_numbers(n, *addresses)
         workers = min(openmp.thread_count(), 1 + n // SIZE_PER_THREAD)
         openmp.run_entry(_entry(gate.dtype), record, workers)
         return out

@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.jit import has_numba, has_numba_in_graph, openmp
-from regard.ops.jit.argument_structs import GEMV_STRUCT, MAX_RUNS
+from regard.ops.jit import has_numba, has_numba_in_graph, launch, openmp
+from regard.ops.jit.argument_structs import DTYPES, GEMV_STRUCT, MAX_RUNS
 from regard.ops.jit.code_files import compiled_entry
 from regard.process_state import is_compiling, is_exporting, is_in_transform, is_transformed
 
-MAX_VECTORS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
+_MOST = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 15}
+MAX_VECTORS = {dtype: _MOST[dtype] for dtype in DTYPES}
 """The largest number of vectors, by dtype, for which the compiled loop is faster than torch."""
 
 MIN_WEIGHT_SIZE = 1 << 14
@@ -158,16 +159,16 @@ def try_gemv(
     if observed or torch.is_autocast_enabled("cpu") or is_transformed() or not has_numba():
         return None
     x = x.contiguous()
-    y = torch.empty(*x.shape[:-1], N, dtype=dtype)
+    y = launch.empty(*x.shape[:-1], N, dtype=dtype)
     workers = min(openmp.thread_count(), 1 + N * M // weights_per_thread)
     record = GEMV_STRUCT.pack_numbers(
         element_count // M,
         M,
         N,
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
+        launch.address(x, dtype),
+        launch.address(weight, dtype),
+        0 if bias is None else launch.address(bias, dtype),
+        launch.address(y, dtype),
         min(workers, MAX_RUNS),
     )
     openmp.run_entry(_entry(dtype), record, workers)

@@ -104,7 +104,9 @@ class PackedLinear:
             if tensor is None:
                 continue
             check_tensor(name, tensor)
-            check_device(name, tensor, torch.empty(0), "the packed weight")
+            check_device(
+                name, tensor, torch.empty(0, dtype=torch.float32, device="cpu"), "the packed weight"
+            )
             if tensor.dtype != self.dtype:
                 raise ArgumentTypeError(
                     f"{name} is {tensor.dtype} and the packed weight is {self.dtype}; convert one "

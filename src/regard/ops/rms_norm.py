@@ -11,7 +11,7 @@ from torch import Tensor
 from regard.argument_checks import check_tensor
 from regard.errors import ArgumentError
 from regard.ops.gemv import compiled_kernel_applies
-from regard.ops.jit import openmp
+from regard.ops.jit import launch, openmp
 from regard.ops.jit.argument_structs import RMS_NORM_STRUCT
 from regard.ops.jit.code_files import compiled_entry
 from regard.process_state import is_tracing_onnx
@@ -58,9 +58,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     ):
         x = x.contiguous()
         y, M = torch.empty_like(x), x.shape[-1]
-        record = RMS_NORM_STRUCT.pack_numbers(
-            x.numel() // M, M, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps, offset
-        )
+        addresses = (launch.address(z, x.dtype) for z in (x, weight, y))
+        record = RMS_NORM_STRUCT.pack_numbers(x.numel() // M, M, *addresses, eps, offset)
         workers = min(openmp.thread_count(), 1 + x.numel() // SIZE_PER_THREAD)
         openmp.run_entry(_entry(x.dtype), record, workers)
         return y

@@ -15,12 +15,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.jit import has_numba, openmp
+from regard.ops.jit import has_numba, launch, openmp
 from regard.ops.jit.argument_structs import (
     DEQUANTIZE_STRUCT,
     DTYPES,
     MAX_RUNS,
     STORED_WEIGHT_STRUCT,
+    why_not_dtype,
 )
 from regard.ops.jit.code_files import compiled_entry
 from regard.ops.onednn import onednn_linear
@@ -102,16 +103,16 @@ def _try_compiled(x: object, weight: StoredWeight, bias: Tensor | None) -> Tenso
     matrix = weight.matrix_struct
     assert matrix is not None
     x = x.contiguous()
-    y = torch.empty(*x.shape[:-1], N, dtype=dtype)
+    y = launch.empty(*x.shape[:-1], N, dtype=dtype)
     workers = min(openmp.thread_count(), 1 + N * row_bytes // BYTES_PER_THREAD)
     record = STORED_WEIGHT_STRUCT.pack_numbers(
         elements // M,
         M,
         N,
-        x.data_ptr(),
+        launch.address(x, dtype),
         matrix.buffer_info()[0],
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
+        0 if bias is None else launch.address(bias, dtype),
+        launch.address(y, dtype),
         min(workers, MAX_RUNS),
     )
     openmp.run_entry(_entry(dtype), record, workers)
@@ -142,7 +143,7 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
         ),
         ("x or the weight is empty", lambda: x.numel() == 0 or M == 0),
         (
-            "a stored tensor is not a contiguous plain tensor on a CPU",
+            "a stored tensor is not plain, contiguous and on a CPU, in a dtype of compiled code",
             lambda: weight.layout is None,
         ),
         (
@@ -150,7 +151,7 @@ def why_not_compiled(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> li
             lambda: not all(type(y) in _PLAIN and y.is_cpu for y in tensors),
         ),
         ("bias is not contiguous", lambda: bias is not None and not bias.is_contiguous()),
-        (f"x is {x.dtype}", lambda: x.dtype not in DTYPES),
+        (f"{why_not_dtype(x.dtype)}", lambda: x.dtype not in DTYPES),
         (
             "a gradient is needed",
             lambda: torch.is_grad_enabled() and any(y.requires_grad for y in tensors),
@@ -197,9 +198,9 @@ def _dequantize_rows(weight: StoredWeight, first: int, last: int, dtype: torch.d
     ):
         return part.dequantize(dtype)
     _, M, _, group, row_bytes, row_scales, codes, scales = layout
-    y = torch.empty(last - first, M, dtype=dtype)
+    y = launch.empty(last - first, M, dtype=dtype)
     record = DEQUANTIZE_STRUCT.pack_numbers(
-        last - first, M, group, row_bytes, row_scales, codes, scales, y.data_ptr()
+        last - first, M, group, row_bytes, row_scales, codes, scales, launch.address(y, dtype)
     )
     entry = _conversion_entry(weight.form, part.scale_dtype, dtype)
     workers = min(openmp.thread_count(), 1 + (last - first) * row_bytes // BYTES_PER_THREAD)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.huge_pages import empty_like
-from regard.ops.jit.argument_structs import STORED_MATRIX_STRUCT
+from regard.ops.jit import launch
+from regard.ops.jit.argument_structs import DTYPES, STORED_MATRIX_STRUCT
 from regard.ops.jit.code_files import compiled_entry
 
 GROUPS = (32, 64, 128)
@@ -100,7 +101,7 @@ class StoredWeight(ABC):
         the addresses of codes and scales; None where compiled code cannot read the tensors.
         """
         codes, scales, numbers = self._last_layout
-        if numbers is not None and numbers[-2:] != (codes.data_ptr(), scales.data_ptr()):
+        if numbers is not None and numbers[-2:] != _addresses(codes, scales):
             for name in ("_last_layout", "matrix_struct"):
                 vars(self).pop(name, None)
             return self._last_layout[2]
@@ -115,13 +116,13 @@ class StoredWeight(ABC):
             type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.is_contiguous() and x.numel()
             for x in tensors
         )
-        if not plain or scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if not plain or scales.dtype not in DTYPES:
             return codes, scales, None
         (N, M), columns = self.shape, codes.shape[1] * (2 if self.form == "int4" else 1)
         row_scales = 0 if scales is codes else scales[0].numel()
         group = 0 if scales is codes else columns // scales.shape[-1]
         row_bytes = codes.shape[1] * codes.element_size()
-        addresses = codes.data_ptr(), scales.data_ptr()
+        addresses = _addresses(codes, scales)
         return codes, scales, (N, M, columns, group, row_bytes, row_scales, *addresses)
 
     @cached_property
@@ -444,6 +445,11 @@ def fitting_form(form: str, dtype: torch.dtype, scales: Tensor, group: int, widt
     zeros = scales[:, 1].float()
     exact = (zeros == zeros.round()) & (zeros >= 0) & (zeros <= 15)
     return "int4-digits" if bool(exact.all()) else form
+
+
+def _addresses(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the addresses of tensors in their own dtypes."""
+    return tuple(launch.address(x, x.dtype) for x in tensors)
 
 
 def _is_part(x: Tensor) -> bool:

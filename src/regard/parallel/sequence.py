@@ -385,7 +385,7 @@ class _StateChain:
 
     def _anchor(self) -> Tensor:
         """Return an input that makes autograd call the backward pass, on both ends of a message."""
-        return torch.zeros((), requires_grad=self.with_gradient)
+        return torch.zeros((), requires_grad=self.with_gradient, dtype=torch.float32, device="cpu")
 
 
 class _StateContext(AutogradContext, Protocol):
@@ -438,7 +438,7 @@ class _ReceiveState(torch.autograd.Function):
         ctx.ranks, ctx.other, ctx.shapes = ranks, source, shapes
         tensors = []
         for step, (shape, dtype) in enumerate(shapes):
-            buffer = torch.empty(shape, dtype=dtype)
+            buffer = torch.empty(shape, dtype=dtype, device="cpu")
             ranks.send_receive("state", step, None, source, buffer, source).wait()
             tensors.append(buffer)
         ctx.mark_non_differentiable(*(x for x in tensors if not x.is_floating_point()))
@@ -472,7 +472,7 @@ def _receive(
         if not dtype.is_floating_point:
             received.append(None)
             continue
-        buffer = torch.empty(shape, dtype=dtype)
+        buffer = torch.empty(shape, dtype=dtype, device="cpu")
         ranks.send_receive(call, step, None, source, buffer, source).wait()
         received.append(buffer)
     return received

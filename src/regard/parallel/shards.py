@@ -212,7 +212,11 @@ class Shards:
             The positions, int64 [1, count].
         """
         return torch.cat(
-            [torch.empty(1, 0, dtype=torch.int64), *(x.tensor() for x in self.spans(rank))], 1
+            [
+                torch.empty(1, 0, dtype=torch.int64, device="cpu"),
+                *(x.tensor() for x in self.spans(rank)),
+            ],
+            1,
         )
 
     def take(self, x: Tensor, rank: int, dim: int = 2) -> Tensor:
@@ -366,7 +370,7 @@ def _first_and_last_key(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
         if not bool(has_visible.any()):
             return None
         return int(starts[has_visible].min()), int(stops[has_visible].max())
-    any_query = torch.zeros(len(k), dtype=torch.bool)
+    any_query = torch.zeros(len(k), dtype=torch.bool, device="cpu")
     for i in range(0, len(q), 128):
         block = mask.block(q, k, slice(i, min(i + 128, len(q))))
         any_query |= block.flatten(0, -2).any(0)

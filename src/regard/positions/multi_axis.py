@@ -56,7 +56,7 @@ def multi_axis_positions(
         raise ArgumentError("multi_axis_positions got no rows; give the parts of at least one")
     planes = [_row_positions(row) for row in rows]
     length = max(plane.shape[1] for plane in planes)
-    result = torch.full((4, len(rows), length), EMPTY)
+    result = torch.full((4, len(rows), length), EMPTY, device="cpu")
     for b, plane in enumerate(planes):
         n = plane.shape[1]
         where = slice(length - n, length) if padding == "left" else slice(0, n)
@@ -77,15 +77,15 @@ def _row_positions(row: Sequence[int | Grid]) -> Tensor:
         if min(sizes) < 0 or (len(sizes) == 3 and min(sizes) < 1):
             raise ArgumentError(f"a part of a row is {part}; its numbers must not be negative or 0")
         if len(sizes) == 1:
-            axes = torch.arange(start, start + sizes[0]).expand(3, -1)
+            axes = torch.arange(start, start + sizes[0], device="cpu").expand(3, -1)
             start += sizes[0]
         else:
-            steps = [torch.arange(start, start + n) for n in sizes]
+            steps = [torch.arange(start, start + n, device="cpu") for n in sizes]
             axes = torch.stack(torch.meshgrid(*steps, indexing="ij")).flatten(1)
             start += max(sizes)
         parts.append(axes)
-    axes = torch.cat(parts, 1) if parts else torch.zeros(3, 0, dtype=torch.int64)
-    return torch.cat([torch.arange(axes.shape[1])[None], axes])
+    axes = torch.cat(parts, 1) if parts else torch.zeros(3, 0, dtype=torch.int64, device="cpu")
+    return torch.cat([torch.arange(axes.shape[1], device="cpu")[None], axes])
 
 
 def next_text_positions(positions: Tensor, length: int = 1) -> Tensor:

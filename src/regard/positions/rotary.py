@@ -347,7 +347,7 @@ class Rotary(nn.Module):
         # The frequencies follow the module to its device, but stay in fp64. The device "meta" has
         # no values, and "mps" has no fp64.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        device = fn(torch.empty(0)).device
+        device = fn(torch.empty(0, dtype=torch.float32, device="cpu")).device
         if device.type not in ("meta", "mps"):
             self.inv_freq, self._last = self.inv_freq.to(device), None
         return self

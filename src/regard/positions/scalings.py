@@ -673,7 +673,11 @@ def long_term_decay(
     if dim < 2 or dim % 2:
         raise ArgumentError(f"dim is {dim}; rotary pairs need an even dim of at least 2")
     check_above("base", base, above=1)
-    m = torch.tensor(distances, dtype=torch.float64) if isinstance(distances, range) else distances
+    m = (
+        torch.tensor(distances, dtype=torch.float64, device="cpu")
+        if isinstance(distances, range)
+        else distances
+    )
     return (m[:, None] * base_frequencies(base, dim, dim // 2).to(m.device)).cos().sum(-1)
 
 

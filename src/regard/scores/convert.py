@@ -136,7 +136,10 @@ class _MappedScoreMod:
         The function is called for one score. Where that fails, it has none, and the first call with
         the rule shows the error.
         """
-        score, index = torch.zeros(()), torch.zeros((), dtype=torch.int64)
+        score, index = (
+            torch.zeros((), dtype=torch.float32, device="cpu"),
+            torch.zeros((), dtype=torch.int64, device="cpu"),
+        )
         with torch.enable_grad(), _ReadTensors((score, index, *own)) as read:
             try:
                 self._score_mod(score, index, index, index, index, *own)

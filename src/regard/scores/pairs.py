@@ -104,7 +104,7 @@ class FnScore(PairRule):
         if is_compiling() or device.type == "meta":
             return
         constant = replace(self, parameters=tuple(x.detach() for x in self.parameters))
-        score = torch.zeros(1, 1, 1, 1, device=device)
+        score = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device=device)
         with torch.enable_grad():
             out = constant.pair(score, *(score.long(),) * 4)
         if out.requires_grad:

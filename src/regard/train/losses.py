@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules import module as torch_module
 
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
+from regard.nn.as_written import why_not_as_written
 from regard.nn.linear import Linear
 from regard.ops.gemv import check_linear_map
 from regard.process_state import is_compiling, is_transformed
@@ -66,23 +66,11 @@ def _plain_head(model: nn.Module) -> nn.Linear | None:
         return None
     if getattr(head, "stored_weight", None) is not None or current_scope() is not None:
         return None
-    hooks = (
-        torch_module._global_forward_hooks,
-        torch_module._global_forward_pre_hooks,
-        torch_module._global_backward_hooks,
-        *(
-            hooks
-            for module in (model, head)
-            for hooks in (
-                module._forward_hooks,
-                module._forward_pre_hooks,
-                module._backward_hooks,
-                module._backward_pre_hooks,
-            )
-        ),
+    observed = any(
+        module._backward_hooks or module._backward_pre_hooks or why_not_as_written(module)
+        for module in (model, head)
     )
-    replaced = any("forward" in vars(module) for module in (model, head))
-    return None if replaced or any(hooks) else cast("nn.Linear", head)
+    return None if observed else cast("nn.Linear", head)
 
 
 CHUNK_LOGITS = 1 << 22

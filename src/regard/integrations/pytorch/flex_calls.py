@@ -68,7 +68,8 @@ def convert_score_mod(
     """
     if score_mod is None:
         return None
-    score, zero = torch.ones((), device=device), torch.zeros((), dtype=torch.int64, device=device)
+    score = torch.ones((), dtype=torch.float32, device=device)
+    zero = torch.zeros((), dtype=torch.int64, device=device)
     try:
         if score_mod(score, zero, zero, zero, zero) is score and score._version == 0:
             return None

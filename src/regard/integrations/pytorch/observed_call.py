@@ -397,7 +397,7 @@ def observe_fused_multi_head(
     if query.is_nested:
         sizes = query._nested_tensor_size()[:, 0]
         query = key = value = query.to_padded_tensor(0.0)
-        tokens = torch.arange(query.shape[1]) < sizes[:, None]
+        tokens = torch.arange(query.shape[1], device="cpu") < sizes[:, None]
         mask = tokens[:, None, None]
     heads = (
         F.linear(x, w, b).unflatten(-1, (num_head, -1)).transpose(1, 2)

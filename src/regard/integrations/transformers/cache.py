@@ -157,7 +157,9 @@ class PreallocatedLayer(CacheLayerMixin):
             repeats: how many copies of each row to make.
         """
         if self._slots is not None and self._slots.batch is not None:
-            self._slots.select(torch.arange(self._slots.batch).repeat_interleave(repeats))
+            self._slots.select(
+                torch.arange(self._slots.batch, device="cpu").repeat_interleave(repeats)
+            )
             self._update_views()
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -218,7 +218,7 @@ class GgufModel:
                 f"{self.header.file}: {short_repr(name)} has {plural(rows, 'row')}, which "
                 f"{plural(heads, 'head')} with rotary positions cannot have"
             )
-        order = torch.arange(rows).view(heads, -1, 2).mT.flatten()
+        order = torch.arange(rows, device="cpu").view(heads, -1, 2).mT.flatten()
         return lambda x: x[order]
 
 

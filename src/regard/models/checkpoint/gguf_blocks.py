@@ -74,7 +74,9 @@ def _q4_0(raw: Tensor) -> GroupedCodes:
 
 def _q5_0(raw: Tensor) -> GroupedCodes:
     x = _blocks(raw, 22)
-    high = _bits(x[..., 2:6], torch.arange(8)).flatten(-2)  # bit j belongs to number j
+    high = _bits(x[..., 2:6], torch.arange(8, device="cpu")).flatten(
+        -2
+    )  # bit j belongs to number j
     codes = (_nibbles(x[..., 6:]) | high << 4).to(torch.int8) - 16
     return GroupedCodes(codes.flatten(1), _half(x[..., :2]))
 
@@ -107,7 +109,9 @@ def _q4_k(raw: Tensor) -> GroupedCodes:
 def _q5_k(raw: Tensor) -> GroupedCodes:
     x = _blocks(raw, 176)
     low = torch.unflatten(_nibbles(torch.unflatten(x[..., 48:], -1, (4, 32))), -1, (2, 32))
-    high = _bits(x[..., 16:48], torch.arange(8)).mT  # bit g of byte i belongs to group g, number i
+    high = _bits(
+        x[..., 16:48], torch.arange(8, device="cpu")
+    ).mT  # bit g of byte i belongs to group g, number i
     return GroupedCodes((low.flatten(-3, -2) | high << 4).flatten(1), *_group_factors(x))
 
 
@@ -115,7 +119,7 @@ def _q6_k(raw: Tensor) -> GroupedCodes:
     x = _blocks(raw, 210)
     low = _nibbles(torch.unflatten(x[..., :128], -1, (2, 64)))  # of 128 numbers each
     pairs = torch.unflatten(x[..., 128:192], -1, (2, 1, 32))
-    places = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    places = torch.arange(0, 8, 2, dtype=torch.uint8, device="cpu")[:, None]
     high = (pairs >> places & 3).flatten(-2)
     codes = (low | high << 4).to(torch.int8) - 32
     d, s = _half(x[..., 208:]).float(), x[..., 192:208].contiguous().view(torch.int8)

@@ -154,7 +154,9 @@ def check_finite(name: str, tensor: Tensor) -> None:
         if first is None:
             first = chunk_number * _CHUNK + int((~chunk.isfinite()).nonzero()[0])
     if first is not None:
-        index = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
+        index = [
+            int(i) for i in torch.unravel_index(torch.tensor(first, device="cpu"), tensor.shape)
+        ]
         raise FileError(
             f"{short_repr(name)} has values that are not finite: {nans} of {tensor.numel()} NaN, "
             f"{infinities} infinite, the first at {index}; "

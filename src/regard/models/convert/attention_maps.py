@@ -193,7 +193,7 @@ def _by_head(heads: HeadProjection) -> Tensor:
 def _gain(block: nn.Module, M: int) -> Tensor:
     """Return the factors [M] of the norm before the attention, and 1 for the bias."""
     residual = block.attention_residual
-    gain = torch.ones(M + 1, dtype=torch.float64)
+    gain = torch.ones(M + 1, dtype=torch.float64, device="cpu")
     if isinstance(residual, PreNorm) and isinstance(residual.norm, RMSNorm):
         offset = 1.0 if isinstance(residual.norm, OffsetRMSNorm) else 0.0
         gain[:-1] = residual.norm.weight.detach().double() + offset

@@ -77,12 +77,14 @@ def mean_rotation(inv_freq: Float[Tensor, " p"], length: int) -> Complex[Tensor,
     >>> [round(x, 3) for x in rotation.tolist()]
     [0.175, 1.0]
     """
-    total = torch.zeros(len(inv_freq), dtype=torch.complex128)
+    total = torch.zeros(len(inv_freq), dtype=torch.complex128, device="cpu")
     for start in range(0, length, _DISTANCES_PER_BLOCK):
-        d = torch.arange(start, min(length, start + _DISTANCES_PER_BLOCK), dtype=torch.float64)
+        d = torch.arange(
+            start, min(length, start + _DISTANCES_PER_BLOCK), dtype=torch.float64, device="cpu"
+        )
         for i, theta in enumerate(inv_freq.double().cpu()):
             total[i] += (torch.polar(torch.ones_like(d), -theta * d) / (d + 1)).sum()
-    weights = torch.arange(1, length + 1, dtype=torch.float64)
+    weights = torch.arange(1, length + 1, dtype=torch.float64, device="cpu")
     return total / (1 / weights).sum()
 
 
@@ -155,7 +157,7 @@ def error_by_rank(truncated_layers: list[TruncatedMaps], full: int) -> dict[int,
     ranks = sorted({max(1, round(full * step / 16)) for step in range(1, 17)})
     squares = [truncated.spectrum.square() for truncated in truncated_layers]
     left = [[x[rank:].sum() / x.sum().clamp(min=1e-300) for rank in ranks] for x in squares]
-    means = torch.tensor(left, dtype=torch.float64).mean(0).sqrt().tolist()
+    means = torch.tensor(left, dtype=torch.float64, device="cpu").mean(0).sqrt().tolist()
     return dict(zip(ranks, means, strict=True))
 
 
@@ -233,7 +235,10 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
 def _mean_rotations(block: nn.Module, length: int) -> Tensor:
     """Return the mean rotation of each rotary pair over the distances up to the trained length."""
     rotary = next((m for m in block.modules() if isinstance(m, Rotary)), None)
-    return mean_rotation(torch.zeros(0) if rotary is None else rotary.inv_freq, length)
+    return mean_rotation(
+        torch.zeros(0, dtype=torch.float32, device="cpu") if rotary is None else rotary.inv_freq,
+        length,
+    )
 
 
 def _latent_parameters(
@@ -300,7 +305,9 @@ def _constant(rank: int) -> tuple[float, float]:
 
     The weight is near C / sqrt(rank), and bfloat16 and float16 represent it exactly.
     """
-    constants = (MAX_CONSTANT * torch.linspace(0.5, 1, 129)).double()
+    constants = (
+        MAX_CONSTANT * torch.linspace(0.5, 1, 129, dtype=torch.float32, device="cpu")
+    ).double()
     wanted = constants / rank**0.5
     weights = wanted.bfloat16().double()
     best = int((weights / wanted - 1).abs().argmin())

@@ -125,7 +125,7 @@ def evaluation_windows(model: Model, text: str | None, length: int, limit: int) 
             )
     if not model.has_tokenizer and text is None:
         generator = torch.Generator().manual_seed(0)
-        drawn = torch.randint(model.config.vocab_size, (limit,), generator=generator)
+        drawn = torch.randint(model.config.vocab_size, (limit,), generator=generator, device="cpu")
         return EvalWindows(_rows(drawn, length), "")
     if text is None:
         whole = model.encode(pydoc_topics())[0]

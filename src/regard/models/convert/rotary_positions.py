@@ -106,7 +106,7 @@ def row_order(pairs: int, layout: Layout) -> Int[Tensor, " d"]:
     ([0, 3, 1, 4, 2, 5], [0, 2, 4, 1, 3, 5])
     """
     shape = (2, pairs) if layout == "interleaved" else (pairs, 2)
-    return torch.arange(2 * pairs).view(shape).T.flatten()
+    return torch.arange(2 * pairs, device="cpu").view(shape).T.flatten()
 
 
 def _layout(checkpoint: Checkpoint) -> Layout:

@@ -132,7 +132,9 @@ def beam_search(
     1609.08144), section 7.
     """
     _check(first, limit, beams, length_penalty)
-    end_ids = torch.tensor([end] if isinstance(end, int) else sorted(end), dtype=torch.int64)
+    end_ids = torch.tensor(
+        [end] if isinstance(end, int) else sorted(end), dtype=torch.int64, device="cpu"
+    )
     search = _BeamSearch(len(first), beams, limit, length_penalty, end_ids.to(first.device))
     ids = first
     while True:

@@ -192,7 +192,11 @@ class CapturedSession:
         Args:
             rows: indices of the rows that stay, in ascending order.
         """
-        active = torch.arange(len(self._ids)) if self._active is None else self._active.cpu()
+        active = (
+            torch.arange(len(self._ids), device="cpu")
+            if self._active is None
+            else self._active.cpu()
+        )
         self._active = active[rows.cpu()].to(self.device)
 
     @torch.inference_mode()

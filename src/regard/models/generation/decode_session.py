@@ -166,7 +166,7 @@ class DecodeSession:
         else:
             other._prefix = self._prefix.fork()
             if rows > 1:
-                other._prefix.select(torch.zeros(rows, dtype=torch.int64))
+                other._prefix.select(torch.zeros(rows, dtype=torch.int64, device="cpu"))
         return other
 
     @torch.inference_mode()
@@ -177,7 +177,7 @@ class DecodeSession:
             rows: indices of rows.
         """
         batch = self.caches[0].batch if self.caches else None
-        if len(rows) == batch and torch.equal(rows.cpu(), torch.arange(batch)):
+        if len(rows) == batch and torch.equal(rows.cpu(), torch.arange(batch, device="cpu")):
             return None  # beams that keep their order cost nothing
         if self._prefix is not None:
             return self._prefix.select(rows)
@@ -204,11 +204,13 @@ def pad_left(
     ([[7, 8, 9], [0, 0, 5]], [[0, 1, 2], [-1, -1, 0]])
     """
     T = max(len(row) for row in rows)
-    ids = torch.tensor([[0] * (T - len(row)) + list(row) for row in rows], dtype=torch.int64)
+    ids = torch.tensor(
+        [[0] * (T - len(row)) + list(row) for row in rows], dtype=torch.int64, device="cpu"
+    )
     if all(len(row) == T for row in rows):
         return ids, None
-    gaps = torch.tensor([[T - len(row)] for row in rows])
-    slots = torch.arange(T)[None] - gaps
+    gaps = torch.tensor([[T - len(row)] for row in rows], device="cpu")
+    slots = torch.arange(T, device="cpu")[None] - gaps
     positions = torch.where(slots >= 0, slots + start, -1)
     assert slot_count(positions) == T
     return ids, positions

@@ -353,14 +353,14 @@ class _GenerationLoop:
 
     def _step(self, tokens: list[int]) -> Tensor:
         assert self._session is not None, "prompts are read first"
-        ids = torch.tensor(tokens)[:, None]
+        ids = torch.tensor(tokens, device="cpu")[:, None]
         return self._session.append(ids.to(self._session.device, non_blocking=True))
 
     def _keep_rows(self, indices: list[int]) -> None:
         """Keep only the rows with these indices, in the session and in the sampler."""
         assert self._session is not None, "prompts are read first"
         self._max_bytes = self.cache_bytes
-        self._session.select(torch.tensor(indices))
+        self._session.select(torch.tensor(indices, device="cpu"))
         self._sampler.select(indices)
 
 

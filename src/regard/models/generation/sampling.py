@@ -218,7 +218,7 @@ class Sampler:
         ]
         self._seen_ids: Tensor | None = None
         if sampling.repetition_penalty != 1:
-            self._seen_ids = torch.zeros(len(prompts), vocabulary, dtype=torch.bool)
+            self._seen_ids = torch.zeros(len(prompts), vocabulary, dtype=torch.bool, device="cpu")
             for row, ids in enumerate(prompts):
                 self._seen_ids[row, list(ids)] = True
 
@@ -240,7 +240,7 @@ class Sampler:
                 int(torch.multinomial(row, 1, generator=generator)) for row, generator in rows
             ]
         if self._seen_ids is not None:
-            self._seen_ids[torch.arange(len(tokens)), tokens] = True
+            self._seen_ids[torch.arange(len(tokens), device="cpu"), tokens] = True
         return tokens
 
     def _draw_on_device(self, logits: Tensor) -> list[int]:
@@ -257,7 +257,9 @@ class Sampler:
         if not self.sampling.greedy:
             p = _distribution(x, self.sampling)
             noise = [
-                torch.empty(p.shape[1], dtype=p.dtype).exponential_(generator=generator)
+                torch.empty(p.shape[1], dtype=p.dtype, device="cpu").exponential_(
+                    generator=generator
+                )
                 for generator in self._generators
             ]
             best = (p / torch.stack(noise).to(device, non_blocking=True)).argmax(1)
@@ -276,7 +278,9 @@ class Sampler:
         """
         self._generators = [self._generators[row] for row in rows]
         if self._seen_ids is not None:
-            indices = torch.tensor(list(rows)).to(self._seen_ids.device, non_blocking=True)
+            indices = torch.tensor(list(rows), device="cpu").to(
+                self._seen_ids.device, non_blocking=True
+            )
             self._seen_ids = self._seen_ids.index_select(0, indices)
 
 

@@ -44,6 +44,7 @@ The files, from the entry points inwards:
     code_files.py               the files of compiled entries, which are loaded without Numba
     object_code.py              the loader of such a file
     source_stamps.py            hashes of the sources, for which compiled code is valid
+    launch.py                   the only allocations for compiled code, and the only addresses
     argument_structs.py         the C structs of arguments: one list of fields each
     openmp.py                   torch's OpenMP threads, or Python threads where there are none
     decode_loops.py             decoding: tiles of keys, masks, tasks, the entry
@@ -76,7 +77,10 @@ neighbours compare every loop with fp64.
 from __future__ import annotations
 
 import importlib.util
+import os
+import platform
 from functools import cache
+from pathlib import Path
 
 from regard.process_state import constant_in_graphs
 
@@ -85,6 +89,29 @@ from regard.process_state import constant_in_graphs
 def has_numba() -> bool:
     """Return whether Numba is installed, without importing it."""
     return importlib.util.find_spec("numba") is not None
+
+
+CPU_FILE, CPU_BYTES = Path("/proc/cpuinfo"), 1 << 14
+"""The file in which Linux describes the processors, and the size of the part that has the first."""
+
+
+@cache
+def converts_float16() -> bool:
+    """Return whether compiled code may convert float16 numbers: on x86-64 that needs F16C, without
+    which LLVM calls a function that is not there. Other processors of NUMBA_CPU_NAME count as
+    without it, unless NUMBA_CPU_FEATURES names it.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    features = os.environ.get("NUMBA_CPU_FEATURES", "").replace(" ", "").split(",")
+    if os.environ.get("NUMBA_ENABLE_AVX") == "0" or "-f16c" in features:
+        return False
+    if os.environ.get("NUMBA_CPU_NAME", "") not in ("", "host"):
+        return "+f16c" in features
+    if not CPU_FILE.is_file():
+        return True
+    with CPU_FILE.open(encoding="utf-8", errors="replace") as file:
+        return " f16c " in f"{file.read(CPU_BYTES)} "
 
 
 @constant_in_graphs

@@ -22,6 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from regard.ops.jit import converts_float16
+from regard.ops.jit.launch import address
+
 PackedStruct: TypeAlias = array  # type: ignore[type-arg]  # array is not generic in Python 3.11
 """A struct in memory, as an array of 8-byte integers."""
 
@@ -64,12 +67,13 @@ class FloatField(StructField):
 
 
 class ArrayField(StructField):
-    """A contiguous tensor of up to four dimensions: its address, and its shape as `<name>_shape`,
-    padded to four dimensions with leading ones.
+    """A contiguous tensor of a dtype and of up to four dimensions: its address, and its shape as
+    `<name>_shape`, padded to four dimensions with leading ones.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
         super().__init__(name, (name, "q", 1), (f"{name}_shape", "q", 4))
+        self.dtype = dtype
 
 
 class StridedField(StructField):
@@ -110,7 +114,7 @@ class StructLayout:
         *fields: the arguments after the counters.
         has_runs: whether there are counters for runs of tasks.
 
-    >>> layout = StructLayout(IntField("n"), FloatField("scale"), ArrayField("x"))
+    >>> layout = StructLayout(IntField("n"), FloatField("scale"), ArrayField("x", torch.float32))
     >>> layout.dtype.names
     ('taken', 'done', 'n', 'scale', 'x', 'x_shape')
     >>> list(layout.pack(n=7, scale=0.0, x=torch.zeros(2, 3)))[2:4], layout.dtype.fields["x"][1]
@@ -126,7 +130,9 @@ class StructLayout:
         self.dtype = np.dtype(
             [(name, kind) if n == 1 else (name, kind, (n,)) for name, kind, n in parts]
         )
-        self._arguments = [(field.name, type(field)) for field in fields]
+        self._arguments: list[tuple[str, type, Any]] = [
+            (x.name, type(x), getattr(x, "dtype", None)) for x in fields
+        ]
 
     def pack(self, **arguments: float | Tensor | Sequence[int]) -> PackedStruct:
         """Return a struct in memory, with its counters at 0.
@@ -138,11 +144,11 @@ class StructLayout:
                 long as the struct is read.
         """
         numbers: list[Any] = [*self._zeros]
-        for name, field_type in self._arguments:
+        for name, field_type, dtype in self._arguments:
             value: Any = arguments[name]
             if field_type is ArrayField:
                 shape = value.shape
-                numbers += (value.data_ptr(), *_LEADING_ONES[len(shape)], *shape)
+                numbers += (address(value, dtype), *_LEADING_ONES[len(shape)], *shape)
             elif field_type is IntField or field_type is FloatField:
                 numbers.append(value)
             else:
@@ -164,21 +170,21 @@ _DECODE_FIELDS = (
     FloatField("softcap"),  # 0: none
     IntField("symmetric"),  # whether ALiBi is symmetric
     FloatField("scale"),
-    ArrayField("q"),  # fp32 [B,G,R,D]
-    ArrayField("out"),  # fp32 [B G,P,R,E], an output: the result of each of P splits of the keys
-    ArrayField("lse"),  # fp32 [B,G,P,R], an output
-    ArrayField("k_positions"),  # int64 [b,S], or [1,0] for contiguous positions from `origin` on
-    ArrayField("starts"),  # int64 [b,h,t,n]: starts of the ranges of positions that a query sees
-    ArrayField("stops"),  # int64 [b,h,t,n]: one past the ends of these ranges
-    ArrayField("visible"),  # bool [b,h,t,S]: in place of ranges, which keys a query sees; or empty
-    ArrayField("slopes"),  # fp32 [H], the slopes of ALiBi, or empty
-    ArrayField("bias"),  # fp32 [b,h,t,S], any other bias, or empty
-    ArrayField("q_positions"),  # int64 [b,T]
+    ArrayField("q", torch.float32),  # [B,G,R,D]
+    ArrayField("out", torch.float32),  # [B G,P,R,E], an output: the result of each of P splits
+    ArrayField("lse", torch.float32),  # [B,G,P,R], an output
+    ArrayField("k_positions", torch.int64),  # [b,S], or [1,0] for positions from `origin` on
+    ArrayField("starts", torch.int64),  # [b,h,t,n]: starts of the ranges that a query sees
+    ArrayField("stops", torch.int64),  # [b,h,t,n]: one past the ends of these ranges
+    ArrayField("visible", torch.bool),  # [b,h,t,S]: in place of ranges, which keys it sees, or [0]
+    ArrayField("slopes", torch.float32),  # [H], the slopes of ALiBi, or empty
+    ArrayField("bias", torch.float32),  # [b,h,t,S], any other bias, or empty
+    ArrayField("q_positions", torch.int64),  # [b,T]
     IntField("S"),  # the number of keys
 )
 DECODE_STRUCT = StructLayout(
     *_DECODE_FIELDS,
-    ArrayField("pages"),  # int64 [b,n], the pages of each row in order, or [1,0] without pages
+    ArrayField("pages", torch.int64),  # [b,n], the pages of each row in order, or [1,0] without
     IntField("page_size"),  # the number of slots of a page
     StridedField("k"),
     StridedField("v"),
@@ -410,5 +416,13 @@ STEP_EXTENSION_STRUCT = StructLayout(
 the keys or the values x is block x_first + i // x_run x_step + i % x_run of the rows of its matrix.
 """
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, *([torch.float16] if converts_float16() else []))
 """The dtypes that compiled code supports for keys, values, weights and the scales of codes."""
+
+
+def why_not_dtype(dtype: torch.dtype) -> str | None:
+    """Return why compiled code does not support a dtype, or None if it does."""
+    if dtype in DTYPES:
+        return None
+    without = dtype == torch.float16
+    return f"no {str(dtype).removeprefix('torch.')}{' without F16C' * without}"

@@ -20,7 +20,9 @@ import importlib.util
 import json
 import os
 import platform
+import stat
 import sys
+import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -28,11 +30,9 @@ from threading import get_ident
 from types import ModuleType
 from typing import Any
 
+from regard.ops.jit import CPU_BYTES, CPU_FILE
 from regard.ops.jit.object_code import LoadedObject, UnsupportedObject, load_object
 from regard.ops.jit.source_stamps import JIT_FOLDER, JIT_PACKAGE, source_stamp
-
-CPU_FILE, CPU_BYTES = Path("/proc/cpuinfo"), 1 << 14
-"""The file in which Linux describes the processors, and the size of the part that has the first."""
 
 _CPU_LINES = ("vendor_id", "cpu family", "model", "stepping", "flags")
 
@@ -56,11 +56,13 @@ class CodeFile:
 
     def load(self) -> int | None:
         """Return the address of the code; None if there is no valid file."""
-        for folder in _folders():
+        for folder in filter(is_ours, _folders()):
             try:
-                header, _, code = (folder / self.name).read_bytes().partition(b"\n")
+                header, _, code = _read(folder / self.name).partition(b"\n")
                 facts = json.loads(header)
-            except (OSError, ValueError):
+            except (OSError, ValueError, RecursionError):
+                continue
+            if not isinstance(facts, dict) or not isinstance(facts.get("symbol"), str):
                 continue
             if facts.get("key") != self.key or facts.get("sha256") != _digest(code):
                 continue
@@ -78,9 +80,11 @@ class CodeFile:
         header = json.dumps({"key": self.key, "sha256": _digest(code), "symbol": symbol})
         for folder in _folders():
             with suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-                _write(folder / self.name, header.encode() + b"\n" + code)
-                return True
+                folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+                if is_ours(folder):
+                    _write(folder / self.name, header.encode() + b"\n" + code)
+                    return True
+        _say_that_nothing_is_kept()
         return False
 
 
@@ -144,6 +148,45 @@ def _folders() -> list[Path]:
     return folders
 
 
+def is_ours(path: Path) -> bool:
+    """Return whether only this user and those who wrote this package may write a file or a folder,
+    and nobody else may replace a folder above it.
+    """
+    if not hasattr(os, "geteuid"):
+        return True
+    try:
+        state, above = path.stat(), [x.stat() for x in path.resolve().parents]
+    except OSError:
+        return False
+    others = stat.S_IWOTH if state.st_gid == os.getegid() else stat.S_IWOTH | stat.S_IWGRP
+    return (
+        state.st_uid in (0, os.geteuid(), Path(__file__).stat().st_uid)
+        and not state.st_mode & others
+        and not any(x.st_mode & stat.S_IWOTH and not x.st_mode & stat.S_ISVTX for x in above)
+    )
+
+
+def _read(path: Path) -> bytes:
+    """Return the content of a regular file that nobody else may write."""
+    # a pipe would wait for a writer
+    with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or not is_ours(path):
+            raise OSError(f"{path} is not a file of this user")
+        return file.read()
+
+
+@cache
+def _say_that_nothing_is_kept() -> None:
+    """Warn once in a process."""
+    warnings.warn(
+        "no folder keeps compiled code, so that every process compiles it again: "
+        f"{' and '.join(map(repr, map(str, _folders())))} cannot be written, or others may write "
+        "there; set NUMBA_CACHE_DIR to a folder of your own",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
 def _digest(code: bytes) -> str:
     return hashlib.sha256(code).hexdigest()
 
@@ -152,7 +195,9 @@ def _write(path: Path, data: bytes) -> None:
     """Write a file in one piece: other processes see all of it, or what was there before."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}")
     try:
-        unfinished.write_bytes(data)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(os.open(unfinished, flags, 0o644), "wb") as file:
+            file.write(data)
         unfinished.replace(path)
     except OSError:
         with suppress(OSError):

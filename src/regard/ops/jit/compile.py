@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from llvmlite import binding
@@ -18,6 +19,7 @@ from numba import njit
 from numba.core import config
 from numba.core.caching import FunctionCache, IndexDataCacheFile, NullCache
 
+from regard.ops.jit.code_files import is_ours
 from regard.ops.jit.linked_functions import LinkedFunction
 from regard.ops.jit.source_stamps import source_stamp
 
@@ -35,12 +37,13 @@ class _StampedCache(FunctionCache):  # type: ignore[misc, unused-ignore]
 
 def disk_cache(function: Callable[..., Any], stamp: str) -> Any:
     """Return the on-disk cache for the compiled code of a function, or a cache that stores
-    nothing if no folder is writable.
+    nothing if no folder is writable, or if others may write it.
     """
     try:
-        return _StampedCache(function, stamp)
+        found = _StampedCache(function, stamp)
     except RuntimeError:  # Numba: "no locator available"
         return NullCache()
+    return found if is_ours(Path(found.cache_path)) else NullCache()
 
 
 def _options(fastmath: Collection[str], makes_arrays: bool) -> dict[str, Any]:  # noqa: FBT001

@@ -20,8 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.ops.jit import openmp
-from regard.ops.jit.argument_structs import DECODE_QUANTIZED_STRUCT, DECODE_STRUCT, StructLayout
+from regard.ops.jit import launch, openmp
+from regard.ops.jit.argument_structs import (
+    DECODE_QUANTIZED_STRUCT,
+    DECODE_STRUCT,
+    DTYPES,
+    StructLayout,
+)
 from regard.ops.jit.code_files import compiled_entry
 from regard.ops.stored_slots import QuantizedSlots, coded_memory
 
@@ -35,9 +40,6 @@ than it saves.
 
 _plain_entry = partial(compiled_entry, "decode_loops", "entry_address")
 _quantized_entry = partial(compiled_entry, "decode_quantized_loops", "entry_address")
-
-NO_PAGES = torch.empty(1, 0, dtype=torch.int64)
-"""The field `pages` of keys and values that do not lie in pages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +134,8 @@ def quantized_segment(k: Tensor, v: Tensor) -> QuantizedSegment | None:
     if coded is None:
         return None
     keys, values, slots = coded
+    if keys.groups.scale.dtype not in DTYPES:
+        return None
     (k_codes, k_owners), (v_codes, v_owners) = (
         _quantized_argument(keys),
         _quantized_argument(values),
@@ -166,10 +170,10 @@ def quantized_numbers(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> 
         bits: the number of bits of a code.
     """
     return (
-        codes.data_ptr(),
+        launch.row_address(codes, torch.uint8),
         *codes.stride()[:4],
-        scale.data_ptr(),
-        zero.data_ptr(),
+        launch.row_address(scale, scale.dtype),
+        launch.row_address(zero, scale.dtype),
         *scale.stride()[:4],
         codes.shape[-1] * 8 // bits,
         bits,
@@ -196,7 +200,7 @@ def decode(args: DecodeArgs, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         (k_argument, v_argument),
         k.shape[2],
         v.shape[3],
-        {"pages": NO_PAGES, "page_size": 1},
+        {"pages": launch.NO_POSITIONS, "page_size": 1},
     )
 
 
@@ -207,7 +211,7 @@ def strided_argument(x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     x = x.detach()
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         x = x.contiguous()
-    return x, (x.data_ptr(), *x.stride()[:3])
+    return x, (launch.row_address(x, x.dtype), *x.stride()[:3])
 
 
 def split_count(heads: int, S: int, workers: int) -> int:
@@ -261,7 +265,8 @@ def _run_decode(
     B, G, R, D = args.q.shape
     workers = min(openmp.thread_count(), max(1, B * G * S * (D + E) // ELEMENTS_PER_THREAD))
     P = split_count(B * G, S, workers) if workers > 1 else 1
-    out, lse = torch.empty(B * G, P, R, E), torch.empty(B, G, P, R)
+    out = launch.empty(B * G, P, R, E, dtype=torch.float32)
+    lse = launch.empty(B, G, P, R, dtype=torch.float32)
     packed = record.pack(
         T=args.T,
         origin=args.origin,
@@ -294,7 +299,7 @@ def join_splits(outs: Iterable[Tensor], lses: Iterable[Tensor]) -> tuple[Tensor,
     from regard.ops.jit.decode_loops import join_splits
 
     out, lse = torch.stack(list(outs), 2), torch.stack(list(lses), 2)
-    join_splits(out.numpy(), lse.numpy())
+    join_splits(*(launch.array(x, torch.float32) for x in (out, lse)))
     return out[:, :, 0], lse[:, :, 0]
 
 
@@ -311,5 +316,5 @@ def apply_sinks(out: Tensor, lse: Tensor, sink: Tensor, T: int) -> Tensor:
     from regard.ops.jit.decode_loops import apply_sinks
 
     out, sink = out.contiguous(), sink.detach().float().contiguous()
-    apply_sinks(out.numpy(), lse.contiguous().numpy(), sink.numpy(), T)
+    apply_sinks(*(launch.array(x, torch.float32) for x in (out, lse.contiguous(), sink)), T)
     return out

@@ -17,17 +17,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from regard.ops.jit import openmp
+from regard.ops.jit import launch, openmp
+from regard.ops.jit.launch import FlatArray
 
 if TYPE_CHECKING:
     from regard.ops.jit.matmul import Factors
-
-FlatArray: TypeAlias = npt.NDArray[np.generic]
-"""The memory of a tensor as a numpy array of one dimension."""
 
 _NO_POSITION = 1 << 62
 """Larger than any position."""
@@ -94,8 +91,8 @@ def prefill(args: PrefillArgs) -> tuple[Tensor, Tensor, Tensor]:
 
     B, H, G, T, _, D, E = args.sizes
     workers, group_rows = openmp.thread_count(), _factors(args).rows
-    out = torch.empty(B, H, T, E, dtype=args.out_dtype)
-    max_score, scaled_sum = torch.empty(B, H, T), torch.empty(B, H, T)
+    out = launch.empty(B, H, T, E, dtype=args.out_dtype)
+    max_score, scaled_sum = (launch.empty(B, H, T, dtype=torch.float32) for _ in range(2))
     panels, packed_dims = _pack_keys_and_values(args, workers)
     rows_per_worker = math.ceil(B * G * T * (H // G) / workers)
     most_rows = loops.MAX_BLOCK_ROWS // group_rows * group_rows
@@ -198,9 +195,12 @@ def prefill_gradient(
         workers // math.gcd(B * G, workers), max(4, group_size), -(-T * group_size // step)
     )
     packed = _pack_for_backward(args, workers)
-    d_q = torch.empty(args.q.shape, dtype=dtype or args.q.dtype)
+    d_q = launch.empty(*args.q.shape, dtype=dtype or args.q.dtype)
     panels = (splits, B * G, round_up(S, PANEL_COLUMNS) // PANEL_COLUMNS)
-    d_k, d_v = (torch.zeros(*panels, round_up(size, group_rows), PANEL_COLUMNS) for size in (D, E))
+    d_k, d_v = (
+        launch.full((*panels, round_up(size, group_rows), PANEL_COLUMNS), 0, dtype=torch.float32)
+        for size in (D, E)
+    )
     row_inputs = ((*_flat_memory(args.q), D), (*_flat_memory(d_out), E), (*_flat_memory(out), E))
     sizes = (B, H, G, T, step, splits)
     rows = tuple(_flat_array(x.contiguous()) for x in (*saved, d_lse))
@@ -243,16 +243,20 @@ def _factors(args: PrefillArgs) -> Factors:
 def _factor_array(length: int, factors: Factors, *, zeros: bool = False) -> FlatArray:
     """Allocate an array of `length` factors, all 0 or uninitialised."""
     dtype = torch.bfloat16 if factors.each == 2 else torch.float32
-    memory = (torch.zeros if zeros else torch.empty)(length, dtype=dtype)
+    memory = launch.full((length,), 0, dtype=dtype) if zeros else launch.empty(length, dtype=dtype)
     return _flat_array(memory).view(factors.dtype)
+
+
+def _scratch(*shape: int) -> FlatArray:
+    """Allocate an uninitialised array of fp32 numbers."""
+    return launch.array(launch.empty(*shape, dtype=torch.float32), torch.float32)
 
 
 def _flat_array(x: Tensor) -> FlatArray:
     """Return the memory of a contiguous tensor as a flat numpy array; 16-bit numbers are viewed as
     uint16.
     """
-    flat = x.detach().view(-1)
-    return flat.numpy() if x.dtype == torch.float32 else flat.view(torch.uint16).numpy()
+    return launch.array(x, x.dtype).reshape(-1)
 
 
 def _flat_memory(x: Tensor) -> tuple[object, ...]:
@@ -279,24 +283,25 @@ def _mask_arguments(args: PrefillArgs) -> tuple[object, ...]:
     from regard.ops.jit.matmul import PANEL_COLUMNS
 
     keys, S = args.k_positions, args.k.shape[2]
-    padded = torch.full((keys.shape[0], round_up(S, PANEL_COLUMNS)), -1)
+    padded = launch.full((keys.shape[0], round_up(S, PANEL_COLUMNS)), -1, dtype=torch.int64)
     padded[:, :S] = keys
     panels = padded.unflatten(1, (-1, PANEL_COLUMNS))
     is_token = panels >= 0
     smallest = panels.masked_fill(~is_token, _NO_POSITION).amin(-1)
     bounds = torch.stack([smallest, panels.amax(-1), is_token.all(-1).long()], -1)
     starts, stops = (
-        x.expand(*(max(n, 1) for n in x.shape)).contiguous().numpy()
+        launch.array(x.expand(*(max(n, 1) for n in x.shape)).contiguous(), torch.int64)
         for x in (args.starts, args.stops)
     )
-    return padded.numpy(), bounds.numpy(), starts, stops
+    return *(launch.array(x, torch.int64) for x in (padded, bounds)), starts, stops
 
 
 def _score_arguments(args: PrefillArgs) -> tuple[object, ...]:
     """Return the argument `extra` of the loops: the scale, the softcap, whether ALiBi is symmetric,
     its slopes, and the positions of the queries.
     """
-    slopes, q_positions = args.slopes.contiguous().numpy(), args.q_positions.contiguous().numpy()
+    slopes = launch.array(args.slopes.contiguous(), torch.float32)
+    q_positions = launch.array(args.q_positions.contiguous(), torch.int64)
     return np.float32(args.scale), np.float32(args.softcap), args.symmetric, slopes, q_positions
 
 
@@ -334,10 +339,10 @@ def _forward_scratch(args: PrefillArgs, rows: int, depth: int) -> tuple[object, 
 
     factors = _factors(args)
     q = _factor_array(rows * depth, factors, zeros=True)
-    scores = torch.empty(rows * TILE_KEYS).numpy()
+    scores = _scratch(rows * TILE_KEYS)
     weights = _factor_array(rows * TILE_KEYS, factors) if factors.each == 2 else scores
-    sums = torch.empty(rows * round_up(args.v.shape[3], PANEL_COLUMNS)).numpy()
-    maxima_and_totals = torch.empty(2, rows).numpy()
+    sums = _scratch(rows * round_up(args.v.shape[3], PANEL_COLUMNS))
+    maxima_and_totals = _scratch(2, rows)
     return q, scores, weights, sums, (*maxima_and_totals,), *_loop_scratch(args, rows)
 
 
@@ -399,16 +404,15 @@ def _backward_scratch(args: PrefillArgs, step: int) -> tuple[object, ...]:
         for width in (round_up(size, factors.depth), round_up(size, factors.rows))
     )
     scores = tuple(
-        torch.empty(length).numpy()
-        for length in (step * PANEL_COLUMNS, step * PANEL_COLUMNS, PANEL_COLUMNS)
+        _scratch(length) for length in (step * PANEL_COLUMNS, step * PANEL_COLUMNS, PANEL_COLUMNS)
     )
     if factors.each == 2:
         weights, slopes, rows = (_factor_array(step * PANEL_COLUMNS, factors) for _ in range(3))
     else:
         weights, slopes, rows = scores[0], scores[1], scores[1]
     right = weights, weights.view("uint32"), slopes, slopes.view("uint32"), rows
-    d_q = torch.empty(step * round_up(D, PANEL_COLUMNS)).numpy()
-    of_rows = torch.empty(4, step).numpy()
+    d_q = _scratch(step * round_up(D, PANEL_COLUMNS))
+    of_rows = _scratch(4, step)
     return row_factors, scores, right, d_q, (*of_rows,), *_loop_scratch(args, step)
 
 

@@ -80,7 +80,10 @@ def _monomial_tensors(dim: int, power: int, dtype: torch.dtype) -> tuple[Constan
     """
     indices, factors = _cached_monomials(dim, power)
     with torch.inference_mode(False):  # so that a later call may save them for its gradient
-        tensors = [torch.tensor(factors, dtype=dtype), *(torch.tensor(index) for index in indices)]
+        tensors = [
+            torch.tensor(factors, dtype=dtype, device="cpu"),
+            *(torch.tensor(index, device="cpu") for index in indices),
+        ]
     return tuple(ConstantTensor(tensor) for tensor in tensors)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from regard import masks
 from regard.biases import ALiBi, Bias
 from regard.masks.tiling import UNBOUNDED
-from regard.ops.jit import has_numba
-from regard.ops.jit.argument_structs import DTYPES
+from regard.ops.jit import has_numba, launch
+from regard.ops.jit.argument_structs import why_not_dtype
 from regard.ops.jit.decode import (
     TILE_KEYS,
     DecodeArgs,
@@ -28,14 +28,8 @@ from regard.ops.softmax.packed_call import unpackable_parts
 from regard.span import Positions, Span, find_empty_slots
 from regard.units import plural
 
-_NO_POSITIONS = torch.empty(1, 0, dtype=torch.int64)
-_NO_VISIBLE = torch.empty(1, 1, 1, 0, dtype=torch.bool)
-_NO_RANGES = torch.empty(1, 1, 1, 0, dtype=torch.int64)
-_NO_BIAS = torch.empty(1, 1, 1, 0)
-_NO_SLOPES = torch.empty(0)
 _START_AT_ZERO, _STOP_NOWHERE = (
-    torch.zeros(1, 1, 1, 1, dtype=torch.int64),
-    torch.full((1, 1, 1, 1), UNBOUNDED),
+    launch.constant((1, 1, 1, 1), x, dtype=torch.int64) for x in (0, UNBOUNDED)
 )
 
 
@@ -43,7 +37,7 @@ def decode_args(call: Call) -> DecodeArgs:
     """Convert a call to the arguments of the compiled decode loops."""
     q_positions, k_positions = call.q_positions, call.k_positions
     positions, causal_stops = causal_positions(q_positions)
-    key_positions, origin = _NO_POSITIONS, 0
+    key_positions, origin = launch.NO_POSITIONS, 0
     if isinstance(k_positions, Span):
         origin = k_positions.start
     else:
@@ -55,7 +49,7 @@ def decode_args(call: Call) -> DecodeArgs:
         q = q.masked_fill(empty_queries[:, None, :, None], 0)
     q = q.reshape(call.B, call.G, call.H // call.G * call.T, call.D).contiguous()
     if isinstance(call.mask, masks.Causal):
-        starts, stops, visible = _START_AT_ZERO, causal_stops, _NO_VISIBLE
+        starts, stops, visible = _START_AT_ZERO, causal_stops, launch.NO_VISIBLE
     else:
         starts, stops, visible = _visibility_arguments(call, empty_queries)
     symmetric, slopes, bias = (
@@ -83,9 +77,8 @@ def _span_positions(positions: Span) -> tuple[Tensor, Tensor]:
     """Return the positions `[1, T]` of a span, and `[1, 1, T, 1]` the end of the range of positions
     that each query sees under a causal mask; cached, because every layer of a model needs the same.
     """
-    with torch.inference_mode(mode=False):
-        tensor = torch.arange(positions.start, positions.stop)[None]
-        return tensor, (tensor[:, None, :, None] + 1).contiguous()
+    tensor, stops = (launch.arange(positions.start + i, positions.stop + i) for i in (0, 1))
+    return tensor[None], stops[None, None, :, None]
 
 
 @lru_cache(maxsize=16)
@@ -110,12 +103,12 @@ def _visibility_arguments(call: Call, empty: Tensor | None) -> tuple[Tensor, Ten
         stops = (
             _STOP_NOWHERE if empty is None else torch.where(empty, 0, UNBOUNDED)[:, None, :, None]
         )
-        return _START_AT_ZERO, stops.contiguous(), _NO_VISIBLE
+        return _START_AT_ZERO, stops.contiguous(), launch.NO_VISIBLE
     ranges = visible_ranges(call.mask, call.q_positions)
     if ranges is None:
         dense = call.mask.block(call.q_positions, call.k_positions, device="cpu")
-        return _NO_RANGES, _NO_RANGES, dense.contiguous()
-    return *ranges, _NO_VISIBLE
+        return launch.NO_RANGES, launch.NO_RANGES, dense.contiguous()
+    return *ranges, launch.NO_VISIBLE
 
 
 def visible_ranges(mask: masks.Mask, q_positions: Positions) -> tuple[Tensor, Tensor] | None:
@@ -155,16 +148,16 @@ def causal_positions(q_positions: Positions) -> tuple[Tensor, Tensor]:
     return positions, (positions[:, None, :, None] + 1).contiguous()
 
 
-_NO_BIAS_ARGUMENTS = False, _NO_SLOPES, _NO_BIAS
+_NO_BIAS_ARGUMENTS = False, launch.NO_SLOPES, launch.NO_BIAS
 
 
 def _bias_arguments(call: Call, bias: Bias) -> tuple[bool, Tensor, Tensor]:
     """Return whether ALiBi is symmetric, its slopes, and any other bias as a table."""
     if isinstance(bias, ALiBi):
         slopes = bias.slopes_on(torch.device("cpu"), torch.float32).detach()
-        return bias.symmetric, slopes.contiguous(), _NO_BIAS
+        return bias.symmetric, slopes.contiguous(), launch.NO_BIAS
     table = bias.block(call.q_positions, call.k_positions, dtype=torch.float32)
-    return False, _NO_SLOPES, table.detach().contiguous()
+    return False, launch.NO_SLOPES, table.detach().contiguous()
 
 
 MAX_QUERIES, MAX_ROWS = 16, 64
@@ -197,7 +190,7 @@ class CpuKernel:
             *(["has no gradient"] if call.has_gradient else []),
             *(["no dropout"] if call.dropout else []),
             *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
-            *([f"no {call.q.dtype}"] if call.q.dtype not in DTYPES else []),
+            *([reason] if (reason := why_not_dtype(call.q.dtype)) is not None else []),
         ]
         if call.compiling:  # a question about sizes would specialise the graph
             return [*reasons, *(unpackable_parts(call) or [UNREADABLE])]
@@ -250,6 +243,6 @@ class CpuKernel:
         B, H, G, S, R = call.B, call.H, call.G, call.S, call.H // call.G * call.T
         tiles = call.mask.tile_row(call.q_positions, call.k_positions, slice(0, call.T), TILE_KEYS)
         visible = torch.unflatten((tiles > 0).expand(B, H, -1), 1, (G, H // G)).any(2)
-        sizes = torch.full((visible.shape[-1],), TILE_KEYS)
+        sizes = torch.full_like(visible[0, 0], TILE_KEYS, dtype=torch.int64)
         sizes[-1:] = S - TILE_KEYS * (len(sizes) - 1)
         return WorkEstimate(R * int((visible * sizes).sum()), 4 * B * G * R * (call.E + 1))

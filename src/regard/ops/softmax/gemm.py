@@ -15,8 +15,8 @@ from regard import masks
 from regard.biases import ALiBi
 from regard.masks import Causal, Full, Mask, Padding
 from regard.masks.tiling import UNBOUNDED
-from regard.ops.jit import has_numba
-from regard.ops.jit.argument_structs import DTYPES
+from regard.ops.jit import has_numba, launch
+from regard.ops.jit.argument_structs import why_not_dtype
 from regard.ops.jit.prefill import (
     PrefillArgs,
     prefill,
@@ -120,11 +120,7 @@ class GemmKernel:
             *(["runs on a CPU only"] if call.q.device.type != "cpu" else []),
             *(["no dropout"] if call.dropout else []),
             *([f"does not expose {sorted(call.needs)}"] if call.needs else []),
-            *(
-                [f"no {str(call.q.dtype).removeprefix('torch.')}"]
-                if call.q.dtype not in DTYPES
-                else []
-            ),
+            *([reason] if (reason := why_not_dtype(call.q.dtype)) is not None else []),
             *(
                 [f"no bias other than ALiBi ({call.bias})"]
                 if not isinstance(call.bias, ALiBi | None)
@@ -203,7 +199,7 @@ class GemmKernel:
         for start in range(0, call.T, step):
             block = slice(start, min(start + step, call.T))
             visible = call.mask.tile_row(call.q_positions, call.k_positions, block, panel) > 0
-            sizes = torch.full((visible.shape[-1],), panel)
+            sizes = torch.full_like(visible[0, 0], panel, dtype=torch.int64)
             sizes[-1:] = call.S - panel * (len(sizes) - 1)
             heads = (visible * sizes).sum(-1).expand(call.B, call.H).sum()
             pairs += (block.stop - block.start) * int(heads)
@@ -333,10 +329,10 @@ def visible_position_ranges(call: Call, rows: slice) -> tuple[Tensor, Tensor] | 
     """
     positions, zero = (
         slice_positions(call.q_positions, rows),
-        torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+        launch.full((1, 1, 1, 1), 0, dtype=torch.int64),
     )
     if call.sees_everything:
-        return zero, torch.full((1, 1, 1, 1), UNBOUNDED)
+        return zero, launch.full((1, 1, 1, 1), UNBOUNDED, dtype=torch.int64)
     if isinstance(call.mask, masks.Causal):
         return zero, as_tensor(positions).long()[:, None, :, None] + 1
     return call.mask.intervals(positions)
@@ -346,7 +342,7 @@ def prefill_args(call: Call) -> PrefillArgs:
     """Convert a call to the arguments of the compiled prefill loops."""
     ranges = visible_position_ranges(call, slice(0, call.T))
     assert ranges is not None, "why_not refuses masks without ranges"
-    symmetric, slopes = False, torch.empty(0)
+    symmetric, slopes = False, launch.NO_SLOPES
     if isinstance(call.bias, ALiBi):
         symmetric = call.bias.symmetric
         slopes = call.bias.slopes_on(torch.device("cpu"), torch.float32).detach()

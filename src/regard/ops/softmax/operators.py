@@ -168,7 +168,7 @@ def _attention_with_gradient(*args: *PackedCall) -> tuple[Tensor, Tensor, Tensor
 def _without_maximum(lse: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     """Return the lse of a kernel as max_score and scaled_sum; NaN if it returned none."""
     if lse is None:
-        none = torch.full((call.B, call.H, call.T), math.nan, dtype=call.score_dtype)
+        none = torch.full((call.B, call.H, call.T), math.nan, dtype=call.score_dtype, device="cpu")
         return none, none.clone()
     return maximum_and_sum(lse.detach())
 

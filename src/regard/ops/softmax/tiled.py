@@ -122,7 +122,7 @@ class TiledKernel:
 
     def run(self, call: Call) -> KernelResult:
         """Compute all query blocks, one after another."""
-        seed = int(torch.randint(2**31, ())) if call.dropout else 0
+        seed = int(torch.randint(2**31, (), device="cpu")) if call.dropout else 0
         blocks = query_blocks(call, self.sizes)
         if call.has_gradient:
             bias_tensors = () if call.bias is None else call.bias.tensors()

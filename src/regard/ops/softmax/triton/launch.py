@@ -567,20 +567,22 @@ def _bias_buffers(
 ) -> dict[str, Tensor]:
     """Return a buffer for each gradient of a bias, in which every program has its own numbers."""
     B, H, device = call.B, call.H, call.q.device
-    unused = torch.zeros(1, device=device)
+    unused = torch.zeros(1, dtype=torch.float32, device=device)
     buffers = dict.fromkeys(("slopes", "weights", "table", "column"), unused)
     if wanted.slopes:
-        buffers["slopes"] = torch.empty(B, H, blocks, device=device)
+        buffers["slopes"] = torch.empty(B, H, blocks, dtype=torch.float32, device=device)
     if wanted.weights:
         assert bias.weights is not None
         n = triton.next_power_of_2(bias.weights.shape[1])
-        buffers["weights"] = torch.empty(B, H, blocks, n, device=device)
+        buffers["weights"] = torch.empty(B, H, blocks, n, dtype=torch.float32, device=device)
     if wanted.table:
         assert bias.table is not None
         if _is_per_key(call, bias):
-            buffers["column"] = torch.empty(B, H, call.S, device=device)
+            buffers["column"] = torch.empty(B, H, call.S, dtype=torch.float32, device=device)
         else:
-            buffers["table"] = torch.empty(*bias.table.shape[:2], call.T, call.S, device=device)
+            buffers["table"] = torch.empty(
+                *bias.table.shape[:2], call.T, call.S, dtype=torch.float32, device=device
+            )
     return buffers
 
 

@@ -1,0 +1,92 @@
+"""Whether a call of a module computes what the code of its class says, and nothing observes it.
+
+Faster code in place of a module is right only then. A user changes a module in many ways: by hooks,
+of one module or of all; by another `forward` of a module, or of a class; by another
+`nn.Module.__call__`. What is asked here is asked wherever a module is not called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from types import FunctionType
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+CALLS = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward")
+"""The methods by which torch calls a module."""
+
+
+def why_not_as_written(module: nn.Module) -> str | None:
+    """Return why a call of a module may do something else than the code of its class, or None.
+
+    Args:
+        module: the module; its parts are not asked.
+
+    Returns:
+        The reason in words, or None.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> why_not_as_written(layer)
+    >>> hook = layer.register_forward_hook(lambda *_: None)
+    >>> why_not_as_written(layer)
+    'Linear has a hook'
+    """
+    name = type(module).__name__
+    if module._forward_hooks or module._forward_pre_hooks:
+        return f"{name} has a hook"
+    if torch_module._has_any_global_hook():
+        return "a global module hook is registered"
+    if "forward" in module.__dict__:
+        return f"the forward of a {name} was replaced"
+    patched = next((x for kind in classes_of(module) for x in _patched_methods(kind)), None)
+    return None if patched is None else f"{patched} was replaced"
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a module is exactly of one of torch's classes, and computes what it says."""
+    return (
+        type(module) is kind
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and kind.forward is _first_forward(kind)  # type: ignore[arg-type]  # classes hash
+        and nn.Module.__call__ is _FIRST_CALL
+        and "forward" not in module.__dict__
+        and not torch_module._has_any_global_hook()
+    )
+
+
+def classes_of(module: nn.Module) -> tuple[type, ...]:
+    """Return the classes that a module gets its methods from."""
+    return type(module).__mro__[:-1]
+
+
+_FIRST_CALL = nn.Module.__call__
+
+
+@cache
+def _first_forward(kind: type[nn.Module]) -> object:
+    """Return the forward of a class as torch wrote it; None if it was replaced before."""
+    return None if any(_patched_methods(kind)) else kind.forward
+
+
+def _patched_methods(kind: type) -> Iterator[str]:
+    """Yield the methods of a class, itself without its bases, that were written in another file: of
+    torch's classes only those by which modules are called.
+    """
+    home = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    is_ours = kind.__module__.startswith("regard.")
+    if home is None or not (is_ours or kind.__module__.startswith("torch.")):
+        return
+    for name, found in vars(kind).items():
+        is_call = name in CALLS
+        if not (is_call or (is_ours and name[:2] != "__")):
+            continue
+        method = found.fget if isinstance(found, property) else found
+        if isinstance(method, FunctionType):
+            is_patched = method.__code__.co_filename != home
+        else:
+            is_patched = is_call
+        if is_patched:
+            yield f"{kind.__name__}.{name}"
