@@ -1,5 +1,5 @@
-"""What every test has: checked annotations, a seed, poisoned uninitialised memory, one thread, no
-state left behind.
+"""What every test has: a pinned environment, checked annotations, a seed, poisoned uninitialised
+memory, one thread, no state left behind.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from tests import process_environment
+
+process_environment.pin()  # before any library reads it
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small shapes: threads cost more than they give
-os.environ.pop("COLUMNS", None)  # xdist sets it in its workers; without it no output is wrapped
 
 import hypothesis
 import numpy as np
@@ -38,7 +40,7 @@ if sys.version_info < (3, 11, 8):
     ast.parse = _parse_alone
 
 annotations.install("regard")
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+torch.set_num_threads(torch.get_num_threads())  # what OpenMP read is for other libraries, too
 ROOT = Path(__file__).parents[1]
 
 EXAMPLES = int(os.environ.get("REGARD_EXAMPLES", "25"))
