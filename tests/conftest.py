@@ -15,9 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests import process_environment
-
-process_environment.pin()  # before any library reads it
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small shapes: threads cost more than they give
 
 import hypothesis
@@ -26,7 +23,9 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-from tests import annotations, selection
+from tests import annotations, process_environment, selection
+
+process_environment.pin()
 
 if sys.version_info < (3, 11, 8):
     # CPython counts the depth of a syntax tree in one place for all threads (python/cpython, issue
