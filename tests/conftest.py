@@ -15,7 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small shapes: threads cost more than they give
+# small shapes: threads cost more than they give, and a process that has some cannot be forked
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
 import numpy as np
@@ -39,7 +40,7 @@ if sys.version_info < (3, 11, 8):
     ast.parse = _parse_alone
 
 annotations.install("regard")
-torch.set_num_threads(torch.get_num_threads())  # what OpenMP read is for other libraries, too
+torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]
 
 EXAMPLES = int(os.environ.get("REGARD_EXAMPLES", "25"))
