@@ -205,15 +205,16 @@ def _one_sided_rotation(q: Tensor, k: Tensor, T: int) -> GraphFault | None:
     rotated = [name for name, x in sides.items() if x is not None and _varies_by_position(x)]
     if len(rotated) != 1:
         return None
-    (name,) = rotated
-    spread = _position_spread(sides[name])  # type: ignore[arg-type]
-    sentence = f"Only {name} are rotated by their positions."
+    (which,) = rotated
+    spread = _position_spread(sides[which])  # type: ignore[arg-type]
+    sentence = f"Only {which} are rotated by their positions."
     return GraphFault("rotary-one-sided", sentence, 0.0, spread)
 
 
 def _by_token(x: Tensor, T: int) -> Tensor | None:
-    """Return vectors as [..., T, D], also if heads and tokens lie along one axis in either order:
-    the order in which equal tokens differ less; None if there is no axis of tokens.
+    """Return the vectors of equal tokens as [..., T, D], also if heads and tokens lie along one
+    axis. Of its two orders, that in which the norms are equal, or else the vectors differ less, is
+    the right one. None if there is no axis of tokens.
     """
     n = x.shape[-2]
     if n == T:
@@ -221,7 +222,7 @@ def _by_token(x: Tensor, T: int) -> Tensor | None:
     if n % T:
         return None
     orders = (x.unflatten(-2, (n // T, T)), x.unflatten(-2, (T, n // T)).transpose(-3, -2))
-    return min(orders, key=_position_spread)
+    return min(orders, key=lambda x: (not _constant_norms(x), _position_spread(x)))
 
 
 def _rotary_table_by_head(node: OperationNode, T: int) -> GraphFault | None:

@@ -360,6 +360,12 @@ class CallKeywords:
                 arguments[str(name)] = None
         return {**arguments, **self._position_arguments(inputs, x), **self._cache_arguments(inputs)}
 
+    def untried(
+        self, signature_parameters: Iterable[str], token_names: Iterable[str]
+    ) -> tuple[str, ...]:
+        """Return the names of parameters that no call has passed."""
+        return tuple(n for n in signature_parameters if n not in {*self.passed, *token_names})
+
     def _position_arguments(self, inputs: CallInputs, x: Tensor) -> dict[str, object]:
         """Return the arguments for the positions of the tokens."""
         arguments: dict[str, object] = {}

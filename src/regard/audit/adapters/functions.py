@@ -223,6 +223,10 @@ class FunctionAdapter(TargetAdapter):
             None
         ]
 
+    def untried_arguments(self) -> tuple[str, ...]:
+        """Return the names of the parameters that no call so far has passed."""
+        return self.keywords.untried(self.known, self.token_names)
+
     def to_dtype(self, dtype: torch.dtype) -> FunctionAdapter:
         """Return an adapter for the same function in another dtype."""
         return self._copy_with(dtype=dtype)

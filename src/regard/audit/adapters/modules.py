@@ -179,6 +179,10 @@ class ModuleAdapter(TargetAdapter):
             )
         return contexts[0].reshape(B, 1, -1), weights[0].reshape(B, 1, S) if weights else None
 
+    def untried_arguments(self) -> tuple[str, ...]:
+        """Return the names of the parameters that no call so far has passed."""
+        return self.keywords.untried(self.known, self.token_names)
+
     def to_dtype(self, dtype: torch.dtype) -> ModuleAdapter:
         """Return an adapter for a copy in another dtype."""
         return self._copy_with(self.original, dtype=dtype)
@@ -276,8 +280,10 @@ class ModuleAdapter(TargetAdapter):
     def positions_index_cache(self) -> bool:
         """Whether positions are indices into a cache that the module holds."""
         keywords = self.keywords
-        return bool(keywords.start or keywords.positions) and not keywords.memory and bool(
-            self.written_tensors
+        return (
+            bool(keywords.start or keywords.positions)
+            and not keywords.memory
+            and bool(self.written_tensors)
         )
 
     @cached_property

@@ -93,7 +93,9 @@ def _is_zeroed(context: CheckContext, mask_format: MaskFormat) -> bool:
         replace(adapter.keywords, mask_format=mask_format), adapter.output_format
     )
     x = context.random_tokens(1, 5)
-    return mask_sets_scores_to_zero(masked_adapter, x, CallInputs(torch.ones(1, 5, 5).tril().bool()))
+    return mask_sets_scores_to_zero(
+        masked_adapter, x, CallInputs(torch.ones(1, 5, 5).tril().bool())
+    )
 
 
 def overflow_finding(adapter: TargetAdapter, what: str) -> Finding:

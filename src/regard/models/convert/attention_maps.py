@@ -35,7 +35,7 @@ class LayerErrors(NamedTuple):
     values: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionMaps:
     """The linear maps of each head of one attention layer, in fp64.
 
