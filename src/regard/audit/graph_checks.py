@@ -222,7 +222,8 @@ def _by_token(x: Tensor, T: int) -> Tensor | None:
     if n % T:
         return None
     orders = (x.unflatten(-2, (n // T, T)), x.unflatten(-2, (T, n // T)).transpose(-3, -2))
-    return min(orders, key=lambda x: (not _constant_norms(x), _position_spread(x)))
+    one, other = ((not _constant_norms(x), _position_spread(x)) for x in orders)
+    return orders[0] if one <= other else orders[1]
 
 
 def _rotary_table_by_head(node: OperationNode, T: int) -> GraphFault | None:

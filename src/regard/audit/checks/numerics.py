@@ -89,7 +89,7 @@ def check_state_dict(context: CheckContext, T: int = 16) -> list[Finding]:
         for name, x in state.items()
         if name not in learned and not _is_tied(name, x, state, learned)
     }
-    written = getattr(context.adapter, "written_tensors", frozenset())
+    written: frozenset[str] = getattr(context.adapter, "written_tensors", frozenset())
     for name, x in extra.items():
         if name in written or _is_mask(x, T):
             size = x.numel() * x.element_size()
