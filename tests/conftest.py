@@ -1,5 +1,5 @@
-"""What every test has: checked annotations, a seed, poisoned uninitialised memory, one thread, no
-state left behind.
+"""What every test has: a pinned environment, checked annotations, a seed, poisoned uninitialised
+memory, one thread, no state left behind.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small shapes: threads cost more than they give
-os.environ.pop("COLUMNS", None)  # xdist sets it in its workers; without it no output is wrapped
+# small shapes: threads cost more than they give, and a process that has some cannot be forked
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
 import numpy as np
@@ -24,7 +24,9 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-from tests import annotations, selection
+from tests import annotations, process_environment, selection
+
+process_environment.pin()
 
 if sys.version_info < (3, 11, 8):
     # CPython counts the depth of a syntax tree in one place for all threads (python/cpython, issue
@@ -38,7 +40,7 @@ if sys.version_info < (3, 11, 8):
     ast.parse = _parse_alone
 
 annotations.install("regard")
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]
 
 EXAMPLES = int(os.environ.get("REGARD_EXAMPLES", "25"))

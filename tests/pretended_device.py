@@ -27,10 +27,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
+import regard
 from regard.caches.lazy_tensor import LazyTensor
 from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
 from regard.ops.softmax.reference import ReferenceKernel
 
+_PACKAGE = Path(regard.__file__).parent
 _aten = torch.ops.aten
 _READS = {
     _aten._local_scalar_dense.default: "a number is read",
@@ -224,7 +226,7 @@ class PretendedDevice(TorchDispatchMode):
     def _refuse(self, text: str) -> None:
         if self.found is None:
             raise HiddenRead(text)
-        stack = [x for x in traceback.extract_stack() if "/regard/" in x.filename]
+        stack = [x for x in traceback.extract_stack() if _PACKAGE in Path(x.filename).parents]
         where = " < ".join(f"{Path(x.filename).name}:{x.lineno} {x.name}" for x in stack[:-5:-1])
         self.found.append(f"{text} at {where}")
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, allowed_error, two_roundings
-from tests.rules import assert_close_rule
+from tests.rules import ORDERS, assert_close_rule, in_orders
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -25,6 +30,45 @@ def test_they_are_never_0_by_luck(dtype: torch.dtype) -> None:
     large = torch.tensor([2.0**12], dtype=dtype)
     if float(large + 0.3 - 0.3 - large) == 0.0:
         assert two_roundings(large.double(), dtype) == 2.0**12 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_plain_math_is_run_in_several_orders_in_every_mode(mode: Callable[[], Any]) -> None:
+    """In inference mode a dispatch mode sees `linear` and `matmul`, and no product inside them."""
+    generator = torch.Generator().manual_seed(5)
+    x, w = (torch.randn(n, 301, generator=generator) for n in (40, 50))
+    sums = (
+        lambda: F.linear(x, w),
+        lambda: x @ w.T,
+        lambda: torch.einsum("im,om->io", x, w),
+        lambda: (x * w[:1]).sum(-1),
+        lambda: (x * w[:1]).mean(-1),
+    )
+    for compute in sums:
+        with mode():
+            found = list(in_orders(compute))
+        assert len(found) == len(ORDERS)
+        for i, one in enumerate(found):
+            for other in found[:i]:
+                assert not torch.equal(one, other)
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_one_lucky_order_is_not_the_measure() -> None:
+    """The rule computes other orders where one allows too little, and no more than it needs."""
+    exact, asked = torch.ones(3, dtype=torch.float64), []
+
+    def plain() -> Tensor:
+        asked.append(1)
+        return torch.ones(3) + 1e-3 * (len(asked) - 1)
+
+    assert_close_rule(torch.ones(3), plain, exact)
+    assert len(asked) == 1
+    asked.clear()
+    assert_close_rule(torch.ones(3) + 3e-3, plain, exact)
+    assert len(asked) == 3
+    with pytest.raises(AssertionError, match=r"error 0\.005 above"):
+        assert_close_rule(torch.ones(3) + 5e-3, lambda: torch.ones(3) + 1e-3, exact)
 
 
 @pytest.mark.parametrize("factor", [ERROR_FACTOR, GRADIENT_ERROR_FACTOR])

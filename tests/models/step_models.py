@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -160,3 +161,26 @@ def counted_steps(patch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     with patch.context() as patched:
         patched.setattr(compiled_step.DecodeStep, "run", counting)
         yield counted
+
+
+def assert_threads_change_no_bit(decoder: Decoder, threads: int) -> None:
+    """Every step reads the same caches: torch's products, which read the prompt, may have other
+    bits with another number of threads.
+    """
+    before, caches, ids = (
+        torch.get_num_threads(),
+        full_caches(decoder, "growing"),
+        torch.arange(33).view(3, 11),
+    )
+    logits = []
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch, counted_steps(patch) as ran:
+        decoder(ids[:, :3], caches=caches)
+        try:
+            for n in (before, threads):
+                torch.set_num_threads(n)
+                own = copy.deepcopy(caches)
+                logits.append([decoder(x, caches=own) for x in ids[:, 3:].split(1, 1)])
+        finally:
+            torch.set_num_threads(before)
+    assert ran == [before] * 8 + [threads] * 8
+    assert all(torch.equal(x, y) for x, y in zip(*logits, strict=True))

@@ -23,7 +23,17 @@ from regard.nn import (
 )
 from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, Router
 from regard.ops.stored_weights import Int4Weight, Int8Weight
-from tests.models.step_models import DTYPES, F, M, V, counted_steps, decode, llama, prompted
+from tests.models.step_models import (
+    DTYPES,
+    F,
+    M,
+    V,
+    assert_threads_change_no_bit,
+    counted_steps,
+    decode,
+    llama,
+    prompted,
+)
 from tests.models.test_compiled_step_stored import in_double, in_few_bits
 from tests.rules import assert_close_rule
 
@@ -130,13 +140,7 @@ def test_stored_experts(
 @pytest.mark.full
 @pytest.mark.parametrize("threads", [1, 5])
 def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
-    decoder = llama(network=KINDS["glm4-moe"])
-    before, expected = torch.get_num_threads(), decode(decoder, IDS, 9)[0]
-    try:
-        torch.set_num_threads(threads)
-        assert torch.equal(decode(decoder, IDS, 9)[0], expected)
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_change_no_bit(llama(network=KINDS["glm4-moe"]), threads)
 
 
 def test_dense_layers_and_mixtures_in_one_decoder(steps: list[int]) -> None:

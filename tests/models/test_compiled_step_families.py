@@ -51,9 +51,18 @@ from regard.positions import Rotary
 from tests.cost.test_built import family, parse
 from tests.cost.tiny import TINY
 from tests.models import small
-from tests.models.step_models import DTYPES, F, M, V, counted_steps, decode, prompted
+from tests.models.step_models import (
+    DTYPES,
+    F,
+    M,
+    V,
+    assert_threads_change_no_bit,
+    counted_steps,
+    decode,
+    prompted,
+)
 from tests.models.test_compiled_step_stored import in_double, in_few_bits
-from tests.rules import assert_close_rule, in_both_orders
+from tests.rules import assert_close_rule, in_orders
 
 pytest.importorskip("numba", reason="the loops are compiled by Numba")
 
@@ -104,12 +113,13 @@ def of_family(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
 def assert_equals_modules(decoder: Decoder, steps: list[int], kind: str = "growing") -> None:
     found, _ = decode(decoder, IDS, 15, kind=kind)
     assert len(steps) == 6
-    runs = in_both_orders(lambda: decode(decoder, IDS, 15, kind=kind, backend="reference")[0])
+    runs = in_orders(lambda: decode(decoder, IDS, 15, kind=kind, backend="reference")[0])
     exact, _ = decode(in_double(decoder), IDS, 15, kind=kind, backend="reference")
     assert len(steps) == 6
     with torch.inference_mode():
         one_pass = decoder(IDS, backend="reference", last=6)
-    assert_close_rule(found, [*runs, one_pass] if kind in ("growing", "fixed") else runs, exact)
+    whole = [one_pass] if kind in ("growing", "fixed") else []
+    assert_close_rule(found, itertools.chain(runs, whole), exact)
 
 
 def cases(names: Iterable[str], dtypes: Sequence[torch.dtype] = DTYPES) -> pytest.MarkDecorator:
@@ -409,13 +419,7 @@ def test_the_wrong_part_is_far(one: dict[str, Any], other: dict[str, Any]) -> No
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_the_number_of_threads_changes_no_bit(threads: int) -> None:
     """Norms over all heads have a phase more, in which late threads find other work."""
-    decoder = of_family("olmo2")
-    before, expected = torch.get_num_threads(), decode(decoder, IDS, 9)[0]
-    try:
-        torch.set_num_threads(threads)
-        assert torch.equal(decode(decoder, IDS, 9)[0], expected)
-    finally:
-        torch.set_num_threads(before)
+    assert_threads_change_no_bit(of_family("olmo2"), threads)
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "olmo2"])

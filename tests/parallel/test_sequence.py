@@ -17,7 +17,7 @@ from regard.span import Span
 from tests.parallel import sequence_ranks
 from tests.parallel.ranks import LENGTHS, S
 from tests.parallel.sequence_ranks import MECHANISMS, hidden_states, mechanism, prompt
-from tests.rules import GRADIENT, assert_close_rule, in_both_orders
+from tests.rules import GRADIENT, assert_close_rule, in_orders
 
 QUICK = [("gqa", "zigzag"), ("retention", "zigzag"), ("infini", "uneven"), ("learned_sink", "even")]
 ALL = [(name, lengths) for name in MECHANISMS for lengths in LENGTHS]
@@ -55,7 +55,7 @@ def test_mechanisms(W: int, cases: list[tuple[str, str]], recompute: bool) -> No
         usual = [
             run
             for chunks in (1, 2, 3, 4, 6)
-            for run in in_both_orders(partial(forward_and_backward, mechanism(name), chunks))
+            for run in in_orders(partial(forward_and_backward, mechanism(name), chunks))
         ]
         shards = LENGTHS[lengths](W)
         whole = [shards.join([rank[n][i] for rank in results], 1) for i in range(2)]

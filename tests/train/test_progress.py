@@ -48,7 +48,9 @@ def test_resume_cuts_what_came_after_its_step(tmp_path: Path) -> None:
 
 def test_plain_lines_when_nobody_looks() -> None:
     out = io.StringIO()
-    progress = make_progress(100, console=Console(file=out, width=60))
+    assert isinstance(make_progress(9, console=Console(file=out)), PlainProgress)
+    # FORCE_COLOR asks for colours, and for no bar in a file
+    progress = make_progress(100, console=Console(file=out, force_terminal=True, width=60))
     assert isinstance(progress, PlainProgress)
     progress.step(row(1))
     progress.row(row(25))
@@ -60,9 +62,14 @@ def test_plain_lines_when_nobody_looks() -> None:
     ]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_a_bar_on_a_terminal() -> None:
-    out = io.StringIO()
-    progress = make_progress(100, 10, console=Console(file=out, force_terminal=True, width=100))
+    out = Terminal()
+    progress = make_progress(100, 10, console=Console(file=out, width=100))
     assert isinstance(progress, ProgressBar)
     progress.row(row(20, validation=1.25))
     progress.step(row(21))

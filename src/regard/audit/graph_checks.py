@@ -19,6 +19,7 @@ from regard.audit.adapters.projections import projection_role
 from regard.audit.operation_graph import (
     LAYOUT_OPS,
     LINEAR_OPS,
+    MASKING_OPS,
     MATMUL_OPS,
     TOLERANCE,
     AttentionNodes,
@@ -66,7 +67,7 @@ def check_operations(
     faults: list[GraphFault] = []
     attentions = find_attention(recorder)
     for attention in attentions:
-        faults += _check_weight_sums(attention)
+        faults += [*_check_weight_sums(attention), *_check_hidden_scores(attention)]
         if attention.additive or not all_queries:
             continue
         faults += [
@@ -147,14 +148,8 @@ def check_rotary(adapter: TargetAdapter, x: Tensor) -> list[GraphFault]:
         table_fault = None if attention.additive else _rotary_table_by_head(attention.query, T)
         if table_fault is not None:
             return [table_fault]
-        if (
-            attention.additive
-            or attention.query.value.shape[-2] != T
-            or attention.key.value.shape[-1 if attention.products else -2] != T
-        ):
+        if attention.additive:
             continue
-        q = attention.query.value
-        k = attention.key.value.transpose(-1, -2) if attention.products else attention.key.value
         v = attention.value.value
         if v.shape[-2] == T and _varies_by_position(v) and _constant_norms(v):
             return [
@@ -165,23 +160,22 @@ def check_rotary(adapter: TargetAdapter, x: Tensor) -> list[GraphFault]:
                     _position_spread(v),
                 )
             ]
+        parts = [operands(product) for product, _ in attention.products]
+        sides = [(a.value, b.value.transpose(-1, -2)) for a, b in parts] or [
+            (attention.query.value, attention.key.value)
+        ]
+        for side in sides:  # several if a head is computed in parts, of which one is rotated
+            one_sided = _one_sided_rotation(*side, T)
+            if one_sided is not None:
+                return [one_sided]
+        (q, k), *others = sides
         if (
-            not (_varies_by_position(q) or _varies_by_position(k))
-            or not (_constant_norms(q) and _constant_norms(k))
+            others
             or q.shape != k.shape
+            or q.shape[-2] != T
+            or not _varies_by_position(q)
+            or not (_constant_norms(q) and _constant_norms(k))
         ):
-            continue
-        if _varies_by_position(q) != _varies_by_position(k):
-            which = "queries" if _varies_by_position(q) else "keys"
-            return [
-                GraphFault(
-                    "rotary-one-sided",
-                    f"Only {which} are rotated by their positions.",
-                    0.0,
-                    _position_spread(q if _varies_by_position(q) else k),
-                )
-            ]
-        if len(attention.products) > 1:  # only a part of each head is rotated
             continue
         scores = q @ k.transpose(-1, -2)
         differences = (scores[..., 1:, 1:] - scores[..., :-1, :-1]).abs()
@@ -199,6 +193,37 @@ def check_rotary(adapter: TargetAdapter, x: Tensor) -> list[GraphFault]:
                 )
             ]
     return []
+
+
+def _one_sided_rotation(q: Tensor, k: Tensor, T: int) -> GraphFault | None:
+    """Find queries of equal tokens that are rotated by position and keys that are not, or the
+    reverse.
+    """
+    sides = {"queries": _by_token(q, T), "keys": _by_token(k, T)}
+    if any(x is None or not _constant_norms(x) for x in sides.values()):
+        return None
+    rotated = [name for name, x in sides.items() if x is not None and _varies_by_position(x)]
+    if len(rotated) != 1:
+        return None
+    (which,) = rotated
+    spread = _position_spread(sides[which])  # type: ignore[arg-type]
+    sentence = f"Only {which} are rotated by their positions."
+    return GraphFault("rotary-one-sided", sentence, 0.0, spread)
+
+
+def _by_token(x: Tensor, T: int) -> Tensor | None:
+    """Return the vectors of equal tokens as [..., T, D], also if heads and tokens lie along one
+    axis. Of its two orders, that in which the norms are equal, or else the vectors differ less, is
+    the right one. None if there is no axis of tokens.
+    """
+    n = x.shape[-2]
+    if n == T:
+        return x
+    if n % T:
+        return None
+    orders = (x.unflatten(-2, (n // T, T)), x.unflatten(-2, (T, n // T)).transpose(-3, -2))
+    one, other = ((not _constant_norms(x), _position_spread(x)) for x in orders)
+    return orders[0] if one <= other else orders[1]
 
 
 def _rotary_table_by_head(node: OperationNode, T: int) -> GraphFault | None:
@@ -309,6 +334,54 @@ def _check_weight_sums(attention: AttentionNodes) -> Iterator[GraphFault]:
             "its weights do not sum to 1 and do not come from a single softmax: it may work in "
             "blocks"
         )
+
+
+def _check_hidden_scores(attention: AttentionNodes) -> Iterator[GraphFault]:
+    """Check that a key whose score is hidden on the way to the softmax has no weight, unless every
+    key of its row is hidden.
+    """
+    if attention.softmax is None:
+        return
+    node, weights = attention.softmax, attention.softmax.value
+    while node.name not in LINEAR_OPS and node.token_inputs:
+        node = node.token_inputs[0]
+        if node.value.shape != weights.shape:
+            return
+        hidden = node.value <= -HIDDEN_BIAS
+        largest = float(weights.masked_fill(~hidden | hidden.all(-1, keepdim=True), 0.0).max())
+        if largest > 0:
+            sentence = (
+                f"A score that a mask has hidden has the weight {largest:.4g}: a later step, such "
+                "as a softcap, gives it back."
+            )
+            yield GraphFault("future-leak", sentence, 0.0, largest)
+            return
+
+
+def mask_sets_scores_to_zero(adapter: TargetAdapter, x: Tensor, inputs: CallInputs) -> bool:
+    """Whether the mask or padding of a call on x [1, T, ...] sets each hidden score to one small
+    number, which hides nothing.
+    """
+    T = x.shape[1]
+    if inputs.keep is not None:
+        hidden = ~inputs.keep[0]
+    else:
+        hidden = ~inputs.tokens.expand(T, T)  # type: ignore[union-attr]
+    with torch.no_grad(), OperationRecorder(nn.Identity(), x) as recorder:
+        adapter.call(x, inputs)
+    for node in recorder.nodes:
+        if node.name not in (*MASKING_OPS, "mul") or node.value.shape[-2:] != (T, T):
+            continue
+        at_hidden, others = node.value[..., hidden], node.value[..., ~hidden]
+        number = at_hidden.flatten()[0]
+        if (
+            node.value.is_floating_point()
+            and bool((at_hidden == number).all())
+            and abs(float(number)) < HIDDEN_BIAS
+            and len(others.unique()) > 2  # scores, and no mask
+        ):
+            return True
+    return False
 
 
 def _check_scale(

@@ -177,7 +177,7 @@ def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
             yield from _tensors(value)
 
 
-@dataclass
+@dataclass(eq=False)
 class AttentionNodes:
     """One attention in the graph: a softmax, what leads to it, and the values that it weights.
 

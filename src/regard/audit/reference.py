@@ -114,7 +114,7 @@ split, join: "rows": a reshape without the transpose.
 """
 
 
-@dataclass
+@dataclass(eq=False)
 class ReferenceInputs:
     """The inputs of the reference, and intermediate results that several variants share.
 

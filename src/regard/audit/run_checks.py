@@ -116,6 +116,11 @@ CHECKS = (
     AuditCheck(
         "state dict", "no mask or cache is saved with the weights", numerics.check_state_dict
     ),
+    AuditCheck(  # the last one: what no other check has passed
+        "arguments",
+        "every argument of the code was passed in a call",
+        repeatability.check_arguments,
+    ),
 )
 """All other checks. To add one, write its function and add a line to this table."""
 

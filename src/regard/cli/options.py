@@ -225,7 +225,7 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
 
     what = translate_message(what)
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.file.isatty():  # rich's own word follows FORCE_COLOR, even in a pipe
         if characters >= LONG_TEXT:
             size = translate_count(characters, "character")
             note(translate("{what}: {size}", what=what, size=size))

@@ -323,7 +323,7 @@ class ReadBuffering(NamedTuple):
 DEFAULT_BUFFERING = ReadBuffering()
 
 
-@dataclass
+@dataclass(eq=False)
 class _PendingTensor:
     """A tensor whose bytes are being read."""
 

@@ -165,7 +165,7 @@ def _one_query(rows: VisibleRows, *, any_start: bool) -> RecognizedRule | None:
     return RecognizedRule(rule, rows.queries(last))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecognizedMask:
     """The meaning of a dense mask in a call with T queries and S keys.
 

@@ -36,7 +36,7 @@ names begin with an underscore, so every one of them is looked for before it is 
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedLinear:
     """A linear map with a reordered copy of its weight, as `pack_linear` returns it.
 

@@ -163,7 +163,7 @@ class StoredWeight(ABC):
         return sum(x.numel() * x.element_size() for x in self.tensors().values())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HalfWeight(StoredWeight):
     """A matrix of 16-bit numbers that is multiplied in fp32.
 
@@ -228,7 +228,7 @@ class HalfWeight(StoredWeight):
         return self.values.to(dtype or self.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Int8Weight(StoredWeight):
     """A matrix of 8-bit codes with a scale for each group of inputs.
 
@@ -310,7 +310,7 @@ class Int8Weight(StoredWeight):
         return values[:, : self.columns].to(dtype or self.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Int4Weight(StoredWeight):
     """A matrix of 4-bit codes with a scale and a zero point for each group of inputs.
 

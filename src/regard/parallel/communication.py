@@ -229,7 +229,7 @@ class RankGroup:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingMessage:
     """The messages of one step, which may still be on their way."""
 

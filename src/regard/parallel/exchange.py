@@ -197,7 +197,7 @@ class _ExchangeBlocks(torch.autograd.Function):
         return None, *(x.to(like.dtype) for x, like in gradients)
 
 
-@dataclass
+@dataclass(eq=False)
 class _KeyGradients:
     """The gradients of a rank's keys and values. Other ranks compute parts of them and send them
     here, where they are added in the order of the steps.

@@ -140,7 +140,7 @@ def _to_tokens(x: Tensor, layout: _HeadExchange) -> Tensor:
     return result
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _HeadShare:
     """What this rank holds after heads were exchanged.
 

@@ -44,7 +44,7 @@ EXTRA_BYTES = 1 << 20
 log_warning = logging.getLogger("regard.train").warning
 
 
-@dataclass
+@dataclass(eq=False)
 class TrainingCheckpoint:
     """The content of one checkpoint.
 

@@ -212,9 +212,8 @@ def make_progress(steps: int, start: int = 0, console: Console | None = None) ->
         The display.
     """
     console = console or Console(stderr=True)
-    return (
-        ProgressBar(steps, start, console) if console.is_terminal else PlainProgress(steps, console)
-    )
+    is_terminal = console.file.isatty()  # rich's own word follows FORCE_COLOR, even in a pipe
+    return ProgressBar(steps, start, console) if is_terminal else PlainProgress(steps, console)
 
 
 def _format_duration(seconds: float) -> str:

@@ -242,10 +242,11 @@ class AbsorbedMLA(nn.Module):
         q_nope, q_pe = self.wq(x).view(B, T, self.h, -1).split([self.nope, self.rope], -1)
         c, k_pe = self.wkv_a(x).split([self.rank, self.rope], -1)
         q_lat = torch.einsum("bthd,hdc->bthc", q_nope, self.w_uk)
+        k_pe = k_pe if self.fault == "one-sided" else self.turn(k_pe[:, :, None])[:, :, 0]
         scores = torch.einsum("bthc,bsc->bhts", q_lat, c) + torch.einsum(
-            "bthr,bsr->bhts", self.turn(q_pe), self.turn(k_pe[:, :, None])[:, :, 0]
+            "bthr,bsr->bhts", self.turn(q_pe), k_pe
         )
-        scores = scores * (1.0 if self.fault else (self.nope + self.rope) ** -0.5)
+        scores = scores * (1.0 if self.fault == "scale" else (self.nope + self.rope) ** -0.5)
         scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
         z = torch.einsum("bhts,bsc->bthc", scores.softmax(-1), c)
         return self.wo(torch.einsum("bthc,hcd->bthd", z, self.w_uv).flatten(2))
@@ -254,6 +255,129 @@ class AbsorbedMLA(nn.Module):
 class AbsorbedUnscaled(AbsorbedMLA):
     def __init__(self, dim, n_heads):
         super().__init__(dim, n_heads, fault="scale")
+
+
+class AbsorbedOneSided(AbsorbedMLA):
+    def __init__(self, dim, n_heads):
+        super().__init__(dim, n_heads, fault="one-sided")
+
+
+class FourMaps(nn.Module):
+    """Four maps, and scores that a subclass changes before or after a causal mask."""
+
+    def __init__(self, dim, n_heads):
+        super().__init__()
+        self.h = n_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def heads(self, *tokens):
+        maps = zip((self.q, self.k, self.v), tokens, strict=True)
+        return [m(x).unflatten(-1, (self.h, -1)).transpose(1, 2) for m, x in maps]
+
+    def attend(self, scores, v):
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def causal(self, scores):
+        T = scores.shape[-1]
+        return scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
+
+    def forward(self, x):
+        q, k, v = self.heads(x, x, x)
+        return self.attend(self.causal(q @ k.mT / math.sqrt(q.shape[-1])), v)
+
+
+class CapBeforeMask(FourMaps):
+    def forward(self, x):
+        q, k, v = self.heads(x, x, x)
+        return self.attend(self.causal(5 * torch.tanh(q @ k.mT / math.sqrt(q.shape[-1]) / 5)), v)
+
+
+class CapAfterMask(FourMaps):
+    def forward(self, x):
+        q, k, v = self.heads(x, x, x)
+        return self.attend(5 * torch.tanh(self.causal(q @ k.mT / math.sqrt(q.shape[-1])) / 5), v)
+
+
+class MaskToZero(FourMaps):
+    hidden = 1e-9
+
+    def forward(self, x, mask=None):
+        q, k, v = self.heads(x, x, x)
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        return self.attend(scores if mask is None else self.fill(scores, mask), v)
+
+    def fill(self, scores, mask):
+        return scores.masked_fill(mask == 0, self.hidden)
+
+
+class MaskOfQueries(MaskToZero):
+    def fill(self, scores, mask):
+        return scores.masked_fill(mask[:, None, :, None] == 0, -1e9)
+
+
+class PaddingToZero(MaskToZero):
+    def forward(self, x, padding_mask=None):
+        return super().forward(x, None if padding_mask is None else padding_mask[:, None, None])
+
+
+class MaskFilled(MaskToZero):
+    hidden = -1e9
+
+
+class ScoresReturned(FourMaps):
+    def forward(self, x):
+        q, k, v = self.heads(x, x, x)
+        scores = self.causal(q @ k.mT / math.sqrt(q.shape[-1]))
+        return self.attend(scores, v), scores
+
+
+class SavedNumbers(FourMaps):
+    """Buffers named as masks and caches, and a square one of 0 and 1, which are neither."""
+
+    def __init__(self, dim, n_heads):
+        super().__init__(dim, n_heads)
+        self.register_buffer("mask_value", torch.tensor(-1e9))
+        self.register_buffer("cache_scale", torch.ones(1))
+        self.register_buffer("order", torch.eye(dim))
+
+    def forward(self, x):
+        return super().forward(x @ self.order) * self.cache_scale
+
+
+class ByNameOnly(FourMaps):
+    def forward(self, *, query, key, value):
+        q, k, v = self.heads(query, key, value)
+        return self.attend(q @ k.mT / math.sqrt(q.shape[-1]), v)
+
+
+def key_first(k, q, v):
+    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v
+
+
+class ShortNames(FourMaps):
+    """A cache in buffers `ck` and `cv`, addressed by start_pos; queries begin at position 0."""
+
+    restart = True
+
+    def __init__(self, dim, n_heads):
+        super().__init__(dim, n_heads)
+        for name in ("ck", "cv"):
+            room = torch.zeros(4, n_heads, 64, dim // n_heads)
+            self.register_buffer(name, room, persistent=False)
+
+    def forward(self, x, start_pos=0):
+        q, k, v = self.heads(x, x, x)
+        B, T = x.shape[:2]
+        S = start_pos + T
+        self.ck[:B, :, start_pos:S], self.cv[:B, :, start_pos:S] = k, v
+        first = 0 if self.restart else start_pos
+        hidden = torch.arange(S) > torch.arange(first, first + T)[:, None]
+        scores = q @ self.ck[:B, :, :S].mT / math.sqrt(q.shape[-1])
+        return self.attend(scores.masked_fill(hidden, float("-inf")), self.cv[:B, :, :S])
+
+
+class ShortNamesRight(ShortNames):
+    restart = False
 
 
 @lru_cache(8)

@@ -333,6 +333,16 @@ WRONG = [
         set_(hidden_size=32, num_heads=4),
     ),
     Entry("MLA, absorbed", "no scale", X.AbsorbedUnscaled, "scale-missing", SIZES),
+    Entry("MLA, absorbed", "q_pe alone is rotated", X.AbsorbedOneSided, "rotary-one-sided", SIZES),
+    Entry("module, softcap", "capped after the mask", X.CapAfterMask, "future-leak", SIZES),
+    Entry("module, mask", "masked_fill(mask == 0, 1e-9)", X.MaskToZero, "mask-zeroed", SIZES),
+    Entry("module, padding", "masked_fill(mask == 0, 1e-9)", X.PaddingToZero, "mask-zeroed", SIZES),
+    Entry(
+        "module, mask", "padding along the queries", X.MaskOfQueries, "padding-on-queries", SIZES
+    ),
+    Entry(
+        "cache in buffers ck and cv", "the mask begins at 0", X.ShortNames, "cache-differs", SIZES
+    ),
     Entry(
         "minGPT with rotary",
         "values are one place late",
@@ -502,6 +512,13 @@ RIGHT = [
     Entry("an output gate", "Qwen 3 Next's", X.Gated, None, set_(hidden_size=32, num_heads=4)),
     Entry("Falcon, multi-query", "[H + 2, D]", X.Falcon, None, set_(hidden_size=32, num_heads=4)),
     Entry("MLA, absorbed", "latents attended to", X.AbsorbedMLA, None, SIZES),
+    Entry("module, softcap", "capped before the mask", X.CapBeforeMask, None, SIZES),
+    Entry("module, mask", "masked_fill(mask == 0, -1e9)", X.MaskFilled, None, SIZES),
+    Entry("module", "the scores are returned beside the output", X.ScoresReturned, None, SIZES),
+    Entry("module", "buffers named mask and cache are saved", X.SavedNumbers, None, SIZES),
+    Entry("module", "forward(*, query, key, value)", X.ByNameOnly, None, SIZES),
+    Entry("function", "attend(k, q, v)", X.key_first, None, {}),
+    Entry("cache in buffers ck and cv", "by start_pos", X.ShortNamesRight, None, SIZES),
     Entry("minGPT with rotary", "another base", X.MinGPT, None, set_(n_embd=32, n_head=4)),
     Entry("gpt-fast, input_pos", "a cache module", X.GptFast, None, set_(dim=32, n_head=4)),
     Entry("GPT-2's layer_past", "presents", X.TupleCache, None, set_(n_embd=32, n_head=4)),

@@ -19,7 +19,7 @@ from tests.oracles.generalised_delta import (
     generalised_delta_plain,
     generalised_delta_plain_system,
 )
-from tests.rules import GRADIENT, assert_close_rule, in_both_orders
+from tests.rules import GRADIENT, assert_close_rule, in_orders
 
 FORMS = ("recurrent", "chunk", "parallel")
 
@@ -249,7 +249,7 @@ def test_strong_decays_do_not_overflow_in_chunks_of_64(floor: float, dtype: torc
         *(lambda m=m: generalised_delta_plain(*wide, matrix=m)[0] for m in (False, True)),
         lambda: generalised_delta_plain_system(*wide),
     )
-    plains = [x.to(dtype) for form in forms for x in in_both_orders(form)]
+    plains = [x.to(dtype) for form in forms for x in in_orders(form)]
     leaves = Case(*(None if x is None else x.requires_grad_() for x in c))  # type: ignore[arg-type]
     for form in ("chunk", "parallel"):
         out, S = run(leaves, form=form, chunk=64)

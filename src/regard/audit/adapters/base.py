@@ -126,7 +126,7 @@ LinearMap: TypeAlias = tuple[Tensor, Tensor | None]
 """The weight [out, in] and the bias [out] of a linear map."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Projections:
     """The linear maps of an attention module, as read from its parameters.
 
@@ -189,6 +189,12 @@ class TargetAdapter(ABC):
     @abstractmethod
     def call(self, x: Tensor, inputs: CallInputs = CallInputs()) -> CallOutput:  # noqa: B008  # a NamedTuple is immutable
         """Call the code on tokens x [B, T, M] or ids [B, T]."""
+
+    def untried_arguments(self) -> tuple[str, ...] | None:
+        """Return the names of the code's parameters that no call so far has passed; None if the
+        adapter decides what is passed.
+        """
+        return None
 
     @abstractmethod
     def to_dtype(self, dtype: torch.dtype) -> TargetAdapter:

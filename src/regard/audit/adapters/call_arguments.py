@@ -204,6 +204,25 @@ def query_key_value_names(known: Iterable[str]) -> tuple[str, str, str] | None:
     return (names[0], names[1], names[2]) if all(names) else None  # type: ignore[return-value]
 
 
+def token_arguments(
+    signature_parameters: Mapping[str, Parameter], tokens: Mapping[str, Tensor]
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the positional and the named arguments of tokens, given by parameter name: positional
+    in the order of the signature, and by name what it takes by name only.
+
+    >>> def forward(key, *, query): ...
+    >>> token_arguments(parameters(forward), {"query": torch.ones(1), "key": torch.zeros(1)})
+    ([tensor([0.])], {'query': tensor([1.])})
+    """
+    by_name = {
+        name: tokens[name]
+        for name, p in signature_parameters.items()
+        if name in tokens and p.kind is Parameter.KEYWORD_ONLY
+    }
+    others = [tokens[n] for n in signature_parameters if n in tokens and n not in by_name]
+    return others, by_name
+
+
 def _documented(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
     """Read the parameters from the first line of a docstring: name(a, b=1, *, c) -> Tensor."""
     text = (getattr(function, "__doc__", None) or "").strip()
@@ -279,6 +298,7 @@ class CallKeywords:
             mask can be given.
         fixed: arguments with the same value in every call.
         required: the names of parameters without a default.
+        passed: the names of the arguments that were passed in any call so far.
     """
 
     mask: str | None = None
@@ -295,6 +315,7 @@ class CallKeywords:
     padding_format: MaskFormat | None = None
     fixed: dict[str, object] = field(default_factory=dict)
     required: frozenset[str] = frozenset()
+    passed: set[str] = field(default_factory=set, compare=False)
 
     @staticmethod
     def of(signature_parameters: Mapping[str, Parameter]) -> CallKeywords:
@@ -318,6 +339,14 @@ class CallKeywords:
         return CallKeywords(**parameters_by_role, required=required)
 
     def arguments(self, inputs: CallInputs, x: Tensor, dtype: torch.dtype) -> dict[str, object]:
+        """Return the keyword arguments for the inputs of a call on tokens x, and note them as
+        passed.
+        """
+        arguments = self._arguments(inputs, x, dtype)
+        self.passed.update(name for name, value in arguments.items() if value is not None)
+        return arguments
+
+    def _arguments(self, inputs: CallInputs, x: Tensor, dtype: torch.dtype) -> dict[str, object]:
         """Return the keyword arguments for the inputs of a call on tokens x."""
         arguments = dict(self.fixed)
         if inputs.keep is not None and self.mask and self.mask_format:
@@ -330,6 +359,12 @@ class CallKeywords:
             if name in self.required and name not in arguments:
                 arguments[str(name)] = None
         return {**arguments, **self._position_arguments(inputs, x), **self._cache_arguments(inputs)}
+
+    def untried(
+        self, signature_parameters: Iterable[str], token_names: Iterable[str]
+    ) -> tuple[str, ...]:
+        """Return the names of parameters that no call has passed."""
+        return tuple(n for n in signature_parameters if n not in {*self.passed, *token_names})
 
     def _position_arguments(self, inputs: CallInputs, x: Tensor) -> dict[str, object]:
         """Return the arguments for the positions of the tokens."""
@@ -401,14 +436,17 @@ class OutputFormat:
         return CallOutput(parts[0], weights if isinstance(weights, Tensor) else None, memory)
 
     @staticmethod
-    def of(results: Mapping[int, object], B: int) -> OutputFormat:
+    def of(results: Mapping[int, object], B: int, *, requested: bool) -> OutputFormat:
         """Find the format from the results for several lengths T, by length.
 
-        The weights are the part whose last two dimensions are T for every T.
+        The weights are the part whose last two dimensions are T for every T. Unless weights were
+        `requested` by a flag of the code, a part with negative numbers holds scores.
         """
         parts = {T: output_parts(result) for T, result in results.items()}
         for n in range(1, min(len(p) for p in parts.values())):
-            if all(_square(p[n], B, T) for T, p in parts.items()):
+            if all(_square(p[n], B, T) for T, p in parts.items()) and (
+                requested or all(bool((p[n] >= 0).all()) for p in parts.values())
+            ):
                 return OutputFormat(n)
         return OutputFormat()
 

@@ -29,6 +29,8 @@ from regard.audit.adapters.call_arguments import (
     OutputFormat,
     first_known,
     parameters,
+    query_key_value_names,
+    token_arguments,
 )
 from regard.audit.adapters.projections import read_projections
 from regard.audit.adapters.run_device import is_moved, moved_function, run_on, to_device
@@ -95,7 +97,8 @@ class FunctionAdapter(TargetAdapter):
             causal_flag,
             single_head,
         )
-        known = parameters(getattr(function, "forward", function))
+        self.known = known = parameters(getattr(function, "forward", function))
+        self.token_names = query_key_value_names(known) or ()
         self.keywords = keywords or _function_keywords(known, claims)
         count = first_known(SIZE_NAMES["heads"], [n for n in known if len(n) > 1])
         self.heads_joined = count is not None and not single_head
@@ -144,12 +147,12 @@ class FunctionAdapter(TargetAdapter):
             arguments[self.keywords.sinks] = self._sinks().to(self.dtype)  # type: ignore[union-attr]
         if self.keywords.bias:
             arguments[self.keywords.bias] = self.bias(q.shape[2], k.shape[2]).to(self.dtype)  # type: ignore[union-attr]
+        self.keywords.passed.update(arguments)
+        named = dict(zip(self.token_names, map(self._to_layout, (q, k, v)), strict=True))
+        tokens, by_name = token_arguments(self.known, named)
         with torch.no_grad():
-            reply = self.output_format.read(
-                moved_function(self.function)(
-                    self._to_layout(q), self._to_layout(k), self._to_layout(v), **arguments
-                )
-            )
+            result = moved_function(self.function)(*tokens, **by_name, **arguments)
+            reply = self.output_format.read(result)
         has_joined_heads = self.single_head or self.heads_joined
         out = (
             reply.out if has_joined_heads else self._to_layout(reply.out).transpose(1, 2).flatten(2)
@@ -219,6 +222,10 @@ class FunctionAdapter(TargetAdapter):
         return table[:, distance.clamp(-MAX_BIAS_DISTANCE, MAX_BIAS_DISTANCE) + MAX_BIAS_DISTANCE][
             None
         ]
+
+    def untried_arguments(self) -> tuple[str, ...]:
+        """Return the names of the parameters that no call so far has passed."""
+        return self.keywords.untried(self.known, self.token_names)
 
     def to_dtype(self, dtype: torch.dtype) -> FunctionAdapter:
         """Return an adapter for the same function in another dtype."""

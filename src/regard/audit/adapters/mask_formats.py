@@ -88,7 +88,7 @@ def _output_format(adapter: ModuleAdapter | FunctionAdapter) -> OutputFormat:
     results: dict[int, object] = {}
     for n in lengths:
         results[n] = _raw_output(adapter, adapter.random_tokens(2, n, 0), CallInputs(weights=True))
-    return OutputFormat.of(results, 2)
+    return OutputFormat.of(results, 2, requested=adapter.keywords.weights is not None)
 
 
 def _raw_output(adapter: ModuleAdapter | FunctionAdapter, x: Tensor, inputs: CallInputs) -> object:
@@ -281,7 +281,24 @@ def _mask_argument_is_padding(
         if _try_padding(tried, adapter):
             verdict = "inverted" if kind == "block" and adapter.claims.mask != "block" else "works"
             return tried, {"padding": MaskBehavior(verdict, MaskFormat("BS", "keep"))}
+    by_query = replace(
+        keywords, padding=keywords.mask, mask=None, padding_format=MaskFormat("BS", "keep")
+    )
+    if _hides_one_query(adapter.with_conventions(by_query, adapter.output_format)):
+        return by_query, {"padding": MaskBehavior("leaks", by_query.padding_format)}
     return keywords, mask_behavior
+
+
+def _hides_one_query(adapter: ModuleAdapter | FunctionAdapter) -> bool:
+    """Whether a padding mask changes the output of the padded token, and of no other."""
+    x, tokens = adapter.random_tokens(1, T, 12), torch.ones(1, T, dtype=torch.bool)
+    tokens[0, 1] = False
+    try:
+        masked, plain = adapter.call(x, CallInputs(tokens=tokens)).out, adapter.call(x).out
+    except Exception:  # the code refuses this format
+        return False
+    moved = (masked != plain).any(-1)[0]
+    return bool(moved[1]) and not bool(moved[tokens[0]].any())
 
 
 def _replace_token(x: Tensor, j: int) -> Tensor:

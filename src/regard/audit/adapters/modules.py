@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from regard.audit.adapters.call_arguments import (
     parameters,
     query_key_value_names,
     query_keys_names,
+    token_arguments,
 )
 from regard.audit.adapters.projections import read_projections
 from regard.audit.adapters.run_device import is_moved, placed, run_on, to_checks, to_run_device
@@ -94,6 +96,8 @@ class ModuleAdapter(TargetAdapter):
         self.module = placed(_copy(module).to("cpu", dtype).eval())
         self.query_key_value = query_key_value_names(known)
         self.query_keys = None if self.query_key_value else query_keys_names(known)
+        self.known = known
+        self.token_names = self.query_key_value or self.query_keys or tuple(known)[:1]
         self.keywords = keywords or CallKeywords.of(known)
         self.rebuild = rebuild
         self.batch_first = bool(getattr(module, "batch_first", True))
@@ -103,7 +107,7 @@ class ModuleAdapter(TargetAdapter):
     @property
     def called(self) -> str:  # type: ignore[override]
         """The arguments of a call, such as "forward(x, mask=...)"."""
-        words = [", ".join(self.query_key_value or self.query_keys or ("x",))]
+        words = [", ".join(self.token_names if len(self.token_names) > 1 else ("x",))]
         for name, mask_format in (
             (self.keywords.mask, self.keywords.mask_format),
             (self.keywords.padding, self.keywords.padding_format),
@@ -122,13 +126,23 @@ class ModuleAdapter(TargetAdapter):
             return self._call_per_query(x, arguments)
         tokens = x if self.batch_first else x.transpose(0, 1)
         with torch.no_grad():
-            result = self.module(*[tokens] * (3 if self.query_key_value else 1), **arguments)
+            result = self._run(self.module, [tokens] * len(self.token_names) or [tokens], arguments)
         reply = self.output_format.read(result)
         out = reply.out if self.batch_first else reply.out.transpose(0, 1)
         memory = reply.memory
         if inputs.memory is not None and memory is None:  # the cache was changed in place
             memory = inputs.memory
         return CallOutput(out, reply.weights, memory)
+
+    def _run(
+        self, module: nn.Module, tokens: Sequence[Tensor], arguments: Mapping[str, object]
+    ) -> object:
+        """Run forward on the tokens of `token_names`."""
+        if not self.token_names:  # forward(*args)
+            return module(*tokens, **arguments)
+        named = dict(zip(self.token_names, tokens, strict=True))
+        positional, by_name = token_arguments(self.known, named)
+        return module(*positional, **by_name, **arguments)
 
     def _call_per_query(self, x: Tensor, arguments: dict[str, object]) -> CallOutput:
         """Call forward(query, keys) with each token as the query [B,1,M] or [B,M] and all tokens as
@@ -139,10 +153,11 @@ class ModuleAdapter(TargetAdapter):
             query = x[:, t : t + 1]
             with torch.no_grad():
                 try:
-                    result = self.module(query, x, **arguments)
+                    result = self._run(self.module, (query, x), arguments)
                     parts = self._parts(result, x)
                 except (RuntimeError, IndexError, ArgumentTypeError):
-                    parts = self._parts(self.module(query[:, 0], x, **arguments), x)
+                    result = self._run(self.module, (query[:, 0], x), arguments)
+                    parts = self._parts(result, x)
             outs.append(parts[0])
             rows.append(parts[1])
         weights = None if rows[0] is None else torch.cat([r for r in rows if r is not None], 1)
@@ -163,6 +178,10 @@ class ModuleAdapter(TargetAdapter):
                 "the code returned no context vector [B, M]; give an adapter that returns one"
             )
         return contexts[0].reshape(B, 1, -1), weights[0].reshape(B, 1, S) if weights else None
+
+    def untried_arguments(self) -> tuple[str, ...]:
+        """Return the names of the parameters that no call so far has passed."""
+        return self.keywords.untried(self.known, self.token_names)
 
     def to_dtype(self, dtype: torch.dtype) -> ModuleAdapter:
         """Return an adapter for a copy in another dtype."""
@@ -257,24 +276,40 @@ class ModuleAdapter(TargetAdapter):
             return CACHE_IN_MODULE
         return NEW_CACHE
 
-    @property
+    @cached_property
     def positions_index_cache(self) -> bool:
         """Whether positions are indices into a cache that the module holds."""
         keywords = self.keywords
-        if not (keywords.start or keywords.positions) or keywords.memory:
-            return False
-        tensors_by_name = [
-            (name, value)
-            for child in self.module.modules()
-            for name, value in {**dict(child.named_buffers(recurse=False)), **vars(child)}.items()
-        ]
-        return any(
-            isinstance(value, Tensor)
-            and value.ndim >= 3
-            and ("cache" in name or "past" in name)
-            and not any(word in name for word in ("cos", "sin", "freq", "rope", "mask"))
-            for name, value in tensors_by_name
+        return (
+            bool(keywords.start or keywords.positions)
+            and not keywords.memory
+            and bool(self.written_tensors)
         )
+
+    @cached_property
+    def written_tensors(self) -> frozenset[str]:
+        """The names of the stored tensors [., ., .] that a call at position 0 overwrites with
+        numbers that depend on the tokens, as a cache does.
+        """
+        stored = []
+        for seed in (0, 1):
+            module = _copy(self.module)
+            if module is self.module:  # nothing may be written into the code itself
+                return frozenset()
+            names = [n for n, x in _stored_tensors(module).items() if x.ndim >= 3]
+            x = self.random_tokens(1, 3, seed).to(self.dtype)
+            inputs = CallInputs(positions=torch.arange(3)[None])
+            tokens = x if self.batch_first else x.transpose(0, 1)
+            try:
+                arguments = replace(self.keywords, passed=set()).arguments(inputs, x, self.dtype)
+                with torch.no_grad():
+                    self._run(module, [tokens] * max(len(self.token_names), 1), arguments)
+            except Exception:  # the code takes no such call, which is not a fault
+                return frozenset()
+            after = _stored_tensors(module)
+            stored.append({n: after[n] for n in names if n in after})
+        one, other = stored
+        return frozenset(n for n in one if n in other and not torch.equal(one[n], other[n]))
 
     def _accepted_cache_and_weights(self) -> frozenset[str]:
         """Return "memory" if a cache can be used, and "weights" if weights are returned."""
@@ -292,6 +327,16 @@ def _copy(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module)
     except (RuntimeError, TypeError, NotImplementedError):  # a part of it cannot be copied
         return module
+
+
+def _stored_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers and tensor attributes of a module and its children by their names."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, child in module.named_modules()
+        for name, value in {**dict(child.named_buffers(recurse=False)), **vars(child)}.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _stored_elements(module: nn.Module) -> int:

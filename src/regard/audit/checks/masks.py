@@ -20,6 +20,7 @@ from regard.audit.adapters.base import (
 from regard.audit.adapters.call_arguments import CallKeywords, MaskFormat
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
+from regard.audit.graph_checks import mask_sets_scores_to_zero
 from regard.audit.influence import influence
 
 _FAULT_BY_VERDICT = {
@@ -72,13 +73,29 @@ def check_masks(context: CheckContext) -> list[Finding]:
                 )
             )
         else:
-            findings.append(finding(name, sentence, *_effect_of_hidden_key(context, role, kind)))
+            effect = _effect_of_hidden_key(context, role, kind)
+            if behavior.verdict == "added" and _is_zeroed(context, behavior.mask_format):
+                name = "mask-zeroed"
+                sentence = f"{argument} sets hidden scores to about 0, which hides no key."
+            findings.append(finding(name, sentence, *effect))
     if all(behavior.verdict == "refused" for behavior in behaviors.values()):
         raise CheckNotPossible(
             "no mask format that was tried is accepted and has the effect of a mask; give an "
             "adapter that passes the mask"
         )
     return findings
+
+
+def _is_zeroed(context: CheckContext, mask_format: MaskFormat) -> bool:
+    """Whether a mask in this format sets hidden scores to about 0."""
+    adapter: Any = context.float64_adapter or context.adapter
+    masked_adapter = adapter.with_conventions(
+        replace(adapter.keywords, mask_format=mask_format), adapter.output_format
+    )
+    x = context.random_tokens(1, 5)
+    return mask_sets_scores_to_zero(
+        masked_adapter, x, CallInputs(torch.ones(1, 5, 5).tril().bool())
+    )
 
 
 def overflow_finding(adapter: TargetAdapter, what: str) -> Finding:
@@ -206,9 +223,12 @@ def check_padding_content(context: CheckContext, T: int = 6) -> list[Finding]:
                         amount,
                     )
                 ]
+            zeroed = "padding" in adapter.accepts and mask_sets_scores_to_zero(
+                adapter, x, CallInputs(tokens=tokens)
+            )
             return [
                 finding(
-                    "padding-leak",
+                    "mask-zeroed" if zeroed else "padding-leak",
                     f"Token {i} changes with the content of the padding at {pad}.",
                     {"T": T, "padding": pad, "query": i},
                     0.0,

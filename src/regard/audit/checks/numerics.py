@@ -89,8 +89,9 @@ def check_state_dict(context: CheckContext, T: int = 16) -> list[Finding]:
         for name, x in state.items()
         if name not in learned and not _is_tied(name, x, state, learned)
     }
+    written: frozenset[str] = getattr(context.adapter, "written_tensors", frozenset())
     for name, x in extra.items():
-        if any(word in name for word in ("cache", "mask")) or _is_mask(x, T):
+        if name in written or _is_mask(x, T):
             size = x.numel() * x.element_size()
             return [
                 finding(
@@ -105,12 +106,21 @@ def check_state_dict(context: CheckContext, T: int = 16) -> list[Finding]:
 
 
 def _is_mask(x: Tensor, T: int) -> bool:
-    """Whether x is square with at least T rows and has only values of a mask: 0 and 1, or 0 and
-    -inf.
+    """Whether x [..., N, N] with N >= T has two values, and shows the past or a window of it: equal
+    numbers along each diagonal, one number above the main diagonal, and another on it and on the
+    next one below.
     """
     if x.ndim < 2 or not x.shape[-1] == x.shape[-2] >= T:
         return False
-    return bool(((x == 0) | (x == 1) | (x == float("-inf"))).all())
+    later = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
+    hidden, seen = x[..., :1, 1:2], x[..., :1, :1]
+    return (
+        bool((hidden != seen).all())
+        and bool(((x == hidden) | (x == seen)).all())
+        and bool((x[..., 1:, 1:] == x[..., :-1, :-1]).all())
+        and bool((x[..., 1:, :1][..., :1, :] == seen).all())
+        and bool((torch.where(later, x, hidden) == hidden).all())
+    )
 
 
 def _is_tied(name: str, x: torch.Tensor, state: dict[str, torch.Tensor], learned: set[str]) -> bool:

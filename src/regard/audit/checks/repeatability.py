@@ -1,5 +1,5 @@
-"""Checks that a call is a function of its input: equal calls agree, and the input is not
-changed.
+"""Checks of calls: equal calls agree, no call changes its input, and some call has passed each
+argument.
 """
 
 from __future__ import annotations
@@ -8,7 +8,13 @@ from functools import partial
 
 import torch
 
-from regard.audit.adapters.base import CallInputs, TargetAdapter
+from regard.audit.adapters.base import (
+    CallInputs,
+    CheckNotApplicable,
+    CheckNotPossible,
+    TargetAdapter,
+)
+from regard.audit.adapters.call_arguments import MEMORY_NAMES, POSITIONS_NAMES, START_NAMES
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
 from regard.audit.influence import influence
@@ -194,3 +200,16 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _takes_floats(context: CheckContext) -> bool:
     """Whether the code takes floating-point tokens rather than ids."""
     return context.random_tokens(1, 1).is_floating_point()
+
+
+def check_arguments(context: CheckContext) -> list[Finding]:
+    """Check that some call has passed each argument of the code."""
+    untried = context.adapter.untried_arguments()
+    if untried is None:
+        raise CheckNotApplicable("its adapter decides what is passed")
+    if not untried:
+        return []
+    names = ", ".join(untried)
+    why = f"no call has passed {names}; give an adapter that passes what matters"
+    is_open = any(n in (*START_NAMES, *POSITIONS_NAMES, *MEMORY_NAMES) for n in untried)
+    raise CheckNotPossible(why) if is_open else CheckNotApplicable(why)

@@ -244,7 +244,7 @@ def summarize_layer(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerStages:
     """One layer of a mechanism, and what it computed.
 

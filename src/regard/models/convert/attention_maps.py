@@ -37,7 +37,7 @@ class LayerErrors(NamedTuple):
     values: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionMaps:
     """The linear maps of each head of one attention layer, in fp64.
 

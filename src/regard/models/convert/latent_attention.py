@@ -31,7 +31,7 @@ _DISTANCES_PER_BLOCK = 1 << 16
 """The number of distances whose rotations are in memory at once."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RotarySplit:
     """Keys and values of a layer, with the rotary part separated.
 
@@ -49,7 +49,7 @@ class RotarySplit:
     key_error: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TruncatedMaps:
     """The maps of keys without position and of values, truncated to rank n.
 

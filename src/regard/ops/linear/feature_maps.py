@@ -168,7 +168,7 @@ class TaylorFeatures:
         return 1 + dim + dim * (dim + 1) // 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RandomFeatures:
     """The positive random features of Performer: the mean of phi(q) . phi(k) over random
     directions w is exp(q . k / sqrt(D)).

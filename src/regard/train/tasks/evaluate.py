@@ -274,7 +274,7 @@ def accuracy_by_length(
     return bins
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Alignment:
     """The weights of one head, with a row for each output token and a column for each source token.
 

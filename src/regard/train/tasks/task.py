@@ -280,7 +280,7 @@ POOL_BATCHES = 16
 """How many batches are drawn and sorted by length together."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PaddedBatch:
     """Examples as token ids, padded on the right.
 

@@ -20,7 +20,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of q, k and v that the kernels read."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RecurrenceCall:
     """One checked recurrence, S <- diag(exp(g)) S + k u^T and o = scale S^T q, where u is v, or for
     the delta rules beta (v - S^T k) with the decayed S.
