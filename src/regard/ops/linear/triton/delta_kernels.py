@@ -40,13 +40,21 @@ from regard.ops.linear.triton.forward_kernels import UNSPECIALIZED
 
 @triton.jit
 def inverse_of_unit_triangle(below, i, LEVELS: tl.constexpr, EXACT: tl.constexpr):
-    """The inverse of I + below, where `below` `[C, C]` is 0 on and above the diagonal."""
+    """The finite part of the inverse of I + below, where `below` `[C, C]` is 0 on and above the
+    diagonal, and for each row NaN where it overflows, else 0: a product would carry what is not
+    finite to earlier rows.
+    """
+    odd = tl.sum(below * 0.0, 1)[:, None]
+    below = finite_or_zero(below)
     inverse = (i[:, None] == i[None, :]).to(tl.float32)
     for level in range(LEVELS):
         across = tl.where(pairs_of_level(i, 1 << level), below, 0.0)
         joined = tl.dot(across, inverse, input_precision=EXACT)
-        inverse -= tl.dot(inverse, joined, input_precision=EXACT)
-    return inverse
+        odd += tl.sum(joined * 0.0, 1)[:, None]
+        inverse -= tl.dot(inverse, finite_or_zero(joined), input_precision=EXACT)
+        odd += tl.sum(inverse * 0.0, 1)[:, None]
+        inverse = finite_or_zero(inverse)
+    return inverse, odd
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -58,7 +66,7 @@ def solve_chunk(
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """What the tokens of one chunk write and erase, and X; EXACT is the precision of the system,
-    whose rounding errors grow where keys are similar.
+    whose rounding errors grow where keys are similar. A token whose numbers overflow writes NaN.
 
     The chunks are counted in which a number is not finite.
     """
@@ -92,7 +100,7 @@ def solve_chunk(
     if DECAY == 1:
         products = products * pairwise_decay(g, i)
     below = tl.where(i[:, None] > i[None, :], products, 0.0)
-    inverse = inverse_of_unit_triangle(below, i, LEVELS, EXACT)
+    inverse, overflow = inverse_of_unit_triangle(below, i, LEVELS, EXACT)
     store_rows(inverse_ptr + (head * chunks + c) * C * C, inverse, C, i, C, i, C)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
@@ -101,13 +109,14 @@ def solve_chunk(
             g_here, _ = load_both_decays(g_rows, g_t, t, i, T, d, D, C, True)
             k = k * decay_since_start(g_here)
         erased = tl.dot(inverse, beta * k * since, input_precision=PRECISION)
-        store_rows(erased_ptr + head * T * D, erased, D, t, T, d, D)
+        overflow += tl.sum(erased * 0.0, 1)[:, None]
+        store_rows(erased_ptr + head * T * D, finite_or_zero(erased), D, t, T, d, D)
     for first in range(0, E, BE):
         e = first + tl.arange(0, BE)
         v = load_rows(v_ptr + b * v_b + n * v_h, v_t, t, T, e, E)
         odd += tl.sum(tl.sum(is_odd(v), 1), 0)
         written = tl.dot(inverse, beta * finite_or_zero(v), input_precision=PRECISION)
-        store_rows(written_ptr + head * T * E, written, E, t, T, e, E)
+        store_rows(written_ptr + head * T * E, written + overflow, E, t, T, e, E)
     tl.store(odd_ptr + head * chunks + c, odd)
 
 
@@ -140,7 +149,7 @@ def gradients_of_corrections(
         e = first + tl.arange(0, BE)
         d_u = load_rows(d_update_ptr + head * T * E, E, t, T, e, E)
         d_right = tl.dot(transposed, d_u, input_precision=PRECISION)
-        written = load_rows(written_ptr + head * T * E, E, t, T, e, E)
+        written = finite_or_zero(load_rows(written_ptr + head * T * E, E, t, T, e, E))
         d_matrix -= tl.dot(d_right, tl.trans(written), input_precision=PRECISION)
         v = finite_or_zero(load_rows(v_ptr + b * v_b + n * v_h, v_t, t, T, e, E))
         d_beta += tl.sum(d_right * v, 1)[:, None]
