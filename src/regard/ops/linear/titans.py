@@ -176,7 +176,8 @@ def _chunked(
     finite = overflow == 0
     inverse, _ = inverse_of_unit_triangle(torch.where(finite & finite.mT, system, 0), theta)
     # hidden before and behind the product, so that the gradient of W is finite as well
-    weights, bad_weights = finite_part(((q @ k.mT).tril_() * W).tril_())
+    weights, bad_weights = finite_part((q @ k.mT).tril_())
+    weights = (weights * W).tril_()
     bad_q = bad_q.sum(-1, keepdim=True) + bad_weights.sum(-1, keepdim=True)
     by_M, by_N, outputs = k * _before(p, 1.0), k * _before(r), []
     # The error of a token whose numbers are not finite is NaN, which `bad` collects.
