@@ -122,7 +122,7 @@ def gradients_of_states(
             d_out = load_rows(d_out_ptr + b * o_b + o * o_h, o_t, t, T, e, E)
             d_before = tl.dot(tl.trans(q), d_out, d_before, input_precision=PRECISION)
         if DELTA:
-            erased = load_rows(erased_ptr + head * T * D, D, t, T, d, D)
+            erased = finite_or_zero(load_rows(erased_ptr + head * T * D, D, t, T, d, D))
             d_before -= tl.dot(tl.trans(erased), d_u, input_precision=PRECISION)
         d_S = d_before
     tl.store(d_first_ptr + head * D * E + place, d_S, mask=place_mask)

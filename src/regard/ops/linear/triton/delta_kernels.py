@@ -40,21 +40,16 @@ from regard.ops.linear.triton.forward_kernels import UNSPECIALIZED
 
 @triton.jit
 def inverse_of_unit_triangle(below, i, LEVELS: tl.constexpr, EXACT: tl.constexpr):
-    """The finite part of the inverse of I + below, where `below` `[C, C]` is 0 on and above the
-    diagonal, and for each row NaN where it overflows, else 0: a product would carry what is not
-    finite to earlier rows.
+    """The inverse of I + below, where `below` `[C, C]` is 0 on and above the diagonal; a row that
+    overflows is NaN, and reaches no earlier row, because products read the finite part.
     """
-    odd = tl.sum(below * 0.0, 1)[:, None]
-    below = finite_or_zero(below)
     inverse = (i[:, None] == i[None, :]).to(tl.float32)
     for level in range(LEVELS):
         across = tl.where(pairs_of_level(i, 1 << level), below, 0.0)
-        joined = tl.dot(across, inverse, input_precision=EXACT)
-        odd += tl.sum(joined * 0.0, 1)[:, None]
+        joined = tl.dot(across, finite_or_zero(inverse), input_precision=EXACT)
+        inverse += tl.sum(joined * 0.0, 1)[:, None]
         inverse -= tl.dot(inverse, finite_or_zero(joined), input_precision=EXACT)
-        odd += tl.sum(inverse * 0.0, 1)[:, None]
-        inverse = finite_or_zero(inverse)
-    return inverse, odd
+    return inverse
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -66,7 +61,8 @@ def solve_chunk(
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """What the tokens of one chunk write and erase, and X; EXACT is the precision of the system,
-    whose rounding errors grow where keys are similar. A token whose numbers overflow writes NaN.
+    whose rounding errors grow where keys are similar. A token whose numbers overflow writes what
+    is not finite.
 
     The chunks are counted in which a number is not finite.
     """
@@ -100,7 +96,7 @@ def solve_chunk(
     if DECAY == 1:
         products = products * pairwise_decay(g, i)
     below = tl.where(i[:, None] > i[None, :], products, 0.0)
-    inverse, overflow = inverse_of_unit_triangle(below, i, LEVELS, EXACT)
+    inverse = inverse_of_unit_triangle(below, i, LEVELS, EXACT)
     store_rows(inverse_ptr + (head * chunks + c) * C * C, inverse, C, i, C, i, C)
     for first in range(0, D, BD):
         d = first + tl.arange(0, BD)
@@ -109,14 +105,13 @@ def solve_chunk(
             g_here, _ = load_both_decays(g_rows, g_t, t, i, T, d, D, C, True)
             k = k * decay_since_start(g_here)
         erased = tl.dot(inverse, beta * k * since, input_precision=PRECISION)
-        overflow += tl.sum(erased * 0.0, 1)[:, None]
-        store_rows(erased_ptr + head * T * D, finite_or_zero(erased), D, t, T, d, D)
+        store_rows(erased_ptr + head * T * D, erased, D, t, T, d, D)
     for first in range(0, E, BE):
         e = first + tl.arange(0, BE)
         v = load_rows(v_ptr + b * v_b + n * v_h, v_t, t, T, e, E)
         odd += tl.sum(tl.sum(is_odd(v), 1), 0)
         written = tl.dot(inverse, beta * finite_or_zero(v), input_precision=PRECISION)
-        store_rows(written_ptr + head * T * E, written + overflow, E, t, T, e, E)
+        store_rows(written_ptr + head * T * E, written, E, t, T, e, E)
     tl.store(odd_ptr + head * chunks + c, odd)
 
 
@@ -142,7 +137,7 @@ def gradients_of_corrections(
     state = states_ptr + (head * chunks + c) * D * E
     # X^T, loaded transposed
     place = inverse_ptr + matrix + i[None, :] * C + i[:, None]
-    transposed = tl.load(place)
+    transposed = finite_or_zero(tl.load(place))
     d_matrix = tl.zeros([C, C], tl.float32)
     d_beta = tl.zeros([C, 1], tl.float32)
     for first in range(0, E, BE):
@@ -165,7 +160,7 @@ def gradients_of_corrections(
             d_erased -= tl.dot(d_u, tl.trans(S), input_precision=PRECISION)
         d_right = tl.dot(transposed, d_erased, input_precision=PRECISION)
         store_rows(d_right_ptr + head * T * D, d_right, D, t, T, d, D)
-        erased = load_rows(erased_ptr + head * T * D, D, t, T, d, D)
+        erased = finite_or_zero(load_rows(erased_ptr + head * T * D, D, t, T, d, D))
         d_matrix -= tl.dot(d_right, tl.trans(erased), input_precision=PRECISION)
     d_matrix = tl.where(i[:, None] > i[None, :], d_matrix, 0.0)
     store_rows(d_matrix_ptr + matrix, d_matrix, C, i, C, i, C)
