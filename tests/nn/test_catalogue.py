@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from regard.caches import Cache, Fixed, Growing, Paged, Quantised, Ring, State, Streaming
+from regard.errors import ArgumentError
 from regard.nn.variants import VARIANTS, build, gqa
 from regard.span import Span
 from tests.nn.catalogue import CAUSAL, DIM, MIXERS, example, tokens
@@ -48,14 +49,39 @@ def forward(module: nn.Module, x: Tensor, positions: Tensor | None = None) -> Te
     return out
 
 
-@pytest.mark.full(keep=6)
-@pytest.mark.parametrize("name", CAUSAL)
-def test_any_chunks_with_a_cache_are_one_pass(name: str) -> None:
-    module, x = example(CAUSAL[name]), tokens(T)
+@pytest.mark.full(keep=[*(name for name in MIXERS if name not in CAUSAL), "gqa", "mla", "delta"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_any_chunks_with_a_cache_are_one_pass_or_refused(name: str) -> None:
+    module, x, refused = example(MIXERS[name]), tokens(T), []
     whole = forward(module, x)
     for sizes in CHUNKS:
-        with torch.no_grad():
-            assert_close(in_chunks(module, x, sizes, module.new_cache()), whole, f"{name} {sizes}")
+        try:
+            with torch.no_grad():
+                found = in_chunks(module, x, sizes, module.new_cache())
+        except ArgumentError as error:
+            assert re.search(rf"{type(module).__name__}.*sees later tokens", str(error))
+            refused.append(sizes)
+        else:
+            assert_close(found, whole, f"{name} {sizes}")
+    assert [T] not in refused
+    assert bool(refused) != MIXERS[name].causal
+
+
+def test_a_prefix_is_read_in_one_call() -> None:
+    """Rows of other lengths: a part of the prefix alone is refused, and the cache stays."""
+    module, x = example(MIXERS["prefix_lm"]), tokens(T)
+    (length,) = module.mask.members()[1]._lengths
+    positions = torch.stack([torch.arange(T), torch.arange(T) - 2]).clamp(min=-1)
+    whole, cache = forward(module, x, positions), module.new_cache()
+    with torch.no_grad():
+        first = module(x[:, : length + 2], positions[:, : length + 2], cache)
+        rest = module(x[:, length + 2 :], positions[:, length + 2 :], cache)
+        assert_close(torch.cat([first, rest], 1), whole)
+        cache = module.new_cache()
+        module(x[:, : length + 1], positions[:, : length + 1], cache)
+        with pytest.raises(ArgumentError, match="sees later tokens"):
+            module(x[:, length + 1 :], positions[:, length + 1 :], cache)
+        assert cache.next(1)[0].tolist() == [length + 1]
 
 
 EVERYTHING = {

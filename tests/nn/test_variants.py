@@ -389,15 +389,6 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
             ),
             "gate is 4 heads of 1; it must be 4 heads of 2, as attention returns",
         ),
-        (
-            lambda: build("longformer", 8, 4, window=4)(
-                torch.zeros(1, 3, 8), None, gqa(8, 4, groups=2).new_cache()
-            ),
-            (
-                "this Longformer sees later tokens, so earlier results change as tokens are "
-                "added; pass no cache, or make it causal with ahead=None"
-            ),
-        ),
     ],
 )
 def test_bad_sizes_are_refused(make: Any, message: str) -> None:

@@ -551,6 +551,21 @@ class Mask(Serializable, ABC):
         """
         return Reach(None)
 
+    def causal_from(self) -> int | None:
+        """Return a position from which on every key is hidden from all earlier queries: 0 for a
+        causal mask, `UNBOUNDED` if there is none.
+
+        Returns:
+            The position, or None if only evaluating the mask can tell, as by default.
+
+        >>> from regard import masks
+        >>> (masks.Causal() & masks.Chunk(4)).causal_from()
+        0
+        >>> (masks.Causal() | masks.Prefix(3)).causal_from()
+        3
+        """
+        return None
+
     @cached_property
     def is_static(self) -> bool:
         """Whether the rule can never change, so that results computed from it may be cached.
@@ -718,6 +733,13 @@ def widest_reach(bounds: Sequence[Reach]) -> Reach:
     return Reach(max(windows), max(x.sinks for x in bounds))
 
 
+def last_causal_from(masks: Sequence[Mask]) -> int | None:
+    """Return the largest `Mask.causal_from` of masks of which each adds visible keys."""
+    found = [mask.causal_from() for mask in masks]
+    known = [x for x in found if x is not None]
+    return max(known) if len(known) == len(found) else None
+
+
 @dataclass(frozen=True, eq=False)
 class _Combination(Mask):
     """Masks combined by one operation, flattened: (a & b) & c stores a, b and c."""
@@ -800,6 +822,11 @@ class All(_Combination):
         """Return the masks that are combined."""
         return self.masks
 
+    def causal_from(self) -> int | None:
+        """Return the smallest position of the members, since each of them bounds the whole."""
+        known = [x for mask in self.masks if (x := mask.causal_from()) is not None]
+        return min(known, default=None)
+
     def reach(self) -> Reach:
         """Return the smallest reach of the members, since each of them bounds the whole."""
         bounds = [mask.reach() for mask in self.masks]
@@ -843,6 +870,10 @@ class Any(_Combination):
 
     def _states_without_intervals(self, part: CallSlice, bk: int) -> Tensor:
         return reduce(or_states, (mask._states(part, bk) for mask in self.masks))
+
+    def causal_from(self) -> int | None:
+        """Return the largest position of the members."""
+        return last_causal_from(self.masks)
 
     def reach(self) -> Reach:
         """Return a reach that covers the reach of each member."""

@@ -103,6 +103,10 @@ class Prefix(Mask):
         stops = per_row_tensor(self._lengths, q)
         return Intervals(torch.zeros_like(q), stops)
 
+    def causal_from(self) -> int:
+        """Return the longest prefix."""
+        return max(self._lengths)
+
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that there is one length for all batch rows, or one for each."""
         check_batch_rows("Prefix", len(self._lengths), B)

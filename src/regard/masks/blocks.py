@@ -195,6 +195,10 @@ class BigBird(Mask):
         past = Intervals(torch.zeros_like(q), q + 1)
         return intersect(normalize_intervals(ranges), past) if self.causal else ranges
 
+    def causal_from(self) -> int | None:
+        """Return 0 for the causal form."""
+        return 0 if self.causal else None
+
     def require(self, B: int, H: int, T: int, S: int) -> None:
         """Check that the blocks cover all keys of the call."""
         check_coverage("BigBird", self.blocks, self.block_size, S)

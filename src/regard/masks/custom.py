@@ -13,7 +13,16 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks.base import CallSlice, Mask, Reach, Refusal, SlotPair, to_4d, widest_reach
+from regard.masks.base import (
+    CallSlice,
+    Mask,
+    Reach,
+    Refusal,
+    SlotPair,
+    last_causal_from,
+    to_4d,
+    widest_reach,
+)
 from regard.masks.tiling import Intervals, broadcast, broadcast_shape, stack_heads
 from regard.span import slot_count
 from regard.units import plural
@@ -91,6 +100,10 @@ class Heads(Mask):
             )
         for mask in self.masks:
             mask.require(B, H, T, S)
+
+    def causal_from(self) -> int | None:
+        """Return the largest position of the heads' masks."""
+        return last_causal_from(self.masks)
 
     def reach(self) -> Reach:
         """Return a reach that covers the mask of every head."""

@@ -62,6 +62,10 @@ class EarlierChunks(Mask):
             return Intervals(torch.zeros_like(q), stop)
         return Intervals((chunk - self.last) * self.size, stop)
 
+    def causal_from(self) -> int:
+        """Return 0: a later key is in no earlier chunk."""
+        return 0
+
     def reach(self) -> Reach:
         """Return a reach of all tokens, or of the farthest chunk with the query's own."""
         return super().reach() if self.last is None else Reach((self.last + 1) * self.size)

@@ -31,6 +31,10 @@ class Full(Mask):
     def _intervals(self, q: Tensor) -> Intervals:
         return Intervals(torch.zeros_like(q), torch.full_like(q, UNBOUNDED))
 
+    def causal_from(self) -> int:
+        """Return `UNBOUNDED`: every later key is visible."""
+        return UNBOUNDED
+
 
 @dataclass(frozen=True, eq=False)
 class Causal(Mask):
@@ -50,6 +54,10 @@ class Causal(Mask):
 
     def _intervals(self, q: Tensor) -> Intervals:
         return Intervals(torch.zeros_like(q), q + 1)
+
+    def causal_from(self) -> int:
+        """Return 0: no later key is visible."""
+        return 0
 
     def refusal(self) -> Refusal:
         """Explain that the key comes after the query."""
@@ -98,6 +106,10 @@ class Window(Mask):
     def _intervals(self, q: Tensor) -> Intervals:
         stops = torch.full_like(q, UNBOUNDED) if self.ahead is None else q + (self.ahead + 1)
         return Intervals(q - (self.size - 1), stops)
+
+    def causal_from(self) -> int:
+        """Return 0 with `ahead=0`; other windows show later keys at every position."""
+        return 0 if self.ahead == 0 else UNBOUNDED
 
     def reach(self) -> Reach:
         """Return a reach of the last `size` keys."""
@@ -241,6 +253,10 @@ class Sinks(Mask):
 
     def _intervals(self, q: Tensor) -> Intervals:
         return Intervals(torch.zeros_like(q), torch.full_like(q, self.n))
+
+    def causal_from(self) -> int:
+        """Return n: only the first n positions are visible to earlier queries."""
+        return self.n
 
     def reach(self) -> Reach:
         """Return a reach of the first n positions only."""

@@ -92,18 +92,6 @@ class Longformer(Mixer):
         project = self.global_project if query.call_index else self.local_project
         return project.explain_inputs(query) if isinstance(project, Explainable) else InputSteps()
 
-    def check_cache(self, cache: Cache) -> None:
-        """Check that the layer is causal, as a cache requires.
-
-        Raises:
-            ArgumentError: the layer sees later tokens.
-        """
-        if not self.causal:
-            raise ArgumentError(
-                "this Longformer sees later tokens, so earlier results change as tokens are added; "
-                "pass no cache, or make it causal with ahead=None"
-            )
-
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Attend from x [B,T,M] to its own tokens and, in a causal layer, to the tokens in the
         cache.

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -16,15 +17,17 @@ from regard.caches.shared import own_cache
 from regard.cost import Description, Spec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks import Full, Mask, reach
+from regard.masks import Causal, Full, Mask, reach
 from regard.masks.pair_counts import count_pairs
 from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import Explainable
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.nn.stored import count_parameters
-from regard.process_state import is_compiling, is_exporting_onnx
+from regard.process_state import is_compiling, is_exporting_onnx, values_are_readable
 from regard.sequence_scope import current_scope
-from regard.span import Positions, Span
+from regard.span import Positions, Span, as_tensor
+
+_CAUSAL = Causal()
 
 AcrossRanks: TypeAlias = Literal["attention", "state"] | None
 """How a mechanism runs over several ranks: see `Mixer.across_ranks`."""
@@ -103,10 +106,48 @@ class Mixer(Explainable, nn.Module):
             return result
         if positions is None:
             positions = Span(0, x.shape[1]) if cache is None else cache.next(x.shape[1])
-        if cache is None or is_compiling():
+        if cache is None:
+            return self.mix(x, positions, cache, backend)
+        self._check_later_tokens(positions, cache if own is None else own)
+        if is_compiling():
             return self.mix(x, positions, cache, backend)
         with rollback_on_error(cache):
             return self.mix(x, positions, cache, backend)
+
+    def _check_later_tokens(self, positions: Positions, cache: Cache) -> None:
+        """Check that no token that an earlier call has computed sees one of the new tokens, by the
+        mask of the mechanism; one without a mask is a recurrence.
+
+        Raises:
+            ArgumentError: an earlier result would change.
+        """
+        mask: Mask | None = getattr(self, "mask", _CAUSAL)
+        mask = Full() if mask is None else mask
+        if (causal_from := mask.causal_from()) == 0:
+            return
+        following = cache.next(1)
+        if isinstance(following, Span) and following.start <= 0:
+            return  # the cache is empty
+        names = f"this {type(self).__name__} with the mask {mask}"
+        advice = "pass no cache, or all tokens that see one another in one call"
+        if not values_are_readable(*(x for x in (following, positions) if isinstance(x, Tensor))):
+            if causal_from is None:
+                return
+            raise ArgumentError(
+                f"{names} sees later tokens, and a compiled graph cannot check whether those of "
+                f"earlier calls do; {advice}"
+            )
+        new, first = as_tensor(positions).long(), as_tensor(following).long()
+        new, first = (x[0] if x.ndim == 3 else x for x in (new, first))  # the order of the tokens
+        if causal_from is not None and not bool(((new >= 0) & (new < causal_from)).any()):
+            return
+        earlier = Span(0, int(first.max()))
+        is_earlier = torch.arange(earlier.length, device=first.device) < first  # [B or 1,S]
+        if bool((mask.block(earlier, new) & is_earlier[:, None, :, None]).any()):
+            raise ArgumentError(
+                f"{names} sees later tokens, so that results of earlier calls would change; "
+                f"{advice}"
+            )
 
     @abstractmethod
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:

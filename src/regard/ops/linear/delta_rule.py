@@ -9,6 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.argument_checks import check_finite
+from regard.ops.linear.causal_products import (
+    finite_part,
+    inverse_of_unit_triangle,
+    valid_decays,
+)
 from regard.ops.linear.form_choice import choose_form
 from regard.ops.linear.linear_recurrence import (
     FORMS_WITH_TRITON,
@@ -25,7 +30,11 @@ from regard.ops.linear.linear_recurrence import (
     zero_empty_slots,
 )
 from regard.ops.linear.triton.kernel import RecurrenceCall, run
-from regard.ops.linear.value_heads import group_heads, shared_matmul, split_value_heads
+from regard.ops.linear.value_heads import (
+    group_heads,
+    shared_matmul,
+    split_value_heads,
+)
 from regard.span import Positions
 
 
@@ -128,61 +137,47 @@ def chunked(
     T, R = k.shape[-2], q.shape[-3]
     if T == 0:
         return q @ state.unsqueeze(-3), state.clone()
-    nan_markers, size = _nan_markers(k, v, beta, log_decay), min(size, T)
+    size = min(size, T)
     by_channel = log_decay is not None and log_decay.shape[-1] > 1
     if by_channel:
         size = 1 << (size - 1).bit_length()
-    query_nans = 0 * q.detach().sum(-1, keepdim=True)
-    q, k, v, beta = (
-        split_into_chunks(x.masked_fill(~x.isfinite(), 0), size) for x in (q, k, v, beta)
-    )
-    g = None
-    if log_decay is not None:
-        g = split_into_chunks(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
-    start, end = (None, None) if g is None else (decay_since_start(g), decay_until_end(g))
-    write, erase = _solve_updates(k, v, beta, g, start)
+    q, k, v, beta = (split_into_chunks(x, size) for x in (q, k, v, beta))
     q = q.movedim(-4, -3)  # [B,G,P or 1,n,R,C,D]
+    (q, bad_q), (k, bad_k), (beta, bad) = map(finite_part, (q, k, beta))
+    bad, g = bad + bad_k.sum(-1, keepdim=True), None
+    if log_decay is not None:
+        g, bad_g = valid_decays(split_into_chunks(log_decay, size))
+        bad = bad + bad_g.sum(-1, keepdim=True)
+    system = (beta * products_after_decay(k, k, g)).tril_(-1)
+    inverse, overflow = inverse_of_unit_triangle(system, beta)
     weights = products_after_decay(
         q, k.unsqueeze(-3), None if g is None else g.unsqueeze(-3)
-    ).flatten(-3, -2)  # [B,G,P or 1,n,R*C,C]
+    )  # [B,G,P or 1,n,R,C,C]
+    weights, bad_weights = finite_part(weights)
+    bad_q = (bad_q.sum(-1, keepdim=True) + bad_weights.sum(-1, keepdim=True)).flatten(-3, -2)
+    start, end = (None, None) if g is None else (decay_since_start(g), decay_until_end(g))
+    erased_keys = k if start is None else k * start
     if start is not None and end is not None and by_channel:
         q, k = q * start.unsqueeze(-3), k * end
-    q, outputs = q.flatten(-3, -2), []  # [B,G,P or 1,n,R*C,D]
+    q, weights = q.flatten(-3, -2), weights.flatten(-3, -2)  # [B,G,P or 1,n,R*C,D or C]
+    # The error of a token whose numbers are not finite is NaN, which `bad` collects.
+    v, outputs, bad = v + (bad + overflow), [], torch.zeros_like(state[..., :1, :])
     for i in range(k.shape[-3]):
-        u = write[..., i, :, :] - erase[..., i, :, :] @ state
+        errors = v[..., i, :, :] - shared_matmul(erased_keys[..., i, :, :], state)
+        errors, bad_errors = finite_part(errors)
+        u, bad_updates = finite_part(shared_matmul(inverse[..., i, :, :], errors))
+        bad = bad[..., -1:, :] + (bad_errors + bad_updates).cumsum(-2)  # [B,G,P,C,E]
         read, written = shared_matmul(q[..., i, :, :], state), u
         if start is not None and end is not None:
             if not by_channel:  # one factor per token, also where value heads share q and k
                 read = read * start[..., i, :, :].repeat(1, 1, 1, R, 1)
                 written = u * end[..., i, :, :]
             state = state * start[..., i, -1, :, None]
-        outputs.append(read + shared_matmul(weights[..., i, :, :], u))
+        outputs.append(read + shared_matmul(weights[..., i, :, :], u) + bad.repeat(1, 1, 1, R, 1))
         state = state + shared_matmul(k[..., i, :, :].mT, written)
-    out = torch.unflatten(torch.stack(outputs, -3), -2, (R, size))
+    out = torch.unflatten(torch.stack(outputs, -3) + bad_q, -2, (R, size))
     out = out.movedim(-3, -4).flatten(-3, -2)[..., :T, :]  # [B,G,P,R,T,E]
-    return out + query_nans + nan_markers.unsqueeze(-3), state + nan_markers[..., -1:, :]
-
-
-def _solve_updates(
-    k: Tensor, v: Tensor, beta: Tensor, g: Tensor | None, start: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Solve the triangular system of each chunk for an unknown state S before the chunk.
-
-    The updates are u = write - erase S; return write `[B, G, P, n, C, E]` and erase `[B, G, P, n,
-    C, D]`.
-    The arguments are split into n chunks of C tokens; start is exp(c), or None without a decay.
-    """
-    system = beta * products_after_decay(k, k, g)
-    decayed_keys = k if start is None else k * start
-    # unitriangular: torch takes the diagonal to be 1 and does not read it
-    solved = torch.linalg.solve_triangular(
-        system.tril(-1),
-        torch.cat([beta * v, beta * decayed_keys], -1),
-        upper=False,
-        unitriangular=True,
-    )
-    write, erase = solved.split([v.shape[-1], k.shape[-1]], -1)
-    return write, erase
+    return out, state + bad[..., -1:, :]
 
 
 def products_after_decay(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
@@ -190,25 +185,11 @@ def products_after_decay(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     i, for j <= i, and 0 for j > i: `[..., C, C]`.
     """
     if g is None:
-        return (x @ k.mT).tril()
-    return (x @ k.mT) * pairwise_decay(g) if g.shape[-1] == 1 else decayed_products(x, k, g)
-
-
-def _nan_markers(
-    k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None
-) -> Float[Tensor, "B G P T E"]:
-    """Return NaN for each output that a non-finite input would affect in the recurrence, and 0 for
-    all others; an infinity counts as NaN.
-
-    A matrix product multiplies masked entries by 0, so that a NaN would also reach earlier tokens.
-    `chunked` therefore replaces non-finite inputs by 0 and adds these markers to the outputs. A NaN
-    in a key, a beta or a decay affects the whole state from its token on; a NaN in one channel of a
-    value affects this column of the state.
-    """
-    bad = 0 * k.detach().sum(-1, keepdim=True) + 0 * beta.detach()
-    if log_decay is not None:
-        bad = bad.masked_fill(~(log_decay.detach() < torch.inf).all(-1, keepdim=True), torch.nan)
-    return (bad + 0 * v.detach()).cumsum(-2)
+        return (x @ k.mT).tril_()
+    if g.shape[-1] > 1:
+        return decayed_products(x, k, g)
+    # the products are hidden last, because one that overflows times a decay of 0 is NaN
+    return ((x @ k.mT) * pairwise_decay(g)).tril_()
 
 
 def delta_rule(

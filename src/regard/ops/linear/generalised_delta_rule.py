@@ -11,6 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from regard.argument_checks import check_finite
+from regard.ops.linear.causal_products import (
+    finite_part,
+    inverse_of_unit_triangle,
+    valid_decays,
+)
 from regard.ops.linear.delta_rule import products_after_decay
 from regard.ops.linear.linear_recurrence import (
     check_call,
@@ -23,7 +28,11 @@ from regard.ops.linear.linear_recurrence import (
     split_into_chunks,
     zero_empty_slots,
 )
-from regard.ops.linear.value_heads import group_heads, shared_matmul, split_value_heads
+from regard.ops.linear.value_heads import (
+    group_heads,
+    shared_matmul,
+    split_value_heads,
+)
 from regard.span import Positions
 
 
@@ -97,63 +106,63 @@ def chunked(
     T, R = k.shape[-2], q.shape[-3]
     if T == 0:
         return q @ state.unsqueeze(-3), state.clone()
-    markers, size = _nan_markers(k, v, c, a, log_decay), min(size, T)
+    size = min(size, T)
     if log_decay is not None and log_decay.shape[-1] > 1:
         size = 1 << (size - 1).bit_length()
-    query_nans = 0 * q.detach().sum(-1, keepdim=True)
-    q, k, v, c = (split_into_chunks(x.masked_fill(~x.isfinite(), 0), size) for x in (q, k, v, c))
-    a = None if a is None else split_into_chunks(a.masked_fill(~a.isfinite(), 0), size)
+    q, k, v, c = (split_into_chunks(x, size) for x in (q, k, v, c))
+    (q, bad_q), (k, bad_k), (v, bad), (c, bad_c) = map(finite_part, (q, k, v, c))
+    bad_q, bad = bad_q.sum(-1, keepdim=True), bad + (bad_k + bad_c).sum(-1, keepdim=True)
+    if a is not None:
+        a, bad_a = finite_part(split_into_chunks(a, size))
+        bad = bad + bad_a.sum(-1, keepdim=True)
     if log_decay is None:
         g, start, end = None, torch.ones_like(k[..., :1]), None
     else:
-        g = split_into_chunks(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
+        g, bad_g = valid_decays(split_into_chunks(log_decay, size))
+        bad = bad + bad_g.sum(-1, keepdim=True)
         start, end = decay_since_start(g), decay_until_end(g)
-    added, from_state = _solve_reads(k, v, c, a, g, start)
-    q = q.movedim(-4, -3)  # [B,G,P or 1,n,R,C,D]
-    weights = _query_weights(q, k, g)  # [B,G,P or 1,n,R*C,C]
-    read_weights = None if a is None else _query_weights(q, a, g)
-    q, outputs = (q * start.unsqueeze(-3)).flatten(-3, -2), []
-    keys = k if end is None else k * end
-    back = None if a is None else (a if end is None else a * end)
-    for i in range(k.shape[-3]):
-        u = added[..., i, :, :] + from_state[..., i, :, :] @ state
-        value = v[..., i, :, :] - u if a is None else v[..., i, :, :]
-        out = shared_matmul(q[..., i, :, :], state) + shared_matmul(weights[..., i, :, :], value)
-        state = state * start[..., i, -1, :, None] + shared_matmul(keys[..., i, :, :].mT, value)
-        if read_weights is not None and back is not None:
-            out = out + read_weights[..., i, :, :] @ u
-            state = state + back[..., i, :, :].mT @ u
-        outputs.append(out)
-    out = torch.unflatten(torch.stack(outputs, -3), -2, (R, size))
-    out = out.movedim(-3, -4).flatten(-3, -2)[..., :T, :]  # [B,G,P,R,T,E]
-    return out + query_nans + markers.unsqueeze(-3), state + markers[..., -1:, :]
-
-
-def _query_weights(q: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
-    """Return the weights `[B, G, P, n, R*C, C]` of the queries `[B, G, P, n, R, C, D]` for keys
-    `[B, G, P, n, C, D]`.
-    """
-    g = None if g is None else g.unsqueeze(-3)
-    return products_after_decay(q, k.unsqueeze(-3), g).flatten(-3, -2)
-
-
-def _solve_reads(
-    k: Tensor, v: Tensor, c: Tensor, a: Tensor | None, g: Tensor | None, start: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Solve the triangular system of each chunk for an unknown state S before the chunk.
-
-    The reads are u = added + from_state S; return both, `[B, G, P, n, C, E]` and
-    `[B, G, P, n, C, D]`.
-    """
     from_keys = _strict_products(c, k, g)
     system = from_keys if a is None else -_strict_products(c, a, g)
-    before = F.pad(start[..., :-1, :], (0, 0, 1, 0), value=1.0)
-    # unitriangular: torch takes the diagonal to be 1 and does not read it
-    solved = torch.linalg.solve_triangular(
-        system, torch.cat([from_keys @ v, c * before], -1), upper=False, unitriangular=True
-    )
-    added, from_state = solved.split([v.shape[-1], c.shape[-1]], -1)
-    return added, from_state
+    inverse, overflow = inverse_of_unit_triangle(system, torch.ones_like(c[..., :1]))
+    from_keys, bad_rows = finite_part(from_keys)
+    q = q.movedim(-4, -3)  # [B,G,P or 1,n,R,C,D]
+    weights, bad_q = _query_weights(q, k, g, bad_q.movedim(-4, -3))  # [B,G,P or 1,n,R*C,C]
+    if a is not None:
+        read_weights, bad_q = _query_weights(q, a, g, bad_q)
+        back = a if end is None else a * end
+    c = c * F.pad(start[..., :-1, :], (0, 0, 1, 0), value=1.0)
+    q, keys = (q * start.unsqueeze(-3)).flatten(-3, -2), k if end is None else k * end
+    # The read of a token whose numbers are not finite is NaN, which `bad` collects.
+    added = from_keys @ v + (bad + overflow + bad_rows.sum(-1, keepdim=True))
+    outputs, bad = [], torch.zeros_like(state[..., :1, :])
+    for i in range(k.shape[-3]):
+        value, key = v[..., i, :, :], keys[..., i, :, :].mT
+        u, bad_right = finite_part(added[..., i, :, :] + c[..., i, :, :] @ state)
+        u = inverse[..., i, :, :] @ u
+        u, bad_reads = finite_part(value - u if a is None else u)
+        bad = bad[..., -1:, :] + (bad_right + bad_reads).cumsum(-2)  # [B,G,P,C,E]
+        value = u if a is None else value
+        out = shared_matmul(q[..., i, :, :], state) + shared_matmul(weights[..., i, :, :], value)
+        state = state * start[..., i, -1, :, None] + shared_matmul(key, value)
+        if a is not None:
+            out = out + read_weights[..., i, :, :] @ u
+            state = state + back[..., i, :, :].mT @ u
+        outputs.append(out + bad.repeat(1, 1, 1, R, 1))
+    out = torch.unflatten(torch.stack(outputs, -3) + bad_q.flatten(-3, -2), -2, (R, size))
+    out = out.movedim(-3, -4).flatten(-3, -2)[..., :T, :]  # [B,G,P,R,T,E]
+    return out, state + bad[..., -1:, :]
+
+
+def _query_weights(
+    q: Tensor, k: Tensor, g: Tensor | None, bad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the finite part of the weights `[B, G, P, n, R*C, C]` of the queries `[B, G, P, n, R,
+    C, D]` for keys `[B, G, P, n, C, D]`, and `bad` with NaN for the queries whose weights are not
+    finite, `[B, G, P, n, R, C, 1]`.
+    """
+    weights = products_after_decay(q, k.unsqueeze(-3), None if g is None else g.unsqueeze(-3))
+    weights, bad_weights = finite_part(weights)
+    return weights.flatten(-3, -2), bad + bad_weights.sum(-1, keepdim=True)
 
 
 def _strict_products(c: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
@@ -162,20 +171,6 @@ def _strict_products(c: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
     """
     next_c = F.pad(c[..., 1:, :], (0, 0, 0, 1))
     return F.pad(products_after_decay(next_c, k, g)[..., :-1, :], (0, 0, 1, 0))
-
-
-def _nan_markers(
-    k: Tensor, v: Tensor, c: Tensor, a: Tensor | None, log_decay: Tensor | None
-) -> Float[Tensor, "B G P T E"]:
-    """Return NaN for each output that a non-finite input would affect in the recurrence, and 0 for
-    all others; an infinity counts as NaN.
-    """
-    bad = 0 * k.detach().sum(-1, keepdim=True) + 0 * c.detach().sum(-1, keepdim=True)
-    if a is not None:
-        bad = bad + 0 * a.detach().sum(-1, keepdim=True)
-    if log_decay is not None:
-        bad = bad.masked_fill(~(log_decay.detach() < torch.inf).all(-1, keepdim=True), torch.nan)
-    return (bad + 0 * v.detach()).cumsum(-2)
 
 
 def generalised_delta_rule(

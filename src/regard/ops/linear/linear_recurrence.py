@@ -25,6 +25,7 @@ from regard.argument_checks import (
     check_value_heads,
 )
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.ops.linear.causal_products import finite_part, valid_decays
 from regard.ops.linear.form_choice import MAX_RECURRENT_TOKENS, choose_form
 from regard.ops.linear.triton.kernel import RecurrenceCall, run
 from regard.ops.linear.value_heads import group_heads, split_value_heads
@@ -407,14 +408,15 @@ def chunked(
     by_channel = log_decay is not None and log_decay.shape[-1] > 1
     if by_channel:
         size = 1 << (size - 1).bit_length()
-    output_nans, state_nans = _nan_markers(q, k, v, log_decay)
-    q, k, v = (torch.where(x.isfinite(), x, 0) for x in (q, k, v))
+    (q, bad_q), (k, rows), (v, columns) = map(finite_part, (q, k, v))
+    if log_decay is not None:
+        log_decay, bad_g = valid_decays(log_decay)
+        rows = rows + bad_g
     q = torch.unflatten(
         split_into_chunks(q.movedim(-3, -2).flatten(-2), size), -1, (R, D)
     )  # [B,G,P or 1,n,C,R,D]
-    k, v, g = split_into_chunks(k, size), split_into_chunks(v, size), None
-    if log_decay is not None:
-        g = split_into_chunks(log_decay.masked_fill(~(log_decay < torch.inf), 0), size)
+    k, v = split_into_chunks(k, size), split_into_chunks(v, size)
+    g = None if log_decay is None else split_into_chunks(log_decay, size)
     out = within_chunks(q, k, v, g)  # [B,G,P,n,C,R,E]
     chunk_states, state = _chunk_states(k, v, g, state)
     start = None if g is None else decay_since_start(g)[..., None, :]  # [B,G,P,n,C,1,D or 1]
@@ -425,7 +427,11 @@ def chunked(
     if start is not None and not by_channel:
         earlier = earlier * start
     out = (out + earlier).flatten(-4, -3)[..., :T, :, :].movedim(-2, -3)  # [B,G,P,R,T,E]
-    return out + output_nans, state + state_nans
+    # A NaN in one channel of a key or a decay affects its row of the state, one in a value its
+    # column, both the outputs from their token on; one in a query affects its own output.
+    bad = (rows.sum(-1, keepdim=True) + columns).cumsum(-2).unsqueeze(-3)
+    out = out + (bad + bad_q.sum(-1, keepdim=True))
+    return out, state + (rows.sum(-2)[..., None] + columns.sum(-2)[..., None, :])
 
 
 def _over_chunks(a: Tensor, b: Tensor) -> Tensor:
@@ -450,26 +456,6 @@ def _chunk_states(
         state = state if remaining is None else state * remaining[..., i, :, :]
         state = state + writes[..., i, :, :]
     return torch.stack(states, -3), state
-
-
-def _nan_markers(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None
-) -> tuple[Float[Tensor, "B G P R T E"], Float[Tensor, "B G P D E"]]:
-    """Return NaN for each output and each entry of the state that a non-finite input would affect
-    in the recurrence, and 0 for all others; an infinity counts as NaN.
-
-    A matrix product multiplies masked entries by 0, so that a NaN would also reach earlier tokens.
-    `chunked` therefore replaces non-finite inputs by 0 and adds these markers to the results. A NaN
-    in one channel of a key or a decay affects this row of the state, a NaN in one channel of a
-    value this column; both affect the outputs from their token on. A NaN in a query affects only
-    the output of this query.
-    """
-    rows, columns = 0 * k.detach(), 0 * v.detach()
-    if g is not None:
-        rows = torch.where(g.detach() < torch.inf, rows, torch.nan)
-    outputs = (rows.sum(-1, keepdim=True) + columns).cumsum(-2).unsqueeze(-3)
-    query_nans = (0 * q.detach()).sum(-1, keepdim=True)
-    return outputs + query_nans, rows.sum(-2)[..., None] + columns.sum(-2)[..., None, :]
 
 
 def linear_recurrence(

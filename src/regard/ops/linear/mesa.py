@@ -8,6 +8,7 @@ from torch import Tensor
 
 from regard.argument_checks import check_finite
 from regard.errors import ArgumentError
+from regard.ops.linear.causal_products import finite_part
 from regard.ops.linear.linear_recurrence import (
     check_call,
     check_tensor_shape,
@@ -126,6 +127,8 @@ def _key_sums(k: Tensor, written: Tensor, g: Tensor, A: Tensor) -> tuple[Tensor,
     """
     n, D = k.shape[-2:]
     outer = (written[..., :, None] * k[..., None, :]).flatten(-2)  # [B,H,n,D*D]
-    sums = pairwise_decay(g) @ outer
+    # an outer product that overflows must reach no earlier token
+    outer, bad = finite_part(outer)
+    sums = pairwise_decay(g) @ outer + bad.cumsum(-2)
     sums = torch.unflatten(sums, -1, (D, D)) + decay_since_start(g)[..., None] * A[:, :, None]
     return sums, sums[:, :, n - 1]

@@ -11,6 +11,11 @@ from torch import Tensor
 
 from regard.argument_checks import check_finite
 from regard.errors import ArgumentError
+from regard.ops.linear.causal_products import (
+    finite_part,
+    inverse_of_unit_triangle,
+    valid_decays,
+)
 from regard.ops.linear.linear_recurrence import (
     check_call,
     check_tensor_shape,
@@ -153,39 +158,43 @@ def _chunked(
     """
     theta, g, e, real = gates
     T, size = k.shape[2], min(size, k.shape[2])
-    bad = (0 * k.detach().sum(-1, keepdim=True) + 0 * theta.detach()).cumsum(2)
-    bad = bad + sum(
-        torch.zeros_like(x).masked_fill(~(x.detach() < torch.inf), torch.nan).cumsum(2)
-        for x in (g, e)
-    )
-    markers = bad + (0 * v.detach()).cumsum(2)
-    query_nans = 0 * q.detach().sum(-1, keepdim=True)
-    q, k, v, theta, real = (
-        split_into_chunks(x.masked_fill(~x.isfinite(), 0), size) for x in (q, k, v, theta, real)
-    )
-    g, e = (split_into_chunks(x.masked_fill(~(x < torch.inf), 0), size) for x in (g, e))
+    q, k, v, theta, real = (split_into_chunks(x, size) for x in (q, k, v, theta, real))
+    (q, bad_q), (k, bad_k), (theta, bad) = map(finite_part, (q, k, theta))
+    (g, bad_g), (e, bad_e) = (valid_decays(split_into_chunks(x, size)) for x in (g, e))
+    bad = bad + bad_g + bad_e + bad_k.sum(-1, keepdim=True)  # [B,H,n,C,1]
     P, R = pairwise_decay(g), pairwise_decay(e)  # [B,H,n,C,C]
     P = P * real.mT
     W = P @ R
     p = g.cumsum(-2).exp()  # [B,H,n,C,1]
     from_start = e.cumsum(-2).exp()
     r = P @ from_start
-    products = (k @ k.mT) * _before(W)
-    parts = (v, k * _before(p, 1.0), k * _before(r))
-    right = torch.cat(parts, -1) * theta
-    solved = torch.linalg.solve_triangular(theta * products, right, upper=False, unitriangular=True)
-    written, by_M, by_N = solved.split([v.shape[-1], k.shape[-1], k.shape[-1]], -1)
-    weights, outputs = (q @ k.mT) * W, []
+    products, bad_rows = finite_part((k @ k.mT).tril_(-1))
+    system = theta * (products * _before(W))
+    # W = P R joins tokens, so that no number of the system may have a gradient of NaN: the
+    # tokens that overflow leave the system.
+    overflow = inverse_of_unit_triangle(system.detach(), theta.detach())[1]
+    finite = overflow == 0
+    inverse, _ = inverse_of_unit_triangle(torch.where(finite & finite.mT, system, 0), theta)
+    # hidden before and behind the product, so that the gradient of W is finite as well
+    weights, bad_weights = finite_part((q @ k.mT).tril_())
+    weights = (weights * W).tril_()
+    bad_q = bad_q.sum(-1, keepdim=True) + bad_weights.sum(-1, keepdim=True)
+    by_M, by_N, outputs = k * _before(p, 1.0), k * _before(r), []
+    # The error of a token whose numbers are not finite is NaN, which `bad` collects.
+    v = v + (bad + overflow + bad_rows.sum(-1, keepdim=True))
+    bad = torch.zeros_like(M[:, :, :1])
     for i in range(k.shape[2]):
-        u = written[:, :, i] - by_M[:, :, i] @ M - by_N[:, :, i] @ N
+        errors, bad_errors = finite_part(v[:, :, i] - by_M[:, :, i] @ M - by_N[:, :, i] @ N)
+        u, bad_updates = finite_part(inverse[:, :, i] @ errors)
+        bad = bad[:, :, -1:] + (bad_errors + bad_updates).cumsum(2)  # [B,H,C,E]
         read = (q[:, :, i] * p[:, :, i]) @ M + (q[:, :, i] * r[:, :, i]) @ N
-        outputs.append(read + weights[:, :, i] @ u)
+        outputs.append(read + weights[:, :, i] @ u + bad)
         keys = k[:, :, i].mT
         into_M, into_N = (x[:, :, i, -1, :, None] * u for x in (W, R))
         M = M * p[:, :, i, -1, :, None] + N * r[:, :, i, -1, :, None] + keys @ into_M
         N = N * from_start[:, :, i, -1, :, None] + keys @ into_N
-    out = torch.stack(outputs, 2).flatten(2, 3)[:, :, :T]
-    return out + query_nans + markers, M + markers[:, :, -1:], N + markers[:, :, -1:]
+    out = (torch.stack(outputs, 2) + bad_q).flatten(2, 3)[:, :, :T]
+    return out, M + bad[:, :, -1:], N + bad[:, :, -1:]
 
 
 def _before(x: Tensor, first: float = 0.0) -> Tensor:

@@ -76,6 +76,7 @@ def gradients_of_updates(
         if DECAY == 1:
             weights = weights * pairwise_decay(g, i)
         d_out = load_rows(d_out_ptr + b * o_b + o * o_h, o_t, t, T, e, E)
+        weights = finite_or_zero(weights)
         d_u = tl.dot(tl.trans(weights), d_out, d_u, input_precision=PRECISION)
     store_rows(d_update_ptr + head * T * E, d_u, E, t, T, e, E)
 
@@ -121,7 +122,7 @@ def gradients_of_states(
             d_out = load_rows(d_out_ptr + b * o_b + o * o_h, o_t, t, T, e, E)
             d_before = tl.dot(tl.trans(q), d_out, d_before, input_precision=PRECISION)
         if DELTA:
-            erased = load_rows(erased_ptr + head * T * D, D, t, T, d, D)
+            erased = finite_or_zero(load_rows(erased_ptr + head * T * D, D, t, T, d, D))
             d_before -= tl.dot(tl.trans(erased), d_u, input_precision=PRECISION)
         d_S = d_before
     tl.store(d_first_ptr + head * D * E + place, d_S, mask=place_mask)
@@ -133,8 +134,7 @@ def gradients_of_inputs(
     q_b, q_h, q_t, k_b, k_h, k_t, u_b, u_h, u_t, g_b, g_h, g_t, o_b, o_h, o_t,
     O, N, T, chunks, shared_keys, shared_queries, partial, scale,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, DELTA: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BD channels of the queries, for each output, and of keys and decays, for
     each state; of one decay for all channels, a part for each block of channels.
@@ -156,9 +156,7 @@ def gradients_of_inputs(
     of_state = tl.zeros([BD], tl.float32)
     for first in range(0, E, BE):
         e = first + tl.arange(0, BE)
-        u = load_rows(u_rows, u_t, t, T, e, E)
-        if not DELTA:
-            u = finite_or_zero(u)
+        u = finite_or_zero(load_rows(u_rows, u_t, t, T, e, E))
         d_S = load_rows(d_states_ptr + state, E, d, D, e, E)
         d_k = tl.dot(u, tl.trans(d_S), d_k, input_precision=PRECISION)
         if DECAY:
@@ -178,9 +176,7 @@ def gradients_of_inputs(
         d_products = tl.zeros([C, C], tl.float32)
         for first in range(0, E, BE):
             e = first + tl.arange(0, BE)
-            u = load_rows(u_rows, u_t, t, T, e, E)
-            if not DELTA:
-                u = finite_or_zero(u)
+            u = finite_or_zero(load_rows(u_rows, u_t, t, T, e, E))
             d_out = load_rows(d_out_ptr + b * o_b + o * o_h, o_t, t, T, e, E)
             S = load_rows(states_ptr + state, E, d, D, e, E)
             d_q = tl.dot(d_out, tl.trans(S), d_q, input_precision=PRECISION)

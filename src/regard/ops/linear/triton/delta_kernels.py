@@ -40,12 +40,15 @@ from regard.ops.linear.triton.forward_kernels import UNSPECIALIZED
 
 @triton.jit
 def inverse_of_unit_triangle(below, i, LEVELS: tl.constexpr, EXACT: tl.constexpr):
-    """The inverse of I + below, where `below` `[C, C]` is 0 on and above the diagonal."""
+    """The inverse of I + below, where `below` `[C, C]` is 0 on and above the diagonal; a row that
+    overflows is NaN, and reaches no earlier row, because products read the finite part.
+    """
     inverse = (i[:, None] == i[None, :]).to(tl.float32)
     for level in range(LEVELS):
         across = tl.where(pairs_of_level(i, 1 << level), below, 0.0)
-        joined = tl.dot(across, inverse, input_precision=EXACT)
-        inverse -= tl.dot(inverse, joined, input_precision=EXACT)
+        joined = tl.dot(across, finite_or_zero(inverse), input_precision=EXACT)
+        inverse += tl.sum(joined * 0.0, 1)[:, None]
+        inverse -= tl.dot(inverse, finite_or_zero(joined), input_precision=EXACT)
     return inverse
 
 
@@ -58,7 +61,8 @@ def solve_chunk(
     DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """What the tokens of one chunk write and erase, and X; EXACT is the precision of the system,
-    whose rounding errors grow where keys are similar.
+    whose rounding errors grow where keys are similar. A token whose numbers overflow writes what
+    is not finite.
 
     The chunks are counted in which a number is not finite.
     """
@@ -133,14 +137,14 @@ def gradients_of_corrections(
     state = states_ptr + (head * chunks + c) * D * E
     # X^T, loaded transposed
     place = inverse_ptr + matrix + i[None, :] * C + i[:, None]
-    transposed = tl.load(place)
+    transposed = finite_or_zero(tl.load(place))
     d_matrix = tl.zeros([C, C], tl.float32)
     d_beta = tl.zeros([C, 1], tl.float32)
     for first in range(0, E, BE):
         e = first + tl.arange(0, BE)
         d_u = load_rows(d_update_ptr + head * T * E, E, t, T, e, E)
         d_right = tl.dot(transposed, d_u, input_precision=PRECISION)
-        written = load_rows(written_ptr + head * T * E, E, t, T, e, E)
+        written = finite_or_zero(load_rows(written_ptr + head * T * E, E, t, T, e, E))
         d_matrix -= tl.dot(d_right, tl.trans(written), input_precision=PRECISION)
         v = finite_or_zero(load_rows(v_ptr + b * v_b + n * v_h, v_t, t, T, e, E))
         d_beta += tl.sum(d_right * v, 1)[:, None]
@@ -156,7 +160,7 @@ def gradients_of_corrections(
             d_erased -= tl.dot(d_u, tl.trans(S), input_precision=PRECISION)
         d_right = tl.dot(transposed, d_erased, input_precision=PRECISION)
         store_rows(d_right_ptr + head * T * D, d_right, D, t, T, d, D)
-        erased = load_rows(erased_ptr + head * T * D, D, t, T, d, D)
+        erased = finite_or_zero(load_rows(erased_ptr + head * T * D, D, t, T, d, D))
         d_matrix -= tl.dot(d_right, tl.trans(erased), input_precision=PRECISION)
     d_matrix = tl.where(i[:, None] > i[None, :], d_matrix, 0.0)
     store_rows(d_matrix_ptr + matrix, d_matrix, C, i, C, i, C)

@@ -135,7 +135,8 @@ def chunk_outputs(
         g, _ = load_both_decays(g_rows, g_t, t, i, T, i, D, C, False)
         out, weights = out * decay_since_start(g), weights * pairwise_decay(g, i)
     u = load_rows(u_ptr + b * u_b + n * u_h, u_t, t, T, e, E)
-    if not DELTA:
-        u = finite_or_zero(u)
-    out = tl.dot(weights, u, out, input_precision=PRECISION) + odd
+    if DELTA:
+        # a correction that is not finite reaches the outputs from its token on
+        out += tl.cumsum(u * 0.0, 0)
+    out = tl.dot(weights, finite_or_zero(u), out, input_precision=PRECISION) + odd
     store_rows(out_ptr + head * T * E, out, E, t, T, e, E)
