@@ -23,6 +23,8 @@ from regard.untrusted_text import short_repr
 
 Raw: TypeAlias = Mapping[str, object]
 """The parsed content of a config.json."""
+MAX_LAYERS = 1 << 9
+"""The largest number of layers that is accepted, about four times that of any published model."""
 
 
 class UnknownKey(ArgumentError):
