@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.atomic_write import write_atomically
@@ -319,6 +319,18 @@ class Tokenizer:
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=splitter["add_prefix_space"])]
         )
+        return type(self)(backend)
+
+    def lowercased(self) -> Tokenizer:
+        """Return this tokenizer with all letters of a text made small before anything else.
+
+        >>> tokenizer = Tokenizer.train(["x"], vocab_size=257).lowercased()
+        >>> tokenizer.decode(tokenizer.encode("Né X"))
+        'né x'
+        """
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        own = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
         return type(self)(backend)
 
     @property
