@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
+import random
 import subprocess
 import sys
+import tracemalloc
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,8 @@ import regard
 from regard.configs import CONFIG_MODULES, CONFIGS, COUNTED_ONLY, LOADABLE, config_class
 from regard.configs.base import ModelConfig, UnknownKey
 from regard.configs.reader import FIXED_VALUES, ROPE_KEYS, SIZE_KEYS, parse, read_sizes
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, RegardError
+from regard.files.strict_json import INFINITY
 from regard.models.families import family
 from tests.cost.tiny import COUNTED, TINY
 
@@ -171,3 +177,74 @@ def test_the_dtype_that_is_counted(named: dict[str, str], wanted: str) -> None:
     assert read_sizes({**TINY["llama"], **named}, "llama").dtype == wanted
     text = {**TINY["gemma3"]["text_config"], **named}
     assert read_sizes({**TINY["gemma3"], "text_config": text}, "gemma3").dtype == wanted
+
+
+HOSTILE: tuple[Any, ...] = (
+    *(None, True, 97, 0, -1, 2 * 10**7, -(10**12), 10**19, 0.5, -0.5, 1e308, math.nan, math.inf),
+    *("", "x", "97", "🙂" * 50, [], {}, [[]], [1], [-1], [10**9], ["x"], [None], [[[[[[1]]]]]]),
+    *([math.nan, 0.0], [0.0, INFINITY], INFINITY, {"x": 1}, {"x": {"x": []}}),
+    *([[["global"], 2 * 10**7]], [[["global"], "x"]], [["x", 1]], [3]),
+    *({"rope_type": ["x"]}, {"rope_type": "yarn", "factor": math.nan}, {"full_attention": 3}),
+)
+NOT_FIELDS: tuple[str, ...] = (
+    "attention_types",
+    "layer_types",
+    "rope_scaling",
+    "rope_parameters",
+    "text_config",
+)
+NOT_FIELDS += ("auto_map", "model_type", "dtype", "hybrid_override_pattern", "num_hidden_layers")
+NOT_FIELDS += ("n_layer", "num_layers", "sliding_window_pattern", "attn_config", "time_step_min")
+
+
+def hostile_config(draw: random.Random) -> dict[str, Any]:
+    """A small config with a value of another kind or size, also in its text_config."""
+    raw = copy.deepcopy(draw.choice([*EVERY.values()]))
+    keys = [*raw, *(f.name for f in fields(config_of(raw))), *NOT_FIELDS]
+    inner = raw.get("text_config")
+    place = inner if isinstance(inner, dict) and draw.random() < 0.7 else raw
+    place[draw.choice([*place, *keys])] = draw.choice(HOSTILE)
+    return raw
+
+
+def read_in_every_way(raw: dict[str, Any]) -> None:
+    """Read the config as `regard cost` and as `regard.load` do."""
+    for read in (lambda: read_sizes(raw, "x"), lambda: checked(raw)):
+        with suppress(RegardError):
+            read()
+
+
+def checked(raw: dict[str, Any]) -> None:
+    name = raw["model_type"]
+    found = family(name) if isinstance(name, str) else None
+    if found is not None:
+        found.check(parse(found.config, raw))
+
+
+def test_a_hostile_config_is_refused_or_read() -> None:
+    draw = random.Random(0)
+    for _ in range(1500):
+        read_in_every_way(hostile_config(draw))
+
+
+def test_no_count_of_a_file_decides_on_memory() -> None:
+    """A number of layers or of repetitions, 2 * 10^7, is refused before a list is made of it."""
+    tracemalloc.start()
+    for raw in EVERY.values():
+        for key in {*raw, *NOT_FIELDS}:
+            if "layer" in key or key == "attention_types":
+                read_in_every_way({**raw, key: 2 * 10**7})
+                read_in_every_way({**raw, key: [[["global"], 2 * 10**7]]})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 24
+
+
+def test_sizes_that_name_layers_or_experts_are_no_counts() -> None:
+    """The largest published values: Gemma 3n and Qwen2-57B-A14B."""
+    for key, value in (("vocab_size_per_layer_input", 262144), ("intermediate_size", 20480)):
+        assert read_sizes({**TINY["gemma3n_text"], key: value}, "x").parameters > value
+    large = {"shared_expert_intermediate_size": 20480}
+    assert read_sizes({**TINY["qwen2_moe"], **large}, "x").parameters > 20480
+    with pytest.raises(ArgumentError, match="num_hidden_layers is 513; the largest"):
+        read_sizes({**TINY["llama"], "num_hidden_layers": 513}, "x")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from regard.configs.published import PUBLISHED_MODELS
 from regard.configs.reader import parse, read_sizes
 from regard.cost import model_of
 from regard.cost.softmax import SoftmaxSpec
+from regard.models.checkpoint.config import read_config
 from regard.models.families import FAMILIES, family
 from regard.nn import Attention, Block, CausalConvolution
 from regard.nn.mixer import Mixer
@@ -87,6 +90,63 @@ def test_biases_and_norms_of_every_family(name: str) -> None:
     biases, matrices = biases - learned, matrices + learned  # the table is no `nn.Embedding`
     assert (parts.get("biases", 0), parts.get("norms", 0)) == (biases, norms)
     assert sum(parts.values()) - biases - norms == matrices
+
+
+RELEASED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "n_group": 8,
+        "topk_group": 3,
+        "vocab_size": 102400,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 16.0,
+    },
+    "glm4_moe": {"head_dim": 128, "num_hidden_layers": 46},
+    "gemma3n_text": {
+        "num_hidden_layers": 30,
+        "num_kv_shared_layers": 10,
+        "intermediate_size": [8192] * 30,
+        "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 20,
+    },
+}
+"""Values of config.json of deepseek-ai/DeepSeek-V2, zai-org/GLM-4.5-Air and google/gemma-3n-E2B
+that differ from the defaults of transformers' class.
+"""
+
+
+def released(name: str, **change: Any) -> dict[str, Any]:
+    """The config.json of a released model: transformers' class has the values of one, which its
+    documentation names.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(name, **RELEASED.get(name, {}) | change)
+    raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return raw
+
+
+@pytest.mark.full(keep=["gemma3n"])
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"regard"}))
+def test_a_released_config_is_read_built_and_counted(name: str) -> None:
+    found = family(name)
+    assert found is not None
+    raw = released(name)
+    assert read_sizes(raw, name).parameters > 10**7
+    if any("expert" in key for key in raw):  # thousands of modules: four layers have all sizes
+        shorter = released(name, num_hidden_layers=4)
+        raw = shorter if "text_config" not in shorter else raw
+    config, _ = read_config(Path(name), found, raw, tensors=100)
+    network = found.build_empty(config)
+    assert read_sizes(raw, name).parameters == parameters(network)
 
 
 HEADED = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 import torch
 
 from regard import Trace
@@ -19,7 +20,10 @@ from regard.inspect.explain.head_choice import (
 )
 from regard.inspect.explain.prepared_run import prepare_run
 from regard.inspect.explain.random_model import random_model
+from regard.models import Model
+from regard.models.tokenizer import END_OF_TEXT, Tokenizer
 from tests.inspect.small_model import TEXT, model
+from tests.models import small
 
 
 def text_upto(query: int, text: str = TEXT) -> str:
@@ -46,6 +50,22 @@ def test_words_of_several_bytes_a_letter_are_found() -> None:
         i = find_query(model(), text, word)
         assert text_upto(i, text).endswith(word)
         assert word not in text_upto(i - 1, text)
+
+
+def test_a_word_is_found_behind_tokens_that_the_tokenizer_adds() -> None:
+    own = small.model()
+    backend = tokenizers.Tokenizer.from_str(own.tokenizer._backend.to_str())
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
+    )
+    made = Model(own.decoder, Tokenizer(backend), own.config)
+    text = "the key of a query"
+    for word in text.split():
+        shown = made.tokenizer.decode(
+            made.encode(text)[0, : find_query(made, text, word) + 1].tolist()
+        )
+        assert shown.endswith(word)
+        assert shown.startswith(END_OF_TEXT)
 
 
 def test_an_index_counts_from_either_end() -> None:

@@ -16,7 +16,14 @@ from torch import Tensor
 import regard
 from regard.errors import FileError
 from regard.models.encoder import first_token_state
-from regard.models.text_encoder import Pooling, PoolingMode, pool, read_max_seq_length, read_pooling
+from regard.models.sentence_settings import (
+    Pooling,
+    PoolingMode,
+    SentenceSettings,
+    read_sentence_settings,
+    sentence_files,
+)
+from regard.models.text_encoder import pool
 from regard.span import Span
 from tests.rules import assert_close_rule
 
@@ -110,9 +117,18 @@ def test_gradients_reach_tokens_only() -> None:
         assert not gradient[1, 1:].any()
 
 
-def write(folder: Path, kinds: list[str], said: Any, name: str = "1_Pooling") -> Path:
+def read_pooling(folder: Path) -> Pooling | None:
+    return read_sentence_settings(folder).pooling
+
+
+def write(
+    folder: Path,
+    kinds: list[str],
+    said: Any,
+    name: str = "1_Pooling",
+    front: str = "sentence_transformers.models.",
+) -> Path:
     where = ["", name, "2_Normalize", "3_Dense"]
-    front = "sentence_transformers.models."
     listed = [
         {"idx": i, "name": str(i), "path": where[i], "type": front + k} for i, k in enumerate(kinds)
     ]
@@ -130,18 +146,113 @@ KEYS = {
 }
 
 
+def name_since_6(mode: PoolingMode) -> str:
+    return "mean_sqrt_len_tokens" if mode == "mean_sqrt_len" else mode
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_what_a_folder_says(mode: PoolingMode, tmp_path: Path) -> None:
-    said = {"word_embedding_dimension": 8, "include_prompt": True} | {
-        key: m == mode for m, key in KEYS.items()
-    }
+    """In the keys of sentence-transformers 2 to 5, and in those of 6."""
     assert read_pooling(tmp_path) is None
-    assert read_pooling(write(tmp_path, ["Transformer", "Pooling"], said)) == Pooling(
-        mode, normalise=False
-    )
-    assert read_pooling(write(tmp_path, ["Transformer", "Pooling", "Normalize"], said)) == Pooling(
-        mode
-    )
+    old = {"word_embedding_dimension": 8, **{key: m == mode for m, key in KEYS.items()}}
+    new = {"embedding_dimension": 8, "pooling_mode": name_since_6(mode), "include_prompt": False}
+    for said, include in ((old, True), (new, False)):
+        two = ["Transformer", "Pooling"]
+        wanted = Pooling(mode, normalise=False, include_prompt=include)
+        assert read_pooling(write(tmp_path, two, said)) == wanted
+        found = read_pooling(write(tmp_path, [*two, "Normalize"], said))
+        assert found == Pooling(mode, include_prompt=include)
+
+
+SETTINGS = SentenceSettings(
+    Pooling("max", include_prompt=False, truncate_dim=5), 40, False, {"q": "query: "}, "q"
+)
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, SentenceSettings(Pooling("cls", normalise=False))])
+def test_what_is_written_is_read(tmp_path: Path, settings: SentenceSettings) -> None:
+    for name, content in sentence_files(settings, 8).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_sentence_settings(tmp_path) == settings
+
+
+MODEL, TOKENS, POOLING = (
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
+)
+# as sentence-transformers 6.2 writes them for a text encoder
+SINCE_6: dict[str, dict[str, Any]] = {
+    TOKENS: {
+        "transformer_task": "feature-extraction",
+        "modality_config": {
+            "text": {"method": "forward", "method_output_name": "last_hidden_state"}
+        },
+        "module_output_name": "token_embeddings",
+    },
+    MODEL: {
+        "__version__": {"sentence_transformers": "6.2.0"},
+        "default_prompt_name": None,
+        "model_type": "SentenceTransformer",
+        "prompts": {"document": "", "query": ""},
+        "similarity_fn_name": "cosine",
+    },
+    POOLING: {"embedding_dimension": 8, "pooling_mode": "mean", "include_prompt": True},
+    "2_Normalize/config.json": {
+        "module_input_name": "sentence_embedding",
+        "module_output_name": "sentence_embedding",
+    },
+    "tokenizer_config.json": {"model_max_length": 20, "cls_token": "[CLS]"},
+}
+
+
+def folder_since_6(folder: Path, file: str = TOKENS, change: dict[str, Any] | None = None) -> Path:
+    write(folder, ["Transformer", "Pooling", "Normalize"], {})
+    for name, content in SINCE_6.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        said = {**content, **(change or {})} if name == file else content
+        (folder / name).write_text(json.dumps(said))
+    return folder
+
+
+def test_a_folder_of_the_current_version(tmp_path: Path) -> None:
+    plain = SentenceSettings(Pooling("mean"), 20)
+    assert read_sentence_settings(folder_since_6(tmp_path)) == plain
+    no_limit = {"model_max_length": 1000000000000000019884624838656}
+    folder_since_6(tmp_path, "tokenizer_config.json", no_limit)
+    assert read_sentence_settings(tmp_path).max_seq_length is None
+    named = {"prompts": {"q": "query: ", "d": ""}, "default_prompt_name": "q", "truncate_dim": 5}
+    found = read_sentence_settings(folder_since_6(tmp_path, MODEL, named))
+    assert found == SentenceSettings(Pooling(truncate_dim=5), 20, False, {"q": "query: "}, "q")
+    folder_since_6(tmp_path, TOKENS, {"do_lower_case": True})
+    assert read_sentence_settings(tmp_path).lowercase
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        *((file, "suprise", 1) for file in SINCE_6 if file != "tokenizer_config.json"),
+        *((MODEL, "truncate_dim", value) for value in (0, -1, "5", True, 1.5)),
+        *((MODEL, "prompts", value) for value in ({"q": 1}, ["q"])),
+        *((MODEL, "default_prompt_name", value) for value in ("missing", 1)),
+        (MODEL, "model_type", "SparseEncoder"),
+        *((TOKENS, "do_lower_case", value) for value in (1, "true")),
+        *((TOKENS, "max_seq_length", value) for value in (0, -1, "128", True, 1.5)),
+        (TOKENS, "transformer_task", "fill-mask"),
+        (TOKENS, "module_output_name", "all_layer_embeddings"),
+        (TOKENS, "processing_kwargs", {"text": {"padding": "max_length"}}),
+        (POOLING, "include_prompt", "yes"),
+        *((POOLING, "pooling_mode", m) for m in ("lasttoken", ["mean", "max"], 3, [])),
+        ("2_Normalize/config.json", "module_input_name", "token_embeddings"),
+    ],
+)
+def test_each_key_of_each_file_is_read_or_refused(
+    tmp_path: Path, file: str, key: str, value: object
+) -> None:
+    folder_since_6(tmp_path, file, {key: value})
+    with pytest.raises(FileError, match=f"(?s){Path(file).name}.*{key}"):
+        read_sentence_settings(tmp_path)
 
 
 def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
@@ -150,10 +261,7 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
     cases = [
         (
             lambda: write(tmp_path, [*two, "Dense"], good),
-            (
-                "has the modules Transformer, Pooling, Dense; only Transformer, Pooling, Normalize "
-                "are supported"
-            ),
+            ("has the modules Transformer, Pooling, Dense; only Transformer, Pooling, Normalize"),
         ),
         (
             lambda: write(tmp_path, ["Pooling", "Transformer"], good),
@@ -161,13 +269,17 @@ def test_what_a_folder_may_not_say(tmp_path: Path) -> None:
         ),
         (
             lambda: write(tmp_path, two, good | {KEYS["max"]: True}),
-            r"asks for \['pooling_mode_mean_tokens', 'pooling_mode_max_tokens'\]",
+            r"asks for pooling_mode \['max', 'mean'\]",
         ),
         (
             lambda: write(tmp_path, two, {"pooling_mode_lasttoken": True}),
-            r"asks for \['pooling_mode_lasttoken'\]; one of",
+            r"asks for pooling_mode 'lasttoken'; one of",
         ),
-        (lambda: write(tmp_path, two, {}), r"asks for \[\]; one of"),
+        (lambda: write(tmp_path, two, {}), r"asks for pooling_mode \[\]; one of"),
+        (
+            lambda: write(tmp_path, ["x.Transformer", "Pooling"], good, front="custom."),
+            "has the modules",
+        ),
         (lambda: write(tmp_path, two, [1]), "is a JSON list; it must be an object"),
         (lambda: write(tmp_path, two, good, "../1_Pooling"), "which is not in its folder"),
         (lambda: write(tmp_path, two, good, "/etc"), "which is not in its folder"),
@@ -204,22 +316,6 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (inner / "1_Pooling" / "config.json").symlink_to(outside)
     with pytest.raises(FileError, match="is a link out of its folder"):
         read_pooling(inner)
-
-
-def test_the_longest_text(tmp_path: Path) -> None:
-    file = tmp_path / "sentence_bert_config.json"
-    assert read_max_seq_length(tmp_path) is None
-    for said, found in (
-        ({"max_seq_length": 128, "do_lower_case": False}, 128),
-        ({"max_seq_length": None}, None),
-        ({}, None),
-    ):
-        file.write_text(json.dumps(said), "utf-8")
-        assert read_max_seq_length(tmp_path) == found
-    for wrong in (0, -1, "128", True, 1.5):
-        file.write_text(json.dumps({"max_seq_length": wrong}), "utf-8")
-        with pytest.raises(FileError, match=r"max_seq_length is .*; it must be a number"):
-            read_max_seq_length(tmp_path)
 
 
 def test_errors() -> None:

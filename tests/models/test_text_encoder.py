@@ -17,7 +17,7 @@ from regard.errors import FileError
 from regard.models import HeadedEncoder, Model, Seq2Seq, TextEncoder
 from regard.models.families import bert
 from regard.models.save import save
-from regard.models.text_encoder import Pooling
+from regard.models.sentence_settings import Pooling
 from regard.models.tokenizer import Tokenizer
 from tests.parity.layers import assert_near
 
@@ -216,6 +216,42 @@ def test_a_folder_of_sentences(network: HeadedEncoder, tmp_path: Path) -> None:
     assert_near(made.embed("a b")[0], network(torch.tensor([[2, 4, 5, 3]]))[0, 0])
     with pytest.raises(regard.ArgumentError, match="has 8 tokens, and this model reads at most 6"):
         made.embed(TEXTS)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_settings_of_a_folder_shape_its_vectors(
+    network: HeadedEncoder, tmp_path: Path, packed: bool
+) -> None:
+    """Prompts, tokens that do not count, dimensions that are left out, and small letters, against
+    states that are pooled by hand; sentence-transformers 6.2 gave the same on such folders.
+    """
+    pooling = Pooling("mean", include_prompt=False, truncate_dim=5)
+    prompts = {"q": "a b ", "other": "h "}
+    made = TextEncoder(
+        network, tokenizer(), CONFIG, pooling=pooling, prompts=prompts, default_prompt_name="q"
+    )
+    folder = made.save(tmp_path / "model")
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    loaded = regard.load(folder, kind=TextEncoder)
+    if not packed:
+        loaded.network.register_forward_hook(lambda *_: None)
+    assert (loaded.why_not_packed() is None) == packed
+
+    def by_hand(ids: list[int], skipped: int) -> torch.Tensor:
+        states = network(torch.tensor([[2, *ids, 3]]))[0]
+        mean = states[skipped:].mean(0)
+        return (mean / mean.norm())[:5]
+
+    wanted = torch.stack([by_hand([4, 5, 6, 7], 3), by_hand([4, 5, 8], 3)])
+    found = loaded.embed(["C d", "E"])
+    assert_near(found, wanted)
+    assert_near(loaded.embed(["C d", "E"], normalise=True), wanted / wanted.norm(dim=1)[:, None])
+    other = by_hand([11, 6, 7], 2)
+    assert_near(loaded.embed("c d", prompt_name="other")[0], other)
+    for wrong in (by_hand([4, 5, 6, 7], 0), by_hand([6, 7], 0), by_hand([4, 5, 1, 7], 3)):
+        assert float((found[0] - wrong).abs().max()) > 1e-3, "control: a setting that is ignored"
+    with pytest.raises(regard.ArgumentError, match=r"prompt_name is 'othr'.*other"):
+        loaded.embed("c d", prompt_name="othr")
 
 
 @pytest.mark.parametrize("kind", [Model, Seq2Seq])

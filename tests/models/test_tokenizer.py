@@ -68,6 +68,60 @@ def test_control_tokens_count_when_asked(left: str, right: str) -> None:
     assert hidden == (left + END_OF_TEXT + right).replace(END_OF_TEXT, "")
 
 
+def named_specials(prefix: str | None, draw: random.Random) -> tokenizers.Tokenizer:
+    """A tokenizer whose special tokens take spaces around them, in every combination."""
+    letters = ["▁", *"abcs<>/x1", "▁a", "▁b"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            {letter: i for i, letter in enumerate(["?", *letters])},
+            [("▁", "a"), ("▁", "b")],
+            unk_token="?",
+        )
+    )
+    if prefix == "Prepend":
+        backend.normalizer = tokenizers.normalizers.Sequence(
+            [
+                tokenizers.normalizers.Prepend("▁"),
+                tokenizers.normalizers.Replace(" ", "▁"),
+            ]
+        )
+    else:
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=prefix)
+    backend.decoder = tokenizers.decoders.Metaspace()
+    for name in ("<s>", "</s>", "<s", "ab", "x1"):
+        options = {key: draw.random() < 0.5 for key in ("lstrip", "rstrip", "single_word")}
+        normalized = draw.random() < 0.3
+        backend.add_special_tokens([tokenizers.AddedToken(name, normalized=normalized, **options)])
+    return backend
+
+
+@pytest.mark.parametrize("prefix", ["Prepend", "first", "always", "never"])
+def test_special_tokens_are_those_of_the_library(prefix: str) -> None:
+    draw, ordinary = random.Random(0), 0
+    for _ in range(12):
+        backend = named_specials(prefix, draw)
+        oracle = tokenizers.Tokenizer.from_str(backend.to_str())
+        tokenizer = Tokenizer(backend)
+        for _ in range(40):
+            words = draw.choices(["<s>", "</s>", "ab", "x1", " ", "  ", "a", "b", "s", ">"], k=9)
+            text = "".join(words)
+            ids = oracle.encode(text, add_special_tokens=False).ids
+            assert tokenizer.encode(text, special=True) == ids, (text, backend.to_str())
+            ordinary += tokenizer.encode(text) != ids
+    assert ordinary > 100, "control: names in ordinary text are no tokens"
+
+
+def test_special_tokens_are_found_in_one_pass_of_the_library() -> None:
+    """The library is called once for a text, however many names the tokenizer has."""
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER._backend.to_str())
+    backend.add_special_tokens([f"<|name {i}|>" for i in range(256)])
+    tokenizer = Tokenizer(backend)
+    text = "the fox <|name 7|>" * 2000
+    ids = tokenizer.encode(text, special=True)
+    assert ids.count(tokenizer.special["<|name 7|>"]) == 2000
+    assert tokenizer.decode(ids) == text
+
+
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40))
 def test_streamed_parts_join_to_the_text_of_any_ids(ids: list[int]) -> None:
     stream = TOKENIZER.stream()
@@ -182,7 +236,7 @@ def test_other_kinds_of_tokenizer_decode_and_stream(tmp_path: Path) -> None:
     stream = tokenizer.stream()
     assert [stream.push(i) for i in [1, 3, 4, 2]] == [" a", "", "é", "b"]
     assert stream.flush() == ""
-    assert tokenizer.pieces([1, 3]) == ["▁a", "<0xC3>"]
+    assert tokenizer.pieces([1, 3]) == ["·a", "‹C3›"]
 
 
 @pytest.mark.parametrize("bad", [-1, 320, 2**31, 2**40])

@@ -64,6 +64,10 @@ def with_absent_sizes(raw: Raw) -> dict[str, object]:
     return keys
 
 
+MAX_LAYERS = 1 << 9
+"""The largest number of layers that is accepted, about four times that of any published model."""
+
+
 class UnknownKey(ArgumentError):
     """A key of config.json that its family does not know; a caller may choose to ignore it.
 

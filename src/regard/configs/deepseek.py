@@ -241,7 +241,7 @@ class DeepseekV32Config(DeepseekV3Config):
         keys = super().normalize_keys(raw)
         layers, mixers = keys.get("num_hidden_layers"), keys.pop("layer_types", None)
         kinds, first = keys.pop("mlp_layer_types", None), keys.get("first_k_dense_replace")
-        if isinstance(mixers, list) and {*mixers} != {INDEXED}:
+        if isinstance(mixers, list) and mixers != [INDEXED] * len(mixers):
             raise ArgumentError(f"layer_types is {shorten(mixers)}; only {INDEXED!r} is supported")
         if not isinstance(kinds, list) or not isinstance(layers, int):
             return {"first_k_dense_replace": 3, **keys}

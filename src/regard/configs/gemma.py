@@ -295,7 +295,7 @@ class Gemma3nConfig(Gemma3Config):
         keys = super().normalize_keys(_text(raw) if raw.get("model_type") == "gemma3n" else raw)
         widths = keys.get("intermediate_size")
         if isinstance(widths, list):
-            if len(set(widths)) != 1:
+            if not widths or any(width != widths[0] for width in widths):
                 raise ArgumentError(
                     "intermediate_size differs from layer to layer, which is not supported"
                 )

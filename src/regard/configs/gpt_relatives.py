@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from regard.argument_checks import check_groups, check_number, resolve_head_dim
-from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes, rename_keys
+from regard.configs.base import (
+    MAX_LAYERS,
+    ModelConfig,
+    Raw,
+    check_activation,
+    check_sizes,
+    rename_keys,
+)
 from regard.configs.gpt import GPT2Config
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
 from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
@@ -143,6 +150,14 @@ class GPTJConfig(ModelConfig):
         )
 
 
+def _is_repetition(entry: object) -> bool:
+    """Return whether an entry of `attention_types` is [names, number of repetitions]."""
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    kinds, times = entry
+    return isinstance(kinds, list) and type(times) is int and len(kinds) * times <= MAX_LAYERS
+
+
 @dataclass(frozen=True)
 class GPTNeoConfig(ModelConfig):
     """The keys of GPT-Neo: scores without a scale, and a window in some layers.
@@ -184,9 +199,10 @@ class GPTNeoConfig(ModelConfig):
         keys = rename_keys(raw, names)
         types = keys.pop("attention_types", None)
         if keys.get("attention_layers") is None and isinstance(types, list):
-            if not all(isinstance(x, list) and len(x) == 2 for x in types):
+            if not all(_is_repetition(entry) for entry in types):
                 raise ArgumentError(
-                    "attention_types must be a list of [names, number of repetitions]"
+                    "attention_types must be a list of [names, number of repetitions], with at "
+                    f"most {MAX_LAYERS} layers"
                 )
             keys["attention_layers"] = [
                 kind for kinds, times in types for _ in range(times) for kind in kinds

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from regard.configs import CONFIGS, config_class
-from regard.configs.base import ModelConfig, Raw, UnknownKey, with_absent_sizes
+from regard.configs.base import MAX_LAYERS, ModelConfig, Raw, UnknownKey, with_absent_sizes
 from regard.cost.model import ModelSpec, StoredSize
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
@@ -28,26 +28,13 @@ MAX_UNKNOWN_KEYS = 64
 """The largest number of unknown keys that are ignored; each needs another pass over the config."""
 _LARGEST_VALUES = (
     # the first entry whose text occurs in the name of the key applies; "" occurs in every name
-    ("window_layers", 1 << 31),
-    ("layer", 1 << 9),
-    ("expert", 1 << 14),
+    *((word, 1 << 31) for word in ("window", "chunk", "position", "length", "seq", "ctx")),
+    *((word, 1 << 31) for word in ("distance", "context", "token_id")),
+    *((word, 1 << 53) for word in ("theta", "base")),
     ("vocab", 1 << 24),
-    ("theta", 1 << 53),
-    ("base", 1 << 53),
-    *(
-        (word, 1 << 31)
-        for word in (
-            "position",
-            "length",
-            "seq",
-            "ctx",
-            "window",
-            "distance",
-            "chunk",
-            "context",
-            "token_id",
-        )
-    ),
+    ("size", 1 << 20),
+    ("layer", MAX_LAYERS),
+    ("expert", 1 << 14),
     ("dim", 1 << 20),
     ("head", 1 << 16),
     ("", 1 << 20),
@@ -55,6 +42,26 @@ _LARGEST_VALUES = (
 """Part of a key's name -> the largest whole number that is accepted: at least ten times that of any
 published model.
 """
+
+
+def largest_value(name: str) -> int:
+    """Return the largest whole number that a key may have.
+
+    >>> largest_value("num_hidden_layers"), largest_value("vocab_size_per_layer_input")
+    (512, 16777216)
+    """
+    last = name.rpartition(".")[2].lower()
+    return next(limit for word, limit in _LARGEST_VALUES if word in last)
+
+
+def counts_layers_or_experts(name: str) -> bool:
+    """Return whether a whole number of this key can be a number of layers or of experts.
+
+    >>> counts_layers_or_experts("n_layer"), counts_layers_or_experts("shared_expert_size")
+    (True, False)
+    """
+    return largest_value(name) in (MAX_LAYERS, 1 << 14)
+
 
 IGNORED_KEYS = frozenset(
     {
@@ -307,6 +314,7 @@ def parse(kind: type[Config], raw: Raw) -> Config:
 def _parse(kind: type[Config], raw: Raw, *, sizes_only: bool) -> Config:
     """Return the config; `sizes_only` checks only the keys that change sizes."""
     known = {f.name: f for f in fields(kind)}
+    _check_layer_counts(raw)
     keys = kind.normalize_keys(with_absent_sizes(raw))
     fixed = {k: v for k, v in {**FIXED_VALUES, **kind.fixed}.items() if k not in known}
     for key, value in keys.items():
@@ -494,11 +502,19 @@ def _check_sizes(name: str, value: object) -> None:
     elif isinstance(value, (list, tuple)):
         for i, inner in enumerate(value):
             _check_sizes(f"{name}[{i}]", inner)
-    elif type(value) is int:
-        last = name.rpartition(".")[2].lower()
-        largest = next(limit for word, limit in _LARGEST_VALUES if word in last)
-        if abs(value) > largest:
-            raise ArgumentError(f"{name} is {value}; the largest accepted value is {largest}")
+    elif type(value) is int and abs(value) > largest_value(name):
+        raise ArgumentError(
+            f"{name} is {short_repr(value)}; the largest accepted value is {largest_value(name)}"
+        )
+
+
+def _check_layer_counts(raw: Raw) -> None:
+    """Check the numbers of layers, from which `normalize_keys` may make lists."""
+    for name, value in raw.items():
+        if isinstance(value, Mapping):
+            _check_layer_counts(value)
+        elif largest_value(name) == MAX_LAYERS:
+            _check_sizes(name, value)
 
 
 def check_dtypes(raw: Raw) -> None:
@@ -522,7 +538,7 @@ def _typed(name: str, value: object, wanted: object) -> object:
         if type(value) is origin or (origin is float and type(value) is int):
             return value
     allowed = " or ".join(_type_name(kind) for kind in _union_members(wanted))
-    raise ArgumentError(f"{name} is {value!r}; it must be {allowed}")
+    raise ArgumentError(f"{name} is {short_repr(value)}; it must be {allowed}")
 
 
 def _union_members(wanted: object) -> tuple[object, ...]:
@@ -534,7 +550,8 @@ def _type_name(kind: Any) -> str:
     if kind is type(None):
         return "null"
     if typing.get_origin(kind) is tuple:
-        return f"a list of {typing.get_args(kind)[0].__name__}"
+        inner = _union_members(typing.get_args(kind)[0])
+        return f"a list of {' or '.join(map(_type_name, inner))}"
     return "an object" if typing.get_origin(kind) else str(kind.__name__)
 
 

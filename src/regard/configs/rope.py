@@ -141,6 +141,9 @@ def normalize_scaling(scaling: Mapping[str, object], where: str) -> dict[str, ob
     for key, value in scaling.items():
         if key in ("type", "rope_type"):
             continue
+        if (kind, key) == ("yarn", "attn_factor"):
+            _check_attn_factor(value, where)
+            continue
         if key not in known:
             raise UnknownKey(
                 (*where.split("."), key),
@@ -152,7 +155,33 @@ def normalize_scaling(scaling: Mapping[str, object], where: str) -> dict[str, ob
             normalized[key] = _check_value(f"{where}.{key}", key, value)
     if lacking := [key for key in required if key not in normalized]:
         raise ArgumentError(f"{where} of rope_type {kind!r} lacks {', '.join(lacking)}")
+    if kind == "yarn":
+        _check_mscales(normalized, where)
     return None if kind == "default" else normalized
+
+
+def _check_attn_factor(value: object, where: str) -> None:
+    """Raise unless YaRN's `attn_factor` changes nothing."""
+    if value is not None and check_finite(f"{where}.attn_factor", value) != 1:
+        raise ArgumentError(
+            f"{where}.attn_factor is {shorten(value)}: YaRN's released code multiplies the factor "
+            "0.1 ln(factor) + 1 by it, and transformers ignores it. Remove it, or give the product "
+            "as attention_factor"
+        )
+
+
+def _check_mscales(scaling: Mapping[str, object], where: str) -> None:
+    """Raise where one of YaRN's mscales without the other means two things."""
+    own, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    has_both = own and all_dim
+    # f(1) in both readings
+    is_default = own in (None, 1) and not all_dim
+    if scaling.get("attention_factor") is None and not has_both and not is_default:
+        raise ArgumentError(
+            f"{where} has mscale {own} and mscale_all_dim {all_dim}: DeepSeek's code takes 1 and 0 "
+            "for what is absent, and transformers ignores one without the other. Give both, not 0, "
+            "or give attention_factor"
+        )
 
 
 def _rope_type(scaling: Mapping[str, Any], where: str) -> str:

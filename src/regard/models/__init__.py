@@ -17,9 +17,10 @@ from regard.models.generation import (
 from regard.models.load import load
 from regard.models.model import Model
 from regard.models.rnn import RecurrentEncoderDecoder, recurrent
+from regard.models.sentence_settings import Pooling
 from regard.models.seq2seq import Seq2Seq
 from regard.models.speech_to_text import SpeechToText
-from regard.models.text_encoder import Pooling, TextEncoder
+from regard.models.text_encoder import TextEncoder
 
 __all__ = [
     "BatchGeneration",

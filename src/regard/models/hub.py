@@ -16,6 +16,7 @@ from pathlib import Path
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import check_file_name
 from regard.models.checkpoint.tensors import INDEX, SINGLE, describe_other_weights, read_index
+from regard.models.sentence_settings import MODEL_FILE, TRANSFORMER_FILES
 from regard.units import plural
 from regard.untrusted_text import short_repr
 
@@ -32,7 +33,8 @@ SMALL_FILES = (
     "generation_config.json",
     "adapter_config.json",
     "modules.json",
-    "sentence_bert_config.json",
+    *TRANSFORMER_FILES,
+    MODEL_FILE,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -47,7 +49,7 @@ copies them.
 """
 _FILES = (".bin", ".gguf", ".json", ".pt", ".pth", ".safetensors")
 """Suffixes of names that are treated as files, not as repositories."""
-_POOLING = re.compile(r"[0-9]+_Pooling/config\.json")
+_POOLING = re.compile(r"[0-9]+_(Pooling|Normalize)/config\.json")
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _ID = re.compile(rf"{_PART}/{_PART}")
 

@@ -38,9 +38,10 @@ from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.families import family
 from regard.models.minilm import minilm_folder
 from regard.models.model import Model
+from regard.models.sentence_settings import read_sentence_settings
 from regard.models.seq2seq import Seq2Seq
 from regard.models.speech_to_text import SpeechEncoder, SpeechToText
-from regard.models.text_encoder import TextEncoder, read_max_seq_length, read_pooling
+from regard.models.text_encoder import TextEncoder
 from regard.models.tokenizer import Tokenizer
 from regard.untrusted_text import short_repr
 
@@ -422,13 +423,18 @@ def _model(
     file = checked_path_or_none(folder, name)
     tokenizer = None if file is None else Tokenizer.load(file)
     if isinstance(network, HeadedEncoder):
-        limits = [config.max_position_embeddings, read_max_seq_length(folder)]
+        settings = read_sentence_settings(folder)
+        limits = [config.max_position_embeddings, settings.max_seq_length]
+        if settings.lowercase and tokenizer is not None:
+            tokenizer = tokenizer.lowercased()
         return TextEncoder(
             network,
             tokenizer,
             config,
-            pooling=read_pooling(folder),
+            pooling=settings.pooling,
             max_seq_length=min(n for n in limits if n is not None),
+            prompts=settings.prompts,
+            default_prompt_name=settings.default_prompt_name,
             **load_record,
         )
     eos_ids = read_eos_ids(folder, raw, tokenizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Unpack, overload
+from typing import Any, Unpack, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.beam_search import BeamCompletion, beam_search_text
 from regard.models.generation.cache_config import CacheConfig
-from regard.models.generation.decode_session import PrefixCache
+from regard.models.generation.decode_session import PrefixCache, Prompt, is_single_prompt
 from regard.models.generation.generate import BatchGeneration, Generation, GenerationOptions
 from regard.models.generation.sampling import SamplingKeywords, SamplingParams
 from regard.models.text_model import TextModel
@@ -158,7 +158,7 @@ class Model(TextModel):
     @overload
     def generate(
         self,
-        prompt: str,
+        prompt: str | list[int] | tuple[int, ...] | Tensor,
         *,
         max_tokens: int = ...,
         stop: str | Sequence[str] = ...,
@@ -173,7 +173,7 @@ class Model(TextModel):
     @overload
     def generate(
         self,
-        prompt: list[str] | tuple[str, ...],
+        prompt: list[Prompt] | tuple[Prompt, ...],
         *,
         max_tokens: int = ...,
         stop: str | Sequence[str] = ...,
@@ -187,7 +187,7 @@ class Model(TextModel):
 
     def generate(
         self,
-        prompt: str | list[str] | tuple[str, ...],
+        prompt: Any,
         *,
         max_tokens: int = 64,
         stop: str | Sequence[str] = (),
@@ -205,12 +205,13 @@ class Model(TextModel):
         a cache.
 
         Args:
-            prompt: one text, or several texts, which are continued as one batch; see
-                `BatchGeneration`. Only with `prefix` may a prompt be empty.
+            prompt: one text, or its ids: a list of ints, or an integer tensor [T] or [1, T]. A list
+                of prompts is continued as one batch; see `BatchGeneration`. Only with `prefix` may
+                a prompt be empty.
             max_tokens: the largest number of new tokens. Generation stops earlier at an id of
                 `eos_ids`, or at a stop string.
             stop: one or several strings that end the text; they are not part of it.
-            prefix: a text that `cache_prefix` has read before, which the prompt continues. Its
+            prefix: a prompt that `cache_prefix` has read before, which this one continues. Its
                 caches are copied, not changed.
             chunk: the number of prompt tokens that one forward pass reads (chunked prefill); None
                 reads the whole prompt in one pass.
@@ -229,7 +230,7 @@ class Model(TextModel):
 
         Returns:
             An iterator of pieces of text, each as soon as it is known; for several prompts, of
-            pairs (index of the prompt, piece).
+            pairs (index of the prompt, piece). Without a tokenizer there are no pieces, only `ids`.
 
         Raises:
             ArgumentError, ArgumentTypeError: a prompt is empty, an option is out of range, the
@@ -243,6 +244,9 @@ class Model(TextModel):
         >>> batch = model.generate(prompts, max_tokens=9, **choices)
         >>> sorted({row for row, piece in batch}), [row.finished for row in batch.rows]
         ([0, 1], ['length', 'length'])
+        >>> text, ids = (model.generate(p, max_tokens=9) for p in ("If a", model.encode("If a")))
+        >>> "".join(text) == "".join(ids)
+        True
         """
         check_keyword_names("generate", choices, SamplingKeywords.__annotations__)
         options = GenerationOptions(
@@ -253,13 +257,13 @@ class Model(TextModel):
             _cache_config(cache, max_context),
             cuda_graph,
         )
-        if isinstance(prompt, str):
+        if is_single_prompt(prompt):
             return Generation(self, prompt, options, prefix)
         return BatchGeneration(self, prompt, options, prefix)
 
     def cache_prefix(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
         prefix: PrefixCache | None = None,
         chunk: int | None = 512,
@@ -269,8 +273,8 @@ class Model(TextModel):
         """Read a prompt once and keep its caches, for several continuations (prefix caching).
 
         Args:
-            prompt: the text to read, not empty.
-            prefix: a text that was read before, which the prompt continues.
+            prompt: the text to read, or its ids; not empty.
+            prefix: a prompt that was read before, which this one continues.
             chunk, max_context, cache: as in `generate`.
 
         Returns:
@@ -291,7 +295,7 @@ class Model(TextModel):
 
     def beam_search(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
         beams: int = 4,
         max_tokens: int = 64,
@@ -303,7 +307,7 @@ class Model(TextModel):
         """Search the most likely continuations of a prompt as a whole; see `beam_search`.
 
         Args:
-            prompt: the text to continue, not empty.
+            prompt: the text to continue, or its ids; not empty.
             beams: how many candidates are kept at every step, and the largest number of results.
             max_tokens: the largest number of new tokens, at least 1.
             length_penalty: score = sum of log p / n^length_penalty; 0 ranks by probability, a

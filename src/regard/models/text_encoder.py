@@ -3,69 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.errors import ArgumentError, FileError
-from regard.files.regular_files import checked_path_or_none
-from regard.files.strict_json import read_json as read_list
-from regard.models.checkpoint.config import read_json
+from regard.did_you_mean import suggest
+from regard.errors import ArgumentError
 from regard.models.decoder import check_ids
 from regard.models.encoder import Encoder, HeadedEncoder, first_token_state
 from regard.models.packed_encoder import PackedEncoder, why_not_packed_encoder
+from regard.models.sentence_settings import (
+    Pooling,
+    PoolingMode,
+    SentenceSettings,
+    sentence_files,
+)
 from regard.models.text_model import TextModel, as_text_list, pad_right
 from regard.models.tokenizer import Tokenizer
 from regard.nn.as_written import why_not_as_written
 from regard.span import Positions, as_tensor
 from regard.units import plural
-from regard.untrusted_text import escape_controls, short_repr
-
-PoolingMode: TypeAlias = Literal["cls", "max", "mean", "mean_sqrt_len"]
-"""How the token states become one vector: "cls" takes the state of the first token, "max" the
-maximum of each dimension, "mean" the mean, and "mean_sqrt_len" the sum divided by the square root
-of the number of tokens.
-"""
-
-
-@dataclass(frozen=True)
-class Pooling:
-    """How the token states of a text become one vector.
-
-    Args:
-        mode: a `PoolingMode`.
-        normalise: whether the vector is divided by its length, so that the dot product of two
-            vectors is their cosine similarity.
-
-    Raises:
-        ArgumentError: the mode is unknown.
-
-    >>> Pooling()
-    Pooling(mode='mean', normalise=True)
-    """
-
-    mode: PoolingMode = "mean"
-    normalise: bool = True
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(PoolingMode):
-            raise ArgumentError(
-                f"mode is {self.mode!r}; it is one of {', '.join(get_args(PoolingMode))}"
-            )
+from regard.untrusted_text import short_repr
 
 
 def pool(
     states: Float[Tensor, "B S M"], positions: Positions | None, pooling: Pooling
-) -> Float[Tensor, "B M"]:
+) -> Float[Tensor, "B n"]:
     """Pool the token states of each text into one vector; padding has no influence.
 
     mean: y = (1/n) sum_t x_t;  mean_sqrt_len: y = (1/sqrt(n)) sum_t x_t;  max: y = max_t x_t;
-    cls: y = x_0;  and then, if `normalise`, y / |y|
+    cls: y = x_0;  and then, if `normalise`, y / |y|, of which `truncate_dim` dimensions are kept
 
     The computation is in fp32 or better. A text without tokens gets zeros.
 
@@ -75,7 +46,7 @@ def pool(
         pooling: the mode, and whether to normalise.
 
     Returns:
-        One vector per text, [B, M], in the dtype of the states.
+        One vector per text, [B, n], in the dtype of the states; n is M, or truncate_dim.
 
     >>> states = torch.tensor([[[3.0, 8.0], [5.0, 0.0], [7.0, 7.0]]])
     >>> pool(states, torch.tensor([[0, 1, -1]]), Pooling("mean", normalise=False)).tolist()
@@ -99,88 +70,7 @@ def pool(
         size = n if pooling.mode == "mean" else n.sqrt()
         pooled = x.sum(1) / size.clamp(min=1)
     pooled = F.normalize(pooled, dim=-1) if pooling.normalise else pooled
-    return pooled.to(states.dtype)
-
-
-POOLING_MODE_OF_KEY: dict[str, PoolingMode] = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
-}
-"""Key of 1_Pooling/config.json -> pooling mode."""
-SENTENCE_TRANSFORMERS_MODULES = ("Transformer", "Pooling", "Normalize")
-"""The supported modules of a sentence-transformers folder in their order; the last is optional."""
-
-
-def read_pooling(folder: Path) -> Pooling | None:
-    """Read the pooling from modules.json of a sentence-transformers folder; None without that file.
-
-    The file is read as data; no code that it names is imported.
-
-    Raises:
-        FileError: the pooling is not a `PoolingMode`, or there are other modules.
-
-    >>> read_pooling(Path("no/such/folder")) is None
-    True
-    """
-    modules = _modules(folder)
-    if modules is None:
-        return None
-    kinds = [kind for kind, _ in modules]
-    if kinds not in ([*SENTENCE_TRANSFORMERS_MODULES[:2]], [*SENTENCE_TRANSFORMERS_MODULES]):
-        raise FileError(
-            f"{folder / 'modules.json'} has the modules "
-            f"{escape_controls(', '.join(kinds)[:200])}; only "
-            f"{', '.join(SENTENCE_TRANSFORMERS_MODULES)} are supported, and the "
-            "last one may be missing; without it, the model loads, and you can pool its states"
-        )
-    where = folder / modules[1][1]
-    if where.parent != folder:
-        raise FileError(
-            f"{folder / 'modules.json'} leads to {short_repr(str(where))}, which is not in its "
-            "folder"
-        )
-    keys = read_json(where, "config.json")
-    chosen = [key for key, value in keys.items() if key.startswith("pooling_mode") and value]
-    if len(chosen) != 1 or chosen[0] not in POOLING_MODE_OF_KEY:
-        raise FileError(
-            f"{where / 'config.json'} asks for {short_repr(chosen)}; one of "
-            f"{sorted(POOLING_MODE_OF_KEY)} is supported"
-        )
-    return Pooling(POOLING_MODE_OF_KEY[chosen[0]], normalise=len(kinds) > 2)
-
-
-def read_max_seq_length(folder: Path) -> int | None:
-    """Read max_seq_length, in tokens, from sentence_bert_config.json; None without that file.
-
-    Raises:
-        FileError: max_seq_length is not a whole number above 0.
-    """
-    name = "sentence_bert_config.json"
-    if checked_path_or_none(folder, name) is None:
-        return None
-    limit = read_json(folder, name).get("max_seq_length")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise FileError(
-            f"{folder / name}: max_seq_length is {short_repr(limit)}; it must be a number of tokens"
-        )
-    return limit
-
-
-def _modules(folder: Path) -> list[tuple[str, str]] | None:
-    """Return the class name and the folder of each module in modules.json; None without that
-    file.
-    """
-    name = "modules.json"
-    path = checked_path_or_none(folder, name)
-    if path is None:
-        return None
-    try:
-        modules = read_list(path, kind=list)
-        return [(str(x["type"]).rpartition(".")[2], str(x["path"])) for x in modules]
-    except (TypeError, KeyError):
-        raise FileError(f"{path} is not a list of modules, each with type and path") from None
+    return pooled[:, : pooling.truncate_dim].to(states.dtype)
 
 
 PACKED_TOKENS = 2048
@@ -234,11 +124,14 @@ class TextEncoder(TextModel):
         pooling: how `embed` computes one vector for a text; None is the normalised mean over
             tokens.
         max_seq_length: the largest number of tokens of a text; None is no limit.
+        prompts: name -> the text that `embed` puts before a text.
+        default_prompt_name: the prompt of `embed` if none is named; None is no prompt.
         newly_initialized: names of weights that the checkpoint lacked and was allowed to lack.
         ignored: parts of the checkpoint that were not used.
 
     Attributes:
-        network, config, pooling, max_seq_length, newly_initialized, ignored: the arguments.
+        network, config, pooling, max_seq_length, prompts, default_prompt_name, newly_initialized,
+            ignored: the arguments.
 
     >>> import regard
     >>> from regard.models.families import bert
@@ -261,6 +154,8 @@ class TextEncoder(TextModel):
         *,
         pooling: Pooling | None = None,
         max_seq_length: int | None = None,
+        prompts: Mapping[str, str] | None = None,
+        default_prompt_name: str | None = None,
         newly_initialized: Collection[str] = (),
         ignored: Collection[str] = (),
     ) -> None:
@@ -268,6 +163,7 @@ class TextEncoder(TextModel):
         self.network = network
         self.pooling = Pooling() if pooling is None else pooling
         self.max_seq_length = max_seq_length
+        self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
         self._packed_encoder: PackedEncoder | None = None
 
     def encode(
@@ -399,7 +295,7 @@ class TextEncoder(TextModel):
         *,
         mode: PoolingMode | None = None,
         normalise: bool | None = None,
-    ) -> Float[Tensor, "B M"]:
+    ) -> Float[Tensor, "B n"]:
         """Pool hidden states into one vector for each text; padding has no influence.
 
         Args:
@@ -409,16 +305,21 @@ class TextEncoder(TextModel):
             normalise: whether to divide the vector by its length; None does as the checkpoint says.
 
         Returns:
-            Vectors [B, M].
+            Vectors [B, n]; n is M, or truncate_dim.
 
         Raises:
             ArgumentError: the mode is unknown.
         """
         own = self.pooling
-        chosen = Pooling(
-            own.mode if mode is None else mode, own.normalise if normalise is None else normalise
+        chosen = replace(
+            own,
+            mode=own.mode if mode is None else mode,
+            normalise=own.normalise if normalise is None else normalise,
         )
-        return pool(states, positions, chosen)
+        vectors = pool(states, positions, chosen)
+        # the checkpoint divides before dimensions are left out, a caller wants length 1
+        shortened = own.truncate_dim is not None and normalise
+        return F.normalize(vectors, dim=-1) if shortened else vectors
 
     @torch.no_grad()
     def embed(
@@ -428,6 +329,7 @@ class TextEncoder(TextModel):
         batch_size: int | None = None,
         truncate: bool = False,
         normalise: bool | None = None,
+        prompt_name: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Float[Tensor, "N M"]:
         """Compute one vector for each text, pooled as the checkpoint says.
@@ -446,13 +348,16 @@ class TextEncoder(TextModel):
             truncate: as in `encode`.
             normalise: whether to divide each vector by its length; None does as the checkpoint
                 says.
+            prompt_name: the name of a prompt in `prompts`, which is put before each text; None is
+                `default_prompt_name`.
             progress: called after each forward pass as progress(texts that are done, N).
 
         Returns:
-            Vectors [N, M], in the order of the texts.
+            Vectors [N, M], in the order of the texts; with `truncate_dim` so many dimensions.
 
         Raises:
-            ArgumentError, ArgumentTypeError: as in `encode`; or batch_size is less than 1.
+            ArgumentError, ArgumentTypeError: as in `encode`; batch_size is less than 1, or there is
+                no such prompt.
 
         >>> import regard
         >>> from regard.models.families import bert
@@ -467,7 +372,9 @@ class TextEncoder(TextModel):
         """
         if batch_size is not None and batch_size < 1:
             raise ArgumentError(f"batch_size is {batch_size}; it must be at least 1")
-        firsts = as_text_list(texts)
+        prompt = self._prompt(prompt_name)
+        firsts = [prompt + text for text in as_text_list(texts)]
+        skipped = 0 if self.pooling.include_prompt else self._prompt_tokens(prompt)
         rows = self._token_rows(firsts, [None] * len(firsts), truncate=truncate)
         sizes = [len(ids) for ids, _ in rows]
         packed = min(sizes) > 0 and self.why_not_packed() is None
@@ -477,11 +384,31 @@ class TextEncoder(TextModel):
         for part in _batches_of(order, sizes, batch_size, packed=packed):
             some = [rows[i] for i in part]
             states, positions = (self._packed_states if packed else self._padded_states)(some)
+            if skipped:
+                positions[:, :skipped] = -1  # as padding has it
             vectors.append(self.pool(states, positions, normalise=normalise))
             done += len(part)
             if progress is not None:
                 progress(done, len(rows))
         return torch.cat(vectors)[torch.tensor(order, device="cpu").argsort().to(self.device)]
+
+    def _prompt(self, name: str | None) -> str:
+        """Return the text of a prompt, or of the default one."""
+        name = self.default_prompt_name if name is None else name
+        if name is not None and name not in self.prompts:
+            raise ArgumentError(
+                f"prompt_name is {short_repr(name)}; "
+                f"{suggest(name, self.prompts, otherwise='')} this model has the prompts "
+                f"{', '.join(self.prompts) or 'none'}"
+            )
+        return "" if name is None else self.prompts[name]
+
+    def _prompt_tokens(self, prompt: str) -> int:
+        """Return the number of tokens of a prompt, with the special tokens before it."""
+        if not prompt:
+            return 0
+        ids = self.tokenizer.encode(prompt, template=True)
+        return len(ids) - (ids[-1] in self.tokenizer.special.values())
 
     def why_not_packed(self) -> str | None:
         """Return why `embed` would run the network as it is written, with padded texts, or None if
@@ -504,9 +431,7 @@ class TextEncoder(TextModel):
         with torch.no_grad():
             return why_not_packed_encoder(encoder)
 
-    def _padded_states(
-        self, rows: Sequence[tuple[list[int], list[int]]]
-    ) -> tuple[Tensor, Positions]:
+    def _padded_states(self, rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
         """Return the states of texts and their positions [B, S], by the network as it is
         written.
         """
@@ -514,9 +439,7 @@ class TextEncoder(TextModel):
         segments = pad_right([row[1] for row in rows], self.device)[0]
         return self.hidden(ids, positions, segments), positions
 
-    def _packed_states(
-        self, rows: Sequence[tuple[list[int], list[int]]]
-    ) -> tuple[Tensor, Positions]:
+    def _packed_states(self, rows: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
         """Return the states of texts and their positions [B, S], by the packed encoder."""
         ids, segments = (
             torch.tensor([[x for row in rows for x in row[i]]], device="cpu") for i in (0, 1)
@@ -535,24 +458,10 @@ class TextEncoder(TextModel):
         return lambda: self.hidden(ids)
 
     def _json_files(self) -> Mapping[str, object]:
-        mode_keys = {key: mode == self.pooling.mode for key, mode in POOLING_MODE_OF_KEY.items()}
-        kinds = SENTENCE_TRANSFORMERS_MODULES[: 3 if self.pooling.normalise else 2]
-        folders = ("", "1_Pooling", "2_Normalize")
-        files: dict[str, object] = {
-            "modules.json": [
-                {
-                    "idx": i,
-                    "name": str(i),
-                    "path": path,
-                    "type": f"sentence_transformers.models.{x}",
-                }
-                for i, (x, path) in enumerate(zip(kinds, folders, strict=False))
-            ],
-            "1_Pooling/config.json": {
-                "word_embedding_dimension": self.config.hidden_size,
-                **mode_keys,
-            },
-        }
-        if self.max_seq_length is not None:
-            files["sentence_bert_config.json"] = {"max_seq_length": self.max_seq_length}
-        return files
+        settings = SentenceSettings(
+            self.pooling,
+            self.max_seq_length,
+            prompts=self.prompts,
+            default_prompt_name=self.default_prompt_name,
+        )
+        return sentence_files(settings, self.config.hidden_size)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.files.atomic_write import write_atomically
@@ -21,6 +21,9 @@ from regard.files.strict_json import parse_json
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr
 
+_SPACE_SYMBOL = "▁"
+"""What sentencepiece writes for a space."""
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _DISPLAY_SYMBOLS = {" ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"}
 
 
@@ -87,31 +90,17 @@ def check_unicode(text: str) -> str:
     return text
 
 
-def split_at_names(text: str, names: Iterable[str]) -> list[str]:
-    """Split text before and after every name; of names that begin together, the longest one counts.
-
-    >>> split_at_names("a<b>c", ["<b>"])
-    ['a', '<b>', 'c']
-    """
-    parts, start, index = [], 0, 0
-    ordered = sorted(names, key=len, reverse=True)
-    while index < len(text):
-        name = next((n for n in ordered if text.startswith(n, index)), None)
-        if name is None:
-            index += 1
-            continue
-        parts += [text[start:index], name]
-        index = start = index + len(name)
-    return [part for part in [*parts, text[start:]] if part]
-
-
 class StreamDecoder:
     """Decodes ids one at a time: `push(id)` returns the characters that are complete, `flush()` the
     rest.
 
-    The parts joined equal `Tokenizer.decode` of all ids, and no part of a character is returned.
-    There is one exception: byte tokens beside words (the byte fallback of sentencepiece) that are
-    not valid UTF-8 can turn characters before them into U+FFFD.
+    The parts joined equal `Tokenizer.decode` of all ids after the same context, and no part of a
+    character is returned. There is one exception: byte tokens beside words (the byte fallback of
+    sentencepiece) that are not valid UTF-8 can turn characters before them into U+FFFD.
+
+    Args:
+        tokenizer: converts ids to text.
+        after: the ids before the first one, as in `Tokenizer.decode`.
 
     >>> from regard.models.tokenizer import Tokenizer
     >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
@@ -120,19 +109,29 @@ class StreamDecoder:
     ['', 'é', '!']
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, after: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._has_half = False  # of a character, in the bytes before the first id
         # only for tokenizers that are not byte-level: the ids whose text was returned last,
         # followed by the ids whose text is not complete yet
         self._ids: list[int] = []
         self._emitted, self._shown = 0, ""
+        before = tokenizer.ordinary(after)
+        if tokenizer.is_byte_level:
+            for index in before[-3:]:  # a character has at most three bytes before its last one
+                self.push(index)
+            self._has_half = bool(self._utf8.getstate()[0])
+        elif before:
+            self._ids, self._shown = before, tokenizer.decode(before)
+            self._emitted = 0 if self._shown.endswith("�") else len(before)
 
     def push(self, index: int) -> str:
         """Return the text that this id completes, often one word and sometimes empty."""
-        raw = self._tokenizer.token_bytes(index)
-        if raw is not None:
-            return self._utf8.decode(raw)
+        if self._tokenizer.is_byte_level:
+            raw = self._tokenizer.token_bytes(index)
+            assert raw is not None, "each token is a sequence of bytes"
+            return self._decode_bytes(raw)
         self._ids.append(index)
         text = self._tokenizer.decode(self._ids)
         return "" if text.endswith("�") else self._emit(text)
@@ -141,8 +140,18 @@ class StreamDecoder:
         """Return the rest, after the last id; bytes that are not a complete character are
         U+FFFD.
         """
-        rest = self._utf8.decode(b"", final=True)
+        rest = self._decode_bytes(b"", final=True)
         return rest + (self._emit(self._tokenizer.decode(self._ids)) if self._ids else "")
+
+    def _decode_bytes(self, raw: bytes, *, final: bool = False) -> str:
+        """Return the characters that the bytes complete, without the U+FFFD of a half character
+        before the first id.
+        """
+        text = self._utf8.decode(raw, final)
+        if text and self._has_half:
+            self._has_half = False
+            return text.removeprefix("�")
+        return text
 
     def _emit(self, text: str) -> str:
         """Return the new part of the text of the ids.
@@ -150,10 +159,18 @@ class StreamDecoder:
         The ids returned last are decoded again, because the text of a token depends on the token
         before it.
         """
-        new = text[len(self._shown) :]
+        new = _text_after(self._shown, text)
         self._ids = self._ids[self._emitted :]
         self._emitted, self._shown = len(self._ids), self._tokenizer.decode(self._ids)
         return new
+
+
+def _text_after(shown: str, text: str) -> str:
+    """Return what a text adds to the text that was shown; a half character that was shown as U+FFFD
+    counts where it is complete.
+    """
+    kept = shown if text.startswith(shown) else shown.rstrip("�")
+    return text[len(kept) :]
 
 
 MAX_FILE_BYTES = 128 << 20
@@ -190,12 +207,14 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        file = json.loads(backend.to_str())
-        self._byte_level = '"ByteLevel"' in json.dumps(file["decoder"])
-        name = file["model"].get("unk_token")  # Unigram names its index instead
-        self._unknown: int | None = (
-            file["model"].get("unk_id") if name is None else backend.token_to_id(name)
-        )
+        self._parts = _parts_of(backend)
+        decoder = json.dumps(self._parts["decoder"], ensure_ascii=False)
+        self._byte_level = '"ByteLevel"' in decoder
+        self._has_space_symbol = _SPACE_SYMBOL in decoder
+        self._has_byte_tokens = '"ByteFallback"' in decoder
+        self._unknown = _unknown_id(backend)
+        # (special, continued) -> the backend that encodes so; see `_backend_for`
+        self._backends = {(False, False): backend}
         added = backend.get_added_tokens_decoder()
         self._special = {token.content: index for index, token in added.items() if token.special}
 
@@ -303,6 +322,18 @@ class Tokenizer:
         )
         return type(self)(backend)
 
+    def lowercased(self) -> Tokenizer:
+        """Return this tokenizer with all letters of a text made small before anything else.
+
+        >>> tokenizer = Tokenizer.train(["x"], vocab_size=257).lowercased()
+        >>> tokenizer.decode(tokenizer.encode("Né X"))
+        'né x'
+        """
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        own = [] if backend.normalizer is None else [backend.normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
+        return type(self)(backend)
+
     @property
     def vocab_size(self) -> int:
         """The number of tokens; ids are 0 ... vocab_size - 1."""
@@ -318,6 +349,11 @@ class Tokenizer:
         return dict(self._special)
 
     @property
+    def is_byte_level(self) -> bool:
+        """Whether each token is a sequence of bytes, which is joined without regard to context."""
+        return self._byte_level
+
+    @property
     def end_of_text(self) -> int | None:
         """The id of `<|endoftext|>`, or None if the tokenizer has no such token."""
         return self._special.get(END_OF_TEXT)
@@ -329,30 +365,35 @@ class Tokenizer:
         """
         return self._unknown
 
-    def encode(self, text: str, *, special: bool = False, template: bool = False) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        special: bool = False,
+        template: bool = False,
+        after: Sequence[int] = (),
+    ) -> list[int]:
         """Convert a text to token ids.
 
         Args:
             text: any Unicode text.
-            special: whether names of special tokens in the text become their ids.
+            special: whether names of special tokens in the text become their ids. The `tokenizers`
+                package matches them, with the spaces around them that the tokenizer's file says.
             template: whether to add the special tokens that the tokenizer's file puts around a
                 text, such as a token for its beginning.
+            after: the ids that the text continues. After an ordinary token, the tokenizer adds no
+                space of its own, as many do at the beginning of a text.
 
         Returns:
-            The ids.
+            The ids of the text alone.
 
         >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
         >>> len(tokenizer.encode("<|endoftext|>")), tokenizer.encode("<|endoftext|>", special=True)
         (13, [0])
         """
-        check_unicode(text)
-        if not special:
-            return list(self._run(self._backend.encode, text, add_special_tokens=template).ids)
-        ids: list[int] = []
-        for part in split_at_names(text, self._special):
-            known = self._special.get(part)
-            ids += [known] if known is not None else self.encode(part)
-        return ids
+        backend = self._backend_for(special=special, continued=bool(self.ordinary(after)))
+        ids = self._run(backend.encode, check_unicode(text), add_special_tokens=template).ids
+        return list(ids)
 
     def encode_pair(self, first: str, second: str | None = None) -> tuple[list[int], list[int]]:
         """Convert one text, or a pair of texts, to ids, with the special tokens around them.
@@ -408,17 +449,41 @@ class Tokenizer:
             for row in self._run(self._backend.encode_batch, list(texts), add_special_tokens=False)
         ]
 
-    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+    def decode(
+        self, ids: Iterable[int], *, skip_special: bool = False, after: Sequence[int] = ()
+    ) -> str:
         """Convert ids to text; special tokens appear by name unless skipped, broken UTF-8 as
         U+FFFD.
+
+        Args:
+            ids: token ids.
+            skip_special: whether special tokens are left out.
+            after: the ids before the first one. Many tokenizers drop the space at the beginning of
+                a text; after an ordinary token, that space belongs to the text.
+
+        Returns:
+            The text that the ids add to the text of `after`.
+
+        >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
+        >>> e_acute = tokenizer.encode("é")
+        >>> tokenizer.decode(e_acute[1:], after=e_acute[:1])
+        'é'
         """
-        chosen = list(ids)
+        chosen = self.ordinary(ids) if skip_special else list(ids)
+        before = self.ordinary(after)
         for index in chosen:
             self._token(index)
-        if skip_special:
-            hidden = set(self._special.values())
-            chosen = [i for i in chosen if i not in hidden]
-        return str(self._run(self._backend.decode, chosen, skip_special_tokens=False))
+        text = self._decode([*before, *chosen])
+        return _text_after(self._decode(before), text) if before else text
+
+    def ordinary(self, ids: Iterable[int]) -> list[int]:
+        """Return the ids that are not those of special tokens.
+
+        >>> Tokenizer.train(["x"], vocab_size=257).ordinary([0, 9, 0])
+        [9]
+        """
+        hidden = set(self._special.values())
+        return [i for i in ids if i not in hidden]
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Return one visible string per token: spaces as symbols, part of a character as bytes, ‹E4
@@ -430,18 +495,43 @@ class Tokenizer:
         """
         return [self._piece(index) for index in ids]
 
-    def stream(self) -> StreamDecoder:
-        """Return a decoder that takes one id at a time."""
-        return StreamDecoder(self)
+    def stream(self, after: Sequence[int] = ()) -> StreamDecoder:
+        """Return a decoder that takes one id at a time, after the given ids."""
+        return StreamDecoder(self, after)
 
     def token_bytes(self, index: int) -> bytes | None:
-        """Return the bytes of a token, or None if the tokenizer is not byte-level."""
+        """Return the bytes of a token: of every token of a byte-level tokenizer, and of a token of
+        another one that stands for one byte; otherwise None.
+        """
         token = self._token(index)
+        if self._has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
         if not self._byte_level:
             return None
         if any(letter not in BYTE_OF for letter in token):  # a token added by name
             return token.encode("utf-8")
         return bytes(BYTE_OF[letter] for letter in token)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._run(self._backend.decode, ids, skip_special_tokens=False))
+
+    def _backend_for(self, *, special: bool, continued: bool) -> tokenizers.Tokenizer:
+        """Return a backend that matches names of special tokens or not, and adds a space at the
+        beginning of a text or not; all of them share one model.
+        """
+        parts = dict(self._parts)
+        if continued:
+            for name in ("normalizer", "pre_tokenizer"):
+                parts[name] = _without_prefix(parts[name])
+        kind = (special, parts != self._parts)
+        if kind not in self._backends:
+            backend = tokenizers.Tokenizer.from_str(json.dumps(parts))
+            backend.model = self._backend.model
+            added = self._backend.get_added_tokens_decoder()
+            backend.add_tokens([added[i] for i in sorted(added)])
+            backend.encode_special_tokens = not special
+            self._backends[kind] = backend
+        return self._backends[kind]
 
     def _run(self, function: Callable[..., object], *args: object, **kwargs: object) -> Any:
         try:
@@ -454,7 +544,9 @@ class Tokenizer:
     def _piece(self, index: int) -> str:
         raw = self.token_bytes(index)
         if raw is None:
-            return display_text(self._token(index))
+            token = self._token(index)
+            text = token.replace(_SPACE_SYMBOL, " ") if self._has_space_symbol else token
+            return display_text(text)
         try:
             return display_text(raw.decode("utf-8"))
         except UnicodeDecodeError:
@@ -468,6 +560,38 @@ class Tokenizer:
                 "tokenizer?"
             )
         return token
+
+
+def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
+    """Return the id of the token for what a vocabulary lacks; Unigram names it by its index."""
+    if isinstance(backend.model, models.Unigram):
+        unknown: int | None = json.loads(backend.to_str())["model"]["unk_id"]
+        return unknown
+    name = backend.model.unk_token
+    return None if name is None else backend.token_to_id(name)
+
+
+def _parts_of(backend: tokenizers.Tokenizer) -> dict[str, Any]:
+    """Return the content of a tokenizer.json with the parts of a tokenizer around an empty
+    model.
+    """
+    shell = tokenizers.Tokenizer(models.BPE())
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        setattr(shell, name, getattr(backend, name))
+    parts: dict[str, Any] = json.loads(shell.to_str())
+    return parts
+
+
+def _without_prefix(part: Any) -> Any:
+    """Return a normalizer or pre-tokenizer without the space that it puts before a text."""
+    if isinstance(part, list):
+        return [_without_prefix(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    never = {"prepend_scheme": "never", "add_prefix_space": False}
+    return {key: never.get(key, _without_prefix(value)) for key, value in part.items()}
 
 
 def _read(kind: type[Tokenizer], file: Path) -> Tokenizer:

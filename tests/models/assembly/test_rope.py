@@ -414,13 +414,17 @@ def test_a_scaling_straight_from_a_file_is_checked_too() -> None:
     assert rotary(64, 1e4, None, 128, layout="interleaved").layout == "interleaved"
 
 
-def test_one_mscale_alone_is_read_as_deepseek_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers ignores it: pinned here and in tests/parity/test_deepseek.py."""
-    made = rotary(64, 1e4, YARN | {"mscale": 0.707}, MAX)
-    scaling = YARN | {"mscale": 0.707, "rope_theta": 1e4}
-    _, factor = their_frequencies(monkeypatch, scaling, 64, MAX)
+@pytest.mark.parametrize("alone", [{"mscale": 0.707}, {"mscale_all_dim": 1.0}, {"mscale": 0.0}])
+def test_one_mscale_alone_means_two_things(
+    monkeypatch: pytest.MonkeyPatch, alone: dict[str, float]
+) -> None:
+    """DeepSeek's code reads it (tests/parity/test_deepseek.py), transformers ignores it."""
+    with pytest.raises(ArgumentError, match=r"transformers ignores .* attention_factor"):
+        make(YARN | alone, 64, 1e4)
+    _, factor = their_frequencies(monkeypatch, YARN | alone | {"rope_theta": 1e4}, 64, MAX)
     assert factor == pytest.approx(0.1 * math.log(4) + 1)
-    assert made.rotary_factor == pytest.approx(0.0707 * math.log(4) + 1)
+    for agreed in ({"mscale": 1.0}, {"mscale_all_dim": 0.0}, {"attn_factor": 1.0}):
+        assert make(YARN | agreed, 64, 1e4).rotary_factor == pytest.approx(factor)
 
 
 # What is wrong is named.
@@ -465,6 +469,10 @@ FLAWS: list[tuple[dict[str, Any], str]] = [
             "rope_scaling of rope_type 'yarn' has the unknown key 'beta_fasst'; did you mean "
             "'beta_fast'? Its keys are factor, "
         ),
+    ),
+    (
+        {"rope_scaling": {**YARN, "attn_factor": 1.5}},
+        "rope_scaling.attn_factor is 1.5: YaRN's released code multiplies",
     ),
     (
         {"rope_scaling": {"rope_type": "default", "factor": 2.0}},

@@ -25,6 +25,7 @@ from regard.models.checkpoint.group_quantized import (
 
 Tensors = dict[str, Tensor]
 STORED = "model.layers.0.self_attn.q_proj"
+QUERIES = "layers.0.attention.project.q.linear.weight"
 N = M = 256
 
 
@@ -48,11 +49,12 @@ def int32(rows: list[list[int]]) -> Tensor:
 
 
 def gptq(
-    bits: int, group: int, *, offset: int = 1, act_order: bool = False
+    bits: int, group: int, *, offset: int = 1, act_order: bool = False, zero: int | None = None
 ) -> tuple[Tensors, Tensor]:
     """The tensors of one matrix, and the matrix in fp64."""
     top = 2**bits
     codes, zeros = drawn(top, N, M, seed=1), drawn(top, N, M // group, seed=2)
+    zeros = zeros if zero is None else torch.full_like(zeros, zero)
     scales = (drawn(1000, N, M // group, seed=3) + 1).half() / 4096
     g_idx = torch.arange(M) // group
     if act_order:
@@ -149,10 +151,14 @@ def folder_with(tmp_path: Path, tensors: Tensors, settings: dict[str, Any]) -> P
     del stored[f"{STORED}.weight"]
     stored |= {f"{STORED}.{name}": x for name, x in tensors.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    write_settings(folder, settings)
+    return folder
+
+
+def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = settings
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.full(keep=["gptq-4"])
@@ -161,11 +167,32 @@ def test_a_folder_loads_by_its_formula(name: str, tmp_path: Path) -> None:
     make, settings = CASES[name]
     tensors, exact = make()
     model = regard.load(folder_with(tmp_path, tensors, settings))
-    found = model.decoder.get_parameter("layers.0.attention.project.q.linear.weight")
+    found = model.decoder.get_parameter(QUERIES)
     assert torch.equal(found, exact.float())
     stored = regard.load(tmp_path / "model", weights="int8")
     record = stored.decoder.layers[0].attention.project.q.linear.stored_weight
     assert (record.dequantize() - found).abs().max() <= exact.abs().max() / 127
+
+
+@pytest.mark.parametrize("stored, named", [(1, "gptq"), (0, "gptq_v2"), (1, "GPTQ")])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zero_points_that_contradict_the_settings(
+    tmp_path: Path, stored: int, named: str, symmetric: bool
+) -> None:
+    """A symmetric file has the zero point 8 in every group, 7 where the format stores it less 1."""
+    tensors, exact = gptq(4, 64, offset=stored, zero=8 if symmetric else None)
+    settings = {"quant_method": "gptq", "bits": 4, "sym": True, "checkpoint_format": named}
+    folder = folder_with(tmp_path, tensors, settings)
+    if symmetric:
+        weight = regard.load(folder).decoder.get_parameter(QUERIES)
+        assert torch.equal(weight, exact.float())
+        settings["checkpoint_format"] = "gptq_v2" if stored else "gptq"
+        write_settings(folder, settings)
+    with pytest.raises(FileError, match=r"q_proj.*sym is true.*zero point is 8.*are \d+ to \d+"):
+        regard.load(folder)
+    write_settings(folder, {**settings, "sym": False, "group_size": 32})
+    with pytest.raises(FileError, match="of 8 groups of 32 inputs"):
+        regard.load(folder)
 
 
 @pytest.mark.full

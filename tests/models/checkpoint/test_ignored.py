@@ -189,7 +189,9 @@ def test_tensors_of_another_head(tmp_path: Path) -> None:
     with pytest.raises(FileError) as error:
         regard.load(tmp_path)
     assert "2 unexpected ['classifier.bias (2,)', 'classifier.weight (2, 8)']" in str(error.value)
-    assert "or --ignore 'classifier.bias'; * stands for any letters" in str(error.value)
+    names = "'classifier.bias', 'classifier.weight'"
+    assert f"ignore=[{names}]" in str(error.value)
+    assert "--ignore 'classifier.bias' --ignore 'classifier.weight'; *" in str(error.value)
     model = regard.load(tmp_path, ignore=["classifier.*"])
     assert model.ignored == ("classifier.bias", "classifier.weight")
     ids = torch.tensor([[1, 2, 3]])

@@ -79,6 +79,75 @@ def test_streamed_text_is_the_text_of_the_ids(model: Model, temperature: float) 
         assert list(generation) == [], "it can be iterated once"
 
 
+def test_ids_are_a_prompt_wherever_a_text_is(model: Model) -> None:
+    texts = [PROMPT, "the key"]
+    rows = [model.encode(text) for text in texts]
+    forms = [
+        rows[0],
+        rows[0][0],
+        rows[0].to(torch.int32),
+        rows[0][0].tolist(),
+        tuple(rows[0][0].tolist()),
+    ]
+    batch = model.generate(texts, max_tokens=4)
+    list(batch)
+    for form in forms:
+        generation = model.generate(form, max_tokens=4)
+        assert ("".join(generation), generation.ids) == (batch.rows[0].text, batch.rows[0].ids)
+        both = model.generate([form, texts[1]], max_tokens=4)
+        list(both)
+        assert [row.ids for row in both.rows] == [row.ids for row in batch.rows]
+        assert both.rows[0].prompt == PROMPT
+        assert model.cache_prefix(form).ids == tuple(rows[0][0].tolist())
+    prefix = model.cache_prefix(rows[0][:, :3])
+    rest = model.generate(rows[0][0, 3:], prefix=prefix, max_tokens=4)
+    assert "".join(rest) == batch.rows[0].text
+    beams = [model.beam_search(prompt, beams=2, max_tokens=3) for prompt in (PROMPT, rows[0])]
+    assert beams[0] == beams[1]
+
+
+def test_ids_are_generated_without_a_tokenizer(model: Model) -> None:
+    bare = Model(model.decoder, None, model.config)
+    prompt = model.encode(PROMPT)
+    wanted = model.generate(prompt, max_tokens=4)
+    list(wanted)
+    generation = bare.generate(prompt, max_tokens=4)
+    assert list(generation) == []
+    assert (generation.ids, generation.text, generation.finished) == (wanted.ids, "", "length")
+    assert (
+        bare.beam_search(prompt, max_tokens=3)[0].ids
+        == model.beam_search(prompt, max_tokens=3)[0].ids
+    )
+    for call in (lambda: bare.generate("the"), lambda: bare.generate(prompt, stop="x")):
+        with pytest.raises(regard.FileError, match="no tokenizer"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (5, "the prompt is int"),
+        (b"ab", "the prompt is bytes"),
+        ([1, True], r"prompt\[1\] is bool"),
+        ([[1, 2.0]], r"prompt\[1\] is float"),
+        ([1.5], "the prompt is float"),
+        ({"a": 1}, "the prompt is dict"),
+        (torch.tensor([1.0]), "a tensor of torch.float32"),
+        (torch.tensor([True]), "a tensor of torch.bool"),
+        (torch.ones(2, 3, dtype=torch.int64), r"a tensor \[2, 3\].*list of prompts"),
+        (torch.tensor(3), r"a tensor \[\]"),
+        ([300], "token id 300"),
+        (torch.tensor([[-1, 3]]), "token id -1"),
+        (torch.ones(1, 0, dtype=torch.int64), "the prompt has no ids"),
+        ([[1], []], "the prompt has no ids"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt(model: Model, prompt: Any, words: str) -> None:
+    with pytest.raises((regard.ArgumentError, regard.ArgumentTypeError), match=words):
+        model.generate(prompt)
+
+
 def test_seeds(model: Model) -> None:
     def sample(seed: int) -> list[int]:
         generation = model.generate(PROMPT, max_tokens=10, temperature=2.0, seed=seed)

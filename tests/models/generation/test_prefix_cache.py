@@ -127,7 +127,7 @@ def test_errors(model: Model) -> None:
         (lambda: model.cache_prefix(""), "the text '' has no tokens; give at least one character"),
         (
             lambda: model.cache_prefix("", prefix=read),
-            "the text '' has no tokens; give at least one character",
+            "the prompt '' has no tokens",
         ),
         (
             lambda: model.cache_prefix(PROMPT, cache="paged"),

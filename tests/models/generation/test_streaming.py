@@ -1,39 +1,60 @@
-"""Text as ids arrive, for tokenizers that are not byte-level: the parts are the whole, and a step
-does not grow.
+"""Text in the context of the ids before it: streamed, decoded and encoded, for every kind of
+tokenizer.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+import regard
+from regard.models import Model
+from regard.models.families import llama
 from regard.models.tokenizer import Tokenizer
+from tests.models import small
 
 WORDS = ["▁the", "▁", "he", "▁▁a", "x", "▁né", "你", "▁qu", "ick", "▁the▁", "."]
+SAID = ["▁say", "▁Hello", "▁Block", "Q", "Block"]
 
 
-def metaspace() -> Tokenizer:
-    """As the sentencepiece vocabularies of Llama 2 and Gemma: words, and bytes for what is no
-    word.
+def sentencepiece(prefix: str | None, words: list[str] = WORDS) -> Tokenizer:
+    """As the vocabularies of Llama 2, Mistral and Gemma: words, and bytes for what is no word; the
+    space before a text comes from the normalizer ("Prepend"), from Metaspace, or from nowhere.
     """
-    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *WORDS]
+    names = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *words]
     backend = tokenizers.Tokenizer(
         models.BPE(
             {name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True
         )
     )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    backend.model.ignore_merges = True
+    space = normalizers.Replace(" ", "▁")
+    if prefix == "Prepend":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
+        # the file has no rule for words; here one lets them be tokens without merges
+        backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("▁*[^▁]*"), "isolated")
+    else:
+        scheme = prefix or "never"
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=True)
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefix is not None:
+        parts.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(parts)
+    backend.add_special_tokens(["<s>", "</s>"])
     return Tokenizer(backend)
+
+
+def byte_level() -> Tokenizer:
+    trained = Tokenizer.train(["the né 你 quick"], vocab_size=270)
+    trained._backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return Tokenizer(trained._backend)
 
 
 def wordpiece() -> Tokenizer:
@@ -45,27 +66,126 @@ def wordpiece() -> Tokenizer:
     return Tokenizer(backend)
 
 
-@pytest.mark.parametrize("make", [metaspace, wordpiece])
-def test_the_parts_are_the_whole(make: object) -> None:
-    tokenizer, draw = make(), random.Random(0)  # type: ignore[operator]
-    spelled = [1 + byte for byte in "né 你🙂".encode()] if make is metaspace else []
-    first = (
-        257 if make is metaspace else 0
-    )  # stray bytes change what was shown: a run of them is text or is not
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "Prepend": lambda: sentencepiece("Prepend"),
+    "first": lambda: sentencepiece("first"),
+    "always": lambda: sentencepiece("always"),
+    "no prefix": lambda: sentencepiece(None),
+    "byte-level": byte_level,
+    "WordPiece": wordpiece,
+}
+PREFIXES = ["Prepend", "first", "always"]
+
+
+def draws(kind: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """Random ids, with characters that are spelled in bytes."""
+    draw = random.Random(0)
+    has_bytes = kind not in ("byte-level", "WordPiece")
+    spelled = [1 + byte for byte in "né 你🙂".encode()] if has_bytes else []
+    # stray bytes change what was shown: a run of them is text or is not
+    first = 257 if has_bytes else 0
+    rows = []
     for _ in range(40):
         ids = [draw.randrange(first, tokenizer.vocab_size) for _ in range(draw.randrange(12))]
         at = draw.randrange(len(ids) + 1)
-        ids[at:at] = spelled
-        stream = tokenizer.stream()
-        pieces = [stream.push(i) for i in ids]
-        rest = stream.flush()
-        whole = tokenizer.decode(ids)
-        assert "".join(pieces) + rest == whole, ids
-        assert not any(piece.endswith("�") for piece in pieces)
+        rows.append([*ids[:at], *spelled, *ids[at:]])
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_are_the_whole(kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    for ids in draws(kind, tokenizer):
+        for cut in {0, 1, len(ids) // 2} if len(ids) > 1 else {0}:
+            before, rest = ids[:cut], ids[cut:]
+            stream = tokenizer.stream(before)
+            pieces = [stream.push(i) for i in rest]
+            whole = "".join(pieces) + stream.flush()
+            assert whole == tokenizer.decode(rest, after=before), ids
+            ends = [piece for piece in pieces if piece.endswith("�")]
+            assert not ends or kind == "byte-level", "only bytes that are no character end so"
+            shown = tokenizer.decode(tokenizer.ordinary(before))
+            if not shown.endswith("�"):
+                assert shown + whole == tokenizer.decode([*tokenizer.ordinary(before), *rest])
+
+
+@pytest.mark.parametrize("kind", ["Prepend", "first", "always", "no prefix", "byte-level"])
+def test_a_continuation_is_encoded_in_its_context(kind: str) -> None:
+    """decode(encode(text)) after any ids is the text, and a beginning stays one after <s>."""
+    tokenizer = KINDS[kind]()
+    texts = [" the quick", "the", "  a", "ick the né", " 你🙂 x", "the  ", " "]
+    before = tokenizer.encode("the x")
+    for text in texts:
+        ids = tokenizer.encode(text, after=before)
+        assert tokenizer.decode(ids, after=before) == text
+        begun = tokenizer.encode(text, after=list(tokenizer.special.values()))
+        assert begun == tokenizer.encode(text)
+    as_beginning = tokenizer.decode(tokenizer.encode("the"), after=before)
+    assert (as_beginning != "the") == (kind != "no prefix"), "control: a second beginning"
+
+
+def saying(kind: str | None, answer: list[str]) -> Model:
+    """A model that says fixed words after "say", whatever came before: the stream keeps the
+    embedding, and the head maps each token to the next.
+    """
+    tokenizer = sentencepiece(kind, SAID)
+    vocabulary = tokenizer.vocabulary()
+    V = len(vocabulary)
+    config = small.config(vocab_size=V, hidden_size=V + V % 2)
+    decoder = llama.build(config).eval().requires_grad_(False)
+    for name, parameter in decoder.named_parameters():
+        parameter.fill_(float(parameter.ndim == 1))
+        if name.startswith("embed"):
+            parameter.copy_(torch.eye(V, config.hidden_size))
+    head = decoder.head
+    assert head is not None
+    chain = [vocabulary[token] for token in ["▁say", *answer, "</s>"]]
+    for token, following in pairwise(chain):
+        head.weight[following, token] = 1
+    return Model(decoder, tokenizer, config, eos_ids=[vocabulary["</s>"]])
+
+
+@pytest.mark.parametrize("kind", PREFIXES)
+def test_an_answer_keeps_its_first_space_in_every_way_to_generate(kind: str) -> None:
+    model = saying(kind, ["▁Hello", "▁Block", "Q"])
+    prefix = model.cache_prefix("say")
+    prompt = model.encode("say")
+    assert model.decode(prompt) == ["say"]
+    batch = model.generate(["say", "Hello say"], max_tokens=5)
+    list(batch)
+    texts = [
+        "".join(model.generate("say", max_tokens=5)),
+        "".join(model.generate(prompt, max_tokens=5)),
+        "".join(model.generate("", prefix=prefix, max_tokens=5)),
+        "".join(model.generate(" say", prefix=prefix, max_tokens=5)),
+        model.beam_search("say", beams=1, max_tokens=5)[0].text.removesuffix("</s>"),
+        *(row.text for row in batch.rows),
+    ]
+    assert texts == [" Hello BlockQ"] * len(texts)
+    stopped = model.generate("say", max_tokens=5, stop=" Hello Bl")
+    assert ("".join(stopped), stopped.finished) == ("", "stop")
+    assert model.generate("Block", prefix=prefix).prompt_tokens == 1
+    assert model.tokenizer.pieces(stopped.ids) == ["·Hello", "·Block"]
+
+
+def test_the_answer_that_is_measured_continues_the_text() -> None:
+    model = saying("Prepend", ["▁Hello"])
+    lens = regard.inspect.logit_lens(model, "say", answer=" Hello")
+    assert lens is not None
+    with pytest.raises(regard.ArgumentError, match="is 5 tokens"):
+        regard.inspect.logit_lens(model, "say", answer="Hello")
+
+
+def test_a_prompt_that_ends_in_half_a_character() -> None:
+    tokenizer = sentencepiece("first")
+    first, second = (1 + byte for byte in "é".encode())
+    stream = tokenizer.stream([257, first])
+    assert stream.push(second) == "é" == tokenizer.decode([second], after=[257, first])
+    assert tokenizer.decode([258], after=tokenizer.encode("the �")) == " "
 
 
 def test_a_step_does_not_grow_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, sizes = metaspace(), []
+    tokenizer, sizes = sentencepiece("first"), []
     decode = Tokenizer.decode
 
     def counted(self: Tokenizer, ids: list[int], **options: bool) -> str:

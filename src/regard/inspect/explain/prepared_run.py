@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -429,8 +430,10 @@ def token_sequence(
     to.
     """
     row, tokenizer = tuple(ids[0].tolist()), model.tokenizer
-    whole = tokenizer.decode(row) if text is None else text
-    return TokenSequence(row, tuple(tokenizer.pieces(row)), whole, TokenEnds(row, tokenizer.decode))
+    # the user's text has no special tokens, which the tokenizer adds around it
+    decode = partial(tokenizer.decode, skip_special=text is not None)
+    whole = decode(row) if text is None else text
+    return TokenSequence(row, tuple(tokenizer.pieces(row)), whole, TokenEnds(row, decode))
 
 
 def _model_type(model: Model | TextEncoder | Seq2Seq) -> str:

@@ -51,7 +51,8 @@ def token_id(run: ModelRun, answer: Answer) -> int:
             f"the answer {answer!r} is a text, but a {type(run.model).__name__} has no tokenizer "
             "of this package; give the id of the token"
         )
-    ids = run.model.tokenizer.encode(answer)
+    before = () if run.ids is None else run.ids[0].tolist()
+    ids = run.model.tokenizer.encode(answer, after=before)
     if len(ids) != 1:
         pieces = run.model.tokenizer.pieces(ids)
         raise ArgumentError(

@@ -133,9 +133,8 @@ def rotary_module(settings: RopeSettings) -> Rotary:
 
     "dynamic" counts from max_positions; "longrope" and "yarn" from the length before the extension
     (max_positions if it is not given). The factor of LongRoPE, if it is absent, is max_positions
-    divided by that length. `mscale` and `mscale_all_dim` are read as in DeepSeek's code, 1 and 0
-    when absent, whereas transformers ignores one without the other. The effect of `mscale_all_dim`
-    on the softmax is in `Rotary.softmax_factor`, for families that apply it.
+    divided by that length. The effect of `mscale_all_dim` on the softmax is in
+    `Rotary.softmax_factor`, for families that apply it.
 
     Args:
         settings: the `rope` of a config.

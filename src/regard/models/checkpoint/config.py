@@ -8,7 +8,12 @@ from pathlib import Path
 
 from regard.configs import LOADABLE
 from regard.configs.base import ModelConfig, Raw
-from regard.configs.reader import check_dtypes, is_tool_key, parse_ignoring
+from regard.configs.reader import (
+    check_dtypes,
+    counts_layers_or_experts,
+    is_tool_key,
+    parse_ignoring,
+)
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files import strict_json
@@ -100,12 +105,10 @@ def _check_counts(raw: Raw, tensors: int) -> None:
     for name, value in raw.items():
         if isinstance(value, Mapping):  # the text_config of a model that also reads images
             _check_counts(value, tensors)
-        if type(value) is not int:
+        if type(value) is not int or not counts_layers_or_experts(name):
             continue
-        most = (
-            tensors if "layer" in name and "window" not in name else _EXPERTS_PER_TENSOR * tensors
-        )
-        if ("layer" in name or "expert" in name) and value > max(most, 64):
+        most = tensors if "layer" in name else _EXPERTS_PER_TENSOR * tensors
+        if value > max(most, 64):
             raise ArgumentError(
                 f"{name} is {value}, and the folder has {plural(tensors, 'tensor')}, too few for "
                 "that; is a shard missing, or is config.json that of another model?"

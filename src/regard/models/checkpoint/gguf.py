@@ -158,7 +158,7 @@ class GgufModel:
                 f"{path}: {', '.join(map(short_repr, refused[:5]))} "
                 f"{'are' if len(refused) > 1 else 'is'} not known for the architecture "
                 f"{architecture!r}, and the model could compute something else without them. If "
-                f"that is meant, ignore them: regard.load(file, ignore=({refused[0]!r},))"
+                f"that is meant, ignore them: regard.load(file, ignore={refused[:20]!r})"
             )
         config = gguf_config(header, architecture)
         return cls(header, architecture, config, MappingProxyType(names), tuple(unknown))

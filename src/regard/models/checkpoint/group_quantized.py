@@ -60,6 +60,7 @@ def dequantize_gptq(
     *,
     bits: int,
     zero_offset: int = 1,
+    symmetric: bool = False,
 ) -> Float[Tensor, "N M"]:
     """Dequantize a matrix of GPTQ (AutoGPTQ, GPTQModel).
 
@@ -72,12 +73,14 @@ def dequantize_gptq(
         g_idx: the group of each input [M]; groups need not be contiguous ("desc_act").
         bits: 4 or 8.
         zero_offset: 1 for the format "gptq", which stores zero points minus one; 0 for "gptq_v2".
+        symmetric: whether the file says that every zero point is 2^(bits - 1).
 
     Returns:
         The matrix [N, M] in fp32.
 
     Raises:
-        ArgumentError: the sizes do not fit together, or a group does not exist.
+        ArgumentError: the sizes do not fit together, a group does not exist, or the zero points are
+            not those of a symmetric format.
 
     >>> words = torch.full((1, 8), 0x76543210, dtype=torch.int32)
     >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
@@ -98,6 +101,12 @@ def dequantize_gptq(
         )
     # zero point 0 is stored as -1, that is 2^bits - 1
     shifted = (zeros + zero_offset) & (2**bits - 1)
+    if symmetric and bool((shifted != 2 ** (bits - 1)).any()):
+        raise ArgumentError(
+            f"sym is true, so that every zero point is {2 ** (bits - 1)}, and those of this format "
+            f"are {int(shifted.min())} to {int(shifted.max())}; is checkpoint_format "
+            f"{'gptq_v2' if zero_offset else 'gptq'}, or sym false?"
+        )
     index = g_idx.long()
     differences: Tensor = (codes - shifted[:, index]).float()
     return differences * scales.T.float()[:, index]

@@ -25,7 +25,7 @@ from regard.models.checkpoint.group_quantized import (
     unpack_words,
 )
 from regard.models.checkpoint.tensors import CheckpointTensors
-from regard.untrusted_text import short_repr
+from regard.untrusted_text import error_text, short_repr
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of the three low bits of an MXFP4 number; the fourth bit is the sign."""
@@ -207,7 +207,12 @@ class DequantizedTensors(CheckpointTensors):
         for name, tensor in self.packed.read([*whole, *pairs], buffering):
             if name in pairs:
                 pair = pairs[name]
-                yield pair.plain.name, pair.unpack(tensor, *(others.pop(n) for n in pair.others))
+                try:
+                    plain = pair.unpack(tensor, *(others.pop(n) for n in pair.others))
+                except ArgumentError as error:
+                    place = f"{pair.plain.file}: {short_repr(name)}"
+                    raise FileError(f"{place}: {error_text(error)}") from error
+                yield pair.plain.name, plain
             else:
                 yield name, tensor
 
@@ -339,11 +344,15 @@ def group_quantized_matrices(
         "gptq" if method == "gptq" else "gemm",
     )
     layouts = ("gptq", "gptq_v2") if method == "gptq" else ("gemm",)
-    if str(layout).lower() not in layouts:
+    layout, symmetric = str(layout).lower(), quantization_config.get("sym")
+    if layout not in layouts:
         raise _config_error(
             store.folder,
             f"the layout {short_repr(layout)}; of {method} supported are {', '.join(layouts)}",
         )
+    if symmetric not in (True, False, None):
+        raise _config_error(store.folder, f"sym {short_repr(symmetric)}; it must be true or false")
+    group_size = quantization_config.get("group_size", quantization_config.get("q_group_size"))
     matrices = []
     for name, x in store.tensors.items():
         base = name.removesuffix(".qweight")
@@ -361,13 +370,26 @@ def group_quantized_matrices(
         else:
             groups = _scales(store, x, f"{base}.g_idx")
             inputs, names = x.shape[0] * per_word, (*names, groups.name)
-            unpack = partial(dequantize_gptq, bits=bits, zero_offset=int(layout == "gptq"))
+            unpack = partial(
+                dequantize_gptq,
+                bits=bits,
+                zero_offset=int(layout == "gptq"),
+                symmetric=bool(symmetric),
+            )
             fits = x.shape[1] == outputs and groups.shape == (inputs,)
         if not fits or zeros.shape != (scales.shape[0], outputs // per_word):
             raise _mismatch_error(x, scales, "a packed matrix and the scales of its outputs")
+        groups_told = -(-inputs // group_size) if _is_count(group_size) else scales.shape[0]
+        if groups_told != scales.shape[0]:
+            raise _mismatch_error(x, scales, f"of {groups_told} groups of {group_size} inputs")
         plain = _dequantized_entry(x, f"{base}.weight", (outputs, inputs), torch.float32)
         matrices.append(QuantizedMatrix(name, names, plain, unpack))
     return matrices
+
+
+def _is_count(value: object) -> bool:
+    """Return whether a setting is a whole number above 0; -1 is one group for all inputs."""
+    return type(value) is int and value > 0
 
 
 def _compressed_settings(folder: Path, settings: Mapping[str, Any]) -> tuple[str, int]:

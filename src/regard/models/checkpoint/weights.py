@@ -301,13 +301,28 @@ def _mismatch_message(
     if missing and not unexpected:
         parts.append("; is a shard missing? --allow-missing PATTERN gives them random weights")
     if unexpected and not missing:
-        name = short_repr(unexpected[0])
+        names = [short_repr(pattern) for pattern in _patterns(unexpected)]
+        python, shell = ", ".join(names), " ".join(f"--ignore {name}" for name in names)
         parts.append(
-            "; the model has no place for them. If they change nothing that is computed here, as "
-            f"a head of another task does not, ignore them: regard.load(folder, ignore=({name},)), "
-            f"or --ignore {name}; * stands for any letters"
+            "; the model has no place for them. If they change nothing that is computed here, as a "
+            f"head of another task does not, ignore them: regard.load(folder, ignore=[{python}]), "
+            f"or {shell}; * stands for any letters"
         )
     return "".join(parts)
+
+
+def _patterns(names: Sequence[str], most: int = 8) -> list[str]:
+    """Return a few patterns that match all names: the names, or one for all numbers of a layer, or
+    one for all that begin alike.
+    """
+    for patterns in (
+        names,
+        [re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names],
+        [f"{name.partition('.')[0]}*" for name in names],
+    ):
+        if len(distinct := list(dict.fromkeys(patterns))) <= most:
+            return distinct
+    return ["*"]
 
 
 @dataclass(frozen=True)

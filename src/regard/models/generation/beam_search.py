@@ -18,6 +18,7 @@ from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.decode_session import (
     DecodeSession,
     LanguageModel,
+    Prompt,
     encode_prompt,
     pad_left,
 )
@@ -281,7 +282,7 @@ class BeamSearchResult:
 @torch.inference_mode()
 def beam_search_text(
     model: LanguageModel,
-    prompt: str,
+    prompt: Prompt,
     options: GenerationOptions,
     *,
     beams: int = 4,
@@ -291,7 +292,7 @@ def beam_search_text(
 
     Args:
         model: the model; it reads the prompt once, and all beams share those caches.
-        prompt: the text to continue, not empty.
+        prompt: the text to continue, or its ids; not empty.
         options: max_tokens, at least 1; chunk; cache_config. Sampling, stop strings and cuda_graph
             raise.
         beams: the number of candidates.
@@ -323,7 +324,7 @@ def beam_search_text(
         )
     cache_config, ids = (
         options.cache_config or CacheConfig(),
-        encode_prompt(model, prompt, is_continuation=False),
+        encode_prompt(model, prompt),
     )
     cache_config = cache_config.with_capacity(len(ids), options.max_tokens)
     start = time.perf_counter()
@@ -348,7 +349,9 @@ def beam_search_text(
         beams=beams,
         length_penalty=length_penalty,
     )
-    completions = [BeamCompletion(model.tokenizer.decode(x.ids), *x) for x in best]
+    has_text = model.has_tokenizer
+    texts = [model.tokenizer.decode(x.ids, after=ids) if has_text else "" for x in best]
+    completions = [BeamCompletion(text, *x) for text, x in zip(texts, best, strict=True)]
     return BeamSearchResult(
         completions,
         time.perf_counter() - start,

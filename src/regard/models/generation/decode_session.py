@@ -7,14 +7,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.caches import Cache
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.cache_config import CacheConfig, has_dynamic_rotary
 from regard.models.tokenizer import Tokenizer
@@ -22,6 +22,9 @@ from regard.nn import PrefixRecomputer
 from regard.nn.stored import device_of
 from regard.sequence_scope import SequenceScope, current_scope
 from regard.span import Positions, slice_positions, slot_count
+
+Prompt: TypeAlias = str | Sequence[int] | Tensor
+"""A text; or its ids, as a list or tuple of ints, or an integer tensor [T] or [1, T]."""
 
 
 class LanguageModel(Protocol):
@@ -33,6 +36,11 @@ class LanguageModel(Protocol):
     """The network: ids [B, T] -> logits [B, T, V]."""
     eos_ids: frozenset[int]
     """The ids that end a text."""
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model has a tokenizer; without one it takes ids and gives ids."""
+        ...
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -225,8 +233,8 @@ class PrefixCache:
 
     Args:
         model: the model that reads.
-        prompt: the text to read, not empty.
-        prefix: a text that was read before, which the prompt continues; it stays as it is.
+        prompt: the text to read, or its ids; not empty.
+        prefix: a prompt that was read before, which this one continues; it stays as it is.
         chunk: the number of tokens per forward pass; None is one pass.
         cache_config: the kind of cache; None is that of `prefix`, or the default.
 
@@ -251,7 +259,7 @@ class PrefixCache:
     def __init__(
         self,
         model: LanguageModel,
-        prompt: str,
+        prompt: Prompt,
         *,
         prefix: PrefixCache | None = None,
         chunk: int | None = None,
@@ -269,11 +277,11 @@ class PrefixCache:
                 f"cache={self.cache_config.cache!r} needs max_context here: the number of tokens "
                 "of the prompt and a continuation together"
             )
-        new = encode_prompt(model, prompt, is_continuation=prefix is not None)
+        new = encode_prompt(model, prompt, prefix)
         self.ids: tuple[int, ...] = (*(prefix.ids if prefix is not None else ()), *new)
         self.cache_config.check(len(self.ids), 0)
         if not new:
-            raise ArgumentError(f"the text {prompt!r} has no tokens; give at least one character")
+            raise ArgumentError(f"the prompt {prompt!r} has no tokens; give at least one")
         start = time.perf_counter()
         self._session = (
             DecodeSession(model.decoder, self.cache_config) if prefix is None else prefix.fork()
@@ -325,18 +333,66 @@ def check_prefix(
         )
 
 
-def encode_prompt(model: LanguageModel, text: str, *, is_continuation: bool) -> list[int]:
-    """Convert a prompt to ids, with special tokens unless it continues another text.
+def encode_prompt(
+    model: LanguageModel, prompt: Prompt, prefix: PrefixCache | None = None
+) -> list[int]:
+    """Convert a prompt to ids: a text with special tokens unless it continues a prefix, and ids as
+    they are.
 
     Args:
-        model: the model with its tokenizer.
-        text: the prompt.
-        is_continuation: whether the text continues one that was read before.
+        model: the model, with its tokenizer if the prompt is a text.
+        prompt: the text or its ids; empty only with a prefix.
+        prefix: the prompt that was read before.
 
     Raises:
-        ArgumentError: the text has no tokens and does not continue another, or an id is outside the
-            vocabulary.
+        ArgumentError: the prompt has no tokens and does not continue another, an id is outside the
+            vocabulary, or a tensor is a batch.
+        ArgumentTypeError: the prompt is neither a text nor ids.
+
+    >>> import regard, torch
+    >>> model = regard.load("tiny")
+    >>> encode_prompt(model, torch.tensor([[5, 6]])), encode_prompt(model, "To be") == [5, 6]
+    ([5, 6], False)
     """
-    ids = model.tokenizer.encode(text) if is_continuation else model.encode(text)[0].tolist()
+    if isinstance(prompt, str):
+        if prefix is None:
+            ids = model.encode(prompt)[0].tolist()
+        else:
+            ids = model.tokenizer.encode(prompt, after=prefix.ids)
+    else:
+        ids = _ids_of(prompt)
+        if not ids and prefix is None:
+            raise ArgumentError("the prompt has no ids; give at least one")
     check_ids(pad_left([ids])[0], model.config.vocab_size)
     return ids
+
+
+def _ids_of(prompt: object) -> list[int]:
+    """Return the ids of a prompt that is no text."""
+    advice = "a prompt is a text, a list of int ids, or an integer tensor [T] or [1, T] of ids"
+    if isinstance(prompt, Tensor):
+        if prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
+            raise ArgumentTypeError(f"the prompt is a tensor of {prompt.dtype}; {advice}")
+        if prompt.ndim not in (1, 2) or (prompt.ndim == 2 and len(prompt) != 1):
+            raise ArgumentError(
+                f"the prompt is a tensor {list(prompt.shape)}; {advice}; for a batch give a list "
+                "of prompts, each without padding"
+            )
+        return [int(i) for i in prompt.flatten().tolist()]
+    if not isinstance(prompt, (list, tuple)):
+        raise ArgumentTypeError(f"the prompt is {type(prompt).__name__}; {advice}")
+    for i, index in enumerate(prompt):
+        if type(index) is not int:
+            raise ArgumentTypeError(f"prompt[{i}] is {type(index).__name__}; {advice}")
+    return list(prompt)
+
+
+def is_single_prompt(prompt: object) -> bool:
+    """Return whether an argument is one prompt, and not a list or tuple of prompts.
+
+    >>> is_single_prompt([5, 6]), is_single_prompt([[5, 6]]), is_single_prompt("to")
+    (True, False, True)
+    """
+    if not isinstance(prompt, (list, tuple)):
+        return True
+    return bool(prompt) and all(isinstance(index, int) for index in prompt)

@@ -17,6 +17,7 @@ from regard.models.generation.decode_session import (
     DecodeSession,
     LanguageModel,
     PrefixCache,
+    Prompt,
     check_prefix,
     encode_prompt,
     pad_left,
@@ -155,13 +156,14 @@ class Continuation:
 
     Args:
         model: the model that generates.
-        prompt: the text to continue.
+        prompt: the text to continue, or its ids.
+        before: the ids of a prefix and of the prompt; the new text is decoded in their context.
         options: max_tokens and the stop strings.
 
     Attributes:
-        prompt: the given prompt.
+        prompt: the text of the prompt.
         ids: the new ids, with those of a stop string and without the id that ends a text.
-        text: the new text, up to a stop string.
+        text: the new text, up to a stop string; empty if the model has no tokenizer.
         finished: "end" (an id of `eos_ids`), "stop" (a stop string), or "length" (max_tokens); None
             while generation continues.
 
@@ -171,12 +173,23 @@ class Continuation:
     (None, 2, 'length')
     """
 
-    def __init__(self, model: LanguageModel, prompt: str, options: GenerationOptions) -> None:
-        self.prompt = prompt
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompt: Prompt,
+        before: Sequence[int],
+        options: GenerationOptions,
+    ) -> None:
+        has_text = model.has_tokenizer or isinstance(prompt, str) or bool(options.stop)
+        self._stream = model.tokenizer.stream(before) if has_text else None
+        if isinstance(prompt, str):
+            self.prompt = prompt
+        else:
+            self.prompt = model.tokenizer.decode(before) if has_text else ""
         self.ids: list[int] = []
         self.text = ""
         self.finished: Literal["end", "stop", "length"] | None = None
-        self._stream, self._stops = model.tokenizer.stream(), StopStrings(options.stop)
+        self._stops = StopStrings(options.stop)
         self._eos_ids, self._max_tokens = model.eos_ids, options.max_tokens
 
     def append(self, token: int) -> str:
@@ -191,7 +204,7 @@ class Continuation:
         if token in self._eos_ids:
             return self._finish("end")
         self.ids.append(token)
-        piece = self._stops.push(self._stream.push(token))
+        piece = "" if self._stream is None else self._stops.push(self._stream.push(token))
         if self._stops.matched is not None:
             self.finished = "stop"
         elif len(self.ids) >= self._max_tokens:
@@ -201,7 +214,8 @@ class Continuation:
 
     def _finish(self, reason: Literal["end", "length"], piece: str = "") -> str:
         """Finish the text: add what was held back, half a character or a possible stop string."""
-        piece += self._stops.push(self._stream.flush())
+        if self._stream is not None:
+            piece += self._stops.push(self._stream.flush())
         if self._stops.matched is None:
             piece += self._stops.flush()
         self.finished = reason if self._stops.matched is None else "stop"
@@ -224,7 +238,7 @@ class _GenerationLoop:
     def __init__(
         self,
         model: LanguageModel,
-        prompts: Sequence[str],
+        prompts: Sequence[Prompt],
         options: GenerationOptions,
         prefix: PrefixCache | None = None,
     ) -> None:
@@ -233,14 +247,15 @@ class _GenerationLoop:
         if prefix is not None:
             check_prefix(prefix, model, options.cache_config)
         self._prefix_ids = () if prefix is None else prefix.ids
-        self._prompt_ids = [
-            encode_prompt(model, prompt, is_continuation=prefix is not None) for prompt in prompts
-        ]
+        self._prompt_ids = [encode_prompt(model, prompt, prefix) for prompt in prompts]
         self._options, self._prefix = options, prefix
         self._cache_config = self._checked_config()
         rows = [[*self._prefix_ids, *ids] for ids in self._prompt_ids]
         self._sampler = Sampler(options.sampling, rows, model.config.vocab_size)
-        self.rows = [Continuation(model, prompt, options) for prompt in prompts]
+        self.rows = [
+            Continuation(model, prompt, row, options)
+            for prompt, row in zip(prompts, rows, strict=True)
+        ]
         self.seconds = self.prefill_seconds = self.decode_seconds = 0.0
         self.prompt_tokens = sum(map(len, self._prompt_ids))
         self._decoded_tokens = 0
@@ -373,9 +388,9 @@ class BatchGeneration(_GenerationLoop):
 
     Args:
         model: the model.
-        prompts: the texts to continue; only with `prefix` may one be empty.
+        prompts: the texts to continue, or the ids of each; only with `prefix` may one be empty.
         options: the options of the generation.
-        prefix: a text that was read before and that all prompts continue, or None.
+        prefix: a prompt that was read before and that all prompts continue, or None.
 
     Attributes:
         rows: a `Continuation` for each prompt.
@@ -404,7 +419,7 @@ class Generation(_GenerationLoop):
 
     Args:
         model, options, prefix: as in `BatchGeneration`.
-        prompt: the text to continue; only with `prefix` may it be empty.
+        prompt: the text to continue, or its ids; only with `prefix` may it be empty.
 
     Raises:
         ArgumentError: as in `BatchGeneration`.
@@ -419,7 +434,7 @@ class Generation(_GenerationLoop):
     def __init__(
         self,
         model: LanguageModel,
-        prompt: str,
+        prompt: Prompt,
         options: GenerationOptions,
         prefix: PrefixCache | None = None,
     ) -> None:
