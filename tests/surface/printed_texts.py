@@ -68,6 +68,10 @@ LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
 """What makes a string a text: two words."""
 
 
+TRANSLATED = {"translate": 0, "translate_styled": 0, "Phrase": 0, "usage_error": 1}
+"""Functions that take a text and its values, and the place of the text among their arguments."""
+COUNTED = ("translate_count", "counted")
+"""Functions that take a number and a noun."""
 STEP_NAMES = ("input", "projected", "rotated")
 """Steps of q, k and v that are words; the others are names of functions, such as l2norm."""
 AXES = (
@@ -121,7 +125,7 @@ def help_texts() -> Iterator[str]:
 def data_texts() -> Iterator[str]:
     """Yield the texts that stand in tables of the package."""
     yield from application.TYPER_MESSAGES
-    yield from (*cost_text.TITLES, *cost_text.KINDS)
+    yield from cost_text.TITLES
     yield from (x.finding for x in QUALITY_EVIDENCE.values())
     yield from SIZES_NOT_PUBLISHED.values()
     yield from (model.note for model in PUBLISHED_MODELS.values() if model.note)
@@ -161,21 +165,21 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def translated_calls() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the text of every call of `translate` and `translate_styled` with the names of its
-    values, and `{n} noun` of every call of `translate_count`.
+    """Yield the text of every call of `TRANSLATED` with the names of its values, and `{n} noun` of
+    every call of `COUNTED`.
     """
     for path in _files("."):
         source = path.read_text("utf-8")
-        if "translate" not in source or path.name == "language.py":
+        if not any(name in source for name in (*TRANSLATED, *COUNTED)) or path.name == "language.py":
             continue
         for node in ast.walk(_parsed(path)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            if node.func.id in ("translate", "translate_styled"):
+            if node.func.id in TRANSLATED:
                 names = tuple(str(keyword.arg) for keyword in node.keywords)
-                for text in _choices(node.args[0]):
+                for text in _choices(node.args[TRANSLATED[node.func.id]]):
                     yield text, names
-            elif node.func.id == "translate_count" and isinstance(node.args[1], ast.Constant):
+            elif node.func.id in COUNTED and isinstance(node.args[1], ast.Constant):
                 yield f"{{n}} {node.args[1].value}", ("n",)
 
 

@@ -18,7 +18,6 @@ from regard.language import (
     catalogue,
     translate,
     translate_count,
-    translate_message,
     use_language,
 )
 from tests.surface import printed_texts

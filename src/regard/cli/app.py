@@ -23,7 +23,6 @@ from regard.language import (
     check_language,
     language_of_locale,
     translate,
-    translate_message,
     use_language,
 )
 from regard.text_table import line_width, wrap
@@ -294,7 +293,7 @@ def _shorten(message: str) -> str:
 def _print_error(message: str, flags: Mapping[str, str] | None = None) -> None:
     """Print an error in the reader's language, wrapped at the width of the terminal."""
     title = translate("error: ")
-    translated = speak_of_flags(translate_message(message), flags or {})
+    translated = speak_of_flags(translate(message), flags or {})
     text = wrap(title + _escape_and_shorten(translated), line_width())
     typer.secho(title, fg="red", bold=True, nl=False, err=True)
     typer.echo(text[len(title) :], err=True)

@@ -20,7 +20,7 @@ from regard.cli.options import (
     load,
 )
 from regard.errors import ArgumentError, RegardError
-from regard.language import translate, translate_message
+from regard.language import translate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,15 +45,15 @@ def print_audit(report: Audit, console: Console) -> None:
             translate("smallest input"): example,
             translate("expected"): _number_text(f.expected),
             translate("got"): _number_text(f.got),
-            translate("look at"): translate_message(f.look_at),
+            translate("look at"): translate(f.look_at),
         }
         for name, value in rows.items():
             table.add_row(f"  {name}", _unstyled(value))
         style = "bold red" if f.severity == "error" else "bold yellow"
         console.print()
-        title = f"{translate_message(f.severity)} {f.name}"
+        title = f"{translate(f.severity)} {f.name}"
         console.print(title, style=style, highlight=False, markup=False)
-        sentence = translate_message(f.sentence)
+        sentence = translate(f.sentence)
         console.print(f"  {sentence}", highlight=False, markup=False)
         console.print(table, highlight=False)
     console.print()
@@ -70,12 +70,12 @@ def print_audit(report: Audit, console: Console) -> None:
             table = Table(title, translate("why"), box=None, padding=(0, 1), header_style=style)
             for check in skipped:
                 table.add_row(
-                    translate_message(check.name),
-                    _unstyled(translate_message(check.why)),
+                    translate(check.name),
+                    _unstyled(translate(check.why)),
                     style=style,
                 )
             console.print(table, highlight=False)
-    console.print(translate_message(report.counts()))
+    console.print(translate(report.counts()))
     if not report.findings and report.untried:
         console.print(
             translate(
@@ -95,7 +95,7 @@ def print_fault_table(console: Console) -> None:
     titles = translate("fault"), translate("description"), translate("look at")
     faults = Table(*titles, box=None, padding=(0, 1))
     for name, fault in FAULTS.items():
-        texts = map(translate_message, (fault.summary, fault.look_at))
+        texts = map(translate, (fault.summary, fault.look_at))
         faults.add_row(name, *map(_unstyled, texts))
     console.print(faults, highlight=False)
 

@@ -14,7 +14,7 @@ import typer
 from regard.cli import _claims
 from regard.cli.options import check_device_option, check_files, note
 from regard.errors import ArgumentError
-from regard.language import translate, translate_message
+from regard.language import Phrase, translate
 from regard.text_table import line_width, wrap
 
 if TYPE_CHECKING:
@@ -386,8 +386,12 @@ def _run(comparison: Comparison) -> bool:
     except KeyboardInterrupt:
         interrupted = True
     _report(
-        f"{format_duration(session.elapsed)}: {session.measured} measured, {session.reused} "
-        "reused from earlier runs"
+        Phrase(
+            "{elapsed}: {measured} measured, {reused} reused from earlier runs",
+            elapsed=format_duration(session.elapsed),
+            measured=session.measured,
+            reused=session.reused,
+        )
     )
     return interrupted
 
@@ -429,11 +433,11 @@ def _listing() -> str:
     lines = [translate("mechanisms")]
     for one in candidates(None, Shape()):
         options = ", ".join(f"{k}={v}" for k, v in one.options.items())
-        lines.append(_listed(one.name, translate_message(VARIANTS[one.attention].summary)))
+        lines.append(_listed(one.name, translate(VARIANTS[one.attention].summary)))
         lines.append(_listed("", f"{one.attention}({options})"))
     lines.append(translate("tasks"))
     lines.append(_listed("text", translate("The next byte of a text.")))
-    lines += [_listed(name, translate_message(TASKS[name].description)) for name in RECALL_TASKS]
+    lines += [_listed(name, translate(TASKS[name].description)) for name in RECALL_TASKS]
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ from regard.cost.sweep import (
     sweep,
 )
 from regard.errors import ArgumentError
-from regard.units import plural
+from regard.language import Phrase, counted
 from regard.view import cost_text as text
 
 if TYPE_CHECKING:
@@ -579,11 +579,12 @@ def _measure_this_machine() -> Machine:
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     note("measuring the bandwidth and the rates of this machine", "... ")
     ceilings, machine_facts = Ceilings.measure(names, device), describe_machine(device)
-    threads = plural(machine_facts["threads"], "thread") if device.type == "cpu" else "GPU"
-    source = (
-        "measured now, the best of several: "
-        f"{machine_facts.get('gpu', machine_facts['processor'])}, "
-        f"{threads}, torch {machine_facts['torch']}"
+    threads = counted(machine_facts["threads"], "thread") if device.type == "cpu" else "GPU"
+    source = Phrase(
+        "measured now, the best of several: {processor}, {threads}, torch {torch}",
+        processor=machine_facts.get("gpu", machine_facts["processor"]),
+        threads=threads,
+        torch=machine_facts["torch"],
     )
     rates = {names[d]: rate for d, rate in ceilings.gemm.items()}
     return Machine(
@@ -618,7 +619,12 @@ def _show_range(
     requested = parse_context_range(span)
     contexts = contexts_within_positions(requested, *models)
     if len(contexts) < len(requested):
-        note(f"contexts above {contexts[-1]:,} are left out, because learned positions end there")
+        note(
+            Phrase(
+                "contexts above {longest:,} are left out, because learned positions end there",
+                longest=contexts[-1],
+            )
+        )
     _check_pictures(plot)
     rows: Rows = {}
     for i, (model, setting) in enumerate(zip(models, settings, strict=True)):

@@ -14,6 +14,7 @@ import typer
 
 from regard.cli.options import Device, Dtype, Ignore, Revision, check_files, note
 from regard.errors import ArgumentError, FileError
+from regard.language import Phrase
 
 if TYPE_CHECKING:
     from regard.compare.context_extension import ExtensionResults
@@ -154,7 +155,7 @@ def _ids(model: Model, source: str) -> tuple[Any, str]:
     if source == DEFAULT_SOURCE:
         documents, name = (
             split_documents(documents)[1],
-            f"{source}, the part that tiny was not trained on",
+            Phrase("{source}, the part that tiny was not trained on", source=source),
         )
     if not model.has_tokenizer:
         raise FileError(

@@ -16,9 +16,8 @@ import typer
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
 from regard.files.regular_files import open_regular
-from regard.language import translate, translate_count, translate_message
+from regard.language import Phrase, counted, translate, translate_count
 from regard.text_table import line_width, wrap
-from regard.units import plural
 from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
@@ -144,7 +143,10 @@ def given_text(text: str | None, file: str | None) -> str:
         assert text is not None
         if _is_file(text):
             note(
-                f"the text is the name of a file: to read the file, write --file {short_repr(text)}"
+                Phrase(
+                    "the text is the name of a file: to read the file, write --file {text}",
+                    text=short_repr(text),
+                )
             )
         return text
     if file == "-":
@@ -205,7 +207,7 @@ def note(message: str, start: str = "") -> None:
         message: the remark in English, as the catalogue has it.
         start: what stands before the remark, such as "... " before what is being done.
     """
-    typer.echo(wrap(start + translate_message(message), line_width()), err=True)
+    typer.echo(wrap(start + translate(message), line_width()), err=True)
 
 
 @contextmanager
@@ -223,7 +225,7 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    what = translate_message(what)
+    what = translate(what)
     console = Console(stderr=True)
     if not console.is_terminal:
         if characters >= LONG_TEXT:
@@ -234,7 +236,7 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda text: bar.update(task, description=translate_message(text))
+        yield lambda text: bar.update(task, description=translate(text))
 
 
 @dataclass(frozen=True)
@@ -316,8 +318,11 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
             ", ..." if len(model.newly_initialized) > 3 else ""
         )
         note(
-            f"not trained, initialised at random: {plural(len(model.newly_initialized), 'weight')} "
-            f"({examples})"
+            Phrase(
+                "not trained, initialised at random: {weights} ({examples})",
+                weights=counted(len(model.newly_initialized), "weight"),
+                examples=examples,
+            )
         )
     report_ignored(model.ignored)
     return model if options.device is None else model.to(options.device)
@@ -347,7 +352,7 @@ def report_ignored(names: Sequence[str]) -> None:
         examples = ", ".join(short_repr(name) for name in names[:10]) + (
             ", ..." if len(names) > 10 else ""
         )
-        note(f"ignored in the model's folder: {examples}")
+        note(Phrase("ignored in the model's folder: {examples}", examples=examples))
 
 
 def check_files(

@@ -17,7 +17,7 @@ from regard.cli.options import note
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
-from regard.language import translate_message
+from regard.language import translate
 from regard.text_table import line_width, wrap
 from regard.untrusted_text import error_text, short_repr
 
@@ -105,7 +105,7 @@ def listing(value: str | None) -> str | None:
     from regard.train.tasks.task_models import models_for
 
     for task in KNOWN.values():
-        about, models = translate_message(task.description), ", ".join(models_for(task))
+        about, models = translate(task.description), ", ".join(models_for(task))
         for name, text in ((task.name, about), ("", f"--model {models}")):
             typer.echo(wrap(text, line_width(), indent=f"{name:<15} ", hang=" " * 16))
     raise typer.Exit

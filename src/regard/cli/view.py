@@ -26,6 +26,7 @@ from regard.cli.options import (
     working,
 )
 from regard.errors import ArgumentError
+from regard.language import Phrase, counted
 from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
@@ -246,7 +247,9 @@ def record_text(
     _check_memory(model, text, layers, heads, memory)
     with (
         working("running the model", len(text)) as say,
-        OverviewRecorder(lambda n: say(f"running the model: {units.plural(n, 'head')}")) as reducer,
+        OverviewRecorder(
+            lambda n: say(Phrase("running the model: {heads}", heads=counted(n, "head")))
+        ) as reducer,
     ):
         recording = record(model, text, places=layers, heads=heads, keep=())
     return recording, reducer.overviews

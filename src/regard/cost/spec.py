@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from regard.deprecation import renamed_attribute
 from regard.errors import ArgumentError
+from regard.language import Phrase
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,13 @@ class HeadShape:
             kind = "MHA"
         else:
             kind = "MQA" if self.groups == 1 else "GQA"
-        return f"{kind} {self.heads}/{self.groups} heads of {self.head_dim}"
+        return Phrase(
+            "{name} {heads}/{groups} heads of {dim}",
+            name=kind,
+            heads=self.heads,
+            groups=self.groups,
+            dim=self.head_dim,
+        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.language import Phrase
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class TargetAdapter(ABC):
         Raises:
             CheckNotPossible: they cannot be read; the message says what is missing.
         """
-        raise CheckNotPossible(f"the linear maps of {self.name} cannot be read")
+        raise CheckNotPossible(Phrase("the linear maps of {name} cannot be read", name=self.name))
 
     def declared_mask(self, T: int) -> Tensor | None:
         """Return the mask that the code declares, bool [T, T], or None if it declares none."""

@@ -66,6 +66,7 @@ from regard.inspect.explain.rule_row import rule_row
 from regard.inspect.record.place_labels import Labels
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Recording
+from regard.language import Phrase, counted
 from regard.nn.explainable import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import TAP_NAMES, is_edited
@@ -458,7 +459,11 @@ def _all_notes(target: Target) -> tuple[str, ...]:
         return target.prepared.notes
     return (
         *target.prepared.notes,
-        f"the text has {plural(T, 'token')}; the model was trained on at most {trained}",
+        Phrase(
+            "the text has {tokens}; the model was trained on at most {trained}",
+            tokens=counted(T, "token"),
+            trained=trained,
+        ),
     )
 
 
@@ -478,9 +483,11 @@ def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
         raise ArgumentError(_cannot_show(inner, site))
     if not changed:
         return prepared
-    note = (
-        f"an active Trace edits {', '.join(changed)} at {site.place}: the inputs of the kernel "
-        "are edited, but the recomputed steps before them are not"
+    note = Phrase(
+        "an active Trace edits {changed} at {place}: the inputs of the kernel are edited, but the "
+        "recomputed steps before them are not",
+        changed=", ".join(changed),
+        place=site.place,
     )
     return replace(prepared, notes=(*prepared.notes, note))
 

@@ -181,8 +181,10 @@ def choose_head(
     layer, head = divmod(int(largest_weights.argmax()), heads)
     rule = HEAD_RULE if key is None else HEAD_FOR_KEY_RULE
     if none_left:
-        rule = "the first head: " + (
-            "there is no other token" if key is None else "no head has weight on the key"
+        rule = (
+            "the first head: there is no other token"
+            if key is None
+            else "the first head: no head has weight on the key"
         )
     return Choice(layer if place is None else sites[0].layer, head, rule)
 

@@ -20,6 +20,7 @@ from regard.inspect.interventions.model_run import (
     check_passed,
     prepare,
 )
+from regard.language import Phrase
 
 Ablation = Literal["zero", "mean", "resample"]
 """What takes the place of a head's output."""
@@ -98,8 +99,8 @@ def ablate(
             edit = replace_head(head, replacement(method, source[name][:, head], generator))
             values[i, j] = float(measured.measure(run.run({name: edit}).output)) - before
     return EffectTable(
-        f"{method} ablation of heads",
-        f"change of {measured.name}",
+        Phrase("{method} ablation of heads", method=Phrase(method)),
+        Phrase("change of {name}", name=measured.name),
         values,
         "layer",
         "head",

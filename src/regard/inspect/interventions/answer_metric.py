@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.interventions.model_run import ModelRun
+from regard.language import Phrase
 from regard.models.text_encoder import TextEncoder
 from regard.models.text_model import TextModel
 from regard.units import plural
@@ -123,11 +124,11 @@ def metric_of(run: ModelRun, metric: Metric) -> NamedMetric:
     names = answer_names(run, ids)
     if len(ids) == 2:
         return NamedMetric(
-            f"logit of {names}",
+            Phrase("logit of {names}", names=names),
             lambda output: (last_logits(output)[:, ids[0]] - last_logits(output)[:, ids[1]]).mean(),
         )
     return NamedMetric(
-        f"log probability of {names}",
+        Phrase("log probability of {names}", names=names),
         lambda output: last_logits(output).float().log_softmax(-1)[:, ids[0]].mean(),
     )
 
@@ -140,7 +141,11 @@ def _similarity(run: ModelRun, model: TextEncoder, metric: Any) -> NamedMetric:
         )
     with torch.no_grad():
         other = model.pool(run.run().output) if metric is None else model.embed(metric)
-    name = "cosine with the unchanged vector" if metric is None else f"cosine with {metric!r}"
+    name = (
+        "cosine with the unchanged vector"
+        if metric is None
+        else Phrase("cosine with {metric!r}", metric=metric)
+    )
     return NamedMetric(
         name,
         lambda output: torch.cosine_similarity(model.pool(output), other.to(output)).mean(),

@@ -29,6 +29,7 @@ from regard.inspect.interventions.model_run import (
     prepare,
 )
 from regard.inspect.interventions.residual_terms import OutputMap, decompose
+from regard.language import Phrase
 from regard.nn.embedding import CappedLogits
 from regard.tracing import Trace
 
@@ -148,10 +149,10 @@ def answer_direction(run: ModelRun, output: OutputMap, ids: tuple[int, ...]) -> 
         (vector,) = torch.autograd.grad(constant, x)
     logits = last_logits(output.logits)[0].double().cpu()
     values = [float(logits[i]) for i in ids]
-    name = f"logit of {answer_names(run, ids)}"
+    name = Phrase("logit of {names}", names=answer_names(run, ids))
     if isinstance(head, CappedLogits):
         values = [head.cap * float(np.arctanh(each / head.cap)) for each in values]
-        name += " before the cap"
+        name = Phrase("{logit} before the cap", logit=name)
     logit = sum(s * each for s, each in zip(signs, values, strict=True))
     return Direction(vector[0, 0].double().cpu(), float(constant.detach()), logit, name)
 
@@ -198,8 +199,8 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
     names.append("rounding of the run")
     rows.append(np.eye(width)[-1] * (direction.logit - float(np.sum(rows))))
     return EffectTable(
-        "direct logit attribution" + (" by key" if by_key else ""),
-        f"part of the {direction.name}",
+        "direct logit attribution by key" if by_key else "direct logit attribution",
+        Phrase("part of the {name}", name=direction.name),
         np.stack(rows),
         "term",
         "key" if by_key else "token",
@@ -236,8 +237,8 @@ def _gradient(run: ModelRun, corrupt: ModelRun | None, metric: Metric) -> Effect
         values[i, : len(effect)] = effect.cpu().numpy()
     aim = "zero ablation" if corrupt is None else "patching"
     return EffectTable(
-        f"attribution patching: {aim} of heads, estimated by one gradient",
-        f"estimated change of {measured.name}",
+        Phrase("attribution patching: {aim} of heads, estimated by one gradient", aim=Phrase(aim)),
+        Phrase("estimated change of {name}", name=measured.name),
         values,
         "layer",
         "head",
@@ -291,7 +292,7 @@ def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
         values[i, : len(effect)] = effect.cpu().numpy()
     return EffectTable(
         "integrated gradients of the patterns",
-        f"part of {measured.name}",
+        Phrase("part of {name}", name=measured.name),
         values,
         "layer",
         "head",

@@ -23,6 +23,7 @@ from regard.inspect.interventions.model_run import (
     check_passed,
     prepare,
 )
+from regard.language import Phrase
 from regard.units import plural
 
 What = Literal["residual", "mlp", "out", "heads", "paths"]
@@ -178,7 +179,14 @@ def _patch_positions(both: _TwoRuns, what: str) -> EffectTable:
             values[i, position] = both.effect({name: edit})
     rows = tuple(name.removesuffix(f".{what}") for name in names)
     labels = both.run.labels(most)
-    return _table(both, f"patching of {what} at one position", values, "position", rows, labels)
+    return _table(
+        both,
+        Phrase("patching of {what} at one position", what=Phrase(what)),
+        values,
+        "position",
+        rows,
+        labels,
+    )
 
 
 def _patch_heads(both: _TwoRuns) -> EffectTable:
@@ -216,10 +224,19 @@ def _patch_paths(both: _TwoRuns, receiver: Receiver) -> EffectTable:
             values[i, head] = both.effect({end.name: _take_head(received, end.head)})
     rows = tuple(name.removesuffix(".z") for name in reached)
     aim = (
-        "the logits" if end is None else f"{receiver.tap} of {receiver.layer} head {receiver.head}"
+        Phrase("the logits")
+        if end is None
+        else Phrase(
+            "{tap} of {layer} head {head}",
+            tap=receiver.tap,
+            layer=receiver.layer,
+            head=receiver.head,
+        )
     )
     labels = tuple(map(str, range(most)))
-    return _table(both, f"patching of the direct paths to {aim}", values, "head", rows, labels)
+    return _table(
+        both, Phrase("patching of the direct paths to {aim}", aim=aim), values, "head", rows, labels
+    )
 
 
 class _ReceivingTap(NamedTuple):
@@ -286,7 +303,7 @@ def _table(
 ) -> EffectTable:
     return EffectTable(
         title,
-        f"change of {both.metric.name}",
+        Phrase("change of {name}", name=both.metric.name),
         torch.as_tensor(values).numpy(),
         "layer",
         axis,

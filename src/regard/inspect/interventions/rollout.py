@@ -15,6 +15,7 @@ from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.model_run import AnyModel, Input
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Recording
+from regard.language import Phrase, counted
 from regard.units import plural
 
 MAX_TOKENS = 2048
@@ -92,8 +93,10 @@ def rollout(
     names = tuple(f"{i} {x}" for i, x in enumerate(labels)) or tuple(map(str, range(T)))
     rows = names if query is None else (names[query],)
     return EffectTable(
-        f"attention {method} (a heuristic)",
-        f"{method} over {plural(len(layers), 'layer')}",
+        Phrase("attention {method} (a heuristic)", method=Phrase(method)),
+        Phrase(
+            "{method} over {layers}", method=Phrase(method), layers=counted(len(layers), "layer")
+        ),
         values,
         "query",
         "token",

@@ -28,6 +28,7 @@ from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder
 from regard.files.regular_files import checked_path_or_none
 from regard.files.strict_json import read_json
+from regard.language import Phrase, counted
 from regard.models.convert.attention_maps import (
     AttentionMaps,
     Checkpoint,
@@ -55,7 +56,6 @@ from regard.nn.projections import Projection
 from regard.nn.stored import stored_modules
 from regard.ops.stored_weights import StoredWeight
 from regard.positions.rotary import Layout
-from regard.units import plural
 from regard.untrusted_text import error_text
 
 DTYPES = {
@@ -102,7 +102,9 @@ def to_dtype(checkpoint: Checkpoint, dtype: str) -> tuple[Checkpoint, Conversion
                 f"for {dtype}; use bfloat16"
             )
     after = rebuild(checkpoint.config, weights)
-    return after, ConversionStep(f"weights to {dtype}", tuple(_errors(checkpoint, after)))
+    return after, ConversionStep(
+        Phrase("weights to {dtype}", dtype=dtype), tuple(_errors(checkpoint, after))
+    )
 
 
 def _errors(before: Checkpoint, after: Checkpoint) -> list[LayerErrors]:
@@ -362,7 +364,9 @@ def _convert(
     first = Checkpoint(before.decoder, before.config)
     limit = min(512, before.config.max_position_embeddings) if length is None else length
     ids, source_text = evaluation_windows(before, text, limit, tokens)
-    report_progress(f"converting {plural(len(before.decoder.layers), 'layer')}")
+    report_progress(
+        Phrase("converting {layers}", layers=counted(len(before.decoder.layers), "layer"))
+    )
     after, steps = apply_conversions(first, wanted)
     finetuning = None
     if finetune is not None:
@@ -370,16 +374,16 @@ def _convert(
             raise ArgumentError(
                 "finetuning needs a text, and the model has no tokenizer to encode one"
             )
-        report_progress(f"finetuning on {plural(ids.numel(), 'token')}")
+        report_progress(Phrase("finetuning on {tokens}", tokens=counted(ids.numel(), "token")))
         after, finetuning = _finetuned(after, finetune, ids)
     if wanted.weights is not None:
-        report_progress(f"storing weights as {wanted.weights}")
+        report_progress(Phrase("storing weights as {weights}", weights=wanted.weights))
         after = rebuild(after.config, after.weights())
         steps = (*steps, to_stored_weights(after, wanted.weights))
-    report_progress(f"writing {target}")
+    report_progress(Phrase("writing {target}", target=target))
     write_checkpoint(after, folder, read_json(folder / "config.json"), staging)
     again = load(staging, kind=Model)
-    report_progress(f"measuring on {plural(ids.numel(), 'token')}")
+    report_progress(Phrase("measuring on {tokens}", tokens=counted(ids.numel(), "token")))
     measured = compare_models(before.decoder, again.decoder, ids, text=source_text)
     rename_to(staging, target)
     return ConversionReport(

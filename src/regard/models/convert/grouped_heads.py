@@ -14,6 +14,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.language import Phrase
 from regard.models.convert.attention_maps import (
     PROJECT,
     AttentionMaps,
@@ -87,9 +88,17 @@ def to_groups(
             prefix, project.k, groups
         )
         layer_errors.append(errors)
-    how = "repeated" if groups > before.G else f"pooled by {pooling}"
+    how = (
+        Phrase("repeated") if groups > before.G else Phrase("pooled by {pooling}", pooling=pooling)
+    )
     return rebuild(config, weights), ConversionStep(
-        f"{before.G} key/value heads {how} to {groups}, for {before.H} query heads",
+        Phrase(
+            "{G} key/value heads {how} to {groups}, for {H} query heads",
+            G=before.G,
+            how=how,
+            groups=groups,
+            H=before.H,
+        ),
         tuple(layer_errors),
     )
 
