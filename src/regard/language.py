@@ -194,15 +194,12 @@ def translate(text: str, /, **values: object) -> str:
     '权重和缓存共 8 GiB'
     '2 个词元'
     """
-    if isinstance(text, Phrase):
-        translated = _texts().get(text.template)
-        if translated is None:
-            return str(text)
-        text, values = translated, {**text.values}
-    else:
-        text = _texts().get(text, text)
-    values = {k: translate(v) if isinstance(v, Phrase) else v for k, v in values.items()}
-    return text.format(**values) if values else text
+    template, given = (text.template, text.values) if isinstance(text, Phrase) else (text, values)
+    translated = _texts().get(template)
+    if translated is None and isinstance(text, Phrase):
+        return str(text)
+    filled = {k: translate(v) if isinstance(v, Phrase) else v for k, v in given.items()}
+    return (translated or template).format(**filled) if filled else translated or template
 
 
 def translate_count(n: int, noun: str, nouns: str | None = None) -> str:

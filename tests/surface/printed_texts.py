@@ -4,7 +4,8 @@
 - the first argument of every `translate` and the noun of every `translate_count`;
 - every string of `regard/cli` with two or more words;
 - every string of the modules of `RESULTS` with two or more words;
-- the messages of the errors that a command can meet: of all modules but those of `NOT_MET`.
+
+The errors that the package raises are English.
 
 An f-string becomes a text with placeholders: `{name}` for a variable, the number of the place for
 another expression, and `{hint}` for a call of `suggest`.
@@ -22,6 +23,7 @@ from typing import get_args
 import typer
 
 import regard
+import regard.errors
 from regard import figures
 from regard.audit import FAULTS
 from regard.bench.cases import CASES
@@ -29,7 +31,6 @@ from regard.bench.render import COLUMNS
 from regard.claims.claim import VERDICTS, Role
 from regard.cli import COMMANDS
 from regard.cli import app as application
-from regard.cli.audit import COUNTS
 from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
@@ -41,17 +42,6 @@ from regard.train.tasks import TASKS
 from regard.view import attention_diagram, cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
-NOT_MET = {
-    "integrations/pytorch": "a program calls it",
-    "models/step_reader.py": "why_not gives these reasons to a program",
-    "ops": "a model calls it, with arguments that the model has checked",
-    "parallel": "a program on several ranks calls it",
-    "scores": "a program writes these rules",
-}
-"""Modules, and folders of modules, whose errors no command prints, and why; `MET` are exceptions
-among them.
-"""
-MET = ("parallel/plan.py", "parallel/spawn.py")
 RESULTS = (
     "audit",
     "claims",
@@ -75,31 +65,23 @@ COUNTED = ("translate_count", "counted")
 STEP_NAMES = ("input", "projected", "rotated")
 """Steps of q, k and v that are words; the others are names of functions, such as l2norm."""
 AXES = (
-    *(
-        "layer",
-        "head",
-        "position",
-        "key",
-        "effect",
-        "logit",
-        "place",
-        "query",
-        "term",
-        "text",
-        "token",
-    ),
-    "probability {known}",
+    "layer",
+    "head",
+    "position",
+    "key",
+    "effect",
+    "logit",
+    "place",
+    "query",
+    "term",
+    "text",
+    "token",
 )
 """Rows, columns and quantities of tables of effects that are single words."""
 SHAPED = ("Float", "Int", "Bool", "Shaped")
 """Types of tensors, whose shape is a text."""
-NOT_PRINTED = (
-    "bold red",
-    "bold yellow",
-    "{1}; did you mean {2}?",
-    "{1}, {2} passed, {n_open} could not be made, {n_other} {5} not apply",  # see COUNTS
-)
-"""Styles, and what is translated in its parts."""
+NOT_PRINTED = ("bold red", "bold yellow")
+"""Styles."""
 
 
 def help_texts() -> Iterator[str]:
@@ -123,8 +105,8 @@ def help_texts() -> Iterator[str]:
 
 
 def data_texts() -> Iterator[str]:
-    """Yield the texts that stand in tables of the package."""
-    yield from application.TYPER_MESSAGES
+    """Yield the texts that stand in tables of the package, and the end of a sentence."""
+    yield "."
     yield from cost_text.TITLES
     yield from (x.finding for x in QUALITY_EVIDENCE.values())
     yield from SIZES_NOT_PUBLISHED.values()
@@ -136,7 +118,6 @@ def data_texts() -> Iterator[str]:
         yield from equation_symbols(entry.name, entry.equation).values()
     for group in GROUPS:
         yield from (f"{group.family} attention", group.title)
-    yield from COUNTS
     yield from (*VERDICTS, *get_args(Role), "yes", "no")
     yield from STEP_NAMES
     yield from AXES
@@ -170,14 +151,17 @@ def translated_calls() -> Iterator[tuple[str, tuple[str, ...]]]:
     """
     for path in _files("."):
         source = path.read_text("utf-8")
-        if not any(name in source for name in (*TRANSLATED, *COUNTED)) or path.name == "language.py":
+        if (
+            not any(name in source for name in (*TRANSLATED, *COUNTED))
+            or path.name == "language.py"
+        ):
             continue
         for node in ast.walk(_parsed(path)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             if node.func.id in TRANSLATED:
                 names = tuple(str(keyword.arg) for keyword in node.keywords)
-                for text in _choices(node.args[TRANSLATED[node.func.id]]):
+                for text in filter(None, _choices(node.args[TRANSLATED[node.func.id]])):
                     yield text, names
             elif node.func.id in COUNTED and isinstance(node.args[1], ast.Constant):
                 yield f"{{n}} {node.args[1].value}", ("n",)
@@ -201,19 +185,6 @@ def result_texts() -> Iterator[str]:
     """Yield the texts in the modules of `RESULTS`: titles, quantities, remarks, reasons."""
     for path in _files(*RESULTS):
         yield from _texts(_parsed(path))
-
-
-def raised_messages() -> Iterator[str]:
-    """Yield the messages of the errors that a command can meet, and what is put into them."""
-    for path in _files("."):
-        name = path.relative_to(PACKAGE).as_posix()
-        if name not in MET and name.startswith(tuple(NOT_MET)):
-            continue
-        for node in ast.walk(_parsed(path)):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                yield from _texts(node.exc)
-            elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and path.name == "folder.py":
-                yield from _texts(node.elts[1])  # a condition and its message
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
@@ -244,7 +215,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the parts of an expression or a statement that can have texts: no annotation, no type
     (the shape of a tensor is a string), and no message of an assertion.
     """
-    if isinstance(node, ast.Assert):
+    if isinstance(node, ast.Assert) or _is_error(node):
         return
     if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") in SHAPED:
         return
@@ -254,6 +225,16 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
     skipped = (getattr(node, name, None) for name in ("annotation", "returns"))
     left_out = [part for part in skipped if part is not None]
     yield from (part for part in ast.iter_child_nodes(node) if part not in left_out)
+
+
+def _is_error(node: ast.AST) -> bool:
+    """Whether an expression makes an error of the package, whose message is English, or a statement
+    collects the parts of one in a variable `reasons`.
+    """
+    if isinstance(node, ast.Assign):
+        return getattr(node.targets[0], "id", "") in ("reason", "reasons")
+    name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+    return hasattr(regard.errors, name)
 
 
 def _counted_noun(node: ast.AST) -> str | None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli import _claims
-from regard.cli.options import check_device_option, check_files, note
-from regard.errors import ArgumentError
+from regard.cli.options import check_device_option, check_files, note, usage_error
 from regard.language import Phrase, translate
 from regard.text_table import line_width, wrap
 
@@ -246,18 +245,15 @@ def compare(
     if list_:
         typer.echo(f"{_listing()}\n{_claims.list_claims()}")
         return
-    try:
-        _claims.check(options)
-        check_files({"--csv": csv, "--html": html})
-        check_device_option(device)
-        if claim:
-            _claims.run(options, _command(sys.argv[1:]))
-        plan = _plan(options)
-        comparison, command = _comparison(plan, options), _command(sys.argv[1:])
-        interrupted = _run(comparison)
-        _show(comparison, command, options, interrupted=interrupted)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    _claims.check(options)
+    check_files({"--csv": csv, "--html": html})
+    check_device_option(device)
+    if claim:
+        _claims.run(options, _command(sys.argv[1:]))
+    plan = _plan(options)
+    comparison, command = _comparison(plan, options), _command(sys.argv[1:])
+    interrupted = _run(comparison)
+    _show(comparison, command, options, interrupted=interrupted)
     if interrupted:
         if out is not None:
             note("interrupted; the same command continues from the saved measurements")
@@ -333,9 +329,10 @@ def _check_like(context: typer.Context, options: dict[str, Any]) -> None:
     if not options["like"]:
         return
     for name in sorted(given_names - {"window"}):
-        raise typer.BadParameter(
-            f"is one of the sizes of {options['like']}, which --like gives; leave one of them out",
-            param_hint=f"--{name}",
+        raise usage_error(
+            f"--{name}",
+            "is one of the sizes of {model}, which --like gives; leave one of them out",
+            model=options["like"],
         )
     if "window" not in given_names:
         options["window"] = None
@@ -352,9 +349,7 @@ def _check_quality(options: dict[str, Any]) -> None:
     }
     for name, value in training_options.items():
         if value and not options["quality"]:
-            raise ArgumentError(
-                f"{name} applies only to training; give --quality too, or leave it out"
-            )
+            raise usage_error(name, "applies only to training; give --quality too, or leave it out")
 
 
 def _comparison(plan: ComparisonPlan, options: dict[str, Any]) -> Comparison:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli.options import Ignore, Revision, note, report_ignored
-from regard.errors import ArgumentError, FileError
+from regard.errors import FileError
 from regard.files.regular_files import read_text
 from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, wrap
@@ -386,22 +386,19 @@ def convert(
         "scaling": scaling,
         "weights": weights,
     }
-    try:
-        wanted = ConversionOptions(to, kv_heads, rank=rank, context=context, dtype=dtype, **options)
-        report = run(
-            folder,
-            out,
-            wanted,
-            text=_read_text_option(text),
-            tokens=tokens,
-            length=length,
-            revision=revision,
-            ignore=ignore or (),
-            finetune=_finetuning(heal, lr=lr, batch=batch, seed=seed),
-            report_progress=_report,
-        )
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    wanted = ConversionOptions(to, kv_heads, rank=rank, context=context, dtype=dtype, **options)
+    report = run(
+        folder,
+        out,
+        wanted,
+        text=_read_text_option(text),
+        tokens=tokens,
+        length=length,
+        revision=revision,
+        ignore=ignore or (),
+        finetune=_finetuning(heal, lr=lr, batch=batch, seed=seed),
+        report_progress=_report,
+    )
     report_ignored(report.ignored)
     if json:
         typer.echo(json_format.dumps(report.figures()))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli.options import Device, Dtype, Ignore, Revision, check_files, note
-from regard.errors import ArgumentError, FileError
+from regard.errors import FileError
 from regard.language import Phrase
 
 if TYPE_CHECKING:
@@ -104,11 +104,8 @@ def extend(
     a cache equals a pass over the whole sequence.
     """
     options = dict(locals())
-    try:
-        check_files({"--html": html}, pictures={"--plot": plot})
-        results = _run(options)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    check_files({"--html": html}, pictures={"--plot": plot})
+    results = _run(options)
     _write(results, options)
 
 

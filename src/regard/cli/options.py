@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 import typer
 
-from regard.errors import ArgumentError, FileError
+from regard.errors import FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
 from regard.files.regular_files import open_regular
 from regard.language import Phrase, counted, translate, translate_count
@@ -120,6 +120,20 @@ LONG_TEXT = 20_000
 """Characters from which a command says that it works, even without a terminal."""
 
 
+def usage_error(option: str | None, text: str, /, **values: object) -> typer.BadParameter:
+    """Return the error that an option of a command is wrong, in the reader's language.
+
+    Args:
+        option: the flag, or the name of the argument; None if the text names several.
+        text: what is wrong and what is allowed, in English; it must be in the catalogue.
+        values: the value of each placeholder of the text.
+
+    >>> usage_error("--memory", "peak memory can only be measured on a CPU").param_hint
+    '--memory'
+    """
+    return typer.BadParameter(translate(text, **values), param_hint=option)
+
+
 def given_text(text: str | None, file: str | None) -> str:
     """Return the text of a command: the argument, the contents of `--file`, or standard input.
 
@@ -137,8 +151,8 @@ def given_text(text: str | None, file: str | None) -> str:
     'a text'
     """
     if (text is None) == (file is None):
-        state = "both were given" if text is not None else "neither was given"
-        raise typer.BadParameter(f"give a TEXT or --file PATH; {state}", param_hint="TEXT")
+        state = Phrase("both were given" if text is not None else "neither was given")
+        raise usage_error("TEXT", "give a TEXT or --file PATH; {state}", state=state)
     if file is None:
         assert text is not None
         if _is_file(text):
@@ -159,11 +173,14 @@ def given_text(text: str | None, file: str | None) -> str:
     try:
         text_of_file = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(
-            f"{short_repr(file)} is not UTF-8 text (byte {error.start})", param_hint="--file"
+        raise usage_error(
+            "--file",
+            "{file} is not UTF-8 text (byte {byte})",
+            file=short_repr(file),
+            byte=error.start,
         ) from error
     if not text_of_file.strip():
-        raise typer.BadParameter(f"{short_repr(file)} contains no text", param_hint="--file")
+        raise usage_error("--file", "{file} contains no text", file=short_repr(file))
     return text_of_file
 
 
@@ -298,8 +315,11 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
     check_device_option(options.device)  # before the weights are read
     dtype_names = ("float32", "float16", "bfloat16", "float64")
     if options.dtype is not None and options.dtype not in dtype_names:
-        raise typer.BadParameter(
-            f"{options.dtype!r} is not one of {', '.join(dtype_names)}", param_hint="--dtype"
+        raise usage_error(
+            "--dtype",
+            "{dtype!r} is not one of {names}",
+            dtype=options.dtype,
+            names=", ".join(dtype_names),
         )
     torch_dtype = None if options.dtype is None else getattr(torch, options.dtype)
     kind_option: dict[str, Any] = {} if kind is None else {"kind": kind}
@@ -332,7 +352,7 @@ def check_device_option(device: str | None) -> None:
     """Raise unless the device of --device can be used; None is the CPU.
 
     Raises:
-        typer.BadParameter: it cannot be used; the message has torch's reason.
+        ArgumentError: it cannot be used; the message has torch's reason.
 
     >>> check_device_option("cpu")
     """
@@ -340,10 +360,7 @@ def check_device_option(device: str | None) -> None:
         return
     from regard.argument_checks import check_usable_device
 
-    try:
-        check_usable_device(device)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint="--device") from error
+    check_usable_device(device)
 
 
 def report_ignored(names: Sequence[str]) -> None:

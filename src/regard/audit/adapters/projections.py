@@ -60,7 +60,8 @@ def read_projections(module: nn.Module, claims: AuditClaims, width: int) -> tupl
         n_heads = _heads(module, core, claims, q[0].shape[0])
         raise CheckNotPossible(
             Phrase(
-                "the query map is {shape}, which does not fit tokens of {features} and {heads}; give --dim and --heads",
+                "the query map is {shape}, which does not fit tokens of {features} and {heads}; "
+                "give --dim and --heads",
                 shape=list(q[0].shape),
                 features=counted(width, "feature"),
                 heads=counted(n_heads, "head"),

@@ -270,7 +270,8 @@ def _not_reproduced(context: CheckContext, search: FaultSearch, T: int) -> list[
             if others:
                 raise CheckNotPossible(
                     Phrase(
-                        "its projections were read, and no plain attention with them reproduces its output: it has other steps ({others}), and {why}",
+                        "its projections were read, and no plain attention with them reproduces "
+                        "its output: it has other steps ({others}), and {why}",
                         others=", ".join(others[:3]),
                         why=why.args[0],
                     )

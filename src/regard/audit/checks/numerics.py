@@ -154,17 +154,14 @@ def check_weight_sums(context: CheckContext, T: int = 4) -> list[Finding]:
     # all weights are 1 if the softmax runs over an axis of size 1, such as the batch
     all_ones = T > 1 and bool((weights == 1).all())
     name = "softmax-axis" if columns_sum_to_one or all_ones else "weights-sum"
-    sentence = Phrase(
-        "The weights of query {i}, head {h} sum to {total:.6g}",
-        i=i,
-        h=h,
-        total=float(rows[b, h, i]),
-    )
-    sentence += (
+    rest = (
         ", and those of each key to 1."
         if columns_sum_to_one
         else ": each of them is 1."
         if all_ones
         else "."
     )
+    total = float(rows[b, h, i])
+    text = "The weights of query {i}, head {h} sum to {total:.6g}{rest}"
+    sentence = Phrase(text, i=i, h=h, total=total, rest=Phrase(rest))
     return [finding(name, sentence, {"T": T, "head": h, "query": i}, 1.0, float(rows[b, h, i]))]

@@ -480,7 +480,7 @@ def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
     changed = [name for name in TAP_NAMES if is_edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]
     if inner:
-        raise ArgumentError(_cannot_show(inner, site))
+        raise _cannot_show(inner, site)
     if not changed:
         return prepared
     note = Phrase(
@@ -492,9 +492,9 @@ def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
     return replace(prepared, notes=(*prepared.notes, note))
 
 
-def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> str:
-    """Return the error message for edited scores or patterns, with what to do instead."""
-    return (
+def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> ArgumentError:
+    """Return the error about edited scores or patterns, with what to do instead."""
+    return ArgumentError(
         f"an active Trace edits {' and '.join(edited_names)} at {site.place}: an explanation "
         "computes both from q and k, and would show them without the edit; explain another place, "
         "edit q, k, v, z or out instead, or record(...) the run, which keeps edited values"
@@ -517,7 +517,7 @@ def _recorded_row(
     # A call with a score rule always keeps its scores and weights, edited or not.
     plain = [each for each in calls if each.step.score is None]
     if inner := sorted({name for each in plain for name in each.step.edited}):
-        raise ArgumentError(_cannot_show(inner, target.site))
+        raise _cannot_show(inner, target.site)
     names = call_names(calls)
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
     counted = effective_calls(target.site, calls)

@@ -243,12 +243,11 @@ def check_passed(names: Sized, tap: str) -> None:
     """
     if len(names):
         return
-    written_out = (
-        "its attention is written out, or is no attention at all; see regard.inspect.record, which "
-        "says why"
+    reason = "its mechanism has no softmax weights, or " if tap == "pattern" else ""
+    raise ArgumentError(
+        f"the run passed no tap {tap!r}: {reason}its attention is written out, or is no attention "
+        "at all; see regard.inspect.record, which says why"
     )
-    reason = {"pattern": "its mechanism has no softmax weights, or " + written_out}
-    raise ArgumentError(f"the run passed no tap {tap!r}: {reason.get(tap, written_out)}")
 
 
 def _labels(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:

@@ -220,55 +220,79 @@ class ConversionOptions:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise ArgumentError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-        if reason := self._contradiction():
-            raise ArgumentError(reason)
+        if error := self._contradiction():
+            raise error
         if self.to == "mqa":
             object.__setattr__(self, "kv_heads", 1)
 
-    def _contradiction(self) -> str | None:
-        """Return the reason why options contradict each other, or None."""
+    def _contradiction(self) -> ArgumentError | None:
+        """Return the error about options that contradict each other, or None."""
         heads = self.kv_heads is not None
         fewer = heads or self.to == "mqa"
         rotary, stored = self.rotary_layout is not None, self.stored_layout is not None
         checks = (
             (
                 self.rank is not None and self.to != "mla",
-                "rank is given, but only mla has one: give to='mla'",
+                ArgumentError(
+                    "rank is given, but only mla has one: give to='mla'", argument="rank"
+                ),
             ),
             (
                 heads and self.to == "mla",
-                "kv_heads is given, but mla has no key/value heads: leave it out",
+                ArgumentError(
+                    "kv_heads is given, but mla has no key/value heads: leave it out",
+                    argument="kv_heads",
+                ),
             ),
             (
                 heads and self.to == "mha",
-                "kv_heads is given, but mha has as many as query heads: leave it out",
+                ArgumentError(
+                    "kv_heads is given, but mha has as many as query heads: leave it out",
+                    argument="kv_heads",
+                ),
             ),
             (
                 self.to == "mqa" and self.kv_heads not in (None, 1),
-                f"kv_heads is {self.kv_heads}, but mqa has 1: leave it out",
+                ArgumentError(
+                    f"kv_heads is {self.kv_heads}, but mqa has 1: leave it out", argument="kv_heads"
+                ),
             ),
-            (self.to == "gqa" and not heads, "to is gqa, and kv_heads is missing: give it"),
+            (
+                self.to == "gqa" and not heads,
+                ArgumentError("to is gqa, and kv_heads is missing: give it", argument="to"),
+            ),
             (
                 self.pooling != "mean" and not fewer,
-                f"pooling {self.pooling} is only for fewer key/value heads: give kv_heads",
+                ArgumentError(
+                    f"pooling {self.pooling} is only for fewer key/value heads: give kv_heads",
+                    argument="pooling",
+                ),
             ),
             (
                 self.scaling != "yarn" and self.context is None,
-                f"scaling {self.scaling} is given without context: give both",
+                ArgumentError(
+                    f"scaling {self.scaling} is given without context: give both",
+                    argument="scaling",
+                ),
             ),
             (
                 stored and not rotary,
-                "stored_layout is given without rotary_layout, the layout of the result: give both",
+                ArgumentError(
+                    "stored_layout is given without rotary_layout, the layout of the result: give "
+                    "both",
+                    argument="stored_layout",
+                ),
             ),
             (
                 self.to == "mla" and rotary and not stored,
-                (
+                ArgumentError(
                     "rotary_layout is given, but the rotary key of mla is always interleaved: "
-                    "leave it out"
+                    "leave it out",
+                    argument="rotary_layout",
                 ),
             ),
         )
-        return next((reason for wrong, reason in checks if wrong), None)
+        return next((error for wrong, error in checks if wrong), None)
 
 
 @renamed_parameters(heal="finetune", tell="report_progress")

@@ -90,7 +90,7 @@ def to_layout(
     for prefix, block in layers_of(checkpoint.network):
         weights |= _permuted_parameters(prefix, block, layout)
     errors = (LayerErrors(0.0, 0.0),) * len(checkpoint.network.layers)
-    stored_note = Phrase("" if stored is None else ", as the weights were stored,")
+    stored_note = "" if stored is None else Phrase(", as the weights were stored,")
     return rebuild(config, weights), ConversionStep(
         Phrase(
             "rotary pairs from {old}{stored_note} to {layout}: rows of queries and keys in "
