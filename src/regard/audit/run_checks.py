@@ -235,7 +235,9 @@ def audit(
     (('scale-missing',), 2)
     """
     if not dtype.is_floating_point:
-        raise ArgumentError(f"dtype is {dtype}; it must be a floating-point dtype")
+        raise ArgumentError(
+            f"dtype is {dtype}; it must be a floating-point dtype", argument="dtype"
+        )
     unknown = sorted(set(accept) - set(FAULTS))
     if unknown:
         raise ArgumentError(f"{unknown[0]!r} is not a fault; the faults are {', '.join(FAULTS)}")

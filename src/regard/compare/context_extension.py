@@ -307,7 +307,8 @@ def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> 
     if not 1 <= start < ids.shape[1]:
         raise ArgumentError(
             f"start is {start}; it must be 1 to {ids.shape[1] - 1}, for "
-            f"{plural(ids.shape[1], 'token')}"
+            f"{plural(ids.shape[1], 'token')}",
+            argument="start",
         )
     step, prefix = _cached_step(network)
     step(ids[:, :start])

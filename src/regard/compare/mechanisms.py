@@ -70,7 +70,8 @@ class Shape:
         if self.window < 2 * SINKS:
             raise ArgumentError(
                 f"window is {self.window}; it must be at least {2 * SINKS}, because the mechanism "
-                f"sinks keeps the first {SINKS} tokens in it"
+                f"sinks keeps the first {SINKS} tokens in it",
+                argument="window",
             )
 
     @property
@@ -308,7 +309,9 @@ def configs(
     [192, 192]
     """
     if same not in MATCHED_BY:
-        raise ArgumentError(f"same is {same!r}; it must be {' or '.join(MATCHED_BY)}")
+        raise ArgumentError(
+            f"same is {same!r}; it must be {' or '.join(MATCHED_BY)}", argument="same"
+        )
     by_name = {one.name: one.config(shape) for one in mechanisms}
     if same == "sizes":
         return by_name

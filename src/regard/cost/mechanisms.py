@@ -511,7 +511,10 @@ class Sizes:
             if value is not None and value < 1:
                 raise ArgumentError(f"{name} is {value}; it must be at least 1")
         if self.dense_layers is not None and self.dense_layers < 0:
-            raise ArgumentError(f"dense_layers is {self.dense_layers}; it must be at least 0")
+            raise ArgumentError(
+                f"dense_layers is {self.dense_layers}; it must be at least 0",
+                argument="dense_layers",
+            )
         if self.global_every is not None and self.options.get("window") is None:
             raise ArgumentError("--global-every needs a window: give --window too")
         if (self.experts is None) != (self.active is None):

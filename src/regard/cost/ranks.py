@@ -99,7 +99,7 @@ class RanksReport:
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
-            raise ArgumentError(f"ranks is {self.ranks}; it must be at least 1")
+            raise ArgumentError(f"ranks is {self.ranks}; it must be at least 1", argument="ranks")
         if self.report.setting.context < 2 * self.ranks:
             raise ArgumentError(
                 f"{plural(self.report.setting.context, 'token')} cannot be cut into two runs for "
@@ -163,7 +163,9 @@ class RanksReport:
             ArgumentError: there is no such method.
         """
         if method not in METHODS:
-            raise ArgumentError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+            raise ArgumentError(
+                f"method is {method!r}; it must be one of {', '.join(METHODS)}", argument="method"
+            )
         if method != "tensor x exchange":
             return self._estimate(method, self.ranks if method == "tensor" else 1)
         sizes = [t for t in range(2, self.ranks) if not self.ranks % t]

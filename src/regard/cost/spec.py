@@ -369,7 +369,7 @@ class Spec(ABC):
             ArgumentError: the context is less than 1.
         """
         if context < 1:
-            raise ArgumentError(f"context is {context}; it must be at least 1")
+            raise ArgumentError(f"context is {context}; it must be at least 1", argument="context")
         mapped, step = self.weights.multiplied_once, self.step(context)
         return Description(
             self.name if name is None else name,

@@ -67,7 +67,8 @@ class AuditClaims:
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {words}")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise ArgumentError(
-                f"heads is {self.heads} and kv_heads is {self.kv_heads}; kv_heads must divide heads"
+                f"heads is {self.heads} and kv_heads is {self.kv_heads}; kv_heads must divide heads",
+                argument="heads",
             )
 
     @property

@@ -136,7 +136,8 @@ def call_index(call: int | str, names: Sequence[str]) -> int:
     if call in names:
         return names.index(str(call))
     raise ArgumentError(
-        f"call is {short_repr(call)}; the calls for this query are {', '.join(names)}"
+        f"call is {short_repr(call)}; the calls for this query are {', '.join(names)}",
+        argument="call",
     )
 
 
@@ -179,7 +180,8 @@ def find_key(
             raise ArgumentError(
                 f"key is token {token}, which this call does not contain; it has "
                 f"{plural(len(positions), 'key')}, at positions "
-                f"{', '.join(map(str, list(positions)[:8]))}{', ...' if len(positions) > 8 else ''}"
+                f"{', '.join(map(str, list(positions)[:8]))}{', ...' if len(positions) > 8 else ''}",
+                argument="key",
             )
         return list(positions).index(token), ""
     absolute_weights = np.where(visible, np.abs(weights), -1.0)

@@ -115,7 +115,8 @@ def run_stages(
     if type(attention) is not Attention:
         raise ArgumentTypeError(
             f"attention is a {type(attention).__name__}; stages can be shown only for "
-            "regard.nn.Attention (softmax self-attention), such as regard.nn.variants.mha(512, 8)"
+            "regard.nn.Attention (softmax self-attention), such as regard.nn.variants.mha(512, 8)",
+            argument="attention",
         )
     was_training = attention.training
     attention.eval()

@@ -178,7 +178,8 @@ class PreparedRun:
             raise ArgumentError(
                 f"place is {short_repr(place)}, which is not the name of an attention; the names "
                 "are "
-                f"{known}"
+                f"{known}",
+                argument="place",
             )
         sites = self.main_sites
         if layer is None:
@@ -249,12 +250,14 @@ def prepare_run(
             else _prepare_pretokenized_pair(model, model.target)
         )
     if not isinstance(text, str):
-        raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str")
+        raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str", argument="text")
     if isinstance(model, Seq2Seq):
         return _prepare_seq2seq(model, text, target)
     if target is not None:
         kind = type(model).__name__
-        raise ArgumentError(f"target is given, but a {kind} takes no target; leave it out")
+        raise ArgumentError(
+            f"target is given, but a {kind} takes no target; leave it out", argument="target"
+        )
     return (
         _prepare_text_encoder(model, text)
         if isinstance(model, TextEncoder)

@@ -248,7 +248,8 @@ def _find_key(
         column = _index_of("key", key, place.N, labels)
         if column not in visible_columns:
             raise ArgumentError(
-                f"key is column {column}, which the call of query {query} does not contain"
+                f"key is column {column}, which the call of query {query} does not contain",
+                argument="key",
             )
         return visible_columns.index(column), ""
     others = weights.copy()

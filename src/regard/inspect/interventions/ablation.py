@@ -76,7 +76,8 @@ def ablate(
     if method not in get_args(Ablation):
         known = get_args(Ablation)
         raise ArgumentError(
-            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}"
+            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
+            argument="method",
         )
     run = prepare(model, text)
     measured = metric_of(run, metric)

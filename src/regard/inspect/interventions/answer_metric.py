@@ -137,7 +137,8 @@ def _similarity(run: ModelRun, model: TextEncoder, metric: Any) -> NamedMetric:
     """Return the cosine of the sentence vector with that of a text, or of the unchanged run."""
     if metric is not None and not isinstance(metric, str):
         raise ArgumentTypeError(
-            f"metric is {metric!r}; for a TextEncoder it must be a text, a function or None"
+            f"metric is {metric!r}; for a TextEncoder it must be a text, a function or None",
+            argument="metric",
         )
     with torch.no_grad():
         other = model.pool(run.run().output) if metric is None else model.embed(metric)

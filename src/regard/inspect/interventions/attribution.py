@@ -100,7 +100,8 @@ def attribute(
     if method not in get_args(Method):
         known = get_args(Method)
         raise ArgumentError(
-            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}"
+            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
+            argument="method",
         )
     if corrupt is not None and method != "gradient":
         raise ArgumentError(f"corrupt does not apply to method {method!r}; use method='gradient'")
@@ -273,7 +274,7 @@ def _with_gradients(
 def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
     """Attribute the metric to the patterns of each layer, by integrated gradients."""
     if steps < 1:
-        raise ArgumentError(f"steps is {steps}; it must be at least 1")
+        raise ArgumentError(f"steps is {steps}; it must be at least 1", argument="steps")
     measured = metric_of(run, metric)
     plain = run.run(capture=["pattern"])
     names = list(plain.trace)

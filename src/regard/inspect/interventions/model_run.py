@@ -171,7 +171,8 @@ def prepare(model: AnyModel, text: Input) -> ModelRun:
         return _prepare_module(model, text)
     raise ArgumentTypeError(
         f"model is {type(model).__name__}; it must be a Model, a TextEncoder, a Seq2Seq or an "
-        "nn.Module"
+        "nn.Module",
+        argument="model",
     )
 
 
@@ -189,7 +190,9 @@ def _prepare_decoder(model: Model, text: Input) -> ModelRun:
 
 def _prepare_seq2seq(model: Seq2Seq, text: Input) -> ModelRun:
     if not isinstance(text, (tuple, list)) or len(text) != 2:
-        raise ArgumentTypeError("text must be a pair (source, target) for a Seq2Seq")
+        raise ArgumentTypeError(
+            "text must be a pair (source, target) for a Seq2Seq", argument="text"
+        )
     source, target = text
     positions: Positions | None = None
     if isinstance(source, Tensor):
@@ -221,7 +224,8 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
     else:
         raise ArgumentTypeError(
             f"text is {type(text).__name__}; a {type(model).__name__} has no tokenizer of this "
-            "package: give token ids, a tensor, or a mapping of its keyword arguments"
+            "package: give token ids, a tensor, or a mapping of its keyword arguments",
+            argument="text",
         )
     inputs = () if named else (text,)
     if getattr(getattr(model, "config", None), "use_cache", None):

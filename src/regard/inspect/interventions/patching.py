@@ -122,7 +122,8 @@ def patch(
     if what not in get_args(What):
         known = get_args(What)
         raise ArgumentError(
-            f"what is {what!r}; it must be one of {', '.join(known)}{suggest(what, known)}"
+            f"what is {what!r}; it must be one of {', '.join(known)}{suggest(what, known)}",
+            argument="what",
         )
     if receiver is not None and what != "paths":
         raise ArgumentError(f"a receiver ends paths; what is {what!r}: use what='paths'")

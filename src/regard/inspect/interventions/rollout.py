@@ -73,10 +73,13 @@ def rollout(
     if method not in get_args(RolloutMethod):
         known = get_args(RolloutMethod)
         raise ArgumentError(
-            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}"
+            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
+            argument="method",
         )
     if not 0 <= residual <= 1:
-        raise ArgumentError(f"residual is {residual}; it must be between 0 and 1")
+        raise ArgumentError(
+            f"residual is {residual}; it must be between 0 and 1", argument="residual"
+        )
     recording = model if isinstance(model, Recording) else record(model, text, keep=())
     layers = layer_maps(recording, residual, batch)
     T = layers[0].shape[0]
@@ -86,7 +89,8 @@ def rollout(
         )
     if query is not None and (method != "flow" or not -T <= query < T):
         raise ArgumentError(
-            f"query is {query}; it applies to method='flow' and must be from {-T} to {T - 1}"
+            f"query is {query}; it applies to method='flow' and must be from {-T} to {T - 1}",
+            argument="query",
         )
     values = rolled_out(layers) if method == "rollout" else flows(layers, query)
     labels = recording.labels(0)[0]

@@ -88,7 +88,9 @@ def to_dtype(checkpoint: Checkpoint, dtype: str) -> tuple[Checkpoint, Conversion
     (torch.bfloat16, True)
     """
     if dtype not in DTYPES:
-        raise ArgumentError(f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}")
+        raise ArgumentError(
+            f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}", argument="dtype"
+        )
     wanted, its_family = DTYPES[dtype], family(checkpoint.model_type)
     assert its_family is not None
     before = checkpoint.weights()
@@ -506,7 +508,8 @@ def check_out(source: Path, out: Path) -> None:
     if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
         raise ArgumentError(
             f"out is {out}, which is the source or is inside it; a conversion never writes there: "
-            "give another folder"
+            "give another folder",
+            argument="out",
         )
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise FileError(f"{out} exists and is not a folder; give another name")

@@ -69,7 +69,9 @@ def to_groups(
     Source: Ainslie et al. 2023 (arXiv 2305.13245), section 2.1; "svd": Eckart and Young 1936.
     """
     if pooling not in get_args(HeadPooling):
-        raise ArgumentError(f"groups are pooled by {pooling!r}; it is mean or svd")
+        raise ArgumentError(
+            f"groups are pooled by {pooling!r}; it is mean or svd", argument="groups"
+        )
     before = separate_attention(checkpoint.network.layers[0]).project.shape
     _check(before.H, before.G, groups)
     config = _regrouped(checkpoint.config, groups)

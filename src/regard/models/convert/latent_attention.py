@@ -205,7 +205,8 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
     if not 2 <= rank <= full:
         raise ArgumentError(
             f"rank is {rank}; it must be 2 to {full}, at which nothing is truncated (one number "
-            "of the latent is a constant)"
+            "of the latent is a constant)",
+            argument="rank",
         )
     config = _config(checkpoint, first, rank)
     # all layers of these families have the same rotary frequencies

@@ -85,17 +85,21 @@ class CacheConfig:
         kinds = dict(sorted(CACHES, key=lambda entry: entry[1].evicts))
         if self.cache not in kinds:
             hint = suggest(self.cache, kinds)
-            raise ArgumentError(f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}")
+            raise ArgumentError(
+                f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}", argument="cache"
+            )
         least = self.kind.min_context
         if self.max_context is None:
             if self.forgets:
                 raise ArgumentError(
-                    f"cache={self.cache!r} needs max_context, the number of tokens that it keeps"
+                    f"cache={self.cache!r} needs max_context, the number of tokens that it keeps",
+                    argument="cache",
                 )
         elif self.max_context < least:
             raise ArgumentError(
                 f"max_context is {self.max_context}; it must be at least {least} for "
-                f"cache={self.cache!r}"
+                f"cache={self.cache!r}",
+                argument="max_context",
             )
 
     narrowing = renamed_attribute("extra_mask")
@@ -222,7 +226,8 @@ class CacheConfig:
                 f"cache is {self.cache!r}, but this model's rotary frequencies depend on the "
                 "length, "
                 'so that cached keys become invalid when it changes; only cache="growing" supports '
-                "that"
+                "that",
+                argument="cache",
             )
         self._check_joined(decoder)
         extra_mask, chooses = self.extra_mask, self._chooses
@@ -231,7 +236,8 @@ class CacheConfig:
         if chooses and any(source is not None for source in decoder.memory_from):
             raise ArgumentError(
                 f"cache={self.cache!r} chooses tokens by the attention of one layer, but layers of "
-                'this model share their keys; choose "ring" or a cache that keeps every token'
+                'this model share their keys; choose "ring" or a cache that keeps every token',
+                argument="cache",
             )
         shared = {id(x): x for x in (*decoder.parameters(), *decoder.buffers())}
         restricted = copy.deepcopy(decoder, shared)

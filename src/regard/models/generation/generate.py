@@ -143,7 +143,8 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.cuda_graph, bool):
             raise ArgumentTypeError(
-                f"cuda_graph is {type(self.cuda_graph).__name__}; it must be True or False"
+                f"cuda_graph is {type(self.cuda_graph).__name__}; it must be True or False",
+                argument="cuda_graph",
             )
         for name, n, least in (("max_tokens", self.max_tokens, 0), ("chunk", self.chunk, 1)):
             if n is None and name == "chunk":
@@ -241,7 +242,7 @@ class _GenerationLoop:
         prefix: PrefixCache | None = None,
     ) -> None:
         if not prompts:
-            raise ArgumentError("prompts is empty; give at least one prompt")
+            raise ArgumentError("prompts is empty; give at least one prompt", argument="prompts")
         if prefix is not None:
             check_prefix(prefix, model, options.cache_config)
         self._prefix_ids = () if prefix is None else prefix.ids
