@@ -14,7 +14,7 @@ import pytest
 
 import regard
 from regard.cli import COMMANDS, main
-from regard.cli.app import _command, language_of_arguments, load, speak_of_flags
+from regard.cli.app import _command, language_of_arguments, load
 from regard.language import use_language
 from regard.text_table import display_width
 
@@ -166,18 +166,24 @@ def test_the_language_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert language_of_arguments(["cost", "--lang"]) == "zh"
 
 
-def test_errors_speak_of_flags(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    target = str(tmp_path / "out")
-    error = said(capsys, "convert", "tiny", target, code=2)
-    assert "give --to, --kv-heads, --rotary-layout, --context, --dtype or --weights" in " ".join(
-        error.split()
-    )
-    assert "error: --rank is 9999; it must be 2" in said(
-        capsys, "convert", "tiny", target, "--to", "mla", "--rank", "9999", code=2
-    )
-    flags = {"rank": "--rank", "kv_heads": "--kv-heads", "context": "--context"}
-    assert speak_of_flags("write context=1k..1M", flags) == "write context=1k..1M"
-    assert speak_of_flags("gqa:rank=1 and a rank", flags) == "gqa:rank=1 and a rank"
+@pytest.mark.parametrize("lang", ["en", "zh"])
+@pytest.mark.parametrize("line", WRONG)
+@pytest.mark.full(keep=9)
+def test_an_error_blames_the_wrong_option(
+    line: str, lang: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The option or argument that stands last, and no other; what the library says is English."""
+    monkeypatch.setenv("COLUMNS", "4000")
+    words = line.split()
+    place = next((word for word in reversed(words) if word.isupper() or word[:2] == "--"), "")
+    given = [word for word in words if not word.isupper()]
+    error = said(capsys, *given, "--lang", lang, code=2).splitlines()
+    frame = "error: Invalid value for '{}': " if lang == "en" else "错误：'{}' 的值无效："
+    (found,) = (x for x in error if x.startswith(frame.split("'")[0]))
+    assert found.startswith(frame.format(place))
+    reason = "\n".join(error)[len(frame.format(place)) :]
+    if lang == "zh" and line in OF_THE_LIBRARY:
+        assert not CHINESE.search(reason.partition(frame.format(place))[2])
 
 
 def test_a_mistyped_model_comes_before_options_that_do_not_fit(

@@ -90,7 +90,11 @@ def find_claim(name: str) -> Claim:
     """
     if name not in CLAIMS:
         hint = suggest(name, CLAIMS, most=2, otherwise=";")
-        raise ArgumentError(f"there is no claim {name!r}{hint} --list shows all claims")
+        raise ArgumentError(
+            f"there is no claim {name!r}{hint} --list shows all claims",
+            argument="claim",
+            value=name,
+        )
     return CLAIMS[name]
 
 

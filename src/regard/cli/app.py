@@ -84,23 +84,23 @@ class Command(_Localised, TyperCommand):
 def wrong_option(context: Any, error: RegardError) -> Any:
     """Return the option or argument of a command that an error of the package is about, or None.
 
-    It has the name of the error's argument and a value, or holds `name=value` for this name.
+    It has the name of the error's argument, holds `name=value` for this name, or holds the value.
 
     Args:
         context: the context of the command.
         error: an error that a function of the package raised.
     """
-    found = None
-    for option in context.command.params:
-        value = context.params.get(option.name)
-        if value is None or error.argument is None:
-            continue
+    given = {x: context.params.get(x.name) for x in context.command.params}
+    given = {option: value for option, value in given.items() if value is not None}
+    for option in given:
         if str(option.name).rstrip("_") == error.argument:
             return option
-        if isinstance(value, (list, tuple)):
-            names = (str(setting).partition("=") for setting in value)
-            found = option if any(x[:2] == (error.argument, "=") for x in names) else found
-    return found
+    for option, value in given.items():
+        texts = value if isinstance(value, (list, tuple)) else [value]
+        names = [str(text).partition("=")[0] for text in texts if "=" in str(text)]
+        if error.argument in names or (isinstance(error.value, str) and error.value in texts):
+            return option
+    return None
 
 
 class Commands(_Localised, TyperGroup):

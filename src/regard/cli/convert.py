@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Ignore, Revision, note, report_ignored
+from regard.cli.options import Ignore, Revision, note, report_ignored, usage_error
 from regard.errors import FileError
 from regard.files.regular_files import read_text
 from regard.language import translate, translate_count
@@ -386,6 +386,12 @@ def convert(
         "scaling": scaling,
         "weights": weights,
     }
+    if not any((to, kv_heads, rotary_layout, context, dtype, weights)):
+        raise usage_error(
+            None,
+            "there is nothing to change; give --to, --kv-heads, --rotary-layout, --context, "
+            "--dtype or --weights",
+        )
     wanted = ConversionOptions(to, kv_heads, rank=rank, context=context, dtype=dtype, **options)
     report = run(
         folder,

@@ -65,7 +65,9 @@ class Shape:
         if self.heads < 1 or self.dim % (2 * self.heads):
             raise ArgumentError(
                 f"dim {self.dim} / heads {self.heads} is the width of a head and must be an even "
-                "number; change one of them"
+                "number; change one of them",
+                argument="dim",
+                value=self.dim,
             )
         if self.window < 2 * SINKS:
             raise ArgumentError(

@@ -69,13 +69,15 @@ def _head_shape(
         allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
             f"the number of query heads, {heads}, is not divisible by the number of key/value "
-            f"heads, {groups}; give one of {allowed}"
+            f"heads, {groups}; give one of {allowed}",
+            argument="kv_heads",
         )
     if D is None:
         if dim % (head_dim_divisor * heads):
             raise ArgumentError(
                 f"dim {dim} is not divisible by {head_dim_divisor * heads}, which is needed for "
-                f"{plural(heads, 'head')} of equal width; give head_dim"
+                f"{plural(heads, 'head')} of equal width; give head_dim",
+                argument="heads",
             )
         D = dim // (head_dim_divisor * heads)
     value_heads = options.get("value_heads")
@@ -419,14 +421,18 @@ def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -
         )
     builder, given_options = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
     if missing := sorted(builder.required - given_options.keys()):
-        raise ArgumentError(f"attention {name!r} needs a value for {', '.join(missing)}; give it")
+        raise ArgumentError(
+            f"attention {name!r} needs a value for {', '.join(missing)}; give it",
+            argument="attention",
+        )
     if extra := sorted(
         given_options.keys() - builder.required - builder.optional - OPTIONS_WITHOUT_COST
     ):
         takes = ", ".join(sorted(builder.required | builder.optional))
         raise ArgumentError(
             f"attention {name!r} has no option {', '.join(extra)}; its options are {takes}; leave "
-            "out the others, or choose another mechanism"
+            "out the others, or choose another mechanism",
+            argument="option",
         )
     for key, value in given_options.items():
         if (
@@ -436,7 +442,8 @@ def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -
         ):
             raise ArgumentError(
                 f"{key} is {short_repr(value)}; it must be an integer of at least 1 and at most "
-                f"{MAX_SIZE}"
+                f"{MAX_SIZE}",
+                argument=key,
             )
     return builder.build(dim, heads, given_options)
 

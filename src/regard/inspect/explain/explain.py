@@ -180,7 +180,8 @@ def find_key(
             raise ArgumentError(
                 f"key is token {token}, which this call does not contain; it has "
                 f"{plural(len(positions), 'key')}, at positions "
-                f"{', '.join(map(str, list(positions)[:8]))}{', ...' if len(positions) > 8 else ''}",
+                f"{', '.join(map(str, list(positions)[:8]))}"
+                f"{', ...' if len(positions) > 8 else ''}",
                 argument="key",
             )
         return list(positions).index(token), ""

@@ -94,7 +94,8 @@ def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> 
     if isinstance(token, bool) or not isinstance(token, (int, str)):
         raise ArgumentTypeError(
             f"{name} is {type(token).__name__}; it must be the index of a token, or a word of the "
-            "text"
+            "text",
+            argument=name,
         )
     if isinstance(token, int):
         return check_index(name, token, len(tokens.ids), "token", "tokens")
@@ -284,7 +285,9 @@ def _end_of(word: str, text: str, name: str) -> int:
     shown = ", ".join(words[:12]) + (", ..." if len(words) > 12 else "")
     raise ArgumentError(
         f"{name} is {word[:100]!r}, which does not occur in the text; give a token index, or one "
-        f"of its words: {shown}"
+        f"of its words: {shown}",
+        argument=name,
+        value=word,
     )
 
 

@@ -369,7 +369,9 @@ def run_layer(
         raise ArgumentError(
             f"{name} is a {type(module).__name__}, not a softmax self-attention; choose a "
             "mechanism "
-            f"such as mha, gpt, gqa or mla, or run regard explain TEXT --attention {name}"
+            f"such as mha, gpt, gqa or mla, or run regard explain TEXT --attention {name}",
+            argument="names",
+            value=name,
         )
     module.mask = mask
     stages = run_block_stages(module.to(device), x.to(device))

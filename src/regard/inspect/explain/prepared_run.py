@@ -39,12 +39,16 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
         ArgumentTypeError: `index` is not an int.
     """
     if isinstance(index, bool) or not isinstance(index, int):
-        raise ArgumentTypeError(f"{name} is {type(index).__name__}; it must be an integer")
+        raise ArgumentTypeError(
+            f"{name} is {type(index).__name__}; it must be an integer", argument=name
+        )
     if not -length <= index < length:
         some = f"{'is' if length == 1 else 'are'} {plural(length, one, many)}"
         raise ArgumentError(
             f"{name} is {index}; there {some}: it must be 0 to {length - 1}, or {-length} to "
-            "-1 from the end"
+            "-1 from the end",
+            argument=name,
+            value=index,
         )
     return index % length
 

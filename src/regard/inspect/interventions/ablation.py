@@ -175,7 +175,8 @@ def chosen_places(names: Sequence[str], layers: Collection[str | int] | None) ->
         else:
             raise ArgumentError(
                 f"there is no layer {layer!r}; the layers are {', '.join(places)}"
-                f"{suggest(str(layer), places)}"
+                f"{suggest(str(layer), places)}",
+                argument="layers",
             )
     return chosen
 
@@ -193,5 +194,7 @@ def check_heads(heads: Collection[int] | None, count: int) -> list[int]:
         return list(range(count))
     for head in heads:
         if not -count <= head < count:
-            raise ArgumentError(f"head {head} does not exist; the heads are 0 to {count - 1}")
+            raise ArgumentError(
+                f"head {head} does not exist; the heads are 0 to {count - 1}", argument="heads"
+            )
     return [head % count for head in heads]

@@ -50,7 +50,9 @@ def token_id(run: ModelRun, answer: Answer) -> int:
     if not isinstance(run.model, TextModel):
         raise ArgumentError(
             f"the answer {answer!r} is a text, but a {type(run.model).__name__} has no tokenizer "
-            "of this package; give the id of the token"
+            "of this package; give the id of the token",
+            argument="answer",
+            value=answer,
         )
     ids = run.model.tokenizer.encode(answer)
     if len(ids) != 1:
@@ -58,7 +60,9 @@ def token_id(run: ModelRun, answer: Answer) -> int:
         raise ArgumentError(
             f"the answer {answer!r} is {plural(len(ids), 'token')} "
             f"({', '.join(map(repr, pieces))}); it must be one: give the first of "
-            "them, mind a leading space, or write a metric function"
+            "them, mind a leading space, or write a metric function",
+            argument="answer",
+            value=answer,
         )
     return ids[0]
 
@@ -72,7 +76,9 @@ def answer_ids(run: ModelRun, answer: Any) -> tuple[int, ...]:
     both = answer if isinstance(answer, tuple) else (answer,)
     if len(both) > 2 or not all(isinstance(each, (str, int)) for each in both):
         raise ArgumentTypeError(
-            f"the answer is {answer!r}; it must be a token (its text or id), or a pair of tokens"
+            f"the answer is {answer!r}; it must be a token (its text or id), or a pair of tokens",
+            argument="answer",
+            value=answer,
         )
     return tuple(token_id(run, each) for each in both)
 

@@ -104,9 +104,14 @@ def attribute(
             argument="method",
         )
     if corrupt is not None and method != "gradient":
-        raise ArgumentError(f"corrupt does not apply to method {method!r}; use method='gradient'")
+        raise ArgumentError(
+            f"corrupt does not apply to method {method!r}; use method='gradient'",
+            argument="corrupt",
+        )
     if by_key and method != "direct":
-        raise ArgumentError(f"by_key does not apply to method {method!r}; use method='direct'")
+        raise ArgumentError(
+            f"by_key does not apply to method {method!r}; use method='direct'", argument="by_key"
+        )
     run = prepare(model, text)
     if method == "direct":
         return _direct(run, metric, by_key=by_key)
@@ -232,7 +237,8 @@ def _gradient(run: ModelRun, corrupt: ModelRun | None, metric: Metric) -> Effect
         if there.shape != z.shape:
             raise ArgumentError(
                 f"{name} is {tuple(there.shape)} in the clean run and {tuple(z.shape)} in the "
-                "corrupt one; both inputs must have the same number of tokens"
+                "corrupt one; both inputs must have the same number of tokens",
+                argument="corrupt",
             )
         effect = ((there - z) * trace.gradient(name).double()).sum((0, 2, 3))
         values[i, : len(effect)] = effect.cpu().numpy()

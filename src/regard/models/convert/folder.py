@@ -221,7 +221,11 @@ class ConversionOptions:
         for name, known in ALLOWED_VALUES.items():
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise ArgumentError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+                raise ArgumentError(
+                    f"{name} is {value!r}; it must be one of {', '.join(known)}",
+                    argument=name,
+                    value=value,
+                )
         if error := self._contradiction():
             raise error
         if self.to == "mqa":

@@ -199,7 +199,8 @@ def _check(H: int, before: int, after: int) -> None:
     if after not in allowed:
         raise ArgumentError(
             f"{before} key/value heads cannot become {after} for {H} query heads; possible are "
-            f"{', '.join(str(g) for g in allowed if g != before)}"
+            f"{', '.join(str(g) for g in allowed if g != before)}",
+            argument="kv_heads",
         )
 
 

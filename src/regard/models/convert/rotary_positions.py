@@ -287,7 +287,8 @@ def extend_context(
     if length <= trained:
         raise ArgumentError(
             f"the context is {length}, and max_position_embeddings is {trained} already; give "
-            "more than that"
+            "more than that",
+            argument="context",
         )
     change = _changed_keys(extension, length, trained, config, 2 * len(rotary.inv_freq))
     after = rebuild(replace(config, **change), checkpoint.weights())

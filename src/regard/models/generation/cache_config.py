@@ -148,7 +148,9 @@ class CacheConfig:
             raise ArgumentError(
                 f"the prompt has {plural(prompt_tokens, 'token')} and max_tokens is {new_tokens}: "
                 f"{total} are more than max_context {limit}; {advice}, raise max_context, or use a "
-                'cache that drops old tokens: cache="ring" or "streaming"'
+                'cache that drops old tokens: cache="ring" or "streaming"',
+                argument="max_context",
+                value=limit,
             )
 
     def with_capacity(self, prompt_tokens: int, new_tokens: int) -> CacheConfig:

@@ -56,10 +56,13 @@ class StopStrings:
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         for stop in stops:
             if not isinstance(stop, str):
-                raise ArgumentTypeError(f"a stop string is {type(stop).__name__}; it must be a str")
+                raise ArgumentTypeError(
+                    f"a stop string is {type(stop).__name__}; it must be a str", argument="stop"
+                )
             if not stop:
                 raise ArgumentError(
-                    "a stop string is empty, and every text contains it; leave it out"
+                    "a stop string is empty, and every text contains it; leave it out",
+                    argument="stop",
                 )
         self.stops = stops
         self.matched: str | None = None
@@ -150,9 +153,13 @@ class GenerationOptions:
             if n is None and name == "chunk":
                 continue
             if isinstance(n, bool) or not isinstance(n, int):
-                raise ArgumentTypeError(f"{name} is {type(n).__name__}; it must be an int")
+                raise ArgumentTypeError(
+                    f"{name} is {type(n).__name__}; it must be an int", argument=name
+                )
             if n < least:
-                raise ArgumentError(f"{name} is {n}; it must be {least} or more")
+                raise ArgumentError(
+                    f"{name} is {n}; it must be {least} or more", argument=name, value=n
+                )
         StopStrings(self.stop)
 
 

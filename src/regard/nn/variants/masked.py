@@ -114,7 +114,8 @@ def local_global(
     """
     if layer < 0 or every < 1:
         raise ArgumentError(
-            f"layer is {layer} and every is {every}; layer must be at least 0, and every at least 1",
+            f"layer is {layer} and every is {every}; layer must be at least 0, and every at "
+            "least 1",
             argument="layer",
         )
     if (layer + 1) % every == 0:
