@@ -240,7 +240,11 @@ def audit(
         )
     unknown = sorted(set(accept) - set(FAULTS))
     if unknown:
-        raise ArgumentError(f"{unknown[0]!r} is not a fault; the faults are {', '.join(FAULTS)}")
+        raise ArgumentError(
+            f"{unknown[0]!r} is not a fault; the faults are {', '.join(FAULTS)}",
+            argument="accept",
+            value=unknown[0],
+        )
     check_keyword_names("audit", claims, ClaimOptions.__annotations__)
     checked_claims = AuditClaims(**claims)
     reported_claims: dict[str, object] = {

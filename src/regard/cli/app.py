@@ -81,26 +81,33 @@ class Command(_Localised, TyperCommand):
             raise typer.BadParameter(str(error), ctx, wrong_option(ctx, error)) from error
 
 
+OTHER_NAMES = {"groups": "kv_heads", "heads": "head", "length": "context", "places": "layer"}
+"""Arguments of the package, to the name that options of the same meaning have in some commands."""
+
+
 def wrong_option(context: Any, error: RegardError) -> Any:
     """Return the option or argument of a command that an error of the package is about, or None.
 
-    It has the name of the error's argument, holds `name=value` for this name, or holds the value.
+    It has the name of the error's argument, and holds the value if this is a text; or else holds
+    the value, or `name=value` for that name; or has another name for the argument.
 
     Args:
         context: the context of the command.
         error: an error that a function of the package raised.
     """
     given = {x: context.params.get(x.name) for x in context.command.params}
-    given = {option: value for option, value in given.items() if value is not None}
-    for option in given:
-        if str(option.name).rstrip("_") == error.argument:
-            return option
-    for option, value in given.items():
-        texts = value if isinstance(value, (list, tuple)) else [value]
-        names = [str(text).partition("=")[0] for text in texts if "=" in str(text)]
-        if error.argument in names or (isinstance(error.value, str) and error.value in texts):
-            return option
-    return None
+    texts = {
+        option: [str(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
+        for option, value in given.items()
+        if value is not None
+    }
+    named = {str(option.name).rstrip("_"): option for option in texts}
+    argument = error.argument or ""
+    own, other = named.get(argument), named.get(OTHER_NAMES.get(argument, ""))
+    if isinstance(error.value, str) and error.value not in texts.get(own, ()):
+        own = next((option for option in texts if error.value in texts[option]), own)
+    settings = (x for x in texts if any(text.startswith(f"{argument}=") for text in texts[x]))
+    return own or next(settings, None) or other
 
 
 class Commands(_Localised, TyperGroup):
@@ -287,9 +294,12 @@ def _command() -> Any:
     return command
 
 
-def _check_lang(_context: object, _option: object, lang: str | None) -> str | None:
+def _check_lang(_context: object, option: Any, lang: str | None) -> str | None:
     """Refuse a language that has no catalogue."""
-    return lang if lang is None else check_language(lang)
+    try:
+        return lang if lang is None else check_language(lang)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param=option) from error
 
 
 def _language_option() -> Any:

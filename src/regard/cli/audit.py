@@ -329,7 +329,7 @@ def audit(
             **claims,
         )
     except RegardError as error:  # 1 means faults
-        raise ArgumentError(str(error), argument=error.argument) from error
+        raise ArgumentError(str(error), argument=error.argument, value=error.value) from error
     if json:
         typer.echo(json_format.dumps(report.as_dict(), default=str))
     else:

@@ -95,7 +95,11 @@ def extended_decoder(model: Model, method: str, target: int) -> Decoder:
     LinearScaling(factor=4.0)
     """
     if method not in METHODS:
-        raise ArgumentError(f"the method is {method!r}; it must be one of {', '.join(METHODS)}")
+        raise ArgumentError(
+            f"the method is {method!r}; it must be one of {', '.join(METHODS)}",
+            argument="method",
+            value=method,
+        )
     if method == UNSCALED:
         return model.decoder
     converted, _ = extend_context(Checkpoint(model.decoder, model.config), target, method)  # type: ignore[arg-type]
@@ -431,7 +435,8 @@ def extend_all(
         raise ArgumentError(
             f"the text has {plural(len(ids), 'token')}, but {needed_tokens} are needed for a "
             f"length of {target}: "
-            "give a longer text, or a smaller length"
+            "give a longer text, or a smaller length",
+            argument="text",
         )
     test = _length_test(default_lengths(trained, target), options)
     results: dict[str, Numbers] = {}

@@ -221,7 +221,8 @@ def _candidate(name: str, shape: Shape) -> Candidate:
         raise ArgumentError(
             f"{name!r} is not a mechanism that a decoder can have{hint} The default mechanisms are "
             f"{', '.join(DEFAULT_NAMES)}; regard describe lists the catalogue; options follow a "
-            "colon, as in gqa:groups=1"
+            "colon, as in gqa:groups=1",
+            argument="names",
         )
     parts = [part for part in settings.split(",") if part]
     return Candidate(name, attention, parse_options(parts, find_decoder_variant(attention)))

@@ -417,7 +417,8 @@ def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -
         raise ArgumentError(
             f"the cost of attention {short_repr(name)} cannot be counted{hint} It can for "
             f"{', '.join(MECHANISMS)}; regard describe NAME prints the cost of one layer of any "
-            "mechanism"
+            "mechanism",
+            argument="attention",
         )
     builder, given_options = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
     if missing := sorted(builder.required - given_options.keys()):

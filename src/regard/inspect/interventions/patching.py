@@ -126,7 +126,9 @@ def patch(
             argument="what",
         )
     if receiver is not None and what != "paths":
-        raise ArgumentError(f"a receiver ends paths; what is {what!r}: use what='paths'")
+        raise ArgumentError(
+            f"a receiver ends paths; what is {what!r}: use what='paths'", argument="receiver"
+        )
     names = {"heads": ["z"], "paths": ["z", "q", "k", "v"], "residual": ["embed", "residual"]}.get(
         what, [what]
     )
@@ -158,7 +160,8 @@ def _two_runs(
             raise ArgumentError(
                 f"{tap} is {tuple(x.shape)} in the clean run and "
                 f"{None if other is None else tuple(other.shape)} in the corrupt one; both inputs "
-                "must have the same number of tokens, so that positions correspond"
+                "must have the same number of tokens, so that positions correspond",
+                argument="corrupt",
             )
     values = {name: float(measured.measure(r.output)) for name, r in results.items()}
     start, source = ("corrupt", "clean") if restore else ("clean", "corrupt")
@@ -256,13 +259,15 @@ def _receiving_tap(both: _TwoRuns, receiver: Receiver) -> _ReceivingTap | None:
     if receiver.tap not in ("q", "k", "v") or name not in both.source:
         raise ArgumentError(
             f"there is no receiver {name!r}; it must be q, k or v of one of {', '.join(places)}, "
-            f"or 'logits'{suggest(receiver.layer, places)}"
+            f"or 'logits'{suggest(receiver.layer, places)}",
+            argument="receiver",
         )
     heads, own = both.source[f"{receiver.layer}.z"].shape[1], both.source[name].shape[1]
     if not 0 <= receiver.head < heads:
         raise ArgumentError(
             f"head {receiver.head} of {receiver.layer} does not exist; it has "
-            f"{plural(heads, 'head')}"
+            f"{plural(heads, 'head')}",
+            argument="receiver",
         )
     return _ReceivingTap(name, receiver.head * own // heads)
 

@@ -51,7 +51,9 @@ class CorpusMeasures:
         if name not in self.values:
             raise ArgumentError(
                 f"{name!r} was not measured; measured: {', '.join(self.values)}"
-                f"{suggest(name, self.values)}"
+                f"{suggest(name, self.values)}",
+                argument="metric",
+                value=name,
             )
         return self.values[name]
 

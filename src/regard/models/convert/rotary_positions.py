@@ -288,7 +288,7 @@ def extend_context(
         raise ArgumentError(
             f"the context is {length}, and max_position_embeddings is {trained} already; give "
             "more than that",
-            argument="context",
+            argument="length",
         )
     change = _changed_keys(extension, length, trained, config, 2 * len(rotary.inv_freq))
     after = rebuild(replace(config, **change), checkpoint.weights())
