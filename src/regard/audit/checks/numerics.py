@@ -64,7 +64,9 @@ def check_finite_parameters(context: CheckContext) -> list[Finding]:
         if x.is_floating_point() and not bool(x.isfinite().all()):
             n = int((~x.isfinite()).sum())
             sentence = Phrase(
-                "{name} is not finite in {values} of {n}.",
+                "{values} of {n} in {name} is not finite."
+                if n == 1
+                else "{values} of {n} in {name} are not finite.",
                 values=counted(n, "value"),
                 n=x.numel(),
                 name=name,
