@@ -77,7 +77,8 @@ def check_finite(**tensors: Tensor) -> None:
             n, first = int(bad.sum()), bad.nonzero()[0].tolist()
             raise ArgumentError(
                 f"{name} has {plural(n, 'non-finite value')}, first at {first}; find the operation "
-                "that produced it (regard.checks(finite=True) enables this check)"
+                "that produced it (regard.checks(finite=True) enables this check)",
+                argument=name,
             )
 
 
@@ -100,7 +101,9 @@ def check_keyword_names(function: str, names: Collection[str], allowed: Collecti
         if name not in allowed:
             hint = suggest(name, allowed, otherwise=".")
             raise ArgumentTypeError(
-                f"{function}() has no argument {name!r}{hint} It has {', '.join(allowed)}"
+                f"{function}() has no argument {name!r}{hint} It has {', '.join(allowed)}",
+                argument=name,
+                allowed=", ".join(allowed),
             )
 
 
@@ -109,11 +112,14 @@ def check_tensor(name: str, x: object) -> None:
     import torch
 
     if not isinstance(x, torch.Tensor):
-        raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be a torch tensor")
+        raise ArgumentTypeError(
+            f"{name} is {type(x).__name__}; it must be a torch tensor", argument=name
+        )
     if not x.is_floating_point():
         raise ArgumentTypeError(
             f"{name} is {_dtype(x)}; it must be float64, float32, bfloat16 or float16: use "
-            f"{name}.float()"
+            f"{name}.float()",
+            argument=name,
         )
 
 
@@ -128,15 +134,19 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
             raise ArgumentError(
                 f"{name} has {plural(x.ndim, 'dimension')}, {_shape(x)}; it must be [batch, "
                 "heads, length, "
-                f"dim]: {hint}"
+                f"dim]: {hint}",
+                argument=name,
             )
     if q.dtype != k.dtype:
         raise ArgumentTypeError(
             f"query is {_dtype(q)} and key is {_dtype(k)}; all must have one dtype: convert one "
-            "with .to()"
+            "with .to()",
+            argument="key",
         )
     if q.device != k.device:
-        raise ArgumentError(f"query is on {q.device} and key on {k.device}; move one with .to()")
+        raise ArgumentError(
+            f"query is on {q.device} and key on {k.device}; move one with .to()", argument="key"
+        )
     check_batch("key", k, q.shape[0])
     if q.shape[3] != k.shape[3] or q.shape[3] == 0:
         raise ArgumentError(
@@ -165,15 +175,19 @@ def check_query_key_value(
     if v.ndim != 4:
         raise ArgumentError(
             f"value has {plural(v.ndim, 'dimension')}, {_shape(v)}; it must be [batch, heads, "
-            "length, dim]"
+            "length, dim]",
+            argument="value",
         )
     if v.dtype != q.dtype:
         raise ArgumentTypeError(
             f"query is {_dtype(q)} and value is {_dtype(v)}; all must have one dtype: convert one "
-            "with .to()"
+            "with .to()",
+            argument="value",
         )
     if v.device != q.device:
-        raise ArgumentError(f"query is on {q.device} and value on {v.device}; move one with .to()")
+        raise ArgumentError(
+            f"query is on {q.device} and value on {v.device}; move one with .to()", argument="value"
+        )
     check_batch("value", v, q.shape[0])
     if check_heads is not None:
         check_heads(q.shape[1], k.shape[1], v.shape[1])
@@ -219,7 +233,8 @@ def check_batch(name: str, x: Tensor, batch: int) -> None:
     if x.shape[0] != batch:
         raise ArgumentError(
             f"{name} batch {x.shape[0]} != query batch {batch}; batches do not broadcast: if one "
-            f"{name} serves all rows, pass {name}.expand({batch}, -1, -1, -1)"
+            f"{name} serves all rows, pass {name}.expand({batch}, -1, -1, -1)",
+            argument=name,
         )
 
 
@@ -229,7 +244,9 @@ def check_groups(heads: int, groups: int) -> None:
         allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
             f"{heads} query heads are not divisible by {groups} key/value heads; allowed key/value "
-            f"heads: {allowed or 'none'}"
+            f"heads: {allowed or 'none'}",
+            argument="groups",
+            value=groups,
         )
 
 
@@ -248,7 +265,9 @@ def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
         allowed = ", ".join(map(str, divisors(dim)))
         raise ArgumentError(
             f"dim {dim} is not divisible by {plural(heads, 'head')}; give head_dim, or heads among "
-            f"{allowed}"
+            f"{allowed}",
+            argument="heads",
+            value=heads,
         )
     return dim // heads
 
@@ -306,9 +325,16 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
     if x is None:
         return
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be a number, {allowed}")
+        raise ArgumentTypeError(
+            f"{name} is {type(x).__name__}; it must be a number, {allowed}",
+            argument=name,
+            value=x,
+            allowed=allowed,
+        )
     if not low < x < high:  # which NaN and infinities are not, and a graph can ask
-        raise ArgumentError(f"{name} is {x}; it must be {allowed}")
+        raise ArgumentError(
+            f"{name} is {x}; it must be {allowed}", argument=name, value=x, allowed=allowed
+        )
 
 
 def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
@@ -337,7 +363,8 @@ def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
         words = letters.split()
         if not isinstance(x, torch.Tensor):
             raise ArgumentTypeError(
-                f"{name} is {type(x).__name__}; it must be a torch tensor [{', '.join(words)}]"
+                f"{name} is {type(x).__name__}; it must be a torch tensor [{', '.join(words)}]",
+                argument=name,
             )
         if x.ndim != len(words):
             raise ArgumentError(
@@ -388,7 +415,9 @@ def check_usable_device(device: torch.device | str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         device = str(device)
-        raise ArgumentError(f"device {device!r} cannot be used: {reason}; use cpu") from error
+        raise ArgumentError(
+            f"device {device!r} cannot be used: {reason}; use cpu", argument="device", value=device
+        ) from error
 
 
 def check_sink(sink: Tensor | None, heads: int, like: Tensor) -> None:

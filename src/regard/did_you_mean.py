@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from regard.language import Phrase
 
 MAX_COMPARED = 100
 """The number of characters of a mistyped name that are compared; comparing takes quadratic time."""
@@ -31,7 +33,21 @@ def suggest(
     from regard.untrusted_text import short_repr
 
     matches = close_matches(name, known, most=most, cutoff=cutoff)
-    return f"; did you mean {' or '.join(map(short_repr, matches))}?" if matches else otherwise
+    return did_you_mean([short_repr(match) for match in matches]) or Phrase(otherwise)
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """Return the text "; did you mean a or b?" as a phrase; "" without names.
+
+    >>> did_you_mean(["a", "b"])
+    '; did you mean a or b?'
+    """
+    if not names:
+        return ""
+    joined, *others = names
+    for name in others:
+        joined = Phrase("{names} or {name}", names=joined, name=name)
+    return Phrase("; did you mean {names}?", names=joined)
 
 
 def close_matches(

@@ -1,12 +1,51 @@
 """The exceptions that regard raises; each one is also a built-in exception that callers catch.
 
 A message says what went wrong, where (argument, index, file), which value was passed, what is
-allowed, and the next step.
+allowed, and the next step. An error also carries these as fields, as far as the code that raises it
+knows them: a program, such as the command line, finds the wrong argument without reading the
+message.
 """
 
 
 class RegardError(Exception):
-    """Base class of all errors that regard raises on purpose."""
+    """Base class of all errors that regard raises on purpose.
+
+    Args:
+        message: a complete English sentence; without it, it is made of the fields.
+        argument: the name of the wrong argument.
+        value: what was passed.
+        allowed: what is allowed, in words.
+        next_step: what to do, in words.
+
+    >>> error = ArgumentError(argument="rank", value=9, allowed="at most 2")
+    >>> str(error), error.argument
+    ('rank is 9; it must be at most 2', 'rank')
+    >>> ArgumentError("rank is 9, above dim 2", argument="rank").argument
+    'rank'
+    """
+
+    argument: str | None
+    value: object
+    allowed: str | None
+    next_step: str | None
+
+    def __init__(
+        self,
+        message: str | None = None,
+        /,
+        *,
+        argument: str | None = None,
+        value: object = None,
+        allowed: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        if message is None:
+            message = f"{argument} is {value!r}"
+            message += f"; it must be {allowed}" if allowed else ""
+            message += f": {next_step}" if next_step else ""
+        super().__init__(message)
+        self.argument, self.value = argument, value
+        self.allowed, self.next_step = allowed, next_step
 
 
 class ArgumentError(RegardError, ValueError):

@@ -6,10 +6,10 @@ language, and its keys are short names, because its scripts name them. The comma
 sentences in their code, and these are the keys of `regard/strings/zh/*.json`, so that the code
 stays readable: `translate("parameters")`.
 
-The functions of the package raise errors in English, because programs and their authors read them.
-A command prints an error through `translate_message`, which finds the sentence of the catalogue by
-its fixed words, and translates it. `tests/surface/test_language.py` finds every text that has no
-Chinese.
+A result that is printed later, such as a finding or the name of a quantity, is a `Phrase`: an
+English string that remembers its text and values. Errors that functions of the package raise are
+English, because programs and their authors read them; a command frames them in the reader's
+language. `tests/surface/test_language.py` finds every text that has no Chinese.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib import resources
-from typing import NamedTuple
+from typing import Self
 
 from regard.errors import ArgumentError
 from regard.units import plural
@@ -31,15 +31,47 @@ LANGUAGES = {"en": "English", "zh": "简体中文"}
 """Language code, to the name of the language in itself."""
 PLACEHOLDER = re.compile(r"\{(\w+)(?:[!:][^{}]*)?\}")
 """A placeholder of a text; its format, after a colon, belongs to the placeholder."""
-MIN_FIXED = 7
-"""The least number of fixed letters by which a finished message is recognised."""
-HINT = "hint"
-"""The placeholder of a suggestion such as "; did you mean 'window'?", or of a full stop."""
 
 _language: ContextVar[str] = ContextVar("language", default="en")
-_SUGGESTION = re.compile(r"(?:; did|\. Did) you mean ((?:(?!\?).)+)\?", re.DOTALL)
-_MARK = "\x01"
-"""Stands for the suggestion while a message is translated."""
+
+
+class Phrase(str):
+    """An English text that remembers its template and values, so that it can be translated.
+
+    Args:
+        template: the English text; it must be in the catalogue.
+        values: the value of each placeholder; a `Phrase` among them is translated, too.
+
+    >>> phrase = Phrase("at most {n}", n=3)
+    >>> phrase
+    'at most 3'
+    """
+
+    __slots__ = ("template", "values")
+    template: str
+    values: Mapping[str, object]
+
+    def __new__(cls, template: str, /, **values: object) -> Self:
+        """Fill the placeholders."""
+        phrase = super().__new__(cls, template.format(**values) if values else template)
+        phrase.template, phrase.values = template, values
+        return phrase
+
+
+def counted(n: int, noun: str, nouns: str | None = None) -> Phrase:
+    """Return a count with its noun as a phrase: in English what `units.plural` returns.
+
+    Args:
+        n: how many.
+        noun: the English singular.
+        nouns: the English plural, if it is not regular.
+
+    >>> counted(2, "token")
+    '2 tokens'
+    """
+    phrase = Phrase(plural(n, noun, nouns))
+    phrase.template, phrase.values = f"{{n}} {noun}", {"n": f"{n:,}"}
+    return phrase
 
 
 def check_language(lang: str) -> str:
@@ -148,8 +180,8 @@ def translate(text: str, /, **values: object) -> str:
     """Return a text in the current language, with its placeholders filled.
 
     Args:
-        text: the English text; it must be in the catalogue.
-        values: the value of each placeholder, already in the current language.
+        text: the English text, which must be in the catalogue, or a `Phrase`.
+        values: the value of each placeholder, in the current language or as a `Phrase`.
 
     Returns:
         The English text if the catalogue lacks it, which is a failing test.
@@ -158,11 +190,16 @@ def translate(text: str, /, **values: object) -> str:
     'weights and cache are 8 GiB'
     >>> with use_language("zh"):
     ...     translate("weights and cache are {fit}", fit="8 GiB")
+    ...     translate(counted(2, "token"))
     '权重和缓存共 8 GiB'
+    '2 个词元'
     """
-    if language() != "en":
-        text = _texts().get(text, text)
-    return text.format(**values) if values else text
+    template, given = (text.template, text.values) if isinstance(text, Phrase) else (text, values)
+    translated = _texts().get(template)
+    if translated is None and isinstance(text, Phrase):
+        return str(text)
+    filled = {k: translate(v) if isinstance(v, Phrase) else v for k, v in given.items()}
+    return (translated or template).format(**filled) if filled else translated or template
 
 
 def translate_count(n: int, noun: str, nouns: str | None = None) -> str:
@@ -179,100 +216,9 @@ def translate_count(n: int, noun: str, nouns: str | None = None) -> str:
     ...     translate_count(2, "token")
     '2 个词元'
     """
-    if language() != "en" and (counted := _texts().get(f"{{n}} {noun}")) is not None:
-        return counted.format(n=f"{n:,}")
-    return plural(n, noun, nouns)
-
-
-def translate_message(message: str) -> str:
-    """Return a finished English message, such as that of an error, in the current language.
-
-    The texts of the catalogue are compared by their fixed words. What stands in the place of a
-    placeholder is translated in the same way. A message that the catalogue lacks is returned
-    unchanged.
-
-    Args:
-        message: an English message.
-
-    >>> with use_language("zh"):
-    ...     translate_message("'9q' is not a number of tokens; write for example 4096, 8k or 1M")
-    "'9q' 不是词元数；请写成例如 4096、8k 或 1M"
-    """
-    if language() == "en":
-        return message
-    suggestion = _SUGGESTION.search(message)
-    if suggestion is not None:
-        message = message[: suggestion.start()] + _MARK + message[suggestion.end() :]
-    translated = _translate_fixed(message)
-    if translated == message:
-        translated = "\n".join(map(_translate_fixed, message.split("\n")))
-    if suggestion is not None:
-        names = suggestion[1].replace(" or ", " 或 ")
-        translated = translated.replace(_MARK, f"；您要写的是不是 {names}？").replace("？。", "？")
-    return translated
-
-
-class _Pattern(NamedTuple):
-    """A text of the catalogue as a pattern of finished messages."""
-
-    weight: int  # characters that are fixed: the pattern with the most is the right one
-    fixed: tuple[str, ...]  # what a message must contain, which is quicker to see
-    pattern: str
-    names: tuple[str, ...]
-    text: str
+    return translate(counted(n, noun, nouns))
 
 
 def _texts() -> Mapping[str, str]:
-    return catalogue("regard", language())
-
-
-def _translate_fixed(message: str) -> str:
-    texts = _texts()
-    if message in texts or not re.search("[a-z]{2}", message):
-        return texts.get(message, message)
-    for _, fixed, pattern, names, text in _patterns(language()):
-        if not all(part in message for part in fixed):
-            continue
-        match = re.fullmatch(pattern, message, re.DOTALL)
-        if match is not None:
-            values = {
-                name: _translate_fixed(value) if value != message else value
-                for name, value in zip(names, match.groups(), strict=True)
-            }
-            if values.get(HINT) == ".":
-                values[HINT] = "。"
-            return _fill(text, values)
-    return message
-
-
-def _fill(text: str, values: Mapping[str, str]) -> str:
-    return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), text)
-
-
-@cache
-def _patterns(lang: str) -> list[_Pattern]:
-    """Return the texts with placeholders, those with the most fixed characters first."""
-    patterns: list[_Pattern] = []
-    for key, text in catalogue("regard", lang).items():
-        parts = PLACEHOLDER.split(key)
-        if len(parts) == 1:
-            continue
-        names, fixed = parts[1::2], parts[::2]
-        if len(set(names)) < len(names):
-            continue
-        counted = re.fullmatch(r"\{n\} ([\w/ -]+)", key)
-        if counted is not None:  # a count, in the singular or the plural
-            noun = counted[1]
-            plural_end = "(?:y|ies)" if noun.endswith("y") else "(?:s|es)?"
-            source = rf"([\d,]+) {re.escape(noun.removesuffix('y'))}{plural_end}"
-        else:
-            source = re.escape(fixed[0]) + "".join(
-                (rf"(\.|{_MARK}|)" if name == HINT else "(.*?)") + re.escape(text)
-                for name, text in zip(names, fixed[1:], strict=True)
-            )
-        weight = sum(len(re.sub(r"\W", "", part)) for part in fixed)
-        if weight < MIN_FIXED and counted is None:
-            continue
-        needed = () if counted is not None else tuple(fixed)
-        patterns.append(_Pattern(weight, needed, source, tuple(names), text))
-    return sorted(patterns, key=lambda one: -one.weight)
+    """Return the texts of the current language; English ones are their own keys."""
+    return {} if language() == "en" else catalogue("regard", language())

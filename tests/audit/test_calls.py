@@ -302,7 +302,7 @@ def test_sizes_are_those_of_the_constructor_wherever_they_are_given(given: dict[
 
 def test_a_wrong_scale_is_told_with_its_number() -> None:
     found = audit(Bare, dim=64, heads=4, options={"scale": 0.2}).findings[0]
-    assert "(0.2 instead of 1, with heads of 1)" in found.sentence
+    assert "0.2 instead of 1, with heads of 1" in found.sentence
     assert (found.example["heads"], found.example["head_dim"]) == (1, 1)
 
 

@@ -68,8 +68,8 @@ def test_json_has_the_numbers_and_the_bounds(capsys: pytest.CaptureFixture[str])
     ("arguments", "message"),
     [
         (("--claim", "nothing"), "there is no claim 'nothing'"),
-        (("mha", "--claim", "scale"), "MECHANISM applies to a comparison"),
-        (("--claim", "scale", "--quality"), "--quality applies to a comparison"),
+        (("mha", "--claim", "scale"), "'MECHANISM': applies to a comparison"),
+        (("--claim", "scale", "--quality"), "'--quality': applies to a comparison"),
         (("--budget", "2"), "--budget and --seed apply only to claims"),
         (("--claim", "scale", "--budget", "0"), "budget is 0.0; it must be above 0"),
         (("--claim", "scale", "--html", "nowhere/page.html"), "there is no folder"),

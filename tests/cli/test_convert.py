@@ -150,7 +150,7 @@ def test_without_a_tokenizer(
         ),
         (
             ("--rotary-layout", "gptj"),
-            "--rotary-layout is 'gptj'; it must be one of half, interleaved",
+            "rotary_layout is 'gptj'; it must be one of half, interleaved",
         ),
         (("--dtype", "fp8"), "dtype is 'fp8'; it must be one of float32"),
         (("--to", "mqa", "--text", "nowhere"), "nowhere is missing"),

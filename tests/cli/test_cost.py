@@ -286,7 +286,7 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         (("gpt2", "--bandwidth", "1e9"), "--bandwidth and --flops need each other"),
         (
             ("gpt2", "--machine", "l4", "--bandwidth", "1e9", "--flops", "1e9"),
-            "--machine already has a bandwidth and a rate",
+            "already has a bandwidth and a rate",
         ),
         (("gpt2", "--bandwidth", "0", "--flops", "1e9"), "must be above 0, per second"),
         (("gpt2", "--context", "2k"), "gpt2 has learned positions for 1,024 tokens"),

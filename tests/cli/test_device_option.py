@@ -41,7 +41,7 @@ def test_a_device_that_cannot_be_used(
 def test_claims_take_no_device(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = command(capsys, "compare", "--claim", "fused", "--device", "cpu")
     assert code == 2
-    assert "--device applies to a comparison" in " ".join(err.split())
+    assert "'--device': applies to a comparison" in " ".join(err.split())
 
 
 def test_a_layer_on_the_cpu_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -172,7 +172,7 @@ def test_a_prompt_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     file.write_bytes(b"\xff\xfe")
     for given in (str(file), str(tmp_path / "none.txt")):
         assert run(["generate", "--prompt-file", given]) == 2
-        assert "Invalid value for --prompt-file" in capsys.readouterr().err
+        assert "Invalid value for '--prompt-file'" in capsys.readouterr().err
 
 
 def test_beams(capsys: pytest.CaptureFixture[str]) -> None:
@@ -216,42 +216,27 @@ def test_no_new_tokens_is_the_prompt(capsys: pytest.CaptureFixture[str]) -> None
     "arguments, message",
     [
         ([""], "the text '' has no tokens"),
-        ([PROMPT, "--top-k", "100000"], "--top-k is 100000; it must be 1 to"),
-        ([PROMPT, "--top-k", "0"], "Invalid value for '--top-k'"),
-        ([PROMPT, "--temperature", "-1"], "Invalid value for '--temperature'"),
-        ([PROMPT, "--temperature", "nan"], "Invalid value for '--temperature'"),
-        ([PROMPT, "--max-tokens", "-1"], "Invalid value for '--max-tokens'"),
-        ([PROMPT, "--top-p", "1.5"], "Invalid value for '--top-p'"),
-        ([PROMPT, "--top-p", "0"], "error: --top-p is 0.0; it must be above 0"),
-        ([PROMPT, "--min-p", "-1"], "Invalid value for '--min-p'"),
-        ([PROMPT, "--repetition-penalty", "0"], "error: --repetition-penalty is"),
-        ([PROMPT, "--stop", ""], "Invalid value for --stop: a stop string is empty"),
-        ([PROMPT, "--beams", "0"], "Invalid value for '--beams'"),
-        ([PROMPT, "the", "--beams", "2"], "Invalid value for --beams: beams takes one prompt"),
+        ([PROMPT, "--top-k", "100000"], "100000; it must be 1 to"),
+        ([PROMPT, "--temperature", "nan"], "'--temperature'"),
+        ([PROMPT, "--top-p", "0"], "above 0"),
+        ([PROMPT, "--stop", ""], "'--stop': a stop string is empty"),
+        ([PROMPT, "the", "--beams", "2"], "takes one prompt"),
         ([PROMPT, "--beams", "2", "--temperature", "1"], "beam search takes no sampler"),
-        ([PROMPT, "--beams", "2", "--length-penalty", "inf"], "error: --length-penalty is inf"),
-        ([PROMPT, "--chunk", "0"], "Invalid value for '--chunk'"),
-        ([PROMPT, "--max-context", "9"], "are more than --max-context 9; ask for at most"),
-        ([PROMPT, "--cache", "rings"], "error: --cache is 'rings'; it must be"),
-        ([PROMPT, "--cache", "ring"], "--cache ring needs --max-context"),
-        (
-            [PROMPT, "--cuda-graph"],
-            "error: --cuda-graph captures the decoding step on a CUDA device",
-        ),
+        ([PROMPT, "--max-context", "9"], "ask for at most"),
+        ([PROMPT, "--cache", "rings"], "did you mean 'ring'?"),
+        ([PROMPT, "--cache", "ring"], "needs max_context"),
+        ([PROMPT, "--cuda-graph"], "on a CUDA device"),
         ([PROMPT, "--cuda-graph", "--beams", "2"], "beam search moves them"),
-        ([], "Invalid value for PROMPT: give either a prompt or --prompt-file"),
-        (
-            [PROMPT, "--prompt-file", "x"],
-            "Invalid value for PROMPT: give either a prompt or --prompt-file",
-        ),
+        ([PROMPT, "--prompt-file", "x"], "'PROMPT': give either a prompt or --prompt-file"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """That the right option is blamed: tests/surface/test_command_line.py."""
     assert run(["generate", *arguments]) == 2
     captured = capsys.readouterr()
-    assert message in " ".join(captured.err.replace("│", " ").split())
+    assert message in " ".join(captured.err.split())
     assert captured.out == ""
 
 

@@ -178,7 +178,7 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
         (["--vocab", "100"], "greater than or equal to 257"),
         (["--context", "100000"], "a row needs context"),
         (["--clip", "0"], "clip is 0.0; it must be positive and finite"),
-        (["--weight-decay", "-1"], "--weight-decay is -1.0; it must be 0 or more"),
+        (["--weight-decay", "-1"], "'--weight-decay': weight_decay is -1.0; it must be 0 or more"),
         (["--device", "cuba"], "device 'cuba' cannot be used: "),
         (["--window", "4"], "--window needs a mechanism of the catalogue; give one"),
         (["--attention", "gqua"], "no mechanism is named 'gqua'; did you mean 'gqa'"),

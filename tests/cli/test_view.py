@@ -15,7 +15,7 @@ import regard
 from regard.cli.app import run
 from regard.cli.options import given_text, working
 from regard.cli.view import _check_memory
-from regard.errors import ArgumentError, FileError
+from regard.errors import FileError
 
 TEXT = "to be or not to be"
 
@@ -103,6 +103,6 @@ def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str
         config=SimpleNamespace(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32),
         encode=lambda text: SimpleNamespace(ids=SimpleNamespace(shape=(1, len(text)))),
     )
-    with pytest.raises(ArgumentError, match="choose heads with --layer and --head"):
+    with pytest.raises(typer.BadParameter, match="choose heads with --layer and --head"):
         _check_memory(model, "x" * 131_072, None, None, 4.0)
     _check_memory(model, "x" * 131_072, [0], [3], 4.0)

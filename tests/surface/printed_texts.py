@@ -4,7 +4,8 @@
 - the first argument of every `translate` and the noun of every `translate_count`;
 - every string of `regard/cli` with two or more words;
 - every string of the modules of `RESULTS` with two or more words;
-- the messages of the errors that a command can meet: of all modules but those of `NOT_MET`.
+
+The errors that the package raises are English.
 
 An f-string becomes a text with placeholders: `{name}` for a variable, the number of the place for
 another expression, and `{hint}` for a call of `suggest`.
@@ -22,6 +23,7 @@ from typing import get_args
 import typer
 
 import regard
+import regard.errors
 from regard import figures
 from regard.audit import FAULTS
 from regard.bench.cases import CASES
@@ -29,7 +31,6 @@ from regard.bench.render import COLUMNS
 from regard.claims.claim import VERDICTS, Role
 from regard.cli import COMMANDS
 from regard.cli import app as application
-from regard.cli.audit import COUNTS
 from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.configs.reader import NOT_COUNTED
 from regard.cost.evidence import QUALITY_EVIDENCE
@@ -42,17 +43,6 @@ from regard.train.tasks import TASKS
 from regard.view import attention_diagram, cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
-NOT_MET = {
-    "integrations/pytorch": "a program calls it",
-    "models/step_reader.py": "why_not gives these reasons to a program",
-    "ops": "a model calls it, with arguments that the model has checked",
-    "parallel": "a program on several ranks calls it",
-    "scores": "a program writes these rules",
-}
-"""Modules, and folders of modules, whose errors no command prints, and why; `MET` are exceptions
-among them.
-"""
-MET = ("parallel/plan.py", "parallel/spawn.py")
 RESULTS = (
     "audit",
     "claims",
@@ -69,34 +59,30 @@ LATIN_ONLY = re.compile(r"[A-Za-z]{2,}[,:;.]* +[A-Za-z(]")
 """What makes a string a text: two words."""
 
 
+TRANSLATED = {"translate": 0, "translate_styled": 0, "Phrase": 0, "usage_error": 1}
+"""Functions that take a text and its values, and the place of the text among their arguments."""
+COUNTED = ("translate_count", "counted")
+"""Functions that take a number and a noun."""
 STEP_NAMES = ("input", "projected", "rotated")
 """Steps of q, k and v that are words; the others are names of functions, such as l2norm."""
 AXES = (
-    *(
-        "layer",
-        "head",
-        "position",
-        "key",
-        "effect",
-        "logit",
-        "place",
-        "query",
-        "term",
-        "text",
-        "token",
-    ),
-    "probability {known}",
+    "layer",
+    "head",
+    "position",
+    "key",
+    "effect",
+    "logit",
+    "place",
+    "query",
+    "term",
+    "text",
+    "token",
 )
 """Rows, columns and quantities of tables of effects that are single words."""
 SHAPED = ("Float", "Int", "Bool", "Shaped")
 """Types of tensors, whose shape is a text."""
-NOT_PRINTED = (
-    "bold red",
-    "bold yellow",
-    "{1}; did you mean {2}?",
-    "{1}, {2} passed, {n_open} could not be made, {n_other} {5} not apply",  # see COUNTS
-)
-"""Styles, and what is translated in its parts."""
+NOT_PRINTED = ("bold red", "bold yellow")
+"""Styles."""
 
 
 def help_texts() -> Iterator[str]:
@@ -120,9 +106,9 @@ def help_texts() -> Iterator[str]:
 
 
 def data_texts() -> Iterator[str]:
-    """Yield the texts that stand in tables of the package."""
-    yield from application.TYPER_MESSAGES
-    yield from (*cost_text.TITLES, *cost_text.KINDS, NOT_COUNTED)
+    """Yield the texts that stand in tables of the package, and the end of a sentence."""
+    yield "."
+    yield from (*cost_text.TITLES, NOT_COUNTED)
     yield from (x.finding for x in QUALITY_EVIDENCE.values())
     yield from SIZES_NOT_PUBLISHED.values()
     yield from (model.note for model in PUBLISHED_MODELS.values() if model.note)
@@ -133,7 +119,6 @@ def data_texts() -> Iterator[str]:
         yield from equation_symbols(entry.name, entry.equation).values()
     for group in GROUPS:
         yield from (f"{group.family} attention", group.title)
-    yield from COUNTS
     yield from (*VERDICTS, *get_args(Role), "yes", "no")
     yield from STEP_NAMES
     yield from AXES
@@ -162,21 +147,24 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def translated_calls() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield the text of every call of `translate` and `translate_styled` with the names of its
-    values, and `{n} noun` of every call of `translate_count`.
+    """Yield the text of every call of `TRANSLATED` with the names of its values, and `{n} noun` of
+    every call of `COUNTED`.
     """
     for path in _files("."):
         source = path.read_text("utf-8")
-        if "translate" not in source or path.name == "language.py":
+        if (
+            not any(name in source for name in (*TRANSLATED, *COUNTED))
+            or path.name == "language.py"
+        ):
             continue
         for node in ast.walk(_parsed(path)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
-            if node.func.id in ("translate", "translate_styled"):
+            if node.func.id in TRANSLATED:
                 names = tuple(str(keyword.arg) for keyword in node.keywords)
-                for text in _choices(node.args[0]):
+                for text in filter(None, _choices(node.args[TRANSLATED[node.func.id]])):
                     yield text, names
-            elif node.func.id == "translate_count" and isinstance(node.args[1], ast.Constant):
+            elif node.func.id in COUNTED and isinstance(node.args[1], ast.Constant):
                 yield f"{{n}} {node.args[1].value}", ("n",)
 
 
@@ -198,19 +186,6 @@ def result_texts() -> Iterator[str]:
     """Yield the texts in the modules of `RESULTS`: titles, quantities, remarks, reasons."""
     for path in _files(*RESULTS):
         yield from _texts(_parsed(path))
-
-
-def raised_messages() -> Iterator[str]:
-    """Yield the messages of the errors that a command can meet, and what is put into them."""
-    for path in _files("."):
-        name = path.relative_to(PACKAGE).as_posix()
-        if name not in MET and name.startswith(tuple(NOT_MET)):
-            continue
-        for node in ast.walk(_parsed(path)):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-                yield from _texts(node.exc)
-            elif isinstance(node, ast.Tuple) and len(node.elts) == 2 and path.name == "folder.py":
-                yield from _texts(node.elts[1])  # a condition and its message
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
@@ -241,7 +216,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the parts of an expression or a statement that can have texts: no annotation, no type
     (the shape of a tensor is a string), and no message of an assertion.
     """
-    if isinstance(node, ast.Assert):
+    if isinstance(node, ast.Assert) or _is_error(node):
         return
     if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") in SHAPED:
         return
@@ -251,6 +226,16 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
     skipped = (getattr(node, name, None) for name in ("annotation", "returns"))
     left_out = [part for part in skipped if part is not None]
     yield from (part for part in ast.iter_child_nodes(node) if part not in left_out)
+
+
+def _is_error(node: ast.AST) -> bool:
+    """Whether an expression makes an error of the package, whose message is English, or a statement
+    collects the parts of one in a variable `reasons`.
+    """
+    if isinstance(node, ast.Assign):
+        return getattr(node.targets[0], "id", "") in ("reason", "reasons")
+    name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+    return hasattr(regard.errors, name)
 
 
 def _counted_noun(node: ast.AST) -> str | None:

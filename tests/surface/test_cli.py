@@ -84,7 +84,7 @@ def test_wrong_usage_is_2(arguments: tuple[str, ...], capsys: pytest.CaptureFixt
 
 def test_a_mistyped_command_meets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert code_of("trian") == 2
-    assert "Did you mean 'train'?" in capsys.readouterr().err
+    assert "did you mean 'train'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

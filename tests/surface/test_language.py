@@ -4,7 +4,9 @@ and no sentence stands in it that nothing prints.
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import re
 from collections import Counter
 from pathlib import Path
@@ -15,10 +17,11 @@ import regard
 from regard.language import (
     LANGUAGES,
     PLACEHOLDER,
+    Phrase,
     catalogue,
+    counted,
     translate,
     translate_count,
-    translate_message,
     use_language,
 )
 from tests.surface import printed_texts
@@ -28,7 +31,6 @@ KINDS = {
     "help": printed_texts.help_texts,
     "commands": printed_texts.command_strings,
     "results": printed_texts.result_texts,
-    "errors": printed_texts.raised_messages,
     "tables": printed_texts.data_texts,
     "calls": lambda: (text for text, _ in printed_texts.translated_calls()),
 }
@@ -100,45 +102,23 @@ def test_chinese_is_written_in_chinese() -> None:
     } == {}
 
 
-@pytest.mark.parametrize(
-    ("message", "chinese"),
-    [
-        (
-            (
-                "machine 'h10' is not known; did you mean 'h100-pcie' or 'h100-sxm'? Known "
-                "machines are h100-sxm, and 'here' measures this machine; for another machine give "
-                "--bandwidth and --flops"
-            ),
-            (
-                "未知的机器 'h10'；您要写的是不是 'h100-pcie' 或 'h100-sxm'？已知的机器："
-                "h100-sxm，以及 'here'（实测本机）；其他机器请给出 --bandwidth 和 --flops"
-            ),
-        ),
-        (
-            "no mechanism is named 'x'. `regard describe` lists all 118",
-            "没有名为 'x' 的机制。`regard describe` 列出全部 118 种",
-        ),
-        (
-            (
-                "the text has 20,000 tokens, and every pair of them is computed; the limit is 1 "
-                "token; give a part of it"
-            ),
-            "文本有 20,000 个词元，而且每一对词元都要计算；上限是 1 个词元；请只给出一部分",
-        ),
-        ("a message that nothing has translated", "a message that nothing has translated"),
-    ],
-)
-def test_a_finished_message_is_found_by_its_fixed_words(message: str, chinese: str) -> None:
-    assert translate_message(message) == message
+def test_a_phrase_is_translated_with_what_is_in_it() -> None:
+    """Also after a copy; a value that is no phrase stays as it is, although it is a word."""
+    inner = Phrase("{heads}: best accuracy", heads=counted(2, "head"))
+    phrase = Phrase("part of {name}", name=inner)
+    for one in (phrase, copy.deepcopy(phrase), pickle.loads(pickle.dumps(phrase))):
+        assert one == translate(one) == "part of 2 heads: best accuracy"
+        with use_language("zh"):
+            assert translate(one) == "2 个头：最好的准确率的份额"
     with use_language("zh"):
-        assert translate_message(message) == chinese
+        assert translate(Phrase("logit of {names}", names="query")) == "query 的 logit"
+        assert translate("logit of {names}", names="query") == "query 的 logit"
 
 
 def test_counts_in_both_languages() -> None:
     assert (translate_count(1, "query"), translate_count(2, "query")) == ("1 query", "2 queries")
     with use_language("zh"):
         assert translate_count(2, "query") == "2 个查询"
-        assert translate_message("2 queries") == "2 个查询"
     assert translate("parameters") == "parameters"
 
 

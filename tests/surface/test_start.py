@@ -127,7 +127,13 @@ def test_help_loads_little() -> None:
     ours = {
         name for name in found if name.startswith("regard.") and not name.startswith("regard.cli")
     }
-    texts = {"regard.language", "regard.text_table", "regard.units", "regard.untrusted_text"}
+    texts = {
+        "regard.did_you_mean",
+        "regard.language",
+        "regard.text_table",
+        "regard.units",
+        "regard.untrusted_text",
+    }
     assert ours <= {"regard.errors", "regard.standard_output", *texts}
     assert not foreign(found) & {"numpy", *HEAVY}
     assert len(found) <= 400

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from regard.units import plural
+from regard.language import Phrase, counted
 
 Severity: TypeAlias = Literal["error", "warning"]
 
@@ -164,9 +164,14 @@ class Audit:
         """
         n_open = len(self.untried)
         n_other = len(self.not_tried) - n_open
-        return (
-            f"{plural(len(self.findings), 'fault')}, {plural(len(self.passed), 'check')} passed, "
-            f"{n_open} could not be made, {n_other} {'does' if n_other == 1 else 'do'} not apply"
+        return Phrase(
+            "{faults}, {checks} passed, {untried} could not be made, {others} does not apply"
+            if n_other == 1
+            else "{faults}, {checks} passed, {untried} could not be made, {others} do not apply",
+            faults=counted(len(self.findings), "fault"),
+            checks=counted(len(self.passed), "check"),
+            untried=n_open,
+            others=n_other,
         )
 
 

@@ -30,7 +30,7 @@ from regard.audit.operation_graph import (
     operands,
     scale_and_weights,
 )
-from regard.units import plural
+from regard.language import Phrase, counted
 
 HIDDEN_BIAS = 1e3
 """A bias of at least this size hides the key."""
@@ -119,18 +119,31 @@ def _check_token_alignment(
             axis = -1 if name == "key" and attention.products else -2
             n = a.value.shape[axis]
             if a.value.shape != b.value.shape or n % T:
-                raise CheckNotPossible(f"a {name} for each token is not found in its operations")
+                raise CheckNotPossible(
+                    Phrase(
+                        "a {name} for each token is not found in its operations", name=Phrase(name)
+                    )
+                )
             rows = (a.value != b.value).transpose(axis, -1).flatten(0, -2).any(0)
             if n > T:  # heads and tokens along one axis, in either order
                 by_token = rows.view(T, n // T).any(1)
                 rows = by_token if int(by_token.sum()) == 1 else rows.view(n // T, T).any(0)
             moved = rows.nonzero().flatten().tolist()
             if len(moved) == 1 and moved != [j]:
-                sentence = f"The {name} at position {moved[0]} is computed from token {j}."
+                sentence = Phrase(
+                    "The {name} at position {position} is computed from token {j}.",
+                    name=Phrase(name),
+                    position=moved[0],
+                    j=j,
+                )
                 return [GraphFault("definition-differs", sentence, float(j), float(moved[0]))]
             if moved != [j]:
                 raise CheckNotPossible(
-                    f"its {name} at one position depends on {plural(len(moved), 'token')}"
+                    Phrase(
+                        "its {name} at one position depends on {tokens}",
+                        name=Phrase(name),
+                        tokens=counted(len(moved), "token"),
+                    )
                 )
     return []
 
@@ -311,21 +324,27 @@ def _check_weight_sums(attention: AttentionNodes) -> Iterator[GraphFault]:
     if masked and bool((rows <= 1 + TOLERANCE).all()):
         yield GraphFault(
             "mask-after-softmax",
-            f"Weights are set to 0 after the softmax: a row sums to {row_sum:.4g}.",
+            Phrase(
+                "Weights are set to 0 after the softmax: a row sums to {row_sum:.4g}.",
+                row_sum=row_sum,
+            ),
             1.0,
             row_sum,
         )
     elif bool(((columns - 1).abs() < TOLERANCE).all()):
         yield GraphFault(
             "softmax-axis",
-            f"The weights of a query sum to {row_sum:.4g}, and those of each key to 1.",
+            Phrase(
+                "The weights of a query sum to {row_sum:.4g}, and those of each key to 1.",
+                row_sum=row_sum,
+            ),
             1.0,
             row_sum,
         )
     elif attention.softmax.name in ("_softmax", "_safe_softmax"):
         yield GraphFault(
             "softmax-axis",
-            f"The weights of a query over its keys sum to {row_sum:.4g}.",
+            Phrase("The weights of a query over its keys sum to {row_sum:.4g}.", row_sum=row_sum),
             1.0,
             row_sum,
         )
@@ -407,9 +426,11 @@ def _check_scale(
     correct = [1 / math.sqrt(n) for n in _sizes(attention, sizes)] if scale is None else [scale]
     if any(abs(measured - r) <= 1e-6 * r for r in correct):
         return
-    sentence = (
-        f"Products over {plural(sizes, 'feature')} are multiplied by {measured:.6g}, "
-        f"not by {correct[0]:.6g}."
+    sentence = Phrase(
+        "Products over {features} are multiplied by {measured:.6g}, not by {correct:.6g}.",
+        features=counted(sizes, "feature"),
+        measured=measured,
+        correct=correct[0],
     )
     yield GraphFault(_scale_name(measured, correct[0], dim, T), sentence, correct[0], measured)
 
@@ -526,7 +547,9 @@ def _check_roles(attention: AttentionNodes) -> Iterator[GraphFault]:
         if roles_used[a] == {b} and roles_used[b] == {a}:
             yield GraphFault(
                 fault,
-                f"The map named {b} computes {a}, and the map named {a} computes {b}.",
+                Phrase(
+                    "The map named {b} computes {a}, and the map named {a} computes {b}.", b=b, a=a
+                ),
                 0.0,
                 1.0,
             )
@@ -572,7 +595,7 @@ def _check_head_groups(attention: AttentionNodes) -> Iterator[GraphFault]:
     ):
         yield GraphFault(
             "gqa-head-order",
-            f"Query heads 0 and {G} share a key head, and 0 and 1 do not.",
+            Phrase("Query heads 0 and {G} share a key head, and 0 and 1 do not.", G=G),
             0.0,
             float(G),
         )

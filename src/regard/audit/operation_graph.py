@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.audit.adapters.base import CheckNotPossible
+from regard.language import Phrase
 
 MATMUL_OPS = ("bmm", "mm", "baddbmm", "addmm")
 LINEAR_OPS = (*MATMUL_OPS, "linear", "convolution", "embedding")
@@ -292,7 +293,10 @@ def _softmax_of(node: OperationNode) -> OperationNode:
         inner = [n for n in node.token_inputs if _comes_from_softmax(n)]
         if not inner:
             raise CheckNotPossible(
-                f"its weights come from {node.name}, and no softmax is found before it"
+                Phrase(
+                    "its weights come from {name}, and no softmax is found before it",
+                    name=node.name,
+                )
             )
         node = inner[0]
     return node
@@ -329,7 +333,9 @@ def _score_products(
     elif name in (*LAYOUT_OPS, *MASKING_OPS, "tanh", "relu", "sum"):
         yield from _score_products(inner[0], factor, attention)
     else:
-        raise CheckNotPossible(f"its scores go through {name}, which is not understood")
+        raise CheckNotPossible(
+            Phrase("its scores go through {name}, which is not understood", name=name)
+        )
 
 
 def _contains_token_product(node: OperationNode) -> bool:
@@ -426,7 +432,9 @@ def scale_and_weights(node: OperationNode) -> tuple[float, frozenset[str]]:
         return factors[0], frozenset().union(*(names for _, names in parts))
     if name in ("neg", "addcmul", *LAYOUT_OPS, *MASKING_OPS):
         return scale_and_weights(inner[-1] if name == "copy" else inner[0])
-    raise CheckNotPossible(f"its queries or keys go through {name}, which is not understood")
+    raise CheckNotPossible(
+        Phrase("its queries or keys go through {name}, which is not understood", name=name)
+    )
 
 
 def _unit_vector_reason(

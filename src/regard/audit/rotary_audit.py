@@ -17,6 +17,7 @@ from regard.audit.adapters.run_device import moved_function, to_device
 from regard.audit.findings import Audit, Finding, NotTried, PassedCheck, finding, root_causes
 from regard.audit.reference import rotate
 from regard.errors import ArgumentError
+from regard.language import Phrase
 
 LENGTH, KEY_DISTANCE, FAR_POSITION = 41, 3, 1000
 START_POSITIONS = (0, 5, 10, 20, 37)
@@ -126,9 +127,14 @@ def _check_relative(x: Tensor, out: Tensor, dtype: torch.dtype) -> list[Finding]
         ", ".join(map(str, START_POSITIONS)),
     )
     ratio = out.norm(dim=-1) / x.norm(dim=-1)
-    sentence = (
-        f"q at i + {distance} times k at i is {products_text} for i = {starts_text}; norms "
-        f"are multiplied by {float(ratio.min()):.4g} to {float(ratio.max()):.4g}."
+    sentence = Phrase(
+        "q at i + {distance} times k at i is {products_text} for i = {starts_text}; norms are "
+        "multiplied by {low:.4g} to {high:.4g}.",
+        distance=distance,
+        products_text=products_text,
+        starts_text=starts_text,
+        low=float(ratio.min()),
+        high=float(ratio.max()),
     )
     tolerance = torch.finfo(dtype).eps ** 0.5 * float(x.abs().max())
     mixed_rotations = [rotate(x, 10000.0, layout, 2) for layout in ("mixed", "mixed-back")]
@@ -156,8 +162,9 @@ def _check_precision(run: Callable[..., Tensor], D: int, seed: int) -> list[Find
     if float(errors.max()) <= allowed:
         return []
     c = int(errors.flatten().argmax())
-    sentence = (
-        f"In bfloat16, position {FAR_POSITION + 1} is rotated by another angle than in float64."
+    sentence = Phrase(
+        "In bfloat16, position {position} is rotated by another angle than in float64.",
+        position=FAR_POSITION + 1,
     )
     return [
         finding(

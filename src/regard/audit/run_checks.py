@@ -28,6 +28,7 @@ from regard.audit.checks import (
 from regard.audit.checks.masks import overflow_finding
 from regard.audit.findings import FAULTS, Audit, Finding, NotTried, PassedCheck, root_causes
 from regard.errors import ArgumentError
+from regard.language import Phrase
 from regard.process_state import ignore_warnings
 
 DEFAULT_LENGTH, LONGEST_SHRUNK = 8, 24
@@ -237,10 +238,16 @@ def audit(
     (('scale-missing',), 2)
     """
     if not dtype.is_floating_point:
-        raise ArgumentError(f"dtype is {dtype}; it must be a floating-point dtype")
+        raise ArgumentError(
+            f"dtype is {dtype}; it must be a floating-point dtype", argument="dtype"
+        )
     unknown = sorted(set(accept) - set(FAULTS))
     if unknown:
-        raise ArgumentError(f"{unknown[0]!r} is not a fault; the faults are {', '.join(FAULTS)}")
+        raise ArgumentError(
+            f"{unknown[0]!r} is not a fault; the faults are {', '.join(FAULTS)}",
+            argument="accept",
+            value=unknown[0],
+        )
     check_keyword_names("audit", claims, ClaimOptions.__annotations__)
     checked_claims = AuditClaims(**claims)
     reported_claims: dict[str, object] = {
@@ -314,11 +321,18 @@ def run_checks(
             new_findings = check.run(context)
         except CheckNotPossible as why:
             applies = not isinstance(why, CheckNotApplicable)
-            skipped.append(NotTried(check.name, str(why), applies))
+            skipped.append(NotTried(check.name, why.args[0], applies))
             continue
         except Exception as error:  # an error of the audited code is reported; it is not a fault
             skipped.append(
-                NotTried(check.name, f"the code raised {type(error).__name__}: {str(error)[:300]}")
+                NotTried(
+                    check.name,
+                    Phrase(
+                        "the code raised {kind}: {error}",
+                        kind=type(error).__name__,
+                        error=str(error)[:300],
+                    ),
+                )
             )
             continue
         findings += [(check, f) for f in new_findings]

@@ -11,7 +11,7 @@ from regard.bench.machine import Ceilings, MachineFacts
 from regard.bench.peers.accelerated import ACCELERATED, PLAIN
 from regard.bench.result import CaseResult, PeerResult
 from regard.errors import RegardError
-from regard.language import translate, translate_count, translate_message
+from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, wrap
 from regard.view.charts import RatioBar, RatioBars
 
@@ -76,16 +76,16 @@ def case_table(result: CaseResult) -> str:
             flops=units.count(result.work.flops, "FLOP"),
             size=units.size(result.work.bytes),
         )
-    about = translate_message(result.description)
+    about = translate(result.description)
     width = line_width()
     head = f"{result.case}: {about} {result.sizes}, {result.dtype_name}{work}"
     lines = [wrap(head, width, hang="  ")]
     if result.refused:
-        refused = translate("refused: {why}", why=translate_message(result.refused))
+        refused = translate("refused: {why}", why=translate(result.refused))
         return "\n".join([*lines, wrap(refused, width, indent="  ", hang="    ")])
     timed_rows = [_cells(row) for row in result.rows if row.seconds is not None]
     if timed_rows:
-        rows = [[translate_message(column) for column in COLUMNS], *timed_rows]
+        rows = [[translate(column) for column in COLUMNS], *timed_rows]
         left = (0, len(COLUMNS) - 1)
         lines.append(format_table(rows, left=left, indent="  ", width=width))
     other_rows = [
@@ -283,7 +283,7 @@ def list_cases(cases: Iterable[Case]) -> str:
     lines = [translate("cases")]
     for case in cases:
         dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
-        about = f"{translate_message(case.description)} {dtypes}"
+        about = f"{translate(case.description)} {dtypes}"
         lines.append(wrap(about, line_width(), indent=f"  {case.name:<18} ", hang=" " * 21))
         lines += [
             wrap(str(sizes), line_width(), indent=f"    {size:<8} ", hang=" " * 13)
@@ -297,7 +297,7 @@ def list_cases(cases: Iterable[Case]) -> str:
             modules = missing.removeprefix("no module ")
             what = translate("no module {names}", names=modules) if modules != missing else missing
             state = translate("missing: {what}", what=what)
-        about = translate_message(peer.description)
+        about = translate(peer.description)
         rows.append([peer.name, state, f"{about} {', '.join(names)}"])
     table = [
         wrap(f"{state}  {text}", line_width(), indent=f"  {name:<22}", hang=" " * 24)

@@ -88,7 +88,11 @@ def find_claim(name: str) -> Claim:
     """
     if name not in CLAIMS:
         hint = suggest(name, CLAIMS, most=2, otherwise=";")
-        raise ArgumentError(f"there is no claim {name!r}{hint} --list shows all claims")
+        raise ArgumentError(
+            f"there is no claim {name!r}{hint} --list shows all claims",
+            argument="claim",
+            value=name,
+        )
     return CLAIMS[name]
 
 
@@ -114,7 +118,9 @@ def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> 
     ['claim/scale']
     """
     if not (budget > 0 and math.isfinite(budget)):
-        raise ArgumentError(f"budget is {budget}; it must be above 0, and 1 is the default")
+        raise ArgumentError(
+            f"budget is {budget}; it must be above 0, and 1 is the default", argument="budget"
+        )
     all_experiments = [_experiment(claim, budget, seed) for claim in claims]
     return list({experiment.name: experiment for experiment in all_experiments}.values())
 

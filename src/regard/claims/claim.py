@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from regard.bench.measurement import quartiles
 from regard.compare.experiment import Numbers
+from regard.language import Phrase
 from regard.view.charts import Picture
 
 Role: TypeAlias = Literal["claim", "limit", "control", "reported"]
@@ -70,9 +71,9 @@ class Criterion:
         if math.isinf(self.low) and math.isinf(self.high):
             return ""
         if math.isinf(self.high):
-            return f"at least {self.low:.4g}"
+            return Phrase("at least {low:.4g}", low=self.low)
         if math.isinf(self.low):
-            return f"at most {self.high:.4g}"
+            return Phrase("at most {high:.4g}", high=self.high)
         return f"{self.low:.4g} to {self.high:.4g}"
 
     def as_dict(self) -> Numbers:

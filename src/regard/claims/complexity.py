@@ -23,6 +23,7 @@ from regard.claims.cpu_timing import (
     timing_settings,
 )
 from regard.compare.experiment import Numbers
+from regard.language import Phrase
 from regard.linear import linear_attention
 from regard.masks import Causal, Mask, Strided, Window
 from regard.nn.variants import linear_attention as linear_layer
@@ -145,9 +146,11 @@ SPARSE = Claim(
     sources=(NoteSection(OVERVIEW, "5.1"), NoteSection(OUTLINE, "sparse attention")),
     statement="The work of sparse attention grows as n log n.",
     prediction="The pairs of a window and of a stride grow in proportion to n log n.",
-    scope=_COUNTED
-    + " The window is Longformer's without its global tokens; the stride of sqrt(n) is the Sparse "
-    "Transformer's.",
+    scope=Phrase(
+        "{counted} The window is Longformer's without its global tokens; the stride of sqrt(n) is "
+        "the Sparse Transformer's.",
+        counted=Phrase(_COUNTED),
+    ),
     measure=_measure_pairs,
     checks=_checks_sparse,
     picture=_picture_pairs,
@@ -161,7 +164,9 @@ LINEAR = Claim(
     sources=(NoteSection(OUTLINE, "linear attention"), NoteSection(OUTLINE, "long contexts")),
     statement="The work of linear attention grows as n.",
     prediction="The FLOPs of a layer grow with an exponent of 1.",
-    scope=_COUNTED + " Each token adds to a state of fixed size and reads it.",
+    scope=Phrase(
+        "{counted} Each token adds to a state of fixed size and reads it.", counted=Phrase(_COUNTED)
+    ),
     measure=_measure_pairs,
     checks=_checks_linear,
     picture=_picture_pairs,
@@ -208,7 +213,7 @@ def _checks_time(numbers: Numbers) -> list[Criterion]:
         ),
         *(
             median_criterion(
-                f"time over the three largest n, {name}: exponent of n",
+                Phrase("time over the three largest n, {name}: exponent of n", name=name),
                 length_exponents(rows[1:], name),
                 role="reported",
             )

@@ -25,6 +25,7 @@ from regard.claims.claim import (
 )
 from regard.claims.small_training import train_on_task
 from regard.compare.experiment import Numbers
+from regard.language import Phrase
 from regard.nn.variants import cross_attention
 from regard.train.losses import Seq2SeqLoss, padded_positions
 from regard.train.tasks import TASKS
@@ -215,9 +216,11 @@ BEGINNING = Claim(
     "sentence first.",
     prediction="After the right earlier words, fewer words are predicted correctly at the "
     "beginning of a long translation than at its end.",
-    scope=_GENERATED
-    + " A late word of a translation also depends on how far the translation has come; this "
-    "experiment does not separate the two.",
+    scope=Phrase(
+        "{generated} A late word of a translation also depends on how far the translation has "
+        "come; this experiment does not separate the two.",
+        generated=Phrase(_GENERATED),
+    ),
     measure=_measure,
     checks=_checks_beginning,
     picture=_picture,
@@ -286,7 +289,10 @@ def _checks_image(numbers: Numbers) -> list[Criterion]:
 
 def _picture_image(numbers: Numbers) -> Picture:
     lines = tuple(
-        Line(f"queries from the {name}", ((0.0, float(rows)), (1.0, float(rows))))
+        Line(
+            Phrase("queries from the {name}", name=Phrase(name)),
+            ((0.0, float(rows)), (1.0, float(rows))),
+        )
         for name, rows in numbers["rows"].items()
     )
     return Picture(

@@ -16,6 +16,7 @@ from regard.caches import Cache, Fixed, Growing, Ring
 from regard.claims.claim import DEEPSEEK_NOTE, OVERVIEW, Claim, Criterion, NoteSection, num_steps
 from regard.claims.small_training import BYTES, byte_loss, small_decoder, train_on_bytes
 from regard.compare.experiment import Numbers
+from regard.language import Phrase
 from regard.masks import Causal, Mask, Window
 from regard.nn import Attention
 from regard.nn.variants import mha
@@ -130,7 +131,7 @@ def _max_difference(x: Tensor, y: Tensor) -> float:
 def _checks(numbers: Numbers) -> list[Criterion]:
     step_criteria = [
         Criterion(
-            f"{row['step']}: error without a mask",
+            Phrase("{step}: error without a mask", step=Phrase(row["step"])),
             row["error"],
             high=1e-13,
             role="limit" if row["needs"] else "claim",
@@ -158,7 +159,11 @@ def _checks_always(numbers: Numbers) -> list[Criterion]:
     one, *more = numbers["no_cache"]
     return [
         *(
-            Criterion(f"{row['step']}: error without a mask", row["error"], low=1e-6)
+            Criterion(
+                Phrase("{step}: error without a mask", step=Phrase(row["step"])),
+                row["error"],
+                low=1e-6,
+            )
             for row in plain
         ),
         Criterion(

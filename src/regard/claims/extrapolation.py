@@ -25,6 +25,7 @@ from regard.claims.claim import OUTLINE, Claim, Criterion, NoteSection, num_step
 from regard.claims.small_training import answer_accuracy, small_decoder, train_on_task
 from regard.compare.experiment import Numbers
 from regard.compare.long_context import losses_by_length
+from regard.language import Phrase
 from regard.models.convert.attention_maps import Checkpoint
 from regard.models.convert.rotary_positions import Extension, extend_context
 from regard.models.decoder import Decoder
@@ -312,9 +313,10 @@ def _claim(
     prediction: str = "",
 ) -> Claim:
     """Return a claim that is tested by the one experiment of this file."""
-    default_prediction = (
-        f"At four times the trained length the loss is at most {CLOSE:g} nats per token higher "
-        "than within it."
+    default_prediction = Phrase(
+        "At four times the trained length the loss is at most {CLOSE:g} nats per token higher "
+        "than within it.",
+        CLOSE=CLOSE,
     )
     return Claim(
         id=id_,
@@ -380,7 +382,10 @@ CLAIMS = (
         _claim(
             f"longer-{name}",
             sources,
-            f"{title} lets a model work beyond its trained length without training.",
+            Phrase(
+                "{title} lets a model work beyond its trained length without training.",
+                title=Phrase(title),
+            ),
             _checks_of(name),
             takeaway,
         )
@@ -399,7 +404,10 @@ CLAIMS = (
         "YaRN needs fine-tuning.",
         _checks_tuning,
         "It gains from some fine-tuning and works without it.",
-        f"Without fine-tuning, the loss at four times the trained length is {CLOSE:g} nats per "
-        "token higher or more.",
+        Phrase(
+            "Without fine-tuning, the loss at four times the trained length is {CLOSE:g} nats per "
+            "token higher or more.",
+            CLOSE=CLOSE,
+        ),
     ),
 )

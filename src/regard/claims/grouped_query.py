@@ -28,6 +28,7 @@ from regard.claims.small_training import (
 )
 from regard.compare.experiment import Numbers
 from regard.compare.speed_and_memory import cache_bytes
+from regard.language import Phrase
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.train.tasks import TASKS
@@ -173,7 +174,7 @@ def _checks_quality(numbers: Numbers) -> list[Criterion]:
         Criterion("GQA on recall: MHA's accuracy minus its accuracy", lost_recall("gqa"), high=0.1),
         *(
             median_criterion(
-                f"{name.upper()} on text: loss minus MHA's loss, nats per byte",
+                Phrase("{name} on text: loss minus MHA's loss, nats per byte", name=name.upper()),
                 _extra_loss(numbers, name),
                 role="reported",
             )
@@ -181,7 +182,7 @@ def _checks_quality(numbers: Numbers) -> list[Criterion]:
         ),
         *(
             Criterion(
-                f"{name.upper()} on recall: MHA's accuracy minus its accuracy",
+                Phrase("{name} on recall: MHA's accuracy minus its accuracy", name=name.upper()),
                 lost_recall(name),
                 role="reported",
             )

@@ -32,9 +32,9 @@ from regard.claims.small_training import (
     train_on_task,
 )
 from regard.compare.experiment import Numbers
+from regard.language import Phrase, counted
 from regard.nn.variants import mha, mha_per_head
 from regard.train.tasks.task import Example, Task, Vocabulary
-from regard.units import plural
 from regard.view.charts import Line, Picture
 
 KINDS, BACK = 8, (1, 4)
@@ -98,10 +98,14 @@ def _checks_places(numbers: Numbers) -> list[Criterion]:
             max(one["places"]) / numbers["chance"],
             high=2.0,
         ),
-        Criterion(f"{plural(best['heads'], 'head')}: best accuracy", max(best["places"]), low=0.5),
+        Criterion(
+            Phrase("{heads}: best accuracy", heads=counted(best["heads"], "head")),
+            max(best["places"]),
+            low=0.5,
+        ),
         *(
             median_criterion(
-                f"{plural(r['heads'], 'head')}: accuracy over the seeds",
+                Phrase("{heads}: accuracy over the seeds", heads=counted(r["heads"], "head")),
                 r["places"],
                 role="reported",
             )
@@ -172,16 +176,21 @@ def _checks_text(numbers: Numbers) -> list[Criterion]:
     return [
         *(
             median_criterion(
-                f"{plural(row['heads'], 'head')}: loss of one head minus loss, nats per byte, for "
-                "each seed",
+                Phrase(
+                    "{heads}: loss of one head minus loss, nats per byte, for each seed",
+                    heads=counted(row["heads"], "head"),
+                ),
                 _gains(one, row),
                 low=0.01,
             )
             for row in several
         ),
         median_criterion(
-            f"{plural(several[-2]['heads'], 'head')}: loss minus the loss of "
-            f"{plural(several[-1]['heads'], 'head')}, nats per byte, for each seed",
+            Phrase(
+                "{heads}: loss minus the loss of {heads2}, nats per byte, for each seed",
+                heads=counted(several[-2]["heads"], "head"),
+                heads2=counted(several[-1]["heads"], "head"),
+            ),
             _gains(several[-2], several[-1]),
             role="reported",
         ),

@@ -16,12 +16,12 @@ from regard import attend
 from regard.claims.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
 from regard.claims.cpu_timing import round_ratios, time_cases, timing_lines, timing_settings
 from regard.compare.experiment import Numbers
+from regard.language import Phrase, counted
 from regard.masks import Causal
 from regard.nn import Attention
 from regard.nn.projections import select_form
 from regard.nn.variants import mha, mla
 from regard.span import Span
-from regard.units import plural
 from regard.view.charts import Line, Picture
 
 DIM, HEADS = 512, 8
@@ -112,7 +112,7 @@ def _checks_work(numbers: Numbers) -> list[Criterion]:
     work = numbers["pair_flops"]
     criteria = [
         Criterion(
-            f"FLOPs per query-key pair and head: {name} / MHA",
+            Phrase("FLOPs per query-key pair and head: {name} / MHA", name=name),
             work[name] / work["MHA"],
             high=0.999,
         )
@@ -133,8 +133,10 @@ def _checks_absorbed(numbers: Numbers) -> list[Criterion]:
         ),
         *(
             median_criterion(
-                f"a step after {plural(r['length'], 'token')}: time of absorbed MLA / time of "
-                "expanded MLA",
+                Phrase(
+                    "a step after {tokens}: time of absorbed MLA / time of expanded MLA",
+                    tokens=counted(r["length"], "token"),
+                ),
                 round_ratios(r["times"], "MLA, absorbed", "MLA, naive"),
                 high=0.9,
             )
@@ -147,12 +149,18 @@ def _checks_step(numbers: Numbers) -> list[Criterion]:
     *_, last = numbers["by_length"]
     return [
         median_criterion(
-            f"a step after {plural(last['length'], 'token')}: time of absorbed MLA / time of MHA",
+            Phrase(
+                "a step after {tokens}: time of absorbed MLA / time of MHA",
+                tokens=counted(last["length"], "token"),
+            ),
             round_ratios(last["times"], "MLA, absorbed", "MHA"),
             high=0.95,
         ),
         median_criterion(
-            f"a step after {plural(last['length'], 'token')}: time of expanded MLA / time of MHA",
+            Phrase(
+                "a step after {tokens}: time of expanded MLA / time of MHA",
+                tokens=counted(last["length"], "token"),
+            ),
             round_ratios(last["times"], "MLA, naive", "MHA"),
             high=0.95,
             role="limit",
@@ -189,7 +197,7 @@ CACHE = Claim(
     sources=(NoteSection(ATTN_JOURNEY, "6"), NoteSection(ATTN_JOURNEY, "6.1")),
     statement="MLA's cache is smaller than that of multi-head attention.",
     prediction="At most half as many values are cached per token.",
-    scope=_SIZE + " Counted.",
+    scope=Phrase("{size} Counted.", size=Phrase(_SIZE)),
     measure=_measure_counts,
     checks=_checks_cache,
     picture=_picture_cache,
@@ -203,7 +211,7 @@ WORK = Claim(
     sources=(NoteSection(ATTN_JOURNEY, "6"), NoteSection(ATTN_JOURNEY, "6.1")),
     statement="MLA computes less than multi-head attention, because its dimensions are smaller.",
     prediction="Fewer FLOPs per query-key pair and head.",
-    scope=_SIZE + " Counted.",
+    scope=Phrase("{size} Counted.", size=Phrase(_SIZE)),
     measure=_measure_counts,
     checks=_checks_work,
     picture=_picture_cache,
@@ -217,7 +225,7 @@ ABSORBED = Claim(
     statement="A decoding step is faster when queries are absorbed than when the cache is expanded "
     "to all heads.",
     prediction="The absorbed form takes at most 0.9 of the time, after 256 to 4096 tokens.",
-    scope=_SIZE + " Timed on this CPU.",
+    scope=Phrase("{size} Timed on this CPU.", size=Phrase(_SIZE)),
     measure=_measure,
     checks=_checks_absorbed,
     picture=_picture,
@@ -231,7 +239,10 @@ STEP = Claim(
     sources=(NoteSection(ATTN_JOURNEY, "6"), NoteSection(ATTN_JOURNEY, "6.1")),
     statement="A decoding step is faster with MLA than with multi-head attention.",
     prediction="MLA takes at most 0.95 of the time with a long cache.",
-    scope=_SIZE + " Timed on this CPU, which computes where a GPU would wait for memory.",
+    scope=Phrase(
+        "{size} Timed on this CPU, which computes where a GPU would wait for memory.",
+        size=Phrase(_SIZE),
+    ),
     measure=_measure,
     checks=_checks_step,
     picture=_picture,

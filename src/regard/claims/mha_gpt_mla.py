@@ -18,6 +18,7 @@ from regard import plan
 from regard.claims.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
 from regard.claims.cpu_timing import round_ratios, time_cases, timing_settings
 from regard.compare.experiment import Numbers
+from regard.language import Phrase
 from regard.masks import Causal, Window
 from regard.nn import Attention, FusedQKV, SeparateQKV
 from regard.nn.variants import gpt, mha, mla
@@ -106,7 +107,7 @@ def _table(numbers: Numbers) -> list[list[str]]:
 def _checks(numbers: Numbers) -> list[Criterion]:
     criteria = [
         median_criterion(
-            f"{row['mode']} mode: GPT's time / MHA's time",
+            Phrase("{mode} mode: GPT's time / MHA's time", mode=row["mode"]),
             round_ratios(row["times"], "GPT", "MHA"),
             high=0.95,
         )
@@ -174,7 +175,10 @@ CLAIM = Claim(
     statement="GPT's attention is faster than standard multi-head attention.",
     prediction="GPT's attention takes at most 0.95 of the time, in training mode with a dropout of "
     "0.1 in both, and in evaluation mode.",
-    scope=_SETTING + " On a GPU a call costs more, so that one fused matrix saves more.",
+    scope=Phrase(
+        "{setting} On a GPU a call costs more, so that one fused matrix saves more.",
+        setting=Phrase(_SETTING),
+    ),
     measure=_measure,
     checks=_checks,
     picture=_picture,
@@ -191,9 +195,11 @@ MLA_TIME = Claim(
     statement="MLA is faster than standard multi-head attention.",
     prediction="MLA takes at most 0.95 of the time, with the same dropout in both and in "
     "evaluation mode.",
-    scope=_SETTING
-    + " The note timed MLA with dropout 0.0 and the others with 0.1; MLA's values have 16 dims per "
-    "head, those of the others 32.",
+    scope=Phrase(
+        "{setting} The note timed MLA with dropout 0.0 and the others with 0.1; MLA's values have "
+        "16 dims per head, those of the others 32.",
+        setting=Phrase(_SETTING),
+    ),
     measure=_measure,
     checks=_checks_mla,
     picture=_picture,

@@ -21,6 +21,7 @@ from regard.claims.claim import (
     NoteSection,
 )
 from regard.compare.experiment import Numbers
+from regard.language import Phrase
 from regard.masks import Causal
 from regard.masks import Dense as DenseMask
 from regard.view.charts import Line, Picture
@@ -144,7 +145,10 @@ def _checks_large(numbers: Numbers) -> list[Criterion]:
 
 def _picture(numbers: Numbers) -> Picture:
     lines = tuple(
-        Line(f"queries x {r['scale']:g}", tuple((-f["fill"], f["weight"]) for f in r["fills"]))
+        Line(
+            Phrase("queries x {scale:g}", scale=r["scale"]),
+            tuple((-f["fill"], f["weight"]) for f in r["fills"]),
+        )
         for r in numbers["leaks"]
     )
     title = (

@@ -37,10 +37,10 @@ from regard.claims.cpu_timing import (
 from regard.claims.small_training import small_decoder
 from regard.compare.experiment import Numbers
 from regard.compare.speed_and_memory import decode_step
+from regard.language import Phrase, counted
 from regard.masks import Causal
 from regard.models.rnn import CELLS
 from regard.nn.variants import mha
-from regard.units import plural
 from regard.view.charts import Line, Picture
 
 DIM, BATCH = 64, 4
@@ -186,7 +186,10 @@ def _checks_time(numbers: Numbers) -> list[Criterion]:
     return [
         *(
             median_criterion(
-                f"{plural(r['length'], 'token')}: attention's time / the LSTM's time",
+                Phrase(
+                    "{tokens}: attention's time / the LSTM's time",
+                    tokens=counted(r["length"], "token"),
+                ),
                 round_ratios(r["times"], "attention", "lstm"),
                 high=1.0,
             )
@@ -244,7 +247,10 @@ def _checks_generation(numbers: Numbers) -> list[Criterion]:
     return [
         Criterion("forward passes to train on a row of n tokens", numbers["training"], high=1),
         Criterion(
-            f"sequential forward passes to generate {plural(numbers['tokens'], 'token')}",
+            Phrase(
+                "sequential forward passes to generate {tokens}",
+                tokens=counted(numbers["tokens"], "token"),
+            ),
             numbers["generation"],
             high=1,
             role="limit",
@@ -319,7 +325,10 @@ def _checks_loops(numbers: Numbers) -> list[Criterion]:
         ),
         *(
             median_criterion(
-                f"{plural(r['length'], 'word')}: time of the loops / time of the matrix product",
+                Phrase(
+                    "{words}: time of the loops / time of the matrix product",
+                    words=counted(r["length"], "word"),
+                ),
                 round_ratios(r["times"], "loops", "product"),
                 low=2.0,
             )
@@ -390,8 +399,10 @@ def _checks_cache(numbers: Numbers) -> list[Criterion]:
         ),
         *(
             median_criterion(
-                f"a step after {plural(r['length'], 'token')}: time without the cache / time with "
-                "it",
+                Phrase(
+                    "a step after {tokens}: time without the cache / time with it",
+                    tokens=counted(r["length"], "token"),
+                ),
                 round_ratios(r["times"], "no cache", "cache"),
                 low=1.0,
             )

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from regard.claims.claim import VERDICTS, Claim, Criterion, Outcome
-from regard.language import translate, translate_count, translate_message
+from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, pad_cells, wrap
 from regard.view.html_page import Section
 
@@ -25,9 +25,9 @@ def list_claims(claims: Sequence[Claim]) -> str:
     width, hang = line_width(), " " * 24
     lines: list[str] = []
     for claim in claims:
-        sources = translate_message(_sources(claim))
+        sources = _sources(claim)
         lines.append(wrap(sources, width, indent=f"  {claim.id:<22}", hang=hang))
-        lines.append(wrap(translate_message(claim.statement), width, indent=hang, hang=hang))
+        lines.append(wrap(translate(claim.statement), width, indent=hang, hang=hang))
     return "\n".join(lines)
 
 
@@ -42,17 +42,20 @@ def outcome_text(outcome: Outcome) -> str:
     claim = outcome.claim
     reused = translate(" (reused from an earlier run)") if outcome.reused else ""
     lines = [
-        f"{claim.id}{translate(': ')}{translate_message(outcome.verdict)}{reused}",
+        f"{claim.id}{translate(': ')}{translate(outcome.verdict)}{reused}",
         _labelled(translate("statement"), claim.statement),
         _labelled(translate("prediction"), claim.prediction),
     ]
     for check in outcome.checks:
         mark = pad_cells(_mark(check), 12)
         measured = f"{mark}{format_value(check):>10}  {pad_cells(_bounds(check), 16)}"
-        quantity = translate_message(check.quantity) + _spread(check)
+        quantity = translate(check.quantity) + _spread(check)
         lines.append(wrap(quantity, line_width(), indent=f"  {measured}  ", hang=" " * 14))
     if outcome.table:
-        table = [[translate_message(str(cell)) for cell in row] for row in outcome.table]
+        table = [
+            [translate(cell) if isinstance(cell, str) else str(cell) for cell in row]
+            for row in outcome.table
+        ]
         lines.append(format_table(table, indent="    "))
     lines += [
         _labelled(translate("scope"), claim.scope),
@@ -64,9 +67,7 @@ def outcome_text(outcome: Outcome) -> str:
 def _labelled(label: str, text: str) -> str:
     """Return lines with a label in front of a text of the claim."""
     hang = " " * 14
-    return wrap(
-        translate_message(text), line_width(), indent=f"  {pad_cells(label, 12)}", hang=hang
-    )
+    return wrap(translate(text), line_width(), indent=f"  {pad_cells(label, 12)}", hang=hang)
 
 
 def _bounds(check: Criterion) -> str:
@@ -126,20 +127,19 @@ def outcome_section(outcome: Outcome) -> Section:
     claim = outcome.claim
     good = {VERDICTS[0]: True, VERDICTS[3]: False}.get(outcome.verdict)
     rows = [
-        (_mark(c), format_value(c), _bounds(c), translate_message(c.quantity) + _spread(c))
+        (_mark(c), format_value(c), _bounds(c), translate(c.quantity) + _spread(c))
         for c in outcome.checks
     ]
     texts = {
-        translate("statement"): claim.statement,
-        translate("prediction"): claim.prediction,
-        translate("scope"): claim.scope,
-        translate("takeaway"): claim.takeaway,
+        translate("statement"): translate(claim.statement),
+        translate("prediction"): translate(claim.prediction),
+        translate("scope"): translate(claim.scope),
+        translate("takeaway"): translate(claim.takeaway),
         translate("source"): _sources(claim),
     }
-    texts = {name: translate_message(text) for name, text in texts.items()}
     return Section(
         claim.id,
-        translate_message(outcome.verdict),
+        translate(outcome.verdict),
         good,
         texts,
         (
@@ -172,8 +172,8 @@ def _mark(check: Criterion) -> str:
     """Return the answer to a criterion, with its role in front unless the role is "claim"."""
     if check.role == "reported":
         return ""
-    answer = translate_message(check.answer)
-    return answer if check.role == "claim" else f"{translate_message(check.role)} {answer}"
+    answer = translate(check.answer)
+    return answer if check.role == "claim" else f"{translate(check.role)} {answer}"
 
 
 def _spread(check: Criterion) -> str:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import note
-from regard.errors import ArgumentError
+from regard.cli.options import note, usage_error
 from regard.language import translate, translate_count
 from regard.text_table import line_width, wrap
 
@@ -72,13 +71,13 @@ def check(options: dict[str, object]) -> None:
         for name in COMPARISON_OPTIONS:
             if options[name]:
                 spelled = "MECHANISM" if name == "names" else f"--{name}"
-                raise ArgumentError(
-                    f"{spelled} applies to a comparison, but --claim runs claims; leave one of "
-                    "them out"
+                raise usage_error(
+                    spelled,
+                    "applies to a comparison, but --claim runs claims; leave one of them out",
                 )
     elif options["budget"] != 1.0 or options["seed"]:
-        raise ArgumentError(
-            "--budget and --seed apply only to claims; give --claim too, or leave them out"
+        raise usage_error(
+            None, "--budget and --seed apply only to claims; give --claim too, or leave them out"
         )
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.cli.options import usage_error
+from regard.errors import ArgumentError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,26 +62,30 @@ def run_module(name: str) -> ModuleRun:
         name: the function as package.module:function; the current folder is searched, too.
 
     Raises:
-        ArgumentError: it cannot be imported, or it raises an error.
-        ArgumentTypeError: it is not a function, or returns something else.
+        ArgumentError: it cannot be imported.
+        typer.BadParameter: it is not a function, raises an error, or returns something else.
     """
     from torch import nn
 
     from regard.audit.adapters.resolve_target import import_target
     from regard.inspect import record
 
-    function = import_target(name)
+    try:
+        function = import_target(name)
+    except ArgumentError as error:
+        raise ArgumentError(str(error), argument="module") from error
     if not callable(function) or isinstance(function, (nn.Module, type)):
-        raise ArgumentTypeError(
-            f"{name} is {type(function).__name__}; it must be a function that returns (model, "
-            "inputs) or (model, inputs, labels)"
+        text = (
+            "{name} is {kind}; it must be a function that returns (model, inputs) or (model, "
+            "inputs, labels)"
         )
+        raise usage_error("--module", text, name=name, kind=type(function).__name__)
     try:
         returned = function()
     except Exception as error:
-        raise ArgumentError(
-            f"{name}() raised {type(error).__name__}: {error}; it is called without arguments"
-        ) from error
+        text = "{name}() raised {kind}: {error}; it is called without arguments"
+        kind = type(error).__name__
+        raise usage_error("--module", text, name=name, kind=kind, error=error) from error
     if (
         not isinstance(returned, tuple)
         or len(returned) not in (2, 3)
@@ -91,10 +96,11 @@ def run_module(name: str) -> ModuleRun:
             if isinstance(returned, tuple)
             else type(returned).__name__
         )
-        raise ArgumentTypeError(
-            f"{name}() returned {parts}; it must return (model, inputs) or (model, inputs, "
+        text = (
+            "{name}() returned {parts}; it must return (model, inputs) or (model, inputs, "
             "labels), the model a torch.nn.Module"
         )
+        raise usage_error("--module", text, name=name, parts=parts)
     model, inputs = returned[:2]
     labels = returned[2] if len(returned) == 3 else None
     training = [x for x in model.modules() if x.training]

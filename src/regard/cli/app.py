@@ -7,8 +7,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,13 +16,13 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 from regard import __version__
 from regard.cli import COMMANDS
 from regard.cli._help_page import argument_name, help_page
-from regard.errors import ArgumentError, RegardError
+from regard.did_you_mean import did_you_mean, suggest
+from regard.errors import ArgumentError, ArgumentTypeError, RegardError
 from regard.language import (
     LANGUAGES,
     check_language,
     language_of_locale,
     translate,
-    translate_message,
     use_language,
 )
 from regard.text_table import line_width, wrap
@@ -36,25 +35,6 @@ LANG = "Language of the output: en or zh."
 LOCALE = "that of the locale"
 MAX_MESSAGE = 3000
 """The maximum number of characters of an error message; the middle of a longer one is left out."""
-TYPER_MESSAGES = (
-    "Invalid value for {flag}: {message}",
-    "Missing argument {name}.",
-    "Missing option {name}.",
-    "Missing command.",
-    "No such command {name}{hint}",
-    "No such option: {name}{hint}",
-    "Option {name} does not take a value.",
-    "Option {name} requires an argument.",
-    "Got unexpected extra argument(s) ({values})",
-    "Input should be a valid integer, unable to parse string as an integer",
-    "Input should be a valid number, unable to parse string as a number",
-    "Input should be greater than or equal to {n}",
-    "Input should be less than or equal to {n}",
-    "{value} is not a valid integer.",
-    "{value} is not a valid float.",
-    "{value} is not in the range {range}.",
-)
-"""The messages of typer that a user meets, as the catalogue has them."""
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -89,55 +69,45 @@ class _Localised:
 
 
 class Command(_Localised, TyperCommand):
-    """A subcommand, whose errors name its options as the user writes them."""
+    """A subcommand; an error about an argument becomes one about the option of this name."""
 
     usage: str | None = None
 
     def invoke(self, ctx: Any) -> object:
-        """Run the subcommand; an error of the package names options as they are written here."""
+        """Run the subcommand; an error about an argument is wrong usage."""
         try:
             return super().invoke(ctx)
-        except Exception as error:
-            if isinstance(error, RegardError) or hasattr(error, "format_message"):
-                error.flags = flags_of(self)  # type: ignore[attr-defined]
-            raise
+        except (ArgumentError, ArgumentTypeError) as error:
+            raise typer.BadParameter(str(error), ctx, wrong_option(ctx, error)) from error
 
 
-def flags_of(command: Any) -> dict[str, str]:
-    """Return the options of a command: the name of the Python argument -> the flag."""
-    options = (x for x in command.params if not isinstance(x, TyperArgument) and x.opts)
-    return {str(x.name).rstrip("_"): max(x.opts, key=len) for x in options}
+OTHER_NAMES = {"groups": "kv_heads", "heads": "head", "length": "context", "places": "layer"}
+"""Arguments of the package, to the name that options of the same meaning have in some commands."""
 
 
-def speak_of_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Return a message in which options have the names of the command line.
+def wrong_option(context: Any, error: RegardError) -> Any:
+    """Return the option or argument of a command that an error of the package is about, or None.
 
-    A name is replaced where it can only be an option: with an underscore, before "=", as the
-    subject of the message, or in a list of options.
+    It has the name of the error's argument, and holds the value if this is a text; or else holds
+    the value, or `name=value` for that name; or has another name for the argument.
 
     Args:
-        message: the message of an error of the package.
-        flags: the name of each Python argument, and its flag.
-
-    >>> speak_of_flags("rank is 9; give kv_heads", {"rank": "--rank", "kv_heads": "--kv-heads"})
-    '--rank is 9; give --kv-heads'
+        context: the context of the command.
+        error: an error that a function of the package raised.
     """
-
-    def listed(match: re.Match[str]) -> str:
-        names = re.split(r"(, | or | and )", match[0])
-        if not all(name in flags for name in names[::2]):
-            return match[0]
-        return "".join(flags.get(name, name) for name in names)
-
-    message = re.sub(r"(?<=give )\w+(?:(?:, | or | and )\w+)+", listed, message)
-    for name, flag in flags.items():
-        word = rf"(?<![\w\-./:\"'`])(?<!--set ){re.escape(name)}"
-        if "_" in name:
-            message = re.sub(rf"{word}(?![\w=./\"'`(])", flag, message, flags=re.ASCII)
-        message = re.sub(rf"{word}='(\w+)'", rf"{flag} \1", message, flags=re.ASCII)
-        message = re.sub(rf"{word}=(?=\S)(?!\S*\.\.)", f"{flag} ", message, flags=re.ASCII)
-        message = re.sub(rf"^{re.escape(name)} (?=is |为 |must )", f"{flag} ", message)
-    return message
+    given = {x: context.params.get(x.name) for x in context.command.params}
+    texts = {
+        option: [str(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
+        for option, value in given.items()
+        if value is not None
+    }
+    named = {str(option.name).rstrip("_"): option for option in texts}
+    argument = error.argument or ""
+    own, other = named.get(argument), named.get(OTHER_NAMES.get(argument, ""))
+    if isinstance(error.value, str) and error.value not in texts.get(own, ()):
+        own = next((option for option in texts if error.value in texts[option]), own)
+    settings = (x for x in texts if any(text.startswith(f"{argument}=") for text in texts[x]))
+    return own or next(settings, None) or other
 
 
 class Commands(_Localised, TyperGroup):
@@ -163,8 +133,10 @@ class Commands(_Localised, TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the imported command; the error about an unknown name suggests a similar one."""
-        for known in self.list_commands(ctx):
-            self.commands.setdefault(known, TyperCommand(known))
+        known = self.list_commands(ctx)
+        if args[0] not in known and not args[0].startswith("-") and not ctx.resilient_parsing:
+            hint = suggest(args[0], known)
+            ctx.fail(translate("No such command {name!r}{hint}", name=args[0], hint=hint))
         name, placeholder, rest = super().resolve_command(ctx, args)
         return name, placeholder and load(placeholder.name or ""), rest
 
@@ -245,7 +217,7 @@ def _run(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return 1
     except RegardError as error:
-        _print_error(str(error), getattr(error, "flags", {}))
+        _print_error(str(error))
         return 1
     except BrokenPipeError:
         raise
@@ -267,17 +239,26 @@ def _print_usage_error(error: Any) -> int:
         typer.echo(context.get_usage(), err=True)
         help_line = translate("Try '{command} --help' for help.", command=context.command_path)
         typer.echo(f"{help_line}\n", err=True)
-    possible = getattr(error, "possibilities", None)
-    named = getattr(error, "param_hint", None) or getattr(error, "param", None)
-    flags = getattr(error, "flags", {})
-    # a message that begins with its option needs no "Invalid value for" before it
-    says_option = isinstance(named, str) and speak_of_flags(error.message, flags).startswith(named)
-    is_plain = hasattr(error, "param_hint") and (not named or says_option)
-    message = error.message if is_plain else error.format_message()
-    if possible:
-        message = f"{error.message}; did you mean {' or '.join(possible)}?"
-    _print_error(message, flags)
+    _print_error(_usage_message(error))
     return int(getattr(error, "exit_code", 2))
+
+
+def _usage_message(error: Any) -> str:
+    """Return the message of a usage error in the reader's language, made of what it carries."""
+    name = getattr(error, "param_hint", None) or getattr(error, "option_name", None)
+    option = getattr(error, "param", None)
+    is_argument = isinstance(option, TyperArgument)
+    if name is None and option is not None:
+        name = argument_name(option).strip("[].") if is_argument else max(option.opts, key=len)
+    if hasattr(error, "possibilities"):
+        hint = did_you_mean(error.possibilities or ())
+        return translate("No such option: {name}{hint}", name=name, hint=hint)
+    if hasattr(error, "param_type"):
+        missing = "Missing argument {name}." if is_argument else "Missing option {name}."
+        return translate(missing, name=name)
+    if name is None:
+        return translate(error.message)
+    return translate("Invalid value for '{name}': {reason}", name=name, reason=error.message)
 
 
 def _escape_and_shorten(message: str) -> str:
@@ -291,11 +272,10 @@ def _shorten(message: str) -> str:
     return f"{message[: MAX_MESSAGE * 2 // 3]} ... {message[-(MAX_MESSAGE // 3) :]}"
 
 
-def _print_error(message: str, flags: Mapping[str, str] | None = None) -> None:
-    """Print an error in the reader's language, wrapped at the width of the terminal."""
+def _print_error(message: str) -> None:
+    """Print an error, wrapped at the width of the terminal."""
     title = translate("error: ")
-    translated = speak_of_flags(translate_message(message), flags or {})
-    text = wrap(title + _escape_and_shorten(translated), line_width())
+    text = wrap(title + _escape_and_shorten(message), line_width())
     typer.secho(title, fg="red", bold=True, nl=False, err=True)
     typer.echo(text[len(title) :], err=True)
 
@@ -314,14 +294,12 @@ def _command() -> Any:
     return command
 
 
-def _check_lang(_context: object, _option: object, lang: str | None) -> str | None:
+def _check_lang(_context: object, option: Any, lang: str | None) -> str | None:
     """Refuse a language that has no catalogue."""
-    if lang is not None:
-        try:
-            check_language(lang)
-        except ArgumentError as error:
-            raise typer.BadParameter(str(error), param_hint="--lang") from error
-    return lang
+    try:
+        return lang if lang is None else check_language(lang)
+    except ArgumentError as error:
+        raise typer.BadParameter(str(error), param=option) from error
 
 
 def _language_option() -> Any:

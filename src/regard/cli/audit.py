@@ -18,9 +18,10 @@ from regard.cli.options import (
     check_device_option,
     console_of,
     load,
+    usage_error,
 )
 from regard.errors import ArgumentError, RegardError
-from regard.language import translate, translate_message
+from regard.language import translate
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,15 +46,15 @@ def print_audit(report: Audit, console: Console) -> None:
             translate("smallest input"): example,
             translate("expected"): _number_text(f.expected),
             translate("got"): _number_text(f.got),
-            translate("look at"): translate_message(f.look_at),
+            translate("look at"): translate(f.look_at),
         }
         for name, value in rows.items():
             table.add_row(f"  {name}", _unstyled(value))
         style = "bold red" if f.severity == "error" else "bold yellow"
         console.print()
-        title = f"{translate_message(f.severity)} {f.name}"
+        title = f"{translate(f.severity)} {f.name}"
         console.print(title, style=style, highlight=False, markup=False)
-        sentence = translate_message(f.sentence)
+        sentence = translate(f.sentence)
         console.print(f"  {sentence}", highlight=False, markup=False)
         console.print(table, highlight=False)
     console.print()
@@ -70,12 +71,12 @@ def print_audit(report: Audit, console: Console) -> None:
             table = Table(title, translate("why"), box=None, padding=(0, 1), header_style=style)
             for check in skipped:
                 table.add_row(
-                    translate_message(check.name),
-                    _unstyled(translate_message(check.why)),
+                    translate(check.name),
+                    _unstyled(translate(check.why)),
                     style=style,
                 )
             console.print(table, highlight=False)
-    console.print(translate_message(report.counts()))
+    console.print(translate(report.counts()))
     if not report.findings and report.untried:
         console.print(
             translate(
@@ -95,7 +96,7 @@ def print_fault_table(console: Console) -> None:
     titles = translate("fault"), translate("description"), translate("look at")
     faults = Table(*titles, box=None, padding=(0, 1))
     for name, fault in FAULTS.items():
-        texts = map(translate_message, (fault.summary, fault.look_at))
+        texts = map(translate, (fault.summary, fault.look_at))
         faults.add_row(name, *map(_unstyled, texts))
     console.print(faults, highlight=False)
 
@@ -113,13 +114,6 @@ def _number_text(x: float | str) -> str:
 EPILOG = "For example: regard audit torch.nn:MultiheadAttention --dim 64 --heads 4"
 WIDTH = 100
 """The maximum number of columns of the report."""
-COUNTS = (
-    "{faults}, {checks} passed, {untried} could not be made, {others} do not apply",
-    "{faults}, {checks} passed, {untried} could not be made, {others} does not apply",
-    "{n} fault",
-    "{n} check",
-)
-"""The last line of a report and its counts, as the catalogue has them."""
 UNTRIED = 3
 """The exit code if no fault was found and a check that applies could not be made."""
 FROM_CODE = "from the code, or a small size"
@@ -300,16 +294,12 @@ def audit(
         _list(color, json)
         return
     if (target is None) == (model is None):
-        raise typer.BadParameter(
-            "give either package.module:name or --model with a folder", param_hint="target"
-        )
+        raise usage_error("TARGET", "give either package.module:name or --model with a folder")
     check_device_option(device)
     load_options = LoadOptions(dtype, ignore=ignore, revision=revision)
     if model is None and (ignore or revision):
         hint = "--ignore" if ignore else "--revision"
-        raise typer.BadParameter(
-            "only applies to a model that --model loads; leave it out", param_hint=hint
-        )
+        raise usage_error(hint, "only applies to a model that --model loads; leave it out")
     claims = {
         "dim": dim,
         "heads": heads,
@@ -323,8 +313,8 @@ def audit(
     }
     try:
         if rotary and adapter:
-            raise ArgumentError(
-                "--rotary and --adapter are two ways to call the target; give one of them"
+            raise usage_error(
+                None, "--rotary and --adapter are two ways to call the target; give one of them"
             )
         report = _run_audit(
             target,
@@ -339,7 +329,7 @@ def audit(
             **claims,
         )
     except RegardError as error:  # 1 means faults
-        raise typer.BadParameter(str(error)) from error
+        raise ArgumentError(str(error), argument=error.argument, value=error.value) from error
     if json:
         typer.echo(json_format.dumps(report.as_dict(), default=str))
     else:
@@ -358,8 +348,11 @@ def _run_audit(
 
     names = ("float32", "float16", "bfloat16", "float64")
     if load_options.dtype not in names:
-        raise ArgumentError(
-            f"--dtype is {load_options.dtype!r}; it must be one of {', '.join(names)}"
+        raise usage_error(
+            "--dtype",
+            "{dtype!r} is not one of {names}",
+            dtype=load_options.dtype,
+            names=", ".join(names),
         )
     dtype = getattr(torch, load_options.dtype)
     audited_code = target if model is None else load(model, load_options)
@@ -395,7 +388,11 @@ def _options(settings: list[str] | None) -> dict[str, object]:
     for setting in settings or ():
         name, equals, value = setting.partition("=")
         if not equals or not name.isidentifier():
-            raise ArgumentError(f"--set {setting!r} must be name=value, such as --set dropout=0.0")
+            raise usage_error(
+                "--set",
+                "{setting!r} must be name=value, such as --set dropout=0.0",
+                setting=setting,
+            )
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

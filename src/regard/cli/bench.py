@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard import units
-from regard.cli.options import check_files, note
+from regard.cli.options import check_files, note, usage_error
 from regard.did_you_mean import suggest
+from regard.language import Phrase
 
 if TYPE_CHECKING:
     import torch
@@ -152,13 +153,15 @@ def bench(
     for case in cases:
         if case.why_not(where):
             needed = case.devices[0]
-            raise typer.BadParameter(
-                f"{case.name} is measured on {needed} only; choose it with --device",
-                param_hint="--device",
+            raise usage_error(
+                "--device",
+                "{name} is measured on {needed} only; choose it with --device",
+                name=case.name,
+                needed=needed,
             )
     jobs = _jobs(cases, size, length, batch, dtypes)
     if memory and where.type != "cpu":
-        raise typer.BadParameter("peak memory can only be measured on a CPU", param_hint="--memory")
+        raise usage_error("--memory", "peak memory can only be measured on a CPU")
     check_files(
         {"--json": None if json is None or json == "-" else Path(json)}, pictures={"--plot": plot}
     )
@@ -173,9 +176,7 @@ def _tune(path: Path) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise typer.BadParameter(
-            "torch finds no CUDA device; block sizes are measured on one", param_hint="--tune"
-        )
+        raise usage_error("--tune", "torch finds no CUDA device; block sizes are measured on one")
     check_files({"--tune": path})
     from regard.bench.block_tuning import (
         ATTENTION,
@@ -374,7 +375,7 @@ def _device(name: str) -> torch.device:
 
     _check(name, ("cpu", "cuda"), "devices", "--device")
     if name == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("torch finds no CUDA device; use cpu", param_hint="--device")
+        raise usage_error("--device", "torch finds no CUDA device; use cpu")
     return torch.device(name)
 
 
@@ -382,7 +383,11 @@ def _check(name: str, known: Any, kind: str, hint: str) -> None:
     """Raise an error for a name that is not known, with a suggestion."""
     if name in known:
         return
-    raise typer.BadParameter(
-        f"{name!r} is not one of the {kind} {', '.join(known)}{suggest(name, known)}",
-        param_hint=hint,
+    raise usage_error(
+        hint,
+        "{name!r} is not one of the {kind} {known}{hint}",
+        name=name,
+        kind=Phrase(kind),
+        known=", ".join(known),
+        hint=suggest(name, known),
     )

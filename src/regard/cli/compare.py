@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli import _claims
-from regard.cli.options import check_device_option, check_files, note
-from regard.errors import ArgumentError
-from regard.language import translate, translate_message
+from regard.cli.options import check_device_option, check_files, note, usage_error
+from regard.language import Phrase, translate
 from regard.text_table import line_width, wrap
 
 if TYPE_CHECKING:
@@ -239,18 +238,15 @@ def compare(
     if list_:
         typer.echo(f"{_listing()}\n{_claims.list_claims()}")
         return
-    try:
-        _claims.check(options)
-        check_files({"--csv": csv, "--html": html})
-        check_device_option(device)
-        if claim:
-            _claims.run(options, _command(sys.argv[1:]))
-        plan = _plan(options)
-        comparison, command = _comparison(plan, options), _command(sys.argv[1:])
-        interrupted = _run(comparison)
-        _show(comparison, command, options, interrupted=interrupted)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    _claims.check(options)
+    check_files({"--csv": csv, "--html": html})
+    check_device_option(device)
+    if claim:
+        _claims.run(options, _command(sys.argv[1:]))
+    plan = _plan(options)
+    comparison, command = _comparison(plan, options), _command(sys.argv[1:])
+    interrupted = _run(comparison)
+    _show(comparison, command, options, interrupted=interrupted)
     if interrupted:
         if out is not None:
             note("interrupted; the same command continues from the saved measurements")
@@ -326,9 +322,10 @@ def _check_like(context: typer.Context, options: dict[str, Any]) -> None:
     if not options["like"]:
         return
     for name in sorted(given_names - {"window"}):
-        raise typer.BadParameter(
-            f"is one of the sizes of {options['like']}, which --like gives; leave one of them out",
-            param_hint=f"--{name}",
+        raise usage_error(
+            f"--{name}",
+            "is one of the sizes of {model}, which --like gives; leave one of them out",
+            model=options["like"],
         )
     if "window" not in given_names:
         options["window"] = None
@@ -345,9 +342,7 @@ def _check_quality(options: dict[str, Any]) -> None:
     }
     for name, value in training_options.items():
         if value and not options["quality"]:
-            raise ArgumentError(
-                f"{name} applies only to training; give --quality too, or leave it out"
-            )
+            raise usage_error(name, "applies only to training; give --quality too, or leave it out")
 
 
 def _comparison(plan: ComparisonPlan, options: dict[str, Any]) -> Comparison:
@@ -379,8 +374,12 @@ def _run(comparison: Comparison) -> bool:
     except KeyboardInterrupt:
         interrupted = True
     _report(
-        f"{format_duration(session.elapsed)}: {session.measured} measured, {session.reused} "
-        "reused from earlier runs"
+        Phrase(
+            "{elapsed}: {measured} measured, {reused} reused from earlier runs",
+            elapsed=format_duration(session.elapsed),
+            measured=session.measured,
+            reused=session.reused,
+        )
     )
     return interrupted
 
@@ -422,11 +421,11 @@ def _listing() -> str:
     lines = [translate("mechanisms")]
     for one in candidates(None, Shape()):
         options = ", ".join(f"{k}={v}" for k, v in one.options.items())
-        lines.append(_listed(one.name, translate_message(VARIANTS[one.attention].summary)))
+        lines.append(_listed(one.name, translate(VARIANTS[one.attention].summary)))
         lines.append(_listed("", f"{one.attention}({options})"))
     lines.append(translate("tasks"))
     lines.append(_listed("text", translate("The next byte of a text.")))
-    lines += [_listed(name, translate_message(TASKS[name].description)) for name in RECALL_TASKS]
+    lines += [_listed(name, translate(TASKS[name].description)) for name in RECALL_TASKS]
     return "\n".join(lines)
 
 

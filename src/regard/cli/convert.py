@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import Ignore, Revision, note, report_ignored
-from regard.errors import ArgumentError, FileError
+from regard.cli.options import Ignore, Revision, note, report_ignored, usage_error
+from regard.errors import FileError
 from regard.files.regular_files import read_text
-from regard.language import translate, translate_message
+from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, wrap
-from regard.units import plural
 
 if TYPE_CHECKING:
     from regard.models.convert.attention_maps import ConversionStep
@@ -32,7 +31,7 @@ def print_report(report: ConversionReport) -> None:
     width = line_width()
     for line in report_lines(report):
         is_table = "\n" in line
-        typer.echo(line if is_table else wrap(translate_message(line), width, hang="    "))
+        typer.echo(line if is_table else wrap(line, width, hang="    "))
 
 
 def report_lines(report: ConversionReport) -> Iterator[str]:
@@ -41,8 +40,8 @@ def report_lines(report: ConversionReport) -> Iterator[str]:
     """
     yield f"{report.source} -> {report.out}"
     for step in report.steps:
-        yield f"  {step.what}"
-        yield from (f"  note: {note}" for note in step.notes)
+        yield f"  {translate(step.what)}"
+        yield from ("  " + translate("note: {note}", note=translate(x)) for x in step.notes)
     yield from _measurement_lines(report.measured)
     yield ""
     before, after = report.before, report.after
@@ -64,8 +63,9 @@ def report_lines(report: ConversionReport) -> Iterator[str]:
         yield from _weight_error_lines(step)
     if report.hidden_errors:
         yield ""
-        yield "relative change of the hidden states after each layer (norms):"
-        yield from (f"  layer {i:<4} {error:.3g}" for i, error in enumerate(report.hidden_errors))
+        yield translate("relative change of the hidden states after each layer (norms):")
+        for i, error in enumerate(report.hidden_errors):
+            yield translate("  layer {i:<4} {error:.3g}", i=i, error=error)
     if report.finetuning is not None:
         yield from _finetuning_lines(report.finetuning)
 
@@ -82,8 +82,13 @@ def _measurement_lines(measured: ModelComparison) -> Iterator[str]:
     )
     yield ""
     yield (
-        f"on {measured.tokens:,} predicted tokens in {measured.rows} windows of "
-        f"{measured.length}, {text}:"
+        translate(
+            "on {tokens:,} predicted tokens in {rows} windows of {length}, {text}:",
+            tokens=measured.tokens,
+            rows=measured.rows,
+            length=measured.length,
+            text=translate(text),
+        )
     )
     error_note = (
         "; ± is the standard error over windows"
@@ -91,17 +96,31 @@ def _measurement_lines(measured: ModelComparison) -> Iterator[str]:
         else "; one window gives no standard error"
     )
     yield (
-        f"  KL(before | after)      {measured.divergence:.4g}"
-        f"{_plus_minus(measured.divergence_error)} nats per token{error_note}"
+        translate(
+            "  KL(before | after)      {divergence:.4g}{divergence_error} nats per "
+            "token{error_note}",
+            divergence=measured.divergence,
+            divergence_error=_plus_minus(measured.divergence_error),
+            error_note=translate(error_note),
+        )
     )
     yield (
-        "  same likeliest token    "
-        f"{measured.agreement:.1%}{_plus_minus(100 * measured.agreement_error, ' %')}"
+        translate(
+            "  same likeliest token    {agreement:.1%}{error}",
+            agreement=measured.agreement,
+            error=_plus_minus(100 * measured.agreement_error, " %"),
+        )
     )
     if not math.isnan(measured.loss_before):
         yield (
-            f"  loss, nats per token    {measured.loss_before:.4f} -> {measured.loss_after:.4f}: "
-            f"{measured.loss_change:+.4f}{_plus_minus(measured.loss_change_error)}"
+            translate(
+                "  loss, nats per token    {loss_before:.4f} -> {loss_after:.4f}: "
+                "{loss_change:+.4f}{loss_change_error}",
+                loss_before=measured.loss_before,
+                loss_after=measured.loss_after,
+                loss_change=measured.loss_change,
+                loss_change_error=_plus_minus(measured.loss_change_error),
+            )
         )
         yield translate(
             "  perplexity              {before} -> {after}",
@@ -109,11 +128,14 @@ def _measurement_lines(measured: ModelComparison) -> Iterator[str]:
             after=f"{measured.perplexity_after:.3f}",
         )
     yield (
-        f"  logits differ by        {measured.largest:.3g} at most, by {measured.relative:.3g} "
-        "of their norm"
+        translate(
+            "  logits differ by        {largest:.3g} at most, by {relative:.3g} of their norm",
+            largest=measured.largest,
+            relative=measured.relative,
+        )
     )
     if measured.short:
-        yield (
+        yield translate(
             "  that is a short text, on which such figures can mislead: give a longer one "
             "(--text, --tokens)"
         )
@@ -129,14 +151,21 @@ def _weight_error_lines(step: ConversionStep) -> Iterator[str]:
     if step.layers and any(max(error) > 0 for error in step.layers):
         yield ""
         yield (
-            f"{step.what.partition(':')[0]}: relative weight error (Frobenius, of scores and of "
-            "values to outputs)"
+            translate(
+                "{step}: relative weight error (Frobenius, of scores and of values to outputs)",
+                step=translate(step.what).partition(translate(": "))[0],
+            )
         )
         for i, error in enumerate(step.layers):
-            yield f"  layer {i:<4} scores {error.keys:<10.3g} values {error.values:.3g}"
+            yield translate(
+                "  layer {i:<4} scores {keys:<10.3g} values {values:.3g}",
+                i=i,
+                keys=error.keys,
+                values=error.values,
+            )
     if step.curve:
         yield ""
-        yield "error of the latent by rank (root mean square over layers):"
+        yield translate("error of the latent by rank (root mean square over layers):")
         for rank, lost in step.curve.items():
             yield f"  {rank:>6}  {lost:<9.2e} {'#' * round(40 * lost)}".rstrip()
 
@@ -145,21 +174,35 @@ def _finetuning_lines(result: FinetuneResult) -> Iterator[str]:
     """Yield the lines about the finetuning: its settings, and the loss before and after it."""
     yield ""
     yield (
-        f"finetuning: {plural(result.steps, 'step')} of {result.batch} x {result.length} "
-        f"tokens, AdamW on all weights, peak learning rate {result.lr:g}, seed {result.seed}"
+        translate(
+            "finetuning: {steps} of {batch} x {length} tokens, AdamW on all weights, peak "
+            "learning rate {lr:g}, seed {seed}",
+            steps=translate_count(result.steps, "step"),
+            batch=result.batch,
+            length=result.length,
+            lr=result.lr,
+            seed=result.seed,
+        )
     )
     yield (
-        f"  trained text, {plural(result.tokens, 'token')}: loss {result.loss_before:.4f} -> "
-        f"{result.loss_after:.4f}"
+        translate(
+            "  trained text, {tokens}: loss {loss_before:.4f} -> {loss_after:.4f}",
+            tokens=translate_count(result.tokens, "token"),
+            loss_before=result.loss_before,
+            loss_after=result.loss_after,
+        )
     )
     if result.held_tokens:
         yield (
-            f"  held-out text, {plural(result.held_tokens, 'token')}: loss "
-            f"{result.held_before:.4f} -> "
-            f"{result.held_after:.4f}"
+            translate(
+                "  held-out text, {tokens}: loss {held_before:.4f} -> {held_after:.4f}",
+                tokens=translate_count(result.held_tokens, "token"),
+                held_before=result.held_before,
+                held_after=result.held_after,
+            )
         )
     else:
-        yield (
+        yield translate(
             "  no text was held out (fewer than 10 windows): the loss is that of the text that "
             "was trained on"
         )
@@ -343,22 +386,25 @@ def convert(
         "scaling": scaling,
         "weights": weights,
     }
-    try:
-        wanted = ConversionOptions(to, kv_heads, rank=rank, context=context, dtype=dtype, **options)
-        report = run(
-            folder,
-            out,
-            wanted,
-            text=_read_text_option(text),
-            tokens=tokens,
-            length=length,
-            revision=revision,
-            ignore=ignore or (),
-            finetune=_finetuning(heal, lr=lr, batch=batch, seed=seed),
-            report_progress=_report,
+    if not any((to, kv_heads, rotary_layout, context, dtype, weights)):
+        raise usage_error(
+            None,
+            "there is nothing to change; give --to, --kv-heads, --rotary-layout, --context, "
+            "--dtype or --weights",
         )
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    wanted = ConversionOptions(to, kv_heads, rank=rank, context=context, dtype=dtype, **options)
+    report = run(
+        folder,
+        out,
+        wanted,
+        text=_read_text_option(text),
+        tokens=tokens,
+        length=length,
+        revision=revision,
+        ignore=ignore or (),
+        finetune=_finetuning(heal, lr=lr, batch=batch, seed=seed),
+        report_progress=_report,
+    )
     report_ignored(report.ignored)
     if json:
         typer.echo(json_format.dumps(report.figures()))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import note
+from regard.cli.options import note, usage_error
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.model import ModelSpec, StoredSize
 from regard.cost.ranks import METHODS, RanksReport
@@ -25,8 +25,7 @@ from regard.cost.sweep import (
     parse_tokens,
     sweep,
 )
-from regard.errors import ArgumentError
-from regard.units import plural
+from regard.language import Phrase, counted
 from regard.view import cost_text as text
 
 if TYPE_CHECKING:
@@ -296,55 +295,55 @@ def cost(
         "dense_layers": dense_layers,
     }
     mechanism_flags = {"groups": kv_heads, "head_dim": head_dim, "window": window}
-    try:
-        options = _mechanism_options(mechanism_flags, option or [])
-        base = Setting(1, batch, dtype or "bf16", kv_dtype)
-        on_machine = _machine(machine, bandwidth, flops)
-        over_ranks = _RanksOptions(ranks, link, method)
-        alone = vs is None and mechanisms is None and sweep is None and plot is None
-        over_ranks.check(on_machine, alone=alone)
-        if mechanisms is not None:
-            if vs is not None or sweep is not None or attention is not None:
-                raise ArgumentError(
-                    "--mechanisms compares mechanisms in one model; leave out --vs, --sweep and "
-                    "--attention"
-                )
-            one = _base_model(source, revision, dtype, sizes, options)
-            if one.model.stored is not None:
-                raise ArgumentError(
-                    f"the weights of {one.model.name} are stored as {one.model.stored.form}, and "
-                    "how those of another mechanism would be is not known; give --dtype, in which "
-                    "all weights are then counted"
-                )
-            setting = replace(base, dtype=dtype or one.model.dtype)
-            setting = replace(setting, context=_context(context, [one.model]))
-            _show_mechanisms(mechanisms, one, setting, on_machine, plot, html, json=json)
-            return
-        if html is not None:
-            raise ArgumentError("--html belongs to --mechanisms; give the mechanisms to compare")
-        models = [_model(source, revision, dtype, sizes, options)]
-        models += [_find_model(name, None, dtype) for name in vs or []]
-        settings = [replace(base, dtype=dtype or model.dtype) for model in models]
-        if sweep is not None or plot is not None:
-            if context is not None:
-                raise ArgumentError(
-                    "--context is one length, but --sweep and --plot take a range; leave one of "
-                    "them out"
-                )
-            _show_range(models, settings, on_machine, sweep or DEFAULT_RANGE, plot, json=json)
-            return
-        context_length = _context(context, models)
-        reports = [
-            CostReport(model, replace(setting, context=context_length))
-            for model, setting in zip(models, settings, strict=True)
-        ]
-        if over_ranks.ranks is not None and on_machine is not None:
-            plan = RanksReport(reports[0], on_machine, over_ranks.ranks, link)
-            _show_ranks(plan, method, json=json)
-            return
-        _show(reports, on_machine, json=json)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    options = _mechanism_options(mechanism_flags, option or [])
+    base = Setting(1, batch, dtype or "bf16", kv_dtype)
+    on_machine = _machine(machine, bandwidth, flops)
+    over_ranks = _RanksOptions(ranks, link, method)
+    alone = vs is None and mechanisms is None and sweep is None and plot is None
+    over_ranks.check(on_machine, alone=alone)
+    if mechanisms is not None:
+        if vs is not None or sweep is not None or attention is not None:
+            raise usage_error(
+                "--mechanisms",
+                "compares mechanisms in one model; leave out --vs, --sweep and --attention",
+            )
+        one = _base_model(source, revision, dtype, sizes, options)
+        if one.model.stored is not None:
+            raise usage_error(
+                None,
+                "the weights of {name} are stored as {form}, and how those of another mechanism "
+                "would be is not known; give --dtype, in which all weights are then counted",
+                name=one.model.name,
+                form=one.model.stored.form,
+            )
+        setting = replace(base, dtype=dtype or one.model.dtype)
+        setting = replace(setting, context=_context(context, [one.model]))
+        _show_mechanisms(mechanisms, one, setting, on_machine, plot, html, json=json)
+        return
+    if html is not None:
+        raise usage_error("--html", "belongs to --mechanisms; give the mechanisms to compare")
+    models = [_model(source, revision, dtype, sizes, options)]
+    models += [_find_model(name, None, dtype) for name in vs or []]
+    settings = [replace(base, dtype=dtype or model.dtype) for model in models]
+    if sweep is not None or plot is not None:
+        if context is not None:
+            raise usage_error(
+                None,
+                "--context is one length, but --sweep and --plot take a range; leave one of them "
+                "out",
+            )
+        _show_range(models, settings, on_machine, sweep or DEFAULT_RANGE, plot, json=json)
+        return
+    context_length = _context(context, models)
+    reports = [
+        CostReport(model, replace(setting, context=context_length))
+        for model, setting in zip(models, settings, strict=True)
+    ]
+    if over_ranks.ranks is not None and on_machine is not None:
+        plan = RanksReport(reports[0], on_machine, over_ranks.ranks, link)
+        _show_ranks(plan, method, json=json)
+        return
+    _show(reports, on_machine, json=json)
 
 
 @dataclass(frozen=True)
@@ -365,20 +364,23 @@ class _RanksOptions:
         """
         if self.ranks is None:
             if self.link is not None or self.method is not None:
-                raise ArgumentError(
-                    "--link and --method belong to --ranks; give the number of ranks"
+                raise usage_error(
+                    None, "--link and --method belong to --ranks; give the number of ranks"
                 )
             return
         if machine is None:
-            raise ArgumentError("--ranks needs a --machine, such as h100-sxm")
+            raise usage_error("--ranks", "needs a --machine, such as h100-sxm")
         if not alone:
-            raise ArgumentError(
-                "--ranks plans one model at one context; leave out --vs, --mechanisms, --sweep and "
-                "--plot"
+            raise usage_error(
+                "--ranks",
+                "plans one model at one context; leave out --vs, --mechanisms, --sweep and --plot",
             )
         if self.method is not None and self.method not in METHODS:
-            raise ArgumentError(
-                f"--method is {self.method!r}; it must be one of {', '.join(METHODS)}"
+            raise usage_error(
+                "--method",
+                "{method!r} is not one of {names}",
+                method=self.method,
+                names=", ".join(METHODS),
             )
 
 
@@ -413,8 +415,10 @@ def _find_model(source: str, revision: str | None, dtype: str | None) -> ModelSp
             folder = hub.download(repository, revision, weights=False)
             return replace(model_of(str(folder), count_stored), name=repository)
     if revision is not None:
-        raise ArgumentError(
-            f"--revision applies only to a repository on the hub, and {source!r} is not one"
+        raise usage_error(
+            "--revision",
+            "applies only to a repository on the hub, and {source!r} is not one",
+            source=source,
         )
     return model_of(source, count_stored)
 
@@ -453,20 +457,25 @@ def _model(
         if extra_names := [*given_sizes, *mechanism_options]:
             names = ", ".join(_flag_of(name) for name in extra_names)
             _find_model(source, revision, dtype)  # a mistyped name comes first
-            raise ArgumentError(
-                f"{source} already has all sizes, but {names} are given too; leave them out, or "
-                "leave out the name and give all sizes"
+            raise usage_error(
+                None,
+                "{source} already has all sizes, but {names} are given too; leave them out, or "
+                "leave out the name and give all sizes",
+                source=source,
+                names=names,
             )
         return _find_model(source, revision, dtype)
     if revision is not None:
-        raise ArgumentError(
-            "--revision applies only to a repository on the hub, but no model is named"
+        raise usage_error(
+            "--revision", "applies only to a repository on the hub, but no model is named"
         )
     if missing := [name for name in ("layers", "dim", "heads") if name not in given_sizes]:
         names = ", ".join(map(_flag_of, missing))
-        raise ArgumentError(
-            f"give a model, or its sizes: {names} missing. regard cost --list shows the known "
-            "models"
+        raise usage_error(
+            None,
+            "give a model, or its sizes: {names} missing. regard cost --list shows the known "
+            "models",
+            names=names,
         )
     from regard.cost.mechanisms import Sizes
 
@@ -489,13 +498,16 @@ def _base_model(
     groups = mechanism_options.pop("groups", None)
     if mechanism_options:
         names = ", ".join(map(_flag_of, mechanism_options))
-        raise ArgumentError(
-            f"{names} belong to one mechanism; give them inside --mechanisms, as window:4096"
+        raise usage_error(
+            None,
+            "{names} belong to one mechanism; give them inside --mechanisms, as window:4096",
+            names=names,
         )
     if "dim" not in given_sizes:
-        raise ArgumentError(
+        raise usage_error(
+            None,
             "give a model, or at least its width: --dim missing. regard cost --list shows the "
-            "known models"
+            "known models",
         )
     return base_model(given_sizes, groups)
 
@@ -566,11 +578,13 @@ def _mechanism_options(mechanism_flags: dict[str, Any], settings: list[str]) -> 
     for setting in settings:
         name, sign, value = setting.partition("=")
         if not sign or not (value.isdecimal() or name == "form"):
-            raise ArgumentError(
-                f"--set {setting!r} must be name=value with a whole number, such as kv_rank=512"
+            raise usage_error(
+                "--set",
+                "{setting!r} must be name=value with a whole number, such as kv_rank=512",
+                setting=setting,
             )
         if name in options:
-            raise ArgumentError(f"{name} is given twice; give it once")
+            raise usage_error(None, "{name} is given twice; give it once", name=name)
         options[name] = value if name == "form" else int(value)
     return options
 
@@ -585,16 +599,19 @@ def _context(text: str | None, models: list[ModelSpec]) -> int:
 def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> Machine | None:
     """Return the machine that is named, given by its rates, or measured."""
     if (bandwidth is None) != (flops is None):
-        raise ArgumentError("--bandwidth and --flops need each other; give both, or a --machine")
+        raise usage_error(
+            None, "--bandwidth and --flops need each other; give both, or a --machine"
+        )
     if bandwidth is not None and flops is not None:
         if name is not None:
-            raise ArgumentError(
-                "--machine already has a bandwidth and a rate: leave out --bandwidth and --flops, "
-                "or --machine"
+            raise usage_error(
+                "--machine",
+                "already has a bandwidth and a rate: leave out --bandwidth and --flops, or "
+                "--machine",
             )
         if not (0 < bandwidth < float("inf") and 0 < flops < float("inf")):
-            raise ArgumentError(
-                "--bandwidth and --flops must be above 0, per second, such as 5e10 and 1e12"
+            raise usage_error(
+                None, "--bandwidth and --flops must be above 0, per second, such as 5e10 and 1e12"
             )
         return Machine(
             "the given machine", bandwidth, {"fp32": flops}, 0, "--bandwidth and --flops"
@@ -616,11 +633,12 @@ def _measure_this_machine() -> Machine:
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     note("measuring the bandwidth and the rates of this machine", "... ")
     ceilings, machine_facts = Ceilings.measure(names, device), describe_machine(device)
-    threads = plural(machine_facts["threads"], "thread") if device.type == "cpu" else "GPU"
-    source = (
-        "measured now, the best of several: "
-        f"{machine_facts.get('gpu', machine_facts['processor'])}, "
-        f"{threads}, torch {machine_facts['torch']}"
+    threads = counted(machine_facts["threads"], "thread") if device.type == "cpu" else "GPU"
+    source = Phrase(
+        "measured now, the best of several: {processor}, {threads}, torch {torch}",
+        processor=machine_facts.get("gpu", machine_facts["processor"]),
+        threads=threads,
+        torch=machine_facts["torch"],
     )
     rates = {names[d]: rate for d, rate in ceilings.gemm.items()}
     return Machine(
@@ -655,7 +673,12 @@ def _show_range(
     requested = parse_context_range(span)
     contexts = contexts_within_positions(requested, *models)
     if len(contexts) < len(requested):
-        note(f"contexts above {contexts[-1]:,} are left out, because learned positions end there")
+        note(
+            Phrase(
+                "contexts above {longest:,} are left out, because learned positions end there",
+                longest=contexts[-1],
+            )
+        )
     _check_pictures(plot)
     rows: Rows = {}
     for i, (model, setting) in enumerate(zip(models, settings, strict=True)):

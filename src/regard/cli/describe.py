@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard import units
-from regard.errors import ArgumentError
+from regard.cli.options import usage_error
 from regard.language import translate
 from regard.text_table import display_width, line_width, wrap
 
@@ -78,16 +78,13 @@ def describe(
         }
         typer.echo(json_format.dumps(mechanisms) if json else _list())
         return
-    try:
-        entry = find_variant(name)
-        published = USAGE[entry.name].options
-        options = {**published, **parse_options(option or [], entry)}
-        module = _build(entry, dim, heads, options)
-        description = _describe(module, context)
-        if figure is not None:
-            _draw(figure, entry, module, dim, heads, options)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    entry = find_variant(name)
+    published = USAGE[entry.name].options
+    options = {**published, **parse_options(option or [], entry)}
+    module = _build(entry, dim, heads, options)
+    description = _describe(module, context)
+    if figure is not None:
+        _draw(figure, entry, module, dim, heads, options)
     if json:
         typer.echo(json_format.dumps(_figures_as_json(entry, dim, heads, options, description)))
     else:
@@ -171,9 +168,11 @@ def _draw(
         visible = small.block(positions, positions)[0, 0].numpy()
         write(MaskFigure(visible, f"{entry.name}: {small}"), path)
     else:
-        raise ArgumentError(
-            f"there is no figure of {entry.name}; --figure draws mha, gqa, mqa and mla side by "
-            "side, and mechanisms that are defined by a mask"
+        raise usage_error(
+            "--figure",
+            "there is no figure of {name}; --figure draws mha, gqa, mqa and mla side by side, and "
+            "mechanisms that are defined by a mask",
+            name=entry.name,
         )
 
 

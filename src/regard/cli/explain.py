@@ -27,9 +27,10 @@ from regard.cli.options import (
     check_files,
     given_text,
     load,
+    usage_error,
     working,
 )
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.language import counted
 from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
@@ -251,11 +252,8 @@ def explain(
     first token, the query and its neighbours.
     """
     check_files({"--html": html}, pictures={"--figure": figure})
-    _check_lang(lang)
     if html is None and (beside or beside_model):
-        raise typer.BadParameter(
-            "compares two runs on the page; add --html FILE", param_hint="--beside"
-        )
+        raise usage_error("--beside", "compares two runs on the page; add --html FILE")
     load_options = LoadOptions(dtype, allow_missing, ignore, finite, revision, device=device)
     if module is not None:
         others: dict[str, Any] = {
@@ -269,37 +267,30 @@ def explain(
         others |= {"--beside": beside, "--beside-model": beside_model}
         _check_alone(others | dict.fromkeys(load_options.flags_given(), True))
         if place is not None and layer is not None:
-            raise typer.BadParameter(
-                "already names the place; leave --layer out", param_hint="--place"
-            )
+            raise usage_error("--place", "already names the place; leave --layer out")
         place_or_layer = place if place is not None else layer
         choice = _RowChoice(query, key, place_or_layer, head, batch)
         _explain_module(module, choice, html, figure, lang, json, list_heads, color, full=full)
         return
     text = given_text(text, file)
     if batch:
-        raise typer.BadParameter("applies to --module only; leave it out", param_hint="--batch")
+        raise usage_error("--batch", "applies to --module only; leave it out")
     check_options(attention, model, {"--set": settings, "--seed": seed}, load_options)
-    try:
-        with working("running the model", len(text)):
-            if attention is not None:
-                run = mechanism(attention, text, settings, seed, target)
-            else:
-                run = read_text(text, model, load_options, target=target)
-        target_head = ExplainTarget(run, query, key, layer, head, place)
-        if list_heads:
-            print_heads(target_head, json, _console(color), lang)
-            return
-        explanation = target_head.explained(call)
-        beside_run = None
-        if beside or beside_model:
-            # --revision, --allow-missing, --ignore and --finite apply to the folder of --model only
-            beside_options = LoadOptions(dtype, device=device) if beside_model else load_options
-            beside_run = read_text(
-                beside or text, beside_model or model, beside_options, target=target
-            )
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    with working("running the model", len(text)):
+        if attention is not None:
+            run = mechanism(attention, text, settings, seed, target)
+        else:
+            run = read_text(text, model, load_options, target=target)
+    target_head = ExplainTarget(run, query, key, layer, head, place)
+    if list_heads:
+        print_heads(target_head, json, _console(color), lang)
+        return
+    explanation = target_head.explained(call)
+    beside_run = None
+    if beside or beside_model:
+        # --revision, --allow-missing, --ignore and --finite apply to the folder of --model only
+        beside_options = LoadOptions(dtype, device=device) if beside_model else load_options
+        beside_run = read_text(beside or text, beside_model or model, beside_options, target=target)
 
     def page_of(data: dict[str, Any]) -> str:
         return page(explanation, run, data, lang, beside_run)
@@ -322,9 +313,9 @@ def _check_alone(others: dict[str, Any]) -> None:
     """Raise an error for options that do not apply to --module."""
     for flag, value in others.items():
         if value:
-            raise typer.BadParameter(
+            raise usage_error(
+                flag,
                 "does not apply to --module, whose function builds model and inputs; leave it out",
-                param_hint=flag,
             )
 
 
@@ -345,36 +336,21 @@ def _explain_module(
     from regard.text_table import format_table
 
     query, key = _index_or_word(choice.query), choice.key and _index_or_word(choice.key)
-    try:
-        run = _module.run_module(name)
-        if list_places:
-            places = _module.list_places(run)
-            rows = [[*places[0]], *([str(x) for x in place.values()] for place in places)]
-            table = escape_controls(format_table(rows), keep="\n")
-            typer.echo(json_format.dumps(places) if json else table)
-            return
-        target = _module.choose_module_head(
-            run, query, key, choice.place, choice.head, choice.batch
-        )
-        explanation = _module.explain_module(run, target, query, key, choice.batch)
-    except (ArgumentError, ArgumentTypeError) as error:
-        raise typer.BadParameter(str(error), param_hint="--module") from error
+    run = _module.run_module(name)
+    if list_places:
+        places = _module.list_places(run)
+        rows = [[*places[0]], *([str(x) for x in place.values()] for place in places)]
+        table = escape_controls(format_table(rows), keep="\n")
+        typer.echo(json_format.dumps(places) if json else table)
+        return
+    target = _module.choose_module_head(run, query, key, choice.place, choice.head, choice.batch)
+    explanation = _module.explain_module(run, target, query, key, choice.batch)
 
     def page_of(data: dict[str, Any]) -> str:
         return _module.module_page(run, explanation, data, lang, choice.batch)
 
     shown = _Shown(html, figure, json, color, full, lang)
     _write_output(explanation, page_of, shown)
-
-
-def _check_lang(lang: str | None) -> None:
-    if lang is not None:
-        from regard.language import check_language
-
-        try:
-            check_language(lang)
-        except ArgumentError as error:
-            raise typer.BadParameter(str(error), param_hint="--lang") from error
 
 
 class _Shown(NamedTuple):
@@ -454,9 +430,7 @@ def read_text(
 
     if (Path(source) / "task.json").exists():
         if load_options is not None and load_options.device not in (None, "cpu"):
-            raise typer.BadParameter(
-                "a model that was trained on a task runs on the CPU here", param_hint="--device"
-            )
+            raise usage_error("--device", "a model that was trained on a task runs on the CPU here")
         return _run_task_model(text, source, target)
     model = load(source, LoadOptions() if load_options is None else load_options)
     run_on_text = prepare_run(model, text, target)
@@ -489,10 +463,12 @@ def _check_length(run: PreparedRun) -> None:
     """
     longest = max(len(side.ids) for side in run.sequences.values())
     if longest > MAX_TOKENS:
-        raise ArgumentError(
-            f"the text has {units.plural(longest, 'token')}, and every pair of them is computed; "
-            "the limit is "
-            f"{units.plural(MAX_TOKENS, 'token')}; give a part of it"
+        raise usage_error(
+            None,
+            "the text has {tokens}, and every pair of them is computed; the limit is {tokens2}; "
+            "give a part of it",
+            tokens=counted(longest, "token"),
+            tokens2=counted(MAX_TOKENS, "token"),
         )
 
 
@@ -509,21 +485,20 @@ def check_options(
     if attention is None:
         for flag, value in mechanism_options.items():
             if value:
-                raise typer.BadParameter(
+                raise usage_error(
+                    flag,
                     "applies only to a mechanism with random weights; name one, such as "
                     "--attention gqa",
-                    param_hint=flag,
                 )
     elif source != "tiny":
-        raise typer.BadParameter(
-            "builds a network with random weights; leave out --model or --attention",
-            param_hint="--attention",
+        raise usage_error(
+            "--attention", "builds a network with random weights; leave out --model or --attention"
         )
     elif load_flags := load_options.flags_given():
-        raise typer.BadParameter(
+        raise usage_error(
+            load_flags[0],
             "applies to a model that is loaded, but --attention builds a network with random "
             "weights; leave one of them out",
-            param_hint=load_flags[0],
         )
 
 
@@ -545,9 +520,7 @@ def _run_task_model(text: str, folder: str, target: str | None) -> PreparedRun:
     name, words = Path(folder).name, task.vocabulary.encode(task.tokenize(text))
     if task.kind == "causal":
         if target is not None:
-            raise typer.BadParameter(
-                "the task continues one row; leave it out", param_hint="--target"
-            )
+            raise usage_error("--target", "the task continues one row; leave it out")
         return prepare_run(
             PretokenizedInput(network, (words, as_words(words)), None, name, as_words)
         )
@@ -584,9 +557,7 @@ class ExplainTarget:
 
         self.read, self.place, self.key = read, place, None
         if place is not None and layer is not None:
-            raise typer.BadParameter(
-                "already names the layer; leave --layer out", param_hint="--place"
-            )
+            raise usage_error("--place", "already names the layer; leave --layer out")
         site = read.site(place=place) if place else read.main_sites[0]
         self.query_index = find_token(read.sequences[site.query_sequence], _index_or_word(query))
         if key is not None:
@@ -644,10 +615,11 @@ def page(
         if n == explanation.place or n.startswith(f"{explanation.place}.")
     ]
     if not names:
-        raise typer.BadParameter(
-            f"the page shows recorded softmax attention, but {explanation.mechanism} computes "
-            "none; leave --html out, or give --json instead",
-            param_hint="--html",
+        raise usage_error(
+            "--html",
+            "the page shows recorded softmax attention, but {mechanism} computes none; leave "
+            "--html out, or give --json instead",
+            mechanism=explanation.mechanism,
         )
     # if there are several calls, key indices of a call differ from columns of the place
     has_one_call = len(explanation.calls) == 1

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regard.cli.options import Device, Dtype, Ignore, Revision, check_files, note
-from regard.errors import ArgumentError, FileError
+from regard.errors import FileError
+from regard.language import Phrase
 
 if TYPE_CHECKING:
     from regard.compare.context_extension import ExtensionResults
@@ -103,11 +104,8 @@ def extend(
     a cache equals a pass over the whole sequence.
     """
     options = dict(locals())
-    try:
-        check_files({"--html": html}, pictures={"--plot": plot})
-        results = _run(options)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    check_files({"--html": html}, pictures={"--plot": plot})
+    results = _run(options)
     _write(results, options)
 
 
@@ -154,7 +152,7 @@ def _ids(model: Model, source: str) -> tuple[Any, str]:
     if source == DEFAULT_SOURCE:
         documents, name = (
             split_documents(documents)[1],
-            f"{source}, the part that tiny was not trained on",
+            Phrase("{source}, the part that tiny was not trained on", source=source),
         )
     if not model.has_tokenizer:
         raise FileError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_format
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from regard.cli.options import (
     Weights,
     load,
     note,
+    usage_error,
 )
 from regard.errors import ArgumentError, FileError
 from regard.files.regular_files import read_text
@@ -51,8 +51,8 @@ def generate_seq2seq(
     from regard.models import Seq2Seq
 
     if not isinstance(model, Seq2Seq):
-        raise ArgumentError(
-            "the model is an encoder, which generates no text; use regard.load(...).embed"
+        raise usage_error(
+            None, "the model is an encoder, which generates no text; use regard.load(...).embed"
         )
     start = time.perf_counter()
     answers = model.generate(
@@ -135,9 +135,10 @@ def beam_search(
     from regard.models.generation import beam_search_text as run
 
     if len(texts) > 1:
-        raise ArgumentError(
-            f"beams takes one prompt, but there are {len(texts)}; give one of them, or leave "
-            "--beams out"
+        raise usage_error(
+            "--beams",
+            "takes one prompt, but there are {n}; give one of them, or leave --beams out",
+            n=len(texts),
         )
     result = run(model, texts[0], options, beams=beams, length_penalty=length_penalty)
     best = result.completions[0]
@@ -392,35 +393,33 @@ def generate(
         texts = _texts(prompts, prompt_file)
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?"
-        try:
-            options = GenerationOptions(
-                max_tokens,
-                tuple(stop or ()),
-                chunk,
-                SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-                CacheConfig(cache or "growing", max_context),
-                cuda_graph,
-            )
-            loaded = load(
-                model,
-                LoadOptions(dtype, allow_missing, ignore, finite, revision, weights, device),
-            )
-            if not isinstance(loaded, Model):
-                if cuda_graph:
-                    raise ArgumentError(
-                        "cuda_graph captures the step of a decoder, and this model is an "
-                        "encoder or an encoder-decoder; leave --cuda-graph out"
-                    )
-                generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
-                return
+        options = GenerationOptions(
+            max_tokens,
+            tuple(stop or ()),
+            chunk,
+            SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed),
+            CacheConfig(cache or "growing", max_context),
+            cuda_graph,
+        )
+        loaded = load(
+            model,
+            LoadOptions(dtype, allow_missing, ignore, finite, revision, weights, device),
+        )
+        if not isinstance(loaded, Model):
             if cuda_graph:
-                stack_experts(loaded.decoder)
-            if beams is None:
-                batch = BatchGeneration(loaded, texts, options)
-            else:
-                result = beam_search(loaded, texts, options, beams, length_penalty)
-        except ArgumentError as error:
-            raise typer.BadParameter(str(error), param_hint=_option(str(error))) from error
+                raise usage_error(
+                    "--cuda-graph",
+                    "captures the step of a decoder, and this model is an encoder or an "
+                    "encoder-decoder; leave --cuda-graph out",
+                )
+            generate_seq2seq(loaded, texts, max_tokens, beams or 1, length_penalty, json)
+            return
+        if cuda_graph:
+            stack_experts(loaded.decoder)
+        if beams is None:
+            batch = BatchGeneration(loaded, texts, options)
+        else:
+            result = beam_search(loaded, texts, options, beams, length_penalty)
         if beams is None:
             print_batch(batch, at_once=stream and not json and len(texts) == 1, quiet=json)
             result = figures(batch)
@@ -444,10 +443,7 @@ def _over_ranks(parallel: str | None) -> Iterator[None]:
     from regard.parallel import generation
     from regard.parallel.communication import join_torchrun
 
-    try:
-        join_torchrun("generate")
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint="--parallel") from error
+    join_torchrun("generate")
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         stack.enter_context(generation())
@@ -461,7 +457,7 @@ def _over_ranks(parallel: str | None) -> Iterator[None]:
 def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
     """Return the prompts from the command line or from a file."""
     if bool(prompts) == (file is not None):
-        raise typer.BadParameter("give either a prompt or --prompt-file", param_hint="PROMPT")
+        raise usage_error("PROMPT", "give either a prompt or --prompt-file")
     if file is None:
         return prompts or []
     try:
@@ -472,18 +468,8 @@ def _texts(prompts: list[str] | None, file: Path | None) -> list[str]:
             raise FileError(f"standard input has more than {MAX_PROMPT_BYTES} bytes")
         return [raw.decode("utf-8")]
     except FileError as error:
-        raise typer.BadParameter(str(error), param_hint="--prompt-file") from error
+        raise ArgumentError(str(error), argument="prompt_file") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(
-            f"standard input: {error_text(error)}", param_hint="--prompt-file"
+        raise usage_error(
+            "--prompt-file", "standard input: {value}", value=error_text(error)
         ) from error
-
-
-def _option(message: str) -> str | None:
-    """Return the flag of the first option that an error message names, or None."""
-    names = (
-        "max_tokens|stop|temperature|top_k|top_p|min_p|repetition_penalty|beams|length_penalty|"
-        "chunk|max_context|cuda_graph|cache|weights"
-    )
-    match = re.search(rf"\b({names})\b", message)
-    return None if match is None else f"--{match[1].replace('_', '-')}"

@@ -24,9 +24,9 @@ from regard.cli.options import (
     Source,
     check_files,
     load,
+    usage_error,
 )
 from regard.did_you_mean import suggest
-from regard.errors import ArgumentError, ArgumentTypeError
 from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
@@ -224,38 +224,44 @@ def inspect(
     options = {name: value for name, value in values.items() if value is not None}
     _check(task, texts or [], options, out)
     loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision, device=device))
-    try:
-        result = _RUNS[task](loaded, texts or [], options)
-    except (ArgumentError, ArgumentTypeError) as error:
-        raise typer.BadParameter(str(error)) from error
+    result = _RUNS[task](loaded, texts or [], options)
     _print(result, metric, out, top, json=json)
 
 
 def _check(task: str, texts: list[str], options: Mapping[str, Any], out: Path | None) -> None:
     """Refuse an unknown task, a missing text, and options that do not apply."""
     if task not in TASKS:
-        raise typer.BadParameter(
-            f"{task!r} is no task; the tasks are {', '.join(TASKS)}{suggest(task, TASKS)}",
-            param_hint="TASK",
+        raise usage_error(
+            "TASK",
+            "{task!r} is no task; the tasks are {tasks}{hint}",
+            task=task,
+            tasks=", ".join(TASKS),
+            hint=suggest(task, TASKS),
         )
     count = len(texts)
     if (task != "taps" and not count) or (task != "measure" and count > 1):
-        raise typer.BadParameter(
-            f"{task} got {count} texts; give {'at least 1' if task == 'measure' else '1'}",
-            param_hint="TEXT",
+        raise usage_error(
+            "TEXT",
+            "{task} got {count} texts; give at least 1"
+            if task == "measure"
+            else "{task} got {count} texts; give 1",
+            task=task,
+            count=count,
         )
     for name in options:
         if name not in OPTIONS[task]:
             applies = ", ".join(each for each, names in OPTIONS.items() if name in names)
-            raise typer.BadParameter(
-                f"does not apply to {task}; it applies to {applies}",
-                param_hint=f"--{name.replace('_', '-')}",
+            raise usage_error(
+                f"--{name.replace('_', '-')}",
+                "does not apply to {task}; it applies to {applies}",
+                task=task,
+                applies=applies,
             )
     needed = {"patch": "corrupt", "compare": "other"}.get(task)
     if needed is not None and needed not in options:
-        raise typer.BadParameter(f"{task} needs it: another text", param_hint=f"--{needed}")
+        raise usage_error(f"--{needed}", "{task} needs it: another text", task=task)
     if "versus" in options and "answer" not in options:
-        raise typer.BadParameter("is compared with --answer; give both", param_hint="--versus")
+        raise usage_error("--versus", "is compared with --answer; give both")
     pictures = out is not None and out.suffix.lower() in (".svg", ".png", ".pdf")
     check_files({} if pictures else {"--out": out}, pictures={"--out": out} if pictures else {})
 
@@ -286,9 +292,10 @@ def _patch(model: Any, texts: list[str], options: Mapping[str, Any]) -> EffectTa
         layer, _, end = options["receiver"].partition(":")
         head, _, tap = end.partition(":")
         if not head.isdigit():
-            raise typer.BadParameter(
-                f"{options['receiver']!r} is not LAYER:HEAD:TAP, such as layers.1:0:k",
-                param_hint="--receiver",
+            raise usage_error(
+                "--receiver",
+                "{receiver!r} is not LAYER:HEAD:TAP, such as layers.1:0:k",
+                receiver=options["receiver"],
             )
         chosen["receiver"] = (layer, int(head), tap)
     return patch(model, texts[0], options["corrupt"], _metric(options), **chosen)
@@ -347,15 +354,12 @@ def _print(result: Any, metric: str | None, out: Path | None, top: int, *, json:
     """Print a result, and write it to a file if one is named."""
     if isinstance(result, tuple):
         if out is not None:
-            raise typer.BadParameter("taps prints names only", param_hint="--out")
+            raise usage_error("--out", "taps prints names only")
         typer.echo(json_format.dumps(list(result)) if json else "\n".join(result))
         return
     table = result
     if not hasattr(result, "chart"):  # the metrics of a corpus
-        try:
-            table = result.table(metric or "entropy")
-        except ArgumentError as error:
-            raise typer.BadParameter(str(error), param_hint="--metric") from error
+        table = result.table(metric or "entropy")
     if out is not None:
         (result if out.suffix == ".csv" else table).to(out)
         typer.echo(f"{escape_controls(str(out))}: written", err=True)

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard import units
-from regard.cli.options import check_device_option, check_files
-from regard.errors import ArgumentError
-from regard.language import translate
+from regard.cli.options import check_device_option, check_files, usage_error
+from regard.language import counted, translate
 from regard.text_table import line_width, wrap
-from regard.units import plural
 from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
@@ -87,14 +85,9 @@ def layer(
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     check_device_option(device)
-    try:
-        layers = _run_layers(
-            names or ["mha"], dim, heads, batch, tokens, mask, seed, option, device
-        )
-        if figure is not None:
-            _draw(layers[0], head, figure)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    layers = _run_layers(names or ["mha"], dim, heads, batch, tokens, mask, seed, option, device)
+    if figure is not None:
+        _draw(layers[0], head, figure)
     results = [one.as_dict() for one in layers]
     if json:
         typer.echo(json_format.dumps(results, allow_nan=False))
@@ -120,8 +113,10 @@ def _run_layers(
     from regard.nn.variants.registry import find_variant, parse_options
 
     if settings and len(names) > 1:
-        raise ArgumentError(
-            f"--set applies to one mechanism, but {len(names)} are named; leave it out, or name one"
+        raise usage_error(
+            "--set",
+            "applies to one mechanism, but {n} are named; leave it out, or name one",
+            n=len(names),
         )
     options = None
     if settings:
@@ -159,9 +154,12 @@ def _draw(layer_stages: LayerStages, head: int, path: Path) -> None:
 
     weights = layer_stages.stage("weights").values
     if head >= weights.shape[1]:
-        raise ArgumentError(
-            f"head is {head}; {layer_stages.name} has {plural(weights.shape[1], 'head')}, counted "
-            "from 0"
+        raise usage_error(
+            "--head",
+            "head is {head}; {name} has {heads}, counted from 0",
+            head=head,
+            name=layer_stages.name,
+            heads=counted(weights.shape[1], "head"),
         )
     title = f"{layer_stages.name}, weights of head {head}, {layer_stages.mask}"
     charts.write(heatmaps.HeadWeights(weights[0, head].tolist(), title), path)

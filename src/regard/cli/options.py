@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
 
 import typer
 
-from regard.errors import ArgumentError, FileError
+from regard.errors import FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
 from regard.files.regular_files import open_regular
-from regard.language import translate, translate_count, translate_message
+from regard.language import Phrase, counted, translate, translate_count
 from regard.text_table import line_width, wrap
-from regard.units import plural
 from regard.untrusted_text import short_repr
 
 if TYPE_CHECKING:
@@ -121,6 +120,20 @@ LONG_TEXT = 20_000
 """Characters from which a command says that it works, even without a terminal."""
 
 
+def usage_error(option: str | None, text: str, /, **values: object) -> typer.BadParameter:
+    """Return the error that an option of a command is wrong, in the reader's language.
+
+    Args:
+        option: the flag, or the name of the argument; None if the text names several.
+        text: what is wrong and what is allowed, in English; it must be in the catalogue.
+        values: the value of each placeholder of the text.
+
+    >>> usage_error("--memory", "peak memory can only be measured on a CPU").param_hint
+    '--memory'
+    """
+    return typer.BadParameter(translate(text, **values), param_hint=option)
+
+
 def given_text(text: str | None, file: str | None) -> str:
     """Return the text of a command: the argument, the contents of `--file`, or standard input.
 
@@ -138,13 +151,16 @@ def given_text(text: str | None, file: str | None) -> str:
     'a text'
     """
     if (text is None) == (file is None):
-        state = "both were given" if text is not None else "neither was given"
-        raise typer.BadParameter(f"give a TEXT or --file PATH; {state}", param_hint="TEXT")
+        state = Phrase("both were given" if text is not None else "neither was given")
+        raise usage_error("TEXT", "give a TEXT or --file PATH; {state}", state=state)
     if file is None:
         assert text is not None
         if _is_file(text):
             note(
-                f"the text is the name of a file: to read the file, write --file {short_repr(text)}"
+                Phrase(
+                    "the text is the name of a file: to read the file, write --file {text}",
+                    text=short_repr(text),
+                )
             )
         return text
     if file == "-":
@@ -157,11 +173,14 @@ def given_text(text: str | None, file: str | None) -> str:
     try:
         text_of_file = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(
-            f"{short_repr(file)} is not UTF-8 text (byte {error.start})", param_hint="--file"
+        raise usage_error(
+            "--file",
+            "{file} is not UTF-8 text (byte {byte})",
+            file=short_repr(file),
+            byte=error.start,
         ) from error
     if not text_of_file.strip():
-        raise typer.BadParameter(f"{short_repr(file)} contains no text", param_hint="--file")
+        raise usage_error("--file", "{file} contains no text", file=short_repr(file))
     return text_of_file
 
 
@@ -205,7 +224,7 @@ def note(message: str, start: str = "") -> None:
         message: the remark in English, as the catalogue has it.
         start: what stands before the remark, such as "... " before what is being done.
     """
-    typer.echo(wrap(start + translate_message(message), line_width()), err=True)
+    typer.echo(wrap(start + translate(message), line_width()), err=True)
 
 
 @contextmanager
@@ -223,7 +242,7 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    what = translate_message(what)
+    what = translate(what)
     console = Console(stderr=True)
     if not console.file.isatty():  # rich's own word follows FORCE_COLOR, even in a pipe
         if characters >= LONG_TEXT:
@@ -234,7 +253,7 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield lambda text: bar.update(task, description=translate_message(text))
+        yield lambda text: bar.update(task, description=translate(text))
 
 
 @dataclass(frozen=True)
@@ -296,8 +315,11 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
     check_device_option(options.device)  # before the weights are read
     dtype_names = ("float32", "float16", "bfloat16", "float64")
     if options.dtype is not None and options.dtype not in dtype_names:
-        raise typer.BadParameter(
-            f"{options.dtype!r} is not one of {', '.join(dtype_names)}", param_hint="--dtype"
+        raise usage_error(
+            "--dtype",
+            "{dtype!r} is not one of {names}",
+            dtype=options.dtype,
+            names=", ".join(dtype_names),
         )
     torch_dtype = None if options.dtype is None else getattr(torch, options.dtype)
     kind_option: dict[str, Any] = {} if kind is None else {"kind": kind}
@@ -316,8 +338,11 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
             ", ..." if len(model.newly_initialized) > 3 else ""
         )
         note(
-            f"not trained, initialised at random: {plural(len(model.newly_initialized), 'weight')} "
-            f"({examples})"
+            Phrase(
+                "not trained, initialised at random: {weights} ({examples})",
+                weights=counted(len(model.newly_initialized), "weight"),
+                examples=examples,
+            )
         )
     report_ignored(model.ignored)
     return model if options.device is None else model.to(options.device)
@@ -327,7 +352,7 @@ def check_device_option(device: str | None) -> None:
     """Raise unless the device of --device can be used; None is the CPU.
 
     Raises:
-        typer.BadParameter: it cannot be used; the message has torch's reason.
+        ArgumentError: it cannot be used; the message has torch's reason.
 
     >>> check_device_option("cpu")
     """
@@ -335,10 +360,7 @@ def check_device_option(device: str | None) -> None:
         return
     from regard.argument_checks import check_usable_device
 
-    try:
-        check_usable_device(device)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint="--device") from error
+    check_usable_device(device)
 
 
 def report_ignored(names: Sequence[str]) -> None:
@@ -347,7 +369,7 @@ def report_ignored(names: Sequence[str]) -> None:
         examples = ", ".join(short_repr(name) for name in names[:10]) + (
             ", ..." if len(names) > 10 else ""
         )
-        note(f"ignored in the model's folder: {examples}")
+        note(Phrase("ignored in the model's folder: {examples}", examples=examples))
 
 
 def check_files(

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli.options import console_of
+from regard.cli.options import console_of, usage_error
 from regard.did_you_mean import suggest
-from regard.errors import ArgumentError, RegardError
-from regard.language import translate, translate_count
+from regard.language import counted, translate, translate_count
 from regard.span import Span
 from regard.text_table import display_width, line_width, wrap
-from regard.units import plural
 from regard.untrusted_text import error_text, parse_integer
 
 if TYPE_CHECKING:
@@ -130,18 +128,15 @@ def show(
     """
     from regard import masks
 
-    try:
-        mask = masks.parse(expression)
-        q, k = _positions(queries, keys, start)
-        size = _tile_size(tiles, queries, k.length)
-        _check_cost(mask, q, k)
-        numbers = figures(mask, q, k, size)
-        if figure is not None:
-            _draw(figure, mask, q, k)
-        if ranks is not None:
-            numbers["ranks"] = rank_figures(mask, q, k, ranks, shards)
-    except RegardError as error:
-        raise typer.BadParameter(str(error)) from error
+    mask = masks.parse(expression)
+    q, k = _positions(queries, keys, start)
+    size = _tile_size(tiles, queries, k.length)
+    _check_cost(mask, q, k)
+    numbers = figures(mask, q, k, size)
+    if figure is not None:
+        _draw(figure, mask, q, k)
+    if ranks is not None:
+        numbers["ranks"] = rank_figures(mask, q, k, ranks, shards)
     if json:
         typer.echo(json_format.dumps(numbers))
         return
@@ -158,9 +153,13 @@ def _draw(path: Path, mask: Mask, q: Span, k: Span) -> None:
     from regard.view.heads_figure import MaskFigure
 
     if max(q.length, k.length) > MAX_FIGURE:
-        raise ArgumentError(
-            f"--figure draws at most {MAX_FIGURE} x {MAX_FIGURE} pairs, but there are {q.length} x "
-            f"{k.length}; give fewer --queries or --keys"
+        raise usage_error(
+            "--figure",
+            "draws at most {MAX_FIGURE} x {MAX_FIGURE} pairs, but there are {queries} x {keys}; "
+            "give fewer --queries or --keys",
+            MAX_FIGURE=MAX_FIGURE,
+            queries=q.length,
+            keys=k.length,
         )
     check_files({}, pictures={"--figure": path})
     visible = mask.block(q, k)[0, 0].numpy()
@@ -273,12 +272,16 @@ def rank_figures(mask: Mask, q: Span, k: Span, ranks: int, cut: str) -> dict[str
     from regard.parallel.shards import needed_keys
 
     if cut not in CUTS:
-        raise ArgumentError(
-            f'--shards is "{error_text(cut, 60)}"; it must be {", ".join(CUTS)}{suggest(cut, CUTS)}'
+        raise usage_error(
+            "--shards",
+            '"{value}" is not one of {names}{hint}',
+            value=error_text(cut, 60),
+            names=", ".join(CUTS),
+            hint=suggest(cut, CUTS),
         )
     if q != k or k.start:
-        raise ArgumentError(
-            "--ranks cuts one sequence of queries and keys; leave out --keys and --start"
+        raise usage_error(
+            "--ranks", "cuts one sequence of queries and keys; leave out --keys and --start"
         )
     if cut == "balanced":
         shards = Shards.balanced(k.length, ranks, mask)
@@ -414,18 +417,21 @@ def _tile_size(text: str | None, T: int, S: int) -> tuple[int, int]:
         return side, side
     sides = [parse_integer(part) or 0 for part in text.lower().split("x")]
     if len(sides) > 2 or min(sides) < 1:
-        raise ArgumentError(
-            f'--tiles is "{error_text(text, 60)}"; it must be a size such as 16, or 16x32 for '
-            "queries x "
-            "keys"
+        raise usage_error(
+            "--tiles",
+            '"{value}" must be a size such as 16, or 16x32 for queries x keys',
+            value=error_text(text, 60),
         )
     return sides[0], sides[-1]
 
 
 def _check_cost(mask: Mask, q: Span, k: Span) -> None:
     if q.length * k.length > MAX_PAIRS and mask.intervals(q[:1]) is None:
-        raise ArgumentError(
-            f"{plural(q.length, 'query')} x {plural(k.length, 'key')} are too many: a mask without "
-            f"key intervals is evaluated pair by pair, for at most {MAX_PAIRS:,} pairs; give fewer "
-            "--queries or --keys"
+        raise usage_error(
+            None,
+            "{queries} x {keys} are too many: a mask without key intervals is evaluated pair by "
+            "pair, for at most {MAX_PAIRS:,} pairs; give fewer --queries or --keys",
+            queries=counted(q.length, "query"),
+            keys=counted(k.length, "key"),
+            MAX_PAIRS=MAX_PAIRS,
         )

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from regard.cli.options import note
+from regard.cli.options import note, usage_error
 from regard.did_you_mean import suggest
-from regard.errors import ArgumentError, FileError
+from regard.errors import FileError
 from regard.files.regular_files import read_text
-from regard.language import translate_message
+from regard.language import translate
 from regard.text_table import line_width, wrap
 from regard.untrusted_text import error_text, short_repr
 
@@ -36,10 +36,7 @@ def merge_config(
 
     --set and [model.options] are joined name by name.
     """
-    try:
-        file_options = read_config(path)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error), param_hint="--config") from error
+    file_options = read_config(path)
     if "attention" in given_names and file_options.get("attention") != options["attention"]:
         file_options["option"] = []  # the options in the file belong to another mechanism
     settings, flags = file_options.pop("option", []), options["set"] or []
@@ -53,8 +50,13 @@ def merge_config(
         try:
             values[name] = parameters[name].process_value(context, value)
         except typer.BadParameter as error:
-            raise typer.BadParameter(
-                f"{path}: {name} is {value!r}: {error.message}", param_hint="--config"
+            raise usage_error(
+                "--config",
+                "{path}: {name} is {value!r}: {reason}",
+                path=path,
+                name=name,
+                value=value,
+                reason=error.message,
             ) from error
     command_options = {name: options[name] for name in given_names if name != "set"}
     return {**options, **values, **command_options, "set": all_settings or None}
@@ -105,7 +107,7 @@ def listing(value: str | None) -> str | None:
     from regard.train.tasks.task_models import models_for
 
     for task in KNOWN.values():
-        about, models = translate_message(task.description), ", ".join(models_for(task))
+        about, models = translate(task.description), ", ".join(models_for(task))
         for name, text in ((task.name, about), ("", f"--model {models}")):
             typer.echo(wrap(text, line_width(), indent=f"{name:<15} ", hang=" " * 16))
     raise typer.Exit
@@ -120,29 +122,29 @@ def check(options: dict[str, object], given_names: set[str]) -> None:
 
         for name in MODEL_OPTIONS:
             if name in given_names:
-                raise typer.BadParameter(
+                raise usage_error(
+                    flag(name),
                     "describes a new model, but --start-from names one that has its sizes; leave "
                     "one of them out",
-                    param_hint=flag(name),
                 )
     if options["task"] is None:
         for name in TASK_OPTIONS:
             if name in given_names:
-                raise typer.BadParameter(
-                    "applies only to tasks; give --task NAME too (--task list shows the names), or "
-                    "leave it out",
-                    param_hint=flag(name),
+                raise usage_error(
+                    flag(name),
+                    "applies only to tasks; give --task NAME too (--task list shows the names), "
+                    "or leave it out",
                 )
         return
     if "model" not in given_names:
-        raise typer.BadParameter(
+        raise usage_error(
+            "--model",
             "a task needs a model: lstm, lstm+bahdanau, transformer, ... (--task list shows them)",
-            param_hint="--model",
         )
     for name in sorted(given_names - {*SHARED_OPTIONS, *TASK_OPTIONS, "task"}):
-        raise typer.BadParameter(
+        raise usage_error(
+            flag(name),
             "applies to training on text, but --task generates its own data; leave one of them out",
-            param_hint=flag(name),
         )
 
 
@@ -159,11 +161,8 @@ def train_task(options: dict[str, Any], given_names: set[str]) -> None:
     run_options = {
         name: options[name] for name in given_names if name not in ("json", "resume", "threads")
     }
-    try:
-        run = TaskTrainingRun(run_options)
-        figures, stopped_by = run.run()
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    run = TaskTrainingRun(run_options)
+    figures, stopped_by = run.run()
     if options["json"]:
         typer.echo(json_format.dumps(figures))
     else:
@@ -457,11 +456,8 @@ def train(
 
     if options["threads"]:
         torch.set_num_threads(options["threads"])
-    try:
-        run = PretrainingRun(options)
-        figures, stopped_by = run.run()
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+    run = PretrainingRun(options)
+    figures, stopped_by = run.run()
     if not run.writes:
         pass  # the first rank prints the figures
     elif json:
@@ -477,31 +473,33 @@ def _check(options: dict[str, Any]) -> None:
     """Raise an error for options that can be refused before any work."""
     out, dtype = options["out"], options["dtype"]
     if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file; give a folder", param_hint="--out")
+        raise usage_error("--out", "{out} is a file; give a folder", out=out)
     if out.is_dir() and any(out.iterdir()) and not options["resume"]:
-        raise typer.BadParameter(
-            f"{out} is not empty; choose another folder, or continue the run in it with --resume",
-            param_hint="--out",
+        raise usage_error(
+            "--out",
+            "{out} is not empty; choose another folder, or continue the run in it with --resume",
+            out=out,
         )
     if dtype not in ("float32", "float16", "bfloat16"):
-        raise typer.BadParameter(
-            f"{dtype!r} is not one of float32, float16 and bfloat16", param_hint="--dtype"
+        raise usage_error(
+            "--dtype", "{dtype!r} is not one of float32, float16 and bfloat16", dtype=dtype
         )
     if options["compile"] and options["parallel"] is not None:
-        raise typer.BadParameter(
+        raise usage_error(
+            "--compile",
             "is not possible with --parallel, whose ranks exchange keys and values between the "
             "layers; leave one of them out",
-            param_hint="--compile",
         )
     if options["start_from"] is not None:
         return  # the model has its sizes
     if options["task"] is not None or options["attention"] is not None:
         return  # tasks and mechanisms check the sizes themselves
     if options["dim"] % options["heads"] or options["dim"] // options["heads"] % 2:
-        raise typer.BadParameter(
-            f"dim {options['dim']} / heads {options['heads']} is the width of a head and must be "
-            "an even number",
-            param_hint="--dim",
+        raise usage_error(
+            "--dim",
+            "dim {dim} / heads {heads} is the width of a head and must be an even number",
+            dim=options["dim"],
+            heads=options["heads"],
         )
 
 
@@ -567,17 +565,21 @@ def read_config(path: Path) -> dict[str, Any]:
     options: dict[str, object] = {}
     for section, keys in content.items():
         if section not in SECTIONS or not isinstance(keys, dict):
-            raise ArgumentError(f"{path}: {error_text(_message_about_stray_name(section))}")
+            raise _stray_name(path, section)
         for key, value in keys.items():
             name = key.replace("-", "_")
             if (section, name) == ("model", "options") and isinstance(value, dict):
                 options["option"] = _settings(path, value)
             elif name not in SECTIONS[section]:
-                raise ArgumentError(
-                    f"{path}: {error_text(_message_about_unknown_key(section, key, name))}"
-                )
+                raise _unknown_key(path, section, key, name)
             elif name in options:
-                raise ArgumentError(f"{path}: [{section}] has {name} twice; give it once")
+                raise usage_error(
+                    "--config",
+                    "{path}: [{section}] has {name} twice; give it once",
+                    path=path,
+                    section=section,
+                    name=name,
+                )
             else:
                 options[name] = _text(f"{path}: [{section}] {error_text(key)}", value)
     return options
@@ -593,28 +595,37 @@ def _settings(path: Path, options: Mapping[str, object]) -> list[str]:
 
 def _text(where: str, value: object) -> str:
     if not isinstance(value, (str, int, float)):
-        raise ArgumentError(
-            f"{where} is {short_repr(value)}; it must be a string, a number, true or false"
+        raise usage_error(
+            "--config",
+            "{where} is {value}; it must be a string, a number, true or false",
+            where=where,
+            value=short_repr(value),
         )
     return str(value)
 
 
-def _message_about_stray_name(section: str) -> str:
-    """Return the error message about a top-level name that is not a section."""
+def _stray_name(path: Path, section: str) -> typer.BadParameter:
+    """Return the error about a top-level name that is not a section."""
     right_section = next(
         (s for s, keys in SECTIONS.items() if section.replace("-", "_") in keys), None
     )
+    values = {"path": path, "section": error_text(section)}
     if right_section:
-        return f"{section} is outside a section; put it under [{right_section}]"
-    return (
-        f"unknown section [{section}]{suggest(section, SECTIONS, otherwise='.')} There are "
-        f"[{'], ['.join(SECTIONS)}]"
-    )
+        text = "{path}: {section} is outside a section; put it under [{right}]"
+        return usage_error("--config", text, **values, right=right_section)
+    text = "{path}: there is no section [{section}]{hint} The sections are [{sections}]"
+    hint = suggest(section, SECTIONS, otherwise=".")
+    return usage_error("--config", text, **values, hint=hint, sections="], [".join(SECTIONS))
 
 
-def _message_about_unknown_key(section: str, key: str, name: str) -> str:
+def _unknown_key(path: Path, section: str, key: str, name: str) -> typer.BadParameter:
+    """Return the error about a key that its section does not have."""
     right_section = next((s for s, keys in SECTIONS.items() if name in keys), None)
+    values = {"path": path, "section": section, "key": error_text(key)}
     if right_section:
-        return f"{key} is in [{section}]; put it in [{right_section}]"
+        text = "{path}: {key} is in [{section}]; put it in [{right}]"
+        return usage_error("--config", text, **values, right=right_section)
     keys = (*SECTIONS[section], *(("options",) if section == "model" else ()))
-    return f"[{section}] has no {key}{suggest(name, keys, otherwise='.')} It has {', '.join(keys)}"
+    hint = suggest(name, keys, otherwise=".")
+    text = "{path}: [{section}] has no {key}{hint} It has {keys}"
+    return usage_error("--config", text, **values, hint=hint, keys=", ".join(keys))

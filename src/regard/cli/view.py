@@ -23,9 +23,10 @@ from regard.cli.options import (
     given_text,
     load,
     note,
+    usage_error,
     working,
 )
-from regard.errors import ArgumentError
+from regard.language import Phrase, counted
 from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
@@ -141,37 +142,32 @@ def view(
     check_files({"--save": save})
     options = LoadOptions(dtype, allow_missing, ignore, finite, revision, device=device)
     serving = _serving(port, host, allow_remote, open_browser, lang)
-    try:
-        if beside is not None:
-            from regard.inspect import load as load_recording
+    if beside is not None:
+        from regard.inspect import load as load_recording
 
-            serving["b"] = load_recording(beside)
-        from regard.files.gguf_files import is_gguf
+        serving["b"] = load_recording(beside)
+    from regard.files.gguf_files import is_gguf
 
-        if Path(of).is_file() and not is_gguf(Path(of)):
-            server = _serve_recording(
-                of,
-                text,
-                file,
-                options,
-                save,
-                layer,
-                head,
-                serving,
-            )
-        else:
-            words = given_text(text, file)
-            recording, overviews = record_text(of, words, options, layer, head, memory)
-            if save is not None:
-                from regard.inspect import save as save_recording
+    if Path(of).is_file() and not is_gguf(Path(of)):
+        server = _serve_recording(
+            of,
+            text,
+            file,
+            options,
+            save,
+            layer,
+            head,
+            serving,
+        )
+    else:
+        words = given_text(text, file)
+        recording, overviews = record_text(of, words, options, layer, head, memory)
+        if save is not None:
+            from regard.inspect import save as save_recording
 
-                save_recording(recording, save)
-                typer.echo(
-                    f"{escape_controls(str(save))}: {units.size(save.stat().st_size)}", err=True
-                )
-            server = _serve(recording, overviews, serving)
-    except ArgumentError as error:
-        raise typer.BadParameter(str(error)) from error
+            save_recording(recording, save)
+            typer.echo(f"{escape_controls(str(save))}: {units.size(save.stat().st_size)}", err=True)
+        server = _serve(recording, overviews, serving)
     typer.echo(server.url)
     note("Ctrl-C ends the server.")
     server.wait()
@@ -213,9 +209,7 @@ def _serve_recording(
     options_given |= dict.fromkeys(options.flags_given(), True)
     for flag, value in options_given.items():
         if value:
-            raise typer.BadParameter(
-                "applies to a model, but a recording was given; leave it out", param_hint=flag
-            )
+            raise usage_error(flag, "applies to a model, but a recording was given; leave it out")
     from regard.inspect import load as load_recording
 
     return _serve(load_recording(of), None, serving)
@@ -248,7 +242,9 @@ def record_text(
     _check_memory(model, text, layers, heads, memory)
     with (
         working("running the model", len(text)) as say,
-        OverviewRecorder(lambda n: say(f"running the model: {units.plural(n, 'head')}")) as reducer,
+        OverviewRecorder(
+            lambda n: say(Phrase("running the model: {heads}", heads=counted(n, "head")))
+        ) as reducer,
     ):
         recording = record(model, text, places=layers, heads=heads, keep=())
     return recording, reducer.overviews
@@ -271,8 +267,12 @@ def _check_memory(
     share = (len(heads) / every if heads else 1) * (len(layers) / depth if layers else 1)
     needed = tokens * width * depth * 8 * share
     if needed > memory * 2**30:
-        raise ArgumentError(
-            f"queries and keys of {units.plural(tokens, 'token')} take about "
-            f"{units.size(int(needed))}, and --memory allows {memory:g} GiB; choose heads with "
-            "--layer and --head (every head is in the overview in any case), or raise --memory"
+        raise usage_error(
+            None,
+            "queries and keys of {tokens} take about {size}, and --memory allows {memory:g} GiB; "
+            "choose heads with --layer and --head (every head is in the overview in any case), or "
+            "raise --memory",
+            tokens=counted(tokens, "token"),
+            size=units.size(int(needed)),
+            memory=memory,
         )

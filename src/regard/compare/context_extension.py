@@ -95,7 +95,11 @@ def extended_decoder(model: Model, method: str, target: int) -> Decoder:
     LinearScaling(factor=4.0)
     """
     if method not in METHODS:
-        raise ArgumentError(f"the method is {method!r}; it must be one of {', '.join(METHODS)}")
+        raise ArgumentError(
+            f"the method is {method!r}; it must be one of {', '.join(METHODS)}",
+            argument="method",
+            value=method,
+        )
     if method == UNSCALED:
         return model.decoder
     converted, _ = extend_context(Checkpoint(model.decoder, model.config), target, method)  # type: ignore[arg-type]
@@ -307,7 +311,8 @@ def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> 
     if not 1 <= start < ids.shape[1]:
         raise ArgumentError(
             f"start is {start}; it must be 1 to {ids.shape[1] - 1}, for "
-            f"{plural(ids.shape[1], 'token')}"
+            f"{plural(ids.shape[1], 'token')}",
+            argument="start",
         )
     step, prefix = _cached_step(network)
     step(ids[:, :start])
@@ -430,7 +435,8 @@ def extend_all(
         raise ArgumentError(
             f"the text has {plural(len(ids), 'token')}, but {needed_tokens} are needed for a "
             f"length of {target}: "
-            "give a longer text, or a smaller length"
+            "give a longer text, or a smaller length",
+            argument="text",
         )
     test = _length_test(default_lengths(trained, target), options)
     results: dict[str, Numbers] = {}

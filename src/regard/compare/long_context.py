@@ -75,7 +75,8 @@ def losses_by_length(
     if min(lengths) < counted or counted < 1 or windows < 1:
         raise ArgumentError(
             f"lengths are {list(lengths)}, counted is {counted} and windows is {windows}; each "
-            "length must be at least counted, and counted and windows must be at least 1"
+            "length must be at least counted, and counted and windows must be at least 1",
+            argument="lengths",
         )
     longest = max(lengths)
     if len(ids) <= longest:

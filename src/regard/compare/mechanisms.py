@@ -64,12 +64,15 @@ class Shape:
         if self.heads < 1 or self.dim % (2 * self.heads):
             raise ArgumentError(
                 f"dim {self.dim} / heads {self.heads} is the width of a head and must be an even "
-                "number; change one of them"
+                "number; change one of them",
+                argument="dim",
+                value=self.dim,
             )
         if self.window < 2 * SINKS:
             raise ArgumentError(
                 f"window is {self.window}; it must be at least {2 * SINKS}, because the mechanism "
-                f"sinks keeps the first {SINKS} tokens in it"
+                f"sinks keeps the first {SINKS} tokens in it",
+                argument="window",
             )
 
     @property
@@ -217,7 +220,8 @@ def _candidate(name: str, shape: Shape) -> Candidate:
         raise ArgumentError(
             f"{name!r} is not a mechanism that a decoder can have{hint} The default mechanisms are "
             f"{', '.join(DEFAULT_NAMES)}; regard describe lists the catalogue; options follow a "
-            "colon, as in gqa:groups=1"
+            "colon, as in gqa:groups=1",
+            argument="names",
         )
     parts = [part for part in settings.split(",") if part]
     return Candidate(name, attention, parse_options(parts, find_decoder_variant(attention)))
@@ -306,7 +310,9 @@ def configs(
     [192, 192]
     """
     if same not in MATCHED_BY:
-        raise ArgumentError(f"same is {same!r}; it must be {' or '.join(MATCHED_BY)}")
+        raise ArgumentError(
+            f"same is {same!r}; it must be {' or '.join(MATCHED_BY)}", argument="same"
+        )
     by_name = {one.name: one.config(shape) for one in mechanisms}
     if same == "sizes":
         return by_name

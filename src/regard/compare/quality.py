@@ -283,7 +283,8 @@ def eval_tasks(
     known = ("text", *RECALL_TASKS)
     if unknown := [name for name in names if name not in known]:
         raise ArgumentError(
-            f"there is no evaluation task {unknown[0]!r}; the tasks are {', '.join(known)}"
+            f"there is no evaluation task {unknown[0]!r}; the tasks are {', '.join(known)}",
+            argument="task",
         )
     if len(set(names)) < len(names):
         raise ArgumentError(f"the tasks are {', '.join(names)}; name each task once")

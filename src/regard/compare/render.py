@@ -16,7 +16,7 @@ from regard.compare.comparison import (
     cost_of,
     pareto,
 )
-from regard.language import translate, translate_count, translate_message
+from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, wrap
 from regard.view import html_page
 from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
@@ -44,7 +44,7 @@ def render_table(comparison: ComparisonData) -> str:
     parts += (
         [
             "\n".join(
-                wrap(translate("note: {note}", note=translate_message(note)), width, hang="  ")
+                wrap(translate("note: {note}", note=translate(note)), width, hang="  ")
                 for note in comparison["notes"]
             )
         ]

@@ -245,12 +245,14 @@ class Timing:
 
     def __post_init__(self) -> None:
         if not self.contexts:
-            raise ArgumentError("contexts is empty; give at least one context")
+            raise ArgumentError("contexts is empty; give at least one context", argument="contexts")
         for name in ("length", "batch", "rounds"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if min(self.contexts) < 1:
-            raise ArgumentError(f"contexts are {self.contexts}; each must be 1 or more")
+            raise ArgumentError(
+                f"contexts are {self.contexts}; each must be 1 or more", argument="contexts"
+            )
 
 
 def timing_experiments(
@@ -332,7 +334,9 @@ def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing:
     640
     """
     if kind not in KINDS:
-        raise ArgumentError(f"kind is {kind!r}; it must be one of {', '.join(KINDS)}")
+        raise ArgumentError(
+            f"kind is {kind!r}; it must be one of {', '.join(KINDS)}", argument="kind"
+        )
     rows: dict[str, Numbers] = {}
     steps: dict[str, Step] = {}
     for name, config in configs.items():

@@ -499,5 +499,7 @@ def model_of(source: str, count_stored: SizeCount | None = None) -> ModelSpec:
     hint = suggest(name, PUBLISHED_MODELS, most=4, cutoff=0.4, otherwise=".")
     raise ArgumentError(
         f"{source!r} is neither a known model nor a path{hint} regard cost --list prints the known "
-        "models; for another one give a config.json, org/name on the hub, or the sizes as flags"
+        "models; for another one give a config.json, org/name on the hub, or the sizes as flags",
+        argument="source",
+        value=source,
     )

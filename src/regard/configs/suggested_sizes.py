@@ -186,7 +186,8 @@ def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
             form = f"{first}:{MAIN_OPTION[name]}=8" if name in MAIN_OPTION else f"{first}:option=8"
             raise ArgumentError(
                 f"{short_repr(value)} in {short_repr(text)} is not a size of {first}; write "
-                f"for example {form}, with a whole number of at least 1"
+                f"for example {form}, with a whole number of at least 1",
+                argument="mechanisms",
             )
         if option in known:
             raise ArgumentError(f"{option} is given twice in {short_repr(text)}; give it once")
@@ -310,7 +311,9 @@ def mechanism_costs(
     any_name = count_layer is not None
     choices = [parse_mechanism(name, any_name=any_name) for name in names if name.strip()]
     if not choices:
-        raise ArgumentError("no mechanism is named; name some, such as mha,gqa:8,mla")
+        raise ArgumentError(
+            "no mechanism is named; name some, such as mha,gqa:8,mla", argument="mechanisms"
+        )
     labels = [choice.label for choice in choices]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ArgumentError(f"{twice[0]} is named twice; name it once")

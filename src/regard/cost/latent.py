@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from regard.cost.selected import IndexSelection, indexer_flops
 from regard.cost.softmax import ALL_EARLIER_KEYS, VisibleKeys, attention_flops, causal_pairs
 from regard.cost.spec import CacheContents, ParameterCounts, Quantity, Spec
-from regard.units import plural
+from regard.language import Phrase, counted
 
 Form: TypeAlias = Literal["auto", "expand", "absorb"]
 """How queries attend to the latents, as in `regard.nn.Latent`: "expand" turns latents into keys and
@@ -169,7 +169,13 @@ class LatentSpec(Spec):
     @property
     def name(self) -> str:
         """The name of the mechanism, with its heads and the sizes of latent and rotary key."""
-        return f"MLA {plural(self.heads, 'head')}, latent {self.kv_rank} + {self.rope_dim}"
+        return Phrase(
+            "{name} {heads}, latent {rank} + {rope}",
+            name="MLA",
+            heads=counted(self.heads, "head"),
+            rank=self.kv_rank,
+            rope=self.rope_dim,
+        )
 
     @property
     def values_per_token(self) -> Quantity:

@@ -69,13 +69,15 @@ def _head_shape(
         allowed = ", ".join(map(str, divisors(heads)))
         raise ArgumentError(
             f"the number of query heads, {heads}, is not divisible by the number of key/value "
-            f"heads, {groups}; give one of {allowed}"
+            f"heads, {groups}; give one of {allowed}",
+            argument="kv_heads",
         )
     if D is None:
         if dim % (head_dim_divisor * heads):
             raise ArgumentError(
                 f"dim {dim} is not divisible by {head_dim_divisor * heads}, which is needed for "
-                f"{plural(heads, 'head')} of equal width; give head_dim"
+                f"{plural(heads, 'head')} of equal width; give head_dim",
+                argument="heads",
             )
         D = dim // (head_dim_divisor * heads)
     value_heads = options.get("value_heads")
@@ -415,18 +417,23 @@ def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -
         raise ArgumentError(
             f"the cost of attention {short_repr(name)} cannot be counted{hint} It can for "
             f"{', '.join(MECHANISMS)}; regard describe NAME prints the cost of one layer of any "
-            "mechanism"
+            "mechanism",
+            argument="attention",
         )
     builder, given_options = MECHANISMS[name], {k: v for k, v in options.items() if v is not None}
     if missing := sorted(builder.required - given_options.keys()):
-        raise ArgumentError(f"attention {name!r} needs a value for {', '.join(missing)}; give it")
+        raise ArgumentError(
+            f"attention {name!r} needs a value for {', '.join(missing)}; give it",
+            argument="attention",
+        )
     if extra := sorted(
         given_options.keys() - builder.required - builder.optional - OPTIONS_WITHOUT_COST
     ):
         takes = ", ".join(sorted(builder.required | builder.optional))
         raise ArgumentError(
             f"attention {name!r} has no option {', '.join(extra)}; its options are {takes}; leave "
-            "out the others, or choose another mechanism"
+            "out the others, or choose another mechanism",
+            argument="option",
         )
     for key, value in given_options.items():
         if (
@@ -436,7 +443,8 @@ def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -
         ):
             raise ArgumentError(
                 f"{key} is {short_repr(value)}; it must be an integer of at least 1 and at most "
-                f"{MAX_SIZE}"
+                f"{MAX_SIZE}",
+                argument=key,
             )
     return builder.build(dim, heads, given_options)
 
@@ -511,7 +519,10 @@ class Sizes:
             if value is not None and value < 1:
                 raise ArgumentError(f"{name} is {value}; it must be at least 1")
         if self.dense_layers is not None and self.dense_layers < 0:
-            raise ArgumentError(f"dense_layers is {self.dense_layers}; it must be at least 0")
+            raise ArgumentError(
+                f"dense_layers is {self.dense_layers}; it must be at least 0",
+                argument="dense_layers",
+            )
         if self.global_every is not None and self.options.get("window") is None:
             raise ArgumentError("--global-every needs a window: give --window too")
         if (self.experts is None) != (self.active is None):

@@ -17,6 +17,7 @@ from regard.cost.roofline import Machine
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, Spec
 from regard.errors import ArgumentError
+from regard.language import Phrase, counted
 from regard.units import plural
 
 METHODS = ("exchange", "gather", "heads", "tensor", "tensor x exchange")
@@ -98,7 +99,7 @@ class RanksReport:
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
-            raise ArgumentError(f"ranks is {self.ranks}; it must be at least 1")
+            raise ArgumentError(f"ranks is {self.ranks}; it must be at least 1", argument="ranks")
         if self.report.setting.context < 2 * self.ranks:
             raise ArgumentError(
                 f"{plural(self.report.setting.context, 'token')} cannot be cut into two runs for "
@@ -162,12 +163,16 @@ class RanksReport:
             ArgumentError: there is no such method.
         """
         if method not in METHODS:
-            raise ArgumentError(f"method is {method!r}; it must be one of {', '.join(METHODS)}")
+            raise ArgumentError(
+                f"method is {method!r}; it must be one of {', '.join(METHODS)}", argument="method"
+            )
         if method != "tensor x exchange":
             return self._estimate(method, self.ranks if method == "tensor" else 1)
         sizes = [t for t in range(2, self.ranks) if not self.ranks % t]
         if not sizes:
-            no_split = f"{plural(self.ranks, 'rank')} cannot be cut into groups"
+            no_split = Phrase(
+                "{ranks} cannot be cut into groups", ranks=counted(self.ranks, "rank")
+            )
             return replace(self._estimate(method, 1), why_not=no_split)
         estimates = [self._estimate(method, t) for t in sizes]
         able = [x for x in estimates if not x.why_not] or estimates
@@ -218,10 +223,9 @@ class RanksReport:
         for spec in self._layers:
             shape = _head_shape(spec)
             if shape.heads % W:
-                return f"{plural(W, 'rank')} cannot share {plural(shape.heads, 'query head')}"
+                return _cannot_share(W, counted(shape.heads, "query head"))
             if shape.groups % W and W % shape.groups:
-                heads = plural(shape.groups, "key/value head")
-                return f"{plural(W, 'rank')} cannot share {heads}"
+                return _cannot_share(W, counted(shape.groups, "key/value head"))
         return ""
 
     def _key_bytes(self, spec: Spec, t: int) -> int:
@@ -346,6 +350,11 @@ def _head_shape(spec: Spec) -> HeadShape:
         f"the cost of {spec.name} over several ranks is not known; it is known for softmax and "
         "latent attention"
     )
+
+
+def _cannot_share(ranks: int, heads: Phrase) -> Phrase:
+    """Return the reason why ranks cannot share heads."""
+    return Phrase("{ranks} cannot share {heads}", ranks=counted(ranks, "rank"), heads=heads)
 
 
 def _window(spec: Spec) -> int | None:

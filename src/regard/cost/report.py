@@ -159,7 +159,11 @@ class Setting:
             if getattr(self, name) < 1:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.dtype not in BITS:
-            raise ArgumentError(f"the dtype is {self.dtype!r}; it must be one of {', '.join(BITS)}")
+            raise ArgumentError(
+                f"the dtype is {self.dtype!r}; it must be one of {', '.join(BITS)}",
+                argument="dtype",
+                value=self.dtype,
+            )
         assert self.format
 
     @property

@@ -297,7 +297,9 @@ def machine_of(name: str) -> Machine:
     hint = suggest(name.lower(), MACHINES, most=3, cutoff=0.4, otherwise=".")
     raise ArgumentError(
         f"machine {name!r} is not known{hint} Known machines are {', '.join(MACHINES)}, and "
-        "'here' measures this machine; for another machine give --bandwidth and --flops"
+        "'here' measures this machine; for another machine give --bandwidth and --flops",
+        argument="machine",
+        value=name,
     )
 
 

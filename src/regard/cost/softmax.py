@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from regard.cost.spec import CacheContents, HeadShape, ParameterCounts, Quantity, Spec
+from regard.language import Phrase
 from regard.units import plural
 
 
@@ -295,7 +296,11 @@ class SoftmaxSpec(Spec):
         if self.window is None:
             return label
         chunked = isinstance(self.visible, CausalKeys) and self.visible.chunked
-        return f"{label}, {'chunks of' if chunked else 'window'} {self.window:,}"
+        return Phrase(
+            "{label}, chunks of {window:,}" if chunked else "{label}, window {window:,}",
+            label=label,
+            window=self.window,
+        )
 
     @property
     def bounded(self) -> bool:

@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from regard.errors import ArgumentError
+from regard.language import Phrase
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,13 @@ class HeadShape:
             kind = "MHA"
         else:
             kind = "MQA" if self.groups == 1 else "GQA"
-        return f"{kind} {self.heads}/{self.groups} heads of {self.head_dim}"
+        return Phrase(
+            "{name} {heads}/{groups} heads of {dim}",
+            name=kind,
+            heads=self.heads,
+            groups=self.groups,
+            dim=self.head_dim,
+        )
 
 
 @dataclass(frozen=True)
@@ -359,7 +366,7 @@ class Spec(ABC):
             ArgumentError: the context is less than 1.
         """
         if context < 1:
-            raise ArgumentError(f"context is {context}; it must be at least 1")
+            raise ArgumentError(f"context is {context}; it must be at least 1", argument="context")
         mapped, step = self.weights.multiplied_once, self.step(context)
         return Description(
             self.name if name is None else name,

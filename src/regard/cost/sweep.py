@@ -45,7 +45,11 @@ def parse_tokens(text: str) -> int:
     match = re.fullmatch(r"(\d{1,18})([kKmM]?)", text.strip())
     value = int(match[1]) * TOKEN_SUFFIXES[match[2].lower()] if match else 0
     if not 1 <= value <= MAX_CONTEXT:
-        raise ArgumentError(f"{text!r} is not a number of tokens; write for example 4096, 8k or 1M")
+        raise ArgumentError(
+            f"{text!r} is not a number of tokens; write for example 4096, 8k or 1M",
+            argument="context",
+            value=text,
+        )
     return value
 
 
@@ -63,7 +67,9 @@ def parse_context_range(text: str) -> list[int]:
     first, dots, last = span.partition("..")
     if name.strip() != "context" or not dots:
         raise ArgumentError(
-            f"{text!r} is not a range of contexts; write for example context=1k..1M"
+            f"{text!r} is not a range of contexts; write for example context=1k..1M",
+            argument="sweep",
+            value=text,
         )
     start, stop = parse_tokens(first), parse_tokens(last)
     if stop < start:

@@ -212,5 +212,7 @@ def _error(problem: str, text: str, column: int | None) -> ArgumentError:
         place = f"\n  {before}{after}\n  {' ' * len(before)}^ column {column + 1}"
     return ArgumentError(
         f"{problem}{place}\n  known masks: {', '.join(parsable_masks())}; joined by & | ~ and "
-        "parentheses, for example: causal & window(4) | sinks(1)"
+        "parentheses, for example: causal & window(4) | sinks(1)",
+        argument="expression",
+        value=text,
     )

@@ -121,7 +121,9 @@ def download(
         ArgumentError: the revision is empty.
     """
     if revision == "":
-        raise ArgumentError("revision is empty; it must be a branch, a tag or a commit")
+        raise ArgumentError(
+            "revision is empty; it must be a branch, a tag or a commit", argument="revision"
+        )
     source = _Repository(repository, revision)
     names = source.names()
     if names is not None:

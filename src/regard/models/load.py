@@ -165,7 +165,9 @@ def load(
     1920
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise ArgumentError(f"dtype is {dtype}; weights are float32, float16, bfloat16 or float64")
+        raise ArgumentError(
+            f"dtype is {dtype}; weights are float32, float16, bfloat16 or float64", argument="dtype"
+        )
     for name, patterns in (("allow_missing", allow_missing), ("ignore", ignore)):
         if isinstance(patterns, str):  # a str is a sequence of characters
             raise ArgumentTypeError(
@@ -402,7 +404,8 @@ def _check_ignored(
         if exists and name not in ignored and not unread:
             raise ArgumentError(
                 f"ignore names {short_repr(name)}, which is not an unknown key or tensor: "
-                f"{raw['model_type']} needs it; leave it out"
+                f"{raw['model_type']} needs it; leave it out",
+                argument="ignore",
             )
 
 
@@ -499,7 +502,8 @@ def resolve_source(
     if revision is not None:
         raise ArgumentError(
             f"revision is {revision!r}, and {str(source)!r} is not a repository of the hub; leave "
-            "it out, or name one: org/name, or hub:org/name"
+            "it out, or name one: org/name, or hub:org/name",
+            argument="revision",
         )
     if source in BUNDLED_MODELS:
         config = Path(str(resources.files("regard") / "assets" / str(source) / "config.json"))

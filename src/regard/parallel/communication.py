@@ -61,7 +61,8 @@ def join_torchrun(command: str) -> None:
         raise ArgumentError(
             f"the environment has no {', '.join(missing)}: --parallel needs processes that "
             "torchrun starts, such as torchrun --standalone --nproc-per-node 4 -m regard "
-            f"{command} ... --parallel context"
+            f"{command} ... --parallel context",
+            argument="parallel",
         )
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=TORCHRUN_TIMEOUT)

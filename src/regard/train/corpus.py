@@ -144,9 +144,11 @@ def split_documents(
     ('one\\ntwo\\n', 'three\\n')
     """
     if not 0 < share <= 0.5:
-        raise ArgumentError(f"share is {share}; the validation share must be in (0, 0.5]")
+        raise ArgumentError(
+            f"share is {share}; the validation share must be in (0, 0.5]", argument="share"
+        )
     if not documents:
-        raise ArgumentError("documents is empty; there is nothing to split")
+        raise ArgumentError("documents is empty; there is nothing to split", argument="documents")
     is_validation = [_hash_fraction(d.text) < share for d in documents]
     if any(is_validation) and not all(is_validation):
         train = [

@@ -55,7 +55,9 @@ class Settings:
         for name in ("warmup", "weight_decay"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
-                raise ArgumentError(f"{name} is {value}; it must be 0 or more and finite")
+                raise ArgumentError(
+                    f"{name} is {value}; it must be 0 or more and finite", argument=name
+                )
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step: linear warm-up, then a cosine decay to a tenth of the

@@ -7,7 +7,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
-from regard.language import translate, translate_count, translate_message
+from regard.language import translate, translate_count
 from regard.view import palette
 
 HEAD = (
@@ -153,7 +153,7 @@ def _column(
     for i, (name, role) in enumerate(steps):
         y = bottom - (i + 1) * STEP + 26
         box = width if i == len(steps) - 1 else narrow
-        yield from _box(left, y, box, translate_message(name), role)
+        yield from _box(left, y, box, translate(name), role)
         if i:
             yield _arrow(left + narrow / 2, y + STEP, left + narrow / 2, y + 32)
     yield _arrow(left + 5 * width / 6, bottom + 44, left + 5 * width / 6, y + 32)

@@ -21,7 +21,7 @@ from regard.cost.roofline import (
 )
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.sweep import COMPARED_FIGURES, best_times
-from regard.language import translate, translate_count, translate_message
+from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, wrap
 
 SUGGESTED, EVIDENCE = "sizes that were not given", "what is published about quality"
@@ -49,12 +49,6 @@ OF_BATCHES = {
     "a token": "a token each",
 }
 """The titles of figures of one sequence -> those of figures of a whole batch."""
-KINDS = (
-    "{name} {heads}/{groups} heads of {dim}",
-    "{name} {heads}/{groups} heads of {dim}, window {window}",
-    "{name} {heads}, latent {rank} + {rope}",
-)
-"""The names of the kinds of attention, as the catalogue has them."""
 TITLES = (
     *FIGURE_TITLES.values(),
     *OF_BATCHES.values(),
@@ -120,12 +114,12 @@ def _note(note: str) -> str:
     """Return a remark on a model in the reader's language."""
     start, _, source = note.partition(": ")
     is_source = start == "sizes"
-    return translate("sizes: {source}", source=source) if is_source else translate_message(note)
+    return translate("sizes: {source}", source=source) if is_source else translate(note)
 
 
 def _head(report: CostReport) -> str:
     model = report.model
-    kinds = [f"{n} x {translate_message(kind)}" for kind, n in model.attention_kinds.items()]
+    kinds = [f"{n} x {translate(kind)}" for kind, n in model.attention_kinds.items()]
     title = translate(
         "{model}: {parameters}, {active} active for one token",
         model=model.name,
@@ -219,7 +213,7 @@ def _bounds(report: CostReport, machine: Machine) -> str:
     lines = [
         translate(
             "on {machine} at best: {bandwidth}, {rate}",
-            machine=translate_message(machine.name),
+            machine=translate(machine.name),
             bandwidth=units.rate(machine.bandwidth),
             rate=rate,
         ),
@@ -285,14 +279,12 @@ def ranks_page(plan: RanksReport, method: str | None = None) -> str:
         times = units.seconds(x.prefill_seconds), units.seconds(x.decode_seconds)
         sizes = units.size(x.sent), units.size(x.token_sent), units.size(x.memory)
         cells = (units.ABSENT,) * 6 if x.why_not else (*times, *sizes, _yes_or_no(plan.fits(x)))
-        rows.append(
-            (">" if x.method == plan.best else "", name, *cells, translate_message(x.why_not))
-        )
+        rows.append((">" if x.method == plan.best else "", name, *cells, translate(x.why_not)))
     head = translate(
         "{model} on {ranks} of {machine}: context {context}, batch {batch}, {dtype}",
         model=plan.report.model.name,
         ranks=ranks,
-        machine=translate_message(plan.machine.name),
+        machine=translate(plan.machine.name),
         context=units.tokens(setting.context),
         batch=setting.batch,
         dtype=setting.dtype,
@@ -442,7 +434,7 @@ def mechanisms_title(rows: Sequence[MechanismCost], machine: Machine | None) -> 
     layers = translate_count(len(model.layers), "layer")
     sizes = translate(
         "{model}: {layers} of width {width}; ",
-        model=translate_message(model.name),
+        model=translate(model.name),
         layers=layers,
         width=f"{model.dim:,}",
     )
@@ -529,7 +521,7 @@ def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> lis
 def quoted_evidence(row: MechanismCost) -> str:
     """Return what is published about the quality of a mechanism, with its source."""
     source = f" [{row.evidence.source}]" if row.evidence.source else ""
-    return f"{translate_message(row.evidence.finding)}{source}"
+    return f"{translate(row.evidence.finding)}{source}"
 
 
 def _lines(lines: Iterable[str], indent: str = "  ", hang: str = "    ") -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from regard.language import language, translate, translate_count, translate_message
+from regard.language import language, translate, translate_count
 from regard.view import terminal
 from regard.view.explanation_sentences import Sentences
 from regard.view.terminal import (
@@ -31,7 +31,7 @@ from regard.view.terminal import (
 def mixture(data: Data) -> Lines:
     """Generate the patterns that are combined in the head, and their factors."""
     mix = data["mixture"]
-    yield from wrapped(translate_message(mix["text"]))
+    yield from wrapped(translate(mix["text"]))
     heads = right(translate("factor"), 10) + right(translate("its row sums to"), 18)
     yield Text(INDENT + terminal.cell(translate("pattern"), 16) + heads, "dim")
     for term in mix["terms"]:
@@ -138,7 +138,7 @@ def cost(data: Data) -> Lines:
     yield Text(INDENT + title, "dim")
     for cache in c["caches"]:
         name = "▶ " if cache["is_this_layer"] else "  "
-        name += terminal.cell(translate_message(cache["name"]), 14)
+        name += terminal.cell(translate(cache["name"]), 14)
         figures = f"{cache['values_per_token']:>7,} x {cache['tokens']:<7,}{cache['bytes']:>13,} B "
         room = WIDTH - cell_len(name) - len(figures) - 1
         yield Text.assemble(
@@ -162,7 +162,7 @@ def counterfactuals(data: Data) -> Lines:
     yield _row(translate("actual"), weights[j], best, weights[best], data, "", "", "")
     for other in data["counterfactuals"]:
         yield _row(
-            translate_message(other["name"]),
+            translate(other["name"]),
             other["weight"],
             other["top_key"],
             other["top_weight"],
@@ -211,7 +211,7 @@ def scores(data: Data) -> Lines:
     """
     order = ordered(data)
     name = "additive" if data["kind"] == "additive" else "dot"
-    yield equation(translate_message(data["equations"][name]))
+    yield equation(translate(data["equations"][name]))
     for link in data["chain"]:
         if link["name"] not in ("dot", "scaled", "additive", "masked", "effective"):
             yield equation(sentence("equation", link["equation"]))
@@ -469,17 +469,17 @@ def projected(data: Data) -> Lines:
         for step in steps:
             yield equation(sentence("equation", step["equation"]))
     for step in data["q"]:
-        yield from strip(f"q, {translate_message(step['name'])}", step["values"], "q")
+        yield from strip(f"q, {translate(step['name'])}", step["values"], "q")
     for step in data["k"]:
-        title = translate("k of {key}, {step}", key=named, step=translate_message(step["name"]))
+        title = translate("k of {key}, {step}", key=named, step=translate(step["name"]))
         yield from strip(title, step["values"][j], "k")
     for step in data["values"]:
-        title = translate("v of {key}, {step}", key=named, step=translate_message(step["name"]))
+        title = translate("v of {key}, {step}", key=named, step=translate(step["name"]))
         yield from strip(title, step["values"][j], "v")
     angles = data["angle"]
     if angles:
         position, shown = data["query_position"], ", ".join(number(a) for a in angles[:5])
-        yield equation(translate_message(data["equations"]["rotate"]))
+        yield equation(translate(data["equations"]["rotate"]))
         yield Text(
             INDENT
             + translate(

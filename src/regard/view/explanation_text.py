@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from regard.language import PLACEHOLDER, translate, translate_count, translate_message
+from regard.language import PLACEHOLDER, translate, translate_count
 from regard.text_table import line_width, wrap
 from regard.view import terminal
 from regard.view.explanation_sections import (
@@ -58,7 +58,7 @@ def page(data: Data) -> list[Text]:
     for i, (title, name, draw) in enumerate(_steps(data), 1):
         lines += [Text(), heading(f"{i} {title}")]
         if name:
-            lines.append(equation(translate_message(data["equations"][name])))
+            lines.append(equation(translate(data["equations"][name])))
         lines += draw(data)
     lines += [Text(), *_check(data)]
     for line in lines:
@@ -189,7 +189,7 @@ def _title(data: Data) -> Lines:
         rule = sentence("rule", data["chosen_by"])
         yield from wrapped(translate("chosen: {rule}", rule=rule))
     if data["key_chosen_by"]:
-        rule = translate_message(data["key_chosen_by"])
+        rule = translate(data["key_chosen_by"])
         yield from wrapped(translate("key chosen: {rule}", rule=rule))
     for note in data["notes"]:
         yield from wrapped(translate("note: {note}", note=sentence("note", note)))
@@ -216,7 +216,7 @@ def _ran(data: Data) -> str:
         dtype=data["dtype"],
         queries=translate_count(n["T"], "query"),
         keys=n["S"],
-        kind=translate_message(data["key_kind"]),
+        kind=translate(data["key_kind"]),
     )
     if len(calls) > 1:
         name = repr(calls[data["call"]])
@@ -234,8 +234,8 @@ def _check(data: Data) -> Lines:
             "{difference} ({name})",
             numbers=translate_count(len(data["checks"]), "number"),
             difference=f"{data['check']:.1e}",
-            name=translate_message(worst),
+            name=translate(worst),
         )
     )
     for name, off in data["checks"].items():
-        yield Text(f"{INDENT}{off:>8.1e}  {translate_message(name)}", "dim")
+        yield Text(f"{INDENT}{off:>8.1e}  {translate(name)}", "dim")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from regard.language import translate, translate_message
+from regard.language import translate
 from regard.text_table import format_table as table_of
 from regard.text_table import line_width, wrap
 from regard.view.html_page import Section
@@ -57,7 +57,7 @@ def table(layers: Sequence[Mapping[str, object]]) -> str:
     >>> table([{"name": "mha", "stages": []}])
     '  stage  shape  mean  std  ms'
     """
-    heads = [translate_message(head) for head in HEADS]
+    heads = [translate(head) for head in HEADS]
     return table_of([heads, *rows(layers)], left=(0, 1), width=line_width(), names=2)
 
 
@@ -85,7 +85,7 @@ def text(layer: Mapping[str, Any]) -> str:
         _matrix(np.array(layer["allowed"])),
     ]
     for name, title in TITLES.items():
-        heading = f"{translate_message(title)}, {_shape(stages[name])}"
+        heading = f"{translate(title)}, {_shape(stages[name])}"
         lines += ["", heading, _matrix(_array(stages[name]["values"]))]
     width = line_width()
     return "\n".join(line if "\n" in line else wrap(line, width, hang="  ") for line in lines)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.language import Phrase
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,25 @@ class AuditClaims:
         for name in ("dim", "heads", "kv_heads", "head_dim", "window"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ArgumentError(f"{name} is {value!r}; it must be an integer of at least 1")
+                raise ArgumentError(
+                    f"{name} is {value!r}; it must be an integer of at least 1",
+                    argument=name,
+                    value=value,
+                )
         for name, allowed in (
             ("mask", (None, "keep", "block", "additive")),
             ("layout", ("BHTD", "BTHD")),
         ):
             if getattr(self, name) not in allowed:
                 words = ", ".join(str(a) for a in allowed)
-                raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {words}")
+                raise ArgumentError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {words}", argument=name
+                )
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise ArgumentError(
-                f"heads is {self.heads} and kv_heads is {self.kv_heads}; kv_heads must divide heads"
+                f"heads is {self.heads} and kv_heads is {self.kv_heads}; kv_heads must divide "
+                "heads",
+                argument="kv_heads",
             )
 
     @property
@@ -216,7 +225,7 @@ class TargetAdapter(ABC):
         Raises:
             CheckNotPossible: they cannot be read; the message says what is missing.
         """
-        raise CheckNotPossible(f"the linear maps of {self.name} cannot be read")
+        raise CheckNotPossible(Phrase("the linear maps of {name} cannot be read", name=self.name))
 
     def declared_mask(self, T: int) -> Tensor | None:
         """Return the mask that the code declares, bool [T, T], or None if it declares none."""

@@ -36,6 +36,7 @@ from regard.audit.adapters.projections import read_projections
 from regard.audit.adapters.run_device import is_moved, moved_function, run_on, to_device
 from regard.caches import Growing
 from regard.errors import ArgumentError
+from regard.language import Phrase
 from regard.span import Span
 
 DEFAULT_HEAD_DIM = 6
@@ -376,7 +377,7 @@ class CustomAdapter(TargetAdapter):
         """Read the maps of a module from its parameters."""
         if not isinstance(self.original, nn.Module):
             raise CheckNotPossible(
-                f"{self.name} is not a module, so that it has no weights to read"
+                Phrase("{name} is not a module, so that it has no weights to read", name=self.name)
             )
         return read_projections(self.original, self.claims, self.width)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from regard.audit.adapters.base import AuditClaims, CheckNotPossible, LinearMap, Projections
 from regard.audit.adapters.call_arguments import SIZE_NAMES
-from regard.units import plural
+from regard.language import Phrase, counted
 
 ROLES = {
     "q": ("q", "query", "queries", "qs"),
@@ -49,7 +49,9 @@ def read_projections(module: nn.Module, claims: AuditClaims, width: int) -> tupl
         )
     if len(cores) > 1:
         raise CheckNotPossible(
-            f"it has {len(cores)} sets of query, key and value maps instead of one"
+            Phrase(
+                "it has {cores} sets of query, key and value maps instead of one", cores=len(cores)
+            )
         )
     core = cores[0]
     interpretations = list(_interpretations(module, core, claims, width))
@@ -57,8 +59,13 @@ def read_projections(module: nn.Module, claims: AuditClaims, width: int) -> tupl
         q = next(iter(_maps(core, 1, 1)))[0][0]
         n_heads = _heads(module, core, claims, q[0].shape[0])
         raise CheckNotPossible(
-            f"the query map is {list(q[0].shape)}, which does not fit tokens of "
-            f"{plural(width, 'feature')} and {plural(n_heads, 'head')}; give --dim and --heads"
+            Phrase(
+                "the query map is {shape}, which does not fit tokens of {features} and {heads}; "
+                "give --dim and --heads",
+                shape=list(q[0].shape),
+                features=counted(width, "feature"),
+                heads=counted(n_heads, "head"),
+            )
         )
     return tuple(interpretations)
 

@@ -58,7 +58,9 @@ def import_target(path: str) -> Any:
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
         raise ArgumentError(
-            f"{path!r} must be package.module:name, such as torch.nn:MultiheadAttention"
+            f"{path!r} must be package.module:name, such as torch.nn:MultiheadAttention",
+            argument="target",
+            value=path,
         )
     current_folder = str(Path.cwd())
     sys.path.insert(0, current_folder)
@@ -67,14 +69,18 @@ def import_target(path: str) -> Any:
     except Exception as error:
         raise ArgumentError(
             f"{module} cannot be imported: {type(error).__name__}: {error}; run this where "
-            f"`python -c 'import {module}'` works"
+            f"`python -c 'import {module}'` works",
+            argument="target",
+            value=path,
         ) from error
     finally:
         sys.path.remove(current_folder)
     for part in name.split("."):
         if not hasattr(imported, part):
             public = ", ".join(n for n in vars(imported) if not n.startswith("_"))
-            raise ArgumentError(f"{module} has no {name}; it has {public[:300]}")
+            raise ArgumentError(
+                f"{module} has no {name}; it has {public[:300]}", argument="target", value=path
+            )
         imported = getattr(imported, part)
     return imported
 

@@ -17,7 +17,7 @@ from regard.audit.adapters.base import (
 from regard.audit.adapters.functions import FunctionAdapter
 from regard.audit.check_context import CheckContext, worst_mismatch
 from regard.audit.findings import Finding, finding
-from regard.units import plural
+from regard.language import Phrase, counted
 
 LENGTH_WITHOUT_WINDOW = 7
 """The number of tokens in tests of a cache without a window."""
@@ -80,13 +80,28 @@ def check_cache(context: CheckContext, T: int | None = None) -> list[Finding]:
     if finding is None:
         n = len(set(chunkings(longest, W, context.seed)))
         if refused:
-            refusals = f"{len(refused)} of {n} chunkings raised {refused[0]}"
+            refusals = Phrase(
+                "{failed} of {n} chunkings raised {error}",
+                failed=len(refused),
+                n=n,
+                error=refused[0],
+            )
             if len(refused) == n:
                 raise CheckNotPossible(refusals)
-            raise CheckNotApplicable(f"{refusals}, and the other {n - len(refused)} agree")
+            raise CheckNotApplicable(
+                Phrase(
+                    "{refusals}, and the other {others} agree",
+                    refusals=refusals,
+                    others=n - len(refused),
+                )
+            )
         if W and longest <= W:
             raise CheckNotPossible(
-                f"{plural(longest, 'token')} agree, but three windows of {W} are too long to test"
+                Phrase(
+                    "{tokens} agree, but three windows of {W} are too long to test",
+                    tokens=counted(longest, "token"),
+                    W=W,
+                )
             )
         return []
     for shorter in range(2, longest):
@@ -123,9 +138,11 @@ def _check_chunking(
     T, (plains, ref) = x.shape[1], one_pass
     out, _ = context.run_cached(x, chunks, context.adapter)
     if out.shape[1] != T:
-        sentence = (
-            f"Chunks of {_token_counts(chunks)} give {plural(out.shape[1], 'output')} for "
-            f"{plural(T, 'token')}."
+        sentence = Phrase(
+            "Chunks of {chunks} give {outputs} for {tokens}.",
+            chunks=_token_counts(chunks),
+            outputs=counted(out.shape[1], "output"),
+            tokens=counted(T, "token"),
         )
         return finding(
             "cache-output-length",
@@ -139,8 +156,11 @@ def _check_chunking(
         return None
     error = (out.double() - ref).abs().transpose(0, 1).flatten(1).amax(1)
     t = int((~(error <= mismatch.allowed)).to(torch.int64).argmax())
-    sentence = (
-        f"In chunks of {_token_counts(chunks)}, output {t} differs from that of one pass of {T}."
+    sentence = Phrase(
+        "In chunks of {chunks}, output {t} differs from that of one pass of {T}.",
+        chunks=_token_counts(chunks),
+        t=t,
+        T=T,
     )
     return finding(
         "cache-differs",
@@ -168,9 +188,13 @@ def check_cache_growth(context: CheckContext, T: int | None = None) -> list[Find
         sizes.append(context.adapter.cache_size(memory))
     if sizes[1] <= sizes[0] or longest // 2 <= W + 1:
         return []
-    sentence = (
-        f"The cache of a window of {W} holds {plural(sizes[0], 'number')} after "
-        f"{plural(longest // 2, 'token')} and {sizes[1]} after {longest}."
+    sentence = Phrase(
+        "The cache of a window of {W} holds {numbers} after {tokens} and {n} after {longest}.",
+        W=W,
+        numbers=counted(sizes[0], "number"),
+        tokens=counted(longest // 2, "token"),
+        n=sizes[1],
+        longest=longest,
     )
     return [
         finding(
@@ -181,7 +205,10 @@ def check_cache_growth(context: CheckContext, T: int | None = None) -> list[Find
 
 def _token_counts(chunks: tuple[int, ...]) -> str:
     """Write the lengths of chunks as "2 + 3 tokens"."""
-    return " + ".join([*map(str, chunks[:-1]), plural(chunks[-1], "token")])
+    *first, last = chunks
+    return Phrase(
+        "{first} + {last}", first=" + ".join(map(str, first)), last=counted(last, "token")
+    )
 
 
 def check_position_shift(context: CheckContext, T: int = 5) -> list[Finding]:
@@ -206,8 +233,11 @@ def check_position_shift(context: CheckContext, T: int = 5) -> list[Finding]:
     )
     if mismatch is None:
         return []
-    sentence = (
-        f"Positions {SHIFT} to {SHIFT + T - 1} give other results than positions 0 to {T - 1}."
+    sentence = Phrase(
+        "Positions {SHIFT} to {last} give other results than positions 0 to {t}.",
+        SHIFT=SHIFT,
+        last=SHIFT + T - 1,
+        t=T - 1,
     )
     return [
         finding(

@@ -27,7 +27,7 @@ from regard.audit.reference import (
     reference_attention,
     score_scale,
 )
-from regard.units import plural
+from regard.language import Phrase, counted
 
 FAULT_NAMES = {
     ("scale", "none"): "scale-missing",
@@ -108,7 +108,7 @@ def check_definition(context: CheckContext, T: int = LENGTH) -> list[Finding]:
     except CheckNotApplicable:
         raise
     except CheckNotPossible as reason:
-        return _check_without_weights(context, T, str(reason))
+        return _check_without_weights(context, T, reason.args[0])
     if context.notes.get("differs"):  # a smaller example of an output that no variant reproduces
         return _definition_differs(search)
     if "softcap" not in context.notes:
@@ -126,7 +126,9 @@ def check_definition(context: CheckContext, T: int = LENGTH) -> list[Finding]:
             variant.faults
             and _difference_from_correct(context, search, interpretation, variant) is None
         ):
-            raise CheckNotPossible(f"{plural(T, 'token')} show no difference")
+            raise CheckNotPossible(
+                Phrase("{tokens} show no difference", tokens=counted(T, "token"))
+            )
         context.notes.setdefault("interpretation", interpretation)
         context.notes.setdefault("variant", variant)
         return _findings_of_faults(context, search, interpretation, variant)
@@ -230,19 +232,24 @@ def _sentence(
     output.
     """
     others = [name_of(f, getattr(variant, f)) for f in variant.faults if f != field]
-    with_others = f" together with {', '.join(others)}" if others else ""
-    summary = FAULTS[name_of(field, getattr(variant, field))].summary.rstrip(".")
+    with_others = Phrase(" together with {others}", others=", ".join(others)) if others else ""
+    scale = ""
     if field == "scale":
         x = search.runs[0][0]
         numbers = search.inputs_for(interpretation, x, torch.float64)
         correct_scale = score_scale(numbers, AttentionVariant())
-        summary += (
-            f" ({score_scale(numbers, variant):.6g} instead of {correct_scale:.6g}, with heads of "
-            f"{interpretation.maps.head_dim})"
+        scale = Phrase(
+            " It is {scale:.6g} instead of {correct_scale:.6g}, with heads of {head_dim}.",
+            scale=score_scale(numbers, variant),
+            correct_scale=correct_scale,
+            head_dim=interpretation.maps.head_dim,
         )
-    return (
-        f"{summary}: attention with this fault{with_others} reproduces the output, and correct "
-        "attention does not."
+    return Phrase(
+        "{summary}{scale} Attention with this fault{with_others} reproduces the output, and "
+        "correct attention does not.",
+        summary=Phrase(FAULTS[name_of(field, getattr(variant, field))].summary),
+        scale=scale,
+        with_others=with_others,
     )
 
 
@@ -262,8 +269,12 @@ def _not_reproduced(context: CheckContext, search: FaultSearch, T: int) -> list[
             others = unused_parameters(original, [r.maps for r in search.interpretations])
             if others:
                 raise CheckNotPossible(
-                    "its projections were read, and no plain attention with them reproduces its "
-                    f"output: it has other steps ({', '.join(others[:3])}), and {why}"
+                    Phrase(
+                        "its projections were read, and no plain attention with them reproduces "
+                        "its output: it has other steps ({others}), and {why}",
+                        others=", ".join(others[:3]),
+                        why=why.args[0],
+                    )
                 ) from why
     elif not isinstance(context.adapter, FunctionAdapter):
         raise CheckNotPossible(
@@ -319,9 +330,11 @@ def _rounded_to_half(context: CheckContext, search: FaultSearch) -> list[Finding
     if float((moved_difference - difference).abs().max()) < 0.3 * float(difference.abs().max()):
         return []
     name = str(adapter.dtype).removeprefix("torch.")
-    sentence = (
-        f"In {name} the output has a relative error of {relative_error:.2g}, as if intermediate "
-        "results were rounded to half precision."
+    sentence = Phrase(
+        "In {name} the output has a relative error of {relative_error:.2g}, as if intermediate "
+        "results were rounded to half precision.",
+        name=name,
+        relative_error=relative_error,
     )
     return [finding("precision-lost", sentence, *largest_difference(out, ref, interpretation))]
 
@@ -335,7 +348,9 @@ def _check_without_weights(context: CheckContext, T: int, why: str) -> list[Find
     try:
         return check_by_operations(context, T)
     except CheckNotPossible as second:
-        raise CheckNotPossible(f"{why}; and {second}") from second
+        raise CheckNotPossible(
+            Phrase("{why}; and {second}", why=why, second=second.args[0])
+        ) from second
 
 
 def _not_finite(context: CheckContext, T: int) -> list[Finding]:
@@ -349,7 +364,7 @@ def _not_finite(context: CheckContext, T: int) -> list[Finding]:
     return [
         finding(
             "output-not-finite",
-            f"Token {t} of {out.shape[1]} ordinary tokens is NaN or infinite.",
+            Phrase("Token {t} of {n} ordinary tokens is NaN or infinite.", t=t, n=out.shape[1]),
             {"T": out.shape[1], "query": t},
             "finite",
             "nan or inf",

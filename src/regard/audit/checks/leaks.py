@@ -20,7 +20,7 @@ from regard.audit.adapters.modules import ModuleAdapter
 from regard.audit.check_context import LONG_LENGTHS, CheckContext
 from regard.audit.findings import Finding, finding
 from regard.audit.influence import Influence, influence
-from regard.units import plural
+from regard.language import Phrase, counted
 
 FUTURE_LENGTH = 9
 """The number of tokens in tests of later tokens."""
@@ -84,7 +84,12 @@ def _check_path(context: CheckContext, T: int, path: str) -> list[Finding]:
         return [
             finding(
                 "mask-polarity",
-                f"Query {i} sees the later key {j}, and no query but the last sees an earlier one.",
+                Phrase(
+                    "Query {i} sees the later key {j}, and no query but the last sees an earlier "
+                    "one.",
+                    i=i,
+                    j=j,
+                ),
                 example,
                 0.0,
                 amount,
@@ -93,7 +98,12 @@ def _check_path(context: CheckContext, T: int, path: str) -> list[Finding]:
     return [
         finding(
             "future-leak",
-            f"Query {i} changes with token {j}{_PATH_WORDS.get(path, '')}.",
+            Phrase(
+                "Query {i} changes with token {j}{path}.",
+                i=i,
+                j=j,
+                path=Phrase(_PATH_WORDS.get(path, "")),
+            ),
             example,
             0.0,
             amount,
@@ -181,7 +191,7 @@ def _check_without_known_mask(context: CheckContext, T: int) -> list[Finding]:
     return [
         finding(
             "keys-ignored",
-            f"No query uses key {j}, although all queries use other keys.",
+            Phrase("No query uses key {j}, although all queries use other keys.", j=j),
             {"T": T, "key": j},
             "a weight",
             0.0,
@@ -205,7 +215,9 @@ def _unused_key(context: CheckContext, T: int, tested_keys: Sequence[int]) -> li
     visible = influence(run, x, context.replace_token, list(tested_keys)).visible
     own_visible = influence(run, x, context.replace_token, [T - 1]).visible[-1, 0]
     if not bool(own_visible):
-        sentence = f"Query {T - 1} of {T} does not depend on its own token: it gets no output."
+        sentence = Phrase(
+            "Query {t} of {T} does not depend on its own token: it gets no output.", t=T - 1, T=T
+        )
         return [finding("queries-dropped", sentence, {"T": T, "query": T - 1}, "an output", 0.0)]
     expected = context.expected_mask(T, T)[:, list(tested_keys)]
     own_key = torch.arange(T)[:, None] == torch.tensor(list(tested_keys))
@@ -224,8 +236,10 @@ def _unused_key(context: CheckContext, T: int, tested_keys: Sequence[int]) -> li
     n = int(unused_keys.to(torch.int64).argmax())
     j = list(tested_keys)[n]
     i = int(hidden_pairs[:, n].nonzero()[-1])
-    sentence = (
-        f"Query {i} does not use key {j}, which nothing hides (give --window if this is intended)."
+    sentence = Phrase(
+        "Query {i} does not use key {j}, which nothing hides (give --window if this is intended).",
+        i=i,
+        j=j,
     )
     return [finding("keys-ignored", sentence, {"T": T, "query": i, "key": j}, "a weight", 0.0)]
 
@@ -240,23 +254,33 @@ def check_window(context: CheckContext, T: int | None = None) -> list[Finding]:
     columns = {"within": i - W + 1, "edge": i - W, "beyond": i - W - 1}
     columns = {name: j for name, j in columns.items() if j >= 0}
     if not columns:
-        raise CheckNotPossible(f"{plural(T, 'token')} are fewer than the window")
+        raise CheckNotPossible(
+            Phrase("{tokens} are fewer than the window", tokens=counted(T, "token"))
+        )
     visible_keys = influence_of(context, T, columns=tuple(columns.values())).visible[i].tolist()
     visible = dict(zip(columns, visible_keys, strict=True))
     example = {"T": T, "query": i}
     if visible.get("beyond"):
-        sentence = (
-            f"Query {i} sees key {columns['beyond']}, that is {plural(W + 2, 'key')} with its own; "
-            f"the window is {W}."
+        sentence = Phrase(
+            "Query {i} sees key {beyond}, that is {keys} with its own; the window is {W}.",
+            i=i,
+            beyond=columns["beyond"],
+            keys=counted(W + 2, "key"),
+            W=W,
         )
         return [finding("window-ignored", sentence, example, float(W), float(W + 2))]
     if visible.get("edge") or not visible["within"]:
         count = W + 1 if visible.get("edge") else W - 1
-        verb = "sees" if visible.get("edge") else "does not see"
         key = columns["edge"] if visible.get("edge") else columns["within"]
-        sentence = (
-            f"Query {i} {verb} key {key}: {plural(count, 'key')} with its own; the window is "
-            f"{W}, its own included."
+        sentence = Phrase(
+            "Query {i} sees key {key}: {keys} with its own; the window is {W}, its own included."
+            if visible.get("edge")
+            else "Query {i} does not see key {key}: {keys} with its own; the window is {W}, its "
+            "own included.",
+            i=i,
+            key=key,
+            keys=counted(count, "key"),
+            W=W,
         )
         return [finding("window-off-by-one", sentence, example, float(W), float(count))]
     return []
@@ -280,7 +304,7 @@ def check_batch_rows(context: CheckContext, T: int = 5) -> list[Finding]:
     return [
         finding(
             "batch-mixing",
-            f"Token {t} of row {b + 1} changes with row 0.",
+            Phrase("Token {t} of row {row} changes with row 0.", t=t, row=b + 1),
             {"B": 3, "T": T},
             0.0,
             float(amounts.max()),

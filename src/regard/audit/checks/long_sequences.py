@@ -25,7 +25,7 @@ from regard.audit.reference import (
     reference_attention,
     score_scale,
 )
-from regard.units import plural
+from regard.language import Phrase, counted
 
 FEW_QUERIES = 7
 """The number of queries in a test with more keys than queries."""
@@ -62,7 +62,11 @@ def check_long_sequences(context: CheckContext) -> list[Finding]:
         context.notes["long definition holds"] = not findings
         return findings
     raise CheckNotApplicable(
-        f"it accepts no long sequences: {type(length_error).__name__}: {str(length_error)[:200]}"
+        Phrase(
+            "it accepts no long sequences: {kind}: {error}",
+            kind=type(length_error).__name__,
+            error=str(length_error)[:200],
+        )
     )
 
 
@@ -117,7 +121,7 @@ def _long_sequence_fault(
         t = out.shape[1] if out.shape[1] < T else int((~has_output).to(torch.int64).argmax())
         return finding(
             "queries-dropped",
-            f"Query {t} of {plural(T, 'token')} gets no output.",
+            Phrase("Query {t} of {tokens} gets no output.", t=t, tokens=counted(T, "token")),
             {"T": T, "query": t},
             "an output",
             "nothing, or zeros",
@@ -144,7 +148,9 @@ def _long_sequence_fault(
         reference_attention(reference_inputs(context, interpretation, x, torch.float64), variant),
         context.call(x).out,
     )
-    sentence = f"The output is correct for few tokens, and wrong for {shorter}."
+    sentence = Phrase(
+        "The output is correct for few tokens, and wrong for {shorter}.", shorter=shorter
+    )
     return finding("definition-differs", sentence, *largest_difference(out, ref, interpretation))
 
 
@@ -165,9 +171,9 @@ def _unrescaled_blocks(
         "block": block,
         "output": list(reported.position),
     }
-    sentence = (
-        f"Blocks of {plural(block, 'key')} are joined without rescaling, which reproduces "
-        "the output."
+    sentence = Phrase(
+        "Blocks of {keys} are joined without rescaling, which reproduces the output.",
+        keys=counted(block, "key"),
     )
     return finding("softmax-not-rescaled", sentence, example, reported.expected, reported.got)
 
@@ -248,9 +254,12 @@ def _check_more_keys(
     if mismatch is None:
         return []
     example = {"T": FEW_QUERIES, "S": T, "output": list(mismatch.position)}
-    sentence = (
-        f"{plural(FEW_QUERIES, 'query', 'queries')} against {plural(T, 'key')} give other results "
-        f"than the last {FEW_QUERIES} of all {T}."
+    sentence = Phrase(
+        "{queries} against {keys} give other results than the last {FEW_QUERIES} of all {T}.",
+        queries=counted(FEW_QUERIES, "query", "queries"),
+        keys=counted(T, "key"),
+        FEW_QUERIES=FEW_QUERIES,
+        T=T,
     )
     name = "cache-differs" if interpretation.causal else "definition-differs"
     return [finding(name, sentence, example, mismatch.expected, mismatch.got)]

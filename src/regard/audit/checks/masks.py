@@ -22,12 +22,16 @@ from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
 from regard.audit.graph_checks import mask_sets_scores_to_zero
 from regard.audit.influence import influence
+from regard.language import Phrase
 
 _FAULT_BY_VERDICT = {
     "inverted": ("mask-polarity", "{name} hides the keys that it should show"),
     "ignored": ("mask-ignored", "{name} changes nothing"),
     "added": ("mask-added", "{name} changes the output, and hides no key"),
-    "kept": ("mask-kept", "The {name} of the first call is used in a later call with another mask"),
+    "kept": (
+        "mask-kept",
+        "The {name} of the first call is used in a later call with another mask.",
+    ),
     "overflow": ("mask-value-overflow", "{name} cannot be applied"),
 }
 _MEANING = {
@@ -55,18 +59,21 @@ def check_masks(context: CheckContext) -> list[Finding]:
         kind = behavior.mask_format.kind
         keywords: CallKeywords = getattr(context.adapter, "keywords")  # noqa: B009  # every adapter with mask behavior has them
         argument = getattr(keywords, role) or keywords.padding
-        sentence = (
-            f"{template.format(name=argument)}: {_MEANING[kind]} was expected (give --mask if the "
-            "code has another convention)."
+        sentence = Phrase(
+            "{what}: {meaning} was expected (give --mask if the code has another convention).",
+            what=Phrase(template, name=argument),
+            meaning=Phrase(_MEANING[kind]),
         )
         if behavior.verdict == "overflow":
-            findings.append(overflow_finding(context.adapter, f"{argument}: a number"))
+            findings.append(
+                overflow_finding(context.adapter, Phrase("{name}: a number", name=argument))
+            )
         elif behavior.verdict == "kept":
             example = {"T": 5, "calls": 2}
             findings.append(
                 finding(
                     name,
-                    f"{template.format(name=argument)}.",
+                    Phrase(template, name=argument),
                     example,
                     "the second mask",
                     "the first mask",
@@ -102,14 +109,16 @@ def overflow_finding(adapter: TargetAdapter, what: str) -> Finding:
     """Return the finding of a number that the dtype cannot hold."""
     name = str(adapter.dtype).removeprefix("torch.")
     most = torch.finfo(adapter.dtype).max
-    sentence = (
-        f"{what} that is written in the code does not fit in {name}, and the call raises an error."
+    sentence = Phrase(
+        "{what} that is written in the code does not fit in {name}, and the call raises an error.",
+        what=what,
+        name=name,
     )
     return finding(
         "mask-value-overflow",
         sentence,
         {"T": 5, "dtype": name},
-        f"at most {most:.6g}",
+        Phrase("at most {most:.6g}", most=most),
         "RuntimeError",
     )
 
@@ -177,7 +186,9 @@ def check_mask_rows(context: CheckContext, T: int = 4) -> list[Finding]:
     return [
         finding(
             "mask-rows",
-            f"Token {T - 1} of row 1 gives another result beside a row with another mask.",
+            Phrase(
+                "Token {t} of row 1 gives another result beside a row with another mask.", t=T - 1
+            ),
             {"B": 2, "T": T},
             mismatch.expected,
             mismatch.got,
@@ -210,9 +221,10 @@ def check_padding_content(context: CheckContext, T: int = 6) -> list[Finding]:
             i = int(affected.to(torch.int64).argmax())
             amount = float(measured.amount[i, pad])
             if _hides_query(context, x, tokens, pad):
-                sentence = (
-                    f"The padding mask changes query {pad}, which is padding, and hides its key "
-                    "from no query."
+                sentence = Phrase(
+                    "The padding mask changes query {pad}, which is padding, and hides its key "
+                    "from no query.",
+                    pad=pad,
                 )
                 return [
                     finding(
@@ -229,7 +241,9 @@ def check_padding_content(context: CheckContext, T: int = 6) -> list[Finding]:
             return [
                 finding(
                     "mask-zeroed" if zeroed else "padding-leak",
-                    f"Token {i} changes with the content of the padding at {pad}.",
+                    Phrase(
+                        "Token {i} changes with the content of the padding at {pad}.", i=i, pad=pad
+                    ),
                     {"T": T, "padding": pad, "query": i},
                     0.0,
                     amount,
@@ -272,7 +286,7 @@ def check_nan_behind_mask(context: CheckContext, T: int = 4) -> list[Finding]:
     return [
         finding(
             "garbage-leak",
-            f"NaN in the padded slot 0 makes token {i} NaN.",
+            Phrase("NaN in the padded slot 0 makes token {i} NaN.", i=i),
             {"T": T, "padding": 0, "query": i},
             "finite",
             "nan",
@@ -300,9 +314,12 @@ def check_left_padding(context: CheckContext, T: int = 4) -> list[Finding]:
     if mismatch is None:
         return []
     t = mismatch.position[1] if mismatch.position else 0
-    sentence = (
-        f"Token {t} of a row of {T} differs from the same row without {PADDING_LENGTH} "
-        "padded slots in front."
+    sentence = Phrase(
+        "Token {t} of a row of {T} differs from the same row without {PADDING_LENGTH} padded "
+        "slots in front.",
+        t=t,
+        T=T,
+        PADDING_LENGTH=PADDING_LENGTH,
     )
     return [
         finding(
@@ -342,7 +359,9 @@ def check_empty_rows(context: CheckContext, T: int = 3) -> list[Finding]:
         return [
             finding(
                 "empty-row",
-                f"Query {i} is NaN in a call in which every key is hidden from query 0.",
+                Phrase(
+                    "Query {i} is NaN in a call in which every key is hidden from query 0.", i=i
+                ),
                 {"T": T, "query": i},
                 "finite",
                 "nan",

@@ -8,7 +8,7 @@ from torch import Tensor
 from regard.audit.adapters.base import CheckNotApplicable, CheckNotPossible
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
-from regard.units import plural
+from regard.language import Phrase, counted
 
 FACTORS = (4.0, 16.0, 64.0)
 """The factors on standard normal tokens that give large scores."""
@@ -24,7 +24,11 @@ def check_large_scores(context: CheckContext, T: int = 4) -> list[Finding]:
         if bool(out.isfinite().all()):
             continue
         i = int((~out.isfinite()).any(-1)[0].to(torch.int64).argmax())
-        sentence = f"Standard normal tokens times {factor:.4g} make output {i} NaN or infinite."
+        sentence = Phrase(
+            "Standard normal tokens times {factor:.4g} make output {i} NaN or infinite.",
+            factor=factor,
+            i=i,
+        )
         return [
             finding(
                 "softmax-overflow",
@@ -59,9 +63,13 @@ def check_finite_parameters(context: CheckContext) -> list[Finding]:
     for name, x in state.items():
         if x.is_floating_point() and not bool(x.isfinite().all()):
             n = int((~x.isfinite()).sum())
-            sentence = (
-                f"{plural(n, 'value')} of {x.numel()} in {name} "
-                f"{'is' if n == 1 else 'are'} not finite."
+            sentence = Phrase(
+                "{values} of {n} in {name} is not finite."
+                if n == 1
+                else "{values} of {n} in {name} are not finite.",
+                values=counted(n, "value"),
+                n=x.numel(),
+                name=name,
             )
             return [
                 finding(
@@ -96,7 +104,12 @@ def check_state_dict(context: CheckContext, T: int = 16) -> list[Finding]:
             return [
                 finding(
                     "cache-in-state-dict",
-                    f"{name} {list(x.shape)} is saved with the weights: {size} bytes.",
+                    Phrase(
+                        "{name} {shape} is saved with the weights: {size} bytes.",
+                        name=name,
+                        shape=list(x.shape),
+                        size=size,
+                    ),
                     {"tensor": name},
                     0.0,
                     float(size),
@@ -153,12 +166,14 @@ def check_weight_sums(context: CheckContext, T: int = 4) -> list[Finding]:
     # all weights are 1 if the softmax runs over an axis of size 1, such as the batch
     all_ones = T > 1 and bool((weights == 1).all())
     name = "softmax-axis" if columns_sum_to_one or all_ones else "weights-sum"
-    sentence = f"The weights of query {i}, head {h} sum to {float(rows[b, h, i]):.6g}"
-    sentence += (
+    rest = (
         ", and those of each key to 1."
         if columns_sum_to_one
         else ": each of them is 1."
         if all_ones
         else "."
     )
+    total = float(rows[b, h, i])
+    text = "The weights of query {i}, head {h} sum to {total:.6g}{rest}"
+    sentence = Phrase(text, i=i, h=h, total=total, rest=Phrase(rest))
     return [finding(name, sentence, {"T": T, "head": h, "query": i}, 1.0, float(rows[b, h, i]))]

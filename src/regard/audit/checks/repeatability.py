@@ -18,8 +18,8 @@ from regard.audit.adapters.call_arguments import MEMORY_NAMES, POSITIONS_NAMES, 
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
 from regard.audit.influence import influence
+from regard.language import Phrase, counted
 from regard.process_state import seeded
-from regard.units import plural
 
 CALLS = 6
 """The number of equal calls that are compared."""
@@ -57,7 +57,7 @@ def check_repeatable(context: CheckContext, T: int = 8) -> list[Finding]:
     return [
         finding(
             name,
-            f"For one input, {why}.",
+            Phrase("For one input, {why}.", why=Phrase(why)),
             {"T": T, "output": list(position)},
             float(outs[0][position]),
             float(differing[position]),
@@ -104,7 +104,7 @@ def _check_heads_unchanged(context: CheckContext, T: int) -> list[Finding]:
             return [
                 finding(
                     "input-changed",
-                    f"The call changes {name}.",
+                    Phrase("The call changes {name}.", name=name),
                     {"T": T, name: list(position)},
                     float(original[position]),
                     float(current[position]),
@@ -178,8 +178,10 @@ def _check_other_length(context: CheckContext, T: int) -> list[Finding]:
     ]
     mask_reused = bool((visibilities[0] != visibilities[1])[masked].any())
     name = "mask-kept" if mask_reused else "state-kept"
-    sentence = (
-        f"A call of {plural(n, 'token')} after a call of {T} gives another result than alone."
+    sentence = Phrase(
+        "A call of {tokens} after a call of {T} gives another result than alone.",
+        tokens=counted(n, "token"),
+        T=T,
     )
     return [
         finding(

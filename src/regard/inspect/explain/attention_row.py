@@ -27,8 +27,8 @@ from regard.inspect.explain.explanation import (
     SoftmaxBlock,
     SoftmaxRow,
 )
+from regard.language import Phrase, counted
 from regard.nn.explainable import CallWeights, EffectiveRow, Explainable, LayerRun
-from regard.units import plural
 
 Checks: TypeAlias = dict[str, float]
 """The largest absolute difference of each compared quantity, by its name."""
@@ -363,14 +363,15 @@ def _mix_of_calls(
     if any(call_is_output) and not (equals_z(merged) and not call_is_output[-1]):
         last = len(call_is_output) - 1 - call_is_output[::-1].index(True)
         shares = np.array([float(n == last) for n in range(len(call_is_output))])
-        text = (
-            f"{plural(len(calls), 'call')} for this query; the head uses the output of only one of "
-            "them, which replaces the others"
+        text = Phrase(
+            "{calls} for this query; the head uses the output of only one of them, which replaces "
+            "the others",
+            calls=counted(len(calls), "call"),
         )
     else:
-        text = (
-            f"{plural(len(calls), 'call')} for this query, merged exactly by their lse: one "
-            "softmax over all their keys"
+        text = Phrase(
+            "{calls} for this query, merged exactly by their lse: one softmax over all their keys",
+            calls=counted(len(calls), "call"),
         )
     rows = [one.by_key(tokens).numpy()[head] for one in calls]
     terms = tuple(

@@ -16,6 +16,7 @@ from regard.cost.latent import latent_values
 from regard.cost.softmax import attention_bytes
 from regard.inspect.explain.attention_row import KernelRow, ScoreFunction, softmax
 from regard.inspect.explain.explanation import Array, CacheCost, Counterfactual, RowCost
+from regard.language import Phrase
 from regard.span import Span
 
 TOP_K, SOFTCAP = 4, 5.0
@@ -104,7 +105,7 @@ def _other_rules(row: KernelRow) -> Iterator[tuple[str, str, Array | None]]:
     )
     yield (
         f"top {TOP_K}",
-        f"only the {TOP_K} largest scores",
+        Phrase("only the {TOP_K} largest scores", TOP_K=TOP_K),
         weights_of(chain._replace(visible=_top_k_visible(chain))),
     )
     alibi = _alibi(row, positions, position)
@@ -170,7 +171,11 @@ def row_cost(attention: nn.Module, sizes: dict[str, int], keys: int, itemsize: i
     described = _describe(attention, S)
     caches = [
         _cache_cost("MHA", H * (D + E), S, itemsize),
-        *([_cache_cost(f"GQA, G = {G}", G * (D + E), S, itemsize)] if 1 < G < H else []),
+        *(
+            [_cache_cost(Phrase("GQA, G = {G}", G=G), G * (D + E), S, itemsize)]
+            if 1 < G < H
+            else []
+        ),
         _cache_cost("MQA", D + E, S, itemsize),
         _cache_cost("MLA", latent_values(4 * D, D // 2), S, itemsize),
         _cache_cost(f"window {small_window(S)}", G * (D + E), small_window(S), itemsize),

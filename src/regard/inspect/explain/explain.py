@@ -66,6 +66,7 @@ from regard.inspect.explain.rule_row import rule_row
 from regard.inspect.record.place_labels import Labels
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Recording
+from regard.language import Phrase, counted
 from regard.nn.explainable import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import TAP_NAMES, is_edited
@@ -135,7 +136,8 @@ def call_index(call: int | str, names: Sequence[str]) -> int:
     if call in names:
         return names.index(str(call))
     raise ArgumentError(
-        f"call is {short_repr(call)}; the calls for this query are {', '.join(names)}"
+        f"call is {short_repr(call)}; the calls for this query are {', '.join(names)}",
+        argument="call",
     )
 
 
@@ -178,7 +180,9 @@ def find_key(
             raise ArgumentError(
                 f"key is token {token}, which this call does not contain; it has "
                 f"{plural(len(positions), 'key')}, at positions "
-                f"{', '.join(map(str, list(positions)[:8]))}{', ...' if len(positions) > 8 else ''}"
+                f"{', '.join(map(str, list(positions)[:8]))}"
+                f"{', ...' if len(positions) > 8 else ''}",
+                argument="key",
             )
         return list(positions).index(token), ""
     absolute_weights = np.where(visible, np.abs(weights), -1.0)
@@ -461,7 +465,11 @@ def _all_notes(target: Target) -> tuple[str, ...]:
         return target.prepared.notes
     return (
         *target.prepared.notes,
-        f"the text has {plural(T, 'token')}; the model was trained on at most {trained}",
+        Phrase(
+            "the text has {tokens}; the model was trained on at most {trained}",
+            tokens=counted(T, "token"),
+            trained=trained,
+        ),
     )
 
 
@@ -478,19 +486,21 @@ def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
     changed = [name for name in TAP_NAMES if is_edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]
     if inner:
-        raise ArgumentError(_cannot_show(inner, site))
+        raise _cannot_show(inner, site)
     if not changed:
         return prepared
-    note = (
-        f"an active Trace edits {', '.join(changed)} at {site.place}: the inputs of the kernel "
-        "are edited, but the recomputed steps before them are not"
+    note = Phrase(
+        "an active Trace edits {changed} at {place}: the inputs of the kernel are edited, but the "
+        "recomputed steps before them are not",
+        changed=", ".join(changed),
+        place=site.place,
     )
     return replace(prepared, notes=(*prepared.notes, note))
 
 
-def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> str:
-    """Return the error message for edited scores or patterns, with what to do instead."""
-    return (
+def _cannot_show(edited_names: Collection[str], site: AttentionSite) -> ArgumentError:
+    """Return the error about edited scores or patterns, with what to do instead."""
+    return ArgumentError(
         f"an active Trace edits {' and '.join(edited_names)} at {site.place}: an explanation "
         "computes both from q and k, and would show them without the edit; explain another place, "
         "edit q, k, v, z or out instead, or record(...) the run, which keeps edited values"
@@ -513,7 +523,7 @@ def _recorded_row(
     # A call with a score rule always keeps its scores and weights, edited or not.
     plain = [each for each in calls if each.step.score is None]
     if inner := sorted({name for each in plain for name in each.step.edited}):
-        raise ArgumentError(_cannot_show(inner, target.site))
+        raise _cannot_show(inner, target.site)
     names = call_names(calls)
     head = check_index("head", head, len(calls[0].weights), "head", "heads")
     counted = effective_calls(target.site, calls)

@@ -105,7 +105,8 @@ def find_token(tokens: TokenSequence, token: int | str, name: str = "query") -> 
     if isinstance(token, bool) or not isinstance(token, (int, str)):
         raise ArgumentTypeError(
             f"{name} is {type(token).__name__}; it must be the index of a token, or a word of the "
-            "text"
+            "text",
+            argument=name,
         )
     if isinstance(token, int):
         return check_index(name, token, len(tokens.ids), "token", "tokens")
@@ -196,8 +197,10 @@ def choose_head(
     of_head, token = best // S, best % S if float(rows.flatten()[best]) > 0 else None
     if token is None:
         of_head = int(compared.flatten().int().argmax())
-        rule = "the first head: " + (
-            "there is no other token" if key is None else "no head has weight on the key"
+        rule = (
+            "the first head: there is no other token"
+            if key is None
+            else "the first head: no head has weight on the key"
         )
     layer, head = divmod(of_head, heads)
     return Choice(layer if place is None else sites[0].layer, head, rule, token)
@@ -298,7 +301,9 @@ def _end_of(word: str, text: str, name: str) -> int:
     shown = ", ".join(words[:12]) + (", ..." if len(words) > 12 else "")
     raise ArgumentError(
         f"{name} is {word[:100]!r}, which does not occur in the text; give a token index, or one "
-        f"of its words: {shown}"
+        f"of its words: {shown}",
+        argument=name,
+        value=word,
     )
 
 

@@ -20,6 +20,7 @@ from regard.inspect.explain.explanation import (
     RotaryAngles,
 )
 from regard.inspect.explain.prepared_run import AttentionSite
+from regard.language import Phrase
 from regard.nn.explainable import Explainable, InputSteps, MechanismSteps, ProjectionQuery
 from regard.positions import Rotary
 from regard.span import Positions, as_tensor
@@ -73,7 +74,9 @@ def input_chain(
             if matches
             else (
                 ComputationStep(
-                    "input", f"{name}_{index}, the input of attention", recorded_values
+                    "input",
+                    Phrase("{name}_{index}, the input of attention", name=name, index=index),
+                    recorded_values,
                 ),
             )
         )

@@ -115,7 +115,8 @@ def run_stages(
     if type(attention) is not Attention:
         raise ArgumentTypeError(
             f"attention is a {type(attention).__name__}; stages can be shown only for "
-            "regard.nn.Attention (softmax self-attention), such as regard.nn.variants.mha(512, 8)"
+            "regard.nn.Attention (softmax self-attention), such as regard.nn.variants.mha(512, 8)",
+            argument="attention",
         )
     was_training = attention.training
     attention.eval()
@@ -368,7 +369,9 @@ def run_layer(
         raise ArgumentError(
             f"{name} is a {type(module).__name__}, not a softmax self-attention; choose a "
             "mechanism "
-            f"such as mha, gpt, gqa or mla, or run regard explain TEXT --attention {name}"
+            f"such as mha, gpt, gqa or mla, or run regard explain TEXT --attention {name}",
+            argument="names",
+            value=name,
         )
     module.mask = mask
     stages = run_block_stages(module.to(device), x.to(device))

@@ -41,12 +41,16 @@ def check_index(name: str, index: int, length: int, one: str, many: str) -> int:
         ArgumentTypeError: `index` is not an int.
     """
     if isinstance(index, bool) or not isinstance(index, int):
-        raise ArgumentTypeError(f"{name} is {type(index).__name__}; it must be an integer")
+        raise ArgumentTypeError(
+            f"{name} is {type(index).__name__}; it must be an integer", argument=name
+        )
     if not -length <= index < length:
         some = f"{'is' if length == 1 else 'are'} {plural(length, one, many)}"
         raise ArgumentError(
             f"{name} is {index}; there {some}: it must be 0 to {length - 1}, or {-length} to "
-            "-1 from the end"
+            "-1 from the end",
+            argument=name,
+            value=index,
         )
     return index % length
 
@@ -180,7 +184,8 @@ class PreparedRun:
             raise ArgumentError(
                 f"place is {short_repr(place)}, which is not the name of an attention; the names "
                 "are "
-                f"{known}"
+                f"{known}",
+                argument="place",
             )
         sites = self.main_sites
         if layer is None:
@@ -251,12 +256,14 @@ def prepare_run(
             else _prepare_pretokenized_pair(model, model.target)
         )
     if not isinstance(text, str):
-        raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str")
+        raise ArgumentTypeError(f"text is {type(text).__name__}; it must be str", argument="text")
     if isinstance(model, Seq2Seq):
         return _prepare_seq2seq(model, text, target)
     if target is not None:
         kind = type(model).__name__
-        raise ArgumentError(f"target is given, but a {kind} takes no target; leave it out")
+        raise ArgumentError(
+            f"target is given, but a {kind} takes no target; leave it out", argument="target"
+        )
     return (
         _prepare_text_encoder(model, text)
         if isinstance(model, TextEncoder)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from regard.inspect.explain.prepared_run import PreparedRun, PretokenizedInput, prepare_run
+from regard.language import Phrase
 from regard.models.assembly.catalogue_mixer import decoder_variants
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.models.encoder_decoder import transformer
@@ -79,9 +80,10 @@ def random_model(
         if isinstance(model, PretokenizedInput)
         else prepare_run(model, text, target)
     )
-    note = (
-        f"the weights are random, from seed {seed}: the computation is exact, but the attention "
-        "pattern has no meaning"
+    note = Phrase(
+        "the weights are random, from seed {seed}: the computation is exact, but the attention "
+        "pattern has no meaning",
+        seed=seed,
     )
     return replace(
         prepared, name=f"{name} (random)", notes=(*prepared.notes, note), max_trained_tokens=None

@@ -43,6 +43,7 @@ from regard.inspect.explain.mask_reasons import why_masked
 from regard.inspect.explain.prepared_run import check_index
 from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.inspect.record.recording import Recording
+from regard.language import Phrase
 from regard.masks import Dense, Mask
 from regard.span import Positions, as_tensor
 from regard.untrusted_text import short_repr
@@ -247,7 +248,8 @@ def _find_key(
         column = _index_of("key", key, place.N, labels)
         if column not in visible_columns:
             raise ArgumentError(
-                f"key is column {column}, which the call of query {query} does not contain"
+                f"key is column {column}, which the call of query {query} does not contain",
+                argument="key",
             )
         return visible_columns.index(column), ""
     others = weights.copy()
@@ -280,7 +282,9 @@ def _inputs(row: KernelRow) -> InputChain:
     D, n = row.chain.k.shape[1], len(row.chain.k)
 
     def step(name: str, values: Array) -> tuple[ComputationStep, ...]:
-        return (ComputationStep("input", f"{name}, the input of attention", values),)
+        return (
+            ComputationStep("input", Phrase("{name}, the input of attention", name=name), values),
+        )
 
     return InputChain(
         step("q_i", row.chain.q),

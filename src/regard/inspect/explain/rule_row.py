@@ -24,6 +24,7 @@ from regard.inspect.explain.attention_row import (
     visible_values,
 )
 from regard.inspect.explain.explanation import Array, ComputationStep, SoftmaxRow
+from regard.language import Phrase
 from regard.scores import ScoreBlock, ScoreRule
 from regard.scores.base import change_scores
 from regard.span import as_tensor
@@ -91,7 +92,7 @@ def _final_step(rule: ScoreRule, weights: Array, masked: Array) -> ComputationSt
     """Return the weights as the last step of a row without a softmax at its end."""
     names = [str(one) for one in rule.steps() if {"normaliser", "pattern"} & set(one.stages)]
     values = np.where(np.isneginf(masked), -np.inf, weights)
-    return ComputationStep("effective", f"a_ij by {', '.join(names)}", values)
+    return ComputationStep("effective", Phrase("a_ij by {names}", names=", ".join(names)), values)
 
 
 def _scores_of_all_heads(row: KernelRow) -> tuple[Tensor, ScoreBlock]:

@@ -20,6 +20,7 @@ from regard.inspect.interventions.model_run import (
     check_passed,
     prepare,
 )
+from regard.language import Phrase
 
 Ablation = Literal["zero", "mean", "resample"]
 """What takes the place of a head's output."""
@@ -75,7 +76,8 @@ def ablate(
     if method not in get_args(Ablation):
         known = get_args(Ablation)
         raise ArgumentError(
-            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}"
+            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
+            argument="method",
         )
     run = prepare(model, text)
     measured = metric_of(run, metric)
@@ -98,8 +100,8 @@ def ablate(
             edit = replace_head(head, replacement(method, source[name][:, head], generator))
             values[i, j] = float(measured.measure(run.run({name: edit}).output)) - before
     return EffectTable(
-        f"{method} ablation of heads",
-        f"change of {measured.name}",
+        Phrase("{method} ablation of heads", method=Phrase(method)),
+        Phrase("change of {name}", name=measured.name),
         values,
         "layer",
         "head",
@@ -173,7 +175,8 @@ def chosen_places(names: Sequence[str], layers: Collection[str | int] | None) ->
         else:
             raise ArgumentError(
                 f"there is no layer {layer!r}; the layers are {', '.join(places)}"
-                f"{suggest(str(layer), places)}"
+                f"{suggest(str(layer), places)}",
+                argument="layers",
             )
     return chosen
 
@@ -191,5 +194,7 @@ def check_heads(heads: Collection[int] | None, count: int) -> list[int]:
         return list(range(count))
     for head in heads:
         if not -count <= head < count:
-            raise ArgumentError(f"head {head} does not exist; the heads are 0 to {count - 1}")
+            raise ArgumentError(
+                f"head {head} does not exist; the heads are 0 to {count - 1}", argument="heads"
+            )
     return [head % count for head in heads]

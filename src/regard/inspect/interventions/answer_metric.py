@@ -10,6 +10,7 @@ from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.interventions.model_run import ModelRun
+from regard.language import Phrase
 from regard.models.text_encoder import TextEncoder
 from regard.models.text_model import TextModel
 from regard.units import plural
@@ -49,7 +50,9 @@ def token_id(run: ModelRun, answer: Answer) -> int:
     if not isinstance(run.model, TextModel):
         raise ArgumentError(
             f"the answer {answer!r} is a text, but a {type(run.model).__name__} has no tokenizer "
-            "of this package; give the id of the token"
+            "of this package; give the id of the token",
+            argument="answer",
+            value=answer,
         )
     before = () if run.ids is None else run.ids[0].tolist()
     ids = run.model.tokenizer.encode(answer, after=before)
@@ -58,7 +61,9 @@ def token_id(run: ModelRun, answer: Answer) -> int:
         raise ArgumentError(
             f"the answer {answer!r} is {plural(len(ids), 'token')} "
             f"({', '.join(map(repr, pieces))}); it must be one: give the first of "
-            "them, mind a leading space, or write a metric function"
+            "them, mind a leading space, or write a metric function",
+            argument="answer",
+            value=answer,
         )
     return ids[0]
 
@@ -72,7 +77,9 @@ def answer_ids(run: ModelRun, answer: Any) -> tuple[int, ...]:
     both = answer if isinstance(answer, tuple) else (answer,)
     if len(both) > 2 or not all(isinstance(each, (str, int)) for each in both):
         raise ArgumentTypeError(
-            f"the answer is {answer!r}; it must be a token (its text or id), or a pair of tokens"
+            f"the answer is {answer!r}; it must be a token (its text or id), or a pair of tokens",
+            argument="answer",
+            value=answer,
         )
     return tuple(token_id(run, each) for each in both)
 
@@ -124,11 +131,11 @@ def metric_of(run: ModelRun, metric: Metric) -> NamedMetric:
     names = answer_names(run, ids)
     if len(ids) == 2:
         return NamedMetric(
-            f"logit of {names}",
+            Phrase("logit of {names}", names=names),
             lambda output: (last_logits(output)[:, ids[0]] - last_logits(output)[:, ids[1]]).mean(),
         )
     return NamedMetric(
-        f"log probability of {names}",
+        Phrase("log probability of {names}", names=names),
         lambda output: last_logits(output).float().log_softmax(-1)[:, ids[0]].mean(),
     )
 
@@ -137,11 +144,16 @@ def _similarity(run: ModelRun, model: TextEncoder, metric: Any) -> NamedMetric:
     """Return the cosine of the sentence vector with that of a text, or of the unchanged run."""
     if metric is not None and not isinstance(metric, str):
         raise ArgumentTypeError(
-            f"metric is {metric!r}; for a TextEncoder it must be a text, a function or None"
+            f"metric is {metric!r}; for a TextEncoder it must be a text, a function or None",
+            argument="metric",
         )
     with torch.no_grad():
         other = model.pool(run.run().output) if metric is None else model.embed(metric)
-    name = "cosine with the unchanged vector" if metric is None else f"cosine with {metric!r}"
+    name = (
+        "cosine with the unchanged vector"
+        if metric is None
+        else Phrase("cosine with {metric!r}", metric=metric)
+    )
     return NamedMetric(
         name,
         lambda output: torch.cosine_similarity(model.pool(output), other.to(output)).mean(),

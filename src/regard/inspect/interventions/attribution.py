@@ -29,6 +29,7 @@ from regard.inspect.interventions.model_run import (
     prepare,
 )
 from regard.inspect.interventions.residual_terms import OutputMap, decompose
+from regard.language import Phrase
 from regard.tracing import Trace
 
 Edits: TypeAlias = Mapping[str, Edit]
@@ -98,12 +99,18 @@ def attribute(
     if method not in get_args(Method):
         known = get_args(Method)
         raise ArgumentError(
-            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}"
+            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
+            argument="method",
         )
     if corrupt is not None and method != "gradient":
-        raise ArgumentError(f"corrupt does not apply to method {method!r}; use method='gradient'")
+        raise ArgumentError(
+            f"corrupt does not apply to method {method!r}; use method='gradient'",
+            argument="corrupt",
+        )
     if by_key and method != "direct":
-        raise ArgumentError(f"by_key does not apply to method {method!r}; use method='direct'")
+        raise ArgumentError(
+            f"by_key does not apply to method {method!r}; use method='direct'", argument="by_key"
+        )
     run = prepare(model, text)
     if method == "direct":
         return _direct(run, metric, by_key=by_key)
@@ -139,9 +146,9 @@ def answer_direction(
         constant = torch.stack([s * logits[i] for s, i in zip(signs, ids, strict=True)]).sum()
         (vector,) = torch.autograd.grad(constant, x)
     logit = sum(s * float(output.logits[i]) for s, i in zip(signs, ids, strict=True))
-    name = f"logit of {answer_names(run, ids)}"
+    name = Phrase("logit of {names}", names=answer_names(run, ids))
     if output.cap is not None:
-        name += " before the cap"
+        name = Phrase("{logit} before the cap", logit=name)
     return Direction(vector[0, 0].double().cpu(), float(constant.detach()), logit, name)
 
 
@@ -188,8 +195,8 @@ def _direct(run: ModelRun, metric: Metric, *, by_key: bool) -> EffectTable:
     names.append("rounding of the run")
     rows.append(np.eye(width)[-1] * (direction.logit - float(np.sum(rows))))
     return EffectTable(
-        "direct logit attribution" + (" by key" if by_key else ""),
-        f"part of the {direction.name}",
+        "direct logit attribution by key" if by_key else "direct logit attribution",
+        Phrase("part of the {name}", name=direction.name),
         np.stack(rows),
         "term",
         "key" if by_key else "token",
@@ -220,14 +227,15 @@ def _gradient(run: ModelRun, corrupt: ModelRun | None, metric: Metric) -> Effect
         if there.shape != z.shape:
             raise ArgumentError(
                 f"{name} is {tuple(there.shape)} in the clean run and {tuple(z.shape)} in the "
-                "corrupt one; both inputs must have the same number of tokens"
+                "corrupt one; both inputs must have the same number of tokens",
+                argument="corrupt",
             )
         effect = ((there - z) * trace.gradient(name).double()).sum((0, 2, 3))
         values[i, : len(effect)] = effect.cpu().numpy()
     aim = "zero ablation" if corrupt is None else "patching"
     return EffectTable(
-        f"attribution patching: {aim} of heads, estimated by one gradient",
-        f"estimated change of {measured.name}",
+        Phrase("attribution patching: {aim} of heads, estimated by one gradient", aim=Phrase(aim)),
+        Phrase("estimated change of {name}", name=measured.name),
         values,
         "layer",
         "head",
@@ -262,7 +270,7 @@ def _with_gradients(
 def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
     """Attribute the metric to the patterns of each layer, by integrated gradients."""
     if steps < 1:
-        raise ArgumentError(f"steps is {steps}; it must be at least 1")
+        raise ArgumentError(f"steps is {steps}; it must be at least 1", argument="steps")
     measured = metric_of(run, metric)
     plain = run.run(capture=["pattern"])
     names = list(plain.trace)
@@ -281,7 +289,7 @@ def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
         values[i, : len(effect)] = effect.cpu().numpy()
     return EffectTable(
         "integrated gradients of the patterns",
-        f"part of {measured.name}",
+        Phrase("part of {name}", name=measured.name),
         values,
         "layer",
         "head",

@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_user_file
-from regard.language import translate, translate_message
+from regard.language import translate
 from regard.text_table import display_width, format_table, line_width, wrap
 from regard.untrusted_text import escape_controls
 
@@ -229,7 +229,7 @@ class EffectTable:
         Returns:
             The lines, without a line break at the end.
         """
-        head, width = translate_message(self.quantity), line_width()
+        head, width = translate(self.quantity), line_width()
         if self.baseline is not None:
             head += translate("; unchanged: {value}", value=f"{self.baseline:.4g}")
         if self.target is not None:
@@ -238,15 +238,15 @@ class EffectTable:
         names = list(best[0]) if best else []
         title = [translate(AXES.get(name, name)) for name in names[:-1]]
         if names:  # a long quantity stands above the table
-            short = translate_message(self.quantity)
+            short = translate(self.quantity)
             title.append(short if display_width(short) <= QUANTITY_WIDTH else translate("value"))
         lines = [title] + [
             [f"{x:.4g}" if isinstance(x, float) else escape_controls(str(x)) for x in cell.values()]
             for cell in best
         ]
         left = range(max(len(names) - 1, 0))
-        texts = [translate_message(escape_controls(self.title)), head]
-        notes = [translate("note: {note}", note=translate_message(note)) for note in self.notes]
+        texts = [escape_controls(translate(self.title)), head]
+        notes = [translate("note: {note}", note=translate(note)) for note in self.notes]
         table = format_table(lines, left=left, width=width, names=max(len(names) - 1, 1))
         return "\n".join(
             [

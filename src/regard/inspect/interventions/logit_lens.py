@@ -10,6 +10,7 @@ from regard.inspect.interventions.answer_metric import Answer, token_id
 from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.model_run import AnyModel, Input, prepare
 from regard.inspect.interventions.residual_terms import decompose
+from regard.language import Phrase
 from regard.models.text_model import TextModel
 
 
@@ -59,10 +60,11 @@ def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> Ef
             best = p.argmax(-1) if chosen is None else torch.full_like(p[:, 0], chosen).long()
             probabilities.append(p.gather(-1, best[:, None])[:, 0].cpu().numpy())
             cells.append(_pieces(run.model, best.tolist()))
-    known = f"of {cells[0][0]!r}" if chosen is not None else "of the most likely token"
     return EffectTable(
         "logit lens",
-        f"probability {known}",
+        "probability of the most likely token"
+        if chosen is None
+        else Phrase("probability of {token!r}", token=cells[0][0]),
         np.stack(probabilities),
         "layer",
         "position",

@@ -171,7 +171,8 @@ def prepare(model: AnyModel, text: Input) -> ModelRun:
         return _prepare_module(model, text)
     raise ArgumentTypeError(
         f"model is {type(model).__name__}; it must be a Model, a TextEncoder, a Seq2Seq or an "
-        "nn.Module"
+        "nn.Module",
+        argument="model",
     )
 
 
@@ -189,7 +190,9 @@ def _prepare_decoder(model: Model, text: Input) -> ModelRun:
 
 def _prepare_seq2seq(model: Seq2Seq, text: Input) -> ModelRun:
     if not isinstance(text, (tuple, list)) or len(text) != 2:
-        raise ArgumentTypeError("text must be a pair (source, target) for a Seq2Seq")
+        raise ArgumentTypeError(
+            "text must be a pair (source, target) for a Seq2Seq", argument="text"
+        )
     source, target = text
     positions: Positions | None = None
     if isinstance(source, Tensor):
@@ -221,7 +224,8 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
     else:
         raise ArgumentTypeError(
             f"text is {type(text).__name__}; a {type(model).__name__} has no tokenizer of this "
-            "package: give token ids, a tensor, or a mapping of its keyword arguments"
+            "package: give token ids, a tensor, or a mapping of its keyword arguments",
+            argument="text",
         )
     inputs = () if named else (text,)
     if getattr(getattr(model, "config", None), "use_cache", None):
@@ -243,12 +247,11 @@ def check_passed(names: Sized, tap: str) -> None:
     """
     if len(names):
         return
-    written_out = (
-        "its attention is written out, or is no attention at all; see regard.inspect.record, which "
-        "says why"
+    reason = "its mechanism has no softmax weights, or " if tap == "pattern" else ""
+    raise ArgumentError(
+        f"the run passed no tap {tap!r}: {reason}its attention is written out, or is no attention "
+        "at all; see regard.inspect.record, which says why"
     )
-    reason = {"pattern": "its mechanism has no softmax weights, or " + written_out}
-    raise ArgumentError(f"the run passed no tap {tap!r}: {reason.get(tap, written_out)}")
 
 
 def _labels(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:

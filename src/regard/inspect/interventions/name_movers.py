@@ -11,6 +11,7 @@ from regard.inspect.interventions.answer_metric import Answer, token_id
 from regard.inspect.interventions.attribution import attribute
 from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.model_run import AnyModel, Input, prepare
+from regard.language import Phrase
 
 _HEAD = re.compile(r"(.*)\.head\.(\d+)$")
 
@@ -57,7 +58,7 @@ def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTab
             values[i, h] = value
     return EffectTable(
         "name movers",
-        f"part of the {parts.quantity.removeprefix('part of the ')} from its copies",
+        Phrase("{part} from its copies", part=parts.quantity),
         values,
         "layer",
         "head",

@@ -23,6 +23,7 @@ from regard.inspect.interventions.model_run import (
     check_passed,
     prepare,
 )
+from regard.language import Phrase
 from regard.units import plural
 
 What = Literal["residual", "mlp", "out", "heads", "paths"]
@@ -121,10 +122,13 @@ def patch(
     if what not in get_args(What):
         known = get_args(What)
         raise ArgumentError(
-            f"what is {what!r}; it must be one of {', '.join(known)}{suggest(what, known)}"
+            f"what is {what!r}; it must be one of {', '.join(known)}{suggest(what, known)}",
+            argument="what",
         )
     if receiver is not None and what != "paths":
-        raise ArgumentError(f"a receiver ends paths; what is {what!r}: use what='paths'")
+        raise ArgumentError(
+            f"a receiver ends paths; what is {what!r}: use what='paths'", argument="receiver"
+        )
     names = {"heads": ["z"], "paths": ["z", "q", "k", "v"], "residual": ["embed", "residual"]}.get(
         what, [what]
     )
@@ -156,7 +160,8 @@ def _two_runs(
             raise ArgumentError(
                 f"{tap} is {tuple(x.shape)} in the clean run and "
                 f"{None if other is None else tuple(other.shape)} in the corrupt one; both inputs "
-                "must have the same number of tokens, so that positions correspond"
+                "must have the same number of tokens, so that positions correspond",
+                argument="corrupt",
             )
     values = {name: float(measured.measure(r.output)) for name, r in results.items()}
     start, source = ("corrupt", "clean") if restore else ("clean", "corrupt")
@@ -178,7 +183,14 @@ def _patch_positions(both: _TwoRuns, what: str) -> EffectTable:
             values[i, position] = both.effect({name: edit})
     rows = tuple(name.removesuffix(f".{what}") for name in names)
     labels = both.run.labels(most)
-    return _table(both, f"patching of {what} at one position", values, "position", rows, labels)
+    return _table(
+        both,
+        Phrase("patching of {what} at one position", what=Phrase(what)),
+        values,
+        "position",
+        rows,
+        labels,
+    )
 
 
 def _patch_heads(both: _TwoRuns) -> EffectTable:
@@ -216,10 +228,19 @@ def _patch_paths(both: _TwoRuns, receiver: Receiver) -> EffectTable:
             values[i, head] = both.effect({end.name: _take_head(received, end.head)})
     rows = tuple(name.removesuffix(".z") for name in reached)
     aim = (
-        "the logits" if end is None else f"{receiver.tap} of {receiver.layer} head {receiver.head}"
+        Phrase("the logits")
+        if end is None
+        else Phrase(
+            "{tap} of {layer} head {head}",
+            tap=receiver.tap,
+            layer=receiver.layer,
+            head=receiver.head,
+        )
     )
     labels = tuple(map(str, range(most)))
-    return _table(both, f"patching of the direct paths to {aim}", values, "head", rows, labels)
+    return _table(
+        both, Phrase("patching of the direct paths to {aim}", aim=aim), values, "head", rows, labels
+    )
 
 
 class _ReceivingTap(NamedTuple):
@@ -238,13 +259,15 @@ def _receiving_tap(both: _TwoRuns, receiver: Receiver) -> _ReceivingTap | None:
     if receiver.tap not in ("q", "k", "v") or name not in both.source:
         raise ArgumentError(
             f"there is no receiver {name!r}; it must be q, k or v of one of {', '.join(places)}, "
-            f"or 'logits'{suggest(receiver.layer, places)}"
+            f"or 'logits'{suggest(receiver.layer, places)}",
+            argument="receiver",
         )
     heads, own = both.source[f"{receiver.layer}.z"].shape[1], both.source[name].shape[1]
     if not 0 <= receiver.head < heads:
         raise ArgumentError(
             f"head {receiver.head} of {receiver.layer} does not exist; it has "
-            f"{plural(heads, 'head')}"
+            f"{plural(heads, 'head')}",
+            argument="receiver",
         )
     return _ReceivingTap(name, receiver.head * own // heads)
 
@@ -286,7 +309,7 @@ def _table(
 ) -> EffectTable:
     return EffectTable(
         title,
-        f"change of {both.metric.name}",
+        Phrase("change of {name}", name=both.metric.name),
         torch.as_tensor(values).numpy(),
         "layer",
         axis,

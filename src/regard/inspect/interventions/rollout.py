@@ -15,6 +15,7 @@ from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.interventions.model_run import AnyModel, Input
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recording import Recording
+from regard.language import Phrase, counted
 from regard.units import plural
 
 MAX_TOKENS = 2048
@@ -73,10 +74,13 @@ def rollout(
     if method not in get_args(RolloutMethod):
         known = get_args(RolloutMethod)
         raise ArgumentError(
-            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}"
+            f"method is {method!r}; it must be one of {', '.join(known)}{suggest(method, known)}",
+            argument="method",
         )
     if not 0 <= residual <= 1:
-        raise ArgumentError(f"residual is {residual}; it must be between 0 and 1")
+        raise ArgumentError(
+            f"residual is {residual}; it must be between 0 and 1", argument="residual"
+        )
     recording = model if isinstance(model, Recording) else record(model, text, keep=())
     layers = layer_maps(recording, residual, batch)
     T = layers[0].shape[0]
@@ -86,15 +90,18 @@ def rollout(
         )
     if query is not None and (method != "flow" or not -T <= query < T):
         raise ArgumentError(
-            f"query is {query}; it applies to method='flow' and must be from {-T} to {T - 1}"
+            f"query is {query}; it applies to method='flow' and must be from {-T} to {T - 1}",
+            argument="query",
         )
     values = rolled_out(layers) if method == "rollout" else flows(layers, query)
     labels = recording.labels(0)[0]
     names = tuple(f"{i} {x}" for i, x in enumerate(labels)) or tuple(map(str, range(T)))
     rows = names if query is None else (names[query],)
     return EffectTable(
-        f"attention {method} (a heuristic)",
-        f"{method} over {plural(len(layers), 'layer')}",
+        Phrase("attention {method} (a heuristic)", method=Phrase(method)),
+        Phrase(
+            "{method} over {layers}", method=Phrase(method), layers=counted(len(layers), "layer")
+        ),
         values,
         "query",
         "token",

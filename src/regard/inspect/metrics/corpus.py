@@ -19,7 +19,7 @@ from regard.files.atomic_write import write_user_file
 from regard.inspect.interventions.effect_table import EffectTable
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recording import Recording
-from regard.units import plural
+from regard.language import Phrase, counted
 
 LARGEST = ("max_logit", "missing")
 """Metrics that are a maximum, so that the largest number of all texts counts."""
@@ -51,7 +51,9 @@ class CorpusMeasures:
         if name not in self.values:
             raise ArgumentError(
                 f"{name!r} was not measured; measured: {', '.join(self.values)}"
-                f"{suggest(name, self.values)}"
+                f"{suggest(name, self.values)}",
+                argument="metric",
+                value=name,
             )
         return self.values[name]
 
@@ -69,8 +71,12 @@ class CorpusMeasures:
         """
         values = self[name].numpy()
         return EffectTable(
-            f"{name} of every head, over {plural(self.texts, 'text')} of "
-            f"{plural(self.tokens, 'token')}",
+            Phrase(
+                "{name} of every head, over {texts} of {tokens}",
+                name=name,
+                texts=counted(self.texts, "text"),
+                tokens=counted(self.tokens, "token"),
+            ),
             name,
             values,
             "layer",

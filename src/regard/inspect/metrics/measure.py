@@ -202,7 +202,9 @@ def measure_place(
                 "there must be one entry for each"
             )
     if not 0 <= batch < place.B:
-        raise ArgumentError(f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}")
+        raise ArgumentError(
+            f"batch is {batch}; {place.name} has batch rows 0 to {place.B - 1}", argument="batch"
+        )
     measured = MeasuredPlace(place, ids, batch, sinks, local_distance, padding)
     accumulators: list[Accumulator] = [make(measured) for make in ACCUMULATORS]
     for tile in walk(place, size, batch=batch, dtype=dtype):
@@ -260,7 +262,7 @@ def keys_for(
     True
     """
     if not 0 < share <= 1:
-        raise ArgumentError(f"share is {share}; it must be above 0 and at most 1")
+        raise ArgumentError(f"share is {share}; it must be above 0 and at most 1", argument="share")
     counts, n = torch.zeros(len(place.heads), dtype=torch.float64), 0
     for row in _evenly_spread_rows(place, rows, batch):
         p = place.block(row, slice(0, place.N), batch=slice(batch, batch + 1)).weights[0, :, 0]
@@ -347,7 +349,8 @@ def retrieval_score(
     start, stop, _ = needle.indices(place.N)
     if start >= stop:
         raise ArgumentError(
-            f"needle is {needle}; it must contain some of the {plural(place.N, 'column')}"
+            f"needle is {needle}; it must contain some of the {plural(place.N, 'column')}",
+            argument="needle",
         )
     retrieved = torch.zeros(len(place.heads), place.N, dtype=torch.bool)
     row = 0
@@ -366,7 +369,7 @@ def retrieval_score(
 def _evenly_spread_rows(place: Place, rows: int, batch: int) -> list[slice]:
     """Return evenly spaced rows that are tokens, among them the first and the last."""
     if rows < 1:
-        raise ArgumentError(f"rows is {rows}; it must be at least 1")
+        raise ArgumentError(f"rows is {rows}; it must be at least 1", argument="rows")
     tokens = (place.row_positions[batch] >= 0).nonzero()[:, 0].tolist()
     n = min(rows, len(tokens))
     chosen = sorted({round(i * (len(tokens) - 1) / max(1, n - 1)) for i in range(n)})

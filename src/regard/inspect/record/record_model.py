@@ -122,7 +122,8 @@ def record(
             f"no attention was recorded: the run of {type(model).__name__} called no softmax "
             "attention "
             f"that was selected ({', '.join(f'{k}={v}' for k, v in selected.items()) or 'all'}); "
-            + (recorder.missing_selection() if recorder.seen_places else nothing)
+            + (recorder.missing_selection() if recorder.seen_places else nothing),
+            argument=next((x for x in ("places", "heads", "rows") if x in selected), None),
         )
     if missing := recorder.missing_selection():
         raise ArgumentError(missing)

@@ -179,7 +179,8 @@ def view(
     if host not in LOOPBACK and not allow_remote:
         raise ArgumentError(
             f"host is {host!r}, which other machines can reach; the connection is not encrypted. "
-            "Use 127.0.0.1, or allow it with allow_remote=True (--allow-remote)"
+            "Use 127.0.0.1, or allow it with allow_remote=True (--allow-remote)",
+            argument="host",
         )
     try:
         import starlette  # noqa: F401

@@ -65,7 +65,8 @@ class WeightForm:
         if dtype not in allowed:
             names = " or ".join(str(x).removeprefix("torch.") for x in allowed)
             raise ArgumentError(
-                f"weights are {self.name!r} and dtype is {dtype}; this form computes in {names}"
+                f"weights are {self.name!r} and dtype is {dtype}; this form computes in {names}",
+                argument="weights",
             )
 
 
@@ -93,7 +94,11 @@ def weight_form(name: str) -> WeightForm:
     regard.errors.ArgumentError: weights is 'int2'; it must be one of int8, int4, float16, bfloat16
     """
     if name not in FORMS:
-        raise ArgumentError(f"weights is {name!r}; it must be one of {', '.join(FORMS)}")
+        raise ArgumentError(
+            f"weights is {name!r}; it must be one of {', '.join(FORMS)}",
+            argument="weights",
+            value=name,
+        )
     return FORMS[name]
 
 

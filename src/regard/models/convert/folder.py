@@ -27,6 +27,7 @@ from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import sync_to_disk, temporary_folder
 from regard.files.regular_files import checked_path_or_none
 from regard.files.strict_json import read_json
+from regard.language import Phrase, counted
 from regard.models.convert.attention_maps import (
     AttentionMaps,
     Checkpoint,
@@ -54,7 +55,6 @@ from regard.nn.projections import Projection
 from regard.nn.stored import count_parameters, stored_modules
 from regard.ops.stored_weights import StoredWeight
 from regard.positions.rotary import Layout
-from regard.units import plural
 from regard.untrusted_text import error_text
 
 DTYPES = {
@@ -87,7 +87,9 @@ def to_dtype(checkpoint: Checkpoint, dtype: str) -> tuple[Checkpoint, Conversion
     (torch.bfloat16, True)
     """
     if dtype not in DTYPES:
-        raise ArgumentError(f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}")
+        raise ArgumentError(
+            f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}", argument="dtype"
+        )
     wanted, its_family = DTYPES[dtype], family(checkpoint.model_type)
     assert its_family is not None
     before = checkpoint.weights()
@@ -101,7 +103,9 @@ def to_dtype(checkpoint: Checkpoint, dtype: str) -> tuple[Checkpoint, Conversion
                 f"for {dtype}; use bfloat16"
             )
     after = rebuild(checkpoint.config, weights)
-    return after, ConversionStep(f"weights to {dtype}", tuple(_errors(checkpoint, after)))
+    return after, ConversionStep(
+        Phrase("weights to {dtype}", dtype=dtype), tuple(_errors(checkpoint, after))
+    )
 
 
 def _errors(before: Checkpoint, after: Checkpoint) -> list[LayerErrors]:
@@ -216,56 +220,84 @@ class ConversionOptions:
         for name, known in ALLOWED_VALUES.items():
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise ArgumentError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
-        if reason := self._contradiction():
-            raise ArgumentError(reason)
+                raise ArgumentError(
+                    f"{name} is {value!r}; it must be one of {', '.join(known)}",
+                    argument=name,
+                    value=value,
+                )
+        if error := self._contradiction():
+            raise error
         if self.to == "mqa":
             object.__setattr__(self, "kv_heads", 1)
 
-    def _contradiction(self) -> str | None:
-        """Return the reason why options contradict each other, or None."""
+    def _contradiction(self) -> ArgumentError | None:
+        """Return the error about options that contradict each other, or None."""
         heads = self.kv_heads is not None
         fewer = heads or self.to == "mqa"
         rotary, stored = self.rotary_layout is not None, self.stored_layout is not None
         checks = (
             (
                 self.rank is not None and self.to != "mla",
-                "rank is given, but only mla has one: give to='mla'",
+                ArgumentError(
+                    "rank is given, but only mla has one: give to='mla'", argument="rank"
+                ),
             ),
             (
                 heads and self.to == "mla",
-                "kv_heads is given, but mla has no key/value heads: leave it out",
+                ArgumentError(
+                    "kv_heads is given, but mla has no key/value heads: leave it out",
+                    argument="kv_heads",
+                ),
             ),
             (
                 heads and self.to == "mha",
-                "kv_heads is given, but mha has as many as query heads: leave it out",
+                ArgumentError(
+                    "kv_heads is given, but mha has as many as query heads: leave it out",
+                    argument="kv_heads",
+                ),
             ),
             (
                 self.to == "mqa" and self.kv_heads not in (None, 1),
-                f"kv_heads is {self.kv_heads}, but mqa has 1: leave it out",
+                ArgumentError(
+                    f"kv_heads is {self.kv_heads}, but mqa has 1: leave it out", argument="kv_heads"
+                ),
             ),
-            (self.to == "gqa" and not heads, "to is gqa, and kv_heads is missing: give it"),
+            (
+                self.to == "gqa" and not heads,
+                ArgumentError("to is gqa, and kv_heads is missing: give it", argument="to"),
+            ),
             (
                 self.pooling != "mean" and not fewer,
-                f"pooling {self.pooling} is only for fewer key/value heads: give kv_heads",
+                ArgumentError(
+                    f"pooling {self.pooling} is only for fewer key/value heads: give kv_heads",
+                    argument="pooling",
+                ),
             ),
             (
                 self.scaling != "yarn" and self.context is None,
-                f"scaling {self.scaling} is given without context: give both",
+                ArgumentError(
+                    f"scaling {self.scaling} is given without context: give both",
+                    argument="scaling",
+                ),
             ),
             (
                 stored and not rotary,
-                "stored_layout is given without rotary_layout, the layout of the result: give both",
+                ArgumentError(
+                    "stored_layout is given without rotary_layout, the layout of the result: give "
+                    "both",
+                    argument="stored_layout",
+                ),
             ),
             (
                 self.to == "mla" and rotary and not stored,
-                (
+                ArgumentError(
                     "rotary_layout is given, but the rotary key of mla is always interleaved: "
-                    "leave it out"
+                    "leave it out",
+                    argument="rotary_layout",
                 ),
             ),
         )
-        return next((reason for wrong, reason in checks if wrong), None)
+        return next((error for wrong, error in checks if wrong), None)
 
 
 def convert(
@@ -365,7 +397,9 @@ def _convert(
     first = Checkpoint(before.decoder, before.config)
     limit = min(512, before.config.max_position_embeddings) if length is None else length
     ids, source_text = evaluation_windows(before, text, limit, tokens)
-    report_progress(f"converting {plural(len(before.decoder.layers), 'layer')}")
+    report_progress(
+        Phrase("converting {layers}", layers=counted(len(before.decoder.layers), "layer"))
+    )
     after, steps = apply_conversions(first, wanted)
     finetuning = None
     if finetune is not None:
@@ -373,16 +407,16 @@ def _convert(
             raise ArgumentError(
                 "finetuning needs a text, and the model has no tokenizer to encode one"
             )
-        report_progress(f"finetuning on {plural(ids.numel(), 'token')}")
+        report_progress(Phrase("finetuning on {tokens}", tokens=counted(ids.numel(), "token")))
         after, finetuning = _finetuned(after, finetune, ids)
     if wanted.weights is not None:
-        report_progress(f"storing weights as {wanted.weights}")
+        report_progress(Phrase("storing weights as {weights}", weights=wanted.weights))
         after = rebuild(after.config, after.weights())
         steps = (*steps, to_stored_weights(after, wanted.weights))
-    report_progress(f"writing {target}")
+    report_progress(Phrase("writing {target}", target=target))
     write_checkpoint(after, folder, read_json(folder / "config.json"), staging)
     again = load(staging, kind=Model)
-    report_progress(f"measuring on {plural(ids.numel(), 'token')}")
+    report_progress(Phrase("measuring on {tokens}", tokens=counted(ids.numel(), "token")))
     measured = compare_models(before.decoder, again.decoder, ids, text=source_text)
     rename_to(staging, target)
     return ConversionReport(
@@ -480,7 +514,8 @@ def check_out(source: Path, out: Path) -> None:
     if out.resolve() == source.resolve() or source.resolve() in out.resolve().parents:
         raise ArgumentError(
             f"out is {out}, which is the source or is inside it; a conversion never writes there: "
-            "give another folder"
+            "give another folder",
+            argument="out",
         )
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise FileError(f"{out} exists and is not a folder; give another name")

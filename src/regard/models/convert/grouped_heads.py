@@ -14,6 +14,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.language import Phrase
 from regard.models.convert.attention_maps import (
     PROJECT,
     AttentionMaps,
@@ -68,7 +69,9 @@ def to_groups(
     Source: Ainslie et al. 2023 (arXiv 2305.13245), section 2.1; "svd": Eckart and Young 1936.
     """
     if pooling not in get_args(HeadPooling):
-        raise ArgumentError(f"groups are pooled by {pooling!r}; it is mean or svd")
+        raise ArgumentError(
+            f"groups are pooled by {pooling!r}; it is mean or svd", argument="groups"
+        )
     before = separate_attention(checkpoint.network.layers[0]).project.shape
     _check(before.H, before.G, groups)
     config = _regrouped(checkpoint.config, groups)
@@ -87,9 +90,17 @@ def to_groups(
             prefix, project.k, groups
         )
         layer_errors.append(errors)
-    how = "repeated" if groups > before.G else f"pooled by {pooling}"
+    how = (
+        Phrase("repeated") if groups > before.G else Phrase("pooled by {pooling}", pooling=pooling)
+    )
     return rebuild(config, weights), ConversionStep(
-        f"{before.G} key/value heads {how} to {groups}, for {before.H} query heads",
+        Phrase(
+            "{G} key/value heads {how} to {groups}, for {H} query heads",
+            G=before.G,
+            how=how,
+            groups=groups,
+            H=before.H,
+        ),
         tuple(layer_errors),
     )
 
@@ -188,7 +199,8 @@ def _check(H: int, before: int, after: int) -> None:
     if after not in allowed:
         raise ArgumentError(
             f"{before} key/value heads cannot become {after} for {H} query heads; possible are "
-            f"{', '.join(str(g) for g in allowed if g != before)}"
+            f"{', '.join(str(g) for g in allowed if g != before)}",
+            argument="kv_heads",
         )
 
 

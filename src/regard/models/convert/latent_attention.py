@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.errors import ArgumentError
+from regard.language import Phrase, counted
 from regard.models.convert.attention_maps import (
     PROJECT,
     AttentionMaps,
@@ -25,7 +26,6 @@ from regard.models.convert.grouped_heads import common_pairs
 from regard.models.families import deepseek_v2
 from regard.nn import Attention, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
 from regard.positions import Rotary
-from regard.units import plural
 
 _DISTANCES_PER_BLOCK = 1 << 16
 """The number of distances whose rotations are in memory at once."""
@@ -207,7 +207,8 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
     if not 2 <= rank <= full:
         raise ArgumentError(
             f"rank is {rank}; it must be 2 to {full}, at which nothing is truncated (one number "
-            "of the latent is a constant)"
+            "of the latent is a constant)",
+            argument="rank",
         )
     config = _config(checkpoint, first, rank)
     # all layers of these families have the same rotary frequencies
@@ -224,9 +225,17 @@ def to_latent(checkpoint: Checkpoint, rank: int | None = None) -> tuple[Checkpoi
             del weights[name]
         weights |= _latent_parameters(prefix, block, layer, split, truncated)
     return rebuild(config, weights), ConversionStep(
-        f"{plural(G, 'key/value head')} of {D} + {first.v.shape[1]} to a latent of {rank} and a "
-        f"rotary key of {config.qk_rope_head_dim}: {rank + config.qk_rope_head_dim} values cached "
-        f"per token and layer instead of {G * (D + first.v.shape[1])}",
+        Phrase(
+            "{heads} of {D} + {E} to a latent of {rank} and a rotary key of {qk_rope_head_dim}: "
+            "{cached} values cached per token and layer instead of {before}",
+            heads=counted(G, "key/value head"),
+            D=D,
+            E=first.v.shape[1],
+            rank=rank,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            cached=rank + config.qk_rope_head_dim,
+            before=G * (D + first.v.shape[1]),
+        ),
         tuple(truncated.errors for truncated in truncated_layers),
         {n + 1: error for n, error in error_by_rank(truncated_layers, full - 1).items()},
     )

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, FileError
+from regard.language import Phrase
 from regard.models.convert.attention_maps import ConversionStep
 from regard.models.model import Model
 from regard.units import plural
@@ -132,7 +133,7 @@ def evaluation_windows(model: Model, text: str | None, length: int, limit: int) 
         size = min(length, limit, len(whole))
         return EvalWindows(
             _spread(whole, size, limit // size),
-            f"the topics of pydoc, Python {platform.python_version()}",
+            Phrase("the topics of pydoc, Python {version}", version=platform.python_version()),
         )
     ids = model.encode(text)[0][:limit]
     if len(ids) < MIN_TOKENS:

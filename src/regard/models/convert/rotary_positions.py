@@ -16,6 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.language import Phrase
 from regard.models.convert.attention_maps import (
     PROJECT,
     Checkpoint,
@@ -89,10 +90,15 @@ def to_layout(
     for prefix, block in layers_of(checkpoint.network):
         weights |= _permuted_parameters(prefix, block, layout)
     errors = (LayerErrors(0.0, 0.0),) * len(checkpoint.network.layers)
-    stored_note = "" if stored is None else ", as the weights were stored,"
+    stored_note = "" if stored is None else Phrase(", as the weights were stored,")
     return rebuild(config, weights), ConversionStep(
-        f"rotary pairs from {stored or config_layout}{stored_note} to {layout}: rows of queries "
-        "and keys in another order",
+        Phrase(
+            "rotary pairs from {old}{stored_note} to {layout}: rows of queries and keys in "
+            "another order",
+            old=stored or config_layout,
+            stored_note=stored_note,
+            layout=layout,
+        ),
         errors,
     )
 
@@ -281,13 +287,20 @@ def extend_context(
     if length <= trained:
         raise ArgumentError(
             f"the context is {length}, and max_position_embeddings is {trained} already; give "
-            "more than that"
+            "more than that",
+            argument="length",
         )
     change = _changed_keys(extension, length, trained, config, 2 * len(rotary.inv_freq))
     after = rebuild(replace(config, **change), checkpoint.weights(), checkpoint.records())
     changes = ", ".join(f"{key} {value}" for key, value in change.items())
     return after, ConversionStep(
-        f"context from {trained} to {length} by {extension}: {changes}",
+        Phrase(
+            "context from {trained} to {length} by {extension}: {changes}",
+            trained=trained,
+            length=length,
+            extension=extension,
+            changes=changes,
+        ),
         notes=("no weight was trained on the new length: measure or finetune on long texts",),
     )
 

@@ -9,10 +9,11 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
+from regard.language import Phrase, counted
 from regard.models.checkpoint.stored_forms import may_store, weight_form
 from regard.models.convert.attention_maps import Checkpoint, ConversionStep
 from regard.nn.stored import store_weight, stored_modules
-from regard.units import plural, size
+from regard.units import size
 
 
 def to_stored_weights(checkpoint: Checkpoint, form: str) -> ConversionStep:
@@ -58,8 +59,16 @@ def to_stored_weights(checkpoint: Checkpoint, form: str) -> ConversionStep:
             "regard.nn.Linear"
         )
     old = str(dtype).removeprefix("torch.")
-    what = f"weights to {form}: {size(before)} in {old} to {size(after)}"
-    return ConversionStep(what, notes=(f"{plural(count, 'matrix', 'matrices')} stored",))
+    what = Phrase(
+        "weights to {form}: {before} in {old} to {after}",
+        form=form,
+        before=size(before),
+        old=old,
+        after=size(after),
+    )
+    return ConversionStep(
+        what, notes=(Phrase("{matrices} stored", matrices=counted(count, "matrix", "matrices")),)
+    )
 
 
 @torch.inference_mode()

@@ -149,7 +149,7 @@ def beam_search(
 def _check(first: Tensor, limit: int, beams: int, length_penalty: float) -> None:
     for name, n in (("limit", limit), ("beams", beams)):
         if n < 1:
-            raise ArgumentError(f"{name} is {n}; it must be at least 1")
+            raise ArgumentError(f"{name} is {n}; it must be at least 1", argument=name, value=n)
     check_number("length_penalty", length_penalty, -math.inf, math.inf, "finite")
     if first.ndim != 1:
         raise ArgumentError(f"first is {tuple(first.shape)}; it must be one id per row, [batch]")
@@ -312,15 +312,22 @@ def beam_search_text(
     >>> best.score >= second.score
     True
     """
-    if not options.sampling.greedy or options.sampling.repetition_penalty != 1 or options.stop:
+    unused = {
+        "temperature": not options.sampling.greedy,
+        "repetition_penalty": options.sampling.repetition_penalty != 1,
+        "stop": bool(options.stop),
+    }
+    for name in (name for name, given in unused.items() if given):
         raise ArgumentError(
             "beam search takes no sampler and no stop string; leave out temperature, "
-            "repetition_penalty and stop, or leave out beams"
+            "repetition_penalty and stop, or leave out beams",
+            argument=name,
         )
     if options.cuda_graph:
         raise ArgumentError(
             "cuda_graph captures steps whose rows stay in their places, and beam search moves "
-            "them; leave out cuda_graph, or leave out beams"
+            "them; leave out cuda_graph, or leave out beams",
+            argument="cuda_graph",
         )
     cache_config, ids = (
         options.cache_config or CacheConfig(),

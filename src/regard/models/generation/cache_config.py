@@ -84,17 +84,21 @@ class CacheConfig:
         kinds = dict(sorted(CACHES, key=lambda entry: entry[1].evicts))
         if self.cache not in kinds:
             hint = suggest(self.cache, kinds)
-            raise ArgumentError(f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}")
+            raise ArgumentError(
+                f"cache is {self.cache!r}; it must be {', '.join(kinds)}{hint}", argument="cache"
+            )
         least = self.kind.min_context
         if self.max_context is None:
             if self.forgets:
                 raise ArgumentError(
-                    f"cache={self.cache!r} needs max_context, the number of tokens that it keeps"
+                    f"cache={self.cache!r} needs max_context, the number of tokens that it keeps",
+                    argument="cache",
                 )
         elif self.max_context < least:
             raise ArgumentError(
                 f"max_context is {self.max_context}; it must be at least {least} for "
-                f"cache={self.cache!r}"
+                f"cache={self.cache!r}",
+                argument="max_context",
             )
 
     @property
@@ -137,7 +141,9 @@ class CacheConfig:
             raise ArgumentError(
                 f"the prompt has {plural(prompt_tokens, 'token')} and max_tokens is {new_tokens}: "
                 f"{total} are more than max_context {limit}; {advice}, raise max_context, or use a "
-                'cache that drops old tokens: cache="ring" or "streaming"'
+                'cache that drops old tokens: cache="ring" or "streaming"',
+                argument="max_context",
+                value=limit,
             )
 
     def with_capacity(self, prompt_tokens: int, new_tokens: int) -> CacheConfig:
@@ -215,7 +221,8 @@ class CacheConfig:
                 f"cache is {self.cache!r}, but this model's rotary frequencies depend on the "
                 "length, "
                 'so that cached keys become invalid when it changes; only cache="growing" supports '
-                "that"
+                "that",
+                argument="cache",
             )
         self._check_joined(decoder)
         extra_mask, chooses = self.extra_mask, self._chooses
@@ -224,7 +231,8 @@ class CacheConfig:
         if chooses and any(source is not None for source in decoder.memory_from):
             raise ArgumentError(
                 f"cache={self.cache!r} chooses tokens by the attention of one layer, but layers of "
-                'this model share their keys; choose "ring" or a cache that keeps every token'
+                'this model share their keys; choose "ring" or a cache that keeps every token',
+                argument="cache",
             )
         shared = {id(x): x for x in (*decoder.parameters(), *decoder.buffers())}
         restricted = copy.deepcopy(decoder, shared)

@@ -87,7 +87,8 @@ class CudaGraphRecorder:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise ArgumentError(
-                f"cuda_graph cannot capture the step of this model: {reason}; leave cuda_graph out"
+                f"cuda_graph cannot capture the step of this model: {reason}; leave cuda_graph out",
+                argument="cuda_graph",
             ) from error
         return graph.replay, logits
 
@@ -158,7 +159,8 @@ class CapturedSession:
         if is_tracing():
             raise ArgumentError(
                 "a trace is open, and a captured step runs without the code that reports to it; "
-                "leave cuda_graph out, or close the trace"
+                "leave cuda_graph out, or close the trace",
+                argument="cuda_graph",
             )
         rows = len(self._ids) if self._active is None else len(self._active)
         if tuple(ids.shape) != (rows, 1):
@@ -238,17 +240,20 @@ def check_captured(session: DecodeSession, *, has_recorder: bool = False) -> Non
         raise ArgumentError(
             f"cuda_graph captures the decoding step on a CUDA device, and this model is on "
             f'{session.device}; move it with model.to("cuda") (--device cuda), or leave '
-            "cuda_graph out"
+            "cuda_graph out",
+            argument="cuda_graph",
         )
     if current_scope() is not None:
         raise ArgumentError(
             "cuda_graph captures the step of one process, and several ranks run this model; "
-            "leave cuda_graph out inside regard.parallel.generation"
+            "leave cuda_graph out inside regard.parallel.generation",
+            argument="cuda_graph",
         )
     if reasons := why_not_captured(session.decoder, session.caches):
         raise ArgumentError(
             f"cuda_graph cannot capture the step of this model: {'; '.join(reasons)}; leave "
-            "cuda_graph out"
+            "cuda_graph out",
+            argument="cuda_graph",
         )
 
 

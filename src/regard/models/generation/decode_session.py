@@ -150,7 +150,8 @@ class DecodeSession:
         if self._prefix is not None or self._cache_config != CacheConfig():
             raise ArgumentError(
                 'over several ranks, generation needs cache="growing" without max_context, and '
-                "rotary frequencies that do not depend on the length"
+                "rotary frequencies that do not depend on the length",
+                argument="cache",
             )
         logits, self._rank_progress = scope.append_tokens(
             self._decoder, self._caches, ids, positions, self._rank_progress
@@ -275,7 +276,8 @@ class PrefixCache:
         elif self.cache_config.kind.needs_slots and self.cache_config.max_context is None:
             raise ArgumentError(
                 f"cache={self.cache_config.cache!r} needs max_context here: the number of tokens "
-                "of the prompt and a continuation together"
+                "of the prompt and a continuation together",
+                argument="max_context",
             )
         new = encode_prompt(model, prompt, prefix)
         self.ids: tuple[int, ...] = (*(prefix.ids if prefix is not None else ()), *new)

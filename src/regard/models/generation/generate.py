@@ -54,10 +54,13 @@ class StopStrings:
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         for stop in stops:
             if not isinstance(stop, str):
-                raise ArgumentTypeError(f"a stop string is {type(stop).__name__}; it must be a str")
+                raise ArgumentTypeError(
+                    f"a stop string is {type(stop).__name__}; it must be a str", argument="stop"
+                )
             if not stop:
                 raise ArgumentError(
-                    "a stop string is empty, and every text contains it; leave it out"
+                    "a stop string is empty, and every text contains it; leave it out",
+                    argument="stop",
                 )
         self.stops = stops
         self.matched: str | None = None
@@ -139,15 +142,20 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.cuda_graph, bool):
             raise ArgumentTypeError(
-                f"cuda_graph is {type(self.cuda_graph).__name__}; it must be True or False"
+                f"cuda_graph is {type(self.cuda_graph).__name__}; it must be True or False",
+                argument="cuda_graph",
             )
         for name, n, least in (("max_tokens", self.max_tokens, 0), ("chunk", self.chunk, 1)):
             if n is None and name == "chunk":
                 continue
             if isinstance(n, bool) or not isinstance(n, int):
-                raise ArgumentTypeError(f"{name} is {type(n).__name__}; it must be an int")
+                raise ArgumentTypeError(
+                    f"{name} is {type(n).__name__}; it must be an int", argument=name
+                )
             if n < least:
-                raise ArgumentError(f"{name} is {n}; it must be {least} or more")
+                raise ArgumentError(
+                    f"{name} is {n}; it must be {least} or more", argument=name, value=n
+                )
         StopStrings(self.stop)
 
 
@@ -243,7 +251,7 @@ class _GenerationLoop:
         prefix: PrefixCache | None = None,
     ) -> None:
         if not prompts:
-            raise ArgumentError("prompts is empty; give at least one prompt")
+            raise ArgumentError("prompts is empty; give at least one prompt", argument="prompts")
         if prefix is not None:
             check_prefix(prefix, model, options.cache_config)
         self._prefix_ids = () if prefix is None else prefix.ids

@@ -76,7 +76,9 @@ class SamplingParams:
             if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
                 raise ArgumentTypeError(f"{name} is {type(x).__name__}; it must be an int")
         if self.top_k is not None and self.top_k < 1:
-            raise ArgumentError(f"top_k is {self.top_k}; it must be at least 1, or None")
+            raise ArgumentError(
+                f"top_k is {self.top_k}; it must be at least 1, or None", argument="top_k"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -93,7 +95,9 @@ class SamplingParams:
             ArgumentError: top_k is larger.
         """
         if self.top_k is not None and self.top_k > vocabulary:
-            raise ArgumentError(f"top_k is {self.top_k}; it must be 1 to {vocabulary}, or None")
+            raise ArgumentError(
+                f"top_k is {self.top_k}; it must be 1 to {vocabulary}, or None", argument="top_k"
+            )
 
 
 def distribution(

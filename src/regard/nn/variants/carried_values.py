@@ -73,5 +73,5 @@ def is_first_layer(layer: int) -> bool:
         ArgumentError: the index is negative.
     """
     if layer < 0:
-        raise ArgumentError(f"layer is {layer}; it must be at least 0")
+        raise ArgumentError(f"layer is {layer}; it must be at least 0", argument="layer")
     return layer == 0

@@ -149,9 +149,13 @@ def luong(
     if score == "concat":  # W [s; h] = W_1 s + W_2 h
         return bahdanau(dim, heads, memory_dim=memory_dim, hidden=hidden)
     if score not in SCORES:
-        raise ArgumentError(f"score is {score!r}; it must be one of {', '.join(SCORES)}")
+        raise ArgumentError(
+            f"score is {score!r}; it must be one of {', '.join(SCORES)}", argument="score"
+        )
     if hidden is not None:
-        raise ArgumentError(f'hidden is {hidden}, but only score="concat" has a hidden layer')
+        raise ArgumentError(
+            f'hidden is {hidden}, but only score="concat" has a hidden layer', argument="hidden"
+        )
     query = dim if score == "dot" else Linear(dim, M3, bias=False)
     return CrossAttention(EncoderStateProjection(query, M3, heads=heads), nn.Identity(), scale=1.0)
 

@@ -320,7 +320,7 @@ def mamba(
     Source: Gu and Dao 2023 (arXiv 2312.00752), section 3 and algorithm 2.
     """
     if heads < 1:
-        raise ArgumentError(f"heads is {heads}; it must be at least 1")
+        raise ArgumentError(f"heads is {heads}; it must be at least 1", argument="heads")
     N = 2 * dim if inner is None else inner
     q, k = (HeadProjection(N, 1, state) for _ in "qk")
     v, gate = (HeadProjection(dim, N, 1) for _ in "vg")
@@ -448,7 +448,8 @@ def mlstm(
     if head_dim is None and (heads < 1 or dim % (2 * heads)):
         raise ArgumentError(
             f"dim is {dim}; it must be divisible by 2 * heads = {2 * heads}, or give head_dim, "
-            "which is dim / (2 heads) in the paper"
+            "which is dim / (2 heads) in the paper",
+            argument="dim",
         )
     D = dim // (2 * heads) if head_dim is None else head_dim
     E = 2 * D if value_dim is None else value_dim

@@ -178,7 +178,9 @@ def irope(
     """
     if layer < 0 or every < 1:
         raise ArgumentError(
-            f"layer is {layer} and every is {every}; layer must be at least 0, and every at least 1"
+            f"layer is {layer} and every is {every}; layer must be at least 0, and every at "
+            "least 1",
+            argument="layer",
         )
     D = resolve_head_dim(dim, heads, head_dim)
     mask = Causal() if window is None else Causal() & Window(window)

@@ -196,7 +196,8 @@ def gated_linear(
     if head_dim is None and (heads < 1 or dim % (2 * heads)):
         raise ArgumentError(
             f"dim is {dim}; it must be divisible by 2 * heads = {2 * heads}, or give head_dim, "
-            "which is dim / (2 heads) in the paper"
+            "which is dim / (2 heads) in the paper",
+            argument="dim",
         )
     D = dim // (2 * heads) if head_dim is None else head_dim
     G, E = heads if groups is None else groups, 2 * D if value_dim is None else value_dim

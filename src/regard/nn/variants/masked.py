@@ -114,7 +114,9 @@ def local_global(
     """
     if layer < 0 or every < 1:
         raise ArgumentError(
-            f"layer is {layer} and every is {every}; layer must be at least 0, and every at least 1"
+            f"layer is {layer} and every is {every}; layer must be at least 0, and every at "
+            "least 1",
+            argument="layer",
         )
     if (layer + 1) % every == 0:
         return _gqa_with_mask(Causal(), dim, heads, groups, head_dim, global_base or base)
@@ -298,7 +300,8 @@ def longformer(
     if window < 2 or window % 2:
         raise ArgumentError(
             f"window is {window}; it is the total width and must be even, such as "
-            f"{max(2, window - 1)} or {window + 1}"
+            f"{max(2, window - 1)} or {window + 1}",
+            argument="window",
         )
     D = resolve_head_dim(dim, heads, head_dim)
     local_project, global_project = (

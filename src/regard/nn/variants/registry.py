@@ -121,7 +121,9 @@ def find_variant(name: str) -> Variant:
     if name not in VARIANTS:
         hint = suggest(name, [*ALIASES, *VARIANTS], otherwise=".")
         raise ArgumentError(
-            f"no mechanism is named {name!r}{hint} `regard describe` lists all {len(VARIANTS)}"
+            f"no mechanism is named {name!r}{hint} `regard describe` lists all {len(VARIANTS)}",
+            argument="name",
+            value=name,
         )
     return VARIANTS[name]
 
@@ -219,11 +221,13 @@ def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
         if equals and name not in option_names(entry):
             hint = suggest(name, option_names(entry), otherwise=".")
             raise ArgumentError(
-                f"--set {setting}: {entry.name} has no option {name}{hint} Its options are {known}"
+                f"--set {setting}: {entry.name} has no option {name}{hint} Its options are {known}",
+                argument="option",
             )
         if not equals:
             raise ArgumentError(
-                f"--set {setting}: give name=value; the options of {entry.name} are {known}"
+                f"--set {setting}: give name=value; the options of {entry.name} are {known}",
+                argument="option",
             )
         try:
             options[name] = ast.literal_eval(value)
@@ -256,7 +260,8 @@ def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, ob
             raise ArgumentError(
                 f"{entry.name} has no option {name!r}"
                 f"{suggest(name, option_names(entry), otherwise='.')} Its options are "
-                f"{', '.join(option_names(entry)) or 'none'}"
+                f"{', '.join(option_names(entry)) or 'none'}",
+                argument="option",
             )
     if missing := [name for name in required_options(entry) if name not in options]:
         raise ArgumentError(f"{entry.name} needs a value for {', '.join(missing)}")

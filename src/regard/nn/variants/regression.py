@@ -134,5 +134,5 @@ def short_convolution(dim: int, heads: int, *, kernel: int = 3) -> GatedConvolut
     Source: Liquid AI 2025, LFM2 (arXiv 2511.23404), section 2; the published code of LFM2.
     """
     if heads < 1:
-        raise ArgumentError(f"heads is {heads}; it must be at least 1")
+        raise ArgumentError(f"heads is {heads}; it must be at least 1", argument="heads")
     return GatedConvolution(dim, kernel)

@@ -165,7 +165,8 @@ def gta(
     D = resolve_head_dim(dim, heads, head_dim)
     if D % 4:
         raise ArgumentError(
-            f"head_dim is {D}; it must be a multiple of 4, because half of it has rotary positions"
+            f"head_dim is {D}; it must be a multiple of 4, because half of it has rotary positions",
+            argument="head_dim",
         )
     project = TiedProjection(
         HeadProjection(dim, heads, D),

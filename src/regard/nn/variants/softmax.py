@@ -793,12 +793,15 @@ def mla(
     """
     forms = ("naive", *get_args(Form))
     if form not in forms:
-        raise ArgumentError(f"form is {form!r}; it must be one of {', '.join(forms)}")
+        raise ArgumentError(
+            f"form is {form!r}; it must be one of {', '.join(forms)}", argument="form"
+        )
     if rope_dim < 2 or rope_dim % 2:
         allowed = max(2, rope_dim + 1)
         raise ArgumentError(
             f"rope_dim is {rope_dim}; it must be even and at least 2, since rotary positions "
-            f"rotate pairs; use for example {allowed}"
+            f"rotate pairs; use for example {allowed}",
+            argument="rope_dim",
         )
     rotary = Rotary(rope_dim, base, scaling=scaling, layout="interleaved")
     make = NaiveLatentProjection if form == "naive" else LatentProjection

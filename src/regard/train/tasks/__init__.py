@@ -33,7 +33,7 @@ def find_task(name: str) -> Task:
     """
     if name not in TASKS:
         hint = suggest(name, TASKS, most=2, otherwise=f"; choose {', '.join(TASKS)}")
-        raise ArgumentError(f"there is no task {name!r}{hint}")
+        raise ArgumentError(f"there is no task {name!r}{hint}", argument="task", value=name)
     return TASKS[name]
 
 

@@ -148,10 +148,11 @@ def answer_examples(
         ArgumentError: batch or beams is less than 1, or beams is more than 1 for a "causal" task.
     """
     if batch < 1:
-        raise ArgumentError(f"batch is {batch}; it must be 1 or more")
+        raise ArgumentError(f"batch is {batch}; it must be 1 or more", argument="batch")
     if beams != 1 and task.kind == "causal":
         raise ArgumentError(
-            f"beams is {beams}; task {task.name!r} predicts single tokens, so beams must be 1"
+            f"beams is {beams}; task {task.name!r} predicts single tokens, so beams must be 1",
+            argument="beams",
         )
     device = next(model.parameters()).device
     order = sorted(range(len(examples)), key=lambda i: examples[i].length)
@@ -259,7 +260,7 @@ def accuracy_by_length(
         ArgumentError: count is less than 1.
     """
     if count < 1:
-        raise ArgumentError(f"count is {count}; it must be 1 or more")
+        raise ArgumentError(f"count is {count}; it must be 1 or more", argument="count")
     shortest, trained, longest = task.lengths
     low, high = (trained + 1, longest) if split == "longer" else (shortest, trained)
     width = -(-(high + 1 - low) // count)

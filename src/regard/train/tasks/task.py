@@ -180,12 +180,15 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ArgumentError(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
+            raise ArgumentError(
+                f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}", argument="kind"
+            )
         shortest, trained, longest = self.lengths
         if not 1 <= shortest <= trained < longest:
             raise ArgumentError(
                 f"lengths are {self.lengths}; they must be 1 <= shortest <= longest in training < "
-                "longest"
+                "longest",
+                argument="lengths",
             )
 
     def split_of(self, source: tuple[str, ...]) -> str | None:
@@ -223,7 +226,9 @@ class Task:
             ArgumentError: the split is unknown.
         """
         if split not in SPLITS:
-            raise ArgumentError(f"split is {split!r}; it must be one of {', '.join(SPLITS)}")
+            raise ArgumentError(
+                f"split is {split!r}; it must be one of {', '.join(SPLITS)}", argument="split"
+            )
         shortest, trained, longest = self.lengths
         low, high = (trained + 1, longest) if split == "longer" else (shortest, trained)
         random = Random(f"{self.name} {split} {seed}")  # noqa: S311 (not for cryptography)
@@ -247,7 +252,7 @@ class Task:
             ArgumentError: the split is unknown, or count is less than 1.
         """
         if count < 1:
-            raise ArgumentError(f"count is {count}; it must be 1 or more")
+            raise ArgumentError(f"count is {count}; it must be 1 or more", argument="count")
         return list(islice(self.stream(split, seed), count))
 
     def tokenize(self, text: str) -> tuple[str, ...]:
@@ -370,7 +375,7 @@ class TaskBatches:
         self, task: Task, *, batch: int, seed: int = 0, examples: Sequence[Example] | None = None
     ) -> None:
         if batch < 1:
-            raise ArgumentError(f"batch is {batch}; it must be 1 or more")
+            raise ArgumentError(f"batch is {batch}; it must be 1 or more", argument="batch")
         self.task, self.batch, self.seed = task, batch, seed
         self.examples = None if examples is None else tuple(examples)
         first_pool = self._pool(0)

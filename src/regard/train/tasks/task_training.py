@@ -294,7 +294,7 @@ def _recipe(sizes: object) -> Recipe:
         ArgumentError: the sizes are not an object, or one of them is out of range.
     """
     if not isinstance(sizes, dict):
-        raise ArgumentError(f"sizes is {short_repr(sizes)}; it must be an object")
+        raise ArgumentError(f"sizes is {short_repr(sizes)}; it must be an object", argument="sizes")
     for name in ("dim", "hidden", "heads", "layers"):
         most = 128 if name == "layers" else 1 << 14
         size = sizes.get(name, 1)

@@ -131,7 +131,9 @@ def _thousands(number: int) -> str:
 
 def _check(number: int) -> None:
     if not 0 <= number < NUMBER_LIMIT:
-        raise ArgumentError(f"number is {number}; it must be from 0 to {NUMBER_LIMIT - 1}")
+        raise ArgumentError(
+            f"number is {number}; it must be from 0 to {NUMBER_LIMIT - 1}", argument="number"
+        )
 
 
 COMMA = ","
