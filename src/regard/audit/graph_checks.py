@@ -220,7 +220,11 @@ def _one_sided_rotation(q: Tensor, k: Tensor, T: int) -> GraphFault | None:
         return None
     (which,) = rotated
     spread = _position_spread(sides[which])  # type: ignore[arg-type]
-    sentence = f"Only {which} are rotated by their positions."
+    sentence = Phrase(
+        "Only queries are rotated by their positions."
+        if which == "queries"
+        else "Only keys are rotated by their positions."
+    )
     return GraphFault("rotary-one-sided", sentence, 0.0, spread)
 
 
@@ -369,9 +373,10 @@ def _check_hidden_scores(attention: AttentionNodes) -> Iterator[GraphFault]:
         hidden = node.value <= -HIDDEN_BIAS
         largest = float(weights.masked_fill(~hidden | hidden.all(-1, keepdim=True), 0.0).max())
         if largest > 0:
-            sentence = (
-                f"A score that a mask has hidden has the weight {largest:.4g}: a later step, such "
-                "as a softcap, gives it back."
+            sentence = Phrase(
+                "A score that a mask has hidden has the weight {largest:.4g}: a later step, such "
+                "as a softcap, gives it back.",
+                largest=largest,
             )
             yield GraphFault("future-leak", sentence, 0.0, largest)
             return

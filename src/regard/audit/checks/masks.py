@@ -83,7 +83,9 @@ def check_masks(context: CheckContext) -> list[Finding]:
             effect = _effect_of_hidden_key(context, role, kind)
             if behavior.verdict == "added" and _is_zeroed(context, behavior.mask_format):
                 name = "mask-zeroed"
-                sentence = f"{argument} sets hidden scores to about 0, which hides no key."
+                sentence = Phrase(
+                    "{name} sets hidden scores to about 0, which hides no key.", name=argument
+                )
             findings.append(finding(name, sentence, *effect))
     if all(behavior.verdict == "refused" for behavior in behaviors.values()):
         raise CheckNotPossible(

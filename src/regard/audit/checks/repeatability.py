@@ -211,7 +211,9 @@ def check_arguments(context: CheckContext) -> list[Finding]:
         raise CheckNotApplicable("its adapter decides what is passed")
     if not untried:
         return []
-    names = ", ".join(untried)
-    why = f"no call has passed {names}; give an adapter that passes what matters"
+    why = Phrase(
+        "no call has passed {names}; give an adapter that passes what matters",
+        names=", ".join(untried),
+    )
     is_open = any(n in (*START_NAMES, *POSITIONS_NAMES, *MEMORY_NAMES) for n in untried)
     raise CheckNotPossible(why) if is_open else CheckNotApplicable(why)
