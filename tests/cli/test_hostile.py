@@ -8,10 +8,10 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import typer
 
 from regard.cli import explain as command
 from regard.cli.app import MAX_MESSAGE, run
-from regard.errors import ArgumentError
 from regard.inspect.explain.prepared_run import PreparedRun
 from tests.fuzz.box import RAW
 
@@ -97,7 +97,7 @@ def test_explain_takes_16384_tokens_and_no_more(
     check = getattr(command._check_length, "__wrapped__", command._check_length)
     check(_reading(16_384))
     with pytest.raises(
-        ArgumentError,
+        typer.BadParameter,
         match="the text has 16,385 tokens, and every pair of them is computed; the limit is 16,384 "
         "tokens; give a part",
     ):

@@ -51,7 +51,9 @@ class Settings:
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
-                raise ArgumentError(f"{name} is {value}; it must be positive and finite")
+                raise ArgumentError(
+                    f"{name} is {value}; it must be positive and finite", argument=name
+                )
         for name in ("warmup", "weight_decay"):
             value = getattr(self, name)
             if not (value >= 0 and math.isfinite(value)):
