@@ -299,7 +299,6 @@ class Block(LoadsRenamedWeights):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """Apply the block to hidden states [B,T,M].
@@ -383,7 +382,6 @@ class ParallelBlock(Block):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """Apply both sublayers to hidden states [B,T,M] and add their outputs."""
@@ -434,7 +432,6 @@ class SharedNormBlock(ParallelBlock):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """Apply both sublayers to the normed hidden states [B,T,M] and add their outputs."""

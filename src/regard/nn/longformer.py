@@ -56,7 +56,7 @@ class Longformer(LoadsRenamedWeights, Mixer):
     local = renamed_attribute("local_project")
     globally = renamed_attribute("global_project")
 
-    onnx_refusal = "computes the global queries separately, whose number depends on the length"
+    recording_refusal = "computes the global queries separately, whose number depends on the length"
 
     @renamed_parameters(local="local_project", globally="global_project")
     def __init__(
