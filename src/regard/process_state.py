@@ -76,7 +76,7 @@ def is_exporting() -> bool:
     >>> is_exporting()
     False
     """
-    return torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    return torch.compiler.is_exporting() or is_jit_tracing()
 
 
 def is_exporting_onnx() -> bool:
@@ -97,6 +97,25 @@ def _in_onnx_export() -> bool:
     return torch.onnx.is_in_onnx_export()
 
 
+def drops_conditions() -> bool:
+    """Return whether this thread records a graph without the conditions under which it is right:
+    the exporters of ONNX drop them, and `torch.jit.trace` sees none.
+
+    >>> drops_conditions()
+    False
+    """
+    return is_jit_tracing() or is_exporting_onnx()
+
+
+def is_jit_tracing() -> bool:
+    """Return whether this thread runs `torch.jit.trace`, or `torch.onnx.export(dynamo=False)`.
+
+    >>> is_jit_tracing()
+    False
+    """
+    return torch._C._get_tracing_state() is not None
+
+
 def is_tracing_onnx() -> bool:
     """Return whether this thread makes an ONNX file by `torch.onnx.export(dynamo=False)`, which
     knows fewer operators than the other exporter.
@@ -104,7 +123,7 @@ def is_tracing_onnx() -> bool:
     >>> is_tracing_onnx()
     False
     """
-    return torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export()
+    return is_jit_tracing() and torch.onnx.is_in_onnx_export()
 
 
 _MODES = torch._C._TorchDispatchModeKey

@@ -285,7 +285,6 @@ class Block(nn.Module):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """Apply the block to hidden states [B,T,M].
@@ -369,7 +368,6 @@ class ParallelBlock(Block):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """Apply both sublayers to hidden states [B,T,M] and add their outputs."""
@@ -420,7 +418,6 @@ class SharedNormBlock(ParallelBlock):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """Apply both sublayers to the normed hidden states [B,T,M] and add their outputs."""

@@ -50,7 +50,7 @@ class ChannelMix(Mixer):
         "layer of attention"
     )
 
-    onnx_refusal = "skips empty slots, whose places depend on the positions"
+    recording_refusal = "skips empty slots, whose places depend on the positions"
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()

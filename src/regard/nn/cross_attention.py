@@ -16,7 +16,7 @@ from regard.errors import ArgumentError
 from regard.nn.attention import Attention
 from regard.nn.explainable import EffectiveRow, Explainable, LayerRun, MechanismStep
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
-from regard.nn.mixer import check_onnx_export, count_weights
+from regard.nn.mixer import check_recorded_graph, count_weights
 from regard.nn.projections import Projection
 from regard.ops.additive_attention import additive_attention
 from regard.process_state import is_compiling
@@ -229,7 +229,7 @@ class AdditiveAttention(Explainable, nn.Module):
                 memory=memory,
                 memory_positions=memory_positions,
             )
-        check_onnx_export(self, "computes scores in blocks, whose number depends on the length")
+        check_recorded_graph(self, "computes scores in blocks, whose number depends on the length")
         positions = Span(0, x.shape[1]) if positions is None else positions
         if cache is None or is_compiling():
             return self._forward(x, positions, cache, memory, memory_positions)

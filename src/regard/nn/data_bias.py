@@ -20,8 +20,9 @@ from regard.caches import Parts
 from regard.errors import ArgumentError
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.linear import Linear
-from regard.nn.mixer import check_onnx_export
+from regard.nn.mixer import check_recorded_graph
 from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
+from regard.scores.base import stable_argsort
 from regard.span import Positions, Span, as_tensor
 from regard.units import plural
 
@@ -199,13 +200,13 @@ def sums_up_to(g: Tensor, positions: Positions, k_positions: Positions) -> tuple
     k_at, q_at = (
         as_tensor(x, g.device).expand(B, -1).contiguous() for x in (k_positions, positions)
     )
-    order = k_at.argsort(dim=-1, stable=True)
+    order = stable_argsort(k_at)
     g = torch.where(k_at[:, None] < 0, 0, g)
     c = g.gather(-1, order[:, None].expand(B, H, S)).cumsum(-1)
     # the sum before the first key is 0
     upto = torch.searchsorted(k_at.gather(-1, order), q_at, right=True)
     of_queries = F.pad(c, (1, 0)).gather(-1, upto[:, None].expand(B, H, -1))
-    return of_queries, c.gather(-1, order.argsort(dim=-1)[:, None].expand(B, H, S))
+    return of_queries, c.gather(-1, stable_argsort(order)[:, None].expand(B, H, S))
 
 
 class RelativeKeyProjection(SeparateQKV):
@@ -523,7 +524,7 @@ class DynamicMaskProjection(SeparateQKV):
         """Return the bias of each key [B,H,1,S], computed from the cached values; with a selection
         [B,H,T,S].
         """
-        check_onnx_export(self, "selects keys only if there are more than `keep` of them")
+        check_recorded_graph(self, "selects keys only if there are more than `keep` of them")
         delta = self.delta(memory[1].transpose(1, 2).flatten(2)).transpose(-1, -2)  # [B,G,S]
         bias = torch.exp(self.a[:, None] * F.softplus(delta))[:, :, None]
         if bias.shape[-1] > self.keep:

@@ -88,7 +88,7 @@ class EvictingAttention(Attention):
     """
 
     across_ranks: ClassVar[AcrossRanks] = None
-    onnx_refusal = "evicts tokens after a number of them that depends on the length"
+    recording_refusal = "evicts tokens after a number of them that depends on the length"
 
     def __init__(
         self,

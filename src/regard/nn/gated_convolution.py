@@ -53,7 +53,7 @@ class GatedConvolution(Mixer):
         "belongs to a head; read convolution.weight, or explain a layer of attention"
     )
 
-    onnx_refusal = "skips empty slots, whose places depend on the positions"
+    recording_refusal = "skips empty slots, whose places depend on the positions"
 
     def __init__(
         self, dim: int, kernel: int = 3, *, bias: bool = False, documents: Document | None = None

@@ -152,11 +152,11 @@ class GroupedLatentProjection(ProjectionModule):
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
         """Return the expanded keys [B,bH,S,d_nope+d_rope] and values [B,bH,S,E]."""
         c, rotated = self.latents_of(memory), memory[1]
-        width, B, S = self.nope_dim + self.value_dim, c.shape[0], c.shape[2]
+        width = self.nope_dim + self.value_dim
         up = [torch.unflatten(m(c[:, i]), -1, (-1, width)) for i, m in enumerate(self.kv_ups)]
         heads = torch.cat(up, dim=2).transpose(1, 2)  # [B,S,bH,d_nope+E] -> [B,bH,S,d_nope+E]
         nope, v = heads.split((self.nope_dim, self.value_dim), dim=-1)
-        rotated = rotated.expand(B, self.branches * self.heads, S, -1)
+        rotated = rotated.expand(-1, self.branches * self.heads, -1, -1)
         return torch.cat((nope, rotated), dim=-1), v
 
     def latents_of(self, memory: Parts) -> Float[Tensor, "B n S r"]:

@@ -120,7 +120,7 @@ class InfiniAttention(Mixer):
 
     across_ranks: ClassVar[AcrossRanks] = "state"
 
-    onnx_refusal = "splits the sequence into segments, whose number depends on its length"
+    recording_refusal = "splits the sequence into segments, whose number depends on its length"
 
     def __init__(
         self,

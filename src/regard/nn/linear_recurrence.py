@@ -123,7 +123,7 @@ class Recurrent(Mixer):
 
     across_ranks: ClassVar[AcrossRanks] = "state"
 
-    onnx_refusal = "splits the sequence into chunks, whose number depends on its length"
+    recording_refusal = "splits the sequence into chunks, whose number depends on its length"
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class Longformer(Mixer):
     Source: Beltagy et al. 2020 (arXiv 2004.05150), section 3.1.
     """
 
-    onnx_refusal = "computes the global queries separately, whose number depends on the length"
+    recording_refusal = "computes the global queries separately, whose number depends on the length"
 
     def __init__(
         self,

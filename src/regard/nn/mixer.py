@@ -23,7 +23,12 @@ from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import Explainable
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.nn.stored import count_parameters
-from regard.process_state import is_compiling, is_exporting_onnx, values_are_readable
+from regard.process_state import (
+    drops_conditions,
+    is_compiling,
+    is_exporting_onnx,
+    values_are_readable,
+)
 from regard.sequence_scope import current_scope
 from regard.span import Positions, Span, as_tensor
 
@@ -47,8 +52,10 @@ class Mixer(Explainable, nn.Module):
 
     across_ranks: ClassVar[AcrossRanks] = None
 
-    onnx_refusal: str | None = None
-    """Why one ONNX file cannot serve every length of this mechanism; None if it can."""
+    recording_refusal: str | None = None
+    """Why a graph that `torch.onnx.export` or `torch.jit.trace` records cannot serve every length
+    of this mechanism, as words that follow its name; None if it can.
+    """
 
     @property
     def static_step_refusal(self) -> str | None:
@@ -97,8 +104,8 @@ class Mixer(Explainable, nn.Module):
                 f"x is {tuple(x.shape)}; it must be [batch, length, dim]"
                 + (": use x[None]" if x.ndim == 2 else "")
             )
-        if self.onnx_refusal is not None:
-            check_onnx_export(self, self.onnx_refusal)
+        if self.recording_refusal is not None:
+            check_recorded_graph(self, self.recording_refusal)
         if (own := own_cache(cache)[0]) is not None:
             self.check_cache(own)
         if (scope := current_scope()) is not None:
@@ -183,24 +190,25 @@ class Mixer(Explainable, nn.Module):
         return self.spec.describe(context, type(self).__name__)
 
 
-def check_onnx_export(module: nn.Module, refusal: str) -> None:
-    """Raise if this thread makes an ONNX file. The ONNX exporters drop the conditions under which a
-    graph is right, so that the file would give wrong results for other lengths.
+def check_recorded_graph(module: nn.Module, refusal: str) -> None:
+    """Raise if this thread records a graph without its conditions, for ONNX or `torch.jit.trace`:
+    it would give wrong results for other lengths than that of the sample.
 
     Args:
         module: a module whose computation in Python depends on the lengths.
         refusal: why, as words that follow its name.
 
     Raises:
-        ArgumentError: this thread runs `torch.onnx.export`.
+        ArgumentError: this thread runs `torch.onnx.export` or `torch.jit.trace`.
 
-    >>> check_onnx_export(nn.Identity(), "counts chunks")
+    >>> check_recorded_graph(nn.Identity(), "counts chunks")
     """
-    if is_exporting_onnx():
+    if drops_conditions():
+        recorder = "torch.onnx.export" if is_exporting_onnx() else "torch.jit.trace"
         raise ArgumentError(
-            f"torch.onnx.export was given a {type(module).__name__}, which {refusal}: the file "
-            "would be wrong for other lengths without an error; use torch.export.export, which "
-            "checks the lengths, or a mechanism that docs/pytorch.md lists for ONNX"
+            f"{recorder} was given a {type(module).__name__}, which {refusal}: the result would be "
+            "wrong for other lengths without an error; use torch.export.export, which checks the "
+            "lengths, or a mechanism that docs/pytorch.md lists for ONNX"
         )
 
 

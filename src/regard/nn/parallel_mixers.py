@@ -73,8 +73,10 @@ class ParallelMixers(Mixer):
                     f"{name} has {plural(len(scales), 'number')} for "
                     f"{plural(len(mixers), 'mechanism')}; give one for each"
                 )
-        refusals = [mixer.onnx_refusal for mixer in mixers if mixer.onnx_refusal is not None]
-        self.onnx_refusal = refusals[0] if refusals else None
+        refusals = [
+            mixer.recording_refusal for mixer in mixers if mixer.recording_refusal is not None
+        ]
+        self.recording_refusal = refusals[0] if refusals else None
 
     @property
     def static_step_refusal(self) -> str | None:

@@ -16,6 +16,8 @@ from regard.errors import ArgumentError
 from regard.nn.data_bias import ProjectionWithMemory
 from regard.nn.linear import Linear
 from regard.nn.projections import HeadProjection, ProjectionShape
+from regard.process_state import is_exporting_onnx
+from regard.scores.base import stable_argsort
 from regard.span import Positions, as_tensor
 
 
@@ -111,10 +113,15 @@ class PathProjection(ProjectionWithMemory):
         self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
     ) -> Bias:
         """Return what the reflections add to the scores, [B,H,T,S]."""
+        if is_exporting_onnx():
+            raise ArgumentError(
+                "torch.onnx.export was given a PathProjection, which solves triangular systems: "
+                "ONNX has no such operator; use torch.export.export, or another mechanism"
+            )
         k, _, w, beta = memory
         B, (H, G) = q.shape[0], (q.shape[1], k.shape[1])
         q_at, k_at = (as_tensor(p, q.device).expand(B, -1) for p in (positions, k_positions))
-        order = k_at.argsort(dim=-1, stable=True)
+        order = stable_argsort(k_at)
         empty = (k_at < 0)[:, None, :, None]
         k, w, beta = (
             _in_order(torch.where(empty, 0, y), order).repeat_interleave(H // G, dim=1)
@@ -126,7 +133,7 @@ class PathProjection(ProjectionWithMemory):
         scores = path_scores(q, k, w, beta[..., 0], q_at, k_at)
         added = scores - (q.to(scores.dtype) @ k.to(scores.dtype).transpose(-1, -2))
         added = _with_nan(added, bad, k_at[:, None, :] <= q_at[:, :, None])
-        back = order.argsort(dim=-1)[:, None, None, :].expand(added.shape)
+        back = stable_argsort(order)[:, None, None, :].expand(added.shape)
         return DenseBias(added.gather(-1, back) * q.shape[-1] ** -0.5)
 
     @property

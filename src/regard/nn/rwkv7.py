@@ -104,7 +104,7 @@ class RWKV7(Mixer):
 
     across_ranks: ClassVar[AcrossRanks] = "state"
 
-    onnx_refusal = "splits the sequence into chunks, whose number depends on its length"
+    recording_refusal = "splits the sequence into chunks, whose number depends on its length"
 
     def __init__(
         self,

@@ -257,7 +257,7 @@ class SelectedAttention(Mixer):
     torch.Size([1, 9, 8])
     """
 
-    onnx_refusal = "chooses keys in ways that depend on the length"
+    recording_refusal = "chooses keys in ways that depend on the length"
 
     def __init__(
         self,
@@ -472,7 +472,7 @@ class NSA(Mixer):
     Source: Yuan et al. 2025 (arXiv 2502.11089), section 3.
     """
 
-    onnx_refusal = "splits the keys into blocks, whose number depends on the length"
+    recording_refusal = "splits the keys into blocks, whose number depends on the length"
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.projections import SeparateQKV
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
-from regard.process_state import is_exporting, is_tracing_onnx
+from regard.process_state import is_exporting, is_jit_tracing
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import requested_taps
 
@@ -101,10 +101,11 @@ class StreamingAttention(Attention):
                 f"StreamingAttention got the bias {bias} of its projection; its positions move, "
                 "and a bias would not follow them: use a projection without data_bias"
             )
-        if is_tracing_onnx():
+        if is_jit_tracing():
             raise ArgumentError(
-                "torch.onnx.export(dynamo=False) was given a StreamingAttention, whose sinks are "
-                "cut from the keys by a number that depends on the length: use dynamo=True"
+                "torch.jit.trace or torch.onnx.export(dynamo=False) was given a StreamingAttention, "
+                "whose sinks are cut from the keys by a number that depends on the length: use "
+                "torch.export.export, or dynamo=True"
             )
         evicted = self._evicted(q, positions)
         if evicted is None:

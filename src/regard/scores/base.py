@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.process_state import is_tracing_onnx
 from regard.registry import Registry
 from regard.serialization import RuleWithTensors
 from regard.span import Positions
@@ -372,6 +373,13 @@ def _replace_hidden(s: Tensor, visible: Tensor) -> Tensor:
 def along_keys(x: Tensor, order: Tensor) -> Tensor:
     """Return x `[B, H, t, s]` with its keys in the order `[B or 1, 1, 1, s]`."""
     return x.gather(-1, order.expand(x.shape))
+
+
+def stable_argsort(x: Tensor, *, descending: bool = False) -> Tensor:
+    """Return the order of the numbers in the last dimension, the earlier of equal ones first."""
+    if is_tracing_onnx():  # its sort is stable, and the exporter writes no other
+        return x.sort(dim=-1, descending=descending).indices
+    return x.argsort(dim=-1, descending=descending, stable=True)
 
 
 def map_scores(rule: ScoreRule, function: Callable[[Tensor], Tensor]) -> ScoreRule:

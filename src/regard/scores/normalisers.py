@@ -13,7 +13,15 @@ from torch import Tensor
 
 from regard.argument_checks import check_number
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.scores.base import Scope, ScoreBlock, ScoreRule, Stage, along_keys
+from regard.process_state import is_tracing_onnx
+from regard.scores.base import (
+    Scope,
+    ScoreBlock,
+    ScoreRule,
+    Stage,
+    along_keys,
+    stable_argsort,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -153,9 +161,9 @@ class Softpick(ScoreRule):
         s = torch.where(block.visible, s, 0)  # exp(0) - 1 adds nothing to the sum
         largest = s.detach().amax(-1, keepdim=True).clamp(min=0)
         # expm1 keeps the digits of small scores; exp(-largest) keeps large ones finite
-        sizes = torch.where(s > 0, 0, torch.expm1(s.clamp(max=0)) * torch.exp(-largest))
+        sizes = torch.where(s > 0, 0, _expm1(s.clamp(max=0)) * torch.exp(-largest))
         sizes = sizes + torch.where(
-            s > 0, -torch.expm1(-s.clamp(min=0)) * torch.exp(s.clamp(min=0) - largest), 0
+            s > 0, -_expm1(-s.clamp(min=0)) * torch.exp(s.clamp(min=0) - largest), 0
         )
         total = sizes.abs().sum(-1, keepdim=True)
         return sizes.clamp(min=0) / torch.where(total == 0, 1, total)
@@ -163,6 +171,11 @@ class Softpick(ScoreRule):
     def select_heads(self, heads: slice) -> Softpick:
         """Return the same rule, which is the same for every head."""
         return self
+
+
+def _expm1(x: Tensor) -> Tensor:
+    """Return exp(x) - 1 for x <= 0 with all digits; ONNX has no such operator."""
+    return torch.tanh(x / 2) * (x.exp() + 1) if is_tracing_onnx() else torch.expm1(x)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -298,13 +311,13 @@ class StickBreaking(ScoreRule):
     def normalise(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return each key's share of what the keys after it leave, computed with logarithms."""
         s = torch.where(block.visible, s, 0)
-        order = block.k.argsort(dim=-1, stable=True)
+        order = stable_argsort(block.k)
         left = torch.where(block.visible, torch.nn.functional.logsigmoid(-s), 0)
         left = along_keys(left, order)
         # the sum over the keys after each: the last key has all of the weight before it
         after = left.flip(-1).cumsum(-1).flip(-1).roll(-1, -1)
         last = torch.arange(s.shape[-1], device=s.device) == s.shape[-1] - 1
-        after = along_keys(after.masked_fill(last, 0), order.argsort(dim=-1))
+        after = along_keys(after.masked_fill(last, 0), stable_argsort(order))
         return torch.exp(torch.nn.functional.logsigmoid(s) + after)
 
     def select_heads(self, heads: slice) -> StickBreaking:

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.scores.base import Scope, ScoreBlock, ScoreRule, Stage, along_keys
+from regard.process_state import drops_conditions
+from regard.scores.base import (
+    Scope,
+    ScoreBlock,
+    ScoreRule,
+    Stage,
+    along_keys,
+    stable_argsort,
+)
 from regard.span import Positions
 from regard.units import plural
 
@@ -62,11 +70,11 @@ class CoPE(ScoreRule):
         table = table if table.ndim == 3 else table[None]
         sees_nothing = ~block.visible.any(-1, keepdim=True)  # 0 times a NaN there would be NaN
         query = block.query.to(s.dtype).masked_fill(sees_nothing, 0)
-        logits = query @ table.mT  # [B,H,t,N]
-        order = block.k.argsort(dim=-1, stable=True)
+        logits = query @ table.transpose(-1, -2)  # [B,H,t,N]
+        order = stable_argsort(block.k)
         gates = torch.where(block.visible, torch.sigmoid(s), 0)
         count = along_keys(gates, order).flip(-1).cumsum(-1).flip(-1)
-        number = along_keys(count, order.argsort(dim=-1)).clamp(max=table.shape[1] - 1)
+        number = along_keys(count, stable_argsort(order)).clamp(max=table.shape[1] - 1)
         place = number.detach()
         place = torch.where(place.isnan(), 0, place)  # as an index; `share` keeps the NaN
         low, high = place.floor(), place.ceil()
@@ -127,13 +135,15 @@ class TopK(ScoreRule):
 
     def change_scores(self, s: Tensor, block: ScoreBlock) -> Tensor:
         """Return the scores with -inf in place of those that are not kept."""
-        if self.k >= s.shape[-1]:
+        if not drops_conditions() and self.k >= s.shape[-1]:
             return s
-        order = block.k.argsort(dim=-1, stable=True)
+        order = stable_argsort(block.k)
         x = along_keys(s.detach().masked_fill(~block.visible, -torch.inf), order)
-        largest = x.sort(dim=-1, descending=True, stable=True).indices[..., : self.k]
-        is_largest = torch.zeros_like(x, dtype=torch.bool).scatter(-1, largest, True)
-        return s.masked_fill(~along_keys(is_largest, order.argsort(dim=-1)), -torch.inf)
+        largest = stable_argsort(x, descending=True)[..., : self.k]
+        # torch.jit.trace cannot write a scatter of the number True
+        kept = torch.ones_like(largest, dtype=torch.bool)
+        is_largest = torch.zeros_like(x, dtype=torch.bool).scatter(-1, largest, kept)
+        return s.masked_fill(~along_keys(is_largest, stable_argsort(order)), -torch.inf)
 
     def select_heads(self, heads: slice) -> TopK:
         """Return the same rule, which is the same for every head."""

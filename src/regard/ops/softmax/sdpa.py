@@ -40,6 +40,7 @@ from regard.ops.softmax.mask_lowering import (
 from regard.ops.softmax.merge import apply_sink, merge
 from regard.process_state import (
     differentiates_forward,
+    drops_conditions,
     is_compiling,
     is_exporting_onnx,
     is_tracing_onnx,
@@ -568,6 +569,8 @@ def _can_fold_heads(q: Tensor, k: Tensor, key_range: KeyRange, mask: Tensor | No
     are few, the range is not causal, and its mask is the same for every query and head.
     """
     one_mask = mask is None or (mask.shape[1] == 1 and mask.shape[2] == 1)
+    if drops_conditions():
+        return False
     limit = 1 if is_compiling() else MAX_FOLDED_QUERIES  # a graph must not specialise on a length
     return q.shape[1] != k.shape[1] and q.shape[2] <= limit and not key_range.causal and one_mask
 
