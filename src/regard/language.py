@@ -52,7 +52,7 @@ class Phrase(str):
     values: Mapping[str, object]
 
     def __new__(cls, template: str, /, **values: object) -> Self:
-        """Fill the placeholders."""
+        """Return the text with its placeholders filled; it keeps template and values."""
         phrase = super().__new__(cls, template.format(**values) if values else template)
         phrase.template, phrase.values = template, values
         return phrase
@@ -194,11 +194,11 @@ def translate(text: str, /, **values: object) -> str:
     '权重和缓存共 8 GiB'
     '2 个词元'
     """
-    template, given = (text.template, text.values) if isinstance(text, Phrase) else (text, values)
+    template, fields = (text.template, text.values) if isinstance(text, Phrase) else (text, values)
     translated = _texts().get(template)
     if translated is None and isinstance(text, Phrase):
         return str(text)
-    filled = {k: translate(v) if isinstance(v, Phrase) else v for k, v in given.items()}
+    filled = {k: translate(v) if isinstance(v, Phrase) else v for k, v in fields.items()}
     return (translated or template).format(**filled) if filled else translated or template
 
 

@@ -95,10 +95,10 @@ def wrong_option(context: Any, error: RegardError) -> Any:
         context: the context of the command.
         error: an error that a function of the package raised.
     """
-    given = {x: context.params.get(x.name) for x in context.command.params}
+    values = {x: context.params.get(x.name) for x in context.command.params}
     texts = {
         option: [str(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
-        for option, value in given.items()
+        for option, value in values.items()
         if value is not None
     }
     named = {str(option.name).rstrip("_"): option for option in texts}

@@ -317,7 +317,7 @@ def beam_search_text(
         "repetition_penalty": options.sampling.repetition_penalty != 1,
         "stop": bool(options.stop),
     }
-    for name in (name for name, given in unused.items() if given):
+    for name in (name for name, is_set in unused.items() if is_set):
         raise ArgumentError(
             "beam search takes no sampler and no stop string; leave out temperature, "
             "repetition_penalty and stop, or leave out beams",
