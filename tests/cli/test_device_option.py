@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+import regard
 from regard.cli.app import run
 from regard.compare.speed_and_memory import Timing, memory_experiments, timing_experiments
 from regard.inspect.explain.layer_stages import run_layers
 from regard.masks import Causal
-from tests.pretended_device import pretended_cuda
+from tests.pretended_device import SelectingKernel, pretended_cuda
 
 COMMANDS = {
     "layer": ["layer", "mha"],
@@ -55,7 +56,11 @@ def test_a_layer_on_a_device() -> None:
     """Weights and tokens are those of the CPU, and what is returned is there."""
     sizes: dict[str, Any] = {"dim": 8, "heads": 2, "mask": Causal(), "seed": 3}
     (expected,) = run_layers(["mha"], **sizes)
-    with pretended_cuda() as device, device.reads():
+    with (
+        pretended_cuda() as device,
+        regard.register_kernel(SelectingKernel(device)),  # no other kernel looks for a GPU
+        device.reads(),
+    ):
         (found,) = run_layers(["mha"], **sizes, device="cuda")
     for a, b in zip(found.stages, expected.stages, strict=True):
         assert type(a.values) is type(b.values)

@@ -238,7 +238,10 @@ def _by_token(x: Tensor, T: int) -> Tensor | None:
         return x
     if n % T:
         return None
-    orders = (x.unflatten(-2, (n // T, T)), x.unflatten(-2, (T, n // T)).transpose(-3, -2))
+    orders: tuple[Tensor, Tensor] = (
+        x.unflatten(-2, (n // T, T)),
+        x.unflatten(-2, (T, n // T)).transpose(-3, -2),
+    )
     one, other = ((not _constant_norms(x), _position_spread(x)) for x in orders)
     return orders[0] if one <= other else orders[1]
 

@@ -118,7 +118,7 @@ CHECKS = (
         "state dict", "no mask or cache is saved with the weights", numerics.check_state_dict
     ),
     AuditCheck(  # the last one: what no other check has passed
-        "arguments",
+        "call arguments",
         "every argument of the code was passed in a call",
         repeatability.check_arguments,
     ),

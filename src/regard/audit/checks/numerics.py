@@ -126,12 +126,12 @@ def _is_mask(x: Tensor, T: int) -> bool:
     if x.ndim < 2 or not x.shape[-1] == x.shape[-2] >= T:
         return False
     later = torch.ones(x.shape[-2:], dtype=torch.bool).triu(1)
-    hidden, seen = x[..., :1, 1:2], x[..., :1, :1]
+    hidden, visible = x[..., :1, 1:2], x[..., :1, :1]
     return (
-        bool((hidden != seen).all())
-        and bool(((x == hidden) | (x == seen)).all())
+        bool((hidden != visible).all())
+        and bool(((x == hidden) | (x == visible)).all())
         and bool((x[..., 1:, 1:] == x[..., :-1, :-1]).all())
-        and bool((x[..., 1:, :1][..., :1, :] == seen).all())
+        and bool((x[..., 1:, :1][..., :1, :] == visible).all())
         and bool((torch.where(later, x, hidden) == hidden).all())
     )
 
