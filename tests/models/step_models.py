@@ -34,6 +34,7 @@ from regard.nn.linear import Linear
 from regard.ops.jit import openmp
 from regard.positions import LinearScaling, Rotary
 from tests.models import small
+from tests.rules import InOrders, in_orders
 
 M, V, F = 128, 300, 136
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -138,6 +139,11 @@ def decode(
         for t in range(prompt, T):
             out.append(decoder(ids[:, t : t + 1], caches=caches, backend=backend))
     return torch.cat(out, 1), caches
+
+
+def plain_logits(decoder: Decoder, ids: Tensor, prompt: int) -> InOrders[Tensor]:
+    """What the modules compute of each token after the prompt, in several orders of the sums."""
+    return in_orders(lambda: decode(decoder, ids, prompt, backend="reference")[0])
 
 
 def prompted(decoder: Decoder, kind: str = "growing") -> list[Cache]:

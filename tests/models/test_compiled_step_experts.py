@@ -32,6 +32,7 @@ from tests.models.step_models import (
     counted_steps,
     decode,
     llama,
+    plain_logits,
     prompted,
 )
 from tests.models.test_compiled_step_stored import in_double, in_few_bits
@@ -79,7 +80,7 @@ def test_the_step_equals_the_modules(kind: str, dtype: torch.dtype, steps: list[
     decoder = llama(network=KINDS[kind], sink=kind == "gpt-oss").to(dtype)
     found, _ = decode(decoder, IDS, 9)
     assert len(steps) == 5
-    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    plain = plain_logits(decoder, IDS, 9)
     exact, _ = decode(copy.deepcopy(decoder).double(), IDS, 9, backend="reference")
     assert len(steps) == 5
     assert_close_rule(found, plain, exact)
@@ -132,7 +133,7 @@ def test_stored_experts(
     decoder = in_few_bits(decoder, form.quantize, form.quantize, None, form.quantize, None)
     found, _ = decode(decoder, IDS, 9)
     assert len(steps) == 5
-    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    plain = plain_logits(decoder, IDS, 9)
     exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
     assert_close_rule(found, plain, exact)
 
@@ -156,7 +157,7 @@ def test_dense_layers_and_mixtures_in_one_decoder(steps: list[int]) -> None:
     decoder = llama(network=lambda: next(networks), layers=5)
     found, _ = decode(decoder, IDS, 9)
     assert len(steps) == 5
-    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    plain = plain_logits(decoder, IDS, 9)
     exact, _ = decode(copy.deepcopy(decoder).double(), IDS, 9, backend="reference")
     assert_close_rule(found, plain, exact)
 

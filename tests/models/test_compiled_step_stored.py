@@ -34,6 +34,7 @@ from tests.models.step_models import (
     counted_steps,
     decode,
     llama,
+    plain_logits,
     prompted,
 )
 from tests.rules import assert_close_rule
@@ -97,7 +98,7 @@ def test_the_step_equals_the_modules(
     decoder = in_few_bits(llama(**KINDS[kind]).to(dtype), STORE[form])  # type: ignore[arg-type]
     found, _ = decode(decoder, IDS, 9)
     assert len(steps) == 4
-    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    plain = plain_logits(decoder, IDS, 9)
     exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
     assert len(steps) == 4
     assert_close_rule(found, plain, exact)
@@ -133,7 +134,7 @@ def test_stored_and_plain_layers_mix(threads: int, steps: list[int]) -> None:
         found, caches = decode(decoder, IDS, 9)
     finally:
         torch.set_num_threads(before)
-    plain, _ = decode(decoder, IDS, 9, backend="reference")
+    plain = plain_logits(decoder, IDS, 9)
     exact, _ = decode(in_double(decoder), IDS, 9, backend="reference")
     assert len(steps) == 4
     assert_close_rule(found, plain, exact)

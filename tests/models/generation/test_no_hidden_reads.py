@@ -5,6 +5,7 @@ on a pretended device, whose numbers are those of the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -111,10 +112,10 @@ def assert_steps_read_nothing(
 ) -> None:
     config = config.with_capacity(PROMPT, STEPS)
     with torch.inference_mode():
-        plain = _on_cpu(make(), config, padded=padded)
+        plain = partial(_on_cpu, make(), config, padded=padded)
         exact = _on_cpu(make().double(), config, padded=padded)
         found = _on_device(make(), config, padded=padded)
-    assert_close_rule(found, plain, exact)
+        assert_close_rule(found, plain, exact)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -138,11 +139,11 @@ def test_a_mixture_of_experts_reads_once(name: str, mixtures: int) -> None:
     """
     config = CacheConfig()
     with torch.inference_mode():
-        plain = _on_cpu(_family(name), config, padded=True)
+        plain = partial(_on_cpu, _family(name), config, padded=True)
         exact = _on_cpu(_family(name).double(), config, padded=True)
         found: list[str] = []
         logits = _on_device(_family(name), config, padded=True, found=found)
-    assert_close_rule(logits, plain, exact)
+        assert_close_rule(logits, plain, exact)
     assert len(found) == mixtures * STEPS
     assert all("feed_forward.py" in where for where in found)
 
@@ -154,14 +155,14 @@ def test_stacked_experts_read_nothing(name: str, mixtures: int) -> None:
     stacked: list[int] = []
     config = CacheConfig()
     with torch.inference_mode():
-        plain = _on_cpu(_family(name), config, padded=True)
+        plain = partial(_on_cpu, _family(name), config, padded=True)
         exact = _on_cpu(_family(name).double(), config, padded=True)
         found: list[str] = []
         logits = _on_device(
             _family(name), config, padded=True, found=found,
             prepare=lambda network: stacked.append(stack_experts(network)),
         )  # fmt: skip
-    assert_close_rule(logits, plain, exact)
+        assert_close_rule(logits, plain, exact)
     assert stacked[0] >= mixtures > -1
     assert found == []
 
