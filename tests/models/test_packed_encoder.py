@@ -118,13 +118,16 @@ def test_what_runs_the_network_as_it_is_written() -> None:
     assert why_not_packed_encoder(encoder) == "gradients are enabled: use torch.no_grad()"
     calls: list[int] = []
     hook = encoder.layers[1].register_forward_hook(lambda *_: calls.append(1))
-    assert model.why_not_packed() == "layers.1 has a forward hook"
+    assert model.why_not_packed() == "layers.1: Block has a hook"
     assert torch.allclose(model.embed(TEXTS), vectors, atol=1e-6)
     assert calls, "the hook was called"
     hook.remove()
     hook = network.register_forward_hook(lambda *_: None)
-    assert "network has a forward hook" in str(model.why_not_packed())
+    assert "HeadedEncoder has a hook" in str(model.why_not_packed())
     hook.remove()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.LayerNorm, "forward", lambda self, x: x)
+        assert "LayerNorm.forward was replaced" in str(model.why_not_packed())
     with regard.Trace("z") as trace:
         assert "a trace is open" in str(model.why_not_packed())
         model.embed(TEXTS)

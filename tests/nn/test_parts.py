@@ -4,11 +4,14 @@ same: hooks, parametrizations, replaced parts and compiled graphs work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 from regard.nn import Block, HeadProjection, PreNorm, RMSNorm, SwiGLU
@@ -75,11 +78,35 @@ def test_a_hook_on_every_part_is_called() -> None:
     assert not silent
 
 
+PATCHED = [
+    (nn.SiLU, lambda: SwiGLU(8, 16)),
+    (nn.Identity, lambda: partial(HeadProjection(8, 2, 4), positions=None)),
+]
+
+
 def test_a_hook_on_the_flat_part_changes_the_heads() -> None:
     heads, x = HeadProjection(8, 2, 4), torch.randn(1, 3, 8)
     before = heads(x, None)
     heads.flat.register_forward_hook(lambda _module, _args, y: 2 * y)
     assert torch.allclose(heads(x, None), 2 * before)
+
+
+@pytest.mark.parametrize(("kind", "make"), PATCHED, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_patched_class_is_called_where_faster_code_stands_for_it(
+    kind: type[nn.Module],
+    make: Callable[[], Callable[[Tensor], Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, x = make(), torch.randn(1, 3, 8)
+    before = module(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "forward", lambda _self, x: 0 * x)
+        assert not module(x).any()
+    assert torch.equal(module(x), before)
+    handle = register_module_forward_hook(lambda part, _, y: 0 * y if type(part) is kind else y)
+    assert not module(x).any()
+    handle.remove()
+    assert torch.equal(module(x), before)
 
 
 def test_replaced_parts_are_used() -> None:

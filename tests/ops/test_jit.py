@@ -329,7 +329,7 @@ def test_what_is_missing_or_too_long_is_an_error() -> None:
 
 def test_compiled_code_reads_the_same_record() -> None:
     small = StructLayout(
-        IntField("n"), FloatField("x"), ArrayField("a", torch.float32), IntField("out")
+        IntField("n"), FloatField("x"), ArrayField("a", torch.float64), IntField("out")
     )
     RECORD = small.dtype
 

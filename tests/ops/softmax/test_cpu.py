@@ -267,7 +267,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("has no gradient", {"q": q.clone().requires_grad_()}),
         ("no dropout", {"dropout": 0.5}),
-        ("no torch.float64", {"q": q.double(), "k": k.double(), "v": v.double()}),
+        ("no float64", {"q": q.double(), "k": k.double(), "v": v.double()}),
         (
             "17 queries, and 51 rows (H/G T) per key/value head; the limits are 16 and 64",
             {"q": torch.randn(2, 6, 17, 40)},

@@ -33,7 +33,9 @@ class SourceStamps:
 
     def __init__(self, package: str, folder: Path) -> None:
         name = re.escape(package.encode())
-        self._named = re.compile(name + rb"(?:\.(?P<one>\w+)| import \(?(?P<several>[\w\s,]+))")
+        # the names of an import end with its line, unless they stand in parentheses
+        several = rb" import (?P<several>\([\w\s,]+|[\w ,]+)"
+        self._named = re.compile(name + rb"(?:\.(?P<one>\w+)|" + several + rb")")
         self._folder = folder
         self._sources: dict[str, bytes] = {}
 
