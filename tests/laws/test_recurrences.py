@@ -1,4 +1,4 @@
-"""Laws of the recurrences: relations between calls that hold for every public one, in every form."""
+"""Laws of the recurrences: relations between calls that hold for every one, in every form."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CUT, SIZE = 9, 32
 SIZES = {"B": 1, "H": 2, "G": 2, "N": 2, "T": 40, "S": 40, "D": 32, "E": 5, "n": 2, "m": 6,
     "c": 8, "1": 1,
 }  # fmt: skip
-UNIT, FRACTION, OPTIONS = ("k", "a", "c"), ("beta", "step", "decay"), {"segment": 8, "backend": "reference"}
+UNIT, FRACTION = ("k", "a", "c"), ("beta", "step", "decay")
+OPTIONS = {"segment": 8, "backend": "reference"}
 
 
 class Recurrence:
@@ -88,7 +89,9 @@ def recurrences() -> Iterator[tuple[str, Recurrence]]:
             for choice in itertools.product(*shapes.values()):
                 letters = {key: x.split() for key, x in zip(shapes, choice, strict=True) if x}
                 several = [
-                    f"{key}[{len(x)}]" + "1" * (x[-1] == "1") for key, x in letters.items() if len(shapes[key]) > 1
+                    f"{key}[{len(x)}]" + "1" * (x[-1] == "1")
+                    for key, x in letters.items()
+                    if len(shapes[key]) > 1
                 ]
                 yield " ".join([name, *several]), Recurrence(call, letters)
 

@@ -219,7 +219,9 @@ def test_decoding_with_a_file_is_one_pass() -> None:
 
 @pytest.mark.full(keep=["trace-gqa", "export-top_k", "trace-longformer", "export-mlra"])
 @pytest.mark.parametrize("name", MIXERS)
-@pytest.mark.parametrize("recorder", ["torch.jit.trace", "torch.onnx.export"], ids=["trace", "export"])
+@pytest.mark.parametrize(
+    "recorder", ["torch.jit.trace", "torch.onnx.export"], ids=["trace", "export"]
+)
 def test_a_recorded_graph_serves_every_length_or_is_refused(recorder: str, name: str) -> None:
     """Whatever the length of the sample is; recurrences once returned as many rows as it had."""
     module = example(MIXERS[name], dtype=torch.float32).requires_grad_(requires_grad=False)

@@ -153,9 +153,7 @@ def chunked(
     return out, state + bad[..., -1:, :]
 
 
-def _query_weights(
-    q: Tensor, k: Tensor, g: Tensor | None, bad: Tensor
-) -> tuple[Tensor, Tensor]:
+def _query_weights(q: Tensor, k: Tensor, g: Tensor | None, bad: Tensor) -> tuple[Tensor, Tensor]:
     """Return the finite part of the weights `[B, G, P, n, R*C, C]` of the queries `[B, G, P, n, R,
     C, D]` for keys `[B, G, P, n, C, D]`, and `bad` with NaN for the queries whose weights are not
     finite, `[B, G, P, n, R, C, 1]`.
