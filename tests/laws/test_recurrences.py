@@ -1,4 +1,4 @@
-"""Laws of the recurrences: relations between calls that hold for every public one, in every form."""
+"""Laws of the recurrences: relations between calls that hold for every one, in every form."""
 
 from __future__ import annotations
 
@@ -20,11 +20,8 @@ CUT, SIZE = 9, 32
 SIZES = {"B": 1, "H": 2, "G": 2, "N": 2, "T": 40, "S": 40, "D": 32, "E": 5, "n": 2, "m": 6,
     "c": 8, "1": 1,
 }  # fmt: skip
-UNIT, FRACTION, OPTIONS = (
-    ("k", "a", "c"),
-    ("beta", "step", "decay"),
-    {"segment": 8, "backend": "reference"},
-)
+UNIT, FRACTION = ("k", "a", "c"), ("beta", "step", "decay")
+OPTIONS = {"segment": 8, "backend": "reference"}
 
 
 class Recurrence:

@@ -63,6 +63,14 @@ def assert_within_reach(mask: Mask, rule: Callable[[int, int, int, int], bool]) 
                 assert not any(rule(q, k, b, h) for b in range(B) for h in range(H)), (q, k, bound)
 
 
+def assert_is_causal_from(mask: Mask, rule: Callable[[int, int, int, int], bool]) -> None:
+    """From the position that the mask says, no query sees a later key."""
+    first = mask.causal_from()
+    for k in range(FAR if first is None else min(first, FAR), FAR):
+        for q in range(k):
+            assert not any(rule(q, k, b, h) for b in range(B) for h in range(H)), (q, k, first)
+
+
 def assert_reads_what_it_prints(mask: Mask) -> None:
     """Text is read back as the mask, where text can name it and every mask in it."""
     named = parsable_masks()
@@ -149,6 +157,9 @@ def assert_mask(case: Case) -> None:
     assert_within_reach(mask, rule)
     assert_within_reach(mask & causal, lambda q, k, b, h: rule(q, k, b, h) and k <= q)
     assert_within_reach(sinks | mask, lambda q, k, b, h: rule(q, k, b, h) or k < 2)
+    assert_is_causal_from(mask, rule)
+    assert_is_causal_from(mask & causal, lambda q, k, b, h: rule(q, k, b, h) and k <= q)
+    assert_is_causal_from(sinks | mask, lambda q, k, b, h: rule(q, k, b, h) or k < 2)
     assert_reads_what_it_prints(mask)
     assert_is_what_its_data_says(mask)
     assert_can_be_kept_if_static(mask)
@@ -265,6 +276,7 @@ def test_right_toys_pass(toys: types.ModuleType) -> None:
         "intervals",
         "tiles",
         "reach",
+        "causal from",
         "data",
         "static",
         "copies",
@@ -280,7 +292,7 @@ def test_a_mask_that_breaks_a_promise_is_caught(promise: str, toys: types.Module
 
 
 def test_every_wrong_toy_is_tried(toys: types.ModuleType) -> None:
-    assert len(toys.WRONG) == 11
+    assert len(toys.WRONG) == 12
 
 
 def test_a_toy_is_known_by_name_and_forgotten_again(toys: types.ModuleType) -> None:

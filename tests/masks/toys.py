@@ -151,6 +151,14 @@ class WrongWords(First):
         return masks.Refusal("no", "never", "it")  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, eq=False)
+class WrongCausal(First):
+    """Says that no later key is visible."""
+
+    def causal_from(self) -> int:
+        return 0
+
+
 def _stripes(q: int, k: int, b: int, h: int) -> bool:
     return k % 3 == 0
 
@@ -166,6 +174,7 @@ WRONG = {
     "intervals": Case(WrongIntervals(4), _first),
     "tiles": Case(WrongTiles(3), _stripes),
     "reach": Case(WrongReach(4), _first),
+    "causal from": Case(WrongCausal(4), _first),
     "data": Case(WrongData(4, 1), _first),
     "static": Case(WrongStatic(4, TABLE), _first),
     "copies": Case(WrongCopies(4, TABLE), _first),

@@ -313,7 +313,6 @@ class AltUpBlock(Block):
         x: Float[Tensor, "B T W"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T W"]:
         """Apply the block to a state [B, T, n M + L P]; the arguments are those of `Block`."""

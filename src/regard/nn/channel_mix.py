@@ -132,7 +132,6 @@ class TwoMixerBlock(Block):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """Apply both mechanisms to hidden states [B,T,M], each with its part of the cache."""

@@ -50,7 +50,6 @@ class MixerBlock(Block):
         x: Float[Tensor, "B T M"],
         positions: Positions | None = None,
         cache: Cache | None = None,
-        *,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
         """Apply the mechanism to hidden states [B,T,M] and add its output."""

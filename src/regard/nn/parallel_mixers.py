@@ -73,10 +73,8 @@ class ParallelMixers(Mixer):
                     f"{name} has {plural(len(scales), 'number')} for "
                     f"{plural(len(mixers), 'mechanism')}; give one for each"
                 )
-        refusals = [
-            mixer.recording_refusal for mixer in mixers if mixer.recording_refusal is not None
-        ]
-        self.recording_refusal = refusals[0] if refusals else None
+        reasons = (mixer.recording_refusal for mixer in mixers)
+        self.recording_refusal = next((x for x in reasons if x is not None), None)
 
     @property
     def static_step_refusal(self) -> str | None:

@@ -103,9 +103,9 @@ class StreamingAttention(Attention):
             )
         if is_jit_tracing():
             raise ArgumentError(
-                "torch.jit.trace or torch.onnx.export(dynamo=False) was given a StreamingAttention, "
-                "whose sinks are cut from the keys by a number that depends on the length: use "
-                "torch.export.export, or dynamo=True"
+                "torch.jit.trace or torch.onnx.export(dynamo=False) was given a "
+                "StreamingAttention, whose sinks are cut from the keys by a number that depends on "
+                "the length: use torch.export.export, or dynamo=True"
             )
         evicted = self._evicted(q, positions)
         if evicted is None:

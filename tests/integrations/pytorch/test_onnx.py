@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from regard.biases import T5Relative
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.integrations.pytorch import WithPast
 from regard.masks import Causal, Chunk, Dilated, Document, Padding, Window
+from regard.nn import Block, PreNorm, RMSNorm, SwiGLU
 from regard.nn.variants import VARIANTS
 from tests.integrations.pytorch.matrix.things import Thing, layer, outputs, randn
 from tests.integrations.pytorch.matrix.transforms import (
@@ -26,7 +28,7 @@ from tests.integrations.pytorch.matrix.transforms import (
     refusal,
     traced_onnx_file,
 )
-from tests.nn.catalogue import example
+from tests.nn.catalogue import MIXERS, example, randomise
 from tests.rules import assert_close_rule
 
 onnx = pytest.importorskip("onnx")
@@ -147,18 +149,29 @@ PAST = (
     *("sliding_window", "mla", "learned_sink", "streaming", "differential", "alibi", "gpt", "t5"),
     *("tpa", "mfa", "gta", "grouped_latent", "mlra"),
 )
-LAYERS = (
-    *("longformer", "packed", "prefix_lm", "chunked", "bigbird", "softcap", "gated"),
-    *("exclusive", "shared_kv", "mrope", "position_temperature"),
-    *("cable", "deberta", "fire", "forgetting", "kerple"),
-    *("relative_logits", "selective", "shaw", "signed_softmax", "transformer_xl"),
-)
-REMAPPED = ("dual_chunk", "lm_infinite")
-"""Mechanisms of several calls with other rotations."""
-SCORED = ("sigmoid_attention", "relu_attention", "entmax", "scalable_softmax")
-"""Mechanisms with a score rule."""
-NOT_WRITTEN = ("softpick", "stick_breaking", "talking_heads", "top_k", "cope", "path")
-"""Score rules with operations that the tracing exporter of torch cannot write."""
+SAMPLES = (1, 2, 7, 24, 40)
+LENGTHS = (1, 2, 3, 24, 41, 64)
+FAR = (*LENGTHS, 130, 300)
+
+
+def recorded(module: nn.Module, sample: int, recorder: str) -> Callable[..., Any]:
+    """The graph of one of the recorders that see no conditions, for a sample of some tokens."""
+    args = (randn(2, sample, 32),)
+    if recorder == "torch.onnx.export":
+        return onnx_session(traced_onnx_file(module, args, ((1, "T"),)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        traced: Callable[..., Any] = torch.jit.trace(module, args, check_trace=False)
+    return traced
+
+
+def refused_by_name(name: str, recorder: str) -> bool:
+    """Whether the mechanism computes by what a graph cannot hold, which its parts say."""
+    module = VARIANTS[name].example()
+    computes_in_python = any(getattr(x, "recording_refusal", None) for x in module.modules())
+    others = ("streaming", "dynamic_mask", "talking_heads")
+    return computes_in_python or name in others or (name == "path" and "onnx" in recorder)
 
 
 def with_past(name: str) -> Thing:
@@ -204,36 +217,22 @@ def test_decoding_with_a_file_is_one_pass() -> None:
     assert [part.shape[2] for part in past] == [9, 9]
 
 
-@pytest.mark.full(keep=3)
-@pytest.mark.parametrize("name", [*(x for x in LAYERS if x != "longformer"), *SCORED])
-def test_layers_without_a_past(name: str) -> None:
-    module = example(VARIANTS[name], dtype=torch.float32)
-    thing = Thing(name, lambda: module, lambda n: (randn(2, n, 32),), ((1, "T"),), layer=True)
-    file = file_of(module, thing.inputs(6), 1, dynamo=False)
-    assert_follows(thing, onnx_session(file), (1, 6, 19, 40))
-
-
-@pytest.mark.full(keep=1)
-@pytest.mark.parametrize("name", NOT_WRITTEN)
-def test_operations_that_cannot_be_written_raise_an_error(name: str) -> None:
-    module = example(VARIANTS[name], dtype=torch.float32).eval()
-    with pytest.raises((RuntimeError, ArgumentError)):
-        file_of(module, (randn(2, 6, 32),), 1, dynamo=False)
-
-
-REFUSED = (
-    *("infini", "infini_delta", "longformer", "nsa", "moba", "dsa", "quest", "msa"),
-    *("h2o", "tova", "snapkv", "key_norm", "keydiff", "adakv", "expected_attention"),
-    *(name for name, entry in VARIANTS.items() if entry.family == "linear"),
+@pytest.mark.full(keep=["trace-gqa", "export-top_k", "trace-longformer", "export-mlra"])
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize(
+    "recorder", ["torch.jit.trace", "torch.onnx.export"], ids=["trace", "export"]
 )
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_depends_on_the_length_is_refused(name: str) -> None:
-    module = VARIANTS[name].example()
-    message = rf"was given a {type(module).__name__}, which .*: the file would be wrong"
-    with pytest.raises(ArgumentError, match=message):
-        traced_onnx_file(module, (randn(2, 6, 32),), ((1, "T"),))
+def test_a_recorded_graph_serves_every_length_or_is_refused(recorder: str, name: str) -> None:
+    """Whatever the length of the sample is; recurrences once returned as many rows as it had."""
+    module = example(MIXERS[name], dtype=torch.float32).requires_grad_(requires_grad=False)
+    lengths = LENGTHS if name == "bigbird" else FAR  # it has 64 positions
+    thing = Thing(name, lambda: module, lambda n: (randn(2, n, 32),), ((1, "T"),), layer=True)
+    for sample in SAMPLES:
+        if refused_by_name(name, recorder):
+            with pytest.raises(ArgumentError, match=rf"{recorder}.* was given a \w+, which|whose"):
+                recorded(module, sample, recorder)
+            continue
+        assert_follows(thing, recorded(module, sample, recorder), lengths)
 
 
 @pytest.mark.full
@@ -258,37 +257,18 @@ def test_additive_attention_is_refused() -> None:
         traced_onnx_file(Both(), (randn(2, 6, 32), randn(2, 5, 32)), ((1, "T"), (1, "S")))
 
 
-def test_a_selection_by_a_bias_of_the_tokens_is_refused() -> None:
-    module = VARIANTS["dynamic_mask"].example()
-    with pytest.raises(ArgumentError, match="was given a DynamicMaskProjection, which selects"):
-        traced_onnx_file(module, (randn(2, 6, 32),), ((1, "T"),))
+def test_a_block_serves_all_lengths() -> None:
+    norms = PreNorm(RMSNorm(32)), PreNorm(RMSNorm(32))
+    block = randomise(Block(layer(), SwiGLU(32, 48), *norms), 0).eval()
+    run = onnx_session(traced_onnx_file(block, (randn(2, 2, 32),), ((1, "T"),)))
+    assert_same_calls(block, run, [(randn(2, n, 32),) for n in (1, 9, 40)])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", REMAPPED)
-def test_parts_with_other_rotations(name: str) -> None:
-    module = example(VARIANTS[name], dtype=torch.float32)
-    wide = copy.deepcopy(module).double()
-    run = onnx_session(traced_onnx_file(module, (randn(2, 8, 32),), ((1, "T"),)))
-    for n in (1, 4, 19):
-        x = randn(2, n, 32)
-        with torch.no_grad():
-            assert_close_rule(run(x)[0], [module(x)], wide(x.double()), what=name)
-
-
-def test_the_catalogue_is_served_or_refused() -> None:
-    """Every mechanism is in a test of this file or of the tables, or cannot cache."""
-    named = {*PAST, *LAYERS, *REMAPPED, *SCORED, *NOT_WRITTEN, *REFUSED}
-    named |= {"gqa", "bahdanau", "dynamic_mask"}
-    alike = {  # the same class with another option
-        "cross_attention", "luong", "local_global", "dilated", "sparse_strided", "sparse_fixed",
-        "weightless", "single_head", "causal", "mha", "mha_per_head", "mqa", "qk_norm",
-        "qk_norm_after_rotary", "qk_norm_flat",
-        "nope", "irope", "head_gate", "softplus_gate", "biased_gate", "differential_v2",
-        "value_norm", "value_residual", "keys_as_values", "clip_qkv", "l2_clip", "ngpt", "rope_2d",
-        "self_extend", "rerope",
-    }  # fmt: skip
-    assert set(VARIANTS) == named | alike
+def test_the_new_exporter_keeps_no_length_of_a_selection() -> None:
+    module = example(VARIANTS["top_k"], dtype=torch.float32)
+    run = onnx_session(file_of(module, (randn(2, 2, 32),), 1, dynamo=True))
+    assert_same_calls(module, run, [(randn(2, n, 32),) for n in (1, 9, 40)])
 
 
 # WithPast

@@ -1,4 +1,4 @@
-"""Products over the tokens of a chunk in which a number that is not finite reaches no earlier token.
+"""Products over a chunk of tokens in which what is not finite reaches no earlier token.
 
 A matrix product multiplies what a triangular matrix hides by 0, and 0 times infinity is NaN: so a
 token whose numbers overflow would change the tokens before it, and its zero gradient would change

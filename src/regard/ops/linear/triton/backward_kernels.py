@@ -134,7 +134,8 @@ def gradients_of_inputs(
     q_b, q_h, q_t, k_b, k_h, k_t, u_b, u_h, u_t, g_b, g_h, g_t, o_b, o_h, o_t,
     O, N, T, chunks, shared_keys, shared_queries, partial, scale,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr,
-    DECAY: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    DECAY: tl.constexpr, DELTA: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of BD channels of the queries, for each output, and of keys and decays, for
     each state; of one decay for all channels, a part for each block of channels.
@@ -156,7 +157,9 @@ def gradients_of_inputs(
     of_state = tl.zeros([BD], tl.float32)
     for first in range(0, E, BE):
         e = first + tl.arange(0, BE)
-        u = finite_or_zero(load_rows(u_rows, u_t, t, T, e, E))
+        u = load_rows(u_rows, u_t, t, T, e, E)
+        if not DELTA:
+            u = finite_or_zero(u)
         d_S = load_rows(d_states_ptr + state, E, d, D, e, E)
         d_k = tl.dot(u, tl.trans(d_S), d_k, input_precision=PRECISION)
         if DECAY:

@@ -164,7 +164,7 @@ def backward_launches(
         *_strides(q, k, forward.updates, g, d_out), *heads, B * N * T, call.scale,
     )  # fmt: skip
     grid, options = (chunks * B * N, blocks), _without(gradients, "BLOCK_D")
-    launches.append(Launch(gradients_of_inputs, grid, args, options))
+    launches.append(Launch(gradients_of_inputs, grid, args, {**options, "DELTA": delta}))
     if not delta:
         results = RecurrenceGradients(d_q, d_k, d_updates, None, d_g, d_first)
         return launches, results
