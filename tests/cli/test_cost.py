@@ -55,7 +55,7 @@ def test_the_keys_of_json(name: str, capsys: pytest.CaptureFixture[str]) -> None
         source = report if hasattr(report, key) else report.model
         assert told[key] == getattr(source, key), key
     assert sum(part["parameters"] for part in told["parts"].values()) == told["parameters"]
-    assert sum(part["active"] for part in told["parts"].values()) == told["active_parameters"]
+    assert sum(part["active_parameters"] for part in told["parts"].values()) == told["active_parameters"]
     assert told["parts"]["attention"]["parameters"] == told["attention_parameters"]
 
 

@@ -31,7 +31,7 @@ from regard.nn.stored import (
     stored_modules,
 )
 from regard.ops.stored_weights import Int8Weight
-from tests.rules import assert_close_rule, in_both_orders
+from tests.rules import assert_close_rule, in_orders
 
 IDS = torch.arange(3, 40)[None]
 
@@ -183,7 +183,7 @@ def test_the_dtype_of_a_model_is_that_of_its_products(form: str, dtype: torch.dt
     for vectors in (1, 20):
         x = torch.randn(vectors, 128).to(dtype)
         exact = F.linear(x.double(), weight, layer.bias.double())
-        plains = in_both_orders(lambda x=x: F.linear(x, weight.to(dtype), layer.bias))
+        plains = in_orders(lambda x=x: F.linear(x, weight.to(dtype), layer.bias))
         assert_close_rule(layer(x), plains, exact)
     assert count_weights(both).biases == 96
     assert count_parameters(both) == 96 * 128 + 96
