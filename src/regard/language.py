@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import NamedTuple
 
 from regard.errors import ArgumentError
@@ -37,6 +39,8 @@ HINT = "hint"
 """The placeholder of a suggestion such as "; did you mean 'window'?", or of a full stop."""
 
 _language: ContextVar[str] = ContextVar("language", default="en")
+_added: list[Path] = []
+"""The folders of `add_texts`."""
 _SUGGESTION = re.compile(r"(?:; did|\. Did) you mean ((?:(?!\?).)+)\?", re.DOTALL)
 _MARK = "\x01"
 """Stands for the suggestion while a message is translated."""
@@ -134,7 +138,21 @@ def catalogue(package: str, lang: str) -> Mapping[str, str]:
     >>> catalogue("regard.view.report", "en")["cell.title"]
     'Explain one cell'
     """
-    folder = resources.files(package) / "strings"
+    return _read(resources.files(package) / "strings", lang)
+
+
+def add_texts(folder: Path) -> None:
+    """Let `translate` also find the texts of a program that stands outside of the package.
+
+    Args:
+        folder: a folder such as `strings` of a package, see `catalogue`.
+    """
+    if folder not in _added:
+        _added.append(folder)
+
+
+def _read(folder: Traversable, lang: str) -> dict[str, str]:
+    """Return the texts of a folder `strings` in a language."""
     files = [folder / f"{check_language(lang)}.json"]
     if not files[0].is_file():
         files = sorted((folder / lang).iterdir(), key=lambda file: file.name)
@@ -223,14 +241,23 @@ class _Pattern(NamedTuple):
 
 
 def _texts() -> Mapping[str, str]:
-    return catalogue("regard", language())
+    """Return the texts of the commands and of the added folders in the current language."""
+    return _all_texts(language(), *_added)
+
+
+@cache
+def _all_texts(lang: str, *added: Path) -> Mapping[str, str]:
+    texts = dict(catalogue("regard", lang))
+    for folder in added:
+        texts |= _read(folder, lang)
+    return texts
 
 
 def _translate_fixed(message: str) -> str:
     texts = _texts()
     if message in texts or not re.search("[a-z]{2}", message):
         return texts.get(message, message)
-    for _, fixed, pattern, names, text in _patterns(language()):
+    for _, fixed, pattern, names, text in _patterns(language(), *_added):
         if not all(part in message for part in fixed):
             continue
         match = re.fullmatch(pattern, message, re.DOTALL)
@@ -250,10 +277,10 @@ def _fill(text: str, values: Mapping[str, str]) -> str:
 
 
 @cache
-def _patterns(lang: str) -> list[_Pattern]:
+def _patterns(lang: str, *added: Path) -> list[_Pattern]:
     """Return the texts with placeholders, those with the most fixed characters first."""
     patterns: list[_Pattern] = []
-    for key, text in catalogue("regard", lang).items():
+    for key, text in _all_texts(lang, *added).items():
         parts = PLACEHOLDER.split(key)
         if len(parts) == 1:
             continue

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.figures import FIGURE_FILES
+from docs.figures import FIGURE_FILES
 from tests.docs.test_docs import BLOCK
 from tests.docs.test_seeds import IDS, anchors, is_command, is_whole_command
 

@@ -22,7 +22,7 @@ from typing import get_args
 import typer
 
 import regard
-from regard import figures
+from docs import figures
 from regard.audit import FAULTS
 from regard.bench.cases import CASES
 from regard.bench.render import COLUMNS
@@ -41,6 +41,7 @@ from regard.train.tasks import TASKS
 from regard.view import attention_diagram, cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
+FIGURES = Path(figures.__file__)
 NOT_MET = {
     "integrations/pytorch": "a program calls it",
     "models/step_reader.py": "why_not gives these reasons to a program",
@@ -137,7 +138,6 @@ def data_texts() -> Iterator[str]:
     yield from STEP_NAMES
     yield from AXES
     yield from (name for name, _ in attention_diagram.HEAD)
-    yield from (*figures.ANIMALS, *figures.FOODS)
     yield from (entry.meaning for entry in GLOSSARY.values())
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())
@@ -148,7 +148,7 @@ def data_texts() -> Iterator[str]:
     yield from (title for title in titles if title)
 
 
-def _files(*places: str) -> Iterator[Path]:
+def _files(*places: str | Path) -> Iterator[Path]:
     for place in places:
         path = PACKAGE / place
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -160,11 +160,17 @@ def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
-def translated_calls() -> Iterator[tuple[str, tuple[str, ...]]]:
+def outside_texts() -> Iterator[str]:
+    """Yield the texts of the programs outside of the package, whose Chinese stands beside them."""
+    yield from (text for text, _ in translated_calls(FIGURES))
+    yield from (*figures.ANIMALS, *figures.FOODS)
+
+
+def translated_calls(*places: str | Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the text of every call of `translate` and `translate_styled` with the names of its
     values, and `{n} noun` of every call of `translate_count`.
     """
-    for path in _files("."):
+    for path in _files(*(places or ["."])):
         source = path.read_text("utf-8")
         if "translate" not in source or path.name == "language.py":
             continue

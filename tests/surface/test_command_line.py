@@ -31,8 +31,6 @@ PROGRAMS = [
     ),
 ]
 """Everything that `python -m` runs."""
-SLOW = ("regard.figures",)
-"""Programs that print only after a minute of work."""
 PRINTED = {
     "audit": ["--list"],
     "bench": ["--list"],
@@ -188,7 +186,7 @@ def test_a_mistyped_model_comes_before_options_that_do_not_fit(
 
 
 @pytest.mark.full(keep=["regard.notation"])  # it starts without torch
-@pytest.mark.parametrize("program", [x for x in PROGRAMS if x not in SLOW])
+@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
 def test_a_reader_that_leaves_is_no_failure(program: str) -> None:
     arguments = ["--help"] if program in ("regard", "regard.train.chinese_text") else []

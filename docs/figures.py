@@ -1,5 +1,5 @@
-"""The figures of the documentation, computed by the library: `python -m regard.figures FOLDER`,
-with labels in English, or with `--lang zh` in Chinese.
+"""The figures of the documentation, computed by the library: `python docs/figures.py FOLDER`, with
+labels in English, or with `--lang zh` in Chinese.
 
 A figure is a function without arguments in `FIGURES`; its name is the name of the file. They are
 the pictures of the course in docs/learn, in the order of its chapters. The first ones show six
@@ -23,6 +23,7 @@ from regard.cost import CostReport, Setting, model_of
 from regard.errors import RegardError
 from regard.language import (
     LANGUAGES,
+    add_texts,
     language_of_locale,
     translate,
     translate_count,
@@ -35,6 +36,8 @@ from regard.view import attention_diagram, charts
 from regard.view.charts import Chart, Line, Picture
 from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure, MaskPanels
 from regard.view.heatmaps import EffectMap, HeadWeights
+
+add_texts(Path(__file__).with_name("strings"))
 
 WORDS = ("Your", "journey", "starts", "with", "one", "step")
 EMBEDDINGS = (
@@ -323,7 +326,7 @@ def figure_texts() -> dict[str, str]:
     return diagrams | {f"{name}.svg": charts.svg(make()) for name, make in FIGURES.items()}
 
 
-USAGE = f"usage: python -m regard.figures FOLDER [--lang {'|'.join(LANGUAGES)}]; FOLDER must exist"
+USAGE = f"usage: python docs/figures.py FOLDER [--lang {'|'.join(LANGUAGES)}]; FOLDER must exist"
 
 
 def _arguments(arguments: list[str]) -> tuple[Path | None, str]:
