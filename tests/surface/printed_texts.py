@@ -21,12 +21,13 @@ from typing import get_args
 
 import typer
 
+import experiments
 import regard
 from docs import figures
+from experiments.claim import VERDICTS, Role
 from regard.audit import FAULTS
 from regard.bench.cases import CASES
 from regard.bench.render import COLUMNS
-from regard.claims.claim import VERDICTS, Role
 from regard.cli import COMMANDS
 from regard.cli import app as application
 from regard.cli.audit import COUNTS
@@ -42,6 +43,7 @@ from regard.view import attention_diagram, cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
 FIGURES = Path(figures.__file__)
+EXPERIMENTS = Path(experiments.__file__).parent
 NOT_MET = {
     "integrations/pytorch": "a program calls it",
     "models/step_reader.py": "why_not gives these reasons to a program",
@@ -55,7 +57,6 @@ among them.
 MET = ("parallel/plan.py", "parallel/spawn.py")
 RESULTS = (
     "audit",
-    "claims",
     "inspect/explain",
     "inspect/interventions",
     "inspect/metrics",
@@ -134,7 +135,6 @@ def data_texts() -> Iterator[str]:
     for group in GROUPS:
         yield from (f"{group.family} attention", group.title)
     yield from COUNTS
-    yield from (*VERDICTS, *get_args(Role), "yes", "no")
     yield from STEP_NAMES
     yield from AXES
     yield from (name for name, _ in attention_diagram.HEAD)
@@ -162,8 +162,12 @@ def _parsed(path: Path) -> ast.Module:
 
 def outside_texts() -> Iterator[str]:
     """Yield the texts of the programs outside of the package, whose Chinese stands beside them."""
-    yield from (text for text, _ in translated_calls(FIGURES))
+    yield from (text for text, _ in translated_calls(FIGURES, EXPERIMENTS))
     yield from (*figures.ANIMALS, *figures.FOODS)
+    yield from (*VERDICTS, *get_args(Role), "yes", "no")
+    for path in _files(EXPERIMENTS):
+        if path.name != "__main__.py":  # its other texts are the help of its options
+            yield from _texts(_parsed(path))
 
 
 def translated_calls(*places: str | Path) -> Iterator[tuple[str, tuple[str, ...]]]:

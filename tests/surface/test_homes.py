@@ -83,6 +83,7 @@ ROOT_FILES = {
     "SECURITY.md",
     "constraints.txt",
     "docs",
+    "experiments",
     "hatch_build.py",
     "pyproject.toml",
     "src",

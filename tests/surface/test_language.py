@@ -23,7 +23,7 @@ from regard.language import (
 )
 from tests.surface import printed_texts
 
-STRINGS = (Path(regard.__file__).parent, printed_texts.FIGURES.parent)
+STRINGS = (Path(regard.__file__).parent, printed_texts.FIGURES.parent, printed_texts.EXPERIMENTS)
 """The folders with texts: of the package, and of the programs outside of it."""
 KINDS = {
     "help": printed_texts.help_texts,

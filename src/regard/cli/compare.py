@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli import _claims
 from regard.cli.options import check_device_option, check_files, note
 from regard.errors import ArgumentError
 from regard.language import translate, translate_message
@@ -181,7 +180,7 @@ Html = Annotated[
 ]
 List = Annotated[
     bool,
-    _option(_OUT, "List the default mechanisms, the tasks and the claims, and exit.", "--list"),
+    _option(_OUT, "List the default mechanisms and the tasks, and exit.", "--list"),
 ]
 
 
@@ -217,9 +216,6 @@ def compare(
     steps: Steps = None,
     lr: Rates = None,
     seeds: Seeds = 1,
-    claim: _claims.Names = None,
-    budget: _claims.Budget = 1.0,
-    seed: _claims.Seed = 0,
     out: Out = None,
     json: Json = False,
     csv: Csv = None,
@@ -231,20 +227,16 @@ def compare(
 
     All models have the same sizes, or the same number of parameters. They are timed in turns, and
     the kernels that ran are listed. With --quality, each model is also trained on the same tokens.
-    Ctrl-C prints the results so far; with --out, the same command continues later. With --claim,
-    published claims about attention are tested instead, each with a verdict.
+    Ctrl-C prints the results so far; with --out, the same command continues later.
     """
     options = {name: value for name, value in locals().items() if name != "ctx"}
     _check_like(ctx, options)
     if list_:
-        typer.echo(f"{_listing()}\n{_claims.list_claims()}")
+        typer.echo(_listing())
         return
     try:
-        _claims.check(options)
         check_files({"--csv": csv, "--html": html})
         check_device_option(device)
-        if claim:
-            _claims.run(options, _command(sys.argv[1:]))
         plan = _plan(options)
         comparison, command = _comparison(plan, options), _command(sys.argv[1:])
         interrupted = _run(comparison)

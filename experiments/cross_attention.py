@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from regard.claims.claim import (
+from experiments.claim import (
     ATTN_JOURNEY,
     DEEPSEEK_NOTE,
     OVERVIEW,
@@ -23,7 +23,7 @@ from regard.claims.claim import (
     NoteSection,
     num_steps,
 )
-from regard.claims.small_training import train_on_task
+from experiments.small_training import train_on_task
 from regard.compare.experiment import Numbers
 from regard.nn.variants import cross_attention
 from regard.train.losses import Seq2SeqLoss, padded_positions

@@ -10,8 +10,7 @@ import math
 
 import torch
 
-from regard import attend, attention_weights
-from regard.claims.claim import (
+from experiments.claim import (
     ATTN_JOURNEY,
     DEEPSEEK_NOTE,
     RASCHKA_NOTES,
@@ -20,6 +19,7 @@ from regard.claims.claim import (
     NoteSection,
     num_steps,
 )
+from regard import attend, attention_weights
 from regard.compare.experiment import Numbers
 from regard.nn.variants import mha
 from regard.view.charts import Line, Picture

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from regard.claims.claim import (
+from experiments.claim import (
     OUTLINE,
     OVERVIEW,
     Claim,
@@ -17,8 +17,8 @@ from regard.claims.claim import (
     num_seeds,
     num_steps,
 )
-from regard.claims.cpu_timing import fit_exponent
-from regard.claims.small_training import (
+from experiments.cpu_timing import fit_exponent
+from experiments.small_training import (
     BYTES,
     answer_accuracy,
     byte_loss,

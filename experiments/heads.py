@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from random import Random
 from statistics import mean
 
-from regard.claims.claim import (
+from experiments.claim import (
     ATTN_JOURNEY,
     DEEPSEEK_NOTE,
     OUTLINE,
@@ -23,7 +23,7 @@ from regard.claims.claim import (
     num_seeds,
     num_steps,
 )
-from regard.claims.small_training import (
+from experiments.small_training import (
     BYTES,
     answer_accuracy,
     byte_loss,

@@ -12,9 +12,8 @@ from functools import partial
 
 import torch
 
-from regard import attend, plan
-from regard.claims.claim import OUTLINE, OVERVIEW, Claim, Criterion, NoteSection, median_criterion
-from regard.claims.cpu_timing import (
+from experiments.claim import OUTLINE, OVERVIEW, Claim, Criterion, NoteSection, median_criterion
+from experiments.cpu_timing import (
     fit_exponent,
     length_exponents,
     round_ratios,
@@ -22,6 +21,7 @@ from regard.claims.cpu_timing import (
     timing_lines,
     timing_settings,
 )
+from regard import attend, plan
 from regard.compare.experiment import Numbers
 from regard.linear import linear_attention
 from regard.masks import Causal, Mask, Strided, Window

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 import regard
-from regard.claims.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
-from regard.claims.small_training import answer_accuracy, small_decoder, train_on_task
+from experiments.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
+from experiments.small_training import answer_accuracy, small_decoder, train_on_task
 from regard.compare.experiment import Numbers
 from regard.compare.long_context import losses_by_length
 from regard.models.convert.attention_maps import Checkpoint

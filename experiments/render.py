@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Sequence
 
-from regard.claims.claim import VERDICTS, Claim, Criterion, Outcome
+from experiments.claim import VERDICTS, Claim, Criterion, Outcome
 from regard.language import translate, translate_count, translate_message
 from regard.text_table import format_table, line_width, pad_cells, wrap
 from regard.view.html_page import Section
@@ -18,7 +18,7 @@ COLUMNS = ("claim", "verdict", "check", "value", "least", "most", "low", "high",
 def list_claims(claims: Sequence[Claim]) -> str:
     """Return the id, the sources and the statement of each claim, two lines per claim.
 
-    >>> from regard.claims import find_claim
+    >>> from experiments import find_claim
     >>> list_claims([find_claim("scale-training")]).splitlines()[0]
     '  scale-training        AttnJourney, section 3.1'
     """
@@ -34,7 +34,7 @@ def list_claims(claims: Sequence[Claim]) -> str:
 def outcome_text(outcome: Outcome) -> str:
     """Return a claim, its verdict, and every measured number with its bounds, for a terminal.
 
-    >>> from regard.claims import find_claim
+    >>> from experiments import find_claim
     >>> claim = find_claim("minus-infinity")
     >>> outcome_text(Outcome(claim, claim.measure(1.0, 0))).splitlines()[0]
     'minus-infinity: holds with limits'
@@ -118,7 +118,7 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
 def outcome_section(outcome: Outcome) -> Section:
     """Return the outcome of a claim as a section of an HTML page.
 
-    >>> from regard.claims import find_claim
+    >>> from experiments import find_claim
     >>> claim = find_claim("minus-infinity")
     >>> outcome_section(Outcome(claim, claim.measure(1.0, 0))).badge
     'holds with limits'

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from regard import attend
-from regard.claims.claim import (
+from experiments.claim import (
     OUTLINE,
     OVERVIEW,
     RASCHKA_NOTES,
@@ -26,7 +25,7 @@ from regard.claims.claim import (
     NoteSection,
     median_criterion,
 )
-from regard.claims.cpu_timing import (
+from experiments.cpu_timing import (
     fit_exponent,
     length_exponents,
     round_ratios,
@@ -34,7 +33,8 @@ from regard.claims.cpu_timing import (
     timing_lines,
     timing_settings,
 )
-from regard.claims.small_training import small_decoder
+from experiments.small_training import small_decoder
+from regard import attend
 from regard.compare.experiment import Numbers
 from regard.compare.speed_and_memory import decode_step
 from regard.masks import Causal

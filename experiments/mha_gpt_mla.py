@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from experiments.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
+from experiments.cpu_timing import round_ratios, time_cases, timing_settings
 from regard import plan
-from regard.claims.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
-from regard.claims.cpu_timing import round_ratios, time_cases, timing_settings
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Window
 from regard.nn import Attention, FusedQKV, SeparateQKV

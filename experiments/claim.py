@@ -182,7 +182,7 @@ class Claim:
     """One statement, with the experiment that tests it. The verdict is about `statement` alone.
 
     Args:
-        id: the name for `--claim`.
+        id: the name on the command line.
         sources: the sections of the notes that make the statement.
         statement: the statement of the notes, in one sentence.
         prediction: the measurements that would confirm the statement.

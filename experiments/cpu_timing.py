@@ -9,9 +9,9 @@ from statistics import geometric_mean
 
 import torch
 
+from experiments.claim import num_steps
 from regard.bench.measurement import interleaved
 from regard.bench.runner import torch_threads
-from regard.claims.claim import num_steps
 from regard.compare.experiment import Numbers
 from regard.view.charts import Line
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import attend, attention_weights
-from regard.claims import (
+from experiments import (
     CLAIMS,
     VERDICTS,
     Outcome,
@@ -32,7 +31,7 @@ from regard.claims import (
     run_claims,
     score_scale,
 )
-from regard.claims.small_training import (
+from experiments.small_training import (
     BYTES,
     answer_accuracy,
     byte_loss,
@@ -40,6 +39,7 @@ from regard.claims.small_training import (
     train_on_task,
     validation_bytes,
 )
+from regard import attend, attention_weights
 from regard.compare import ExperimentStore, Session
 from regard.errors import ArgumentError
 from regard.nn import SeparateQKV

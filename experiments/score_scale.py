@@ -12,8 +12,7 @@ from statistics import median
 
 import torch
 
-from regard import attention_weights
-from regard.claims.claim import (
+from experiments.claim import (
     ATTN_JOURNEY,
     DEEPSEEK_NOTE,
     OUTLINE,
@@ -26,7 +25,8 @@ from regard.claims.claim import (
     num_seeds,
     num_steps,
 )
-from regard.claims.small_training import BYTES, byte_loss, gradient_norms, small_decoder
+from experiments.small_training import BYTES, byte_loss, gradient_norms, small_decoder
+from regard import attention_weights
 from regard.compare.experiment import Numbers
 from regard.nn import Attention, SeparateQKV
 from regard.view.charts import Line, Picture

@@ -1,33 +1,42 @@
-"""`regard compare --claim`: the list, a run in every form, what is kept, and what is refused."""
+"""`python -m experiments`: the list, a run in every form, what is kept, and what is refused."""
 
 from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from regard.claims import CLAIMS
-from regard.cli import main
+from experiments import CLAIMS
+from experiments.__main__ import main
 
-QUICK = ("--claim", "minus-infinity", "--claim", "decode-mask")
+QUICK = ("minus-infinity", "decode-mask")
+
+
+@pytest.fixture(autouse=True)
+def english(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
-    with pytest.raises(SystemExit) as end:
-        main(["compare", *arguments])
+    found_code = main(arguments)
     found = capsys.readouterr()
-    assert end.value.code == code, found.err
+    assert found_code == code, found.err
     return found.out, found.err
 
 
 def test_the_list_has_every_claim(capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = run(capsys, "--list")
-    below = out.partition("\nclaims\n")[2]
     for name, claim in CLAIMS.items():
-        assert f"  {name} " in below
-        assert claim.statement in below
+        assert f"  {name} " in out
+        assert claim.statement in out
+
+
+def test_the_language(capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run(capsys, "decode-mask", "--lang", "zh")
+    assert out.startswith("decode-mask：有限制地成立")
 
 
 def test_claims_are_run_told_and_written(
@@ -67,12 +76,9 @@ def test_json_has_the_numbers_and_the_bounds(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--claim", "nothing"), "there is no claim 'nothing'"),
-        (("mha", "--claim", "scale"), "MECHANISM applies to a comparison"),
-        (("--claim", "scale", "--quality"), "--quality applies to a comparison"),
-        (("--budget", "2"), "--budget and --seed apply only to claims"),
-        (("--claim", "scale", "--budget", "0"), "budget is 0.0; it must be above 0"),
-        (("--claim", "scale", "--html", "nowhere/page.html"), "there is no folder"),
+        (("scaled",), "there is no claim 'scaled'; did you mean 'scale'"),
+        (("scale", "--budget", "0"), "budget is 0.0; it must be above 0"),
+        (("scale", "--html", "nowhere/page.html"), "there is no folder"),
     ],
 )
 def test_refusals(
@@ -82,17 +88,30 @@ def test_refusals(
     message: str,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
+    assert message in run(capsys, *arguments, code=1)[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--budget", "2"), "give the id of a claim"),
+        (("scale", "--seed", "-1"), "--seed: -1 is negative"),
+        (("scale", "--threads", "0"), "--threads: 0 is too small"),
+        (("scale", "--quality"), "unrecognized arguments: --quality"),
+    ],
+)
+def test_wrong_usage(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["compare", *arguments])
-    assert end.value.code in (1, 2)
+        main(arguments)
+    assert end.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_an_interrupt_tells_what_is_done(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
     def stop(budget: float, seed: int) -> dict[str, float]:
         raise KeyboardInterrupt
 

@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from regard import attend, attention_weights
-from regard.claims.claim import (
+from experiments.claim import (
     ATTN_JOURNEY,
     DEEPSEEK_NOTE,
     RASCHKA_NOTES,
@@ -20,6 +19,7 @@ from regard.claims.claim import (
     Criterion,
     NoteSection,
 )
+from regard import attend, attention_weights
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.masks import Dense as DenseMask

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from regard import __version__
-from regard.claims import (
+from experiments import (
     complexity,
     cross_attention,
     decode_mask,
@@ -31,10 +31,12 @@ from regard.claims import (
     positions,
     score_scale,
 )
-from regard.claims.claim import VERDICTS, Claim, Criterion, Outcome
+from experiments.claim import VERDICTS, Claim, Criterion, Outcome
+from regard import __version__
 from regard.compare.experiment import Experiment, Numbers, Session
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
+from regard.language import add_texts
 from regard.process_state import seeded
 
 __all__ = [
@@ -47,6 +49,8 @@ __all__ = [
     "find_claim",
     "run_claims",
 ]
+
+add_texts(Path(__file__).with_name("strings"))
 
 CLAIMS: dict[str, Claim] = {
     claim.id: claim
@@ -109,7 +113,7 @@ def experiments(claims: Sequence[Claim], budget: float = 1.0, seed: int = 0) -> 
     Raises:
         ArgumentError: the budget is not above 0 and finite.
 
-    >>> from regard.claims import find_claim
+    >>> from experiments import find_claim
     >>> [experiment.name for experiment in experiments([find_claim("scale")], budget=0.01)]
     ['claim/scale']
     """
@@ -137,7 +141,7 @@ def run_claims(
         ArgumentError: the budget is not above 0 and finite.
 
     >>> from regard.compare import ExperimentStore, Session
-    >>> from regard.claims import find_claim
+    >>> from experiments import find_claim
     >>> session = Session(ExperimentStore(None))
     >>> [outcome.verdict for outcome in run_claims(session, [find_claim("minus-infinity")])]
     ['holds with limits']

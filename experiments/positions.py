@@ -16,8 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from regard.biases import alibi_slopes
-from regard.claims.claim import (
+from experiments.claim import (
     ATTN_JOURNEY,
     OUTLINE,
     OVERVIEW,
@@ -28,7 +27,8 @@ from regard.claims.claim import (
     num_seeds,
     num_steps,
 )
-from regard.claims.small_training import BYTES, byte_loss, small_decoder, train_on_bytes
+from experiments.small_training import BYTES, byte_loss, small_decoder, train_on_bytes
+from regard.biases import alibi_slopes
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
 from regard.nn import Attention, SeparateQKV

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from experiments.claim import DEEPSEEK_NOTE, OVERVIEW, Claim, Criterion, NoteSection, num_steps
+from experiments.small_training import BYTES, byte_loss, small_decoder, train_on_bytes
 from regard import attend
 from regard.caches import Cache, Fixed, Growing, Ring
-from regard.claims.claim import DEEPSEEK_NOTE, OVERVIEW, Claim, Criterion, NoteSection, num_steps
-from regard.claims.small_training import BYTES, byte_loss, small_decoder, train_on_bytes
 from regard.compare.experiment import Numbers
 from regard.masks import Causal, Mask, Window
 from regard.nn import Attention

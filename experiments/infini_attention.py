@@ -11,8 +11,8 @@ from random import Random
 
 import torch
 
-from regard.claims.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
-from regard.claims.small_training import answer_accuracy, small_decoder, train_on_task
+from experiments.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
+from experiments.small_training import answer_accuracy, small_decoder, train_on_task
 from regard.compare.experiment import Numbers
 from regard.models.decoder import Decoder
 from regard.train.tasks.recall_tasks import GAP, causal_example

@@ -13,8 +13,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from regard.claims import CLAIMS, VERDICTS, Criterion, Outcome, find_claim, run_claims
-from regard.claims.claim import (
+from experiments import CLAIMS, VERDICTS, Criterion, Outcome, find_claim, run_claims
+from experiments.claim import (
     ATTN_JOURNEY,
     DEEPSEEK_NOTE,
     OUTLINE,
@@ -24,18 +24,18 @@ from regard.claims.claim import (
     median_criterion,
     verdict,
 )
-from regard.claims.cpu_timing import (
+from experiments.cpu_timing import (
     combine_rounds,
     fit_exponent,
     length_exponents,
     round_ratios,
     time_cases,
 )
-from regard.claims.render import as_csv, outcome_section, outcome_text, summary
+from experiments.render import as_csv, outcome_section, outcome_text, summary
 from regard.compare import ExperimentStore, Session
 from regard.errors import ArgumentError
 from regard.view.charts import svg
-from tests.claims.planted import CONTRARY, PLANTED, WIDE, changed
+from tests.experiments.planted import CONTRARY, PLANTED, WIDE, changed
 
 ROOT = Path(__file__).parents[2]
 SEEDS = (ROOT / "docs" / "seeds.md").read_text("utf-8")

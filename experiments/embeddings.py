@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.claims.claim import OVERVIEW, Claim, Criterion, NoteSection
+from experiments.claim import OVERVIEW, Claim, Criterion, NoteSection
 from regard.compare.experiment import Numbers
 from regard.view.charts import Line, Picture
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from experiments.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
+from experiments.cpu_timing import round_ratios, time_cases, timing_lines, timing_settings
 from regard import attend
-from regard.claims.claim import ATTN_JOURNEY, Claim, Criterion, NoteSection, median_criterion
-from regard.claims.cpu_timing import round_ratios, time_cases, timing_lines, timing_settings
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.nn import Attention
