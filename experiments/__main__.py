@@ -15,7 +15,6 @@ import torch
 
 from experiments import CLAIMS, Outcome, find_claim, run_claims
 from experiments.render import as_csv, list_claims, outcome_section, outcome_text, summary
-from regard.bench.machine import MachineFacts, describe_machine
 from regard.compare.experiment import ExperimentStore, Session
 from regard.errors import RegardError
 from regard.files.atomic_write import check_writable
@@ -29,6 +28,7 @@ from regard.language import (
 )
 from regard.standard_output import run_program
 from regard.text_table import line_width, wrap
+from regard.timing.machine import MachineFacts, describe_machine
 from regard.view import html_page
 
 PROGRAM = "python -m experiments"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from regard.bench.measurement import quartiles
 from regard.compare.experiment import Numbers
+from regard.timing.measurement import quartiles
 from regard.view.charts import Picture
 
 Role: TypeAlias = Literal["claim", "limit", "control", "reported"]

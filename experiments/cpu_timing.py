@@ -10,9 +10,9 @@ from statistics import geometric_mean
 import torch
 
 from experiments.claim import num_steps
-from regard.bench.measurement import interleaved
-from regard.bench.runner import torch_threads
 from regard.compare.experiment import Numbers
+from regard.timing.machine import torch_threads
+from regard.timing.measurement import interleaved
 from regard.view.charts import Line
 
 

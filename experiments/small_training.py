@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.bench.runner import torch_threads
 from regard.compare.mechanisms import build_decoder
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
+from regard.timing.machine import torch_threads
 from regard.train.batches import Batches, BatchSource
 from regard.train.loop import fit
 from regard.train.losses import AnswerLoss, Loss, evaluate, next_token_loss

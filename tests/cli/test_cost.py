@@ -206,7 +206,7 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 def test_this_machine_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from regard.bench import machine
+    from regard.timing import machine
 
     real = machine.Ceilings.measure
 

@@ -345,9 +345,9 @@ def _check_quality(options: dict[str, Any]) -> None:
 def _comparison(plan: ComparisonPlan, options: dict[str, Any]) -> Comparison:
     import torch
 
-    from regard.bench.machine import describe_machine
     from regard.compare.comparison import Comparison
     from regard.compare.experiment import ExperimentStore, Session
+    from regard.timing.machine import describe_machine
 
     machine_facts = describe_machine(torch.device(plan.timing.device))
     session = Session(ExperimentStore(options["out"], {"machine": machine_facts}), _report)

@@ -255,7 +255,7 @@ def call_in_subprocess(
     Raises:
         RegardError: the process fails; the message has its exit code and its last line.
 
-    >>> bytes_ = call_in_subprocess("regard.bench.measurement:resident_bytes", "VmHWM")
+    >>> bytes_ = call_in_subprocess("regard.timing.measurement:resident_bytes", "VmHWM")
     >>> bytes_ is not None or sys.platform != "linux"
     True
     """
@@ -278,29 +278,3 @@ def call_in_subprocess(
             f"{advice and '; '}{advice}"
         )
     return json.loads(process.stdout.splitlines()[-1])
-
-
-def peer_peak_bytes(settings: Mapping[str, Any]) -> int | None:
-    """Return the peak memory of one solution of a problem, with its result.
-
-    Args:
-        settings: case, size, length, batch, dtype, threads and peer, as in `regard bench`.
-
-    Returns:
-        The bytes, or None if the system does not report them, or if other processes do the work.
-    """
-    import torch
-
-    from regard.bench.cases import CASES
-
-    case = CASES[settings["case"]]
-    torch.set_num_threads(settings["threads"])
-    sizes = case.sizes[settings["size"]]
-    sizes = sizes.resized(length=settings["length"], batch=settings["batch"])
-    problem = sizes.problem(getattr(torch, settings["dtype"]), torch.device("cpu"))
-    if not any(problem.work):
-        return None
-    (peer,) = (candidate for candidate in case.peers if candidate.name == settings["peer"])
-    call = peer.prepare(problem)
-    call.step()
-    return peak_bytes(call.step)

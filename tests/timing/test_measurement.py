@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from regard.bench.measurement import (
+from regard.timing.measurement import (
     interleaved,
     median,
     median_ratio,
@@ -62,7 +62,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("regard.bench.measurement.time", clock)
+    monkeypatch.setattr("regard.timing.measurement.time", clock)
     return clock
 
 

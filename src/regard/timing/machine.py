@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import NotRequired, TypedDict
 import torch
 
 import regard
-from regard.bench.measurement import interleaved, median
 from regard.huge_pages import to_huge_pages
+from regard.timing.measurement import interleaved, median
 
 CPU_FEATURES = (
     "avx2",
@@ -266,3 +267,23 @@ def _gemm_flops_per_second(
             break
         n *= 2
     return best
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Set the number of torch's threads for a block, and restore the former number afterwards.
+
+    Args:
+        count: the number of threads; None changes nothing.
+
+    >>> with torch_threads(1):
+    ...     torch.get_num_threads()
+    1
+    """
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
