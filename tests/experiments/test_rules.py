@@ -69,7 +69,7 @@ def test_the_page_of_the_notes_lists_the_lines_of_every_claim() -> None:
         assert found == set(notes), name
 
 
-@pytest.mark.parametrize("folder", ["src", "docs", "tests"])
+@pytest.mark.parametrize("folder", ["src", "experiments", "docs", "tests"])
 def test_ids_of_lines_stand_on_the_page_of_the_notes_only(folder: str) -> None:
     """The tests that check that page may name them, too."""
     own = {

@@ -42,8 +42,8 @@ from regard.train.tasks import TASKS
 from regard.view import attention_diagram, cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
-FIGURES = Path(figures.__file__)
-EXPERIMENTS = Path(experiments.__file__).parent
+OUTSIDE = (Path(figures.__file__), Path(experiments.__file__).parent)
+"""The programs outside of the package that print texts in both languages."""
 NOT_MET = {
     "integrations/pytorch": "a program calls it",
     "models/step_reader.py": "why_not gives these reasons to a program",
@@ -162,17 +162,17 @@ def _parsed(path: Path) -> ast.Module:
 
 def outside_texts() -> Iterator[str]:
     """Yield the texts of the programs outside of the package, whose Chinese stands beside them."""
-    yield from (text for text, _ in translated_calls(FIGURES, EXPERIMENTS))
+    yield from (text for text, _ in translated_calls(*OUTSIDE))
     yield from (*figures.ANIMALS, *figures.FOODS)
     yield from (*VERDICTS, *get_args(Role), "yes", "no")
-    for path in _files(EXPERIMENTS):
+    for path in _files(OUTSIDE[1]):
         if path.name != "__main__.py":  # its other texts are the help of its options
             yield from _texts(_parsed(path))
 
 
 def translated_calls(*places: str | Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the text of every call of `translate` and `translate_styled` with the names of its
-    values, and `{n} noun` of every call of `translate_count`.
+    values, and `{n} noun` of every call of `translate_count`, in the package or in these places.
     """
     for path in _files(*(places or ["."])):
         source = path.read_text("utf-8")
