@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
 from typing import Self
 
 from regard.errors import ArgumentError
@@ -33,6 +35,8 @@ PLACEHOLDER = re.compile(r"\{(\w+)(?:[!:][^{}]*)?\}")
 """A placeholder of a text; its format, after a colon, belongs to the placeholder."""
 
 _language: ContextVar[str] = ContextVar("language", default="en")
+_added: list[Path] = []
+"""The folders of `add_texts`."""
 
 
 class Phrase(str):
@@ -166,7 +170,21 @@ def catalogue(package: str, lang: str) -> Mapping[str, str]:
     >>> catalogue("regard.view.report", "en")["cell.title"]
     'Explain one cell'
     """
-    folder = resources.files(package) / "strings"
+    return _read(resources.files(package) / "strings", lang)
+
+
+def add_texts(folder: Path) -> None:
+    """Let `translate` also find the texts of a program that stands outside of the package.
+
+    Args:
+        folder: a folder such as `strings` of a package, see `catalogue`.
+    """
+    if folder not in _added:
+        _added.append(folder)
+
+
+def _read(folder: Traversable, lang: str) -> dict[str, str]:
+    """Return the texts of a folder `strings` in a language."""
     files = [folder / f"{check_language(lang)}.json"]
     if not files[0].is_file():
         files = sorted((folder / lang).iterdir(), key=lambda file: file.name)
@@ -221,4 +239,13 @@ def translate_count(n: int, noun: str, nouns: str | None = None) -> str:
 
 def _texts() -> Mapping[str, str]:
     """Return the texts of the current language; English ones are their own keys."""
-    return {} if language() == "en" else catalogue("regard", language())
+    return {} if language() == "en" else _all_texts(language(), *_added)
+
+
+@cache
+def _all_texts(lang: str, *added: Path) -> Mapping[str, str]:
+    """Return the texts of the commands and of the added folders."""
+    texts = dict(catalogue("regard", lang))
+    for folder in added:
+        texts |= _read(folder, lang)
+    return texts

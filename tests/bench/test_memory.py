@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from regard.bench.measurement import (
+from regard.bench.cases import peer_peak_bytes
+from regard.errors import RegardError
+from regard.timing.measurement import (
     ALLOCATOR,
     PROCESS,
     call_in_subprocess,
     peak_bytes,
-    peer_peak_bytes,
     resident_bytes,
 )
-from regard.errors import RegardError
 
 MIB = 1 << 20
 TELLS = (PROCESS / "clear_refs").exists()
@@ -26,7 +26,7 @@ TELLS = (PROCESS / "clear_refs").exists()
 def fresh(code: str) -> list[int]:
     """What a new process prints, with the allocator as it is measured with."""
     done = subprocess.run(
-        [sys.executable, "-c", f"from regard.bench.measurement import peak_bytes\n{code}"],
+        [sys.executable, "-c", f"from regard.timing.measurement import peak_bytes\n{code}"],
         env={**os.environ, **ALLOCATOR},
         capture_output=True,
         text=True,
@@ -74,7 +74,7 @@ def test_the_kernel_that_holds_every_score_takes_more_than_the_tiled_one() -> No
     settings |= {"dtype": "float32", "threads": 1}
     whole, tiled = (
         call_in_subprocess(
-            "regard.bench.measurement:peer_peak_bytes", {**settings, "peer": f"regard {name}"}
+            "regard.bench.cases:peer_peak_bytes", {**settings, "peer": f"regard {name}"}
         )
         for name in ("reference", "tiled")
     )

@@ -14,8 +14,8 @@ from regard.bench import Case, Ceilings, Peer, PreparedCall, TimingBudget, measu
 from regard.bench.own_process import PeerProcess, prepare_in_own_process
 from regard.bench.peers import regard_kernels
 from regard.bench.problems import AttentionProblem
-from regard.bench.runner import torch_threads
 from regard.errors import RegardError
+from regard.timing.machine import torch_threads
 from tests.bench.small import CPU, SMALL
 
 SIZES = SMALL["causal-prefill"]

@@ -13,12 +13,11 @@ import torch
 
 from regard.bench import Case, Ceilings, Peer, PreparedCall, TimingBudget, measure
 from regard.bench.interfaces import MinimumWork, Outputs
-from regard.bench.machine import BandwidthProbe
 from regard.bench.peers import regard_kernels
 from regard.bench.problems import AttentionProblem
 from regard.bench.render import case_table, header
 from regard.bench.result import CaseResult, OutputCheck, RoundTimes, as_json, timed_result
-from regard.bench.runner import torch_threads
+from regard.timing.machine import BandwidthProbe, torch_threads
 from tests.bench.small import CPU, SMALL
 
 SIZES = SMALL["causal-prefill"]
@@ -108,7 +107,7 @@ def test_a_small_error_is_found_too() -> None:
 
 def test_a_slow_peer_is_slower_by_the_right_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("regard.bench.measurement.time", clock)
+    monkeypatch.setattr("regard.timing.measurement.time", clock)
     found = run(clock.peer("ours", 0.25), clock.peer("slow", 1.0), rounds=5)
     first, slow = found.rows
     assert first.ratio == 1.0
@@ -125,7 +124,7 @@ def test_a_slow_peer_is_slower_by_the_right_ratio(monkeypatch: pytest.MonkeyPatc
 
 def test_rounds_end_with_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("regard.bench.measurement.time", clock)
+    monkeypatch.setattr("regard.timing.measurement.time", clock)
     found = run(clock.peer("ours", 0.25), clock.peer("slow", 1.0), rounds=99, seconds=3.0)
     assert [row.rounds for row in found.rows] == [3, 3]
 

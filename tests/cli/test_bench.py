@@ -120,12 +120,12 @@ def test_memory_is_asked_for_by_peer(
     asked: list[dict[str, Any]] = []
 
     def in_child(function: str, settings: dict[str, Any], *, advice: str) -> int:
-        assert function == "regard.bench.measurement:peer_peak_bytes"
+        assert function == "regard.bench.cases:peer_peak_bytes"
         assert "--memory" in advice
         asked.append(settings)
         return 7_000_000
 
-    monkeypatch.setattr("regard.bench.measurement.call_in_subprocess", in_child)
+    monkeypatch.setattr("regard.timing.measurement.call_in_subprocess", in_child)
     arguments = ("decode", "--peer", "torch SDPA", "--length", "9", "--memory", "--json", "-")
     told = json.loads(run(capsys, *arguments, *QUICK)[0])
     assert [row["peak_bytes"] for row in told["cases"][0]["rows"]] == [7_000_000, 7_000_000]

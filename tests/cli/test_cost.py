@@ -55,7 +55,8 @@ def test_the_keys_of_json(name: str, capsys: pytest.CaptureFixture[str]) -> None
         source = report if hasattr(report, key) else report.model
         assert told[key] == getattr(source, key), key
     assert sum(part["parameters"] for part in told["parts"].values()) == told["parameters"]
-    assert sum(part["active_parameters"] for part in told["parts"].values()) == told["active_parameters"]
+    active = sum(part["active_parameters"] for part in told["parts"].values())
+    assert active == told["active_parameters"]
     assert told["parts"]["attention"]["parameters"] == told["attention_parameters"]
 
 
@@ -206,7 +207,7 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
 def test_this_machine_is_measured(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from regard.bench import machine
+    from regard.timing import machine
 
     real = machine.Ceilings.measure
 

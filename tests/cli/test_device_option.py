@@ -39,12 +39,6 @@ def test_a_device_that_cannot_be_used(
     assert "--device" in err
 
 
-def test_claims_take_no_device(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = command(capsys, "compare", "--claim", "fused", "--device", "cpu")
-    assert code == 2
-    assert "'--device': applies to a comparison" in " ".join(err.split())
-
-
 def test_a_layer_on_the_cpu_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     small = ("layer", "gqa", "--dim", "8", "--heads", "4", "--set", "groups=2", "--json")
     plain = json.loads(command(capsys, *small)[1])

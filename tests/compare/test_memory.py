@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from regard.bench.measurement import PROCESS
 from regard.compare import speed_and_memory
 from regard.errors import RegardError
+from regard.timing.measurement import PROCESS
 from tests.compare.small import MACHINE, TIMING, plan
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from regard import attend
-from regard.bench import measurement
 from regard.compare import speed_and_memory
 from regard.compare.mechanisms import (
     DEFAULT_NAMES,
@@ -29,6 +28,7 @@ from regard.errors import ArgumentError
 from regard.models.assembly.catalogue_mixer import decoder_variants
 from regard.models.decoder import Decoder
 from regard.nn.variants import VARIANTS
+from regard.timing import measurement
 from tests.compare.small import SHAPE, TIMING, plan
 
 COUNTED = [

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+import experiments
 import regard
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(regard.__file__).parent
+EXPERIMENTS = Path(experiments.__file__).parent
 PAGES = [
     ROOT / "README.md",
     # tests/docs/test_course.py: a Chinese chapter has the code and the output of the English one
@@ -32,6 +34,8 @@ MODULES = [
     ".".join(("regard", *path.parent.relative_to(PACKAGE).parts))
     for path in sorted(PACKAGE.rglob("__init__.py"))
 ]
+MODULES += [f"experiments.{path.stem}" for path in sorted(EXPERIMENTS.glob("[a-z]*.py"))]
+MODULES += ["experiments", "experiments.__main__"]
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 """A Python block; a block of text right after it is what it prints."""
 PRINTS = "learn"
@@ -197,7 +201,12 @@ def test_the_files_that_sources_and_pages_name_exist() -> None:
     name = re.compile(
         r"\b(?:tests|docs|src|bench|experiments|benchmarks)/[\w/.-]+\.(?:py|md|jsonl?|svg)\b"
     )
-    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    sources = [
+        *PACKAGE.rglob("*.py"),
+        *EXPERIMENTS.rglob("*.py"),
+        *(ROOT / "docs").rglob("*.md"),
+        *ROOT.glob("*.md"),
+    ]
     missing = [
         f"{path.name}: {found}"
         for path in sources

@@ -9,14 +9,14 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from typer.exceptions import TyperException
 
-from regard.claims import CLAIMS
+from experiments import CLAIMS
+from experiments.__main__ import parser
 from regard.cli import COMMANDS
 from regard.cli.app import load, run
 
@@ -79,10 +79,10 @@ def named(text: str) -> Named:
             out.tests.append(code)
         elif re.fullmatch(r"regard(\.\w+)*", code):
             out.modules.append(code)
+        elif code.startswith(("regard ", "python -m experiments ")):
+            out.commands.append(code)
         elif code.startswith("python -m "):
             out.modules.append(code.removeprefix("python -m "))
-        elif code.startswith("regard "):
-            out.commands.append(code)
     out.links.extend(LINK.findall(text))
     return out
 
@@ -151,18 +151,29 @@ def is_page(link: str) -> bool:
 
 def is_command(line: str) -> bool:
     """Known, and every option that is named is one of its own."""
+    if line.startswith("python -m experiments "):
+        return is_experiment(line)
     name, *rest = shlex.split(line)[1:]
     if name not in COMMANDS:
         return False
     params = load(name).params
     options = {o for p in params for o in (*p.opts, *p.secondary_opts)} | {"--help"}
-    claims = {word for flag, word in pairwise(rest) if flag == "--claim"}
-    known = claims <= {*CLAIMS, "all", "ID"}
-    return known and options.issuperset(word for word in rest if word.startswith("-"))
+    return options.issuperset(word for word in rest if word.startswith("-"))
+
+
+def is_experiment(line: str) -> bool:
+    """The ids are those of claims, and the options are understood."""
+    try:
+        options = parser().parse_args(shlex.split(line)[3:])
+    except SystemExit:
+        return False
+    return bool(options.list or options.ids) and {*options.ids} <= {*CLAIMS, "all", "ID"}
 
 
 def is_whole_command(line: str) -> bool:
     """A command that reads every word of the line and needs no more."""
+    if line.startswith("python -m experiments "):
+        return is_experiment(line)
     name, *rest = shlex.split(line)[1:]
     if name.startswith("--") or rest == ["--help"]:
         return True
@@ -179,7 +190,7 @@ def is_whole_command(line: str) -> bool:
 
 EVERYTHING = named("\n".join(row.text for row in rows(TEXT)))
 COMMAND_LINES = sorted(set(EVERYTHING.commands))
-NAMED = sorted({line.split()[1] for line in COMMAND_LINES})
+NAMED = sorted({line.split()[1] for line in COMMAND_LINES if line.startswith("regard ")})
 
 
 def test_every_id_is_there_once_and_is_shown_or_open() -> None:
@@ -296,5 +307,6 @@ def test_what_does_not_exist_is_found() -> None:
     assert is_command('regard show "causal | sinks(1)" --queries 12')
     assert not is_command("regard show causal --rows 12")
     assert not is_command("regard teach mha")
-    assert is_command("regard compare --claim scale --claim order")
-    assert not is_command("regard compare --claim scales")
+    assert is_command("python -m experiments scale order --seed 1")
+    assert not is_command("python -m experiments scales")
+    assert not is_command("python -m experiments scale --quality")

@@ -53,7 +53,7 @@ SCALED = ("dynamic", "yarn", "llama3")
 
 def measure() -> dict[str, Any]:
     """Run the commands, and keep what the pages quote."""
-    extended = regard("extend tiny --threads 1")
+    extended = printed_json("regard extend tiny --threads 1")
     methods = {
         name: {
             "perplexity": {row["length"]: row["perplexity"] for row in method["by_length"]},
@@ -66,13 +66,13 @@ def measure() -> dict[str, Any]:
     }
     claims = {}
     for claim in RESULTS:
-        (found,) = regard(f"compare --claim {claim}")["claims"]
+        (found,) = printed_json(f"experiments {claim}")["claims"]
         values = [check["value"] for check in found["checks"]]
         claims[claim] = {"verdict": found["verdict"], "values": values}
     conversions = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, options in enumerate(CONVERSIONS):
-            found = regard(f"convert tiny {folder}/{number} {options} {HEALED}")
+            found = printed_json(f"regard convert tiny {folder}/{number} {options} {HEALED}")
             keys = ("loss_before", "held_before", "loss_after", "held_after")
             conversions[options] = [found["finetuning"][key] for key in keys]
     return {
@@ -92,10 +92,10 @@ def digest() -> str:
     return hashlib.sha256(weights.read_bytes()).hexdigest()
 
 
-def regard(line: str) -> dict[str, Any]:
-    """What a command prints as JSON."""
-    command = [sys.executable, "-m", "regard", *line.split(), "--json"]
-    run = subprocess.run(command, check=True, stdout=subprocess.PIPE, encoding="utf-8")
+def printed_json(line: str) -> dict[str, Any]:
+    """What a program, such as `regard cost tiny`, prints as JSON."""
+    command = [sys.executable, "-m", *line.split(), "--json"]
+    run = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, encoding="utf-8")
     found: dict[str, Any] = json.loads(run.stdout)
     return found
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.bench.runner import torch_threads
 from regard.inspect import explain
 from regard.models import minilm
 from regard.models.text_encoder import TextEncoder
 from regard.nn.variants import mha
 from regard.positions import sinusoidal
+from regard.timing.machine import torch_threads
 from regard.train import Settings, fit
 from regard.train.losses import Seq2SeqLoss
 from regard.train.tasks import Example

@@ -10,6 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src" / "regard"
+EXPERIMENTS = TESTS.parent / "experiments"
 
 
 class Source:
@@ -40,9 +41,11 @@ class Source:
 
 @pytest.fixture(scope="session")
 def sources() -> dict[str, Source]:
-    """Every module of the package, by its path in it."""
+    """Every module of the package, by its path in it, and of the experiments."""
     return {
-        path.relative_to(PACKAGE).as_posix(): Source(path) for path in sorted(PACKAGE.rglob("*.py"))
+        path.relative_to(base).as_posix(): Source(path)
+        for folder, base in ((PACKAGE, PACKAGE), (EXPERIMENTS, EXPERIMENTS.parent))
+        for path in sorted(folder.rglob("*.py"))
     }
 
 

@@ -18,9 +18,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import experiments
 import regard
 
 PACKAGE = Path(regard.__file__).parent
+EXPERIMENTS = Path(experiments.__file__).parent
 
 PRIVATE_NAMES = frozenset(
     {
@@ -111,7 +113,7 @@ _COUNT = re.compile(rf"\}} ({COUNTED})\b(?!/s)")
 
 
 def sources() -> list[Path]:
-    return sorted(p for p in PACKAGE.rglob("*.py"))
+    return [*sorted(PACKAGE.rglob("*.py")), *sorted(EXPERIMENTS.rglob("*.py"))]
 
 
 @cache
@@ -120,7 +122,13 @@ def parsed(path: Path) -> ast.Module:
 
 
 def where(path: Path, node: ast.AST) -> str:
-    return f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}"
+    return f"{short(path)}:{getattr(node, 'lineno', 1)}"
+
+
+def short(path: Path) -> str:
+    """The path of a source in its package."""
+    folders = (PACKAGE, EXPERIMENTS.parent)
+    return next((str(path.relative_to(x)) for x in folders if path.is_relative_to(x)), str(path))
 
 
 def class_names_used_twice() -> dict[str, list[str]]:
@@ -189,7 +197,7 @@ def missing_sections() -> list[str]:
     for name, value in sorted(public_functions().items()):
         text = inspect.getdoc(value) or ""
         path = Path(inspect.getsourcefile(value) or "").resolve()  # type: ignore[arg-type]
-        place = f"{path.relative_to(PACKAGE) if path.is_relative_to(PACKAGE) else path}: {name}"
+        place = f"{short(path)}: {name}"
         if not text.strip():
             missing.append(f"{place}: no docstring")
             continue
@@ -251,7 +259,7 @@ def private_phrases() -> list[str]:
     for path in sources():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             if match := pattern.search(line):
-                hits.append(f"{path.relative_to(PACKAGE)}:{number}: {match[0]}")
+                hits.append(f"{short(path)}:{number}: {match[0]}")
     return hits
 
 
@@ -265,7 +273,7 @@ def counts_without_plural() -> list[str]:
                     str(part.value) if isinstance(part, ast.Constant) else "{}"
                     for part in node.values
                 )
-                file = str(path.relative_to(PACKAGE))
+                file = short(path)
                 hits += [
                     f"{where(path, node)}: {{}} {noun}"
                     for noun in _COUNT.findall(text)

@@ -22,13 +22,14 @@ from typing import get_args
 
 import typer
 
+import experiments
 import regard
 import regard.errors
-from regard import figures
+from docs import figures
+from experiments.claim import VERDICTS, Role
 from regard.audit import FAULTS
 from regard.bench.cases import CASES
 from regard.bench.render import COLUMNS
-from regard.claims.claim import VERDICTS, Role
 from regard.cli import COMMANDS
 from regard.cli import app as application
 from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
@@ -43,9 +44,10 @@ from regard.train.tasks import TASKS
 from regard.view import attention_diagram, cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
+OUTSIDE = (Path(figures.__file__), Path(experiments.__file__).parent)
+"""The programs outside of the package that print texts in both languages."""
 RESULTS = (
     "audit",
-    "claims",
     "inspect/explain",
     "inspect/interventions",
     "inspect/metrics",
@@ -119,11 +121,9 @@ def data_texts() -> Iterator[str]:
         yield from equation_symbols(entry.name, entry.equation).values()
     for group in GROUPS:
         yield from (f"{group.family} attention", group.title)
-    yield from (*VERDICTS, *get_args(Role), "yes", "no")
     yield from STEP_NAMES
     yield from AXES
     yield from (name for name, _ in attention_diagram.HEAD)
-    yield from (*figures.ANIMALS, *figures.FOODS)
     yield from (entry.meaning for entry in GLOSSARY.values())
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())
@@ -134,7 +134,7 @@ def data_texts() -> Iterator[str]:
     yield from (title for title in titles if title)
 
 
-def _files(*places: str) -> Iterator[Path]:
+def _files(*places: str | Path) -> Iterator[Path]:
     for place in places:
         path = PACKAGE / place
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
@@ -146,11 +146,21 @@ def _parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
-def translated_calls() -> Iterator[tuple[str, tuple[str, ...]]]:
+def outside_texts() -> Iterator[str]:
+    """Yield the texts of the programs outside of the package, whose Chinese stands beside them."""
+    yield from (text for text, _ in translated_calls(*OUTSIDE))
+    yield from (*figures.ANIMALS, *figures.FOODS)
+    yield from (*VERDICTS, *get_args(Role), "yes", "no")
+    for path in _files(OUTSIDE[1]):
+        if path.name != "__main__.py":  # its other texts are the help of its options
+            yield from _texts(_parsed(path))
+
+
+def translated_calls(*places: str | Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the text of every call of `TRANSLATED` with the names of its values, and `{n} noun` of
-    every call of `COUNTED`.
+    every call of `COUNTED`, in the package or in these places.
     """
-    for path in _files("."):
+    for path in _files(*(places or ["."])):
         source = path.read_text("utf-8")
         if (
             not any(name in source for name in (*TRANSLATED, *COUNTED))

@@ -21,7 +21,7 @@ Edit = tuple[str, str, str]
 
 HOMES = {
     "whole_rows_kernel.py": "src/regard/ops/softmax/whole_rows.py",
-    "counting_claim.py": "src/regard/claims/counting.py",
+    "counting_claim.py": "experiments/counting.py",
     "reverse_task.py": "src/regard/train/tasks/reverse_task.py",
     "einsum_peer.py": "src/regard/bench/peers/einsum.py",
 }
@@ -57,9 +57,9 @@ ENTRIES: list[Edit] = [
         ),
     ),
     # a claim, in a new file
-    ("src/regard/claims/__init__.py", "    dropout,\n", "    counting,\n    dropout,\n"),
+    ("experiments/__init__.py", "    dropout,\n", "    counting,\n    dropout,\n"),
     (
-        "src/regard/claims/__init__.py",
+        "experiments/__init__.py",
         "        *embeddings.CLAIMS,\n",
         "        *embeddings.CLAIMS,\n        *counting.CLAIMS,\n",
     ),
@@ -114,12 +114,12 @@ DEMANDED: list[Edit] = [
         '        "mqa",\n        "gated",\n',
     ),
     (
-        "tests/claims/planted.py",
+        "tests/experiments/planted.py",
         '    "features": features,\n',
         '    "features": features,\n    "counting": lambda: {"seen": [1, 2, 3, 4]},\n',
     ),
     (
-        "tests/claims/planted.py",
+        "tests/experiments/planted.py",
         '    ("image-text", ("image",), 64, LIMITS),\n',
         '    ("image-text", ("image",), 64, LIMITS),\n    ("counting", ("seen", 3), 5, NO),\n',
     ),
@@ -129,7 +129,7 @@ DEMANDED: list[Edit] = [
 SUITES = {
     "tests/ops/softmax/test_contract.py": "whole-rows",
     "tests/compare/test_mechanisms.py": "default_set or other_sizes",
-    "tests/claims/test_rules.py": "counting or every_claim",
+    "tests/experiments/test_rules.py": "counting or every_claim",
     "tests/train/tasks/test_tasks.py": "reverse",
     "tests/train/tasks/test_run.py": "list_of_tasks",
     "tests/bench/test_peers.py": "einsum or unique or every_kernel",
@@ -140,7 +140,7 @@ SUITES = {
 
 def copy_of_the_repository(root: Path, folder: Path) -> Path:
     """The repository with the toys and their entries in the package, and nothing for the suites."""
-    for name in ("src", "tests"):
+    for name in ("src", "experiments", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", ".*cache*")
         shutil.copytree(root / name, folder / name, ignore=ignored)
     (folder / "docs").mkdir()

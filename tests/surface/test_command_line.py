@@ -22,6 +22,7 @@ NAMES = sorted(COMMANDS)
 WIDTH = 60
 CHINESE = re.compile(r"[\u4e00-\u9fff\uff00-\uffef]")
 PACKAGE = Path(regard.__file__).parent
+ROOT = Path(__file__).parents[2]
 PROGRAMS = [
     "regard",
     *sorted(
@@ -31,8 +32,6 @@ PROGRAMS = [
     ),
 ]
 """Everything that `python -m` runs."""
-SLOW = ("regard.figures",)
-"""Programs that print only after a minute of work."""
 PRINTED = {
     "audit": ["--list"],
     "bench": ["--list"],
@@ -335,15 +334,16 @@ def test_a_mistyped_model_comes_before_options_that_do_not_fit(
 
 
 @pytest.mark.full(keep=["regard.notation"])  # it starts without torch
-@pytest.mark.parametrize("program", [x for x in PROGRAMS if x not in SLOW])
+@pytest.mark.parametrize("program", [*PROGRAMS, "experiments"])
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
 def test_a_reader_that_leaves_is_no_failure(program: str) -> None:
-    arguments = ["--help"] if program in ("regard", "regard.train.chinese_text") else []
+    arguments = {"regard": ["--help"], "regard.train.chinese_text": ["--help"]}
+    arguments["experiments"] = ["--list"]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        [sys.executable, "-m", program, *arguments],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        [sys.executable, "-m", program, *arguments.get(program, [])],
+        env={**os.environ, "PYTHONPATH": f"{PACKAGE.parent}{os.pathsep}{ROOT}"},
         stdout=writer,
         stderr=subprocess.PIPE,
         text=True,

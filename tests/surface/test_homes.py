@@ -84,6 +84,7 @@ ROOT_FILES = {
     "SECURITY.md",
     "constraints.txt",
     "docs",
+    "experiments",
     "hatch_build.py",
     "pyproject.toml",
     "src",

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+import experiments
 import regard
+from docs import figures
 from regard.language import (
     LANGUAGES,
     PLACEHOLDER,
@@ -26,14 +28,26 @@ from regard.language import (
 )
 from tests.surface import printed_texts
 
-CATALOGUE = Path(regard.__file__).parent / "strings" / "zh"
+STRINGS = tuple(Path(module.__file__).parent for module in (regard, figures, experiments))
+"""The folders with texts: of the package, and of the programs outside of it."""
 KINDS = {
     "help": printed_texts.help_texts,
     "commands": printed_texts.command_strings,
     "results": printed_texts.result_texts,
     "tables": printed_texts.data_texts,
     "calls": lambda: (text for text, _ in printed_texts.translated_calls()),
+    "outside": printed_texts.outside_texts,
 }
+
+
+def chinese_of(kind: str) -> dict[str, str]:
+    """The Chinese of the package; for the programs outside of it also what stands beside them."""
+    folders = STRINGS if kind == "outside" else STRINGS[:1]
+    files = (file for folder in folders for file in sorted(folder.glob("strings/zh/*.json")))
+    return {key: x for file in files for key, x in json.loads(file.read_text("utf-8")).items()}
+
+
+ALL = chinese_of("outside")
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +63,22 @@ def test_every_text_that_a_command_prints_has_its_chinese(
 ) -> None:
     texts = texts_by_kind[kind]
     assert len(texts) > 50
-    chinese = catalogue("regard", "zh")
+    chinese = chinese_of(kind)
     assert [text for text in texts if text not in chinese] == []
 
 
 def test_no_text_of_the_catalogue_is_unused(texts_by_kind: dict[str, list[str]]) -> None:
-    used = {text for texts in texts_by_kind.values() for text in texts}
-    assert [text for text in catalogue("regard", "zh") if text not in used] == []
+    outside = set(texts_by_kind["outside"])
+    used = {x for kind, texts in texts_by_kind.items() if kind != "outside" for x in texts}
+    chinese = catalogue("regard", "zh")
+    assert [text for text in chinese if text not in used] == []
+    assert [text for text in ALL if text not in chinese and text not in outside] == []
 
 
 def test_placeholders_are_the_same_in_both_languages() -> None:
     wrong = {
         text: chinese
-        for text, chinese in catalogue("regard", "zh").items()
+        for text, chinese in ALL.items()
         if sorted(set(PLACEHOLDER.findall(text))) != sorted(set(PLACEHOLDER.findall(chinese)))
     }
     assert wrong == {}
@@ -70,14 +87,15 @@ def test_placeholders_are_the_same_in_both_languages() -> None:
 def test_every_call_gives_each_placeholder_its_value() -> None:
     wrong = {
         text: names
-        for text, names in printed_texts.translated_calls()
+        for places in ((), printed_texts.OUTSIDE)
+        for text, names in printed_texts.translated_calls(*places)
         if sorted(set(PLACEHOLDER.findall(text))) != sorted(names)
     }
     assert wrong == {}
 
 
 def test_each_text_stands_in_one_file_only() -> None:
-    files = sorted(CATALOGUE.glob("*.json"))
+    files = [file for folder in STRINGS for file in sorted(folder.glob("strings/zh/*.json"))]
     assert len(files) > 3
     counts = Counter(key for file in files for key in json.loads(file.read_text("utf-8")))
     assert [key for key, n in counts.items() if n > 1] == []
@@ -87,7 +105,7 @@ def test_chinese_is_written_in_chinese() -> None:
     """A sentence of several English words was forgotten; half-width marks stand beside no Chinese,
     and flags, names and examples are the same in both.
     """
-    zh = catalogue("regard", "zh")
+    zh = ALL
     is_sentence = re.compile(r"[a-z]{3,} [a-z]{2,} [a-z]{2,}")
     forgotten = [x for key, x in zh.items() if x == key and is_sentence.search(x)]
     assert forgotten == []

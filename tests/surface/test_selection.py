@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import regard
+from experiments import CLAIMS
 from regard import biases, masks, scores
-from regard.claims import CLAIMS
 from regard.cli import COMMANDS
 from regard.configs import LOADABLE
 from regard.nn.variants.registry import VARIANTS
@@ -110,7 +110,7 @@ def test_a_misspelt_mark_is_an_error() -> None:
 
 PACKAGES = [
     *("masks", "biases", "scores", "positions", "linear", "memory", "caches", "nn", "inspect"),
-    *("models", "train", "compare", "claims", "cost", "bench", "ops.softmax", "audit", "parallel"),
+    *("models", "train", "compare", "cost", "bench", "ops.softmax", "audit", "parallel"),
 ]
 
 
@@ -147,7 +147,7 @@ def features() -> dict[str, str]:
         "ops/softmax": [kernel.name for kernel in dispatch.KERNELS],
         "nn": [*VARIANTS],
         "parity": sorted({*LOADABLE} - {"regard"}),
-        "claims": [*CLAIMS],
+        "experiments": [*CLAIMS],
         "train": [*TASKS],
     }
     for home, names in homes.items():

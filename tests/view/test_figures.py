@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from regard.biases import alibi_slopes
-from regard.figures import (
+from docs.figures import (
     ANIMALS,
     FIGURE_FILES,
     FIGURES,
@@ -25,7 +24,8 @@ from regard.figures import (
     sparse_patterns,
     trained_relations,
 )
-from regard.figures import causal_pattern as causal_figure
+from docs.figures import causal_pattern as causal_figure
+from regard.biases import alibi_slopes
 from regard.language import LANGUAGES, use_language
 from regard.view.charts import Picture
 from regard.view.heads_figure import MaskPanels
@@ -51,7 +51,7 @@ def test_the_stored_figures_are_those_of_the_library(lang: str) -> None:
     assert set(texts) == set(FIGURE_FILES)
     for name, text in texts.items():
         stored = (folder / name).read_text(encoding="utf-8")
-        assert structure(stored) == structure(text), f"{name}: run python -m regard.figures again"
+        assert structure(stored) == structure(text), f"{name}: run python docs/figures.py again"
 
 
 @pytest.mark.full
@@ -142,6 +142,6 @@ def test_lines_have_the_numbers_of_the_library() -> None:
 
 def test_the_command_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == main([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith("usage: python -m regard.figures FOLDER")
+    assert capsys.readouterr().err.startswith("usage: python docs/figures.py FOLDER")
     assert main([str(tmp_path), "--lang", "fr"]) == 2
     assert "heads" in FIGURES

@@ -15,9 +15,8 @@ from regard.bench.interfaces import (
     Problem,
     ProblemSizes,
 )
-from regard.bench.machine import Ceilings
-from regard.bench.measurement import interleaved, median, median_ratio
 from regard.bench.runner import TimingBudget, measure
+from regard.timing.machine import Ceilings
 
 __all__ = [
     "CASES",
@@ -29,8 +28,5 @@ __all__ = [
     "Problem",
     "ProblemSizes",
     "TimingBudget",
-    "interleaved",
     "measure",
-    "median",
-    "median_ratio",
 ]

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from regard.bench.measurement import interleaved, median
 from regard.errors import RegardError
 from regard.masks import Causal
 from regard.ops.linear.triton.block_sizes import RecurrenceSizes, RecurrenceSizesKey
@@ -28,6 +27,7 @@ from regard.ops.softmax.triton.block_sizes import (
     try_sizes,
 )
 from regard.ops.triton_support import Launch, has_triton
+from regard.timing.measurement import interleaved, median
 from regard.units import plural
 
 MIN_GAIN = 0.03

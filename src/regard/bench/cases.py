@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from regard.bench.problems import (
 from regard.bench.problems.sentences import SentenceSizes
 from regard.bench.program_cases import DRAW_PAGE, READ_CHECKPOINT, STARTUP
 from regard.bench.training_cases import TRAINING
+from regard.timing.measurement import peak_bytes
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SIZES = ("small", "default", "paper")
@@ -221,3 +223,25 @@ GROUPS = {
     "gpu": tuple(case.name for case in GPU),
 }
 """Names for several cases at once; a run without names leaves their cases out."""
+
+
+def peer_peak_bytes(settings: Mapping[str, Any]) -> int | None:
+    """Return the peak memory of one solution of a problem, with its result.
+
+    Args:
+        settings: case, size, length, batch, dtype, threads and peer, as in `regard bench`.
+
+    Returns:
+        The bytes, or None if the system does not report them, or if other processes do the work.
+    """
+    case = CASES[settings["case"]]
+    torch.set_num_threads(settings["threads"])
+    sizes = case.sizes[settings["size"]]
+    sizes = sizes.resized(length=settings["length"], batch=settings["batch"])
+    problem = sizes.problem(getattr(torch, settings["dtype"]), torch.device("cpu"))
+    if not any(problem.work):
+        return None
+    (peer,) = (candidate for candidate in case.peers if candidate.name == settings["peer"])
+    call = peer.prepare(problem)
+    call.step()
+    return peak_bytes(call.step)

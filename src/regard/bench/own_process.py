@@ -26,9 +26,9 @@ from typing import Any
 import torch
 
 from regard.bench.interfaces import Peer, PreparedCall, ProblemSizes
-from regard.bench.measurement import wait_until_idle
 from regard.errors import RegardError
 from regard.freed_memory import give_back_freed_memory
+from regard.timing.measurement import wait_until_idle
 
 PREPARE, STEP, READ, SETTLE = "prepare", "step", "read", "settle"
 """The requests to the process."""

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from regard.bench.interfaces import Case, Outputs, Peer, PreparedCall
-from regard.bench.measurement import peak_bytes
 from regard.bench.peers import ranks
 from regard.bench.problems import AttentionProblem, AttentionSizes
 from regard.cost.softmax import causal_pairs, window_pairs
@@ -33,6 +32,7 @@ from regard.errors import ParallelError, RegardError
 from regard.masks import Causal, Document, Mask, Window
 from regard.parallel import Shards, spawn
 from regard.parallel.communication import traffic
+from regard.timing.measurement import peak_bytes
 from regard.units import plural
 
 TIMEOUT = 300.0

@@ -7,12 +7,12 @@ from typing import Any
 
 from regard import units
 from regard.bench.interfaces import Case, Peer
-from regard.bench.machine import Ceilings, MachineFacts
 from regard.bench.peers.accelerated import ACCELERATED, PLAIN
 from regard.bench.result import CaseResult, PeerResult
 from regard.errors import RegardError
 from regard.language import translate, translate_count
 from regard.text_table import format_table, line_width, wrap
+from regard.timing.machine import Ceilings, MachineFacts
 from regard.view.charts import RatioBar, RatioBars
 
 COLUMNS = (

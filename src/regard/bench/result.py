@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from regard.bench.interfaces import MinimumWork, Outputs
-from regard.bench.machine import Ceilings, MachineFacts
-from regard.bench.measurement import median, quartiles
+from regard.timing.machine import Ceilings, MachineFacts
+from regard.timing.measurement import median, quartiles
 from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, allowed_error
 
 RELATIVE_TOLERANCE = 1e-4

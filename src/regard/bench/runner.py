@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 
 from regard import units
 from regard.bench.interfaces import Case, Outputs, Peer, PreparedCall, Problem, ProblemSizes
-from regard.bench.machine import Ceilings, free_memory, make_synchronize
-from regard.bench.measurement import interleaved, wait_until_idle
 from regard.bench.own_process import prepare_in_own_process
 from regard.bench.result import (
     CaseResult,
@@ -23,6 +20,8 @@ from regard.bench.result import (
     check_outputs,
     timed_result,
 )
+from regard.timing.machine import Ceilings, free_memory, make_synchronize
+from regard.timing.measurement import interleaved, wait_until_idle
 
 ReportStatus = Callable[[str], None]
 """A function that shows a line of text while a case runs."""
@@ -223,23 +222,3 @@ def _prepare(
     return PeerResult(
         peer.name, "wrong", check.why, call.kernel, error=check.error, allowed=check.allowed
     )
-
-
-@contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """Set the number of torch's threads for a block, and restore the former number afterwards.
-
-    Args:
-        count: the number of threads; None changes nothing.
-
-    >>> with torch_threads(1):
-    ...     torch.get_num_threads()
-    1
-    """
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

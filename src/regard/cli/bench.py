@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
 
     from regard.bench.interfaces import Case, ProblemSizes
-    from regard.bench.machine import Ceilings, MachineFacts
     from regard.bench.result import CaseResult
     from regard.bench.runner import TimingBudget
+    from regard.timing.machine import Ceilings, MachineFacts
 
 EPILOG = "For example: regard bench decode causal-prefill --size small --json -"
 
@@ -138,7 +138,7 @@ def bench(
     installed is listed with the reason.
     """
     from regard.bench.runner import TimingBudget
-    from regard.bench.runner import torch_threads as use
+    from regard.timing.machine import torch_threads as use
 
     cases = _cases(names, peer)
     if list_:
@@ -217,7 +217,6 @@ def _run(
         memory: the options --size, --length and --batch by name if memory is measured, or None.
     """
     from regard.bench import Ceilings, measure
-    from regard.bench.machine import describe_machine
     from regard.bench.render import (
         accelerated_table,
         case_table,
@@ -226,6 +225,7 @@ def _run(
         parallel_table,
     )
     from regard.bench.result import as_json
+    from regard.timing.machine import describe_machine
 
     def echo(text: str) -> None:  # with --json -, standard output has the JSON only
         typer.echo(text, err=json == "-")
@@ -277,12 +277,12 @@ def _peak(
     """
     import torch
 
-    from regard.bench.measurement import call_in_subprocess
+    from regard.timing.measurement import call_in_subprocess
 
     settings = {**size_options, "case": case.name, "dtype": str(dtype).removeprefix("torch.")}
     settings["threads"] = torch.get_num_threads()
     return lambda name: call_in_subprocess(
-        "regard.bench.measurement:peer_peak_bytes",
+        "regard.bench.cases:peer_peak_bytes",
         {**settings, "peer": name},
         advice="leave --memory out to skip this measurement",
     )

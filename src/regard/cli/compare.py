@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli import _claims
 from regard.cli.options import check_device_option, check_files, note, usage_error
 from regard.language import Phrase, translate
 from regard.text_table import line_width, wrap
@@ -180,7 +179,7 @@ Html = Annotated[
 ]
 List = Annotated[
     bool,
-    _option(_OUT, "List the default mechanisms, the tasks and the claims, and exit.", "--list"),
+    _option(_OUT, "List the default mechanisms and the tasks, and exit.", "--list"),
 ]
 
 
@@ -216,9 +215,6 @@ def compare(
     steps: Steps = None,
     lr: Rates = None,
     seeds: Seeds = 1,
-    claim: _claims.Names = None,
-    budget: _claims.Budget = 1.0,
-    seed: _claims.Seed = 0,
     out: Out = None,
     json: Json = False,
     csv: Csv = None,
@@ -230,19 +226,15 @@ def compare(
 
     All models have the same sizes, or the same number of parameters. They are timed in turns, and
     the kernels that ran are listed. With --quality, each model is also trained on the same tokens.
-    Ctrl-C prints the results so far; with --out, the same command continues later. With --claim,
-    published claims about attention are tested instead, each with a verdict.
+    Ctrl-C prints the results so far; with --out, the same command continues later.
     """
     options = {name: value for name, value in locals().items() if name != "ctx"}
     _check_like(ctx, options)
     if list_:
-        typer.echo(f"{_listing()}\n{_claims.list_claims()}")
+        typer.echo(_listing())
         return
-    _claims.check(options)
     check_files({"--csv": csv, "--html": html})
     check_device_option(device)
-    if claim:
-        _claims.run(options, _command(sys.argv[1:]))
     plan = _plan(options)
     comparison, command = _comparison(plan, options), _command(sys.argv[1:])
     interrupted = _run(comparison)
@@ -348,9 +340,9 @@ def _check_quality(options: dict[str, Any]) -> None:
 def _comparison(plan: ComparisonPlan, options: dict[str, Any]) -> Comparison:
     import torch
 
-    from regard.bench.machine import describe_machine
     from regard.compare.comparison import Comparison
     from regard.compare.experiment import ExperimentStore, Session
+    from regard.timing.machine import describe_machine
 
     machine_facts = describe_machine(torch.device(plan.timing.device))
     session = Session(ExperimentStore(options["out"], {"machine": machine_facts}), _report)

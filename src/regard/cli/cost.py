@@ -627,7 +627,7 @@ def _measure_this_machine() -> Machine:
     """
     import torch
 
-    from regard.bench.machine import Ceilings, describe_machine, free_memory
+    from regard.timing.machine import Ceilings, describe_machine, free_memory
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names: dict[torch.dtype, str] = {torch.float32: "fp32", torch.bfloat16: "bf16"}

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
 
-from regard.bench.machine import MachineFacts
 from regard.compare import quality, speed_and_memory
 from regard.compare.experiment import Experiment, Numbers, Session, format_duration
 from regard.compare.mechanisms import Candidate, Shape, count_parameters
 from regard.compare.quality import EvalTask, TrainConfig, TrainingSettings, run_name
 from regard.compare.speed_and_memory import MEMORY_METHOD, Timing
 from regard.models.families.regard import Config
+from regard.timing.machine import MachineFacts
 
 TRAINING_SHARE = 0.9
 """The share of the remaining time that training may take; validation and testing need the rest."""
@@ -393,7 +393,7 @@ class Comparison:
     Args:
         plan: what is compared.
         session: where measurements are stored.
-        machine: the facts that `regard.bench.machine.machine` returns.
+        machine: the facts that `regard.timing.machine.describe_machine` returns.
         minutes: the time limit of the whole comparison; if training would exceed it, all mechanisms
             are trained for fewer steps, and a note about that is added.
         steps: optimiser steps of every task, whatever time they take; None is each task's own

@@ -13,7 +13,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from regard.bench.machine import describe_machine
 from regard.compare.experiment import Numbers, ReportProgress, ignore_progress
 from regard.compare.long_context import losses_by_length, needle_in_haystack, perplexity
 from regard.errors import ArgumentError
@@ -25,6 +24,7 @@ from regard.nn import Attention, PrefixRecomputer
 from regard.nn.dynamic_rotary import PreRopeQKV, RecomputedQKV, ReRotatedQKV
 from regard.nn.projections import SeparateQKV
 from regard.positions import Rotary, critical_dimension, rope_frequencies
+from regard.timing.machine import describe_machine
 from regard.units import plural
 
 UNSCALED = "unscaled"

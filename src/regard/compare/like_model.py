@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import torch
 
 from regard import units
-from regard.bench.machine import free_memory
 from regard.compare.mechanisms import Shape, count_parameters
 from regard.compare.speed_and_memory import Timing
 from regard.configs.published import model_of
@@ -18,6 +17,7 @@ from regard.cost.model import DenseSpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
+from regard.timing.machine import free_memory
 
 DEFAULT_WINDOW = 4096
 """The window if the model has none: that of Mistral 7B (arXiv 2310.06825)."""

@@ -14,15 +14,6 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from regard import units
-from regard.bench.machine import free_memory
-from regard.bench.measurement import (
-    call_in_subprocess,
-    interleaved,
-    median,
-    median_ratio,
-    peak_bytes,
-    quartiles,
-)
 from regard.caches import Cache
 from regard.compare.experiment import Experiment, Numbers
 from regard.compare.mechanisms import build_decoder
@@ -31,6 +22,15 @@ from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn.stored import device_of
+from regard.timing.machine import free_memory
+from regard.timing.measurement import (
+    call_in_subprocess,
+    interleaved,
+    median,
+    median_ratio,
+    peak_bytes,
+    quartiles,
+)
 from regard.tracing import Trace
 from regard.train.losses import next_token_loss
 from regard.train.settings import Settings, make_optimizer
@@ -266,7 +266,7 @@ def timing_experiments(
     Args:
         configs: name -> config of the model.
         timing: how long, and at which sizes.
-        machine: the facts that `regard.bench.machine.machine` returns.
+        machine: the facts that `regard.timing.machine.describe_machine` returns.
 
     >>> from regard.compare.mechanisms import Candidate, Shape
     >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}

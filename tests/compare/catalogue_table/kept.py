@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from regard.bench.machine import describe_machine
 from regard.compare.experiment import Experiment, ExperimentStore, Numbers
+from regard.timing.machine import describe_machine
 
 DOCS = Path(__file__).parents[3] / "docs"
 QUALITY, SPEED = DOCS / "mechanisms-quality.jsonl", DOCS / "mechanisms-speed.jsonl"

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from regard.bench.measurement import interleaved, median, quartiles
 from regard.compare.experiment import ReportProgress
 from regard.nn.variants import VARIANTS
+from regard.timing.measurement import interleaved, median, quartiles
 from tests.compare.catalogue_table.kept import SPEED, append, machine, read
 from tests.compare.catalogue_table.sizes import DIM, GROUPS, HEADS, TOKENS, decodes, small_layer
 

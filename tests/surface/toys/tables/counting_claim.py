@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from regard.claims.claim import OVERVIEW, Claim, Criterion, NoteSection
+from experiments.claim import OVERVIEW, Claim, Criterion, NoteSection
 from regard.compare.experiment import Numbers
 from regard.masks import Causal
 from regard.span import Span

@@ -1,0 +1,369 @@
+"""The figures of the documentation, computed by the library: `python docs/figures.py FOLDER`, with
+labels in English, or with `--lang zh` in Chinese.
+
+A figure is a function without arguments in `FIGURES`; its name is the name of the file. They are
+the pictures of the course in docs/learn, in the order of its chapters. The first ones show six
+words with three numbers each, from chapter 3 of Sebastian Raschka's "Build a Large Language Model
+(From Scratch)".
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from regard import attend, attention_weights, masks
+from regard.biases import alibi_slopes
+from regard.configs.suggested_sizes import BaseModel, mechanism_costs
+from regard.cost import CostReport, Setting, model_of
+from regard.errors import RegardError
+from regard.language import (
+    LANGUAGES,
+    add_texts,
+    language_of_locale,
+    translate,
+    translate_count,
+    use_language,
+)
+from regard.positions import NTK, LinearScaling, YaRN, rope_frequencies, sinusoidal
+from regard.span import Span
+from regard.standard_output import run_program
+from regard.view import attention_diagram, charts
+from regard.view.charts import Chart, Line, Picture
+from regard.view.heads_figure import CachedHeads, HeadsFigure, MaskFigure, MaskPanels
+from regard.view.heatmaps import EffectMap, HeadWeights
+
+add_texts(Path(__file__).with_name("strings"))
+
+WORDS = ("Your", "journey", "starts", "with", "one", "step")
+EMBEDDINGS = (
+    (0.43, 0.15, 0.89),
+    (0.55, 0.87, 0.66),
+    (0.57, 0.85, 0.64),
+    (0.22, 0.58, 0.33),
+    (0.77, 0.25, 0.10),
+    (0.05, 0.80, 0.55),
+)
+DROPPED = 0.5
+"""The share of weights that `dropout_weights` drops."""
+ANIMALS, FOODS = ("cat", "rabbit", "dog"), ("fish", "carrot", "bone")
+
+
+def heads() -> Chart:
+    """Return the heads and the cache of MHA, GQA, MQA and MLA, at the sizes of an 8B model."""
+    return HeadsFigure(
+        (
+            CachedHeads("MHA", 32, 32, 2 * 32 * 128),
+            CachedHeads("GQA", 32, 8, 2 * 8 * 128),
+            CachedHeads("MQA", 32, 1, 2 * 128),
+            CachedHeads("MLA", 32, 0, 512 + 64, translate("latent 512, key 64")),
+        )
+    )
+
+
+def _rows(weights: Tensor) -> list[list[float]]:
+    rows: list[list[float]] = weights.tolist()
+    return rows
+
+
+def self_attention() -> Chart:
+    """Return the weights of six words for one another, without learned matrices."""
+    x = torch.tensor(EMBEDDINGS)[None, None]
+    weights = attention_weights(x, x, scale=1.0)[0, 0]
+    title = translate("self-attention: rows and columns are one sentence")
+    return HeadWeights(_rows(weights), title, WORDS, WORDS)
+
+
+def _causal_weights() -> Tensor:
+    """Return the weights [6, 6] of the causal head that chapter 3 begins with."""
+    x = torch.tensor(EMBEDDINGS)
+    generator = torch.Generator().manual_seed(789)
+    bound = 3**-0.5  # that of nn.Linear with three inputs
+    w_q, w_k = (torch.empty(2, 3).uniform_(-bound, bound, generator=generator) for _ in range(2))
+    q, k = (x @ w.T for w in (w_q, w_k))
+    return attention_weights(q[None, None], k[None, None], mask=masks.Causal())[0, 0]
+
+
+def causal_pattern() -> Chart:
+    """Return the weights of the six words in a causal head with linear maps from a fixed seed."""
+    title = translate("a causal head: nothing above the diagonal, rows sum to 1")
+    return HeadWeights(_rows(_causal_weights()), title, WORDS, WORDS)
+
+
+def scale_effect() -> Chart:
+    """Return the largest of 512 weights over the size of a head, with and without the scale."""
+    sizes, lines = (4, 16, 64, 256, 1024), []
+    for name, scale in (
+        (translate("without the scale"), 1.0),
+        (translate("divided by sqrt(d)"), None),
+    ):
+        points = []
+        for size in sizes:
+            generator = torch.Generator().manual_seed(0)
+            q, k = torch.randn(2, 1, 1, 512, size, generator=generator)
+            largest = attention_weights(q, k, scale=scale).amax(-1).mean()
+            points.append((float(size), float(largest)))
+        lines.append(Line(name, tuple(points)))
+    title = translate("the largest of 512 weights, mean over queries")
+    return Picture(
+        title, translate("size of the head, d"), translate("largest weight"), tuple(lines), "x"
+    )
+
+
+def trained_relations() -> Chart:
+    """Return the weights of animals for words before and after a training that asks each animal
+    for the colour of its food.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = len(ANIMALS) + len(FOODS)
+    w_q, w_k = (
+        (0.1 * torch.randn(size, 4, generator=generator)).requires_grad_() for _ in range(2)
+    )
+    optimiser = torch.optim.Adam([w_q, w_k], lr=0.1)
+
+    def weights() -> Tensor:
+        return attention_weights(w_q[None, None], w_k[None, None])[0, 0, : len(ANIMALS)].detach()
+
+    before = weights()
+    for _ in range(150):
+        colours = torch.randn(32, 1, size, 3, generator=generator)
+        q, k = (w.expand(32, 1, size, 4) for w in (w_q, w_k))
+        answers = attend(q, k, colours, backend="reference")[:, 0, : len(ANIMALS)]
+        error = (answers - colours[:, 0, len(ANIMALS) :]).square().mean()
+        optimiser.zero_grad()
+        error.backward()
+        optimiser.step()
+    names = tuple(map(translate, ANIMALS))
+    rows = [translate("{name} before", name=name) for name in names]
+    rows += [translate("{name} after", name=name) for name in names]
+    title = translate("before and after training: who reads whom")
+    return HeadWeights(
+        _rows(torch.cat([before, weights()])),
+        title,
+        rows,
+        tuple(map(translate, (*ANIMALS, *FOODS))),
+    )
+
+
+def dropout_weights() -> Chart:
+    """Return the weights of the causal head before and after a dropout of half of them: what is
+    left is doubled, so that the rows sum to 1 on average only.
+    """
+    weights = _causal_weights()
+    generator = torch.Generator().manual_seed(26)  # empties a row
+    visible = torch.rand(weights.shape, generator=generator) >= DROPPED
+    after = weights * visible / (1 - DROPPED)
+    rows = [
+        translate("{word}, sum {total}", word=word, total=f"{float(row.sum()):.2f}")
+        for part in (weights, after)
+        for word, row in zip(WORDS, part, strict=True)
+    ]
+    title = translate("above: weights; below: after dropout, p = 0.5, the others x 2")
+    return HeadWeights(_rows(torch.cat([weights, after])), title, rows, WORDS)
+
+
+def sinusoids() -> Chart:
+    """Return the sinusoidal positions of 24 tokens with 32 numbers each."""
+    values = sinusoidal(24, 32)
+    title = translate("sinusoidal positions: fast dims left, slow dims right")
+    rows = [translate("position {t}", t=t) if t % 4 == 0 else "" for t in range(24)]
+    columns = [str(d) if d % 4 == 0 else "" for d in range(32)]
+    return EffectMap(
+        values.double().numpy(), rows, columns, title, translate("dim"), translate("value")
+    )
+
+
+def cache_growth() -> Chart:
+    """Return the caches of an 8B model with several mechanisms over the context."""
+    base = BaseModel.of(model_of("llama-3.1-8b"))
+    names = ("mha", "gqa:8", "mqa", "mla", "window:4096")
+    lines = tuple(
+        Line(
+            row.label,
+            tuple(
+                (float(n), float(CostReport(row.report.model, Setting(n)).kv_bytes))
+                for n in (2**i for i in range(10, 18))
+            ),
+        )
+        for row in mechanism_costs(names, base, Setting())
+    )
+    title = translate("the cache of one sequence, 32 layers of width 4,096, bf16")
+    return Picture(title, translate("context, tokens"), translate("cache, bytes"), lines, "xy")
+
+
+def rotary_angles() -> Chart:
+    """Return the cosine of the angle of some rotary pairs at each position."""
+    frequencies = rope_frequencies(64).inv_freq
+    lines = tuple(
+        Line(
+            translate("pair {n}", n=pair),
+            tuple((float(t), float(torch.cos(t * frequencies[pair]))) for t in range(41)),
+        )
+        for pair in (0, 6, 10, 16, 31)
+    )
+    return Picture(
+        translate("rotary positions: cos(t x frequency), D = 64"),
+        translate("position t"),
+        translate("cosine"),
+        lines,
+    )
+
+
+def alibi_penalty() -> Chart:
+    """Return the penalty of ALiBi for each head over the distance."""
+    slopes = alibi_slopes(8)
+    lines = tuple(
+        Line(translate("head {n}", n=h), tuple((float(d), -slope * d) for d in range(65)))
+        for h, slope in enumerate(slopes)
+    )
+    return Picture(
+        translate("ALiBi: what is added to a score, 8 heads"),
+        translate("distance"),
+        translate("penalty"),
+        lines,
+    )
+
+
+def sparse_patterns() -> Chart:
+    """Return four masks of 24 tokens, with the number of pairs that each leaves."""
+    span = Span(0, 24)
+    causal = masks.Causal()
+    shown = {
+        translate("causal"): causal,
+        translate("window of 6"): causal & masks.Window(6),
+        translate("window and 2 sinks"): causal & (masks.Window(6) | masks.Sinks(2)),
+        translate("every 5th, and the last 5"): causal & masks.Strided(5),
+    }
+    panels = [MaskFigure(m.block(span, span)[0, 0].numpy(), name) for name, m in shown.items()]
+    return MaskPanels(panels, translate("sparse patterns: rows are queries, columns are keys"))
+
+
+def linear_work() -> Chart:
+    """Return the work of one more token over the context for an 8B model with five mechanisms."""
+    base = BaseModel.of(model_of("llama-3.1-8b"))
+    names = ("gqa:8", "mla", "window:4096", "linear_attention", "nsa")
+    lines = tuple(
+        Line(
+            row.label,
+            tuple(
+                (float(n), CostReport(row.report.model, Setting(n)).decode_flops / 1e9)
+                for n in (2**i for i in range(10, 18))
+            ),
+        )
+        for row in mechanism_costs(names, base, Setting())
+    )
+    title = translate("the work of one more token, 8B model")
+    return Picture(title, translate("context, tokens"), "GFLOP", lines, "xy")
+
+
+def context_scaling() -> Chart:
+    """Return the factor by which each method multiplies the frequency of each rotary pair, to read
+    16 times the trained 4,096 tokens.
+    """
+    plain = rope_frequencies(128).inv_freq
+    ways = {
+        translate("interpolation"): LinearScaling(16.0),
+        translate("NTK-aware"): NTK(16.0),
+        "YaRN": YaRN(16.0, 4096),
+    }
+    lines = []
+    for name, scaling in ways.items():
+        ratio = rope_frequencies(128, scaling=scaling).inv_freq / plain
+        lines.append(Line(name, tuple((float(i), float(ratio[i])) for i in range(0, 64, 3))))
+    title = translate("16 times the trained length: factor on each frequency")
+    return Picture(title, translate("rotary pair, fast to slow"), translate("factor"), tuple(lines))
+
+
+def infini_segments() -> Chart:
+    """Return the keys that softmax sees in Infini-attention; the memory has the rest."""
+    positions = Span(0, 24)
+    visible = (masks.Causal() & masks.Chunk(8)).block(positions, positions)[0, 0].numpy()
+    return MaskFigure(
+        visible, translate("Infini-attention, segments of 8: earlier ones are in the memory")
+    )
+
+
+FIGURES: dict[str, Callable[[], Chart]] = {
+    "self-attention": self_attention,
+    "scale": scale_effect,
+    "trained-relations": trained_relations,
+    "causal-pattern": causal_pattern,
+    "dropout": dropout_weights,
+    "sinusoids": sinusoids,
+    "rotary-angles": rotary_angles,
+    "alibi-penalty": alibi_penalty,
+    "cache-growth": cache_growth,
+    "heads": heads,
+    "sparse-patterns": sparse_patterns,
+    "linear-work": linear_work,
+    "context-scaling": context_scaling,
+    "infini-segments": infini_segments,
+}
+"""The name of each figure, which is the name of its file, and the function that draws it."""
+
+
+DIAGRAMS: dict[str, Callable[[], str]] = {
+    "blocks": attention_diagram.svg,
+    "transformer-block": attention_diagram.block_svg,
+    "two-forms": attention_diagram.two_forms_svg,
+}
+"""The name of each block diagram, and the function that returns it as SVG text."""
+FIGURE_FILES = tuple(f"{name}.svg" for name in (*DIAGRAMS, *FIGURES))
+"""The files that the command writes."""
+
+
+def figure_texts() -> dict[str, str]:
+    """Return every figure as SVG text, by the name of its file, in the current language.
+
+    >>> sorted(FIGURES)[:3]
+    ['alibi-penalty', 'cache-growth', 'causal-pattern']
+    """
+    diagrams = {f"{name}.svg": draw() for name, draw in DIAGRAMS.items()}
+    return diagrams | {f"{name}.svg": charts.svg(make()) for name, make in FIGURES.items()}
+
+
+USAGE = f"usage: python docs/figures.py FOLDER [--lang {'|'.join(LANGUAGES)}]; FOLDER must exist"
+
+
+def _arguments(arguments: list[str]) -> tuple[Path | None, str]:
+    """Return the folder, if there is exactly one, and the language."""
+    rest, lang = list(arguments), language_of_locale()
+    if "--lang" in rest[:-1]:
+        place = rest.index("--lang")
+        lang = rest[place + 1]
+        del rest[place : place + 2]
+    return Path(rest[0]) if len(rest) == 1 else None, lang
+
+
+def main(arguments: list[str]) -> int:
+    """Write all figures to a folder.
+
+    Args:
+        arguments: the folder, and `--lang` with a language; without it the locale decides.
+
+    Returns:
+        The exit code: 0, or 2 for wrong usage.
+    """
+    folder, lang = _arguments(arguments)
+    if folder is None or not folder.is_dir() or lang not in LANGUAGES:
+        print(USAGE, file=sys.stderr)
+        return 2
+    with use_language(lang):
+        try:
+            texts = figure_texts()
+            for name, text in texts.items():
+                (folder / name).write_text(text, encoding="utf-8")
+        except (OSError, RegardError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        written = translate_count(len(texts), "figure")
+        print(translate("{figures} in {folder}", figures=written, folder=folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(lambda: main(sys.argv[1:])))

@@ -1,0 +1,289 @@
+"""The machine: a description of it, and its largest memory bandwidth and FLOP rate."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import NotRequired, TypedDict
+
+import torch
+
+import regard
+from regard.huge_pages import to_huge_pages
+from regard.timing.measurement import interleaved, median
+
+CPU_FEATURES = (
+    "avx2",
+    "f16c",
+    "fma",
+    "avx512f",
+    "avx512bw",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "asimd",
+    "asimdhp",
+    "bf16",
+    "sve",
+)
+"""The flags of a CPU that decide which kernels run."""
+
+
+class MachineFacts(TypedDict):
+    """The facts about a machine that `describe_machine` returns, by name."""
+
+    device: str
+    processor: str
+    architecture: str
+    cores: int
+    threads: int
+    features: list[str]
+    capability: str
+    free_memory: int
+    system: str
+    python: str
+    torch: str
+    regard: str
+    gpu: NotRequired[str]
+
+
+def describe_machine(device: torch.device) -> MachineFacts:
+    """Return the processor, its threads and features, the free memory, and the versions of
+    software.
+
+    Args:
+        device: the device of the benchmark; for "cuda" the name of the GPU is added.
+
+    Returns:
+        Plain values by name.
+
+    >>> describe_machine(torch.device("cpu"))["torch"] == torch.__version__
+    True
+    """
+    cpuinfo = _read_cpuinfo()
+    facts: MachineFacts = {
+        "device": device.type,
+        "processor": cpuinfo.get("model name") or platform.processor() or platform.machine(),
+        "architecture": platform.machine(),
+        "cores": torch.get_num_threads() if not cpuinfo else _count_cores(cpuinfo),
+        "threads": torch.get_num_threads(),
+        "features": [flag for flag in CPU_FEATURES if flag in cpuinfo.get("flags", "").split()],
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "free_memory": free_memory(torch.device("cpu")),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "regard": regard.__version__,
+    }
+    if device.type == "cuda":
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the free memory of a device in bytes; 0 if the system does not report it.
+
+    >>> free_memory(torch.device("cpu")) >= 0
+    True
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return 0
+    for line in path.read_text("ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _read_cpuinfo() -> dict[str, str]:
+    """Return the entries of the first processor in /proc/cpuinfo; {} if there is no such file."""
+    path = Path("/proc/cpuinfo")
+    if not path.exists():
+        return {}
+    text = path.read_text("utf-8", errors="replace")
+    pairs = [line.partition(":")[::2] for line in text.partition("\n\n")[0].splitlines()]
+    return {
+        **{key.strip(): value.strip() for key, value in pairs},
+        "count": str(text.count("processor\t")),
+    }
+
+
+def _count_cores(cpuinfo: dict[str, str]) -> int:
+    """Return the number of processors, or of torch's threads if it is unknown."""
+    return int(cpuinfo["count"]) or torch.get_num_threads()
+
+
+READ_BYTES = 1 << 30
+"""The number of bytes that are read to measure the bandwidth, more than any CPU cache has (of a
+quarter of it, a cache of 480 MiB served a part); less where little memory is free.
+"""
+
+GEMM_MIN_SIDE, GEMM_MAX_SIDE = 256, 2048
+"""The smallest and the largest side of the square matrices that are multiplied."""
+
+GEMM_SECONDS = 0.1
+"""If one product takes longer than this many seconds, larger ones are not tried."""
+
+
+@dataclass(frozen=True)
+class BandwidthProbe:
+    """A read of memory that is timed in turns with the peers, since some machines read at half the
+    speed for seconds at a time.
+
+    Attributes:
+        bytes: how many bytes are read.
+        step: reads them.
+    """
+
+    bytes: int
+    step: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The largest rates of the machine, to which measured rates are compared.
+
+    Args:
+        read: the memory bandwidth of all threads, in bytes per second.
+        gemm: FLOPs per second of a matrix product, by dtype.
+        probe: the fastest way to read memory; with None, shares are relative to `read`.
+
+    >>> ceilings = Ceilings(4e10, {torch.float32: 2e11})
+    >>> ceilings.of_read(2e10), ceilings.of_gemm(1e11, torch.float32)
+    (0.5, 0.5)
+    """
+
+    read: float
+    gemm: dict[torch.dtype, float] = field(default_factory=dict)
+    probe: BandwidthProbe | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def measure(
+        cls,
+        dtypes: Iterable[torch.dtype],
+        device: torch.device,
+        *,
+        rounds: int = 5,
+        read_bytes: int = READ_BYTES,
+        side: int = GEMM_MAX_SIDE,
+    ) -> Ceilings:
+        """Measure the memory bandwidth and the FLOP rates.
+
+        Memory is read in several ways, since each may have a limit of its own; the fastest way
+        counts.
+
+        Args:
+            dtypes: the dtypes of the matrix products.
+            device: the device.
+            rounds: how often each is timed.
+            read_bytes: how many bytes are read, at most an eighth of the free memory.
+            side: the largest side of the matrices.
+
+        Returns:
+            The rates.
+
+        >>> small = {"rounds": 1, "read_bytes": 1 << 16, "side": 16}
+        >>> ceilings = Ceilings.measure([torch.float32], torch.device("cpu"), **small)
+        >>> ceilings.read > 0 and ceilings.gemm[torch.float32] > 0
+        True
+        """
+        free = free_memory(device)
+        if free:
+            read_bytes = min(read_bytes, free // 8)
+        x = to_huge_pages(torch.ones(read_bytes // 4, device=device))
+        readers: dict[str, Callable[[], object]] = {
+            "sum": x.sum,
+            "max": x.amax,
+            "dot": lambda: torch.dot(x, x),
+            "whole": x.view(torch.int32).sum,
+        }
+        times = interleaved(readers, rounds=rounds, synchronise=make_synchronize(device))
+        fastest = min(readers, key=lambda name: median(times[name]))
+        gemm = {dtype: _gemm_flops_per_second(dtype, device, rounds, side) for dtype in dtypes}
+        return cls(
+            read_bytes / median(times[fastest]), gemm, BandwidthProbe(read_bytes, readers[fastest])
+        )
+
+    def of_read(self, bytes_per_second: float) -> float:
+        """Return a bandwidth as a share of the machine's.
+
+        Args:
+            bytes_per_second: the bandwidth.
+
+        Returns:
+            The share; 1.0 is the bandwidth of the machine.
+        """
+        return bytes_per_second / self.read
+
+    def of_gemm(self, flops_per_second: float, dtype: torch.dtype) -> float | None:
+        """Return a FLOP rate as a share of the rate of a matrix product.
+
+        Args:
+            flops_per_second: the FLOP rate.
+            dtype: the dtype of the matrix product.
+
+        Returns:
+            The share, or None for a dtype that was not measured.
+        """
+        ceiling = self.gemm.get(dtype)
+        return None if ceiling is None else flops_per_second / ceiling
+
+
+def make_synchronize(device: torch.device) -> Callable[[], object]:
+    """Return a function that waits until a device has finished its work.
+
+    >>> make_synchronize(torch.device("cpu"))()
+    """
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return lambda: None
+
+
+def _gemm_flops_per_second(
+    dtype: torch.dtype, device: torch.device, rounds: int, side: int
+) -> float:
+    """Return the best FLOP rate over products of increasing size, as long as one product is fast
+    enough.
+    """
+    best, n = 0.0, min(GEMM_MIN_SIDE, side)
+    while n <= side:
+        a, b = torch.randn(2, n, n, device=device).to(dtype).unbind(0)
+        times = interleaved(
+            {"mm": partial(torch.mm, a, b)},
+            rounds=rounds,
+            limit=GEMM_SECONDS,
+            synchronise=make_synchronize(device),
+        )["mm"]
+        best = max(best, 2 * n**3 / median(times))
+        if median(times) > GEMM_SECONDS:
+            break
+        n *= 2
+    return best
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Set the number of torch's threads for a block, and restore the former number afterwards.
+
+    Args:
+        count: the number of threads; None changes nothing.
+
+    >>> with torch_threads(1):
+    ...     torch.get_num_threads()
+    1
+    """
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

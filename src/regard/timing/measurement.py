@@ -1,0 +1,280 @@
+"""Measuring functions: the times of several in turns, and the peak memory of one in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from regard.errors import RegardError
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 25,
+    sample: float = 0.02,
+    limit: float | None = None,
+    into: dict[str, list[float]] | None = None,
+    synchronise: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] | None = None,
+    settle: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Time functions in turns: each round times each function once, so that a change of the
+    machine's speed affects all of them.
+
+    Each function is called twice before the first round. Each round begins with another function,
+    so that none always follows the same one. A function is timed when the threads of the one before
+    it sleep.
+
+    Args:
+        cases: the functions by name.
+        rounds: how many rounds; at least one.
+        sample: seconds that one timing takes; short calls are repeated until it does.
+        limit: no new round begins after this many seconds; None is no limit.
+        into: a dict that receives the times; after an interrupt it has those of complete rounds.
+        synchronise: called before the clock is read, for devices that work asynchronously.
+        clock: returns seconds. None is the wall clock; `time.process_time` counts the processor
+            time and excludes waiting.
+        settle: called before each timing; None is `wait_until_idle`.
+
+    Returns:
+        Seconds per call, for each function and round.
+
+    >>> times = interleaved({"a": lambda: None, "b": lambda: None}, rounds=3, sample=0.0)
+    >>> {name: len(rounds) for name, rounds in times.items()}
+    {'a': 3, 'b': 3}
+    """
+    clock = time.perf_counter if clock is None else clock
+    settle = wait_until_idle if settle is None else settle
+    times = {} if into is None else into
+    times.update({name: [] for name in cases})
+    repeats = {
+        name: _calibrate_repeats(case, sample, synchronise, clock) for name, case in cases.items()
+    }
+    names, start = list(cases), time.perf_counter()
+    try:
+        for index in range(rounds):
+            if index and limit is not None and time.perf_counter() - start > limit:
+                break
+            for name in rotated_order(names, index):
+                settle()
+                times[name].append(_time_calls(cases[name], repeats[name], synchronise, clock))
+    finally:
+        complete = min(map(len, times.values()), default=0)
+        for seconds in times.values():
+            del seconds[complete:]
+    return times
+
+
+def wait_until_idle(pause: float = 0.002, limit: float = 1.0) -> None:
+    """Wait until no thread of this process computes.
+
+    The threads of OpenMP, ONNX Runtime and others look for work for up to 0.2 seconds after a call,
+    and would slow down whatever is timed next.
+
+    Args:
+        pause: the seconds in which no thread must compute.
+        limit: the largest number of seconds to wait.
+
+    >>> wait_until_idle(limit=0.01)
+    """
+    start = time.perf_counter()
+    while True:
+        before = time.process_time()
+        time.sleep(pause)
+        if time.process_time() - before < pause / 4 or time.perf_counter() - start >= limit:
+            return
+
+
+def rotated_order(names: Sequence[str], by: int) -> list[str]:
+    """Return the order of the names in round `by`.
+
+    Each round starts at the next name. After every name has been first once, the direction is
+    reversed.
+
+    >>> [rotated_order("abc", i) for i in range(4)]
+    [['a', 'b', 'c'], ['b', 'c', 'a'], ['c', 'a', 'b'], ['a', 'c', 'b']]
+    """
+    if not names:
+        return []
+    turn, first = divmod(by, len(names))
+    step = -1 if turn % 2 else 1
+    return [names[(first + step * i) % len(names)] for i in range(len(names))]
+
+
+def median_ratio(times: Mapping[str, Sequence[float]], of: str, to: str) -> float:
+    """Return the median over rounds of the ratio of two functions' times.
+
+    Args:
+        times: the result of `interleaved`.
+        of, to: the names of the two functions.
+
+    Returns:
+        The median of `times[of][i] / times[to][i]`.
+
+    >>> median_ratio({"a": [2.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, "a", "b")
+    2.0
+    """
+    return statistics.median(a / b for a, b in zip(times[of], times[to], strict=True))
+
+
+def median(times: Sequence[float]) -> float:
+    """Return the median of times in seconds.
+
+    Args:
+        times: at least one number.
+
+    Returns:
+        The median.
+
+    >>> median([1.0, 9.0, 2.0])
+    2.0
+    """
+    return statistics.median(times)
+
+
+def quartiles(times: Sequence[float]) -> tuple[float, float]:
+    """Return the first and the third quartile; a single number is both.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
+    (2.0, 4.0)
+    """
+    if len(times) < 2:
+        return times[0], times[0]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, high
+
+
+def _calibrate_repeats(
+    case: Callable[[], object],
+    sample: float,
+    synchronise: Callable[[], object],
+    clock: Callable[[], float],
+) -> int:
+    """Return how many calls take about `sample` seconds."""
+    case()
+    return max(1, int(sample / max(_time_calls(case, 1, synchronise, clock), 1e-9)))
+
+
+def _time_calls(
+    case: Callable[[], object],
+    repeats: int,
+    synchronise: Callable[[], object],
+    clock: Callable[[], float],
+) -> float:
+    """Return the seconds of one call, averaged over `repeats` calls."""
+    synchronise()
+    start = clock()
+    for _ in range(repeats):
+        case()
+    synchronise()
+    return (clock() - start) / repeats
+
+
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Environment variables with which glibc returns freed tensors to the system at once."""
+
+PROCESS = Path("/proc/self")
+
+
+def resident_bytes(field: str = "VmRSS", process: Path = PROCESS) -> int | None:
+    """Return the resident memory of this process.
+
+    Args:
+        field: "VmRSS" for the memory now, "VmHWM" for the peak so far.
+        process: the folder of the process under /proc.
+
+    Returns:
+        The bytes, or None if there is no /proc.
+
+    >>> resident = resident_bytes()
+    >>> resident is None or resident > 0
+    True
+    """
+    status = process / "status"
+    if not status.exists():
+        return None
+    for line in status.read_text("ascii", errors="replace").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def peak_bytes(work: Callable[[], object], process: Path = PROCESS) -> int | None:
+    """Return how far the resident memory of this process rises while a function runs.
+
+    The peak is reset first. Memory that was freed before without being returned to the system would
+    hide a part of the rise; `ALLOCATOR` prevents this.
+
+    Args:
+        work: the function.
+        process: the folder of the process under /proc.
+
+    Returns:
+        The bytes, or None if the system does not report them.
+
+    >>> peak = peak_bytes(lambda: b"x" * (1 << 26))
+    >>> peak is None or peak > 1 << 25
+    True
+    """
+    gc.collect()
+    before = resident_bytes(process=process)
+    try:
+        (process / "clear_refs").write_text("5")
+    except OSError:
+        return None
+    work()
+    after = resident_bytes("VmHWM", process)
+    return None if before is None or after is None else max(0, after - before)
+
+
+def call_in_subprocess(
+    function: str, settings: object, *, advice: str = "", command: Sequence[str] | None = None
+) -> Any:
+    """Call a function in a new process, whose allocator returns freed memory to the system.
+
+    Args:
+        function: "module:name" of a function from plain values to plain values.
+        settings: its argument, a plain value.
+        advice: the next step if it fails, for the error message.
+        command: another program that reads JSON and writes JSON, for tests.
+
+    Returns:
+        The result of the function.
+
+    Raises:
+        RegardError: the process fails; the message has its exit code and its last line.
+
+    >>> bytes_ = call_in_subprocess("regard.timing.measurement:resident_bytes", "VmHWM")
+    >>> bytes_ is not None or sys.platform != "linux"
+    True
+    """
+    module, _, name = function.partition(":")
+    code = f"import json, sys; from {module} import {name}; "
+    code += f"print(json.dumps({name}(json.load(sys.stdin))))"
+    process = subprocess.run(  # noqa: S603 (our own function, by the path of this Python)
+        command or [sys.executable, "-c", code],
+        input=json.dumps(settings),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **ALLOCATOR, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    if process.returncode:
+        last_line = (process.stderr.strip() or "no output").splitlines()[-1]
+        raise RegardError(
+            f"the process that measures memory ended with exit code {process.returncode}: "
+            f"{last_line}"
+            f"{advice and '; '}{advice}"
+        )
+    return json.loads(process.stdout.splitlines()[-1])
