@@ -33,7 +33,7 @@ from regard.caches import Cache
 from regard.caches.base import OpenSlot
 from regard.caches.quantization import CodedSlots
 from regard.models.step_reader import ModelReader, Unsupported
-from regard.nn.as_written import CALLS, classes_of
+from regard.nn.as_written import classes_of, methods_of
 from regard.nn.stored import StoredWeightMixin
 from regard.ops.decode_step import (
     DecodeStep,
@@ -369,12 +369,12 @@ class _Guards:
             x for m in everything for x in (m.__dict__, m._forward_hooks, m._forward_pre_hooks)
         ]
         self._dicts += [m._modules for m in everything if isinstance(m, _LISTS)]
-        classes = dict.fromkeys(x for m in everything for x in classes_of(m) if x is not nn.Module)
-        methods = list(map(vars, classes))
-        self._dicts += methods
+        classes = dict.fromkeys(x for m in everything for x in classes_of(m))
+        self._dicts += map(vars, classes)
         parts = [x for m in everything for x in (m._modules, m._parameters, m._buffers) if x]
-        self._values = [x.values() for x in chain(methods, parts)]
-        named = [(m.__dict__, _names(m)) for m in everything] + [(vars(nn.Module), CALLS)]
+        self._values = [x.values() for x in parts]
+        named: list[tuple[Any, list[str]]] = [(m.__dict__, _names(m)) for m in everything]
+        named += [(vars(x), methods_of(x)) for x in classes]
         self._owners = [owner for owner, names in named if names]
         # itemgetter gives a tuple for two names or more
         self._getters = [itemgetter(*names, names[0]) for _, names in named if names]
@@ -407,8 +407,9 @@ class _Guards:
             type(decoder),
             list(map(type, self._modules)),
             launch.places(self._tensors),
-            list(map(Tensor.is_contiguous, self._tensors)),
-            list(map(_layout, self._tensors)),
+            list(map(Tensor.stride, self._tensors)),
+            list(map(Tensor.numel, self._tensors)),
+            list(map(_dtype, self._tensors)),
         )
 
 
@@ -416,10 +417,10 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 """The classes of modules whose computation depends on the number of their parts."""
 
 _BOOKKEEPING = {*nn.Module().__dict__, "_last"} - {"training"}
-_layout = attrgetter("dtype", "shape")
+_dtype = attrgetter("dtype")
 
 
-def _names(module: nn.Module) -> Sequence[str]:
+def _names(module: nn.Module) -> list[str]:
     """Return the names of the attributes of a module. Whether it trains matters only where it drops
     something out.
     """

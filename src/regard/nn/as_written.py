@@ -71,22 +71,26 @@ def _first_forward(kind: type[nn.Module]) -> object:
     return None if any(_patched_methods(kind)) else kind.forward
 
 
-def _patched_methods(kind: type) -> Iterator[str]:
-    """Yield the methods of a class, itself without its bases, that were written in another file: of
-    torch's classes only those by which modules are called.
+def methods_of(kind: type) -> list[str]:
+    """Return the names of the methods and properties that a class defines itself, without its
+    bases, and that compute; of torch's classes only those by which modules are called.
     """
-    home = getattr(sys.modules.get(kind.__module__), "__file__", None)
     is_ours = kind.__module__.startswith("regard.")
-    if home is None or not (is_ours or kind.__module__.startswith("torch.")):
+    return [
+        name
+        for name, found in vars(kind).items()
+        if name in CALLS
+        or (is_ours and name[:2] != "__" and isinstance(found, FunctionType | property))
+    ]
+
+
+def _patched_methods(kind: type) -> Iterator[str]:
+    """Yield the methods of a class of this package or of torch that another file defines."""
+    home = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    if home is None or not kind.__module__.startswith(("regard.", "torch.")):
         return
-    for name, found in vars(kind).items():
-        is_call = name in CALLS
-        if not (is_call or (is_ours and name[:2] != "__")):
-            continue
+    for name in methods_of(kind):
+        found = vars(kind)[name]
         method = found.fget if isinstance(found, property) else found
-        if isinstance(method, FunctionType):
-            is_patched = method.__code__.co_filename != home
-        else:
-            is_patched = is_call
-        if is_patched:
+        if not isinstance(method, FunctionType) or method.__code__.co_filename != home:
             yield f"{kind.__name__}.{name}"

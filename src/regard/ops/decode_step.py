@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -62,6 +62,8 @@ COUNTER_WORDS = 2 + MAX_RUNS
 """The distance between the counters of two phases in 8-byte integers; it must be equal to
 `step_loops.COUNTER_BYTES` / 8.
 """
+
+Indices: TypeAlias = np.ndarray | slice
 
 _step_entry = partial(compiled_entry, "step_loops", "entry_address")
 _extended_entry = partial(compiled_entry, "step_extended_loops", "entry_address")
@@ -372,7 +374,7 @@ class DecodeStep:
         self._counters = np.zeros((PHASES * len(model.layers) + 1, COUNTER_WORDS), np.int64)
         self._by_mask = _numbers_by_value([layer.mask for layer in model.layers])
         self._place_of: tuple[int, ...] = ()
-        self._by_place: list[tuple[int, np.ndarray]] = []
+        self._by_place: list[tuple[int, Indices]] = []
         self._by_rotary = _numbers_by_value([layer.rotary for layer in model.layers])
         self._head_numbers = (
             *_norm_numbers(model.norm, self.dtype),
@@ -569,9 +571,13 @@ _ABSENT = launch.NO_POSITIONS
 """Stands for the codes or the pages that a layer does not have."""
 
 
-def _numbers_by_value(values: Sequence[int | None]) -> list[tuple[int, np.ndarray]]:
-    """Return for each value except None the indices at which it stands."""
+def _numbers_by_value(values: Sequence[int | None]) -> list[tuple[int, Indices]]:
+    """Return for each value except None the indices at which it stands; a slice, which numpy
+    writes in half of the time, if it stands everywhere.
+    """
     known = sorted({x for x in values if x is not None})
+    if len(known) == 1 and None not in values:
+        return [(known[0], slice(None))]
     return [(x, np.array([i for i, y in enumerate(values) if y == x])) for x in known]
 
 
