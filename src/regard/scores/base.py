@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.process_state import is_tracing_onnx
+from regard.process_state import is_exporting_onnx
 from regard.registry import Registry
 from regard.serialization import RuleWithTensors
 from regard.span import Positions
@@ -377,7 +377,7 @@ def along_keys(x: Tensor, order: Tensor) -> Tensor:
 
 def stable_argsort(x: Tensor, *, descending: bool = False) -> Tensor:
     """Return the order of the numbers in the last dimension, the earlier of equal ones first."""
-    if is_tracing_onnx():  # its sort is stable, and the exporter writes no other
+    if is_exporting_onnx():  # its sort is stable, and the exporters write no other
         return x.sort(dim=-1, descending=descending).indices
     return x.argsort(dim=-1, descending=descending, stable=True)
 

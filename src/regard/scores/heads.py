@@ -85,7 +85,8 @@ class TalkingHeads(ScoreRule):
         return p if self.after is None else _mix(self.after, p)
 
     def _heads(self) -> int | None:
-        sizes = {x.shape[0] for x in (self.before, self.after) if x is not None}
+        # int: while torch.jit traces, sizes are tensors, of which no two are the same in a set
+        sizes = {int(x.shape[0]) for x in (self.before, self.after) if x is not None}
         return sizes.pop() if len(sizes) == 1 else None
 
     def __str__(self) -> str:

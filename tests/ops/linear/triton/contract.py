@@ -312,6 +312,25 @@ def test_what_is_not_finite_reaches_later_tokens_only(name: str, where: str, bad
     assert all(x.isfinite().all() for x in first)
 
 
+@pytest.mark.parametrize("name", ["gated", "delta", "gated delta", "kimi delta"])
+@pytest.mark.parametrize("size", [3.0, 1e3, 1e20])
+def test_a_large_later_token_changes_no_bit_of_an_earlier_one(name: str, size: float) -> None:
+    """Nor of its gradients: token 20 is in the middle of a chunk, and what follows overflows."""
+    found = []
+    for large in (False, True):
+        c = moved(drawn(name, T=60, D=16), torch.float32)
+        if large:
+            c["k"][:, :, 20:] = size
+            c["q"][:, :, 20:] = size
+        leaves = {key: x.requires_grad_() for key, x in c.items()}
+        out = MECHANISMS[name].run(leaves, form="triton")[0][:, :, :20]
+        used = [leaves[key] for key in MECHANISMS[name].names]
+        grads = torch.autograd.grad(out.sum(), used)
+        found.append([out, *(x[:, :, :20] for x in grads)])
+    for ordinary, same in zip(*found, strict=True):
+        assert torch.equal(ordinary, same)
+
+
 @pytest.mark.parametrize("name", ["gated by head", "gated", "gated delta", "kimi delta"])
 def test_a_decay_to_0_is_a_new_start(name: str) -> None:
     run, c = MECHANISMS[name].run, moved(drawn(name, T=37), torch.float32)
