@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from functools import cache
 from types import FunctionType
 
 from torch import nn
@@ -46,11 +45,13 @@ def why_not_as_written(module: nn.Module) -> str | None:
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether a module is exactly of one of torch's classes, and computes what it says."""
+    """Return whether a module is exactly of a class of `_FIRST_FORWARDS`, and computes what it
+    says.
+    """
     return (
         type(module) is kind
         and not (module._forward_hooks or module._forward_pre_hooks)
-        and kind.forward is _first_forward(kind)  # type: ignore[arg-type]  # classes hash
+        and kind.forward is _FIRST_FORWARDS.get(kind)
         and nn.Module.__call__ is _FIRST_CALL
         and "forward" not in module.__dict__
         and not torch_module._has_any_global_hook()
@@ -60,15 +61,6 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 def classes_of(module: nn.Module) -> tuple[type, ...]:
     """Return the classes that a module gets its methods from."""
     return type(module).__mro__[:-1]
-
-
-_FIRST_CALL = nn.Module.__call__
-
-
-@cache
-def _first_forward(kind: type[nn.Module]) -> object:
-    """Return the forward of a class as torch wrote it; None if it was replaced before."""
-    return None if any(_patched_methods(kind)) else kind.forward
 
 
 def methods_of(kind: type) -> list[str]:
@@ -94,3 +86,12 @@ def _patched_methods(kind: type) -> Iterator[str]:
         method = found.fget if isinstance(found, property) else found
         if not isinstance(method, FunctionType) or method.__code__.co_filename != home:
             yield f"{kind.__name__}.{name}"
+
+
+_FIRST_CALL = nn.Module.__call__
+_FIRST_FORWARDS: dict[type, object] = {
+    kind: kind.forward for kind in (nn.Identity, nn.SiLU) if not any(_patched_methods(kind))
+}
+"""The forward of each class that `is_plain` is asked about, as torch wrote it; a graph that
+torch.compile traces may look it up, and could not call a cached function.
+"""
