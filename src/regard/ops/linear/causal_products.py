@@ -35,15 +35,13 @@ def valid_decays(g: Float[Tensor, "*L"]) -> tuple[Float[Tensor, "*L"], Float[Ten
 def inverse_of_unit_triangle(
     below: Float[Tensor, "*L C C"], scale: Float[Tensor, "*L C 1"]
 ) -> tuple[Float[Tensor, "*L C C"], Float[Tensor, "*L C 1"]]:
-    """Return the finite part of (I + below)^-1 diag(scale), where `below` is 0 on and above the
-    diagonal, and a marker for each row: NaN where a number of the row, or of `below` in it, is not
-    finite, else 0.
+    """Return the finite part of (I + below)^-1 diag(scale), where `below` is finite, and 0 on and
+    above the diagonal; and a marker for each row: NaN where one of its numbers is not finite.
 
     >>> inverse_of_unit_triangle(torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.ones(2, 1))[0]
     tensor([[ 1.,  0.],
             [-2.,  1.]])
     """
-    below, bad_below = finite_part(below)
     # unitriangular: torch takes the diagonal to be 1 and does not read it
     inverse = torch.linalg.solve_triangular(
         below, torch.diag_embed(scale[..., 0]), upper=False, unitriangular=True
@@ -51,4 +49,4 @@ def inverse_of_unit_triangle(
     inverse, bad = finite_part(inverse)
     # What is above the diagonal is 0. It must have no gradient: the product of a gradient of an
     # early token and a large number of a later one may overflow.
-    return inverse.tril_(), (bad_below + bad).sum(-1, keepdim=True)
+    return inverse.tril_(), bad.sum(-1, keepdim=True)

@@ -148,8 +148,9 @@ def chunked(
     if log_decay is not None:
         g, bad_g = valid_decays(split_into_chunks(log_decay, size))
         bad = bad + bad_g.sum(-1, keepdim=True)
-    system = (beta * products_after_decay(k, k, g)).tril_(-1)
+    system, bad_system = finite_part((beta * products_after_decay(k, k, g)).tril_(-1))
     inverse, overflow = inverse_of_unit_triangle(system, beta)
+    bad = bad + overflow + bad_system.sum(-1, keepdim=True)
     weights = products_after_decay(
         q, k.unsqueeze(-3), None if g is None else g.unsqueeze(-3)
     )  # [B,G,P or 1,n,R,C,C]
@@ -161,7 +162,7 @@ def chunked(
         q, k = q * start.unsqueeze(-3), k * end
     q, weights = q.flatten(-3, -2), weights.flatten(-3, -2)  # [B,G,P or 1,n,R*C,D or C]
     # The error of a token whose numbers are not finite is NaN, which `bad` collects.
-    v, outputs, bad = v + (bad + overflow), [], torch.zeros_like(state[..., :1, :])
+    v, outputs, bad = v + bad, [], torch.zeros_like(state[..., :1, :])
     for i in range(k.shape[-3]):
         errors = v[..., i, :, :] - shared_matmul(erased_keys[..., i, :, :], state)
         errors, bad_errors = finite_part(errors)
@@ -173,7 +174,11 @@ def chunked(
                 read = read * start[..., i, :, :].repeat(1, 1, 1, R, 1)
                 written = u * end[..., i, :, :]
             state = state * start[..., i, -1, :, None]
-        outputs.append(read + shared_matmul(weights[..., i, :, :], u) + bad.repeat(1, 1, 1, R, 1))
+        outputs.append(
+            read
+            + shared_matmul(weights[..., i, :, :], u)
+            + (bad if R == 1 else bad.repeat(1, 1, 1, R, 1))
+        )
         state = state + shared_matmul(k[..., i, :, :].mT, written)
     out = torch.unflatten(torch.stack(outputs, -3) + bad_q, -2, (R, size))
     out = out.movedim(-3, -4).flatten(-3, -2)[..., :T, :]  # [B,G,P,R,T,E]

@@ -121,10 +121,12 @@ def chunked(
         g, bad_g = valid_decays(split_into_chunks(log_decay, size))
         bad = bad + bad_g.sum(-1, keepdim=True)
         start, end = decay_since_start(g), decay_until_end(g)
-    from_keys = _strict_products(c, k, g)
-    system = from_keys if a is None else -_strict_products(c, a, g)
+    from_keys, bad_rows = finite_part(_strict_products(c, k, g))
+    system = from_keys
+    if a is not None:
+        system, bad_system = finite_part(-_strict_products(c, a, g))
+        bad_rows = bad_rows + bad_system
     inverse, overflow = inverse_of_unit_triangle(system, torch.ones_like(c[..., :1]))
-    from_keys, bad_rows = finite_part(from_keys)
     q = q.movedim(-4, -3)  # [B,G,P or 1,n,R,C,D]
     weights, bad_q = _query_weights(q, k, g, bad_q.movedim(-4, -3))  # [B,G,P or 1,n,R*C,C]
     if a is not None:
@@ -147,7 +149,7 @@ def chunked(
         if a is not None:
             out = out + read_weights[..., i, :, :] @ u
             state = state + back[..., i, :, :].mT @ u
-        outputs.append(out + bad.repeat(1, 1, 1, R, 1))
+        outputs.append(out + (bad if R == 1 else bad.repeat(1, 1, 1, R, 1)))
     out = torch.unflatten(torch.stack(outputs, -3) + bad_q.flatten(-3, -2), -2, (R, size))
     out = out.movedim(-3, -4).flatten(-3, -2)[..., :T, :]  # [B,G,P,R,T,E]
     return out, state + bad[..., -1:, :]

@@ -168,11 +168,12 @@ def _chunked(
     p = g.cumsum(-2).exp()  # [B,H,n,C,1]
     from_start = e.cumsum(-2).exp()
     r = P @ from_start
-    products, bad_rows = finite_part((k @ k.mT).tril_(-1))
-    system = theta * (products * _before(W))
+    products, bad_products = finite_part((k @ k.mT).tril_(-1))
+    system, bad_system = finite_part(theta * (products * _before(W)))
     # W = P R joins tokens, so that no number of the system may have a gradient of NaN: the
     # tokens that overflow leave the system.
     overflow = inverse_of_unit_triangle(system.detach(), theta.detach())[1]
+    overflow = overflow + (bad_products + bad_system).sum(-1, keepdim=True)
     finite = overflow == 0
     inverse, _ = inverse_of_unit_triangle(torch.where(finite & finite.mT, system, 0), theta)
     # hidden before and behind the product, so that the gradient of W is finite as well
@@ -181,7 +182,7 @@ def _chunked(
     bad_q = bad_q.sum(-1, keepdim=True) + bad_weights.sum(-1, keepdim=True)
     by_M, by_N, outputs = k * _before(p, 1.0), k * _before(r), []
     # The error of a token whose numbers are not finite is NaN, which `bad` collects.
-    v = v + (bad + overflow + bad_rows.sum(-1, keepdim=True))
+    v = v + (bad + overflow)
     bad = torch.zeros_like(M[:, :, :1])
     for i in range(k.shape[2]):
         errors, bad_errors = finite_part(v[:, :, i] - by_M[:, :, i] @ M - by_N[:, :, i] @ N)
