@@ -132,7 +132,7 @@ def test_without_a_tokenizer(
     ("arguments", "message"),
     [
         ((), "there is nothing to change"),
-        (("--to", "gqa"), "--to is gqa, and --kv-heads is missing"),
+        (("--to", "gqa"), "to is gqa, and kv_heads is missing"),
         (
             ("--to", "gqa", "--kv-heads", "3"),
             "4 key/value heads cannot become 3 for 4 query heads; possible are 1, 2",

@@ -824,8 +824,9 @@ class All(_Combination):
 
     def causal_from(self) -> int | None:
         """Return the smallest position of the members, since each of them bounds the whole."""
-        known = [x for mask in self.masks if (x := mask.causal_from()) is not None]
-        return min(known, default=None)
+        found = [mask.causal_from() for mask in self.masks]
+        known = [x for x in found if x is not None]
+        return min(known) if known else None  # torch.compile traces no `default`
 
     def reach(self) -> Reach:
         """Return the smallest reach of the members, since each of them bounds the whole."""
