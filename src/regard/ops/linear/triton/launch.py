@@ -207,7 +207,7 @@ def run_backward(
     if call.beta is not None:
         # a token that overflows has no gradient, and its 0 times infinity must reach no other
         for x in (forward.updates, forward.written, forward.erased, forward.inverse):
-            torch.nan_to_num(x, 0.0, 0.0, 0.0, out=x)
+            x.masked_fill_(~x.isfinite(), 0)
     launches, results = backward_launches(call, forward, d_out, d_last)
     for launch in launches:
         launch.run()
