@@ -122,7 +122,7 @@ def gradients_of_states(
             d_out = load_rows(d_out_ptr + b * o_b + o * o_h, o_t, t, T, e, E)
             d_before = tl.dot(tl.trans(q), d_out, d_before, input_precision=PRECISION)
         if DELTA:
-            erased = finite_or_zero(load_rows(erased_ptr + head * T * D, D, t, T, d, D))
+            erased = load_rows(erased_ptr + head * T * D, D, t, T, d, D)
             d_before -= tl.dot(tl.trans(erased), d_u, input_precision=PRECISION)
         d_S = d_before
     tl.store(d_first_ptr + head * D * E + place, d_S, mask=place_mask)
@@ -179,7 +179,9 @@ def gradients_of_inputs(
         d_products = tl.zeros([C, C], tl.float32)
         for first in range(0, E, BE):
             e = first + tl.arange(0, BE)
-            u = finite_or_zero(load_rows(u_rows, u_t, t, T, e, E))
+            u = load_rows(u_rows, u_t, t, T, e, E)
+            if not DELTA:
+                u = finite_or_zero(u)
             d_out = load_rows(d_out_ptr + b * o_b + o * o_h, o_t, t, T, e, E)
             S = load_rows(states_ptr + state, E, d, D, e, E)
             d_q = tl.dot(d_out, tl.trans(S), d_q, input_precision=PRECISION)

@@ -176,9 +176,7 @@ def sums_before(x, i, BY_CHANNEL: tl.constexpr, PRECISION: tl.constexpr):
     """sum_{j < l} x_j for each token l, for x `[C, d]`; not a difference of sums."""
     before = i[:, None] > i[None, :]
     if BY_CHANNEL:
-        # what is not finite reaches later tokens only
-        sums = tl.dot(before.to(tl.float32), finite_or_zero(x), input_precision=PRECISION)
-        sums += tl.cumsum(x * 0.0, 0)
+        sums = tl.dot(before.to(tl.float32), x, input_precision=PRECISION)
     else:
         sums = tl.sum(tl.where(before, tl.trans(x), 0.0), 1)[:, None]
     return sums

@@ -137,14 +137,14 @@ def gradients_of_corrections(
     state = states_ptr + (head * chunks + c) * D * E
     # X^T, loaded transposed
     place = inverse_ptr + matrix + i[None, :] * C + i[:, None]
-    transposed = finite_or_zero(tl.load(place))
+    transposed = tl.load(place)
     d_matrix = tl.zeros([C, C], tl.float32)
     d_beta = tl.zeros([C, 1], tl.float32)
     for first in range(0, E, BE):
         e = first + tl.arange(0, BE)
         d_u = load_rows(d_update_ptr + head * T * E, E, t, T, e, E)
         d_right = tl.dot(transposed, d_u, input_precision=PRECISION)
-        written = finite_or_zero(load_rows(written_ptr + head * T * E, E, t, T, e, E))
+        written = load_rows(written_ptr + head * T * E, E, t, T, e, E)
         d_matrix -= tl.dot(d_right, tl.trans(written), input_precision=PRECISION)
         v = finite_or_zero(load_rows(v_ptr + b * v_b + n * v_h, v_t, t, T, e, E))
         d_beta += tl.sum(d_right * v, 1)[:, None]
@@ -160,7 +160,7 @@ def gradients_of_corrections(
             d_erased -= tl.dot(d_u, tl.trans(S), input_precision=PRECISION)
         d_right = tl.dot(transposed, d_erased, input_precision=PRECISION)
         store_rows(d_right_ptr + head * T * D, d_right, D, t, T, d, D)
-        erased = finite_or_zero(load_rows(erased_ptr + head * T * D, D, t, T, d, D))
+        erased = load_rows(erased_ptr + head * T * D, D, t, T, d, D)
         d_matrix -= tl.dot(d_right, tl.trans(erased), input_precision=PRECISION)
     d_matrix = tl.where(i[:, None] > i[None, :], d_matrix, 0.0)
     store_rows(d_matrix_ptr + matrix, d_matrix, C, i, C, i, C)

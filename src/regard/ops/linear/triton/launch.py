@@ -204,6 +204,10 @@ def run_backward(
     for launch in launches:
         if launch.kernel in (solve_chunk, chunk_states):
             launch.run()
+    if call.beta is not None:
+        # a token that overflows has no gradient, and its 0 times infinity must reach no other
+        for x in (forward.updates, forward.written, forward.erased, forward.inverse):
+            x.masked_fill_(~x.isfinite(), 0)
     launches, results = backward_launches(call, forward, d_out, d_last)
     for launch in launches:
         launch.run()
