@@ -215,7 +215,7 @@ def test_the_command_prints_the_rows_of_the_library(
         (("--dim", "64", "--window", "8", "--mechanisms", "mha"), "give them inside --mechanisms"),
         (("--layers", "2", "--mechanisms", "mha"), "--dim missing"),
         (("gpt2", "--vs", "gpt2-xl", "--mechanisms", "mha"), "leave out --vs"),
-        (("gpt2", "--html", "page.html"), "--html belongs to --mechanisms"),
+        (("gpt2", "--html", "page.html"), "'--html': belongs to --mechanisms"),
         (("gpt2", "--mechanisms", "mla:window=3"), "has no option window"),
     ],
 )

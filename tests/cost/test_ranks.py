@@ -138,10 +138,10 @@ def test_the_command_prints_every_method(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     "extra, words",
     [
-        (["--ranks", "4"], "--ranks needs a --machine"),
+        (["--ranks", "4"], "'--ranks': needs a --machine"),
         (["--link", "1e9"], "belong to --ranks"),
         (["--ranks", "4", "--machine", "h100-sxm", "--sweep", "context=1k..2k"], "leave out --vs"),
-        (["--ranks", "4", "--machine", "h100-sxm", "--method", "ring"], "must be one of exchange"),
+        (["--ranks", "4", "--machine", "h100-sxm", "--method", "ring"], "is not one of exchange"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(
