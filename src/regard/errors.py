@@ -43,7 +43,7 @@ class RegardError(Exception):
             message = f"{argument} is {value!r}"
             message += f"; it must be {allowed}" if allowed else ""
             message += f": {next_step}" if next_step else ""
-        super().__init__(message)
+        self.args = (message,)  # as `super().__init__(message)`, which torch.compile cannot trace
         self.argument, self.value = argument, value
         self.allowed, self.next_step = allowed, next_step
 

@@ -77,8 +77,6 @@ WRONG = (
     ),
     "bench --device nope",
     "bench --plot x.txt",
-    "compare --claim nope",
-    "compare mha --budget x",
     "compare mha --csv no/x.csv",
     "compare mha --device nope",
     "compare mha --heads 4 --dim 30",

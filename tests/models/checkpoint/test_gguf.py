@@ -206,7 +206,7 @@ def test_folders(tmp_path: Path) -> None:
     write(tmp_path, "qwen3", "F16")
     with pytest.raises(FileError, match=r"has 2 GGUF files: 'qwen3-F16\.gguf', 'qwen3-F32\.gguf'"):
         regard.load(tmp_path)
-    with pytest.raises(FileError, match="kind is TextEncoder"):
+    with pytest.raises(FileError, match="a TextEncoder is needed here"):
         regard.load(path, kind=TextEncoder)
 
 
