@@ -280,7 +280,7 @@ def test_language_model_of_a_model_that_reads_images(name: str, tmp_path: Path) 
     keys = {"text_config": text | {"rope_parameters": rope | axes}, "vision_config": vision}
     model = theirs(CASES[f"{name}_text"].name, keys, head="ForConditionalGeneration")
     mine = regard.load(saved(model, tmp_path))
-    ids = ids_of(model)
+    ids = ids_of(model, length=12)  # fewer roundings: theirs cannot run its experts in fp64
     assert_near(mine(ids), model(input_ids=ids, use_cache=False).logits)
 
 
