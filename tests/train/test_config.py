@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from regard.cli.train import SECTIONS, read_config
-from regard.errors import ArgumentError, FileError
+from regard.errors import FileError
 
 FULL = """
 [model]
@@ -64,10 +65,10 @@ def test_every_option_that_shapes_a_run_has_a_place() -> None:
     [
         (
             "[modle]\ndim = 3",
-            "unknown section [modle]; did you mean 'model'? There are [model], [train], [data]",
+            "there is no section [modle]; did you mean 'model'? The sections are [model], [train]",
         ),
         ("dim = 3", "dim is outside a section; put it under [model]"),
-        ("model = 3", "unknown section [model]"),
+        ("model = 3", "there is no section [model]"),
         ("[train]\ndim = 3", "dim is in [train]; put it in [model]"),
         ("[train]\nstpes = 3", "[train] has no stpes; did you mean 'steps'? It has steps, batch"),
         ("[model]\noption = 3", "[model] has no option; did you mean 'options'?"),
@@ -88,7 +89,7 @@ def test_every_option_that_shapes_a_run_has_a_place() -> None:
     ],
 )
 def test_what_is_not_understood_is_named(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(message)):
+    with pytest.raises(typer.BadParameter, match=re.escape(message)):
         read_config(written(tmp_path, text))
 
 

@@ -181,8 +181,8 @@ def choose_module_head(
                 counted, rule = (others, NEAR_HEAD_RULE) if is_near else (row, CROSS_HEAD_RULE)
             column = int(counted.argmax())
             weight = float(counted[column])
-            found = column if key is None and weight > 0 else None
-            candidates.append((weight, ModuleTarget(one.name, h, found, rule)))
+            target_key = column if key is None and weight > 0 else None
+            candidates.append((weight, ModuleTarget(one.name, h, target_key, rule)))
     if not candidates:
         assert problem is not None, "a recording has at least one place"
         raise problem

@@ -202,7 +202,7 @@ class GPTNeoConfig(ModelConfig):
             if not all(_is_repetition(entry) for entry in types):
                 raise ArgumentError(
                     "attention_types must be a list of [names, number of repetitions], with at "
-                    f"most {MAX_LAYERS} layers"
+                    f"most {plural(MAX_LAYERS, 'layer')}"
                 )
             keys["attention_layers"] = [
                 kind for kinds, times in types for _ in range(times) for kind in kinds

@@ -270,7 +270,14 @@ class CostReport:
         return _round_up(Fraction(self.model.parameters * BITS[self.setting.dtype], 8))
 
     def active_bytes(self, tokens: int) -> int:
-        """Return the bytes of the parameters that `tokens` tokens use together, each read once."""
+        """Return the bytes of the parameters that some tokens use together, each read once.
+
+        Args:
+            tokens: the number of tokens.
+
+        Returns:
+            The number of bytes.
+        """
         parts = self.model.parts_for(tokens)
         if self.stored is None:
             active = sum(part.active_parameters for part in parts)

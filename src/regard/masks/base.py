@@ -735,9 +735,9 @@ def widest_reach(bounds: Sequence[Reach]) -> Reach:
 
 def last_causal_from(masks: Sequence[Mask]) -> int | None:
     """Return the largest `Mask.causal_from` of masks of which each adds visible keys."""
-    found = [mask.causal_from() for mask in masks]
-    known = [x for x in found if x is not None]
-    return max(known) if len(known) == len(found) else None
+    positions = [mask.causal_from() for mask in masks]
+    known = [x for x in positions if x is not None]
+    return max(known) if len(known) == len(positions) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -824,8 +824,8 @@ class All(_Combination):
 
     def causal_from(self) -> int | None:
         """Return the smallest position of the members, since each of them bounds the whole."""
-        found = [mask.causal_from() for mask in self.masks]
-        known = [x for x in found if x is not None]
+        positions = [mask.causal_from() for mask in self.masks]
+        known = [x for x in positions if x is not None]
         return min(known) if known else None  # torch.compile traces no `default`
 
     def reach(self) -> Reach:

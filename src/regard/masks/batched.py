@@ -104,7 +104,7 @@ class Prefix(Mask):
         return Intervals(torch.zeros_like(q), stops)
 
     def causal_from(self) -> int:
-        """Return the longest prefix."""
+        """Return the length of the longest prefix, after which every row is causal."""
         return max(self._lengths)
 
     def require(self, B: int, H: int, T: int, S: int) -> None:

@@ -136,7 +136,7 @@ def _state_reasons() -> list[str]:
 
 def _in_function_mode() -> bool:
     """Return whether a mode sees or changes torch's functions; a default device changes only where
-    a tensor is made that is not told its device.
+    a tensor is made without a device.
     """
     return torch._C._len_torch_function_stack() > 0 and any(
         type(mode) is not DeviceContext for mode in _get_current_function_mode_stack()
@@ -380,8 +380,8 @@ class _Guards:
         self._getters = [itemgetter(*names, names[0]) for _, names in named if names]
         records = [m.stored_weight for m in everything if isinstance(m, StoredWeightMixin)]
         stored = [x for y in records for x in y.tensors().values()]
-        held = [x for m in everything for y in (m._parameters, m._buffers) for x in y.values()]
-        self._tensors: list[Tensor] = [*stored, *(x for x in held if x is not None)]
+        members = [x for m in everything for y in (m._parameters, m._buffers) for x in y.values()]
+        self._tensors: list[Tensor] = [*stored, *(x for x in members if x is not None)]
         self._known = self._fingerprint(decoder)
         self._objects = list(self._present())
 

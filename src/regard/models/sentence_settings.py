@@ -340,5 +340,5 @@ def _length_of_tokenizer(folder: Path) -> int | None:
     path = checked_path_or_none(folder, "tokenizer_config.json")
     if path is None:
         return None
-    found = _MAX_LENGTH.search(read_bytes(path, _TOKENIZER_CONFIG_BYTES))
-    return max(int(found[1]), 1) if found else None
+    match = _MAX_LENGTH.search(read_bytes(path, _TOKENIZER_CONFIG_BYTES))
+    return max(int(match[1]), 1) if match else None

@@ -169,8 +169,8 @@ def _text_after(shown: str, text: str) -> str:
     """Return what a text adds to the text that was shown; a half character that was shown as U+FFFD
     counts where it is complete.
     """
-    kept = shown if text.startswith(shown) else shown.rstrip("�")
-    return text[len(kept) :]
+    whole = shown if text.startswith(shown) else shown.rstrip("�")
+    return text[len(whole) :]
 
 
 MAX_FILE_BYTES = 128 << 20

@@ -70,9 +70,9 @@ def methods_of(kind: type) -> list[str]:
     is_ours = kind.__module__.startswith("regard.")
     return [
         name
-        for name, found in vars(kind).items()
+        for name, member in vars(kind).items()
         if name in CALLS
-        or (is_ours and name[:2] != "__" and isinstance(found, FunctionType | property))
+        or (is_ours and name[:2] != "__" and isinstance(member, FunctionType | property))
     ]
 
 
@@ -82,8 +82,8 @@ def _patched_methods(kind: type) -> Iterator[str]:
     if home is None or not kind.__module__.startswith(("regard.", "torch.")):
         return
     for name in methods_of(kind):
-        found = vars(kind)[name]
-        method = found.fget if isinstance(found, property) else found
+        member = vars(kind)[name]
+        method = member.fget if isinstance(member, property) else member
         if not isinstance(method, FunctionType) or method.__code__.co_filename != home:
             yield f"{kind.__name__}.{name}"
 

@@ -141,8 +141,8 @@ class TopK(ScoreRule):
         x = along_keys(s.detach().masked_fill(~block.visible, -torch.inf), order)
         largest = stable_argsort(x, descending=True)[..., : self.k]
         # torch.jit.trace cannot write a scatter of the number True
-        kept = torch.ones_like(largest, dtype=torch.bool)
-        is_largest = torch.zeros_like(x, dtype=torch.bool).scatter(-1, largest, kept)
+        ones = torch.ones_like(largest, dtype=torch.bool)
+        is_largest = torch.zeros_like(x, dtype=torch.bool).scatter(-1, largest, ones)
         return s.masked_fill(~along_keys(is_largest, stable_argsort(order)), -torch.inf)
 
     def select_heads(self, heads: slice) -> TopK:

@@ -118,6 +118,7 @@ def test_the_cost_of_a_folder_takes_no_revision(
     assert run(["cost", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] > 0
     assert run(["cost", str(tmp_path), "--revision", "v1"]) == 2
-    assert "'--revision': applies only to a repository on the hub" in capsys.readouterr().err.replace(
-        "\n", " "
+    assert (
+        "'--revision': applies only to a repository on the hub"
+        in capsys.readouterr().err.replace("\n", " ")
     )

@@ -567,7 +567,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"hidden_activation": "gelu"},
     ),
     "use_bidirectional_attention is True": (GEMMA_2B, {"use_bidirectional_attention": True}),
-    "8 query heads are not divisible by 16 key/value heads": (GEMMA_2B, {"num_key_value_heads": ...}),
+    "8 query heads are not divisible by 16 key/value heads": (
+        GEMMA_2B,
+        {"num_key_value_heads": ...},
+    ),
     "sliding_window is null": (GEMMA_2_2B, {"sliding_window": None}),
     "attn_logit_softcapping is -5.0; it must be above 0": (
         GEMMA_2_2B,

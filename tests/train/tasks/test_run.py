@@ -189,9 +189,9 @@ def test_resume_with_other_settings_is_refused(
             ["--task", "mqar"],
             "has no source for an encoder: model 'gru+luong' cannot learn it",
         ),
-        (["--vocab", "300"], "--vocab: applies to training on text"),
-        (["--repeat", "0.5"], "--repeat: applies to training on text"),
-        (["python-docs"], "SOURCE: applies to training on text"),
+        (["--vocab", "300"], "'--vocab': applies to training on text"),
+        (["--repeat", "0.5"], "'--repeat': applies to training on text"),
+        (["python-docs"], "'SOURCE': applies to training on text"),
         (["--beams", "0"], "greater than or equal to 1"),
         (["--task", "mqar", "--model", "lstm", "--beams", "2"], "so beams must be 1"),
         (["--attention", "gqa"], "--attention is an option of model 'decoder'"),
@@ -218,9 +218,9 @@ def test_what_belongs_to_tasks_needs_one(
         ["--beside", "x"],
     ):
         assert run(["train", "--out", str(tmp_path / "out"), *option]) == 2
-        assert f"{option[0]}: applies only to tasks; give --task NAME too" in shown(capsys)
+        assert f"'{option[0]}': applies only to tasks; give --task NAME too" in shown(capsys)
     assert run(["train", "--out", str(tmp_path / "out"), "--task", "copy"]) == 2
-    assert "--model: a task needs a model: lstm" in shown(capsys)
+    assert "'--model': a task needs a model: lstm" in shown(capsys)
     assert not (tmp_path / "out").exists()
 
 

@@ -183,15 +183,15 @@ class DistanceAccumulator:
         offsets = (k - first).to(w.dtype)
         distance = (q - first) * w.sum(2).double() - (w @ offsets).double()
         self._distance[:, tile.rows] += torch.where(q >= 0, distance, 0)
-        near = (q >= 0) & (q > first - limit) & (q < int(k.max()) + limit)
-        if bool(near.any()):
-            is_local = (q[near, None] - k).abs() < limit
+        is_close = (q >= 0) & (q > first - limit) & (q < int(k.max()) + limit)
+        if bool(is_close.any()):
+            is_local = (q[is_close, None] - k).abs() < limit
             local = torch.zeros(w.shape[:2], dtype=torch.float64)
-            local[:, near] = (w[:, near] * is_local).sum(2).double()
+            local[:, is_close] = (w[:, is_close] * is_local).sum(2).double()
             self._local[:, tile.rows] += local
 
     def result(self) -> Mapping[str, Tensor]:
-        """Return distance and local."""
+        """Return the mean distance of what a row reads, and its share within the local distance."""
         measured, is_token = self._measured, self._measured.rows >= 0
         return {
             "distance": measured.mean(self._distance, is_token),
@@ -298,10 +298,10 @@ def _pairs_by_metric(measured: MeasuredPlace) -> dict[str, Tensor]:
     columns, wanted = measured.columns, measured.rows - 1
     order = columns.argsort(stable=True)
     # the last column at or before the position before each row
-    at = torch.searchsorted(columns[order], wanted, right=True) - 1
-    column = order[at.clamp(min=0)]
-    found = (wanted >= 0) & (at >= 0) & (columns[column] == wanted)
-    previous = torch.stack([found.nonzero()[:, 0], column[found]], 1)
+    place = torch.searchsorted(columns[order], wanted, right=True) - 1
+    column = order[place.clamp(min=0)]
+    has_previous = (wanted >= 0) & (place >= 0) & (columns[column] == wanted)
+    previous = torch.stack([has_previous.nonzero()[:, 0], column[has_previous]], 1)
     pairs_by_metric = {"previous_token": previous}
     if measured.ids is None:
         return pairs_by_metric

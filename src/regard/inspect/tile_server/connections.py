@@ -68,7 +68,7 @@ class BoundedProtocol(H11Protocol):
             self._expect(self._limits.answer_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Take a connection that has ended off the list."""
         if self._deadline is not None:
             self._deadline.cancel()
         super().connection_lost(exc)

@@ -86,5 +86,5 @@ def _blocks(tile: TileData, level: int, planes: list[Tensor | None]) -> bytes:
 
 
 def _numbers(x: Tensor) -> bytes:
-    """Return numbers as fp32."""
+    """Return the numbers of a tensor as bytes of little-endian fp32."""
     return x.numpy().astype("<f4").tobytes()

@@ -46,7 +46,7 @@ class Stack(NamedTuple):
 
     @property
     def first(self) -> nn.Module:
-        """The first block."""
+        """The block that runs first."""
         return next(iter(self.blocks.values()))
 
 

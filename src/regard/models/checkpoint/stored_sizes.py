@@ -143,12 +143,12 @@ class _Sizes:
         self.numbers, self.bytes = Counter[str](), Counter[str]()
 
     def add(self, part: str, numbers: int, size: int) -> None:
-        """Add one tensor."""
+        """Add the numbers and bytes of one tensor to its part."""
         self.numbers[part] += numbers
         self.bytes[part] += size
 
     def total(self, form: str) -> StoredSize:
-        """Return the sum."""
+        """Return the bytes of all parts, and the bits that each part takes for a number."""
         bits = {part: Fraction(8 * self.bytes[part], n) for part, n in self.numbers.items()}
         return StoredSize(form, self.bytes.total(), tuple(sorted(bits.items())))
 
@@ -166,12 +166,12 @@ def _stored_once(
     network: nn.Module, bindings: Mapping[str, TensorBinding]
 ) -> Iterator[tuple[str, TensorBinding]]:
     """Yield the tensors of a checkpoint; a shared parameter has its first name only."""
-    seen = set[int]()
+    counted_ids = set[int]()
     for name, binding in bindings.items():
         ids = {id(network.get_parameter(parameter)) for parameter in binding.parameters}
-        if not ids & seen:
+        if not ids & counted_ids:
             yield name, binding
-        seen |= ids
+        counted_ids |= ids
 
 
 def _owners(network: nn.Module, binding: TensorBinding) -> list[nn.Module]:

@@ -238,7 +238,11 @@ class Checkpoint:
         return {name: parameter.detach() for name, parameter in named}
 
     def records(self) -> dict[str, StoredWeight]:
-        """Return the weights that are stored in fewer bits, by the names of their parameters."""
+        """Return the weights that are stored in fewer bits.
+
+        Returns:
+            The stored weights, by the names of their parameters.
+        """
         return dict(stored_modules(self.network))
 
 

@@ -150,7 +150,7 @@ def _folders() -> list[Path]:
 
 def is_ours(path: Path) -> bool:
     """Return whether only this user and those who wrote this package may write a file or a folder,
-    and nobody else may replace a folder above it.
+    and no other user may replace a folder above it.
     """
     if not hasattr(os, "geteuid"):
         return True
@@ -167,7 +167,7 @@ def is_ours(path: Path) -> bool:
 
 
 def _read(path: Path) -> bytes:
-    """Return the content of a regular file that nobody else may write."""
+    """Return the content of a regular file that no other user may write."""
     # a pipe would wait for a writer
     with os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode) or not is_ours(path):

@@ -40,10 +40,10 @@ def disk_cache(function: Callable[..., Any], stamp: str) -> Any:
     nothing if no folder is writable, or if others may write it.
     """
     try:
-        found = _StampedCache(function, stamp)
+        stamped = _StampedCache(function, stamp)
     except RuntimeError:  # Numba: "no locator available"
         return NullCache()
-    return found if is_ours(Path(found.cache_path)) else NullCache()
+    return stamped if is_ours(Path(stamped.cache_path)) else NullCache()
 
 
 def _options(fastmath: Collection[str], makes_arrays: bool) -> dict[str, Any]:  # noqa: FBT001

@@ -76,18 +76,18 @@ def address(x: Tensor, dtype: torch.dtype) -> int:
     regard.errors.KernelRefusal: compiled code was given a float64 tensor (2,) on cpu; it reads ...
     """
     if x.dtype is dtype and x.is_cpu and x.is_contiguous():
-        found: int = x.data_ptr()
-        if found % dtype.itemsize == 0:
-            return found
+        pointer: int = x.data_ptr()
+        if pointer % dtype.itemsize == 0:
+            return pointer
     raise _refusal(x, dtype, "contiguous")
 
 
 def row_address(x: Tensor, dtype: torch.dtype) -> int:
     """Return the address of a tensor of any strides whose last dimension is contiguous."""
     if x.dtype is dtype and x.is_cpu and (x.stride(-1) == 1 or x.shape[-1] <= 1):
-        found: int = x.data_ptr()
-        if found % dtype.itemsize == 0:
-            return found
+        pointer: int = x.data_ptr()
+        if pointer % dtype.itemsize == 0:
+            return pointer
     raise _refusal(x, dtype, "contiguous in its last dimension")
 
 
@@ -103,8 +103,8 @@ def array(x: Tensor, dtype: torch.dtype) -> FlatArray:
     address(x, dtype)
     x = x.detach()
     half = dtype in (torch.bfloat16, torch.float16)
-    found: Any = (x.view(torch.uint16) if half else x).numpy()
-    return found
+    memory: Any = (x.view(torch.uint16) if half else x).numpy()
+    return memory
 
 
 def _refusal(x: Tensor, dtype: torch.dtype, layout: str) -> KernelRefusal:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 def finite_part(x: Float[Tensor, "*L"]) -> tuple[Float[Tensor, "*L"], Float[Tensor, "*L"]]:
     """Return x with 0 in place of what is not finite, and a marker that is NaN there and 0
-    elsewhere; the marker has no gradient, and what was replaced has none.
+    in all other places; the marker has no gradient, and what was replaced has none.
 
     >>> [y.tolist() for y in finite_part(torch.tensor([2.0, float("inf")]))]
     [[2.0, 0.0], [0.0, nan]]
@@ -26,7 +26,7 @@ def finite_part(x: Float[Tensor, "*L"]) -> tuple[Float[Tensor, "*L"], Float[Tens
 
 def valid_decays(g: Float[Tensor, "*L"]) -> tuple[Float[Tensor, "*L"], Float[Tensor, "*L"]]:
     """Return the logarithms of decays with 0 in place of NaN and +inf, and a marker that is NaN
-    there and 0 elsewhere; -inf is valid: it is a decay to 0.
+    there and 0 in all other places; -inf is valid: it is a decay to 0.
     """
     valid = g.detach() < torch.inf
     return torch.where(valid, g, 0), torch.zeros_like(g).masked_fill(~valid, torch.nan)
