@@ -115,11 +115,25 @@ PACKAGES = [
 
 
 ANSWERS = {
-    *("biases.Bias", "positions.RopeFrequencies", "models.Found", "models.Generation"),
-    *("cost.Description", "cost.Figure", "bench.Problem", "nn.BlockCaches", "nn.Unprojected"),
+    *("biases.Bias", "positions.RopeFrequencies", "models.BeamCompletion", "models.Generation"),
+    *(
+        "models.PrefixCache",
+        "cost.Description",
+        "cost.Quantity",
+        "bench.Problem",
+        "bench.ProblemSizes",
+    ),
+    *(
+        "nn.BlockCaches",
+        "nn.Unprojected",
+        "memory.MemoryRead",
+        "masks.Refusal",
+        "train.TrainResult",
+    ),
     *("inspect.Audit", "inspect.Finding", "inspect.Measures", "inspect.RowSums"),
-    *("inspect.Sampled", "inspect.Selection", "inspect.Tile", "inspect.Top"),
-    *("audit.Checked", "audit.NotTried", "inspect.MOST_TOKENS", "masks.Refusal"),
+    *("inspect.Sampled", "inspect.RecordingOptions", "inspect.Tile", "inspect.TopKeys"),
+    *("inspect.ComputationStep", "inspect.MAX_PATTERN_TOKENS", "ops.softmax.AttentionOptions"),
+    *("audit.PassedCheck", "audit.NotTried", "parallel.ParallelPlan"),
 }
 """Names that a test has no need to write: what functions give back, bases, one limit."""
 
