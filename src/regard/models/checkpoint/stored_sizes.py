@@ -235,9 +235,19 @@ def _is_skipped(name: str, patterns: object) -> bool:
         return False
     if not isinstance(patterns, list) or not all(isinstance(x, str) for x in patterns):
         raise ArgumentError(f"modules_to_not_convert is {short_repr(patterns)}, no list of names")
-    return any(
-        name.endswith(x) or re.match(rf"(?:{x})(?:(?<=\.)|(?=\.|$))", name) for x in patterns
-    )
+    for x in patterns:
+        if name.endswith(x):
+            return True
+        if re.search(r"\)[*+{]", x):  # a repeated group may take time without a bound
+            raise ArgumentError(f"modules_to_not_convert has {short_repr(x)}; repeat no group")
+        try:
+            if re.match(rf"(?:{x})(?:(?<=\.)|(?=\.|$))", name):
+                return True
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ArgumentError(
+                f"modules_to_not_convert has {short_repr(x)}, no regular expression: {error}"
+            ) from None
+    return False
 
 
 def _linear_maps(
