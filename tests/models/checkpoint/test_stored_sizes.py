@@ -232,6 +232,7 @@ REFUSED = [
     ({"quant_method": "awq", "bits": 4, "group_size": "all"}, "group_size"),
     ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": "all"}, "no list"),
     ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["*"]}, "no regular expression"),
+    ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": 4}, "lists of names"),
     ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": ["([a-z.]+)+!"]}, "repeat no"),
     ({"quant_method": "gptq", "bits": True}, "bits"),
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}, "dynamic"),

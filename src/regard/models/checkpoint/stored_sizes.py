@@ -307,7 +307,14 @@ def _gptq(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
     count = _linear_maps(settings, "modules_to_not_convert", size)
     if inside is None:
         return form, count
-    names = tuple(x for part in inside for x in ([part] if isinstance(part, str) else part))
+    parts = (
+        [x if isinstance(x, list) else [x] for x in inside] if isinstance(inside, list) else [[0]]
+    )
+    names = tuple(x for part in parts for x in part)
+    if not all(isinstance(x, str) for x in names):
+        raise ArgumentError(
+            f"modules_in_block_to_quantize is {short_repr(inside)}; it must be lists of names"
+        )
     return form, lambda m: count(m) if m.name.endswith(names) else None
 
 
