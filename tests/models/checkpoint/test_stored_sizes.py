@@ -240,6 +240,8 @@ REFUSED = [
     ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size"),
     ({"quant_method": "bitsandbytes"}, "load_in_4bit"),
     (scheme("nvfp4-pack-quantized"), "nvfp4"),
+    (scheme("pack-quantized", **INT4, symmetric=True) | {"ignore": ["re:("]}, "no regular expr"),
+    (scheme("pack-quantized", **INT4, symmetric=True) | {"ignore": 5}, "no list of names"),
     (scheme("int-quantized", **INT8) | {"config_groups": {}}, "config_groups"),
     (scheme("pack-quantized", **INT4 | {"strategy": "block"}), "strategy"),
     (scheme("pack-quantized", **INT4 | {"group_size": None}), "group_size"),

@@ -231,23 +231,32 @@ def _is_skipped(name: str, patterns: object) -> bool:
     """Return whether one of the patterns of `modules_to_not_convert` means a module: its beginning
     or its end, or a regular expression for its beginning.
     """
-    if patterns is None:
-        return False
-    if not isinstance(patterns, list) or not all(isinstance(x, str) for x in patterns):
-        raise ArgumentError(f"modules_to_not_convert is {short_repr(patterns)}, no list of names")
-    for x in patterns:
-        if name.endswith(x):
-            return True
-        if re.search(r"\)[*+{]", x):  # a repeated group may take time without a bound
-            raise ArgumentError(f"modules_to_not_convert has {short_repr(x)}; repeat no group")
-        try:
-            if re.match(rf"(?:{x})(?:(?<=\.)|(?=\.|$))", name):
-                return True
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ArgumentError(
-                f"modules_to_not_convert has {short_repr(x)}, no regular expression: {error}"
-            ) from None
-    return False
+    key = "modules_to_not_convert"
+    return any(
+        name.endswith(x) or _matches(rf"(?:{x})(?:(?<=\.)|(?=\.|$))", name, x, key)
+        for x in _names(patterns, key)
+    )
+
+
+def _names(value: object, key: str) -> list[str]:
+    """Return a setting that is a list of names; a missing one has none."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+        raise ArgumentError(f"{key} is {short_repr(value)}, no list of names")
+    return value
+
+
+def _matches(expression: str, name: str, written: str, key: str) -> bool:
+    """Return whether a name begins with a regular expression that a file has written."""
+    if re.search(r"\)[*+{]", written):  # a repeated group may take time without a bound
+        raise ArgumentError(f"{key} has {short_repr(written)}; repeat no group")
+    try:
+        return re.match(expression, name) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ArgumentError(
+            f"{key} has {short_repr(written)}, no regular expression: {error}"
+        ) from None
 
 
 def _linear_maps(
@@ -390,12 +399,10 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> tuple[str, ByteCount]:
         return total + zeros + (4 * m.columns if has_order else 0)
 
     def count(m: StoredMatrix) -> int | None:
-        ignored = settings.get("ignore") or []
-        names = [x for x in ignored if not str(x).startswith("re:")]
-        patterns = [str(x)[3:] for x in ignored if str(x).startswith("re:")]
-        if m.name in names or any(re.match(x, m.name) for x in patterns) or not m.is_linear:
-            return None
-        return matrix_size(m)
+        ignored = _names(settings.get("ignore"), "ignore")
+        patterns = [x.removeprefix("re:") for x in ignored if x.startswith("re:")]
+        is_ignored = m.name in ignored or any(_matches(x, m.name, x, "ignore") for x in patterns)
+        return None if is_ignored or not m.is_linear else matrix_size(m)
 
     return f"compressed-tensors {layout}, {bits} bits", count
 
