@@ -85,14 +85,6 @@ def check_finite(**tensors: Tensor) -> None:
 def check_keyword_names(function: str, names: Collection[str], allowed: Collection[str]) -> None:
     """Raise if a keyword argument is not one of those that a function accepts.
 
-    Args:
-        function: the name of the function, for the message.
-        names: the names of the arguments that were passed.
-        allowed: the names that the function accepts.
-
-    Raises:
-        ArgumentTypeError: a name is not accepted; the message suggests the most similar one.
-
     >>> check_keyword_names("record", ["head"], ["heads", "rows"])
     Traceback (most recent call last):
     regard.errors.ArgumentTypeError: record() has no argument 'head'; did you mean 'heads'? ...
@@ -159,15 +151,7 @@ def check_query_key(q: Tensor, k: Tensor) -> None:
 def check_query_key_value(
     q: Tensor, k: Tensor, v: Tensor, *, check_heads: Callable[[int, int, int], None] | None = None
 ) -> None:
-    """Raise unless q and k fit together, and v `[B, G, S, E]` fits k.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        check_heads: a function that raises unless these numbers of query, key and value heads fit
-            together; None requires as many value heads as key heads.
-    """
+    """Raise unless q and k fit together, and v `[B, G, S, E]` fits k."""
     if _all_fit(q, k, v):
         return
     check_query_key(q, k)
@@ -253,9 +237,6 @@ def check_groups(heads: int, groups: int) -> None:
 def resolve_head_dim(dim: int, heads: int, head_dim: int | None) -> int:
     """Return `head_dim` if it is given, else dim / heads.
 
-    Raises:
-        ArgumentError: `head_dim` is None, and dim is not divisible by heads.
-
     >>> resolve_head_dim(32, 4, None)
     8
     """
@@ -313,15 +294,7 @@ def check_positions(name: str, positions: Positions, batch: int, length: int) ->
 
 
 def check_number(name: str, x: float | None, low: float, high: float, allowed: str) -> None:
-    """Raise unless x is None or a finite number with low < x < high.
-
-    Args:
-        name: the name of the argument in the message.
-        x: the value.
-        low: the lower bound, which x may not reach.
-        high: the upper bound, which x may not reach.
-        allowed: the bounds in words, for the message.
-    """
+    """Raise unless x is None or a finite number with low < x < high."""
     if x is None:
         return
     if isinstance(x, bool) or not isinstance(x, (int, float)):
@@ -339,16 +312,6 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
 
 def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:
     """Check that tensors agree in the dimensions that have the same letter, and are on one device.
-
-    Args:
-        tensors: for each name a tensor and its dimensions as letters; "#B" is B or 1, "1" is 1.
-
-    Returns:
-        The size of each letter.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a value is not a tensor, or its shape does not agree with
-            those before it.
 
     >>> import torch
     >>> check_sizes(scores=(torch.ones(2, 3), "T S"), visible=(torch.ones(2, 4), "T S"))
@@ -402,9 +365,6 @@ def check_device(name: str, x: Tensor, like: Tensor, other: str = "query") -> No
 
 def check_usable_device(device: torch.device | str) -> None:
     """Raise unless tensors can be created on a device, and read.
-
-    Raises:
-        ArgumentError: the device cannot be used; the message has torch's reason.
 
     >>> check_usable_device("cpu")
     """

@@ -15,16 +15,6 @@ def suggest(
 ) -> str:
     """Return the text "; did you mean 'window'?", or `otherwise` if no name is similar.
 
-    Args:
-        name: the name that was passed; it may come from an untrusted file.
-        known: the names that exist.
-        most: the largest number of names to suggest, the most similar first.
-        cutoff: the required similarity, from 0 to 1.
-        otherwise: the result if no name is similar, such as "." if another sentence follows.
-
-    Returns:
-        A text to append to the part of the message that says what is wrong.
-
     >>> suggest("widow", ["window", "groups"])
     "; did you mean 'window'?"
     >>> suggest("x", ["window"], otherwise=".")
@@ -59,16 +49,6 @@ def close_matches(
     longest: int = MAX_COMPARED,
 ) -> list[str]:
     """Return the known names that are most similar to a given one, the most similar first.
-
-    Args:
-        name: the name that was passed.
-        known: the names that exist.
-        most: the largest number of names to return.
-        cutoff: the required similarity, from 0 to 1.
-        longest: the number of characters of `name` that are compared.
-
-    Returns:
-        At most `most` names.
 
     >>> close_matches("fourty", ["forty", "four", "two"], most=2)
     ['forty', 'four']

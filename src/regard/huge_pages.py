@@ -34,14 +34,6 @@ def empty(
     One core read the weights and caches of a decoding model at 32 instead of 23 GB/s this way (see
     LOG.md).
 
-    Args:
-        shape: the shape of the tensor.
-        dtype: its dtype.
-        device: its device; other devices than the CPU use `torch.empty`.
-
-    Returns:
-        The tensor.
-
     >>> empty((2, 3), dtype=torch.float32).shape
     torch.Size([2, 3])
     """
@@ -94,15 +86,7 @@ class HugePageBlock:
         self._end = self._next + size + HUGE_PAGE  # tensors begin at cache lines
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialized tensor that lies behind the last one.
-
-        Args:
-            shape: the shape of the tensor.
-            dtype: its dtype.
-
-        Returns:
-            The tensor.
-        """
+        """Return an uninitialized tensor that lies behind the last one."""
         size = math.prod(shape) * dtype.itemsize
         if self._map is None or not size or self._next + size > self._end:
             return empty(shape, dtype=dtype)
@@ -114,15 +98,7 @@ class HugePageBlock:
         return torch.from_numpy(memory).view(dtype).view(*shape)
 
     def copy(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a copy of a tensor.
-
-        Args:
-            x: the tensor.
-            dtype: the dtype of the copy; None is that of x.
-
-        Returns:
-            The copy; of a tensor on another device than the CPU it is on that device.
-        """
+        """Return a copy of a tensor."""
         if not x.is_cpu:
             return x.to(dtype or x.dtype, copy=True)
         return self.empty(x.shape, dtype=dtype or x.dtype).copy_(x)

@@ -65,11 +65,6 @@ class Phrase(str):
 def counted(n: int, noun: str, nouns: str | None = None) -> Phrase:
     """Return a count with its noun as a phrase: in English what `units.plural` returns.
 
-    Args:
-        n: how many.
-        noun: the English singular.
-        nouns: the English plural, if it is not regular.
-
     >>> counted(2, "token")
     '2 tokens'
     """
@@ -80,15 +75,6 @@ def counted(n: int, noun: str, nouns: str | None = None) -> Phrase:
 
 def check_language(lang: str) -> str:
     """Return the language if there are catalogues for it.
-
-    Args:
-        lang: one of `LANGUAGES`.
-
-    Returns:
-        The same text.
-
-    Raises:
-        ArgumentError: there is no such language.
 
     >>> check_language("fr")
     Traceback (most recent call last):
@@ -104,12 +90,6 @@ def language_of_locale(environment: Mapping[str, str] | None = None) -> str:
     """Return the reader's language from the first of LC_ALL, LC_MESSAGES and LANG that is set.
 
     It is English if there is no catalogue for that language.
-
-    Args:
-        environment: environment variables; by default those of this process.
-
-    Returns:
-        One of `LANGUAGES`.
 
     >>> language_of_locale({"LC_ALL": "", "LANG": "zh_CN.UTF-8"})
     'zh'
@@ -135,15 +115,6 @@ def language() -> str:
 def use_language(lang: str) -> Iterator[None]:
     """Print texts in a language within the block.
 
-    Args:
-        lang: one of `LANGUAGES`.
-
-    Yields:
-        None.
-
-    Raises:
-        ArgumentError: there is no such language.
-
     >>> with use_language("zh"):
     ...     translate("parameters")
     '参数'
@@ -159,14 +130,6 @@ def use_language(lang: str) -> Iterator[None]:
 def catalogue(package: str, lang: str) -> Mapping[str, str]:
     """Return the texts of a package in a language, by key.
 
-    Args:
-        package: a package with a folder `strings`: `<lang>.json`, or a folder `<lang>` of such
-            files.
-        lang: one of `LANGUAGES`.
-
-    Raises:
-        ArgumentError: there is no such language.
-
     >>> catalogue("regard.view.report", "en")["cell.title"]
     'Explain one cell'
     """
@@ -174,11 +137,7 @@ def catalogue(package: str, lang: str) -> Mapping[str, str]:
 
 
 def add_texts(folder: Path) -> None:
-    """Let `translate` also find the texts of a program that stands outside of the package.
-
-    Args:
-        folder: a folder such as `strings` of a package, see `catalogue`.
-    """
+    """Let `translate` also find the texts of a program that stands outside of the package."""
     if folder not in _added:
         _added.append(folder)
 
@@ -196,13 +155,6 @@ def _read(folder: Traversable, lang: str) -> dict[str, str]:
 
 def translate(text: str, /, **values: object) -> str:
     """Return a text in the current language, with its placeholders filled.
-
-    Args:
-        text: the English text, which must be in the catalogue, or a `Phrase`.
-        values: the value of each placeholder, in the current language or as a `Phrase`.
-
-    Returns:
-        The English text if the catalogue lacks it, which is a failing test.
 
     >>> translate("weights and cache are {fit}", fit="8 GiB")
     'weights and cache are 8 GiB'
@@ -222,11 +174,6 @@ def translate(text: str, /, **values: object) -> str:
 
 def translate_count(n: int, noun: str, nouns: str | None = None) -> str:
     """Return a count with its noun in the current language, as `units.plural` does in English.
-
-    Args:
-        n: how many.
-        noun: the English singular.
-        nouns: the English plural, if it is not regular.
 
     >>> translate_count(2, "token")
     '2 tokens'

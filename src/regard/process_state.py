@@ -147,12 +147,6 @@ def values_are_readable(*tensors: torch.Tensor) -> bool:
     tensor carries a tangent beside its numbers. Checks that would look at numbers are left out
     there, and kernels that need addresses refuse the call.
 
-    Args:
-        tensors: tensors of any shapes.
-
-    Returns:
-        False if one of them holds no numbers, or if this thread runs under such a transform.
-
     >>> values_are_readable(torch.ones(2)), values_are_readable(torch.ones(2, device="meta"))
     (True, False)
     """
@@ -210,10 +204,6 @@ def exclusive() -> Iterator[None]:
 @contextmanager
 def seeded(seed: int | None, devices: Iterable[torch.device] = ()) -> Iterator[None]:
     """Set torch's global random seed in the block, and restore the random state afterwards.
-
-    Args:
-        seed: the seed; None keeps the current random state.
-        devices: CUDA devices whose random state is restored too.
 
     >>> with seeded(0):
     ...     first = torch.rand(2)

@@ -43,11 +43,7 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def register(self, name: str, kind: type[T]) -> None:
-        """Register a class under a name.
-
-        Raises:
-            ArgumentError: the name belongs to a class of this package.
-        """
+        """Register a class under a name."""
         old = self._classes.get(name)
         if old is not None and is_builtin(old) and not is_builtin(kind):
             raise ArgumentError(
@@ -82,15 +78,7 @@ class Registry(Generic[T]):
         return dict(self).get(name)
 
     def find(self, name: str, among: Sequence[str] | None = None) -> type[T]:
-        """Return the class with a name.
-
-        Args:
-            name: the name under which the class was registered.
-            among: the names that are allowed; None means all.
-
-        Raises:
-            ArgumentError: the name is not known; the message lists those that are.
-        """
+        """Return the class with a name."""
         known = {n: x for n, x in self if among is None or n in among}
         if name not in known:
             hint = suggest(name, known, most=2, cutoff=0.5, otherwise=";")
@@ -106,11 +94,6 @@ def is_builtin(kind: type) -> bool:
 
 
 def import_all(package: str, path: Sequence[str]) -> None:
-    """Import every module of a package, so that the classes in them are registered.
-
-    Args:
-        package: the name of the package, `__name__`.
-        path: its folders, `__path__`.
-    """
+    """Import every module of a package, so that the classes in them are registered."""
     for module in iter_modules(path):
         import_module(f"{package}.{module.name}")

@@ -27,15 +27,7 @@ class SequenceScope(Protocol):
         """Return the positions of this rank's tokens, int64 [1, T], in the order of its tensors."""
 
     def run_attention(self, call: Call, backend: str) -> KernelResult:
-        """Run an attention call.
-
-        Args:
-            call: a checked `regard.ops.softmax.Call` with this rank's queries, keys and values.
-            backend: the name of the kernel, or "auto".
-
-        Returns:
-            The `regard.ops.softmax.KernelResult` of this rank's queries over the keys of all ranks.
-        """
+        """Run one attention call of this rank."""
 
     def run_mixer(
         self,
@@ -45,18 +37,7 @@ class SequenceScope(Protocol):
         cache: Cache | None,
         backend: str,
     ) -> Tensor:
-        """Run an attention mechanism on this rank's tokens.
-
-        Args:
-            mixer: the mechanism, a `regard.nn.mixer.Mixer`.
-            x: hidden states [B, T, M].
-            positions: the positions of the tokens, or None.
-            cache: the cache of the layer, or None.
-            backend: the name of a kernel or form, or "auto".
-
-        Returns:
-            The mixed states [B, T, M2].
-        """
+        """Run an attention mechanism on this rank's tokens."""
 
     def append_tokens(
         self,
@@ -66,18 +47,7 @@ class SequenceScope(Protocol):
         positions: Positions | None,
         progress: object,
     ) -> tuple[Tensor, object]:
-        """Read tokens of a generation that continue those before.
-
-        Args:
-            decoder: the network, called as decoder(ids, positions, caches, last=1).
-            caches: this rank's caches, one per layer.
-            ids: ids [B, T], the same on every rank.
-            positions: their positions; None continues the tokens before.
-            progress: what the last call returned, or None at the beginning.
-
-        Returns:
-            The logits [B, V] after the last token, the same on every rank, and the progress.
-        """
+        """Read tokens of a generation that continue those before."""
 
 
 class _ThreadScope(threading.local):
@@ -102,11 +72,7 @@ def current_scope() -> SequenceScope | None:
 
 @contextmanager
 def use_scope(scope: SequenceScope | None) -> Iterator[None]:
-    """Open a scope in this thread; None closes the open one while the block runs.
-
-    Args:
-        scope: the scope that runs the calls of the block, or None to compute them on this rank.
-    """
+    """Open a scope in this thread; None closes the open one while the block runs."""
     before = _state.scope
     _state.scope = scope
     try:

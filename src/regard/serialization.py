@@ -42,12 +42,7 @@ class Serializable:
     """The name of the class in text and in files."""
 
     def plain_fields(self) -> dict[str, object]:
-        """Return the constructor arguments of an equal object: the fields, by name.
-
-        Raises:
-            NotSerializable: the class is not itself a dataclass, so that its fields may be
-                incomplete.
-        """
+        """Return the constructor arguments of an equal object: the fields, by name."""
         names = _field_names(type(self))
         if names is None:
             raise NotSerializable(f"{type(self).__name__} is not a dataclass")
@@ -70,41 +65,17 @@ class RuleWithTensors(Serializable):
     """
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return the tensors of the rule, which may require gradients.
-
-        Returns:
-            The tensors, in the order of the fields.
-        """
+        """Return the tensors of the rule, which may require gradients."""
         return tuple(getattr(self, name) for name in self._tensor_names())
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
-        """Return the same rule with other tensors.
-
-        Args:
-            tensors: the replacements, in the order of `tensors()`.
-
-        Returns:
-            The new rule.
-
-        Raises:
-            ArgumentError: the number of tensors differs.
-        """
+        """Return the same rule with other tensors."""
         names = self._tensor_names()
         self._check_count(tensors, len(names))
         return replace(self, **dict(zip(names, tensors, strict=True)))
 
     def select_heads(self, heads: slice) -> Self:
-        """Return the rule of some of the query heads.
-
-        Args:
-            heads: the slice of the query heads.
-
-        Returns:
-            A rule for these heads.
-
-        Raises:
-            ArgumentError: the rule joins heads, or its class does not support this.
-        """
+        """Return the rule of some of the query heads."""
         raise ArgumentError(
             f"{self} cannot be split by heads; define `select_heads` in its class, or split the "
             "call in another way"
@@ -152,19 +123,7 @@ P = TypeVar("P", bound=Serializable)
 def to_data(
     x: Serializable, store_tensor: StoreTensor, convert_nested: Callable[[Any], Data]
 ) -> Data:
-    """Convert a mask or a bias to plain data.
-
-    Args:
-        x: the mask or bias.
-        store_tensor: stores a tensor and returns its name.
-        convert_nested: converts a mask or bias that is the value of a field.
-
-    Returns:
-        The plain data.
-
-    Raises:
-        NotSerializable: a field contains a value that cannot be stored.
-    """
+    """Convert a mask or a bias to plain data."""
 
     def plain(value: object) -> object:
         if isinstance(value, Tensor):
@@ -191,20 +150,7 @@ def from_data(
     tensors: Mapping[str, Tensor],
     convert_nested: Callable[[object], object],
 ) -> P:
-    """Create the object that `to_data` described.
-
-    Args:
-        registry: the classes that are allowed.
-        data: the result of `to_data`.
-        tensors: the stored tensors by name.
-        convert_nested: creates a mask or bias from the data in a field.
-
-    Returns:
-        The mask or bias.
-
-    Raises:
-        ArgumentError, KeyError, TypeError: the data describes no object of a known class.
-    """
+    """Create the object that `to_data` described."""
     if not isinstance(data, Mapping):
         raise ArgumentError(f"a {registry.what} is {short_repr(data)}; it must be a JSON object")
 

@@ -12,13 +12,6 @@ from collections.abc import Callable
 def run_program(program: Callable[[], int | None]) -> int:
     """Run a program that prints, write out what it printed, and return its exit code.
 
-    Args:
-        program: returns its exit code, or None for 0.
-
-    Returns:
-        The exit code: 0 if the reader of the output closed the pipe (`... | head`), 1 if the output
-        cannot be written, 130 if the user interrupted the program.
-
     >>> run_program(lambda: print("text"))
     text
     0

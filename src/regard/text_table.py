@@ -20,18 +20,6 @@ def format_table(
 ) -> str:
     """Format rows as aligned lines; numbers are aligned right, and columns of names left.
 
-    Args:
-        rows: cells; the first row may be a header. A shorter row ends early.
-        left: the columns that are aligned left; all others are aligned right.
-        indent: a prefix of every line.
-        gap: the number of spaces between two columns.
-        width: the number of columns of the terminal; a wider table is continued below, with the
-            names of its rows again. None never does that.
-        names: the number of first columns that are the names of the rows.
-
-    Returns:
-        The lines joined by newlines, without trailing spaces.
-
     >>> print(format_table([["", "cache", "kernel"], ["mha", "16.0 MiB", "cpu"]], left=(0, 2)))
             cache  kernel
     mha  16.0 MiB  cpu
@@ -104,15 +92,6 @@ def wrap(text: str, width: int, *, indent: str = "", hang: str = "") -> str:
 
     Lines are broken at spaces, and between Chinese characters, but not before a closing mark. A
     word that is longer than a line is broken after commas and slashes, or stays whole.
-
-    Args:
-        text: the text; its own line breaks remain.
-        width: the number of columns of a line.
-        indent: a prefix of the first line.
-        hang: a prefix of every other line.
-
-    Returns:
-        The lines, joined by newlines.
 
     >>> print(wrap("one two three", 8, hang="  "))
     one two

@@ -23,16 +23,6 @@ def allowed_error(
 ) -> float:
     """Return the largest error that the rule allows, where the reference is finite.
 
-    Args:
-        plains: straightforward computations of equal standing in the tested dtype, such as
-            different orders of the same sums; the largest of their errors counts.
-        reference: the definition in a wider dtype, of the same shape.
-        factor: how many times the error of the plain computation is allowed.
-
-    Returns:
-        The right side of the rule. A plain result that is infinite or NaN where the reference is
-        finite does not increase it.
-
     >>> reference = torch.tensor([1.0, 2.0], dtype=torch.float64)
     >>> allowed_error([torch.tensor([1.0, 2.5])], reference) > 1.0
     True

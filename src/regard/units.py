@@ -95,15 +95,6 @@ def span(low: float, high: float) -> str:
 def plural(n: int, noun: str, nouns: str | None = None) -> str:
     """Return a count with its noun, in the singular for exactly 1.
 
-    Args:
-        n: how many.
-        noun: the singular.
-        nouns: the plural; by default the singular with an s, or with "ies" in place of a final "y"
-            after a consonant.
-
-    Returns:
-        The number, with separators of thousands, a space, and the noun.
-
     >>> plural(1, "layer"), plural(12, "layer"), plural(0, "query"), plural(1200, "key")
     ('1 layer', '12 layers', '0 queries', '1,200 keys')
     >>> plural(2, "matrix", "matrices")

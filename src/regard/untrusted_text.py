@@ -26,13 +26,6 @@ _CONTROLS = re.compile(
 def escape_controls(text: str, *, keep: str = "") -> str:
     """Replace control characters, and marks that change the writing direction, by their code in ‹›.
 
-    Args:
-        text: the untrusted text.
-        keep: characters that are not replaced; `MULTILINE` for a text of several lines.
-
-    Returns:
-        The text, safe to display.
-
     >>> escape_controls("a\\x1b[31m\\u202e")
     'a‹1B›[31m‹202E›'
     >>> escape_controls("two\\nlines\\r", keep=MULTILINE)
@@ -48,13 +41,6 @@ def escape_controls(text: str, *, keep: str = "") -> str:
 def short_repr(value: object, longest: int = MAX_LENGTH) -> str:
     """Return the `repr` of an untrusted value, with control characters escaped and of bounded
     length.
-
-    Args:
-        value: a string, a number, or lists and mappings of these.
-        longest: the largest number of characters, without quotes and the final dots.
-
-    Returns:
-        The text for a message.
 
     >>> print(short_repr("a" + chr(27) + "[2J"))
     'a\\x1b[2J'
@@ -73,13 +59,6 @@ def error_text(message: object, longest: int = 600) -> str:
     """Return the message of another error on one line, safe to display and of bounded length.
 
     Use it in an error that replaces one which quotes an untrusted file.
-
-    Args:
-        message: an exception or a text.
-        longest: the largest number of characters; a longer text is shortened in the middle.
-
-    Returns:
-        The text for a message.
 
     >>> error_text(ValueError("a" + chr(27) + "b")), len(error_text("x" * 9999, 100))
     ('a‹1B›b', 105)

@@ -53,12 +53,6 @@ def worst_mismatch(x: Tensor, plains: Sequence[Tensor], ref64: Tensor) -> Mismat
 
     max|x - ref64| <= 2 max|plain - ref64| + 2 max|((ref + 0.3) - 0.3) - ref|
 
-    Args:
-        x: the output to be judged.
-        plains: straightforward computations of the same quantity in the same dtype, which differ
-            only by rounding; the largest of their errors counts.
-        ref64: the definition in float64. NaN and infinities must be at the same places.
-
     >>> worst_mismatch(torch.ones(2), [torch.ones(2)], torch.ones(2).double())
     >>> worst_mismatch(torch.tensor([1.0, 3.0]), [torch.ones(2)], torch.ones(2).double())[:3]
     ((1,), 1.0, 3.0)
@@ -220,11 +214,7 @@ class CheckContext:
     def run_cached(
         self, x: Tensor, chunks: Sequence[int], adapter: TargetAdapter
     ) -> tuple[Tensor, object]:
-        """Return the output over cached chunks of these lengths, and the cache at the end.
-
-        Raises:
-            CheckNotPossible: the code takes no cache, or returns none.
-        """
+        """Return the output over cached chunks of these lengths, and the cache at the end."""
         if "memory" not in adapter.accepts:
             raise CheckNotApplicable("it takes no cache")
         # fills a cache inside the module with other tokens, which must not affect the result

@@ -318,20 +318,7 @@ def candidates(
     mapped: bool = True,
     biased: bool = False,
 ) -> tuple[AttentionVariant, ...]:
-    """Return the variants with n faults, with every correct rotary and bias for each.
-
-    Args:
-        heads: the number of query heads H.
-        groups: the number of key/value heads G.
-        head_dim: the features of one head D.
-        bases: the rotary bases to try.
-        n: the number of faults.
-        windowed: whether the code has a window.
-        named: whether the parameter names tell queries, keys and values apart.
-        sinks: whether the code has sinks.
-        mapped: whether the code has an output projection.
-        biased: whether the code is given a bias.
-    """
+    """Return the variants with n faults, with every correct rotary and bias for each."""
     correct_variants = list(_correct_variants(head_dim, bases))
     conditions = {
         "windowed": windowed,

@@ -54,9 +54,6 @@ def check_operations(
 
     `all_queries` is False for code that takes one query at a time. Its scores may be additive or
     products, so that only its weights are checked.
-
-    Raises:
-        CheckNotPossible: no attention is found in the operations, or one of them is not understood.
     """
     module_and_adapter = adapter.traced_module()
     if module_and_adapter is None:

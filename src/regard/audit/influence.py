@@ -46,15 +46,6 @@ def influence(
     A change counts if it exceeds sqrt(eps) of the dtype times the largest output. This is larger
     than rounding and smaller than any weight that a softmax over moderate scores gives.
 
-    Args:
-        run: from tokens [1, T, ...] to outputs [1, T, ...].
-        x: the tokens, [1, S, M] or ids [1, S].
-        changed: returns x with another token at index j.
-        tokens: the tokens to replace; None means all.
-
-    Returns:
-        The amounts, one column for each replaced token.
-
     >>> x = torch.randn(1, 3, 2)
     >>> other = lambda x, j: x.index_fill(1, torch.tensor([j]), 5.0)
     >>> influence(lambda x: x.cumsum(1), x, other).visible

@@ -207,11 +207,7 @@ class AttentionNodes:
 
 
 def find_attention(recorder: OperationRecorder) -> list[AttentionNodes]:
-    """Return every attention among the recorded operations: one, or one for each head.
-
-    Raises:
-        CheckNotPossible: there is none.
-    """
+    """Return every attention among the recorded operations: one, or one for each head."""
     after_softmax = _nodes_after_softmax(recorder)
     fused = (
         n for n in recorder.nodes if n.name.startswith(FUSED_ATTENTION_PREFIX) and n.value.ndim == 4

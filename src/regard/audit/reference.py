@@ -415,15 +415,6 @@ def rotate(
 ) -> Tensor:
     """Rotate the features of x by the positions along an axis: x cos + turn(x) sin.
 
-    Args:
-        x: the vectors, [B, H, T, D].
-        base: the rotary base.
-        layout: "half" (feature n is paired with n + D/2), "interleaved" (2n with 2n + 1), "mixed"
-            (interleaved angles, half pairs) or "mixed-back" (half angles, interleaved pairs).
-        axis: the axis whose index is the position: 2, or 1 for the fault of rotation by head.
-        sign: -1 rotates backwards.
-        rounded: whether the angles are computed in float32 instead of float64.
-
     >>> rotate(torch.ones(1, 1, 2, 4), 10000.0, "half", 2)[0, 0, 0]
     tensor([1., 1., 1., 1.])
     """

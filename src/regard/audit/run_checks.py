@@ -299,12 +299,7 @@ def _separate_accepted(report: Audit, accept: Collection[str]) -> Audit:
 def run_checks(
     context: CheckContext, progress: Callable[[str, int, int], None] | None = None
 ) -> tuple[list[Finding], list[PassedCheck], list[NotTried]]:
-    """Run all checks.
-
-    Returns:
-        The findings, without those that another finding explains; the checks that passed; and the
-        checks that were not made.
-    """
+    """Run every check of the audit on one context."""
     findings: list[tuple[AuditCheck, Finding]] = []
     passed: list[PassedCheck] = []
     skipped: list[NotTried] = []

@@ -32,9 +32,6 @@ def can_write_in_place(buffers: Parts, new: Parts) -> bool:
 def write_slots(buffers: Parts, new: Parts, start: int) -> Parts:
     """Write new slots `[B, n, T, d]` at slots start, start + 1, ... of the buffers.
 
-    Returns:
-        The buffers, or changed copies of them.
-
     >>> buffers = (torch.zeros(1, 1, 4, 1),)
     >>> write_slots(buffers, (torch.ones(1, 1, 2, 1),), 1)[0].flatten().tolist()
     [0.0, 1.0, 1.0, 0.0]
@@ -53,16 +50,6 @@ def scatter_slots(
     buffers: Parts, new: Parts, slots: Int[Tensor, "b T"], real: Bool[Tensor, "b T"]
 ) -> tuple[Parts, OverwrittenSlots | None]:
     """Write new slots to the slot numbers in `slots`, where `real` is True.
-
-    Args:
-        buffers: the buffers, each `[B, n, S, d]`.
-        new: the new slots, each `[B, n, T, d]`.
-        slots: slot numbers `[B or 1, T]`, distinct in each row.
-        real: which of the new slots to write, `[B or 1, T]`.
-
-    Returns:
-        The buffers, and the values that were overwritten in place; None in place of these values if
-        the buffers were copied.
 
     >>> buffers, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
     >>> slots, real = torch.tensor([[2, 0]]), torch.tensor([[True, False]])

@@ -100,14 +100,7 @@ class EvictionRule(ABC):
 
     @abstractmethod
     def score(self, tokens: HeldTokens) -> Float[Tensor, "R S"]:
-        """Return the importance of every token.
-
-        Args:
-            tokens: the held tokens.
-
-        Returns:
-            The scores `[R, S]`; those of empty slots have no meaning.
-        """
+        """Return the importance of every token."""
 
 
 @dataclass(frozen=True)
@@ -404,20 +397,6 @@ def pyramid_budget(
 
     The first layer keeps w + (2 - 1/b) m tokens and the last w + m / b; their mean is `budget`.
 
-    Args:
-        budget: the mean over the layers.
-        layer: the number l of the layer, from 0.
-        layers: the number of layers L.
-        window: w, the tokens of the last queries, which every layer keeps.
-        steepness: b, the ratio of the mean to the last layer's budget, without the window.
-
-    Returns:
-        The budget of the layer, at least 1.
-
-    Raises:
-        ArgumentError: layer is not one of the layers, window is larger than budget, or steepness is
-            below 1.
-
     >>> [pyramid_budget(100, layer, 5, window=20) for layer in range(5)]
     [176, 138, 100, 62, 24]
 
@@ -634,17 +613,6 @@ def tokens_to_keep(
     rule: EvictionRule, tokens: HeldTokens, budget: int, heads: int = 1
 ) -> tuple[Tensor, Int[Tensor, " R"]]:
     """Return which of the held tokens stay.
-
-    Args:
-        rule: the rule.
-        tokens: the held tokens.
-        budget: how many stay in each row; for a rule with a `floor` below 1, in each row on average
-            over the heads of a layer.
-        heads: how many rows one after the other are the heads of a layer.
-
-    Returns:
-        A bool tensor `[R, S]`, True for at most `budget` tokens in each row, on average over heads,
-        and the number of held tokens `[R]`.
 
     >>> keys = torch.tensor([[[3.0], [1.0], [2.0]]])
     >>> zeros = torch.zeros(1, 3)

@@ -81,13 +81,6 @@ def to_float8(
     number times the scale. NaN stays NaN; an infinity stays one in e5m2, and becomes NaN in e4m3,
     which has none. They do not change the scale.
 
-    Args:
-        x: the vectors.
-        format: "e4m3" or "e5m2".
-
-    Returns:
-        The bytes of the numbers, and the scales in the dtype of x.
-
     >>> codes, scale = to_float8(torch.tensor([[1.0, -3.1, 448.0], [0.0, 0.1, 1000.0]]))
     >>> scale.flatten().tolist(), from_float8(codes, scale, "e4m3").tolist()[0]
     ([1.0, 4.0], [1.0, -3.0, 448.0])
@@ -118,14 +111,6 @@ def from_float8(
 
     The product is exact, but for numbers below the smallest normal one of the dtype.
 
-    Args:
-        codes: the bytes of the numbers.
-        scale: the scale of each vector.
-        format: the name of the format.
-
-    Returns:
-        The numbers.
-
     >>> from_float8(torch.tensor([[0x38, 0xB8]], dtype=torch.uint8), torch.ones(1, 1), "e4m3")
     tensor([[ 1., -1.]])
     """
@@ -153,11 +138,7 @@ class LazyFloat8Tensor(LazyTensor):
 
     @classmethod
     def of(cls, vectors: Float8Vectors) -> LazyFloat8Tensor:
-        """Create the tensor from its stored form.
-
-        Raises:
-            ArgumentError: sizes, dtypes or devices do not fit each other.
-        """
+        """Create the tensor from its stored form."""
         check_vectors(vectors, "the memory")
         codes, scale, _ = vectors
         tensor = Tensor._make_wrapper_subclass(
@@ -183,9 +164,6 @@ class LazyFloat8Tensor(LazyTensor):
 def check_vectors(vectors: Float8Vectors, name: str) -> None:
     """Raise unless codes and scales fit each other; kernels read them by their address.
 
-    Raises:
-        ArgumentError: sizes, dtypes or devices do not fit each other.
-
     >>> check_vectors(Float8Vectors(*to_float8(torch.ones(1, 1, 2, 3)), "e4m3"), "the memory")
     """
     codes, scale, format = vectors
@@ -209,11 +187,7 @@ def check_vectors(vectors: Float8Vectors, name: str) -> None:
 
 
 def check_format(format: str) -> None:
-    """Raise unless a format is known.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Raise unless a format is known."""
     if format not in FORMATS:
         raise ArgumentError(
             f"format is {format!r}; it must be {' or '.join(FORMATS)}{suggest(format, FORMATS)}"

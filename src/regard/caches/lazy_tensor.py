@@ -31,11 +31,7 @@ class LazyTensor(Tensor):
 
     @abstractmethod
     def compute_numbers(self) -> Tensor:
-        """Compute the values from the stored form.
-
-        Returns:
-            A plain tensor of this shape.
-        """
+        """Compute the values from the stored form."""
 
     @property
     def is_stored(self) -> bool:

@@ -352,14 +352,7 @@ class PageTable:
         return type(self)(self.pool, [self.rows[r] for r in rows], [self.lengths[r] for r in rows])
 
     def grow(self, new: list[int]) -> None:
-        """Allocate pages for more slots in each row, and count the slots as filled.
-
-        Args:
-            new: the number of new slots of each row.
-
-        Raises:
-            ArgumentError: the pool has too few free pages; nothing has changed.
-        """
+        """Allocate pages for more slots in each row, and count the slots as filled."""
         self.reserve(new)
         self.lengths = [n + more for n, more in zip(self.lengths, new, strict=True)]
 
@@ -368,12 +361,6 @@ class PageTable:
 
         A partly filled last page that is shared is copied. If several rows of this table share it,
         the last of them keeps the original.
-
-        Args:
-            new: the number of new slots of each row.
-
-        Raises:
-            ArgumentError: the pool has too few free pages; nothing has changed.
         """
         size, counts = self.pool.page_size, self.pool.counts
         last, new_pages = [], []
@@ -444,14 +431,7 @@ class PageTable:
         return stops.to(device, non_blocking=True) + steps
 
     def pages(self, device: torch.device) -> tuple[PagesOfRows, ...]:
-        """Return the pages of the rows, for each part of the memory.
-
-        Args:
-            device: the device of the table.
-
-        Returns:
-            The parts.
-        """
+        """Return the pages of the rows, for each part of the memory."""
         table = self.numbers_on(device, torch.int32)
         return tuple(PagesOfRows(x, table) for x in self.pool.parts)
 
@@ -719,13 +699,7 @@ class Paged(Cache):
         self._table, self._positions = table, positions
 
     def _place(self, memory: Parts, positions: Positions, real: Tensor | None) -> None:
-        """Store new tokens after the last slot of each row; nothing changes if there is no room.
-
-        Args:
-            memory: the new memory, each part `[B, n, T, d]`.
-            positions: its positions.
-            real: which of its slots to store, `[B, T]`; None is all of them.
-        """
+        """Store new tokens after the last slot of each row; nothing changes if there is no room."""
         (B, _, T, _), device = memory[0].shape, memory[0].device
         table = self._table if self._table.rows else PageTable(self.pool, [[]] * B, [0] * B)
         row_slots = table.end_slots(T, device)  # the row slot of each token
@@ -746,14 +720,7 @@ class Paged(Cache):
     def _joined(
         self, positions: Positions, real: Tensor | None, row_slots: Tensor, slots: int
     ) -> Positions:
-        """Return the old positions and the new ones.
-
-        Args:
-            positions: the new positions, `[B or 1, T]`.
-            real: which of the new slots are stored, `[B, T]`; None is all of them.
-            row_slots: the slot in its row to which each stored slot goes, `[B, T]`.
-            slots: the number of slots of the longest row.
-        """
+        """Return the old positions and the new ones."""
         stored, (B, _), device = self._positions, row_slots.shape, row_slots.device
         if isinstance(positions, Span) and positions.start >= 0 and not isinstance(stored, Tensor):
             both = positions if stored is None else concat_positions(stored, positions)

@@ -59,18 +59,6 @@ def quantize(
     computed with the rounded scale, so that |x - x'| <= scale / 2. The arithmetic is in fp64, once
     per token.
 
-    Args:
-        x: values `[B, n, L, d]`, floating unless the axis is "exact". L is divisible by the group
-            size for "channel", and d for "token".
-        used: which slots hold a token, `[B or 1, L]`.
-        axis: which values share a scale.
-        bits: bits per code.
-        group: values per group.
-        start: the slot at which x begins, for `odd_at`.
-
-    Returns:
-        The codes, scales, zeros and outliers.
-
     >>> x = torch.tensor([0.0, 1.0, 2.0, 3.0])[None, None, None]
     >>> groups = quantize(x, torch.ones(1, 1, dtype=torch.bool), "token", bits=2, group=4)
     >>> groups.codes.flatten().tolist(), groups.scale.item()  # 0 + 1 * 4 + 2 * 16 + 3 * 64
@@ -168,9 +156,6 @@ def check_groups(
     """Raise unless the codes hold `slots` slots and fit the recent slots `[B, n, l, d]` after them.
 
     Kernels read codes by their address. With wrong shapes they would read outside the tensors.
-
-    Raises:
-        ArgumentError: sizes, dtypes or devices differ, or an outlier is outside the slots.
 
     >>> x = torch.randn(1, 2, 8, 4)
     >>> made = quantize(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
@@ -314,11 +299,7 @@ class LazyDequantizedTensor(LazyTensor):
 
     @classmethod
     def of(cls, coded: QuantizedAndRecent) -> LazyDequantizedTensor:
-        """Create the tensor from codes and the recent slots that follow them.
-
-        Raises:
-            ArgumentError: sizes, dtypes or devices do not fit each other.
-        """
+        """Create the tensor from codes and the recent slots that follow them."""
         recent = coded.recent
         B, n, length, d = recent.shape
         codes, group = coded.groups.codes, coded.groups.codes.shape[-1] * 8 // coded.bits

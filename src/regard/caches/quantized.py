@@ -72,13 +72,7 @@ class GrowingTensor:
         return self._memory[:, :, : self.length]
 
     def append(self, new: Shaped[Tensor, "B n T ..."], *, room: int | None = None) -> GrowingTensor:
-        """Return these slots followed by new ones.
-
-        Args:
-            new: slots of the same shape, except for the length.
-            room: spare slots to allocate when the buffer must be replaced; None is a quarter of the
-                length.
-        """
+        """Return these slots followed by new ones."""
         start, stop = self.length, self.length + new.shape[2]
         if start == stop:
             return self
@@ -95,9 +89,6 @@ class GrowingTensor:
     def with_room(self, slots: int) -> GrowingTensor:
         """Return these slots in a buffer that the caller may write, with room for more slots; it is
         the present one if that has some room left.
-
-        Args:
-            slots: the room of a new buffer.
         """
         if self.length < self._memory.shape[2] and can_write_in_place((self._memory,), ()):
             return self
@@ -187,13 +178,7 @@ class QuantizedPart:
     def with_oldest_quantized(
         self, count: int, used: Bool[Tensor, "b L"], start: int
     ) -> QuantizedPart:
-        """Return the part with its first `count` recent slots quantized.
-
-        Args:
-            count: the number of slots to quantize, a multiple of the group for "channel".
-            used: which of them hold a token, `[B or 1, count]`.
-            start: the number of slots before them.
-        """
+        """Return the part with its first `count` recent slots quantized."""
         recent = self.recent.view
         x, rest = recent[:, :, :count], recent[:, :, count:]
         new = quantize(x, used, self.axis, bits=self.bits, group=self.group, start=start)

@@ -81,9 +81,6 @@ class SlotPositions(NamedTuple):
     def check_follows(self, p: Int[Tensor, "b T"]) -> None:
         """Raise unless new positions `[B or 1, T]` follow those of the cache in each row, without
         repeats.
-
-        Raises:
-            ArgumentError: a position is not after the last one, or occurs twice.
         """
         last = self.positions.amax(1, keepdim=True)
         early = (p >= 0) & (p <= last)
@@ -288,11 +285,7 @@ class RingBase(Cache):
         return {**named_parts(self._memory), **self._stored.contents()}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace all slots.
-
-        Raises:
-            ArgumentError: the number of slots differs from the settings.
-        """
+        """Replace all slots by saved contents."""
         self._memory = parts_of(contents) if contents else None
         for i, x in enumerate(self._memory or ()):
             if x.shape[2] != self._slots.size:

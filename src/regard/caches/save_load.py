@@ -183,12 +183,7 @@ def _read(path: Path) -> tuple[_Header, dict[str, Tensor]]:
 
 
 def _header(fields: dict[str, Any], tensors: Mapping[str, Tensor]) -> _Header:
-    """Check the fields of a header one by one.
-
-    Raises:
-        ArgumentError: a field is missing or has another type; or a tensor is missing, unexpected,
-            or of another shape.
-    """
+    """Check the fields of a header one by one."""
     if fields.get("format") != _FORMAT:
         raise ArgumentError(
             f"has format {short_repr(fields.get('format'))}; this version reads {_FORMAT}"

@@ -98,14 +98,7 @@ class FirstValues:
         self.values = values
 
     def give(self, v: Tensor) -> None:
-        """Keep the values of the first layer.
-
-        Args:
-            v: values [B,G,T,E].
-
-        Raises:
-            ArgumentError: an earlier layer of the call has given its values.
-        """
+        """Keep the values of the first layer."""
         if self.values is not None:
             raise ArgumentError(
                 "two layers of this call give the values of the first layer; number the layers by "
@@ -114,18 +107,7 @@ class FirstValues:
         self.values = v.transpose(1, 2).flatten(2)
 
     def take(self, heads: int, dim: int) -> Tensor:
-        """Return the values of the first layer.
-
-        Args:
-            heads: the value heads G of the layer that reads them.
-            dim: the size E of its value heads.
-
-        Returns:
-            The values [B,G,T,E].
-
-        Raises:
-            ArgumentError: no layer has given its values, or they have another width.
-        """
+        """Return the values of the first layer."""
         if self.values is None:
             raise ArgumentError(
                 "a layer reads the values of the first layer, and no earlier layer of this call "

@@ -118,14 +118,7 @@ class SlotTable:
         self._slots = self.last
 
     def advance(self, positions: Int[Tensor, "b 1"]) -> Int[Tensor, "B 1"]:
-        """Write the positions of one new token per row, once for all layers of a step.
-
-        Args:
-            positions: the tensor that every layer of the step gets, of `next_positions`.
-
-        Returns:
-            The slots of the tokens.
-        """
+        """Write the positions of one new token per row, once for all layers of a step."""
         if positions is not self._step:
             p = positions.expand_as(self.last)
             self._step, self._slots = positions, self.layout.slot(p)
@@ -224,11 +217,7 @@ class StaticSlots(_Static):
         return {**named_parts(self._memory), "positions": self.table.positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the contents, in the same memory.
-
-        Args:
-            contents: parts `[B, n, S, d]` and the position in each slot `[B or 1, S]`, with any S.
-        """
+        """Replace the contents, in the same memory."""
         positions = contents.get("positions")
         if not isinstance(positions, Tensor):
             positions = self.table.positions.new_full((1, 1), EMPTY)
@@ -354,9 +343,6 @@ class StaticState(_Static, State):
 def share_tables(caches: Iterable[Cache]) -> None:
     """Let the static caches of a model share the tables of their positions, where these are equal,
     so that a step computes them once and not in every layer.
-
-    Args:
-        caches: the caches of all layers, which read the same tokens.
     """
     tables: list[SlotTable] = []
     for cache in _flat(caches):
@@ -372,18 +358,7 @@ def share_tables(caches: Iterable[Cache]) -> None:
 
 
 def to_static(caches: Sequence[Cache], size: StaticSize) -> list[Cache]:
-    """Return the static forms of the caches of a model, whose step can be captured.
-
-    Args:
-        caches: the caches of all layers, which have read a prompt; they stay as they are.
-        size: the largest number of tokens of a row, the rows, and the device.
-
-    Returns:
-        The static caches.
-
-    Raises:
-        ArgumentError: a cache has no static form.
-    """
+    """Return the static forms of the caches of a model, whose step can be captured."""
     static = [cache.to_static(size) for cache in caches]
     share_tables(static)
     return static

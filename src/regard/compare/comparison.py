@@ -30,11 +30,6 @@ def summarize_quality(
 ) -> QualityRow | None:
     """Return the result of a mechanism in a task: the learning rate with the lowest mean validation
     loss, and the test metric over seeds at that rate.
-
-    Returns:
-        `rate`, `validation` (rate -> mean loss; None if a seed diverged), `mean`, `low`, `high`,
-        `seeds`, `steps` and `tokens`; None while a run is missing; `diverged` if every rate
-        diverged.
     """
     runs = {
         rate: [done.get(run_name(task.name, name, rate, seed)) for seed in seeds]
@@ -210,10 +205,6 @@ class ComparisonPlan:
 def collect_entries(plan: ComparisonPlan, done: Mapping[str, Numbers]) -> list[ComparisonEntry]:
     """Return one entry for each mechanism with the results so far; values that are not measured are
     None or missing.
-
-    Args:
-        plan: what is compared.
-        done: results of experiments by name (`Session.results`).
     """
     entries: list[ComparisonEntry] = []
     train_configs = plan.train_configs

@@ -60,9 +60,6 @@ class LengthTest:
 def rotary_of(network: nn.Module) -> Rotary:
     """Return the first rotary embedding of a network.
 
-    Raises:
-        ArgumentError: the network has none.
-
     >>> import regard
     >>> rotary_of(regard.load("tiny").decoder).dim
     32
@@ -77,17 +74,6 @@ def rotary_of(network: nn.Module) -> Rotary:
 
 def extended_decoder(model: Model, method: str, target: int) -> Decoder:
     """Return the decoder of a model with its context extended by a method; it shares the weights.
-
-    Args:
-        model: a model with rotary positions that are not scaled yet.
-        method: a name in `METHODS`.
-        target: the context length to reach, more than the trained length.
-
-    Returns:
-        The decoder with scaled rotary positions.
-
-    Raises:
-        ArgumentError: the method is unknown, or `extend_context` raises.
 
     >>> import regard
     >>> tiny = regard.load("tiny")
@@ -112,10 +98,6 @@ def rotary_spectrum(network: nn.Module, length: int) -> Numbers:
 
     theta_i in radians per position; decay(m) = f^2 (2 / d) sum_i cos(m theta_i) with the rotary
     factor f
-
-    Args:
-        network: a network with a rotary embedding.
-        length: the length of the sequence, which some methods depend on; distances go up to it.
 
     >>> import regard
     >>> found = rotary_spectrum(regard.load("tiny").decoder, 256)
@@ -149,12 +131,6 @@ def evaluate_lengths(
 ) -> Numbers:
     """Return the loss and the perplexity at every length, and the passage retrieval at every length
     and depth.
-
-    Args:
-        network: ids [B,T] -> logits [B,T,V].
-        ids: the token ids of a text.
-        test: the lengths and sizes of the tests.
-        report: a function that is called with each length.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
     >>> found = evaluate_lengths(flat, torch.arange(200) % 4, LengthTest((96,), trials=1))
@@ -229,14 +205,6 @@ POLICIES: tuple[CachePolicy, ...] = ("stale", "pre_rope", "re_rotate", "frozen",
 def with_cache_policy(network: Decoder, policy: CachePolicy, target: int) -> Decoder:
     """Return a decoder whose rotary frequencies depend on the length, with a cache policy; it
     shares all weights except those of queries and keys.
-
-    Args:
-        network: a decoder as its family builds it, with the policy "recompute".
-        policy: a name in `POLICIES`.
-        target: the length whose frequencies "frozen" uses for every position.
-
-    Raises:
-        ArgumentError: the frequencies of a layer do not depend on the length.
     """
     decoder = copy.copy(network)
     decoder._modules = dict(network._modules)
@@ -289,20 +257,6 @@ def _rotary_of_length(old: Rotary, length: int | None) -> Rotary:
 def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Numbers:
     """Compare cached decoding with a pass over the whole sequence, for each token from `start` on.
 
-    Args:
-        network: a decoder; one whose frequencies depend on the length, with the policy "recompute",
-            is run through `regard.nn.PrefixRecomputer`.
-        ids: N token ids, of which `start` are read at once and the others one by one.
-        start: at least 1 and less than N.
-
-    Returns:
-        steps: the number of steps; difference: the largest difference of a logit, in standard
-            deviations of the logits; agreement: the share of steps in which both have the same most
-            likely token; reruns: how often the prefix was computed again.
-
-    Raises:
-        ArgumentError: start is out of range.
-
     >>> import regard
     >>> tiny = regard.load("tiny")
     >>> cache_consistency(tiny.decoder, torch.arange(12)[None], 8)["agreement"]
@@ -346,11 +300,6 @@ def consistency_by_policy(
 ) -> dict[str, Numbers]:
     """Return `cache_consistency` for every policy if the frequencies depend on the length;
     otherwise only for the model as it is.
-
-    Args:
-        network: a decoder with rotary positions.
-        ids, start: as for `cache_consistency`.
-        target: as for `with_cache_policy`.
     """
     rotary = rotary_of(network)
     if not rotary.follows_length:
@@ -406,21 +355,7 @@ def extend_all(
     names: Mapping[str, str],
     report: ReportProgress = ignore_progress,
 ) -> ExtensionResults:
-    """Test every method at every length.
-
-    Args:
-        model: a model with rotary positions that are not scaled yet.
-        ids: the token ids of a text, longer than the length to reach, on any device.
-        options: the length, the methods and the sizes of the tests.
-        names: the names of the model and of the text.
-        report: a function that is called with a line about the current work.
-
-    Returns:
-        The results of each method.
-
-    Raises:
-        ArgumentError: a method is unknown, the text is too short, or the model cannot be extended.
-    """
+    """Test every method at every length."""
     metadata, device = rotary_metadata(model), model.device
     ids = ids.to(device)
     trained = metadata["trained"]

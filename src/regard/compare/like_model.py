@@ -35,18 +35,6 @@ gradient.
 def shape_like(name: str, window: int | None = None) -> Shape:
     """Return the sizes of a published model, or of a config.json, for a comparison.
 
-    Args:
-        name: what `regard cost` accepts.
-        window: the window of the mechanisms that have one; None is the window of the model, or
-            `DEFAULT_WINDOW`.
-
-    Returns:
-        The shape.
-
-    Raises:
-        ArgumentError: the model is not known, its layers differ in their heads or feed-forward
-            width, it has experts, or its heads are not dim / heads wide.
-
     >>> shape = shape_like("qwen2-0.5b")
     >>> shape.dim, shape.layers, shape.heads, shape.groups, shape.width, shape.vocabulary
     (896, 24, 14, 2, 4864, 151936)
@@ -123,17 +111,7 @@ def needed_memory(configs: Mapping[str, Config], timing: Timing) -> int:
 def check_fits(
     configs: Mapping[str, Config], timing: Timing, name: str, free: int | None = None
 ) -> None:
-    """Check that the machine has the memory for a comparison at the sizes of a model.
-
-    Args:
-        configs: the models.
-        timing: what is measured.
-        name: the model whose sizes they have, for the message.
-        free: the free memory in bytes; None asks the system.
-
-    Raises:
-        ArgumentError: more memory is needed than is free.
-    """
+    """Check that the machine has the memory for a comparison at the sizes of a model."""
     free = free_memory(torch.device(timing.device)) if free is None else free
     needed = needed_memory(configs, timing)
     if free and needed > free:

@@ -53,20 +53,6 @@ def losses_by_length(
     The targets are the last `counted` tokens of windows that end at the same positions, so that
     lengths differ only in the tokens before them. Sums are in fp64.
 
-    Args:
-        model: ids [B,T] -> logits [B,T,V].
-        ids: the token ids of a text.
-        lengths: how many tokens are read, each at least `counted`.
-        counted: how many tokens of a window are predicted.
-        windows: how many windows there are; their ends are spread over the text.
-
-    Returns:
-        The mean loss of each length, in nats per token.
-
-    Raises:
-        ArgumentError: a length is less than `counted`, or the text is not longer than the longest
-            length.
-
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
     >>> losses = losses_by_length(flat, torch.zeros(99, dtype=torch.long), [40, 80])
     >>> [round(x / math.log(4), 4) for x in losses.tolist()]
@@ -116,23 +102,6 @@ def needle_in_haystack(
     itself, so that a model that was never trained on passkeys can be tested. Each token of the
     answer is predicted from all tokens before it. The share of right tokens without the passage is
     the share that the model can guess.
-
-    Args:
-        model: ids [B,T] -> logits [B,T,V].
-        ids: the token ids of a text, whose pieces surround the passage.
-        length: how many tokens are read.
-        depths: the positions of the passage, from 0 at the beginning to 1 at the end of the text.
-        trials: how many passages are tested for each depth.
-        key: how many tokens the answer has, which the model predicts.
-        mark: how many tokens the cue before the answer has.
-        seed: random seed for the texts and passages.
-
-    Returns:
-        The result of each depth.
-
-    Raises:
-        ArgumentError: the text or the length is too short for the passage, or a depth is outside
-            0..1.
 
     >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
     >>> ids = torch.arange(99) % 4

@@ -265,18 +265,6 @@ def eval_tasks(
 ) -> list[EvalTask]:
     """Return the evaluation tasks of these names.
 
-    Args:
-        names: "text", or tasks in `RECALL_TASKS`.
-        source: the text: "python-docs", a file or a folder.
-        length: how many bytes a row of text predicts; rows of recall tasks have at most this many
-            tokens divided by the number in `RECALL_TASKS`.
-        batch: rows of text per batch; batches of recall tasks have as many more rows as these are
-            shorter.
-
-    Raises:
-        ArgumentError: a name is not known or is given twice, or there is too little text.
-        FileError: there is no such text.
-
     >>> [(one.length, one.batch) for one in eval_tasks(["mqar", "passkey"], length=256, batch=8)]
     [(32, 64), (64, 32)]
     """
@@ -416,15 +404,6 @@ def steps_that_fit(
 
     f = min(1, seconds_left / sum_{task, mechanism} steps seconds runs)
     steps' = max(20, floor(f steps))
-
-    Args:
-        wanted: task -> steps.
-        seconds: task -> mechanism -> seconds of a step.
-        runs: mechanism -> how often it is trained in each task: rates times seeds.
-        seconds_left: the seconds that training may take.
-
-    Returns:
-        The steps of each task, and the seconds that all wanted steps would take.
 
     >>> seconds, runs = {"text": {"mha": 0.1, "linear": 0.1}}, {"mha": 1, "linear": 3}
     >>> steps_that_fit({"text": 600}, seconds, runs, 120.0)

@@ -23,11 +23,7 @@ from regard.view.charts import Axis, Line, Picture, Scatter, ScatterPoint
 
 
 def render_table(comparison: ComparisonData) -> str:
-    """Return the text of a comparison: machine, costs, quality, Pareto fronts and notes.
-
-    Args:
-        comparison: the comparison as `regard.compare.comparison.as_json` returns it.
-    """
+    """Return the text of a comparison: machine, costs, quality, Pareto fronts and notes."""
     width = line_width()
     parts = [wrap(header(comparison), width)]
     parts += [_aligned(rows(comparison)) for rows in (memory_rows, time_rows)]
@@ -312,11 +308,7 @@ TITLES = {"kv_bytes": ("cache", "bytes"), "decode_seconds": ("time of a decoded 
 
 
 def render_page(comparison: ComparisonData) -> str:
-    """Return the HTML page of a comparison, which needs no other file.
-
-    Args:
-        comparison: the comparison as `regard.compare.comparison.as_json` returns it.
-    """
+    """Return the HTML page of a comparison, which needs no other file."""
     machine = comparison["machine"]
     facts = {
         translate("processor"): machine["processor"],

@@ -263,11 +263,6 @@ def timing_experiments(
     Within each experiment all mechanisms are timed in turns, so that a drift of the machine affects
     all of them. If a mechanism is added, all mechanisms are therefore measured again.
 
-    Args:
-        configs: name -> config of the model.
-        timing: how long, and at which sizes.
-        machine: the facts that `regard.timing.machine.describe_machine` returns.
-
     >>> from regard.compare.mechanisms import Candidate, Shape
     >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
     >>> [one.name for one in timing_experiments(made, Timing(contexts=(4, 8)), {})]
@@ -312,21 +307,6 @@ def _machine_facts(machine: Mapping[str, object]) -> dict[str, object]:
 
 def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing: Timing) -> Numbers:
     """Time one kind of work of all mechanisms in turns.
-
-    Args:
-        configs: name -> config of the model.
-        kind: a word of `KINDS`.
-        length: tokens of the context, or of a row in training.
-        timing: how long is measured.
-
-    Returns:
-        {"rows": name -> row}. A row has `seconds` (the median of a call), `quartiles`, `ratio` (the
-        median over rounds of its time divided by that of the first mechanism), `rounds` and
-        `kernels`; for decoding also `kv_bytes` and `kv_bytes_formula`. If it cannot be run, a row
-        has only `why`.
-
-    Raises:
-        ArgumentError: the kind is not in `KINDS`.
 
     >>> from regard.compare.mechanisms import Candidate, Shape
     >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
@@ -440,18 +420,7 @@ def memory_experiments(
 
 
 def measure_peaks(settings: Mapping[str, object], command: Sequence[str] | None = None) -> Numbers:
-    """Return the peak memory of a prompt and of a training step, measured in a new process.
-
-    Args:
-        settings: model (the fields of a config), threads, context, length and batch.
-        command: another program that reads and writes the same JSON, for tests.
-
-    Returns:
-        `prefill` and `training`: bytes, or None if the system does not report them.
-
-    Raises:
-        RegardError: the process fails; the message says how it ended.
-    """
+    """Return the peak memory of a prompt and of a training step, measured in a new process."""
     numbers: Numbers = call_in_subprocess(
         "regard.compare.speed_and_memory:peaks",
         settings,

@@ -171,11 +171,7 @@ class MarianConfig(StackedConfig):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for BART, without decoder_vocab_size, which repeats vocab_size.
-
-        Raises:
-            ArgumentError: the decoder has a vocabulary of its own.
-        """
+        """Return the keys as for BART, without decoder_vocab_size, which repeats vocab_size."""
         keys = super().normalize_keys(raw)
         own, both = keys.pop("decoder_vocab_size", None), keys.get("vocab_size")
         if own not in (None, both):

@@ -121,35 +121,16 @@ class ModelConfig(ABC):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with this class's spelling, and with defaults that depend on other keys.
-
-        Raises:
-            ArgumentError: two keys contradict each other.
-        """
+        """Return the keys in this class's spelling, with defaults that depend on other keys."""
         return dict(raw)
 
     @abstractmethod
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the model, from which parameters, cache and FLOPs are counted.
-
-        Args:
-            name: the name of the model.
-
-        Raises:
-            ArgumentError: the sizes are not possible, or cannot be counted.
-        """
+        """Return the sizes of the model, from which parameters, cache and FLOPs are counted."""
 
 
 def check_sizes(config: ModelConfig, *, zero: Collection[str] = ()) -> None:
-    """Check that every whole number of a config is at least 1, or 0 where it may be.
-
-    Args:
-        config: the config.
-        zero: the fields that may be 0.
-
-    Raises:
-        ArgumentError: a number is less.
-    """
+    """Check that every whole number of a config is at least 1, or 0 where it may be."""
     for name, value in vars(config).items():
         least = 0 if name in zero else 1
         if isinstance(value, int) and not isinstance(value, bool) and value < least:
@@ -158,13 +139,6 @@ def check_sizes(config: ModelConfig, *, zero: Collection[str] = ()) -> None:
 
 def rename_keys(raw: Raw, names: Mapping[str, str]) -> dict[str, object]:
     """Rename keys to the family's own spelling; a null counts as absent.
-
-    Args:
-        raw: the parsed config.json; it is not changed.
-        names: other name of a key -> the family's own name.
-
-    Raises:
-        ArgumentError: a key and its other name are both given, with different values.
 
     >>> rename_keys({"n_embed": 64, "n_layer": 2}, {"n_embed": "hidden_size"})
     {'n_layer': 2, 'hidden_size': 64}
@@ -206,13 +180,6 @@ its approximation with tanh.
 def check_activation(name: str, key: str = "hidden_act") -> None:
     """Check that a name in config.json is that of a nonlinearity.
 
-    Args:
-        name: such as "gelu_new".
-        key: the key in config.json, for the message.
-
-    Raises:
-        ArgumentError: the name is not known.
-
     >>> check_activation("gelu_new")
     """
     if name not in ACTIVATIONS:
@@ -240,23 +207,6 @@ def layer_windows(
     layer i has a window: `layer_types` (layer_types[i] == "sliding_attention"),
     `sliding_window_pattern` ((i + 1) % sliding_window_pattern != 0), `max_window_layers` (i >=
     max_window_layers). Without them every layer has the window.
-
-    Args:
-        num_hidden_layers: the number of layers.
-        sliding_window: the window W of the sliding layers; None is no window in any layer.
-        layer_types: a name for each layer, "full_attention" or "sliding_attention".
-        sliding_window_pattern: n; every n-th layer has full attention, as in Gemma 3.
-        max_window_layers: the number of first layers with full attention, as in Qwen 2.
-        use_sliding_window: False disables the window (Qwen 2); None for a family without this key.
-
-    Returns:
-        W or None for each layer.
-
-    Raises:
-        ArgumentError: a number is out of range, a layer type is unknown or not supported,
-            layer_types has not one entry per layer, or two keys contradict each other: sliding
-            layers without a window, a pattern that differs from layer_types, use_sliding_window
-            without a window or against layer_types.
 
     >>> layer_windows(4, sliding_window=512, sliding_window_pattern=2)
     (512, None, 512, None)

@@ -79,10 +79,6 @@ class DeepseekConfig(ModelConfig, ABC):
         """Return the keys with num_key_value_heads, and without head_dim and qk_head_dim.
 
         Newer files contain these two, which follow from the dims of the two parts of a head.
-
-        Raises:
-            ArgumentError: head_dim or qk_head_dim contradicts qk_rope_head_dim and
-                qk_nope_head_dim.
         """
         keys = normalize_rope(raw)
         if keys.get("num_key_value_heads") is None:
@@ -232,12 +228,7 @@ class DeepseekV32Config(DeepseekV3Config):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for DeepSeek-V3, with the kinds of layers as first_k_dense_replace.
-
-        Raises:
-            ArgumentError: a layer has another attention, dense layers are not the first ones, or
-                their number is not first_k_dense_replace.
-        """
+        """Return the keys as for DeepSeek-V3, with the kinds of layers as first_k_dense_replace."""
         keys = super().normalize_keys(raw)
         layers, mixers = keys.get("num_hidden_layers"), keys.pop("layer_types", None)
         kinds, first = keys.pop("mlp_layer_types", None), keys.get("first_k_dense_replace")

@@ -287,11 +287,7 @@ class Gemma3nConfig(Gemma3Config):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys as for Gemma 3; the width of the feed-forward layers may be a list.
-
-        Raises:
-            ArgumentError: the widths differ from layer to layer; or as in `Gemma3Config`.
-        """
+        """Return the keys as for Gemma 3; the width of the feed-forward layers may be a list."""
         keys = super().normalize_keys(_text(raw) if raw.get("model_type") == "gemma3n" else raw)
         widths = keys.get("intermediate_size")
         if isinstance(widths, list):

@@ -31,14 +31,6 @@ Names: TypeAlias = tuple[str, ...] | None
 def named_kinds(names: Sequence[str], layers: int, key: str = "layer_types") -> tuple[str, ...]:
     """Return the kind of each layer from the names in config.json.
 
-    Args:
-        names: a name for each layer.
-        layers: the number of layers.
-        key: the key in config.json, for messages.
-
-    Raises:
-        ArgumentError: a name is unknown, or their number is not that of the layers.
-
     >>> named_kinds(["mamba", "attention"], 2)
     ('linear_attention', 'full_attention')
     """

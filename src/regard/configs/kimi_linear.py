@@ -106,10 +106,6 @@ class KimiLinearConfig(ModelConfig):
         The makers' files have `linear_attn_config`, in which layers are numbered from 1, and
         `first_k_dense_replace`; transformers writes `layer_types` and `mlp_layer_types`. The sizes
         of a head that follow from other keys are left out.
-
-        Raises:
-            ArgumentError: two keys contradict each other, or a dense layer follows one with
-                experts.
         """
         left_out = ("head_dim", "qk_head_dim", "linear_attn_config", "mlp_layer_types")
         keys = rename_keys({k: v for k, v in raw.items() if k not in left_out}, NAMES)
@@ -186,11 +182,7 @@ class KimiLinearConfig(ModelConfig):
 
 
 def _check_listed(linear: object, kinds: list[str]) -> None:
-    """Check that `kda_layers`, if it is given, lists all layers that `full_attn_layers` does not.
-
-    Raises:
-        ArgumentError: a layer is in both lists, or in neither.
-    """
+    """Check that `kda_layers`, if given, lists all layers that `full_attn_layers` does not."""
     if isinstance(linear, list):
         for i, kind in enumerate(kinds):
             if (i + 1 in linear) != (kind == LINEAR):

@@ -64,10 +64,6 @@ class RotaryDecoderConfig(ModelConfig):
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with head_dim and num_key_value_heads, and rotary settings in one form.
 
-        Raises:
-            ArgumentError: head_dim is missing and hidden_size is not divisible by the heads; or as
-                in `normalize_rope`.
-
         >>> sizes = {"num_attention_heads": 4, "hidden_size": 32}
         >>> keys = LlamaConfig.normalize_keys({**sizes, "rope_parameters": {"rope_theta": 1e6}})
         >>> keys["num_key_value_heads"], keys["head_dim"], keys["rope_theta"]
@@ -356,11 +352,7 @@ class Olmo3Config(Olmo2Config):
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with one rotary base, and the scaling of the layers without a window.
-
-        Raises:
-            ArgumentError: layers with a window have a scaling, or another base than the others.
-        """
+        """Return the keys with one rotary base, and the scaling of the layers without a window."""
         nested = raw.get("rope_parameters")
         if isinstance(nested, Mapping) and any(isinstance(x, Mapping) for x in nested.values()):
             both = normalize_rope(raw, layered=True)["rope_parameters"]
@@ -540,14 +532,6 @@ class GptOssConfig(GroupedQueryConfig):
 
 def check_experts(key: str, experts: int, per_token: int) -> None:
     """Check that a token uses no more experts than there are.
-
-    Args:
-        key: the key with the number of experts, for the message.
-        experts: the number of experts.
-        per_token: the number of experts that a token uses.
-
-    Raises:
-        ArgumentError: per_token is larger than experts.
 
     >>> check_experts("num_experts", 8, 2)
     """

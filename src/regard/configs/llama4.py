@@ -96,9 +96,6 @@ class Llama4Config(GroupedQueryConfig):
 
         The first files have a number in attn_temperature_tuning, which is true unless it is 0, and
         an empty list in no_rope_layers, which is no list.
-
-        Raises:
-            ArgumentError: the file of a model that reads images lacks text_config.
         """
         if raw.get("model_type") == "llama4":
             text = raw.get("text_config")

@@ -98,10 +98,6 @@ class ModernBertConfig(ModelConfig):
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
         """Return the keys with both rotary bases under ModernBERT's names, and with `layer_types`
         in place of global_attn_every_n_layers.
-
-        Raises:
-            ArgumentError: a rotary scaling or a partial rotation is given; layer_types differ from
-                the period; or as in `normalize_rope`.
         """
         keys = normalize_rope(rename_keys(raw, BASES), layered=True)
         both = keys.pop("rope_parameters")

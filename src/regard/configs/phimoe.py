@@ -80,11 +80,7 @@ class PhimoeConfig(LayerNormDecoderConfig):
 
     @property
     def rope(self) -> RopeSettings:
-        """The rotary settings, in which the two factors of LongRoPE are its `attention_factor`.
-
-        Raises:
-            ArgumentError: the type of the scaling is not longrope, or the factors differ.
-        """
+        """The rotary settings, in which the two factors of LongRoPE are its `attention_factor`."""
         settings, scaling = super().rope, dict(self.rope_scaling or {})
         if not scaling:
             return settings

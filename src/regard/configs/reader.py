@@ -298,14 +298,6 @@ def parse(kind: type[Config], raw: Raw) -> Config:
 
     Three kinds of keys are accepted: fields of the config class, keys that are known to change
     nothing, and keys with a supported value. Any other key raises.
-
-    Args:
-        kind: the config class of the family.
-        raw: the parsed config.json.
-
-    Raises:
-        ArgumentError: a key is unknown (then it is an `UnknownKey`), missing, of the wrong type, or
-            out of range.
     """
     check_code(kind, raw)
     return _parse(kind, raw, sizes_only=False)
@@ -351,17 +343,7 @@ def parse_ignoring(
     ignores: Callable[[str], bool],
     parse_config: Callable[[type[Config], Raw], Config] = parse,
 ) -> tuple[Config, tuple[str, ...]]:
-    """Return the config of a family, and the unknown keys that were ignored.
-
-    Args:
-        kind, raw: as in `parse`.
-        ignores: whether to ignore an unknown key; a key of an inner object has the outer key's name
-            and a dot in front.
-        parse_config: the function that reads a file without unknown keys.
-
-    Raises:
-        ArgumentError: as in `parse`; or there are more than `MAX_UNKNOWN_KEYS` such keys.
-    """
+    """Return the config of a family, and the unknown keys that were ignored."""
     ignored_keys: list[str] = []
     for _ in range(MAX_UNKNOWN_KEYS):
         try:
@@ -379,15 +361,6 @@ def parse_ignoring(
 
 def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
     """Return the sizes of the model of a parsed config.json.
-
-    Args:
-        raw: Hugging Face's keys; those that do not change sizes are ignored.
-        name: the name of the model.
-        where: the file, for messages.
-
-    Raises:
-        ArgumentError: model_type is unknown, or a key is missing, of a wrong type, or has a value
-            that cannot be counted.
 
     >>> sizes = {"n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
     >>> read_sizes({"model_type": "gpt2", "vocab_size": 50257, **sizes}, "gpt2").parameters
@@ -415,9 +388,6 @@ def read_sizes(raw: Raw, name: str, where: str = "config.json") -> ModelSpec:
 def sizes_config(raw: Raw) -> ModelConfig:
     """Return the config of a parsed config.json, of which only the keys that change sizes are
     checked.
-
-    Raises:
-        ArgumentError: as in `read_sizes`.
     """
     model_type = raw.get("model_type")
     kind = config_class(model_type) if isinstance(model_type, str) else None
@@ -448,17 +418,7 @@ them as plain numbers.
 
 
 def read_sizes_file(path: Path, count_stored: SizeCount | None = None) -> ModelSpec:
-    """Return the sizes of the model of a config.json, or of the folder that contains it.
-
-    Args:
-        path: the file or the folder.
-        count_stored: counts the weights of a file with a `quantization_config`; None counts them as
-            plain numbers, and a note says so.
-
-    Raises:
-        FileError: the file does not exist, is too large, or is not a JSON object.
-        ArgumentError: as in `read_sizes`.
-    """
+    """Return the sizes of the model of a config.json, or of the folder that contains it."""
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise FileError(
@@ -491,11 +451,7 @@ def _without(raw: Raw, path: tuple[str, ...]) -> Raw | None:
 
 
 def _check_sizes(name: str, value: object) -> None:
-    """Check that whole numbers of a key, of a list or of an object are not implausibly large.
-
-    Raises:
-        ArgumentError: a number is too large for any real model.
-    """
+    """Check that whole numbers of a key, of a list or of an object are not implausibly large."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_sizes(f"{name}.{key}", inner)
@@ -571,13 +527,6 @@ def check_code(kind: type[ModelConfig], raw: Raw) -> None:
     """Check an `auto_map`, which may name only tokenizers and the family's published code.
 
     No code that it names is run.
-
-    Args:
-        kind: the config class, with the beginning of the family's class names.
-        raw: the config.json.
-
-    Raises:
-        UnknownKey: it names another class for the network, which may compute something else.
 
     >>> from regard.configs.llama import Phi3Config
     >>> check_code(Phi3Config, {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}})

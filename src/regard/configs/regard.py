@@ -52,11 +52,7 @@ class RegardConfig(ModelConfig):
         check_sizes(self)
 
     def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder.
-
-        Raises:
-            ArgumentError: its mechanism cannot be counted.
-        """
+        """Return the sizes of the decoder."""
         M, H = self.hidden_size, self.num_attention_heads
         options = {k: v for k, v in self.attention_options.items() if k not in DECODER_OPTIONS}
         if self.window is not None:

@@ -95,14 +95,6 @@ def check_rope(settings: RopeSettings) -> Mapping[str, object]:
 
     The ranges of the scaling's numbers are checked when the rotary module is built.
 
-    Returns:
-        The rope_scaling as `normalize_scaling` returns it; `{"rope_type": "default"}` without
-        scaling.
-
-    Raises:
-        ArgumentError: a value is not a number, partial_rotary_factor is not above 0 and at most 1,
-            or a key of the scaling is wrong.
-
     >>> check_rope(RopeSettings(64, 1e4, {"type": "linear", "factor": 4.0}, 2048))
     {'rope_type': 'linear', 'factor': 4.0}
     """
@@ -119,15 +111,6 @@ def normalize_scaling(scaling: Mapping[str, object], where: str) -> dict[str, ob
     """Return a rope_scaling with checked keys and its type as `rope_type`; None if default.
 
     Keys with null are left out, except the factor of yarn, which then follows from the lengths.
-
-    Args:
-        scaling: the mapping in a config.json, without rope_theta and partial_rotary_factor.
-        where: its name there, for messages.
-
-    Raises:
-        ArgumentError: the type is unknown, is missing although other keys are given, or is given
-            twice with different values; a key of the type is missing, unknown, or has a value of
-            another type.
 
     >>> normalize_scaling({"type": "linear", "factor": 4.0}, "rope_scaling")
     {'rope_type': 'linear', 'factor': 4.0}
@@ -257,18 +240,6 @@ def normalize_rope(raw: Mapping[str, Any], *, layered: bool = False) -> dict[str
     rope_theta and partial_rotary_factor are at the top level if they are given; rope_scaling is
     None, or a mapping with `rope_type` and the keys of the type; rope_parameters is removed.
 
-    Args:
-        raw: the parsed config.json; it is not changed.
-        layered: whether each layer type has its own settings (Gemma 3). They are then returned in
-            `rope_parameters`, with one mapping for "full_attention" and one for
-            "sliding_attention". In the published files, sliding layers have the base
-            `rope_local_base_freq` and no scaling.
-
-    Raises:
-        ArgumentError: two places contradict each other, a rope type is unknown, or its keys are
-            wrong; or rope_parameters are per layer type where the family has one setting for all,
-            or the reverse.
-
     >>> linear = {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     >>> normalize_rope({"rope_parameters": linear})
     {'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
@@ -335,11 +306,7 @@ def _merge_settings(
     where: str,
     base: str = "rope_theta",
 ) -> dict[str, object]:
-    """Return rope_theta, partial_rotary_factor and rope_scaling from all places.
-
-    Raises:
-        ArgumentError: two places have different values.
-    """
+    """Return rope_theta, partial_rotary_factor and rope_scaling from all places."""
     nested_at = {"rope_scaling": top.get("rope_scaling") or {}, where: nested or {}}
     if not isinstance(nested_at["rope_scaling"], Mapping):
         raise ArgumentError(
@@ -371,12 +338,6 @@ def _merge_settings(
 
 def rotated_share(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys with `partial_rotary_factor` in place of `rotary_dim`.
-
-    Args:
-        keys: the keys of a config.json, with `head_dim`.
-
-    Raises:
-        ArgumentError: the two keys contradict each other.
 
     >>> rotated_share({"head_dim": 128, "rotary_dim": 64})
     {'head_dim': 128, 'partial_rotary_factor': 0.5}

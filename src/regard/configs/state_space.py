@@ -40,13 +40,6 @@ STEP_KEYS = frozenset(
 def step_limits(stored: StepLimits, key: str = "time_step_limit") -> tuple[float, float]:
     """Return the limits of step sizes as two numbers.
 
-    Args:
-        stored: the value in config.json, where infinity is `INFINITY`.
-        key: its name, for messages.
-
-    Raises:
-        ArgumentError: the value is not two numbers with 0 <= smallest <= largest.
-
     >>> step_limits(NO_LIMITS)
     (0.0, inf)
     """
@@ -89,14 +82,7 @@ class Mamba2Sizes:
     normed: bool = True
 
     def check(self, heads_key: str, groups_key: str) -> None:
-        """Check that the groups divide the heads.
-
-        Args:
-            heads_key, groups_key: the keys in config.json, for the message.
-
-        Raises:
-            ArgumentError: they do not.
-        """
+        """Check that the groups divide the heads."""
         if self.heads % self.groups:
             raise ArgumentError(
                 f"{groups_key} is {self.groups}; it must divide {heads_key}, which is {self.heads}"
@@ -119,17 +105,7 @@ class Mamba2Sizes:
 
 
 def check_width(expand: float, dim: int, sizes: Mamba2Sizes, names: str) -> None:
-    """Check that the heads are together as wide as `expand` says.
-
-    Args:
-        expand: the number of times that a layer is wider than the model.
-        dim: the width of the model.
-        sizes: the sizes of the layer.
-        names: the keys of expand, heads and head dim, for the message.
-
-    Raises:
-        ArgumentError: they are not.
-    """
+    """Check that the heads are together as wide as `expand` says."""
     if sizes.heads * sizes.head_dim != int(expand * dim):
         raise ArgumentError(
             f"{names}: {plural(sizes.heads, 'head')} of {sizes.head_dim} are "

@@ -132,16 +132,7 @@ class MechanismChoice:
     sizes: Mapping[str, int]
 
     def sized(self, dim: int, heads: int, groups: int) -> SizedMechanism:
-        """Return the mechanism with a value for each size that was not given.
-
-        Args:
-            dim: M, the width of the model.
-            heads: H, the number of query heads.
-            groups: G, the number of key/value heads of the published model of that width.
-
-        Returns:
-            The mechanism, with the source of each suggested value.
-        """
+        """Return the mechanism with a value for each size that was not given."""
         suggestion = _SUGGESTIONS.get(self.name, _no_suggestion)(dim, heads, groups)
         missing = {k: v for k, v in suggestion.items() if k not in self.sizes}
         values = {**{k: v for k, (v, _) in missing.items()}, **self.sizes}
@@ -158,13 +149,6 @@ class MechanismChoice:
 
 def parse_mechanism(text: str, *, any_name: bool = False) -> MechanismChoice:
     """Return the mechanism that a text such as "gqa:8" or "mla:kv_rank=256:q_rank=768" names.
-
-    Args:
-        text: the name, with its sizes.
-        any_name: whether a name that is not counted here is left to the caller.
-
-    Raises:
-        ArgumentError: the name is unknown, an option is not a whole number or is given twice.
 
     >>> parse_mechanism("window:4096")
     MechanismChoice(label='window:4096', name='sliding_window', sizes={'window': 4096})
@@ -219,10 +203,6 @@ LayerCounter: TypeAlias = Callable[["MechanismChoice", "BaseModel"], "CountedLay
 def reference_model(dim: int, layers: int | None = None) -> str:
     """Return the name of the published dense model whose width is nearest to `dim`.
 
-    Args:
-        dim: M, the width of the model.
-        layers: the number of layers, which decides between models of one width.
-
     >>> reference_model(4096), reference_model(1000)
     ('llama-3.1-8b', 'qwen2.5-0.5b')
     """
@@ -257,13 +237,6 @@ def base_model(known: Mapping[str, Any], groups: int | None = None) -> BaseModel
     """Return a decoder of the given sizes; missing sizes are those of the published dense model of
     about that width.
 
-    Args:
-        known: the sizes, as `regard.cost.mechanisms.Sizes` takes them; `dim` is among them.
-        groups: G, the number of key/value heads; None takes that of the published model.
-
-    Raises:
-        ArgumentError: a size is less than 1, or sizes contradict one another.
-
     >>> small = base_model({"dim": 1024, "layers": 4})
     >>> small.heads, small.groups, small.suggested
     (16, 2, 'as qwen2.5-0.5b: heads 16, ff 5,558, vocab 151,936')
@@ -289,20 +262,6 @@ def mechanism_costs(
     count_layer: LayerCounter | None = None,
 ) -> list[MechanismCost]:
     """Return the cost of one model with each of several attention mechanisms.
-
-    Args:
-        names: the mechanisms, as `parse_mechanism` reads them; empty names are left out.
-        base: the model whose attention they replace.
-        setting: context, batch and number formats.
-        machine: a machine for the times and limits; None leaves them out.
-        count_layer: counts the mechanisms that are not in `MECHANISM_CHOICES`; None refuses them.
-
-    Returns:
-        One row for each mechanism, in the given order.
-
-    Raises:
-        ArgumentError: there is no mechanism, a name is unknown or given twice, or sizes do not
-            match one another.
 
     >>> rows = mechanism_costs(["mha", "gqa:8"], BaseModel.of(model_of("llama-3-8b")), Setting())
     >>> rows[0].report.kv_bytes // rows[1].report.kv_bytes
@@ -351,14 +310,6 @@ def _row(
 def _sizes_like(name: str, dim: int) -> dict[str, int]:
     """Return the sizes of a model of width M that is built like a published model.
 
-    Args:
-        name: a name in `REFERENCE_MODELS`.
-        dim: M; the widths of heads are those of the published model, and feed-forward layers are
-            as much wider than M as there.
-
-    Returns:
-        layers, heads, ff and vocab, as `regard.cost.mechanisms.Sizes` takes them.
-
     >>> _sizes_like("llama-3.1-8b", 4096)
     {'layers': 32, 'heads': 32, 'ff': 14336, 'vocab': 128256}
     """
@@ -377,9 +328,6 @@ def _sizes_like(name: str, dim: int) -> dict[str, int]:
 
 def _heads_of(model: ModelSpec) -> tuple[int, int]:
     """Return H and G, the numbers of query heads and of key/value heads, of a published model.
-
-    Raises:
-        ArgumentError: no layer of the model has softmax attention or latents.
 
     >>> _heads_of(model_of("llama-3-8b")), _heads_of(model_of("deepseek-v2"))
     ((32, 8), (128, 128))
@@ -426,11 +374,6 @@ def _no_suggestion(dim: int, heads: int, groups: int) -> Suggestion:  # noqa: AR
 def suggested_groups(dim: int, heads: int, groups: int) -> Suggestion:
     """Return the number of key/value heads with its source, as every mechanism that has one takes
     it.
-
-    Args:
-        dim: M, the width of the model.
-        heads: H, the number of query heads.
-        groups: G, the number of key/value heads of the published model of that width.
 
     >>> suggested_groups(4096, 32, 8)
     {'groups': (8, 'llama-3.1-8b')}

@@ -41,11 +41,7 @@ __all__ = [
 
 
 def _load(name: str) -> Any:
-    """Import a name when it is first used.
-
-    Raises:
-        AttributeError: the module has no such name.
-    """
+    """Import a name when it is first used."""
     if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LAZY_IMPORTS[name]), name)

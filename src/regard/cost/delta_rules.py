@@ -161,13 +161,6 @@ def rwkv7(
 ) -> CountedSpec:
     """Return the spec of the time mixing of RWKV-7.
 
-    Args:
-        dim: M.
-        shape: the heads, as many keys and values as queries, of one width.
-        ranks: the ranks of the maps to decays and rates, to the share of the first layer's values,
-            and to the output gate.
-        is_first: whether this is the first layer, which has no map to that share.
-
     >>> rwkv7(32, HeadShape(4, 4, 8, 8), ranks=(3, 3, 3), is_first=True).state.value
     288
 

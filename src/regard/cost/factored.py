@@ -41,13 +41,7 @@ class FactoredSpec(SoftmaxSpec):
     def of_sizes(
         cls, dim: int, heads: int, head_dim: int, *, q_rank: int | None, ranks: tuple[int, int]
     ) -> FactoredSpec:
-        """Return the spec with the matrices of the factors and of the output.
-
-        Args:
-            dim, heads, head_dim: M, H and D.
-            q_rank: the number of products of queries; None computes queries directly.
-            ranks: the numbers of products of keys and of values.
-        """
+        """Return the spec with the matrices of the factors and of the output."""
         sizes = heads + head_dim
         queries = heads * head_dim if q_rank is None else q_rank * sizes
         matrices = dim * (queries + sum(ranks) * sizes + heads * head_dim)
@@ -153,15 +147,7 @@ class GroupedLatentSpec(LatentSpec):
         branches: int = 1,
         form: Form = "auto",
     ) -> GroupedLatentSpec:
-        """Return the spec with the usual matrices and the norms of all latents.
-
-        Args:
-            dim, heads: M and H.
-            latents: n, the number of latents.
-            kv_rank, nope_dim, rope_dim, value_dim, form: as in `LatentSpec`.
-            q_rank: the size of the latent of the queries; None computes queries from x directly.
-            branches: the number of results that are added in each head.
-        """
+        """Return the spec with the usual matrices and the norms of all latents."""
         query = heads * (nope_dim + rope_dim)
         queries = dim * query if q_rank is None else q_rank * (dim + query)
         up = kv_rank * branches * heads * (nope_dim + value_dim)

@@ -149,14 +149,7 @@ class LatentSpec(Spec):
         bias: bool = False,
         form: Form = "auto",
     ) -> LatentSpec:
-        """Return the spec with the usual matrices and the norms of both latents.
-
-        Args:
-            dim, heads: M and H.
-            kv_rank, nope_dim, rope_dim, value_dim, form: see the attributes.
-            q_rank: the size of the latent of the queries; None computes queries from x directly.
-            bias: whether the two down projections and the output projection have a bias.
-        """
+        """Return the spec with the usual matrices and the norms of both latents."""
         query = heads * (nope_dim + rope_dim)
         queries = dim * query if q_rank is None else q_rank * (dim + query)
         up = kv_rank * heads * (nope_dim + value_dim)
@@ -283,14 +276,7 @@ class IndexedLatentSpec(LatentSpec):
     def from_latent(
         cls, latent: LatentSpec, dim: int, q_rank: int, selection: IndexSelection
     ) -> IndexedLatentSpec:
-        """Return the spec of latent attention with an indexer.
-
-        Args:
-            latent: the sizes without the indexer.
-            dim: M.
-            q_rank: the size of the latent of the queries, from which index queries are computed.
-            selection: J, d and topk.
-        """
+        """Return the spec of latent attention with an indexer."""
         J, d = selection.heads, selection.head_dim
         indexer = ParameterCounts(q_rank * J * d + dim * d + dim * J, norms=2 * d)
         return cls(

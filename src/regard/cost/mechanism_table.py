@@ -83,19 +83,6 @@ def replace_attention(
 ) -> ModelSpec:
     """Return a decoder in which every layer has another attention mechanism.
 
-    Args:
-        model: the decoder; its feed-forward layers, norms and vocabulary stay.
-        attention: the name of the mechanism in the catalogue.
-        heads: H, the number of query heads.
-        options: the options of the mechanism.
-        global_every: every n-th layer has no window; None leaves the window in all layers.
-
-    Returns:
-        The model; its learned positions and notes stay too, but all its weights are plain numbers.
-
-    Raises:
-        ArgumentError: the model is not a decoder, or the sizes do not match one another.
-
     >>> from regard.cost import model_of
     >>> llama = model_of("llama-3-8b")
     >>> replace_attention(llama, "gqa", 32, {"groups": 8}).parameters == llama.parameters
@@ -113,18 +100,6 @@ def replace_mixers(
     model: ModelSpec, local: Spec, full: Spec | None = None, global_every: int | None = None
 ) -> ModelSpec:
     """Return a decoder in which every layer mixes its tokens by the same spec.
-
-    Args:
-        model: the decoder; its feed-forward layers, norms and vocabulary stay.
-        local: the spec of a layer.
-        full: the spec of every n-th layer.
-        global_every: n; None leaves `local` in all layers.
-
-    Returns:
-        The model; its learned positions and notes stay too.
-
-    Raises:
-        ArgumentError: the model is not a decoder.
 
     >>> from regard.cost import model_of
     >>> llama = model_of("llama-3-8b")
@@ -155,15 +130,6 @@ def mechanism_cost(
     suggested: Mapping[str, str] | None = None,
 ) -> MechanismCost:
     """Return the row of a model that has one mechanism.
-
-    Args:
-        label: the name of the row.
-        model: the model, as `replace_attention` returns it.
-        setting: context, batch and number formats.
-        machine: a machine for the times and limits; None leaves them out.
-        evidence: the name of the mechanism in `QUALITY_EVIDENCE`.
-        options: the sizes of the mechanism.
-        suggested: the sizes that were not given, with the source of each.
 
     >>> from regard.cost import Setting, machine_of, model_of
     >>> machine = machine_of("h100-sxm")

@@ -399,15 +399,6 @@ MECHANISMS: dict[str, SpecBuilder] = {
 def mechanism_spec(name: str, dim: int, heads: int, options: MechanismOptions) -> Spec:
     """Return the spec of one layer of a mechanism.
 
-    Args:
-        name: the name in the catalogue.
-        dim, heads: M and H.
-        options: the options of the mechanism; an option that is None counts as not given.
-
-    Raises:
-        ArgumentError: the mechanism cannot be counted, an option is missing or unknown, or sizes do
-            not match one another.
-
     >>> options = {"kv_rank": 16, "nope_dim": 8, "rope_dim": 4, "value_dim": 8}
     >>> mechanism_spec("mla", 32, 4, options).name
     'MLA 4 heads, latent 16 + 4'

@@ -142,26 +142,11 @@ class RanksReport:
         return None if fastest is None else fastest.method
 
     def fits(self, estimate: MethodEstimate) -> bool | None:
-        """Return whether a rank has the memory for a method; None if its size is not known.
-
-        Args:
-            estimate: the cost of the method.
-        """
+        """Return whether a rank has the memory for a method; None if its size is not known."""
         return estimate.memory <= self.machine.memory if self.machine.memory else None
 
     def estimate(self, method: str) -> MethodEstimate:
-        """Compute the cost of one method.
-
-        Args:
-            method: a name of `METHODS`.
-
-        Returns:
-            The bytes, times and memory of the method. "tensor x exchange" has the number of tensor
-            ranks that gives the least time to the first token, if one fits in the memory.
-
-        Raises:
-            ArgumentError: there is no such method.
-        """
+        """Compute the cost of one method."""
         if method not in METHODS:
             raise ArgumentError(
                 f"method is {method!r}; it must be one of {', '.join(METHODS)}", argument="method"
@@ -335,11 +320,7 @@ class RanksReport:
 
 
 def _head_shape(spec: Spec) -> HeadShape:
-    """Return the heads whose keys and values a layer exchanges.
-
-    Raises:
-        ArgumentError: the layer is neither softmax nor latent attention.
-    """
+    """Return the heads whose keys and values a layer exchanges."""
     if isinstance(spec, SoftmaxSpec):
         return spec.shape
     if isinstance(spec, LatentSpec):

@@ -37,11 +37,6 @@ def bits_per_value(bits: int, group: int, scale_bits: int = 16) -> Fraction:
     """Return the bits of a quantised value: its code, and its share of the scale and the zero point
     of its group, b + 2 s / g.
 
-    Args:
-        bits: b, the bits of a code.
-        group: g, the number of values that share a scale and a zero point.
-        scale_bits: s, the bits of a scale and of a zero point.
-
     >>> [float(bits_per_value(b, g)) for b, g in ((2, 32), (2, 128), (4, 64))]
     [3.0, 2.25, 4.5]
 

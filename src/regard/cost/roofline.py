@@ -66,9 +66,6 @@ class Machine:
 
         If the machine has no rate for the format, this is the rate of the format that it is
         computed in.
-
-        Args:
-            dtype: a name in `regard.cost.report.BITS`.
         """
         while dtype not in self.flops:
             dtype = COMPUTE_FORMAT.get(dtype, next(iter(self.flops)))
@@ -354,13 +351,6 @@ def arithmetic_intensity(flops: float, moved: float) -> float:
 
 def roofline_bounds(report: CostReport, machine: Machine) -> dict[str, RooflineBound]:
     """Return the roofline bounds of the prompt and of one decoded token.
-
-    Args:
-        report: the cost of a model.
-        machine: the machine that it runs on.
-
-    Returns:
-        "prefill", and "decode" if the model generates tokens, to their bounds.
 
     >>> from regard.cost import CostReport, Setting, machine_of, model_of
     >>> report = CostReport(model_of("llama-3-8b"), Setting(8192))

@@ -368,12 +368,6 @@ class SelectedSpec(Spec):
     def summaries(self, context: int) -> Quantity:
         """Return how many values a cache stores beside those of each token, such as the bounds of
         pages.
-
-        Args:
-            context: the number of tokens.
-
-        Returns:
-            The number of values and its formula.
         """
         G, D, vectors = self.shape.groups, self.shape.head_dim, self.selection.summaries(context)
         if not vectors.value:

@@ -266,19 +266,7 @@ class SoftmaxSpec(Spec):
         window: int | None = None,
         causal: bool = True,
     ) -> SoftmaxSpec:
-        """Return the spec with the usual four projection matrices.
-
-        Args:
-            dim: M.
-            shape: H, G, D and E.
-            bias: whether the query, key and value projections have a bias.
-            output_bias: whether the output projection has a bias.
-            norms: how many parameters the norms of queries and keys have.
-            extra: other parameters, such as one sink per head.
-            window: W; None is no window.
-            causal: whether a query attends only to its own key and earlier ones; if not, nothing is
-                decoded and nothing cached.
-        """
+        """Return the spec with the usual four projection matrices."""
         H, G, D, E = shape.heads, shape.groups, shape.head_dim, shape.value_dim
         biases = (H * D + G * (D + E) if bias else 0) + (dim if output_bias else 0)
         weights = shape.maps(dim) + ParameterCounts(biases=biases + extra, norms=norms)

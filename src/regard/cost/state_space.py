@@ -28,16 +28,6 @@ def mamba(
     """Return the spec of Mamba: each of `inner` channels has a state of its own, and B and C are
     shared.
 
-    Args:
-        dim: M.
-        inner: the number of channels.
-        state: the number of values of the state of a channel.
-        kernel: the number of tokens of the convolution.
-        rank: the size of the bottleneck of the step sizes.
-        bias: whether the projections have biases.
-        conv_bias: whether the convolution has one.
-        norms: whether B, C and the step sizes are normalised, as in Jamba.
-
     >>> mamba(4096, 8192, 16, 4, 256).state.value  # a layer of Jamba
     155648
 
@@ -67,18 +57,6 @@ def mamba2(
     norm: bool = True,
 ) -> LinearSpec:
     """Return the spec of Mamba-2: one decay per head, and B and C shared by the heads of a group.
-
-    Args:
-        dim: M.
-        heads: the number of heads.
-        head_dim: the width of a head.
-        groups: the number of groups with B and C of their own.
-        state: the number of values of B and of C.
-        kernel: the number of tokens of the convolution.
-        bias: whether the input map has a bias.
-        output_bias: whether the output map has one; None is as for the input map.
-        conv_bias: whether the convolution has one.
-        norm: whether the output is normalised.
 
     >>> mamba2(4096, 128, 64, 1, 128, 4).state.value  # a layer of Granite 4.0 H Small
     1073920

@@ -36,9 +36,6 @@ COMPARED_FIGURES = (
 def parse_tokens(text: str) -> int:
     """Return a number of tokens from its text; k is 1024 and M is 1024^2.
 
-    Raises:
-        ArgumentError: the text is not a number, or the number is less than 1 or too large.
-
     >>> parse_tokens("8k"), parse_tokens("1M"), parse_tokens("4096")
     (8192, 1048576, 4096)
     """
@@ -56,9 +53,6 @@ def parse_tokens(text: str) -> int:
 def parse_context_range(text: str) -> list[int]:
     """Return the contexts of a range such as "context=1k..1M": doubled from the first on, with the
     last one always included.
-
-    Raises:
-        ArgumentError: the text has another form, or the last context is less than the first.
 
     >>> parse_context_range("context=1k..5k")
     [1024, 2048, 4096, 5120]
@@ -84,11 +78,7 @@ def parse_context_range(text: str) -> list[int]:
 
 
 def contexts_within_positions(contexts: list[int], *models: ModelSpec) -> list[int]:
-    """Return the contexts that the learned positions of all models allow.
-
-    Raises:
-        ArgumentError: no context is short enough.
-    """
+    """Return the contexts that the learned positions of all models allow."""
     longest = min((m.max_context for m in models if m.max_context is not None), default=MAX_CONTEXT)
     allowed = [context for context in contexts if context <= longest]
     if not allowed:
@@ -135,14 +125,6 @@ def compare_models(
 
     With a machine, the ratios include the seconds too; they are null if one of the models does not
     fit in its memory.
-
-    Args:
-        reports: the models, at least two.
-        machine: a machine for the times; None for none.
-
-    Returns:
-        `models`, the figures of each; `ratio` and `ratios` for two models; for more, `ratios` has
-        one entry for each model after the first, by its name.
 
     >>> from regard.cost import CostReport, Setting, model_of
     >>> both = [CostReport(model_of(name), Setting()) for name in ("llama-2-7b", "llama-3-8b")]

@@ -34,15 +34,6 @@ WRITING_PREFIX = ".writing-"
 def folder_locked(folder: Path) -> Iterator[None]:
     """Lock a folder while the block runs, against other processes and other parts of this one.
 
-    Args:
-        folder: an existing folder.
-
-    Yields:
-        None.
-
-    Raises:
-        FileError: the folder is locked already, or cannot be opened.
-
     >>> with folder_locked(Path()):
     ...     with folder_locked(Path()):
     ...         pass
@@ -70,14 +61,7 @@ def in_use_error(folder: Path) -> FileError:
 
 
 def try_lock(folder: Path) -> int | None:
-    """Lock a folder, and return the file descriptor that holds the lock until it is closed.
-
-    Returns:
-        The descriptor; None if the folder is locked already.
-
-    Raises:
-        OSError: the folder is missing, a link, or not a folder, or was replaced in the meantime.
-    """
+    """Lock a folder, and return the file descriptor that holds the lock until it is closed."""
     flags = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
     # only a folder that the user named may be a link
     folder = folder if folder.name.startswith(WRITING_PREFIX) else folder.resolve()
@@ -106,13 +90,6 @@ def is_same_folder(handle: int, folder: Path) -> bool:
 
 def delete_abandoned(folder: Path, name: str | None = None) -> int:
     """Delete the folders that killed processes left behind; folders in use are locked, and stay.
-
-    Args:
-        folder: the folder to search.
-        name: delete only what was to become a file or folder of this name; None means everything.
-
-    Returns:
-        The number of deleted folders.
 
     >>> Path(".writing-model-1").mkdir()
     >>> delete_abandoned(Path())
@@ -149,18 +126,6 @@ def temporary_folder(target: Path, *, alone: bool = False) -> Iterator[Path]:
     """Create a folder beside a target, and delete it at the end of the block unless it was renamed.
 
     Folders that killed processes left behind are deleted first.
-
-    Args:
-        target: the file or folder that will be written; its parent folder must exist.
-        alone: whether to raise if another process is writing the same target; otherwise the last
-            one to rename wins.
-
-    Yields:
-        The path of the temporary folder.
-
-    Raises:
-        FileError: `alone` is True, and another process writes the target.
-        OSError: the folder cannot be created.
 
     >>> with temporary_folder(Path("model")) as folder:
     ...     _ = (folder / "config.json").write_text("{}")
@@ -202,15 +167,6 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
     A file that is replaced keeps its permissions.
 
-    Args:
-        path: the file; its folder must exist.
-
-    Yields:
-        The path to write to.
-
-    Raises:
-        OSError: the file cannot be written.
-
     >>> with write_atomically(Path("notes")) as place:
     ...     _ = place.write_text("whole")
     >>> Path("notes").read_text()
@@ -230,15 +186,6 @@ def write_atomically(path: Path) -> Iterator[Path]:
 def write_user_file(path: Path) -> Iterator[Path]:
     """Write a file that the user named, completely or not at all.
 
-    Args:
-        path: the file; its folder must exist.
-
-    Yields:
-        The path to write to.
-
-    Raises:
-        FileError: `check_writable` refuses the path, or the file cannot be written.
-
     >>> with write_user_file(Path("page.html")) as place:
     ...     _ = place.write_text("<p>")
     """
@@ -254,9 +201,6 @@ def write_user_file(path: Path) -> Iterator[Path]:
 
 def check_is_file_name(path: Path) -> None:
     """Raise unless a path names a file in an existing folder.
-
-    Raises:
-        FileError: the path is a folder or a device, or its folder is missing.
 
     >>> check_is_file_name(Path("no such folder/page.html"))
     Traceback (most recent call last):
@@ -275,9 +219,6 @@ def check_is_file_name(path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Raise if a path cannot be written, before anything is computed.
-
-    Raises:
-        FileError: `check_is_file_name` refuses the path, or the file or its folder is not writable.
 
     >>> check_writable(Path("page.html"))
     """

@@ -177,16 +177,6 @@ def is_gguf(path: Path) -> bool:
 def read_gguf_header(path: Path) -> GgufHeader:
     """Read and check the header of a GGUF file, without its data.
 
-    Args:
-        path: the file.
-
-    Returns:
-        The header.
-
-    Raises:
-        FileError: the file is not a complete GGUF file that can be read; the message says what is
-            wrong.
-
     >>> _ = Path("a.gguf").write_bytes(b"GGUF" + bytes(4))
     >>> read_gguf_header(Path("a.gguf"))
     Traceback (most recent call last):
@@ -436,20 +426,7 @@ def _place(
 def read_rows(
     header: GgufHeader, tensor: GgufTensor, panel_bytes: int = PANEL_BYTES
 ) -> Iterator[tuple[int, UInt8[Tensor, "rows bytes"]]]:
-    """Read the rows of a tensor in panels, so that little more than the result needs memory.
-
-    Args:
-        header: the checked header of the file.
-        tensor: one of its tensors; all dimensions before the last one are rows.
-        panel_bytes: how many bytes are read at a time; at least one row is.
-
-    Yields:
-        The index of the first row, and the bytes of rows [rows, bytes of a row]. The memory is used
-        again for the next panel.
-
-    Raises:
-        FileError: the file has changed since its header was checked.
-    """
+    """Read the rows of a tensor in panels, so that little more than the result needs memory."""
     rows, width = math.prod(tensor.shape[:-1]), tensor.row_bytes
     step = max(1, panel_bytes // width)
     panel = torch.empty(min(rows, step), width, dtype=torch.uint8, device="cpu")
@@ -466,19 +443,7 @@ def read_rows(
 
 
 def read_plain(header: GgufHeader, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
-    """Read a tensor of numbers that are stored one by one, straight into its memory.
-
-    Args:
-        header: the checked header of the file.
-        tensor: one of its tensors.
-        dtype: the dtype of its format.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        FileError: the file has changed since its header was checked.
-    """
+    """Read a tensor of numbers that are stored one by one, straight into its memory."""
     place = StoredTensor(tensor.name, dtype, tensor.shape, header.file, tensor.start, tensor.bytes)
     ((_, values),) = read_tensors([place], {header.file: header.mark})
     return values
@@ -490,17 +455,7 @@ def read_matrix(
     convert: Callable[[Tensor], Tensor],
     panel_bytes: int = PANEL_BYTES,
 ) -> Tensor:
-    """Read a tensor, with a function applied to the bytes of its rows, panel by panel.
-
-    Args:
-        header: the checked header of the file.
-        tensor: one of its tensors.
-        convert: bytes [rows, bytes of a row] -> rows of the result.
-        panel_bytes: how many bytes are read at a time.
-
-    Returns:
-        The rows of the result.
-    """
+    """Read a tensor, with a function applied to the bytes of its rows, panel by panel."""
     whole: Tensor | None = None
     rows = math.prod(tensor.shape[:-1])
     for first, raw in read_rows(header, tensor, panel_bytes):

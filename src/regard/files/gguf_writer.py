@@ -44,14 +44,6 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file of version 3.
 
-    Args:
-        path: the file, which is replaced.
-        metadata: keys and values: bool, int from 0 to 2^32 - 1, float, str, and lists of these.
-        tensors: the tensors.
-
-    Raises:
-        ArgumentError: a format is not written, or a row is not made of whole blocks.
-
     >>> from regard.files.gguf_files import read_gguf_header
     >>> write_gguf(Path("a.gguf"), {"a": 1}, [TensorToWrite("b", torch.ones(2, 32), "Q8_0")])
     >>> read_gguf_header(Path("a.gguf")).tensors["b"].format.name
@@ -94,12 +86,6 @@ def _encode(values: Tensor, kind: str) -> bytes:
 def quantize_q8_0(weight: Float[Tensor, "N M"]) -> UInt8[Tensor, "N bytes"]:
     """Return the blocks of a matrix: d = max |w| / 127 in fp16, codes round(w / d).
 
-    Args:
-        weight: the matrix; M is a multiple of 32.
-
-    Returns:
-        The bytes of the rows.
-
     >>> quantize_q8_0(torch.ones(1, 32))[0, 2:5].tolist()
     [127, 127, 127]
     """
@@ -112,12 +98,6 @@ def quantize_q8_0(weight: Float[Tensor, "N M"]) -> UInt8[Tensor, "N bytes"]:
 def quantize_q4_0(weight: Float[Tensor, "N M"]) -> UInt8[Tensor, "N bytes"]:
     """Return the blocks of a matrix: d = w* / -8 in fp16, where w* is the number of the largest
     size with its sign, and codes round(w / d) + 8 of at most 15.
-
-    Args:
-        weight: the matrix; M is a multiple of 32.
-
-    Returns:
-        The bytes of the rows.
 
     >>> quantize_q4_0(-torch.ones(1, 32))[0, 2:5].tolist()
     [0, 0, 0]

@@ -51,17 +51,6 @@ def checked_path(folder: Path, name: str) -> Path:
     `models--x--y/blobs/`, and from there to the store that all repositories of that cache share,
     `blobs/12/1234...`. Any other link is refused.
 
-    Args:
-        folder: the folder that the user named.
-        name: the name of the file, which may come from another file.
-
-    Returns:
-        The path of the file.
-
-    Raises:
-        FileError: the name is not allowed; the file is missing or not regular; or a link points to
-            another folder.
-
     >>> checked_path(Path("model"), "../secrets")
     Traceback (most recent call last):
     regard.errors.FileError: model: '../secrets' is not a plain file name; a model's
@@ -84,11 +73,7 @@ def checked_path(folder: Path, name: str) -> Path:
 
 
 def check_file_name(folder: Path, name: str) -> None:
-    """Raise if a file name could lead out of its folder.
-
-    Raises:
-        FileError: the name is "..", or contains a separator, a drive or a control character.
-    """
+    """Raise if a file name could lead out of its folder."""
     plain = name not in ("", ".", "..") and len(name) <= _MAX_NAME_LENGTH and name.isprintable()
     if not plain or any(mark in name for mark in "/\\:"):
         raise FileError(
@@ -135,9 +120,6 @@ def checked_path_or_none(folder: Path, name: str) -> Path | None:
 
     A broken link counts as an entry.
 
-    Raises:
-        FileError: `checked_path` refuses the entry.
-
     >>> checked_path_or_none(Path(), "no such file") is None
     True
     """
@@ -153,12 +135,6 @@ def open_regular(path: Path) -> Iterator[tuple[FileIO, FileState]]:
     """Open a regular file for reading, unbuffered.
 
     A pipe without a writer is refused at once.
-
-    Yields:
-        The open file, and its state, by which a later change can be detected.
-
-    Raises:
-        FileError: the file is missing, not regular, or cannot be read.
 
     >>> _ = Path("notes").write_text("abc")
     >>> with open_regular(Path("notes")) as (file, mark):
@@ -192,9 +168,6 @@ def _state_from_stat(status: os.stat_result) -> FileState:
 def read_bytes(path: Path, limit: int) -> bytes:
     """Return all bytes of a regular file of at most `limit` bytes.
 
-    Raises:
-        FileError: the file is missing, not regular, larger, or cannot be read.
-
     >>> _ = Path("notes").write_text("abc")
     >>> read_bytes(Path("notes"), 3)
     b'abc'
@@ -207,9 +180,6 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 def read_text(path: Path, limit: int) -> str:
     """Return a regular file of at most `limit` bytes as UTF-8 text.
-
-    Raises:
-        FileError: `read_bytes` refuses the file, or it is not UTF-8.
 
     >>> _ = Path("notes").write_text("né", "utf-8")
     >>> read_text(Path("notes"), 3)
@@ -224,9 +194,6 @@ def read_text(path: Path, limit: int) -> str:
 def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
     """Read the next `count` bytes of a file.
 
-    Raises:
-        FileError: the file ends earlier.
-
     >>> _ = Path("notes").write_text("abc")
     >>> with open_regular(Path("notes")) as (file, _):
     ...     read_exactly(file, 3, Path("notes"))
@@ -239,9 +206,6 @@ def read_exactly(file: FileIO, count: int, path: Path) -> bytes:
 
 def read_into(file: FileIO, place: memoryview, path: Path) -> None:
     """Read from a file until a buffer is full; one system call may return less.
-
-    Raises:
-        FileError: the file ends earlier.
 
     >>> _ = Path("notes").write_text("abc")
     >>> place = bytearray(2)

@@ -136,17 +136,6 @@ class Header:
 def read_header(path: Path, limit: int = TENSOR_LIMIT) -> Header:
     """Read and check the header of a safetensors file, without its data.
 
-    Args:
-        path: the file.
-        limit: the largest number of tensors that is allowed.
-
-    Returns:
-        The header.
-
-    Raises:
-        FileError: the file is not a complete safetensors file; the message says what is wrong, and
-            of which format the file seems to be.
-
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.zeros(2, 3)}, "a.safetensors")
     >>> stored = read_header(Path("a.safetensors")).tensors[0]
@@ -339,18 +328,6 @@ def read_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Read tensors in the requested order. If iteration stops early, no thread keeps running.
 
-    Args:
-        wanted: checked entries of headers.
-        marks: the state of each file when its header was checked.
-        buffering: how much is read at a time.
-
-    Yields:
-        The name of each tensor, and the tensor.
-
-    Raises:
-        FileError: a file has changed since its header was checked, cannot be read, or contains a
-            byte that is not a boolean; or there is not enough memory.
-
     >>> from regard.files.safetensors_files import read_header
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.arange(3)}, "a.safetensors")
@@ -372,15 +349,6 @@ def read_tensors(
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     """Read all tensors of a safetensors file.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The tensors by name, and the strings under `__metadata__`.
-
-    Raises:
-        FileError: `read_header` or `read_tensors` refuses the file.
 
     >>> from safetensors.torch import save_file
     >>> save_file({"a": torch.ones(2)}, "a.safetensors", metadata={"by": "hand"})

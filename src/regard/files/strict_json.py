@@ -33,19 +33,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def read_json(
     path: Path, *, limit: int = MAX_BYTES, kind: type[object] = dict, infinity: bool = False
 ) -> Any:
-    """Read a JSON file.
-
-    Args:
-        path: a regular file.
-        limit: the largest number of bytes that is allowed.
-        kind: the required type, `dict` or `list`.
-        infinity: as in `parse_json`.
-
-    Returns:
-        The parsed value.
-
-    Raises:
-        FileError: the file is missing, not regular, too large, or refused by `parse_json`.
+    """Read a JSON file of bounded size and depth.
 
     >>> _ = Path("a.json").write_text('{"a": 1}')
     >>> read_json(Path("a.json"))
@@ -63,19 +51,6 @@ def parse_json(raw: bytes, kind: type[object] = dict, *, infinity: bool = False)
     The text must be UTF-8, without repeated keys, NaN, numbers of unbounded length, too many parts
     or too deep nesting. Python's parser needs up to 25 bytes of memory per bracket, so that their
     number is checked first.
-
-    Args:
-        raw: the text.
-        kind: the required type, `dict` or `list`.
-        infinity: whether the constant Infinity, which Python's writer uses and JSON lacks, is read
-            as `INFINITY`.
-
-    Returns:
-        The parsed value.
-
-    Raises:
-        ArgumentError: the text is refused. The message begins with a verb; the caller adds the
-            subject.
 
     >>> parse_json(b'{"a": {"b": [1, 2]}}')
     {'a': {'b': [1, 2]}}

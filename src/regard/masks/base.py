@@ -113,14 +113,7 @@ MAX_INT = (1 << 62) - 1
 
 
 def check_int(name: str, x: object, least: int, advice: str = "") -> int:
-    """Return `x` if it is an int from `least` to `MAX_INT`, and raise otherwise.
-
-    Args:
-        name: the name of the argument in the error message, such as "Window size".
-        x: the value to check.
-        least: the smallest value that is allowed.
-        advice: a hint that is added to the message when `x` is too small.
-    """
+    """Return `x` if it is an int from `least` to `MAX_INT`, and raise otherwise."""
     if isinstance(x, bool) or not isinstance(x, int):
         raise ArgumentTypeError(
             f"{name} is {_type_and_value(x)}; it must be an int, {least} or more"

@@ -19,12 +19,6 @@ from regard.span import Span
 def period(mask: Mask) -> int | None:
     """Return the number of positions by which a query and a key may move together.
 
-    Args:
-        mask: the mask.
-
-    Returns:
-        The period; None if the mask has none, or if none is known.
-
     >>> from regard.masks import Causal, Sinks, Strided
     >>> period(Causal() & Strided(8)), period(Causal() & Strided(8, fixed=1)), period(Sinks(1))
     (1, 8, None)
@@ -44,13 +38,6 @@ def period(mask: Mask) -> int | None:
 
 def count_pairs(mask: Mask, n: int) -> int:
     """Count the visible pairs of the first n positions, in the head that has the most.
-
-    Args:
-        mask: the mask.
-        n: the number of queries, and of keys.
-
-    Returns:
-        The number of pairs, as `mask.visible` counts them.
 
     >>> from regard.masks import Causal, Strided
     >>> count_pairs(Causal() & Strided(8), 64)

@@ -111,16 +111,6 @@ class RecognizedRule(NamedTuple):
 def recognize(rows: VisibleRows, *, any_start: bool = False) -> RecognizedRule | None:
     """Return a rule that equals a mask, or None if no known rule does.
 
-    Args:
-        rows: the mask.
-        any_start: look for queries at other positions as well: the first query at the first key,
-            as torch aligns `is_causal`, or where the last visible key of the last query says. By
-            default the queries are the last T of the keys, as `attend` assumes.
-
-    Returns:
-        `Full`, `Causal`, `Window`, `BlockCausal`, `Document`, `Prefix`, `Padding` or `Sinks`, the
-        usual combinations of these, or `Heads` of such rules; with the positions of the queries.
-
     >>> table = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
     >>> print(recognize(VisibleRows.of(table)).mask)
     causal
@@ -186,15 +176,6 @@ class RecognizedMask:
 
 def recognize_mask(mask: Tensor, T: int, S: int) -> RecognizedMask:
     """Find the rule behind a mask in the convention of `F.scaled_dot_product_attention`.
-
-    Args:
-        mask: bool, True = may attend, or floats that are added to the scores; any shape that
-            broadcasts to [B, H, T, S].
-        T: the number of queries.
-        S: the number of keys.
-
-    Returns:
-        The rule, the positions of the queries, and what a float mask adds to the scores.
 
     >>> recognized = recognize_mask(torch.ones(3, 5, dtype=torch.bool).tril(2), 3, 5)
     >>> print(recognized.mask, recognized.q_positions)

@@ -232,10 +232,6 @@ def states_without_rows(
 
     A full tile becomes partial, since it stays full for the other queries only. A partial tile
     becomes UNKNOWN, since the visible keys may have been those of the removed queries.
-
-    Args:
-        states: the states of the key blocks for all queries.
-        rows: True for the queries that see nothing; None means that there are none.
     """
     if rows is None:
         return states
@@ -254,14 +250,6 @@ def evaluate_unknown_blocks(
     """Return the states with each UNKNOWN replaced by the exact state.
 
     A full tile with an empty slot becomes partial, and a tile without tokens becomes empty.
-
-    Args:
-        states: the states of the key blocks, `[B or 1, H or 1, nK]`.
-        n_filled: the number of slots of each block that hold a token, `[B or 1, nK]`.
-        S: the number of keys.
-        bk: keys per block.
-        evaluate: a function that returns the dense mask `[B or 1, H or 1, t, s]` of a slice of the
-            keys.
     """
     unknown = (states == UNKNOWN).flatten(0, 1).any(0).tolist()
     slots = torch.full((len(unknown),), bk, device=n_filled.device)

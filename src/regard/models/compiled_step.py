@@ -61,18 +61,7 @@ if TYPE_CHECKING:
 def try_step(
     decoder: Decoder, ids: Tensor, positions: Positions, caches: Sequence[Cache]
 ) -> Tensor | None:
-    """Compute the logits of one token per row in one compiled call, and append to the caches.
-
-    Args:
-        decoder: the network.
-        ids: token ids [B, 1].
-        positions: their positions.
-        caches: one cache per layer.
-
-    Returns:
-        The logits [B, 1, V]; None if the compiled step does not support the call. Then nothing has
-        changed.
-    """
+    """Compute the logits of one token per row in one compiled call, and append to the caches."""
     if torch.is_grad_enabled() or _state_reasons():
         return None
     plan = _plan_of(decoder)
@@ -84,14 +73,6 @@ def try_step(
 
 def why_not(decoder: Decoder, caches: Sequence[Cache], rows: int = 1) -> list[str]:
     """Return the reasons why a decoder does not use the compiled step now.
-
-    Args:
-        decoder: the network.
-        caches: its caches, after the prompt was read.
-        rows: the number of rows of the batch.
-
-    Returns:
-        The reasons; empty if the step is compiled.
 
     >>> import regard, torch
     >>> decoder = regard.load("tiny").decoder

@@ -72,18 +72,7 @@ class Decoder(nn.Module):
         backend: str = "auto",
         last: int | None = None,
     ) -> Float[Tensor, "B n V"]:
-        """Compute logits for the token after each given token.
-
-        Args:
-            ids: token ids [B, T]; with caches, the ids that follow those in the caches.
-            positions: positions [B, T], -1 for padding; None continues from the caches, or from 0.
-            caches: one cache per layer, which are updated; None is no cache.
-            backend: the attention kernel, or "auto".
-            last: compute logits for the last so many tokens only; None is all.
-
-        Returns:
-            Logits [B, n, V], n = T or `last`.
-        """
+        """Compute logits for the token after each given token."""
         if type(ids) is not Tensor and is_proxy(ids):
             return call_as_leaf(
                 self,
@@ -107,12 +96,6 @@ class Decoder(nn.Module):
     ) -> Float[Tensor, "B n M"]:
         """Compute the hidden states after the last norm, from which the head computes logits.
 
-        Args:
-            ids, positions, caches, backend, last: as in `forward`.
-
-        Returns:
-            Hidden states [B, n, M], n = T or `last`.
-
         >>> import torch
         >>> decoder = Decoder(InputEmbedding(nn.Embedding(7, 4)), [], nn.Identity(), head=None)
         >>> decoder.hidden(torch.tensor([[1, 2]])).shape
@@ -121,11 +104,7 @@ class Decoder(nn.Module):
         return self._run(ids, positions, caches, backend, last, None)
 
     def require_head(self) -> nn.Module:
-        """Return the head.
-
-        Raises:
-            ArgumentError: the decoder has no head.
-        """
+        """Return the head, or refuse a base model."""
         if self.head is None:
             raise ArgumentError(
                 "this model has no head: a base model was saved alone, and config.json ties no "
@@ -247,11 +226,7 @@ def _check_memory_from(memory_from: Sequence[int | None], layers: int) -> tuple[
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
-    """Check that every id is in [0, vocabulary).
-
-    Raises:
-        ArgumentError: an id is not; torch would raise an index error without values.
-    """
+    """Check that every id is in [0, vocabulary)."""
     outside = (ids < 0) | (ids >= vocabulary)
     if bool(outside.any()):
         where = outside.nonzero()[0].tolist()

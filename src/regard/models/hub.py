@@ -57,10 +57,6 @@ _ID = re.compile(rf"{_PART}/{_PART}")
 def repository_of(source: str | Path) -> str | None:
     """Return the repository that a source names, or None if it is a path or another name.
 
-    Raises:
-        FileError: the source may be a path or a repository; or the part after "hub:" is not the
-            name of a repository.
-
     >>> sources = ("hub:org/name", "org-that-is-no-folder/name", Path("org/name"))
     >>> tuple(repository_of(source) for source in sources)
     ('org/name', 'org-that-is-no-folder/name', None)
@@ -104,21 +100,6 @@ def download(
 
     A progress bar is shown. With HF_HUB_OFFLINE=1 only the cache is used. HF_ENDPOINT names the
     server.
-
-    Args:
-        repository: "org/name".
-        revision: a branch, a tag or a commit; None is the main branch.
-        check: called with the folder when everything except the weights is there; an exception ends
-            the download.
-        weights: whether to download the safetensors.
-
-    Returns:
-        The folder in the cache.
-
-    Raises:
-        FileError: the extra is not installed; the repository or revision does not exist or may not
-            be read; it has no safetensors; or the download is incomplete.
-        ArgumentError: the revision is empty.
     """
     if revision == "":
         raise ArgumentError(

@@ -206,15 +206,6 @@ def load(
 def gguf_file(source: str | Path, revision: str | None = None) -> Path | None:
     """Return the GGUF file that a source names, or None if it names something else.
 
-    Args:
-        source, revision: as in `load`.
-
-    Returns:
-        The path of the file.
-
-    Raises:
-        FileError: the folder has several GGUF files.
-
     >>> gguf_file("tiny") is None
     True
     """
@@ -296,11 +287,7 @@ def _load_checkpoint(
     ignore: Sequence[str],
     finite: bool,
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Build the network without values, and read the tensors into it.
-
-    Returns:
-        The network, its config, and what was initialized and ignored.
-    """
+    """Build the network without values, and read the tensors into it."""
     its_family, raw, store = checkpoint.family, checkpoint.raw, checkpoint.store
     records = checkpoint.records
     count = len(store.tensors) + (0 if records is None else len(records.names))
@@ -334,11 +321,7 @@ def _load_checkpoint(
 
 
 def _family(folder: Path, kind: type[object] | None) -> tuple[Family, Raw]:
-    """Return the family that config.json names, and the content of that file.
-
-    Raises:
-        FileError: `kind` is the class of another kind of model.
-    """
+    """Return the family that config.json names, and the content of that file."""
     its_family, raw = read_raw(folder, family)
     _check_kind(folder, str(raw["model_type"]), its_family, kind)
     return its_family, raw
@@ -483,18 +466,6 @@ def resolve_source(
 
     `"hub:org/name"` is always downloaded; `"org/name"` only where neither that folder nor a folder
     "org" exists: a mistyped path must not become a request to a server.
-
-    Args:
-        source, revision: as in `load`.
-        check: called with the folder of a repository when everything except its weights is there;
-            an exception ends the download.
-
-    Returns:
-        The path of the folder.
-
-    Raises:
-        FileError: the source does not name a folder, a repository, or a model of the package.
-        ArgumentError: revision is given for a source that is not on the hub.
     """
     repository = hub.repository_of(source)
     if repository is not None:

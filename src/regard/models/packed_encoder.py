@@ -61,12 +61,6 @@ class TextGroup(NamedTuple):
 def find_groups(lengths: Sequence[int]) -> list[TextGroup]:
     """Return the runs of texts with equal length.
 
-    Args:
-        lengths: the number of tokens of each text in its order in the row.
-
-    Returns:
-        The groups in this order.
-
     >>> find_groups([2, 2, 3])
     [TextGroup(start=0, count=2, length=2), TextGroup(start=4, count=1, length=3)]
     """
@@ -191,18 +185,6 @@ class PackedEncoder:
 
         Equal to the encoder on each text alone, and to attention under the mask
         `Document.from_lengths(lengths)` with positions that start again at 0 with each text.
-
-        Args:
-            ids: the token ids of all texts [1, N].
-            lengths: the number of tokens of each text; their sum is N.
-            segments: segment ids [1, N]; None is 0.
-            backend: the attention kernel, or "auto".
-
-        Returns:
-            Hidden states [1, N, M].
-
-        Raises:
-            ArgumentError: the lengths do not add up, or the encoder cannot be packed.
         """
         if ids.ndim != 2 or ids.shape[0] != 1 or sum(lengths) != ids.shape[1] or min(lengths) < 1:
             raise ArgumentError(
@@ -288,12 +270,6 @@ def _activation_name(activation: nn.Module) -> PackedActivation | None:
 
 def why_not_packed_encoder(encoder: Encoder) -> str | None:
     """Return why a `PackedEncoder` cannot compute what the encoder computes now, or None if it can.
-
-    Args:
-        encoder: the encoder.
-
-    Returns:
-        The reason in words, or None.
 
     >>> from regard.models.families import bert
     >>> network = bert.build(bert.Config(9, 8, 1, 2, 16, 32))

@@ -30,12 +30,6 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
     Weights of 8 or 4 bits are written as they are, and half-precision weights of a float32 network
     as half-precision tensors. A shared parameter is written under its first name. A decoder without
     a head is written as a base model, which `load` recognises by names without the family's prefix.
-
-    Args:
-        network: built by the family's builder.
-        config: the config of its family.
-        folder: an existing folder.
-        dtype: the dtype of the stored weights.
     """
     model_type = model_type_of(config)
     its_family = family(model_type)
@@ -89,11 +83,7 @@ def _plain_tensor(value: Tensor | StoredWeight, dtype: torch.dtype) -> Tensor:
 def _record_tensors(
     parameters: Sequence[str], records: Mapping[str, StoredWeight]
 ) -> dict[str, Tensor]:
-    """Return the tensors of the records of one stored tensor.
-
-    Raises:
-        FileError: another parameter of that tensor is not stored in fewer bits.
-    """
+    """Return the tensors of the records of one stored tensor."""
     if plain := [name for name in parameters if name not in records]:
         raise FileError(
             f"{plain[0]} has a plain weight and {next(iter(records))} does not, and a checkpoint "
@@ -112,20 +102,7 @@ def save_model(
     tokenizer: Tokenizer | None,
     json_files: Mapping[str, object],
 ) -> Path:
-    """Write a network, its config and its tokenizer to a new folder, completely or not at all.
-
-    Args:
-        network, config, dtype: as in `save`.
-        folder: a folder that does not exist, or is empty.
-        tokenizer: written as tokenizer.json, unless it is None.
-        json_files: path in the folder -> content, for further JSON files.
-
-    Returns:
-        The path of the folder.
-
-    Raises:
-        FileError: the folder exists and is not empty, or it cannot be written.
-    """
+    """Write a network, its config and its tokenizer to a new folder, completely or not at all."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise FileError(f"{folder} exists and is not a folder; give another name")
     if folder.is_dir() and any(folder.iterdir()):

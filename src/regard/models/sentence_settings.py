@@ -139,9 +139,6 @@ def read_sentence_settings(folder: Path) -> SentenceSettings:
     """Read the files of a sentence-transformers folder; without them, the settings are the
     defaults.
 
-    Raises:
-        FileError: a module, a key or a value is not supported.
-
     >>> read_sentence_settings(Path("no/such/folder")) == SentenceSettings()
     True
     """
@@ -176,13 +173,6 @@ def read_sentence_settings(folder: Path) -> SentenceSettings:
 
 def sentence_files(settings: SentenceSettings, dim: int) -> dict[str, object]:
     """Return the files that say the same, without `lowercase`, which the tokenizer's file has.
-
-    Args:
-        settings: the settings, with a pooling.
-        dim: the width of the encoder.
-
-    Returns:
-        Path in the folder -> content.
 
     >>> sorted(sentence_files(SentenceSettings(Pooling()), 8))
     ['1_Pooling/config.json', 'modules.json']

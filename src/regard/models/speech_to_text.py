@@ -45,18 +45,7 @@ class SpeechEncoder(Encoder):
         *,
         backend: str = "auto",
     ) -> Float[Tensor, "B S M"]:
-        """Compute the hidden states of log-mel features.
-
-        Args:
-            ids: log-mel features [B, F, L], in the place of the ids of another encoder.
-            positions: positions [B, S] of the S = (L + 1) // 2 states, as in
-                `LogMelEmbedding.forward`; None is 0 to S - 1.
-            segments: None, because frames have no segments.
-            backend: the attention kernel, or "auto".
-
-        Returns:
-            Hidden states [B, S, M].
-        """
+        """Compute the hidden states of log-mel features."""
         if segments is not None:
             raise ArgumentError("segments are given, and frames have none; leave them out")
         x = self.embed(ids, positions)

@@ -40,14 +40,6 @@ def pool(
 
     The computation is in fp32 or better. A text without tokens gets zeros.
 
-    Args:
-        states: hidden states [B, S, M] of an encoder.
-        positions: positions [B, S], -1 for padding; None means that there is no padding.
-        pooling: the mode, and whether to normalise.
-
-    Returns:
-        One vector per text, [B, n], in the dtype of the states; n is M, or truncate_dim.
-
     >>> states = torch.tensor([[[3.0, 8.0], [5.0, 0.0], [7.0, 7.0]]])
     >>> pool(states, torch.tensor([[0, 1, -1]]), Pooling("mean", normalise=False)).tolist()
     [[4.0, 4.0]]

@@ -67,9 +67,6 @@ class TextModel:
         """Move the weights to a device, and return the model itself; `forward`, generation and
         recordings then compute there.
 
-        Args:
-            device: such as "cuda".
-
         >>> import regard
         >>> regard.load("tiny").to("cpu").device.type
         'cpu'
@@ -94,11 +91,7 @@ class TextModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer, which converts text to ids and ids to text.
-
-        Raises:
-            FileError: the model's folder had no tokenizer.json.
-        """
+        """The tokenizer, which converts text to ids and ids to text."""
         if self._tokenizer is None:
             raise FileError(
                 "this model has no tokenizer: its folder holds no tokenizer.json; give ids instead "
@@ -130,19 +123,6 @@ class TextModel:
     ) -> str | list[str]:
         """Convert token ids to text.
 
-        Args:
-            ids: token ids, a sequence or a tensor [T]; or a batch, a tensor [B, T].
-            skip_special_tokens: whether to leave out special tokens, such as the end of text.
-            positions: the positions [B, T] that belong to a batch, as `encode` returns them; tokens
-                at position -1 are padding and are left out.
-
-        Returns:
-            The text; for a batch, a list with one text for each row.
-
-        Raises:
-            ArgumentError: an id is outside the vocabulary, or ids have more than two dimensions.
-            FileError: the model has no tokenizer.
-
         >>> import regard
         >>> model = regard.load("tiny")
         >>> model.decode(model.encode("Return the"))
@@ -172,15 +152,6 @@ class TextModel:
         tokenizer. The folder is complete or it is not there: it is written under another name first
         and then renamed.
 
-        Args:
-            folder: a folder that does not exist yet, or is empty.
-
-        Returns:
-            The path of the folder.
-
-        Raises:
-            FileError: the folder exists and is not empty, or it cannot be written.
-
         >>> import regard
         >>> folder = regard.load("tiny").save("saved-model")
         >>> regard.load(folder).config.vocab_size
@@ -199,13 +170,6 @@ class TextModel:
         """List the taps of the model: the names that `regard.Trace` captures and edits.
 
         The model runs once, on two tokens.
-
-        Args:
-            patterns: whether `scores` and `pattern` are listed, which only the reference kernel
-                passes.
-
-        Returns:
-            The full names, in the order of the computation.
 
         >>> import regard
         >>> names = regard.load("tiny").taps()
@@ -228,10 +192,6 @@ class TextModel:
 def as_text_list(texts: str | Sequence[str], name: str = "texts") -> list[str]:
     """Return one text, or several, as a list.
 
-    Raises:
-        ArgumentError: there is no text.
-        ArgumentTypeError: one of them is not a str.
-
     >>> as_text_list("one"), as_text_list(["one", "two"])
     (['one'], ['one', 'two'])
     """
@@ -248,13 +208,6 @@ def pad_right(
     rows: Sequence[Sequence[int]], device: torch.device | None = None
 ) -> tuple[Int[Tensor, "B S"], Int[Tensor, "B S"]]:
     """Stack rows of different length into one tensor, with zeros after the shorter ones.
-
-    Args:
-        rows: B rows of numbers.
-        device: where the tensors are created.
-
-    Returns:
-        The numbers [B, S], and their positions [B, S], which are -1 in the padding.
 
     >>> pad_right([[5, 6, 7], [8]])[0].tolist(), pad_right([[5, 6, 7], [8]])[1].tolist()
     ([[5, 6, 7], [8, 0, 0]], [[0, 1, 2], [0, -1, -1]])

@@ -68,10 +68,6 @@ _CHINESE = re.compile(
 def check_unicode(text: str) -> str:
     """Return the text if it is valid Unicode text.
 
-    Raises:
-        ArgumentError: it has a lone surrogate.
-        ArgumentTypeError: it is not a str.
-
     >>> check_unicode("né 你好")
     'né 你好'
     """
@@ -247,10 +243,6 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a tokenizer.json (any kind that the `tokenizers` package supports), or the one in a
         folder.
-
-        Raises:
-            FileError: the file is missing, not a regular file, not JSON (with line and column), or
-                not a tokenizer that this version can read.
         """
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
@@ -275,19 +267,6 @@ class Tokenizer:
 
         A Chinese character is always a token or, if it is rare, its bytes; tokens of several
         characters are not formed. Text without Chinese characters keeps its tokens.
-
-        Args:
-            texts: the texts whose characters are counted: Han characters, kana, and the wide
-                punctuation of Chinese and Japanese.
-            vocab_size: the number of tokens of the new tokenizer; fewer if the texts have fewer
-                characters.
-
-        Returns:
-            A new tokenizer. Old tokens keep their ids.
-
-        Raises:
-            ArgumentError: this tokenizer is not a byte-level BPE, or has `vocab_size` tokens or
-                more.
 
         >>> english = Tokenizer.train(["low lower"], vocab_size=260)
         >>> both = english.with_chinese(["我打他", "我"], 262)
@@ -375,18 +354,6 @@ class Tokenizer:
     ) -> list[int]:
         """Convert a text to token ids.
 
-        Args:
-            text: any Unicode text.
-            special: whether names of special tokens in the text become their ids. The `tokenizers`
-                package matches them, with the spaces around them that the tokenizer's file says.
-            template: whether to add the special tokens that the tokenizer's file puts around a
-                text, such as a token for its beginning.
-            after: the ids that the text continues. After an ordinary token, the tokenizer adds no
-                space of its own, as many do at the beginning of a text.
-
-        Returns:
-            The ids of the text alone.
-
         >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
         >>> len(tokenizer.encode("<|endoftext|>")), tokenizer.encode("<|endoftext|>", special=True)
         (13, [0])
@@ -397,13 +364,6 @@ class Tokenizer:
 
     def encode_pair(self, first: str, second: str | None = None) -> tuple[list[int], list[int]]:
         """Convert one text, or a pair of texts, to ids, with the special tokens around them.
-
-        Args:
-            first: the first text.
-            second: the second text of a pair, or None.
-
-        Returns:
-            The ids, and for each the segment that it belongs to, 0 or 1.
 
         >>> Tokenizer.train(["x"], vocab_size=257).encode_pair("a", "bc")[1]
         [0, 1, 1]
@@ -419,13 +379,6 @@ class Tokenizer:
     ) -> list[tuple[list[int], list[int]]]:
         """Convert many texts, or pairs of texts, as `encode_pair` does, on all threads of the
         `tokenizers` package.
-
-        Args:
-            firsts: the first texts.
-            seconds: the second text of each pair, or None for a text alone; None is no pairs.
-
-        Returns:
-            For each text or pair what `encode_pair` returns.
 
         >>> Tokenizer.train(["x"], vocab_size=257).encode_pairs(["a", "b"], ["bc", None])[0][1]
         [0, 1, 1]
@@ -454,15 +407,6 @@ class Tokenizer:
     ) -> str:
         """Convert ids to text; special tokens appear by name unless skipped, broken UTF-8 as
         U+FFFD.
-
-        Args:
-            ids: token ids.
-            skip_special: whether special tokens are left out.
-            after: the ids before the first one. Many tokenizers drop the space at the beginning of
-                a text; after an ordinary token, that space belongs to the text.
-
-        Returns:
-            The text that the ids add to the text of `after`.
 
         >>> tokenizer = Tokenizer.train(["x"], vocab_size=257)
         >>> e_acute = tokenizer.encode("é")

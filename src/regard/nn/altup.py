@@ -179,14 +179,7 @@ class AltUp(nn.Module):
         return torch.tanh(routed.float()).type_as(x)
 
     def predict(self, streams: Float[Tensor, "n B T M"]) -> Float[Tensor, "n B T M"]:
-        """Return the predicted streams.
-
-        Args:
-            streams: the streams [n, B, T, M] before the block.
-
-        Returns:
-            The predictions [n, B, T, M], the first of which is the input of the block.
-        """
+        """Predict the streams after the block from those before it."""
         n = streams.shape[0]
         maps = self.prediction(self._route(streams[0])).unflatten(-1, (n, n))
         return streams + torch.einsum("btij,jbtm->ibtm", maps, streams)
@@ -194,15 +187,7 @@ class AltUp(nn.Module):
     def correct(
         self, predicted: Float[Tensor, "n B T M"], computed: Float[Tensor, "B T M"]
     ) -> Float[Tensor, "n B T M"]:
-        """Correct the predictions by what the block computed.
-
-        Args:
-            predicted: the predictions [n, B, T, M].
-            computed: the output of the block [B, T, M].
-
-        Returns:
-            The streams [n, B, T, M] after the block.
-        """
+        """Correct the predictions by what the block computed."""
         factors = self.correction(self._route(computed)) + 1
         corrected: Tensor = predicted + factors.movedim(-1, 0)[..., None] * (
             computed - predicted[0]

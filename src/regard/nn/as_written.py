@@ -21,12 +21,6 @@ CALLS = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward
 def why_not_as_written(module: nn.Module) -> str | None:
     """Return why a call of a module may do something else than the code of its class, or None.
 
-    Args:
-        module: the module; its parts are not asked.
-
-    Returns:
-        The reason in words, or None.
-
     >>> layer = nn.Linear(2, 2)
     >>> why_not_as_written(layer)
     >>> hook = layer.register_forward_hook(lambda *_: None)

@@ -63,11 +63,7 @@ class ChannelMix(Mixer):
         self.down = Linear(hidden, dim, bias=False)
 
     def check_cache(self, cache: Cache) -> None:
-        """Check that the cache is a `State`.
-
-        Raises:
-            ArgumentTypeError: the cache is not a `regard.caches.State`.
-        """
+        """Check that the cache is a `State`."""
         if not isinstance(cache, State):
             raise ArgumentTypeError(
                 f"the cache is {type(cache).__name__}; a token shift needs a State: use new_cache()"

@@ -120,19 +120,6 @@ def project_memory(
 ) -> tuple[Parts, Positions]:
     """Compute the parts that a cache stores for the memory of a cross-attention, or read them from
     the cache.
-
-    Args:
-        project: the projection of the layer.
-        memory: states [B,S,M3]; None reads the parts that the cache holds.
-        positions: positions of memory; 0..S-1 by default.
-        cache: a `regard.caches.Cross` cache, or None.
-
-    Returns:
-        The stored parts, and the positions of their tokens.
-
-    Raises:
-        ArgumentError: the cache is of another kind, positions come without memory, or there is no
-            memory to read.
     """
     if cache is not None and not isinstance(cache, Cross):
         raise ArgumentError(

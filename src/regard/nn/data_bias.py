@@ -34,18 +34,7 @@ class HasDataBias(Projection, Protocol):
     def data_bias(
         self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
     ) -> Bias | None:
-        """Compute the bias of a call.
-
-        Args:
-            x: the hidden states [B,T,M] of the queries.
-            q: the queries [B,H,T,D].
-            memory: what `remember` returned for each key and the cache stored.
-            positions: positions of the queries.
-            k_positions: positions of the keys.
-
-        Returns:
-            The bias, which is added to that of the attention module; None for no bias.
-        """
+        """Compute the bias of a call."""
 
 
 def data_bias(
@@ -56,15 +45,7 @@ def data_bias(
     positions: Positions,
     k_positions: Positions,
 ) -> Bias | None:
-    """Compute the bias of a call, if the projection has one (`HasDataBias`).
-
-    Args:
-        project: a projection.
-        x, q, memory, positions, k_positions: as for `HasDataBias.data_bias`.
-
-    Returns:
-        The bias, or None.
-    """
+    """Compute the bias of a call, if the projection has one (`HasDataBias`)."""
     if not hasattr(type(project), "data_bias"):
         return None
     check_positions("positions", positions, q.shape[0], q.shape[2])
@@ -73,15 +54,7 @@ def data_bias(
 
 
 def refuse_data_bias(project: Projection, mechanism: str) -> None:
-    """Check that a projection computes no bias, for a mechanism that would not add it.
-
-    Args:
-        project: a projection.
-        mechanism: the name of the mechanism, for the message.
-
-    Raises:
-        ArgumentError: the projection has a `data_bias`.
-    """
+    """Check that a projection computes no bias, for a mechanism that would not add it."""
     inner: Projection = project
     while isinstance(wrapped := getattr(inner, "project", None), Projection):
         inner = wrapped  # a gate or a finish around another projection
@@ -178,14 +151,6 @@ class ForgettingProjection(ProjectionWithMemory):
 
 def sums_up_to(g: Tensor, positions: Positions, k_positions: Positions) -> tuple[Tensor, Tensor]:
     """Return for each query and for each key the sum of g over the keys up to its position.
-
-    Args:
-        g: one number per key [B,H,S].
-        positions: positions of the queries.
-        k_positions: positions of the keys; an empty slot (position -1) adds nothing.
-
-    Returns:
-        The sums of the queries [B,H,T] and of the keys [B,H,S], in fp64.
 
     >>> q, k = sums_up_to(torch.tensor([[[1.0, 2.0, 4.0]]]), Span(1, 1), Span(0, 3))
     >>> q.tolist(), k.tolist()

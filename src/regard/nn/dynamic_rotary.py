@@ -28,12 +28,6 @@ RowLengths: TypeAlias = tuple[int, ...]
 def row_lengths(positions: Positions) -> RowLengths:
     """Return one more than the largest position of each row, at least 0.
 
-    Args:
-        positions: a `Span`, or integers [B or 1, L].
-
-    Returns:
-        The lengths, one per row; a single one if all rows share their positions.
-
     >>> row_lengths(Span(3, 4)), row_lengths(torch.tensor([[-1, 0, 1], [4, 5, 6]]))
     ((7,), (2, 7))
     """
@@ -56,14 +50,6 @@ def broadcast_lengths(lengths: RowLengths, rows: int) -> RowLengths:
 def frequencies_change(module: nn.Module, old: RowLengths, new: RowLengths) -> bool:
     """Return whether any rotary embedding of a module has other frequencies for the new lengths
     than for the old ones.
-
-    Args:
-        module: a module that may contain `PerRowRotary`s.
-        old: the old length of each row.
-        new: the new length of each row.
-
-    Returns:
-        Whether the frequencies of any rotary embedding change for any row.
 
     >>> from regard.positions import LongRoPE
     >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0)
@@ -121,15 +107,6 @@ class PerRowRotary(nn.Module):
         `new`.
 
         R(p f_new) = R(p (f_new - f_old)) R(p f_old) in real arithmetic; x is rounded once more.
-
-        Args:
-            x: vectors [B,H,L,D] that were rotated for the lengths `old`.
-            positions: their positions.
-            old: the length that each vector was rotated for, [b,L] or [b,1].
-            new: the new length of each row.
-
-        Returns:
-            The vectors [B,H,L,D], as rotated for the lengths `new`.
         """
         # Once frequencies have changed, they never return to those of length 0. If the new lengths
         # have those, then so have the old lengths, which are shorter.
@@ -368,12 +345,7 @@ class RecomputedQKV(ReRotatedQKV):
     """
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they were stored.
-
-        Raises:
-            ArgumentError: a key was rotated with frequencies other than those of the present
-                length.
-        """
+        """Return keys and values as they were stored."""
         k, v, length = memory
         positions = _require_positions(positions)
         now = row_lengths(positions)
@@ -438,16 +410,7 @@ class PrefixRecomputer:
     def __call__(
         self, ids: Int[Tensor, "B T"], positions: Positions | None = None, **options: object
     ) -> Tensor:
-        """Append tokens to the prefix and return the logits after each of them.
-
-        Args:
-            ids: token ids [B,T].
-            positions: their positions; by default they continue the prefix.
-            **options: further arguments of the model's `forward`.
-
-        Returns:
-            The logits [B,T,V].
-        """
+        """Append tokens to the prefix and return the logits after each of them."""
         T = ids.shape[1]
         positions = next_positions(self._positions, T) if positions is None else positions
         logits: Tensor

@@ -246,12 +246,6 @@ class Explainable:
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the steps that computed the queries, keys and values of a call. By default, they
         are those of `self.project`, if that is `Explainable`.
-
-        Args:
-            query: the recorded call and its inputs.
-
-        Returns:
-            The steps; empty if they are not known.
         """
         inner = getattr(self, "project", None)
         return inner.explain_inputs(query) if isinstance(inner, Explainable) else InputSteps()
@@ -259,14 +253,6 @@ class Explainable:
     def explain_row(self, run: LayerRun, head: int, row: int) -> EffectiveRow | None:
         """Compute the row of weights of one head and query, if the mechanism runs no softmax
         kernel.
-
-        Args:
-            run: the recorded run.
-            head: the index of the query head.
-            row: the index of the query.
-
-        Returns:
-            The row; None, the default, if a softmax kernel computes the weights.
         """
         return None
 
@@ -279,19 +265,7 @@ class Explainable:
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
     ) -> HeadMix | None:
-        """Describe how the row of weights of one call enters the result of the head.
-
-        Args:
-            run: the recorded run.
-            calls: all recorded calls for the query.
-            call_index: the index in `calls` of the call that is being explained.
-            head: the index of the query head in that call.
-            row: the index of the query.
-
-        Returns:
-            The combination of rows. None if the row is the whole result, or if the results of
-            several calls are merged by their log-sum-exp.
-        """
+        """Describe how the row of weights of one call enters the result of the head."""
         inner = getattr(self, "project", None)
         if isinstance(inner, Explainable):
             return inner.explain_mix(run, calls, call_index, head, row)
@@ -301,7 +275,6 @@ class Explainable:
 def explainable(module: nn.Module) -> Explainable:
     """Return the module itself if it is `Explainable`, otherwise a wrapper that gives the default
     explanations.
-
 
     >>> explainable(nn.Linear(2, 2)).has_own_row
     False
@@ -343,15 +316,6 @@ def run_steps(
 ) -> MechanismSteps:
     """Run the steps of a `HeadProjection` one after the other and record the result of each.
 
-    Args:
-        steps: modules called as step(x [B,n,L,d], positions).
-        previous: the steps so far; the last one holds the input [n,L,d].
-        positions: positions of the tokens.
-        letter: whether the heads are queries, keys or values.
-
-    Returns:
-        The steps so far, followed by the new ones.
-
     >>> from regard.span import Span
     >>> before = (MechanismStep("projected", "", torch.zeros(1, 3, 4)),)
     >>> [step.name for step in run_steps([Rotary(4)], before, Span(0, 3), "q")]
@@ -374,16 +338,6 @@ def projection_step(
 ) -> MechanismStep:
     """Return the step "projected", the first of queries, keys or values: a linear map of the hidden
     states.
-
-    Args:
-        letter: whether the heads are queries, keys or values.
-        values: the result of the linear map [n,L,d].
-        linear: the linear map, which may have a bias.
-        function: the name of an operation that follows the linear map, such as "rmsnorm".
-
-    Returns:
-        The step with its equation.
-
 
     >>> projection_step("k", torch.zeros(1, 3, 4), nn.Linear(4, 4), "rmsnorm").equation
     'k_j = rmsnorm(W_K x_j + b_K)'
@@ -408,16 +362,6 @@ def effective_row(
     If a mechanism is linear in the values, z_i = sum_j a_ij v_j, it can be applied to unit vectors
     instead of the values. The result for query i is then the row a_i. This is done for one block of
     keys at a time.
-
-    Args:
-        mix: a function from values [1,G,S,E'] to heads [1,H,T,E'], linear in the values.
-        v: the values [1,G,S,E] of the call, for their shape and dtype.
-        head: the head of the row.
-        row: the index i of the query; later keys get coefficient 0.
-        columns: the number of keys in a block.
-
-    Returns:
-        The row of coefficients [S].
 
     >>> pattern = torch.tensor([[1.0, 0.0], [0.25, 0.75]])
     >>> effective_row(lambda v: pattern @ v, torch.zeros(1, 1, 2, 3), 0, 1).tolist()

@@ -81,27 +81,12 @@ class TensorProductHeads(nn.Module):
     def factors(
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B 1 L F"]:
-        """Compute both factors, as one part that a cache stores.
-
-        Args:
-            x: hidden states [B,L,M].
-            positions: positions of their tokens, for the rotary.
-
-        Returns:
-            The factors [B,1,L,R(H+D)]: all a_rh, then all b_r.
-        """
+        """Compute both factors, as one part that a cache stores."""
         b = self.b(x, positions).transpose(1, 2).flatten(2)
         return torch.cat((self.a(x), b), dim=-1)[:, None]
 
     def multiply(self, factors: Float[Tensor, "B 1 L F"]) -> Float[Tensor, "B n L d"]:
-        """Multiply stored factors.
-
-        Args:
-            factors: the result of `factors` [B,1,L,R(H+D)].
-
-        Returns:
-            The heads [B,n,L,d].
-        """
+        """Multiply stored factors to heads."""
         R, H, D = self.rank, self.heads, self.head_dim
         a, b = factors[:, 0].split_with_sizes((R * H, R * D), dim=-1)
         a, b = torch.unflatten(a, -1, (R, H)), torch.unflatten(b, -1, (R, D))
@@ -116,16 +101,7 @@ class TensorProductHeads(nn.Module):
     def explain_steps(
         self, x: Tensor, positions: Positions, letter: Literal["q", "k", "v"]
     ) -> MechanismSteps:
-        """Compute the factors and their product, for an explanation.
-
-        Args:
-            x: hidden states of one sequence [1,L,M].
-            positions: positions of their tokens.
-            letter: whether the heads are queries, keys or values.
-
-        Returns:
-            The steps, each with its values [n,L,d].
-        """
+        """Compute the factors and their product, for an explanation."""
         index, R = "i" if letter == "q" else "j", self.rank
         factors = self.factors(x, positions)
         product = self.multiply(factors)[0]
@@ -197,15 +173,7 @@ class TensorProductProjection(ProjectionModule):
         return ProjectionShape(H, H, D, E, (self.k.values, self.v.values))
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention through this projection.
-
-        Args:
-            weights: the number of parameters of the layer.
-            visible: the number of keys that a query sees.
-
-        Returns:
-            The cost specification, which counts the products of the factors of every visible key.
-        """
+        """Return the cost of attention through this projection."""
         R = (self.k.rank, self.v.rank)
         parts = tuple((1, size) for size in self.shape.memory)
         return FactoredSpec(weights, parts, self.shape.heads, visible, ranks=R)

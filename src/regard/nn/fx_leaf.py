@@ -18,12 +18,6 @@ def is_proxy(x: object) -> bool:
     """Return whether an input is a proxy of `torch.fx.symbolic_trace`, which has no values and no
     sizes.
 
-    Args:
-        x: the first input of a module.
-
-    Returns:
-        True for a proxy.
-
     >>> is_proxy(torch.ones(2))
     False
     """
@@ -38,24 +32,7 @@ def call_as_leaf(
     cache: Cache | None = None,
     **options: object,
 ) -> Tensor:
-    """Record the call of a module as one node of the graph, as torch does for its own modules.
-
-    Args:
-        module: the module, which is part of the module that is traced.
-        forward: the method that calls this function. A subclass that calls it from a method of its
-            own is refused, because its node would run the subclass's method twice.
-        x: the proxy of its first input.
-        *args: further positional arguments.
-        cache: the cache that the call was given.
-        **options: keyword arguments.
-
-    Returns:
-        The proxy of the output.
-
-    Raises:
-        ArgumentError: the module is itself what is traced, a cache was given, or the class of the
-            module has another forward.
-    """
+    """Record the call of a module as one node of the graph, as torch does for its own modules."""
     tracer: Any = x.tracer
     name = type(module).__name__
     if module is tracer.root:

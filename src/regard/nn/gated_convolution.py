@@ -67,11 +67,7 @@ class GatedConvolution(Mixer):
         self.documents = documents
 
     def check_cache(self, cache: Cache) -> None:
-        """Check that the cache is a `State`.
-
-        Raises:
-            ArgumentTypeError: the cache is not a `regard.caches.State`.
-        """
+        """Check that the cache is a `State`."""
         if not isinstance(cache, State):
             raise ArgumentTypeError(
                 f"the cache is {type(cache).__name__}; a convolution needs a State: use new_cache()"

@@ -121,15 +121,7 @@ class GroupedLatentProjection(ProjectionModule):
         self.cache_unsafe_reason = cache_unsafe_reason(rotary)
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Compute the two parts of the queries, repeated for the branches.
-
-        Args:
-            x: hidden states [B,T,M].
-            positions: positions of their tokens.
-
-        Returns:
-            The part without positions [B,bH,T,d_nope], and the rotated part [B,bH,T,d_rope].
-        """
+        """Compute the two parts of the queries, repeated for the branches."""
         q = self.q(x, positions)
         nope, rotated = q[..., : self.nope_dim], self.rotary(q[..., self.nope_dim :], positions)
         if self.branches == 1:
@@ -160,14 +152,7 @@ class GroupedLatentProjection(ProjectionModule):
         return torch.cat((nope, rotated), dim=-1), v
 
     def latents_of(self, memory: Parts) -> Float[Tensor, "B n S r"]:
-        """Return the stored latents, each in a head of its own.
-
-        Args:
-            memory: the parts that `remember` returned.
-
-        Returns:
-            A view [B,n,S,r].
-        """
+        """Return the stored latents, each in a head of its own."""
         return torch.unflatten(memory[0][:, 0], -1, (self.latents, -1)).transpose(1, 2)
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
@@ -178,15 +163,7 @@ class GroupedLatentProjection(ProjectionModule):
         return total * float(self.branches**-0.5)
 
     def select_form(self, queries: int, keys: int) -> Projection:
-        """Return the form for a number of queries and keys.
-
-        Args:
-            queries: the number of queries T.
-            keys: the number of keys S in memory.
-
-        Returns:
-            This projection (expanded), or its `AbsorbedGroupedLatents`.
-        """
+        """Return the form for a number of queries and keys."""
         absorb = self.form == "absorb"
         # another layer in its place, such as torch's quantised one, may have no matrix to absorb
         if self.form == "auto" and all(isinstance(m.weight, Tensor) for m in self.kv_ups):
@@ -200,14 +177,7 @@ class GroupedLatentProjection(ProjectionModule):
         return AbsorbedGroupedLatents(self) if absorb else self
 
     def up(self) -> tuple[Float[Tensor, "H d r"], Float[Tensor, "H E r"]]:
-        """Return the two parts of the matrices that expand latents, for all heads of all branches.
-
-        Returns:
-            W_uk [bH,d_nope,r] and W_uv [bH,E,r].
-
-        Raises:
-            ArgumentError: a map was replaced by a layer without a weight tensor.
-        """
+        """Return both parts of the matrices that expand latents, for all heads and branches."""
         weights: list[object] = [m.weight for m in self.kv_ups]
         tensors = [w for w in weights if isinstance(w, Tensor)]
         if len(tensors) < self.latents:
@@ -232,15 +202,7 @@ class GroupedLatentProjection(ProjectionModule):
         return float(self.shape.D**-0.5)
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention through this projection.
-
-        Args:
-            weights: the number of parameters of the layer.
-            visible: the number of keys that a query sees.
-
-        Returns:
-            The cost specification, which counts the cheaper form.
-        """
+        """Return the cost of attention through this projection."""
         H = self.branches * self.heads
         separate = self.kv_rank * H * (self.nope_dim + self.value_dim)
         return GroupedLatentSpec(

@@ -55,11 +55,7 @@ class QueryTokens(NamedTuple):
         return self.project.recall(self.project.remember(self.x, positions), positions)[1]
 
     def known_positions(self) -> Positions:
-        """Return the positions.
-
-        Raises:
-            ArgumentError: the mixer passes none.
-        """
+        """Return the positions of the queries, or refuse."""
         if self.positions is None:
             raise ArgumentError(
                 "a step on the result of attention needs the positions of the queries, which this "

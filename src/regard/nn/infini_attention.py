@@ -40,15 +40,7 @@ from regard.tracing import tap
 
 
 def check_unrotated(project: Projection, reason: str) -> None:
-    """Check that a projection contains no rotary embedding.
-
-    Args:
-        project: a projection.
-        reason: why it must not; the message says "project.q is Rotary(...), but <reason>".
-
-    Raises:
-        ArgumentError: the projection contains a rotary embedding.
-    """
+    """Check that a projection contains no rotary embedding."""
     if not isinstance(project, nn.Module):
         return
     for name, part in project.named_modules():
@@ -60,11 +52,7 @@ def check_unrotated(project: Projection, reason: str) -> None:
 
 
 def check_rotary(rotary: nn.Module | None, D: int) -> None:
-    """Check that a rotary embedding is for heads of dim D and has fixed frequencies.
-
-    Raises:
-        ArgumentError: its dim differs, or its frequencies follow the length of each call.
-    """
+    """Check that a rotary embedding is for heads of dim D and has fixed frequencies."""
     if not isinstance(rotary, Rotary):
         return
     if rotary.dim != D:

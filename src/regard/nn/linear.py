@@ -45,18 +45,6 @@ def linear(
     where the processor has AMX; on other processors the weight is converted to fp32 block by
     block. The result is rounded to fp16 once.
 
-    Args:
-        x: inputs [..., M].
-        weight: the matrix W [N, M].
-        bias: the vector b [N], or None.
-        block: how many elements of an fp16 weight are converted to fp32 at a time.
-
-    Returns:
-        The outputs [..., N].
-
-    Raises:
-        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
-
     >>> linear(torch.ones(20, 2).half(), torch.eye(2).half()).dtype
     torch.float16
     """

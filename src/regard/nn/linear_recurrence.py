@@ -64,20 +64,7 @@ class RecurrenceRule(Protocol):
         positions: Positions | None,
         form: str,
     ) -> tuple[Tensor, Parts]:
-        """Run the recurrence over the tokens of a call.
-
-        Args:
-            x: hidden states [B,T,M].
-            q: queries [B,H,T,D].
-            k: keys [B,G,T,D].
-            v: values [B,N,T,E], where N is G or a multiple of it.
-            state: the state before the call; None is an empty state.
-            positions: positions of the tokens.
-            form: "recurrent", "chunked", "parallel" or "auto".
-
-        Returns:
-            The result of the queries [B,max(H,N),T,E], and the state after the last token.
-        """
+        """Run the recurrence over the tokens of a call."""
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> Spec:
         """Return the cost of a layer with this rule, from its parameters and the sizes of its

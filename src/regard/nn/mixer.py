@@ -82,20 +82,6 @@ class Mixer(Explainable, nn.Module):
         tokens of x to the cache.
 
         A call that raises leaves the cache as it was.
-
-        Args:
-            x: hidden states [B,T,M]; a slot at position -1 holds no token.
-            positions: a `Span`, or integers [B or 1, T]. The default continues behind the last
-                token of each row of the cache, or is 0..T-1 without a cache.
-            cache: a cache from `new_cache`, or any other that `check_cache` accepts; None uses the
-                tokens of x only.
-            backend: the name of a kernel, or of a form of a recurrence; "auto" selects one.
-
-        Returns:
-            The mixed states [B,T,M2].
-
-        Raises:
-            ArgumentError: x is not 3-D, or the cache does not suit the mechanism.
         """
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(self, Mixer.forward, x, positions, cache=cache, backend=backend)
@@ -124,9 +110,6 @@ class Mixer(Explainable, nn.Module):
     def _check_later_tokens(self, positions: Positions, cache: Cache) -> None:
         """Check that no token that an earlier call has computed sees one of the new tokens, by the
         mask of the mechanism; one without a mask is a recurrence.
-
-        Raises:
-            ArgumentError: an earlier result would change.
         """
         mask: Mask | None = getattr(self, "mask", _CAUSAL)
         mask = Full() if mask is None else mask
@@ -177,15 +160,6 @@ class Mixer(Explainable, nn.Module):
     def describe(self, context: int = 4096) -> Description:
         """Compute the parameters, the cached values and the FLOPs of this layer when it decodes one
         token.
-
-        Args:
-            context: the number of tokens up to and including the decoded one.
-
-        Returns:
-            The figures, each with its formula.
-
-        Raises:
-            ArgumentError: the context is less than 1.
         """
         return self.spec.describe(context, type(self).__name__)
 
@@ -193,13 +167,6 @@ class Mixer(Explainable, nn.Module):
 def check_recorded_graph(module: nn.Module, refusal: str) -> None:
     """Raise if this thread records a graph without its conditions, for ONNX or `torch.jit.trace`:
     it would give wrong results for other lengths than that of the sample.
-
-    Args:
-        module: a module whose computation in Python depends on the lengths.
-        refusal: why, as words that follow its name.
-
-    Raises:
-        ArgumentError: this thread runs `torch.onnx.export` or `torch.jit.trace`.
 
     >>> check_recorded_graph(nn.Identity(), "counts chunks")
     """
@@ -213,14 +180,7 @@ def check_recorded_graph(module: nn.Module, refusal: str) -> None:
 
 
 def check_is_state(cache: Cache) -> None:
-    """Check that the cache of a recurrence is a `State`, not a cache of tokens.
-
-    Args:
-        cache: the cache.
-
-    Raises:
-        ArgumentTypeError: the cache is not a `regard.caches.State`.
-    """
+    """Check that the cache of a recurrence is a `State`, not a cache of tokens."""
     if not isinstance(cache, State):
         raise ArgumentTypeError(
             f"the cache is {type(cache).__name__}; a recurrence needs a State: use new_cache()"
@@ -229,15 +189,6 @@ def check_is_state(cache: Cache) -> None:
 
 def count_weights(module: nn.Module, *counted_separately: nn.Module | None) -> ParameterCounts:
     """Count the parameters of a module by kind.
-
-    Args:
-        module: the module. The weights of its linear maps count as matrices, the parameters of its
-            norms as norms, and all others as biases.
-        counted_separately: submodules whose linear maps are not applied exactly once per decoded
-            token (`ParameterCounts.counted_separately`).
-
-    Returns:
-        The numbers of parameters in matrices, biases, norms and separate matrices.
 
     >>> count_weights(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
     ParameterCounts(matrices=6, biases=2, norms=4, counted_separately=0)

@@ -92,11 +92,7 @@ class Tokenwise(Mixer):
         self.network = network
 
     def check_cache(self, cache: Cache) -> None:
-        """Check that the cache is a `State`.
-
-        Raises:
-            ArgumentTypeError: the cache is not a `regard.caches.State`.
-        """
+        """Check that the cache is a `State`."""
         if not isinstance(cache, State):
             raise ArgumentTypeError(
                 f"the cache is {type(cache).__name__}; a layer that mixes no tokens needs a State: "

@@ -220,18 +220,7 @@ class JoinedHeadsRMSNorm(RMSNorm):
     def forward(
         self, x: Float[Tensor, "B H T E"], positions: object = None
     ) -> Float[Tensor, "B H T E"]:
-        """Normalise the joined heads of each token.
-
-        Args:
-            x: heads [B,H,T,E].
-            positions: ignored.
-
-        Returns:
-            The normalised heads [B,H,T,E].
-
-        Raises:
-            ArgumentError: x does not have these heads and this dim.
-        """
+        """Normalise the joined heads of each token."""
         if x.ndim != 4 or (x.shape[1], x.shape[3]) != (self.heads, self.head_dim):
             raise ArgumentError(
                 f"x is {tuple(x.shape)}; this norm needs [batch, {self.heads}, length, "

@@ -40,14 +40,6 @@ def split_at_documents(documents: Document, positions: Positions, length: int) -
     A token begins a document if its position is one of the bounds. What stands outside of all
     bounds is text of its own.
 
-    Args:
-        documents: the bounds of the documents.
-        positions: positions of the tokens.
-        length: T, the number of tokens.
-
-    Returns:
-        The pieces, in order; a call without tokens is one piece.
-
     >>> from regard.span import Span
     >>> [piece[:2] for piece in split_at_documents(Document((0, 3, 5)), Span(1, 4), 4)]
     [(0, 2), (2, 4)]
@@ -72,22 +64,7 @@ def over_documents(
     positions: Positions,
     state: Parts | None,
 ) -> tuple[Tensors, Parts]:
-    """Run a computation with a state over the documents of a call, each from an empty state.
-
-    Args:
-        documents: the bounds of the documents; None is one document.
-        run: the computation: run(inputs, positions, state) -> (outputs, state), where None is the
-            state at the start of a text. The tokens are dim -2 of all inputs and outputs.
-        inputs: the inputs of T tokens, [B,T,M] or [B,H,T,D].
-        positions: positions of the tokens.
-        state: the state before the call.
-
-    Returns:
-        The outputs of all tokens, and the state after the last one.
-
-    Raises:
-        ArgumentError: the documents have another number of batch rows.
-    """
+    """Run a computation with a state over the documents of a call, each from an empty state."""
     if documents is None:
         return run(inputs, positions, state)
     B, T = inputs[0].shape[0], inputs[0].shape[-2]

@@ -82,12 +82,7 @@ class ParallelMixers(Mixer):
         return None
 
     def check_cache(self, cache: Cache) -> None:
-        """Check that the cache has a part for each mechanism, which that mechanism accepts.
-
-        Raises:
-            ArgumentTypeError: the cache is not a `regard.caches.joined.Joined`.
-            ArgumentError: it has another number of parts, or a mechanism refuses its part.
-        """
+        """Check that the cache has a part for each mechanism, which that mechanism accepts."""
         if not isinstance(cache, Joined):
             raise ArgumentTypeError(
                 f"the cache is {type(cache).__name__}; {plural(len(self.mixers), 'mechanism')} in "

@@ -31,17 +31,6 @@ def path_scores(
     one triangular system X (I + L) = Q W^T, where L has the products beta_t w_t . w_l of earlier
     tokens l; X Diag(beta) W K^T is what the reflections take from the scores.
 
-    Args:
-        q: queries [B,H,T,D].
-        k: keys [B,H,S,D].
-        w: unit vectors [B,H,S,D], one per key.
-        beta: the strength of each reflection [B,H,S], 0 for an empty slot.
-        q_at: positions of the queries [B,T].
-        k_at: positions of the keys [B,S], in increasing order.
-
-    Returns:
-        The scores [B,H,T,S]; those of keys after the query are q . k.
-
     >>> one = torch.ones(1, 1, 2, 1)
     >>> q_at = torch.arange(2)[None]
     >>> path_scores(one, one, one, torch.full((1, 1, 2), 0.5), q_at, q_at)[0, 0].tolist()

@@ -115,16 +115,7 @@ class HasForms(Projection, Protocol):
 
 
 def select_form(project: Projection, queries: int, keys: int) -> Projection:
-    """Return the form of a projection for this number of queries and keys.
-
-    Args:
-        project: a projection.
-        queries: the number of queries T.
-        keys: the number of keys S in memory.
-
-    Returns:
-        The selected form if the projection `HasForms`, otherwise the projection itself.
-    """
+    """Return the form of a projection for this number of queries and keys."""
     # Look up the method on the class: isinstance with a protocol would evaluate every property.
     has_forms = hasattr(type(project), "select_form")
     return cast("HasForms", project).select_form(queries, keys) if has_forms else project
@@ -143,17 +134,7 @@ class AdjustsQuery(Projection, Protocol):
 def adjust_query(
     project: Projection, q: Tensor, positions: Positions, k_positions: Positions
 ) -> Tensor:
-    """Adjust queries to the positions of the keys, if the projection does so (`AdjustsQuery`).
-
-    Args:
-        project: a projection.
-        q: queries [B,H,T,D].
-        positions: positions of the queries.
-        k_positions: positions of the keys.
-
-    Returns:
-        The adjusted queries, or `q` itself.
-    """
+    """Adjust queries to the positions of the keys, if the projection does so (`AdjustsQuery`)."""
     adjusts = hasattr(type(project), "adjust_query")
     return cast("AdjustsQuery", project).adjust_query(q, positions, k_positions) if adjusts else q
 
@@ -175,15 +156,6 @@ def remember_carried(
 ) -> Parts:
     """Compute what a cache stores, with the values of the first layer if the projection uses them
     (`CarriesValues`).
-
-    Args:
-        project: a projection.
-        x: hidden states [B,S,M].
-        positions: positions of their tokens.
-        first: the values of the first layer in this call.
-
-    Returns:
-        The parts that a cache stores.
     """
     if hasattr(type(project), "remember_carried"):
         return cast("CarriesValues", project).remember_carried(x, positions, first)
@@ -205,15 +177,6 @@ class PostprocessesAtPositions(Projection, Protocol):
 def postprocess(project: Projection, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
     """Run the last step of a projection, with positions if it takes them
     (`PostprocessesAtPositions`).
-
-    Args:
-        project: a projection.
-        z: the result of attention [B,H,T,E].
-        x: the hidden states [B,T,M] of the queries.
-        positions: positions of their tokens.
-
-    Returns:
-        The heads [B,H',T,E'] that the output map concatenates and projects.
     """
     if hasattr(type(project), "postprocess_at"):
         return cast("PostprocessesAtPositions", project).postprocess_at(z, x, positions)
@@ -253,16 +216,7 @@ class ProjectionShape(NamedTuple):
 
 
 def attention_spec(project: Projection, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-    """Return the cost of softmax attention through a projection.
-
-    Args:
-        project: the projection; one with several forms computes its cost itself.
-        weights: the number of parameters of the layer.
-        visible: the number of keys that a query sees.
-
-    Returns:
-        The cost specification of the layer.
-    """
+    """Return the cost of softmax attention through a projection."""
     if isinstance(project, HasForms):
         return project.spec(weights, visible)
     return SoftmaxSpec(weights, project.shape.parts, project.shape.heads, visible)
@@ -467,15 +421,7 @@ class SeparateQKV(ProjectionModule):
 
 
 def cache_unsafe_reason(heads: nn.Module) -> str | None:
-    """Return why a cache must not store the keys of a projection, or None if it may.
-
-    Args:
-        heads: a module that may contain a `Rotary` whose frequencies follow the length of each
-            call.
-
-    Returns:
-        The reason as a sentence, or None.
-    """
+    """Return why a cache must not store the keys of a projection, or None if it may."""
     for step in heads.modules():
         if isinstance(step, Rotary) and step.follows_length:
             return (

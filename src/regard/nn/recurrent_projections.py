@@ -83,16 +83,7 @@ class StatefulQKV(GroupedValueQKV, ABC):
 
     @abstractmethod
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
-        """Compute the queries, keys and values of tokens, with the state of the projection.
-
-        Args:
-            x: hidden states [B,T,M].
-            positions: positions of the tokens.
-            state: the state after the tokens before; None at the start of a text.
-
-        Returns:
-            The queries, keys and values, and the state after the last token.
-        """
+        """Compute the queries, keys and values of tokens, with the state of the projection."""
 
     @property
     @abstractmethod
@@ -273,16 +264,7 @@ class TokenShiftQKV(StatefulQKV):
         self.mix_q, self.mix_k, self.mix_v = (torch.nn.Parameter(share.clone()) for _ in "qkv")
 
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
-        """Compute the queries, keys and values of tokens, with the last token as the state.
-
-        Args:
-            x: hidden states [B,T,M].
-            positions: positions of the tokens.
-            state: the state after the tokens before; None at the start of a text.
-
-        Returns:
-            The queries, keys and values, and the state after the last token.
-        """
+        """Compute the queries, keys and values of tokens, with the last token as the state."""
         before, state = token_before(x, self.mix_q, state, positions)
         mixes = (self.mix_q, self.mix_k, self.mix_v)
         parts = zip((self.q, self.k, self.v), mixes, strict=True)
@@ -309,19 +291,6 @@ def token_before(
     x: Tensor, mix: Tensor, state: Parts | None, positions: Positions | None
 ) -> tuple[Tensor, Parts]:
     """Return the token before each token (a token shift), and the state after the last one.
-
-    Args:
-        x: hidden states [B,T,M].
-        mix: the share [M] of the present token in a mix of both.
-        state: the state after the tokens before; None at the start of a text, which has zeros
-            before it.
-        positions: positions of the tokens.
-
-    Returns:
-        The tokens before [B,T,M], and the last token.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: x has another size, dtype or device than mix.
 
     >>> x = torch.arange(3.0)[None, :, None]
     >>> token_before(x, torch.ones(1), None, None)[0].flatten().tolist()
@@ -355,17 +324,7 @@ class ProjectedQKV(NamedTuple):
 def project_tokens(
     project: Projection, x: Tensor, positions: Positions, state: Parts | None
 ) -> ProjectedQKV:
-    """Compute queries, keys and values with a projection that may have a state.
-
-    Args:
-        project: the projection.
-        x: hidden states [B,T,M].
-        positions: positions of the tokens.
-        state: the state of the projection after the tokens before; None at the start of a text.
-
-    Returns:
-        The queries, keys and values, and the state after the last token.
-    """
+    """Compute queries, keys and values with a projection that may have a state."""
     if isinstance(project, StatefulQKV):
         return project.project(x, positions, state)
     q = project.query(x, positions)

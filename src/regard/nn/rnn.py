@@ -35,17 +35,6 @@ def run_rnn(
     h_t = f(h_{t-1}, x_t) over the slots at positions >= 0. Empty slots are skipped wherever they
     are, and their states are 0.
 
-    Args:
-        rnn: an `nn.RNN`, `nn.GRU` or `nn.LSTM` with batch_first=True.
-        x: inputs [B,L,M].
-        positions: a `Span`, or [B or 1, L] with -1 for an empty slot. None means that every slot
-            holds a token.
-        hidden: the initial hidden state; None is zeros.
-
-    Returns:
-        The states at each slot [B,L,R], where R counts both directions, and the hidden state after
-        the last token.
-
     >>> rnn = nn.GRU(2, 3, batch_first=True)
     >>> x = torch.randn(1, 2, 2)
     >>> padded = torch.cat([torch.full((1, 1, 2), torch.nan), x], 1)
@@ -85,15 +74,7 @@ def run_rnn(
 
 
 def check_rnn(rnn: nn.RNNBase, *, directions: int | None = None) -> None:
-    """Check that a recurrent network takes inputs [B,L,M] and has an allowed number of directions.
-
-    Args:
-        rnn: the recurrent network.
-        directions: 1 refuses a bidirectional network; None allows both.
-
-    Raises:
-        ArgumentError: the network is not batch_first, or it is bidirectional and directions is 1.
-    """
+    """Check that a network takes inputs [B,L,M] and has an allowed number of directions."""
     if not rnn.batch_first:
         raise ArgumentError(f"{rnn} takes [length, batch, dim]; construct it with batch_first=True")
     if directions == 1 and rnn.bidirectional:
@@ -164,15 +145,7 @@ class RecurrentDecoder(nn.Module, ABC):
         self.rnn, self.attention = rnn, attention
 
     def begin(self, hidden: HiddenState, source: EncodedSource) -> DecoderState:
-        """Return the state before the first token.
-
-        Args:
-            hidden: the last hidden state of the encoder.
-            source: the encoder's states, whose keys are computed once for all steps.
-
-        Returns:
-            The initial state of the decoder.
-        """
+        """Return the state before the first token."""
         if self.attention is None:
             return DecoderState(hidden, None)
         cache = self.attention.new_cache()  # keys are computed once for all steps
@@ -182,15 +155,7 @@ class RecurrentDecoder(nn.Module, ABC):
     def attend_to_source(
         self, s: Float[Tensor, "B T R"], state: DecoderState
     ) -> Float[Tensor, "B T R2"]:
-        """Attend from decoder states to the source.
-
-        Args:
-            s: decoder states [B,T,R].
-            state: the state of the decoder, which holds the keys and values of the source.
-
-        Returns:
-            The contexts [B,T,R2].
-        """
+        """Attend from decoder states to the source."""
         assert self.attention is not None, "this decoder has no attention"
         context: Tensor = self.attention(s, None, state.cross)
         return context
@@ -199,16 +164,7 @@ class RecurrentDecoder(nn.Module, ABC):
     def forward(
         self, y: Float[Tensor, "B T M"], state: DecoderState, positions: Positions | None = None
     ) -> tuple[Float[Tensor, "B T F"], DecoderState]:
-        """Run the decoder over some target tokens.
-
-        Args:
-            y: embeddings of the target tokens [B,T,M].
-            state: the state before the first of them.
-            positions: positions of the target tokens; None means that every slot holds a token.
-
-        Returns:
-            The features [B,T,F], and the state after the last token.
-        """
+        """Run the decoder over some target tokens."""
 
 
 class PlainDecoder(RecurrentDecoder):

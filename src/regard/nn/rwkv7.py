@@ -151,11 +151,7 @@ class RWKV7(Mixer):
         return True
 
     def check_cache(self, cache: Cache) -> None:
-        """Check that the cache is a `State`, not a cache of tokens.
-
-        Raises:
-            ArgumentTypeError: the cache is not a `regard.caches.State`.
-        """
+        """Check that the cache is a `State`, not a cache of tokens."""
         check_is_state(cache)
 
     @property

@@ -40,10 +40,6 @@ class ScaledLinear(Linear):
 def scaled_map(linear: Linear, scale: float) -> Linear:
     """Return a linear map of the same sizes with a factor on its result, or the map itself for 1.
 
-    Args:
-        linear: the map; its values are not copied.
-        scale: the factor.
-
     >>> layer = Linear(2, 1)
     >>> scaled_map(layer, 1.0) is layer, scaled_map(layer, 0.5)
     (True, ScaledLinear(in_features=2, out_features=1, bias=True, scale=0.5))

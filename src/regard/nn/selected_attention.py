@@ -61,15 +61,7 @@ class KeySelector(Protocol):
     """Interface of a selector, which chooses the keys that each query attends to."""
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Compute the parts that a cache stores for this selector, in addition to keys and values.
-
-        Args:
-            x: hidden states [B,S,M].
-            positions: positions of their tokens.
-
-        Returns:
-            The parts, each [B,n,S,d]; () if the selector needs none.
-        """
+        """Compute the parts that a cache stores for this selector, besides keys and values."""
 
     def choose(
         self,
@@ -80,19 +72,7 @@ class KeySelector(Protocol):
         positions: Positions,
         k_positions: Positions,
     ) -> Mask:
-        """Choose the keys of each query.
-
-        Args:
-            q: queries [B,H,T,D].
-            k: keys [B,G,S,D].
-            x: the hidden states [B,T,M] of the queries.
-            memory: the stored parts of this selector, from `remember`.
-            positions: positions of the queries.
-            k_positions: positions of the keys.
-
-        Returns:
-            A causal mask for this call.
-        """
+        """Choose the keys of each query."""
 
     @property
     def spec(self) -> KeySelection:
@@ -195,15 +175,7 @@ class Indexer(nn.Module):
         return (self.k(x, positions),)
 
     def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Compute the index queries and their weights.
-
-        Args:
-            x: hidden states [B,T,M].
-            positions: positions of their tokens.
-
-        Returns:
-            The index queries [B,J,T,d] times 1/sqrt(d), and their weights [B,T,J] times 1/sqrt(J).
-        """
+        """Compute the index queries and their weights."""
         q = self.q(x, positions) * self.q.head_dim**-0.5
         return q, self.weight(x) * self.q.heads**-0.5
 
@@ -344,19 +316,6 @@ def indexer_losses(
 ) -> Float[Tensor, "B T"]:
     """Compute the loss that trains the indexer of a layer, for each query of sequences without a
     cache. Only the parameters of the indexer get a gradient.
-
-    Args:
-        layer: a `SelectedAttention` whose selector is an `Indexer`.
-        x: hidden states [B,T,M].
-        positions: positions of their tokens; 0..T-1 by default.
-        chosen: whether the index scores are compared with the attention pattern over the chosen
-            keys only (the sparse stage of training), or over all past keys (the warm-up).
-
-    Returns:
-        The losses [B,T].
-
-    Raises:
-        ArgumentError: the layer's selector is not an `Indexer`.
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 3 and 4.
     """

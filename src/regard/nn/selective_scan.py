@@ -76,16 +76,7 @@ class SelectiveQKV(StatefulQKV):
         return self.convolution.cost
 
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
-        """Compute the queries, keys and values of tokens, with the state of the convolution.
-
-        Args:
-            x: hidden states [B,T,M].
-            positions: positions of the tokens.
-            state: the state after the tokens before; None at the start of a text.
-
-        Returns:
-            The queries, keys and values, and the state after the last token.
-        """
+        """Compute the queries, keys and values of tokens, with the state of the convolution."""
         y, state = self.convolution(self.v.linear(x), state, positions)
         v = y.unflatten(-1, (self.v.heads, 1)).transpose(1, 2)
         return ProjectedQKV(self.q(y, positions), self.k(y, positions), v, state)

@@ -78,15 +78,7 @@ class QueryProjection(ProjectionModule):
         return InputSteps(q, rotary=first_rotary(self.q.steps))
 
     def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention through this projection.
-
-        Args:
-            weights: the number of parameters of the layer.
-            visible: the number of keys that a query sees.
-
-        Returns:
-            The cost specification, in which the cache is empty.
-        """
+        """Return the cost of attention through this projection."""
         return SharedKeysSpec(weights, self.shape.heads.parts, self.shape.heads, visible)
 
 
@@ -153,15 +145,6 @@ class SharedMemoryAttention(Attention):
 def without_own_memory(attention: Attention) -> SharedMemoryAttention:
     """Return attention with the queries and the output of a layer, which reads the memory of an
     earlier layer instead of its own keys and values.
-
-    Args:
-        attention: softmax attention with a `SeparateQKV` projection; its parts are reused.
-
-    Returns:
-        The module, without key and value maps.
-
-    Raises:
-        ArgumentError: the projection is of another class, or transforms keys when they are read.
 
     >>> from regard.nn.variants import gqa
     >>> without_own_memory(gqa(32, 4, groups=2)).describe(100).cached_values

@@ -53,16 +53,7 @@ class LogMelEmbedding(nn.Module):
         features: Float[Tensor, "B F L"],
         positions: Positions | None = None,
     ) -> Float[Tensor, "B S M"]:
-        """Embed log-mel features.
-
-        Args:
-            features: log-mel features [B, F, L].
-            positions: positions [B, S] of the S = (L + 1) // 2 states; -1 is padding, whose state
-                is 0. None is 0 to S - 1. The convolutions read the frames of padding as they are.
-
-        Returns:
-            The embeddings [B, S, M].
-        """
+        """Embed log-mel features as encoder states."""
         if not isinstance(features, Tensor) or not features.is_floating_point():
             got = getattr(features, "dtype", type(features).__name__)
             raise ArgumentTypeError(

@@ -72,15 +72,7 @@ class StackedExperts:
                 self._network.set_submodule(name, _ChosenLinear(weight, bias))
 
     def run(self, x: Float[Tensor, "R M"], experts: Int[Tensor, " R"]) -> Float[Tensor, "R N"]:
-        """Run each row through its expert.
-
-        Args:
-            x: the rows `[R, M]`.
-            experts: the number of the expert of each row, int64 `[R]`.
-
-        Returns:
-            The results `[R, N]`.
-        """
+        """Run each row through its expert."""
         token = _chosen.set(experts)
         try:
             result: Tensor = self._network(x)
@@ -91,11 +83,6 @@ class StackedExperts:
     def serve(self, experts: nn.ModuleList, rows: Tensor, chosen: int) -> bool:
         """Return whether rows with so many chosen experts in all run from the stacks: on a device,
         without gradients, and where they take no more matrices than there are.
-
-        Args:
-            experts: the networks.
-            rows: the rows.
-            chosen: the number of chosen experts of all rows together.
         """
         if rows.device.type == "cpu" or torch.is_grad_enabled() or is_compiling():
             return False
@@ -141,11 +128,7 @@ class StackedExperts:
 
 
 def _linear_maps(experts: nn.ModuleList) -> list[str]:
-    """Return the names of the linear maps of networks that are alike.
-
-    Raises:
-        ArgumentError: the networks cannot be stacked.
-    """
+    """Return the names of the linear maps of networks that are alike."""
     forms = {
         (
             type(expert),

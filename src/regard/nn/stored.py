@@ -111,14 +111,6 @@ def can_store_weight(module: nn.Module) -> bool:
 def store_weight(module: nn.Module, record: StoredWeight) -> None:
     """Replace the parameter `weight` of a module by a record, in place.
 
-    Args:
-        module: a module for which `can_store_weight` is true.
-        record: the weight, of the same shape.
-
-    Raises:
-        ArgumentError: the shapes differ.
-        ArgumentTypeError: the module cannot have a stored weight.
-
     >>> from regard.ops.stored_weights import Int8Weight
     >>> layer = Linear(32, 2, bias=False).requires_grad_(False)
     >>> store_weight(layer, Int8Weight.quantize(layer.weight))

@@ -166,17 +166,7 @@ class StreamingAttention(Attention):
 def slots_below(
     k: Tensor, v: Tensor, k_positions: Positions, n: int
 ) -> tuple[Tensor, Tensor, Positions]:
-    """Select at most n slots that include all slots at positions below n; others may be added.
-
-    Args:
-        k: keys [B,G,S,D].
-        v: values [B,G,S,E].
-        k_positions: their positions.
-        n: the exclusive upper bound of the wanted positions.
-
-    Returns:
-        The selected keys, values and positions.
-    """
+    """Select at most n slots that include all slots at positions below n; others may be added."""
     if isinstance(k_positions, Span):
         stop = min(max(n - k_positions.start, 0), k_positions.length)
         return k[:, :, :stop], v[:, :, :stop], k_positions[:stop]
@@ -198,16 +188,6 @@ def stack_query_forms(
 
     A query is [q, q_sinks]; a key is [k, 0], or [0, k] for a sink. A trace needs this, because it
     records the scores of one call.
-
-    Args:
-        q: queries [B,H,T,D] for recent keys.
-        q_sinks: queries [B,H,T,D] for the sinks.
-        k: keys [B,G,S,D].
-        k_positions: positions of the keys.
-        n: the number of sinks.
-
-    Returns:
-        The queries [B,H,T,2D] and the keys [B,G,S,2D].
     """
     k_positions = as_tensor(k_positions, q.device).to(q.device)
 
@@ -217,15 +197,7 @@ def stack_query_forms(
 
 
 def check_shared_rotary(project: SeparateQKV) -> None:
-    """Check that the last step on queries and on keys is the same rotary, with fixed frequencies.
-
-    Args:
-        project: the projection to check.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: the projection is not a `SeparateQKV`, the last steps are
-            not the same rotary, or the frequencies follow the length.
-    """
+    """Check that the last step on queries and keys is the same rotary of fixed frequencies."""
     if not isinstance(project, SeparateQKV):
         raise ArgumentTypeError(f"project is {type(project).__name__}; it must be a SeparateQKV")
 

@@ -19,12 +19,6 @@ from regard.span import Positions
 def require_first(first: FirstValues | None) -> FirstValues:
     """Return the values of the first layer that came with a call.
 
-    Args:
-        first: them, or None if none came.
-
-    Raises:
-        ArgumentError: none came.
-
     >>> require_first(FirstValues()).values is None
     True
     """

@@ -387,14 +387,7 @@ class DecodeStep:
         self._last_pages = SameObjects()
 
     def run(self, inputs: StepInputs) -> Tensor:
-        """Compute the logits of the new tokens, and write their keys and values to the buffers.
-
-        Args:
-            inputs: the tokens and their places.
-
-        Returns:
-            The logits `[B, 1, V]`, in the dtype of the weights.
-        """
+        """Compute the logits of the new tokens, and write their keys and values to the buffers."""
         B, model = inputs.x.shape[0], self.model
         workers = openmp.thread_count()
         self._prepare_memory(B, workers)

@@ -41,18 +41,6 @@ MAX_DEPTH, MAX_COLUMNS, MAX_ROWS = 512, 512, 1024
 def fp16_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Compute W x + b in fp16, or return None where another product must run.
 
-    Args:
-        x: vectors `[..., M]`, fp16.
-        weight: W `[N, M]`, fp16.
-        bias: b `[N]`, fp16, or None.
-
-    Returns:
-        y `[..., N]`, the fp32 sums rounded once; or None, for the reasons of `why_not_fp16_linear`
-        or because an input or a result is not finite, so that the parts of a number say nothing.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
-
     >>> fp16_linear(torch.ones(2, 3).half(), torch.eye(3).half(), None) is None
     True
     """

@@ -36,13 +36,6 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     silu(gate) is rounded to the dtype of the numbers before it is multiplied, as by two operators
     of torch. On a CPU without a gradient, one compiled loop computes both in one pass over memory.
 
-    Args:
-        gate: a tensor of any shape.
-        up: a tensor of the same shape and dtype.
-
-    Returns:
-        A tensor of the same shape and dtype.
-
     >>> silu_product(torch.zeros(3), torch.ones(3)).tolist()
     [0.0, 0.0, 0.0]
 

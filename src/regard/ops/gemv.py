@@ -38,14 +38,6 @@ longer than it saves.
 def check_linear_map(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Check that x `[..., M]`, weight `[N, M]` and bias `[N]` agree in sizes, dtype and device.
 
-    Args:
-        x: the vectors.
-        weight: the matrix.
-        bias: the bias, or None.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: they do not agree.
-
     >>> check_linear_map(torch.ones(1, 4), torch.ones(2, 3), None)
     Traceback (most recent call last):
     regard.errors.ArgumentError: x is (1, 4); its last dimension must be 3, as the weight ...
@@ -118,16 +110,6 @@ def try_gemv(
 
     Every linear layer of a model calls this function for every decoded token. To keep the cost of a
     call low, all conditions are in this one function, and each is checked once.
-
-    Args:
-        x: vectors `[..., M]`; for an object that is not a tensor the result is None.
-        weight: `[N, M]`.
-        bias: `[N]`, or None.
-        only_if_faster: whether to return None also where torch was measured to be faster.
-        weights_per_thread: one more thread works for every so many weights.
-
-    Returns:
-        W x + b `[..., N]` in the dtype of x, or None.
     """
     if (
         not isinstance(x, Tensor)
@@ -258,18 +240,6 @@ such as quantised ones, may store something else there.
 
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute y = W x + b for a few vectors; sums are in fp32 and rounded once to the dtype of x.
-
-    Args:
-        x: vectors `[..., M]`, fp32, bf16 or fp16, on a CPU.
-        weight: W `[N, M]`, contiguous, in the dtype of x.
-        bias: b `[N]`, or None.
-
-    Returns:
-        y `[..., N]` in the dtype of x.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree, or compiled code
-            cannot read the tensors.
 
     >>> gemv(torch.ones(2, 3), torch.eye(3)).tolist()
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]

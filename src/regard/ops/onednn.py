@@ -36,14 +36,6 @@ so another declaration means that the documented conversion `Tensor.to_mkldnn` i
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
     """Compute W x + b in fp32 by oneDNN, or return None where torch's own product must run.
 
-    Args:
-        x: vectors `[..., M]`, fp32.
-        weight: W `[N, M]`, fp32.
-        bias: b `[N]`, fp32, or None.
-
-    Returns:
-        y `[..., N]`, or None; `why_not_onednn` has the reason.
-
     >>> onednn_linear(torch.ones(2, 3), torch.eye(3), None) is None
     True
     """

@@ -60,21 +60,7 @@ class PackedLinear:
         activation: PackedActivation | None = None,
         add: Float[Tensor, "*L N"] | None = None,
     ) -> Float[Tensor, "*L N"]:
-        """Compute f(W x + b), or W x + b + add.
-
-        Args:
-            x: inputs [..., M].
-            activation: the function f; None is the identity.
-            add: a tensor [..., N] that is added to the result, such as a residual connection; not
-                together with an activation.
-
-        Returns:
-            The outputs [..., N], without a gradient. Sums are in fp32 and rounded once.
-
-        Raises:
-            ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree, the activation
-                is unknown, or a gradient is wanted.
-        """
+        """Compute f(W x + b), or W x + b + add."""
         self._check(x, activation, add)
         rows = x.reshape(-1, self.in_features)
         operators = torch.ops.mkldnn
@@ -128,13 +114,6 @@ class PackedLinear:
 def why_not_packed(weight: Tensor, bias: Tensor | None = None) -> str | None:
     """Return why `pack_linear` cannot reorder a weight, or None if it can.
 
-    Args:
-        weight: the matrix W [N, M].
-        bias: the vector b [N], or None.
-
-    Returns:
-        The reason in words, or None.
-
     >>> why_not_packed(torch.eye(2, dtype=torch.float64))
     'the weight is torch.float64; oneDNN packs float32 and bfloat16'
     """
@@ -165,17 +144,6 @@ def pack_linear(
     """Reorder a weight for products of many rows, y = W x + b.
 
     The packed copy does not follow later changes of the weight: pack again after each.
-
-    Args:
-        weight: the matrix W [N, M], fp32 or bf16, on a CPU.
-        bias: the vector b [N], or None.
-
-    Returns:
-        A callable with the reordered copy.
-
-    Raises:
-        ArgumentError: the weight cannot be packed; the message has the reason of `why_not_packed`.
-        ArgumentError, ArgumentTypeError: weight and bias do not agree.
 
     >>> layer = pack_linear(torch.eye(2), torch.tensor([1.0, -9.0]))
     >>> layer(torch.tensor([[3.0, 4.0]])), layer(torch.tensor([[3.0, 4.0]]), activation="relu")

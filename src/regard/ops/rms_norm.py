@@ -29,19 +29,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
     It is computed in fp32 (fp64 for fp64 inputs) and rounded once to the dtype of x.
 
-    Args:
-        x: `[..., M]`, a floating-point tensor.
-        weight: `[M]`.
-        eps: the number added to the mean square.
-        offset: the number added to the weight, 1 in Gemma's norms.
-
-    Returns:
-        y `[..., M]` in the dtype of x.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: x is not a floating-point tensor, or the weight does not
-            have the size of its last dimension.
-
     >>> rms_norm(torch.tensor([3.0, 4.0, 0.0, 0.0]), torch.ones(4), 0.0).tolist()
     [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
 

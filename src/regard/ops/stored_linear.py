@@ -53,17 +53,6 @@ def stored_linear(
 ) -> Float[Tensor, "*L N"]:
     """Compute y = W x + b, where W is stored in fewer bits; sums are in fp32 (bf16: as torch's).
 
-    Args:
-        x: vectors [..., M] in the dtype of the record.
-        weight: W [N, M].
-        bias: b [N] in the dtype of x, or None.
-
-    Returns:
-        y [..., N] in the dtype of x.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: sizes, dtypes or devices do not agree.
-
     >>> from regard.ops.stored_weights import Int8Weight
     >>> stored_linear(torch.ones(1, 32), Int8Weight.quantize(torch.ones(2, 32))).tolist()
     [[31.998046875, 31.998046875]]

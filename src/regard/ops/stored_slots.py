@@ -105,16 +105,7 @@ class CodedMemory(NamedTuple):
 
 
 def coded_memory(k: Tensor, v: Tensor) -> CodedMemory | None:
-    """Return keys and values of a quantised cache as their codes.
-
-    Args:
-        k: the keys `[B, G, S, D]` that a cache returned.
-        v: the values `[B, G, S, E]` that a cache returned.
-
-    Returns:
-        The codes, or None if k and v are not from a quantised cache, or if their format is not the
-        one that kernels read: keys with one scale per channel, values with one per token.
-    """
+    """Return keys and values of a quantised cache as their codes."""
     keys: QuantizedSlots | None = getattr(k, "coded", None)
     values: QuantizedSlots | None = getattr(v, "coded", None)
     if keys is None or values is None or keys.axis != "channel" or values.axis != "token":
@@ -128,15 +119,7 @@ def coded_memory(k: Tensor, v: Tensor) -> CodedMemory | None:
 
 
 def paged_memory(k: Tensor, v: Tensor) -> tuple[PagedSlots, PagedSlots] | None:
-    """Return keys and values of a paged cache as their pages.
-
-    Args:
-        k: the keys `[B, G, S, D]` that a cache returned.
-        v: the values `[B, G, S, E]` that a cache returned.
-
-    Returns:
-        The pages of both, or None if k and v are not of the same slots of a paged cache.
-    """
+    """Return keys and values of a paged cache as their pages."""
     keys: PagedSlots | None = getattr(k, "paged", None)
     values: PagedSlots | None = getattr(v, "paged", None)
     if keys is None or values is None or keys.table is not values.table:
@@ -157,15 +140,7 @@ class Float8Memory(NamedTuple):
 
 
 def float8_memory(k: Tensor, v: Tensor) -> Float8Memory | None:
-    """Return keys and values of an fp8 cache as it stores them.
-
-    Args:
-        k: the keys `[B, G, S, D]` that a cache returned.
-        v: the values `[B, G, S, E]` that a cache returned.
-
-    Returns:
-        The numbers of both, or None if k and v are not from an fp8 cache, or their formats differ.
-    """
+    """Return keys and values of an fp8 cache as it stores them."""
     keys: Float8Slots | None = getattr(k, "float8", None)
     values: Float8Slots | None = getattr(v, "float8", None)
     if keys is None or values is None or keys.format != values.format:

@@ -189,18 +189,7 @@ class HalfWeight(StoredWeight):
 
     @classmethod
     def round(cls, weight: Float[Tensor, "N M"], half: torch.dtype) -> HalfWeight:
-        """Round a matrix to fp16 or bf16.
-
-        Args:
-            weight: the matrix [N, M].
-            half: float16 or bfloat16.
-
-        Returns:
-            The record, which computes in float32.
-
-        Raises:
-            ArgumentError: the dtype is another one, or a finite number is too large for it.
-        """
+        """Round a matrix to fp16 or bf16."""
         if half not in (torch.float16, torch.bfloat16):
             raise ArgumentError(f"half is {half}; it must be float16 or bfloat16")
 
@@ -262,19 +251,6 @@ class Int8Weight(StoredWeight):
         """Quantize a matrix: each number is rounded to the nearest code.
 
         scale = max |w| / 127 over a group, rounded to fp16;  code = round(w / scale)
-
-        Args:
-            weight: the matrix [N, M].
-            group: the number of inputs that share a scale, one of `GROUPS`; None is the largest
-                that divides M.
-            dtype: the dtype of x and y; None is that of the weight.
-
-        Returns:
-            The record.
-
-        Raises:
-            ArgumentError: the weight is not finite or too large for fp16 scales; or the group is
-                not supported.
         """
 
         def panel(rows: Tensor) -> Int8Weight:
@@ -349,19 +325,6 @@ class Int4Weight(StoredWeight):
 
         scale = (max(w, 0) - min(w, 0)) / 15 over a group, rounded to fp16
         zero = round(-min(w, 0) / scale);  code = round(w / scale) + zero
-
-        Args:
-            weight: the matrix [N, M].
-            group: the number of inputs that share a scale, one of `GROUPS`; None is the largest
-                that divides M.
-            dtype: the dtype of x and y; None is that of the weight.
-
-        Returns:
-            The record.
-
-        Raises:
-            ArgumentError: the weight is not finite or too large for fp16 scales; or the group is
-                not supported.
         """
 
         def panel(rows: Tensor) -> Int4Weight:
@@ -428,13 +391,6 @@ class Int4Weight(StoredWeight):
 def fitting_form(form: str, dtype: torch.dtype, scales: Tensor, group: int, width: int) -> str:
     """Return the name of the fastest loops that are right for a stored matrix and vectors of a
     dtype: "int8-digits" and "int4-digits" multiply 16-bit numbers as integers.
-
-    Args:
-        form: "half", "int8" or "int4".
-        dtype: the dtype of the vectors.
-        scales: the scales, of 4-bit codes with the zeros.
-        group: the number of columns for each scale.
-        width: the number of columns of the matrix in memory.
     """
     if dtype not in (torch.bfloat16, torch.float16):
         return form

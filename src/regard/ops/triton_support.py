@@ -35,11 +35,6 @@ def interprets() -> bool:
 def why_not_device(device: str, *, installed: bool, interpreted: bool) -> list[str]:
     """Return why kernels in Triton cannot run on a device.
 
-    Args:
-        device: the type of the device, such as "cuda".
-        installed: whether triton is installed.
-        interpreted: whether it interprets kernels.
-
     >>> why_not_device("cpu", installed=True, interpreted=False)
     ['runs on cuda, not on cpu']
     """

@@ -49,12 +49,6 @@ traffic = Traffic()
 def join_torchrun(command: str) -> None:
     """Join the process group that torchrun describes in environment variables, if this process has
     none yet.
-
-    Args:
-        command: the command of `regard`, for the error message.
-
-    Raises:
-        ArgumentError: the process was not started by torchrun.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:
@@ -90,16 +84,7 @@ class RankGroup:
             raise ArgumentError("this process is not a member of the given group")
 
     def agree(self, call: str, facts: Mapping[str, object]) -> None:
-        """Check that every rank makes the same call, before any rank can wait for another forever.
-
-        Args:
-            call: the name of the call.
-            facts: what must be equal on all ranks, by name; values are compared as text.
-
-        Raises:
-            ArgumentError: on every rank, with the first fact that differs and the ranks that
-                differ.
-        """
+        """Check that every rank makes the same call, before one can wait for another forever."""
         if self.world == 1:
             return
         texts_of_facts = {"call": call, **{name: str(x) for name, x in facts.items()}}
@@ -120,19 +105,7 @@ class RankGroup:
     def send_receive(
         self, call: str, step: int, send: Tensor | None, to: int, buffer: Tensor | None, source: int
     ) -> PendingMessage:
-        """Start sending a tensor to one rank and receiving one from another.
-
-        Args:
-            call: the name of the call, for errors and for the count of bytes.
-            step: the number of the step, for errors.
-            send: a contiguous tensor; None sends nothing.
-            to: the rank that `send` goes to.
-            buffer: an empty tensor to receive into; None receives nothing.
-            source: the rank that sends into `buffer`.
-
-        Returns:
-            The message; `PendingMessage.wait` returns the received tensor.
-        """
+        """Start sending a tensor to one rank and receiving one from another."""
         operations = []
         if send is not None and send.numel():
             traffic.add(call, send)
@@ -149,16 +122,7 @@ class RankGroup:
     def all_to_all(
         self, call: str, parts: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Send one tensor to each rank and receive one from each.
-
-        Args:
-            call: the name of the call, for errors and for the count of bytes.
-            parts: the tensor for each rank.
-            buffers: an empty tensor for what each rank sends; its size must be that of the message.
-
-        Returns:
-            The tensor that each rank sent, in the order of the ranks.
-        """
+        """Send one tensor to each rank and receive one from each."""
         received = list(buffers)
         received[self.rank].copy_(parts[self.rank])
         messages = []

@@ -353,17 +353,7 @@ class _StateChain:
     with_gradient: bool
 
     def send(self, z: Tensor, cache: Cache, to: int) -> Tensor:
-        """Send the contents of a cache.
-
-        Args:
-            z: the result of the tokens before; the backward pass of the returned tensor waits for
-                the gradient of the contents.
-            cache: the cache of the recurrence.
-            to: the rank that holds the next tokens.
-
-        Returns:
-            `z`, unchanged.
-        """
+        """Send the contents of a cache."""
         contents = cache.contents()
         tensors = {name: x for name, x in contents.items() if isinstance(x, Tensor)}
         values = {name: x for name, x in contents.items() if name not in tensors}

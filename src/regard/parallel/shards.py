@@ -341,14 +341,6 @@ def needed_keys(
 ) -> tuple[tuple[int, int, int], ...]:
     """Return, for each span of keys, the shortest run that contains every key that the queries see.
 
-    Args:
-        mask: the mask.
-        queries: spans of the rank that receives.
-        keys: spans of the rank that sends.
-
-    Returns:
-        For each span with a visible key: its index, the first position, and one past the last.
-
     >>> from regard.masks import Causal, Window
     >>> needed_keys(Causal() & Window(3), (Span(8, 4),), (Span(0, 8),))
     ((0, 6, 8),)
@@ -383,14 +375,6 @@ def _first_and_last_key(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
 @lru_cache(maxsize=4096)
 def needed_queries(mask: Mask, q: Span, k: Span) -> tuple[int, int] | None:
     """Return the shortest run of queries that contains every query that sees a key.
-
-    Args:
-        mask: the mask.
-        q: a span of queries.
-        k: a span of keys.
-
-    Returns:
-        The first index in the span of queries and one past the last; None if no query sees a key.
 
     >>> from regard.masks import Causal, Window
     >>> needed_queries(Causal() & Window(3), Span(8, 100), Span(0, 8))

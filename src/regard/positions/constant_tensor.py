@@ -27,14 +27,7 @@ class ConstantTensor:
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the constant on a device.
-
-        Args:
-            device: the device.
-
-        Returns:
-            The tensor itself, or its copy there.
-        """
+        """Return the constant on a device."""
         if device == self.tensor.device:
             return self.tensor
         copy = self._copies.get(device)

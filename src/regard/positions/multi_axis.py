@@ -235,16 +235,7 @@ def order_of(positions: Positions) -> Positions:
 
 
 def text_axes(positions: Positions, shift: Tensor, axes: int) -> Tensor:
-    """Return the positions of text tokens whose coordinates are their order plus a shift.
-
-    Args:
-        positions: their order, a `Span` or [B or 1,T].
-        shift: the shift of each row [B,1], an integer.
-        axes: the number of axes A.
-
-    Returns:
-        The positions [1 + A,B,T].
-    """
+    """Return the positions of text tokens whose coordinates are their order plus a shift."""
     order = as_tensor(positions, shift.device)
     both = torch.broadcast_tensors(order, order + shift)
     return torch.cat([both[0][None], both[1].expand(axes, -1, -1)])

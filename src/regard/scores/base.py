@@ -348,12 +348,6 @@ def change_scores(rule: ScoreRule, s: Tensor, block: ScoreBlock, *, hides: bool 
     Before each step the score of a hidden pair is replaced by the largest visible score of its row,
     without its gradient. So a step is evaluated on numbers on which it is evaluated anyway, and
     what a hidden key holds reaches neither a result nor a derivative.
-
-    Args:
-        rule: the rule.
-        s: scores `[B, H, t, s]`.
-        block: what else is known about these scores.
-        hides: whether some of the pairs are hidden.
     """
     for step in rule.steps():
         s = step.change_scores(_replace_hidden(s, block.visible) if hides else s, block)

@@ -57,12 +57,6 @@ def describe_machine(device: torch.device) -> MachineFacts:
     """Return the processor, its threads and features, the free memory, and the versions of
     software.
 
-    Args:
-        device: the device of the benchmark; for "cuda" the name of the GPU is added.
-
-    Returns:
-        Plain values by name.
-
     >>> describe_machine(torch.device("cpu"))["torch"] == torch.__version__
     True
     """
@@ -272,9 +266,6 @@ def _gemm_flops_per_second(
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
     """Set the number of torch's threads for a block, and restore the former number afterwards.
-
-    Args:
-        count: the number of threads; None changes nothing.
 
     >>> with torch_threads(1):
     ...     torch.get_num_threads()

@@ -36,20 +36,6 @@ def interleaved(
     so that none always follows the same one. A function is timed when the threads of the one before
     it sleep.
 
-    Args:
-        cases: the functions by name.
-        rounds: how many rounds; at least one.
-        sample: seconds that one timing takes; short calls are repeated until it does.
-        limit: no new round begins after this many seconds; None is no limit.
-        into: a dict that receives the times; after an interrupt it has those of complete rounds.
-        synchronise: called before the clock is read, for devices that work asynchronously.
-        clock: returns seconds. None is the wall clock; `time.process_time` counts the processor
-            time and excludes waiting.
-        settle: called before each timing; None is `wait_until_idle`.
-
-    Returns:
-        Seconds per call, for each function and round.
-
     >>> times = interleaved({"a": lambda: None, "b": lambda: None}, rounds=3, sample=0.0)
     >>> {name: len(rounds) for name, rounds in times.items()}
     {'a': 3, 'b': 3}
@@ -82,10 +68,6 @@ def wait_until_idle(pause: float = 0.002, limit: float = 1.0) -> None:
     The threads of OpenMP, ONNX Runtime and others look for work for up to 0.2 seconds after a call,
     and would slow down whatever is timed next.
 
-    Args:
-        pause: the seconds in which no thread must compute.
-        limit: the largest number of seconds to wait.
-
     >>> wait_until_idle(limit=0.01)
     """
     start = time.perf_counter()
@@ -115,13 +97,6 @@ def rotated_order(names: Sequence[str], by: int) -> list[str]:
 def median_ratio(times: Mapping[str, Sequence[float]], of: str, to: str) -> float:
     """Return the median over rounds of the ratio of two functions' times.
 
-    Args:
-        times: the result of `interleaved`.
-        of, to: the names of the two functions.
-
-    Returns:
-        The median of `times[of][i] / times[to][i]`.
-
     >>> median_ratio({"a": [2.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, "a", "b")
     2.0
     """
@@ -130,12 +105,6 @@ def median_ratio(times: Mapping[str, Sequence[float]], of: str, to: str) -> floa
 
 def median(times: Sequence[float]) -> float:
     """Return the median of times in seconds.
-
-    Args:
-        times: at least one number.
-
-    Returns:
-        The median.
 
     >>> median([1.0, 9.0, 2.0])
     2.0
@@ -190,13 +159,6 @@ PROCESS = Path("/proc/self")
 def resident_bytes(field: str = "VmRSS", process: Path = PROCESS) -> int | None:
     """Return the resident memory of this process.
 
-    Args:
-        field: "VmRSS" for the memory now, "VmHWM" for the peak so far.
-        process: the folder of the process under /proc.
-
-    Returns:
-        The bytes, or None if there is no /proc.
-
     >>> resident = resident_bytes()
     >>> resident is None or resident > 0
     True
@@ -215,13 +177,6 @@ def peak_bytes(work: Callable[[], object], process: Path = PROCESS) -> int | Non
 
     The peak is reset first. Memory that was freed before without being returned to the system would
     hide a part of the rise; `ALLOCATOR` prevents this.
-
-    Args:
-        work: the function.
-        process: the folder of the process under /proc.
-
-    Returns:
-        The bytes, or None if the system does not report them.
 
     >>> peak = peak_bytes(lambda: b"x" * (1 << 26))
     >>> peak is None or peak > 1 << 25
@@ -242,18 +197,6 @@ def call_in_subprocess(
     function: str, settings: object, *, advice: str = "", command: Sequence[str] | None = None
 ) -> Any:
     """Call a function in a new process, whose allocator returns freed memory to the system.
-
-    Args:
-        function: "module:name" of a function from plain values to plain values.
-        settings: its argument, a plain value.
-        advice: the next step if it fails, for the error message.
-        command: another program that reads JSON and writes JSON, for tests.
-
-    Returns:
-        The result of the function.
-
-    Raises:
-        RegardError: the process fails; the message has its exit code and its last line.
 
     >>> bytes_ = call_in_subprocess("regard.timing.measurement:resident_bytes", "VmHWM")
     >>> bytes_ is not None or sys.platform != "linux"

@@ -266,26 +266,12 @@ class BatchSource(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, object], /) -> None:
-        """Continue after the batch at which `state_dict` was called.
-
-        Raises:
-            ArgumentError: the state belongs to other data.
-        """
+        """Continue after the batch at which `state_dict` was called."""
 
 
 def token_stream(documents: Sequence[TextDocument], tokenizer: Tokenizer) -> Int[Tensor, " N"]:
     """Return the token ids of all documents in order, with an end-of-text token after each
     document.
-
-    Args:
-        documents: the texts; special tokens in a text are encoded as ordinary characters.
-        tokenizer: a tokenizer with an end-of-text token.
-
-    Returns:
-        The ids, int64 `[N]`.
-
-    Raises:
-        ArgumentError: the tokenizer has no end-of-text token.
 
     >>> tokenizer = Tokenizer.train(["ab"], vocab_size=257)
     >>> token_stream([TextDocument("1", "a"), TextDocument("2", "b")], tokenizer).tolist()

@@ -67,19 +67,6 @@ def save(folder: str | Path, checkpoint: TrainingCheckpoint, *, keep: int = 2) -
 
     The checkpoint is written under a temporary name and then renamed, so that a folder with the
     final name is always complete.
-
-    Args:
-        folder: the folder of all checkpoints of a run.
-        checkpoint: the content.
-        keep: how many of the newest checkpoints are not deleted.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        ArgumentError: `keep` is less than 1.
-        FileError: there is too little free space (checked before writing), or a write fails. Older
-            checkpoints are unchanged.
     """
     if keep < 1:
         raise ArgumentError(f"keep is {keep}; it must be at least 1")
@@ -112,14 +99,6 @@ def save(folder: str | Path, checkpoint: TrainingCheckpoint, *, keep: int = 2) -
 def check_free_space(folder: str | Path, needed: int) -> None:
     """Check that `needed` bytes are free, and create the folder.
 
-    Args:
-        folder: the folder that will be written to; its parents may not exist yet.
-        needed: how many bytes will be written.
-
-    Raises:
-        FileError: there is too little space (the message says how much), or the folder cannot be
-            created.
-
     >>> import tempfile
     >>> check_free_space(tempfile.gettempdir(), needed=0)
     """
@@ -144,18 +123,7 @@ def check_free_space(folder: str | Path, needed: int) -> None:
 
 
 def load(path: str | Path) -> TrainingCheckpoint:
-    """Read one checkpoint and verify every file against the manifest.
-
-    Args:
-        path: the folder of the checkpoint.
-
-    Returns:
-        The content.
-
-    Raises:
-        FileError: the checkpoint is missing, incomplete or damaged. The message names the file, and
-            the tensor if its data changed.
-    """
+    """Read one checkpoint and verify every file against the manifest."""
     path = Path(path)
     problem = find_damage(path)
     if problem:
@@ -164,11 +132,7 @@ def load(path: str | Path) -> TrainingCheckpoint:
 
 
 def _read(path: Path) -> TrainingCheckpoint:
-    """Return the checkpoint in a folder whose checksums were verified.
-
-    Raises:
-        FileError: state.json has no valid step or state, or names a tensor that no file has.
-    """
+    """Return the checkpoint in a folder whose checksums were verified."""
     state = read_json(checked_path(path, "state.json"), limit=MAX_JSON_BYTES)
     tensors = {
         file.stem: dict(load_tensors(checked_path(path, file.name))[0])
@@ -214,9 +178,6 @@ def latest(folder: str | Path) -> TrainingCheckpoint | None:
 
 def remove_leftovers(folder: str | Path) -> int:
     """Delete the temporary folders of killed writers, but none that a running process is writing.
-
-    Returns:
-        How many folders were deleted.
 
     >>> remove_leftovers("no/such/folder")
     0
@@ -317,15 +278,7 @@ def pack(
     settings: Settings,
     run: dict[str, Any],
 ) -> TrainingCheckpoint:
-    """Return a checkpoint of everything that the next step depends on.
-
-    Args:
-        model, optimizer, batches, settings: the parts of the run.
-        run: JSON values of the loop, with its "step".
-
-    Returns:
-        The checkpoint.
-    """
+    """Return a checkpoint of everything that the next step depends on."""
     tensors, groups = _pack_optimizer(optimizer)
     state = {
         "run": run,
@@ -348,19 +301,7 @@ def unpack(
     batches: BatchSource,
     settings: Settings,
 ) -> dict[str, Any]:
-    """Restore the parts of a run from a checkpoint, after checking that all of them match.
-
-    Args:
-        checkpoint: the checkpoint.
-        model, optimizer, batches, settings: the parts of the run that resumes.
-
-    Returns:
-        The JSON values of the loop, `run` of `pack`.
-
-    Raises:
-        ArgumentError: the settings, the names or shapes of the weights, or the data differ from the
-            saved run; the message names the difference.
-    """
+    """Restore the parts of a run from a checkpoint, after checking that all of them match."""
     state = checkpoint.state
     for name, value in asdict(settings).items():
         saved = state["settings"].get(name)
@@ -385,13 +326,6 @@ def check_metadata(checkpoint: TrainingCheckpoint, metadata: Mapping[str, object
 
     A checkpoint without metadata passes. Checkpoints of earlier versions store the metadata under
     the key "about".
-
-    Args:
-        checkpoint: the checkpoint to resume from.
-        metadata: plain values that describe the model.
-
-    Raises:
-        ArgumentError: a value differs; the message names the first key and both values.
     """
     state = checkpoint.state
     saved, current = state.get("metadata") or state.get("about") or {}, metadata or {}

@@ -40,16 +40,6 @@ _FULL_WIDTH = {ord("　"): " ", ord("\ufeff"): None} | {
 def chinese_documents(fastapi: str | Path, wordcloud: str | Path) -> list[TextDocument]:
     """Read the Chinese documents from the two source archives.
 
-    Args:
-        fastapi: the file fastapi-0.103.0.tar.gz.
-        wordcloud: the file wordcloud-1.9.3.tar.gz.
-
-    Returns:
-        One document for each page of the documentation, and one for each story.
-
-    Raises:
-        FileError: an archive cannot be read, or lacks the texts.
-
     Source: the source distributions of fastapi 0.103.0 and wordcloud 1.9.3 on PyPI.
 
     >>> chinese_documents("fastapi.tar.gz", "wordcloud.tar.gz")
@@ -102,11 +92,7 @@ def split_stories(text: str) -> Iterator[str]:
 
 
 def write_folder(folder: Path, documents: Sequence[TextDocument]) -> None:
-    """Write each document as a text file: the documentation of Python, and copies of `documents`.
-
-    Raises:
-        FileError: the folder exists.
-    """
+    """Write each document as a text file: Python's documentation, and copies of `documents`."""
     if folder.exists():
         raise FileError(f"{folder} exists; give the name of a new folder")
     english = [(f"english/{d.name}", d.text) for d in python_documentation()]

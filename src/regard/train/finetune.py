@@ -36,24 +36,6 @@ def finetune(
     All parameters that require a gradient are trained with AdamW, without LoRA. The learning rate
     warms up over a tenth of the steps, at most 50, and then falls to a tenth along a cosine.
 
-    Args:
-        network: maps ids `[B, T]` to logits; the parameters must be float32 or float64.
-        ids: windows of a text in their order, `[N, T]`. With 10 rows or more, the last tenth is
-            held out from training.
-        steps: at least 1.
-        lr: the peak learning rate.
-        batch: rows per step.
-        seed: the seed of the order of the rows.
-        progress: a display of the progress.
-
-    Returns:
-        The settings, and the mean loss before and after, on the training rows and on the held-out
-        rows.
-
-    Raises:
-        ArgumentError: a number is out of range, or the parameters have fewer than 4 bytes each.
-        NonFiniteLoss: the loss is NaN or infinite.
-
     >>> import torch
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
     >>> result = finetune(model, torch.arange(180).view(20, 9) % 9, steps=20, lr=0.1)

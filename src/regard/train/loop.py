@@ -33,9 +33,6 @@ def catch_signals() -> Iterator[list[int]]:
     A second signal exits with 128 + its number. In a thread other than the main one, which receives
     no signals, nothing is caught. The former handlers are restored afterwards.
 
-    Yields:
-        A list that is empty until a signal comes, and then holds the signal's number.
-
     >>> with catch_signals() as caught:
     ...     signal.raise_signal(signal.SIGTERM)
     ...     print([signal.Signals(number).name for number in caught])

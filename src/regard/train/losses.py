@@ -98,19 +98,6 @@ def linear_cross_entropy(
     as much memory as x and W. Under autocast the products are in its dtype, as in a linear map, and
     the rest is in fp32 or better.
 
-    Args:
-        x: hidden states [N, M].
-        weight: the matrix W of the head [V, M].
-        targets: the target of each row [N], from 0 to V - 1.
-        bias: the vector b of the head [V], or None.
-        chunk_rows: how many rows are in a chunk; None is as many as have `CHUNK_LOGITS` logits.
-
-    Returns:
-        The loss, a scalar in fp32 or better. It has no second derivative.
-
-    Raises:
-        ArgumentError: sizes do not agree, there is no row, or a target is outside [0, V).
-
     >>> x, w = torch.tensor([[1.0, 0.0]], requires_grad=True), torch.eye(2)
     >>> loss = linear_cross_entropy(x, w, torch.tensor([0]))
     >>> loss.backward()
@@ -244,18 +231,6 @@ def smoothed_cross_entropy(
     p = softmax(logits)
     loss = mean over labels y != ignored of  -(1 - eps) log p_y - (eps / V) sum_k log p_k
 
-    Args:
-        logits: `[..., V]`.
-        labels: `[...]`, ids or `ignored`. If all labels are `ignored`, the loss is 0.
-        smoothing: eps, at least 0 and less than 1; the paper uses 0.1.
-        ignored: the label of positions that do not count; their logits may be NaN.
-
-    Returns:
-        The loss, a scalar.
-
-    Raises:
-        ArgumentError: smoothing is out of range.
-
     >>> import math
     >>> loss = smoothed_cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]), 0.1)
     >>> round(loss.item() / math.log(4), 5)
@@ -340,12 +315,6 @@ class AnswerLoss:
 def padded_positions(ids: Int[Tensor, "B L"]) -> Positions:
     """Return the positions of ids that are padded on the right: 0, 1, ..., and -1 where the id is
     `PAD`.
-
-    Args:
-        ids: `[B, L]`.
-
-    Returns:
-        The positions, `[B, L]`.
 
     >>> padded_positions(torch.tensor([[3, 4], [5, 0]])).tolist()
     [[0, 1], [0, -1]]

@@ -66,17 +66,6 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
     mechanism: `kv_heads` becomes the mechanism's option `groups`, `window` its option of that name
     if it has one, and `set` has its other options as "name=value".
 
-    Args:
-        options: the options of the command by name.
-        vocab_size: the number of tokens of the vocabulary.
-
-    Returns:
-        The config of a model family.
-
-    Raises:
-        ArgumentError: the mechanism does not have an option, which the message names, or the
-            family's config refuses a value.
-
     >>> options = dict(dim=32, layers=2, heads=4, hidden=None, context=16, tie=False)
     >>> options |= {"attention": "gqa", "kv_heads": 1, "window": 8}
     >>> make_config(options, 257).attention_options
@@ -131,14 +120,6 @@ def parameters_without_gradient(model: nn.Module, vocab_size: int, length: int) 
 
     Such parameters keep their initial values. An example is the indexer of "dsa": it selects keys,
     which has no gradient, and its paper trains it with a separate loss.
-
-    Args:
-        model: a language model; its gradients are removed afterwards.
-        vocab_size: the number of tokens of its vocabulary.
-        length: how many tokens are passed through the model.
-
-    Returns:
-        The names of the parameters.
 
     >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
     >>> config = make_config(sizes, 257)
@@ -205,11 +186,7 @@ class PretrainingRun:
         self.parallel = ContextParallel.from_environment() if options.get("parallel") else None
 
     def run(self) -> tuple[dict[str, object], int | None]:
-        """Train the model and write its files.
-
-        Returns:
-            The final figures, and the signal that stopped the run, if any.
-        """
+        """Train the model and write its files."""
         settings, vocab = self.settings(), self.options["vocab"]
         if self.options.get("start_from"):
             self.start = load_starting_model(self.options["start_from"])

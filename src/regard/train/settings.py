@@ -83,16 +83,6 @@ class Settings:
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """Return an AdamW optimizer that applies weight decay to matrices, not to norms and biases.
 
-    Args:
-        model: its parameters that require a gradient are trained.
-        settings: the learning rate and the weight decay.
-
-    Returns:
-        The optimizer, with beta = (0.9, 0.95).
-
-    Raises:
-        ArgumentError: no parameter of the model requires a gradient.
-
     Source: Loshchilov & Hutter 2019, arXiv:1711.05101.
 
     >>> groups = make_optimizer(nn.Linear(2, 3), Settings(steps=1)).param_groups

@@ -22,12 +22,6 @@ from regard.units import plural
 def load_starting_model(source: str | Path) -> Model:
     """Load a decoder in float32, to train it further.
 
-    Args:
-        source: what `regard.load` accepts, such as "tiny" or a folder.
-
-    Raises:
-        ArgumentError: it is another kind of model, or it has no tokenizer.
-
     >>> load_starting_model("tiny").dtype
     torch.float32
     """
@@ -43,9 +37,6 @@ def load_starting_model(source: str | Path) -> Model:
 def extended_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Return the tokenizer of a model, with the Chinese characters of some texts if `vocab_size` is
     larger than its vocabulary.
-
-    Raises:
-        ArgumentError: `vocab_size` is smaller than the vocabulary.
 
     >>> tokenizer = Tokenizer.train(["low"], vocab_size=258)
     >>> extended_tokenizer(tokenizer, ["我"], 259).vocab_size
@@ -67,14 +58,6 @@ def extended_model(model: Model, vocab_size: int, seed: int) -> tuple[nn.Module,
     The weights of the old tokens and of all layers are copied; those that are stored in fewer bits
     are dequantized. Rows of new tokens are normally distributed, with the mean and the standard
     deviation of the old rows of their matrix. The global random state is set to the seed.
-
-    Args:
-        model: a decoder in float32.
-        vocab_size: the new number of tokens, at least as many as the model has.
-        seed: the seed of the new rows.
-
-    Returns:
-        The network, whose parameters require gradients, and its config.
 
     >>> network, config = extended_model(load("tiny"), 2000, seed=0)
     >>> config.vocab_size, tuple(network.state_dict()["head.weight"].shape)

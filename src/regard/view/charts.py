@@ -59,18 +59,7 @@ def svg(chart: Chart, *, alone: bool = True) -> str:
 
 
 def write(chart: Chart, path: Path) -> int:
-    """Write a chart to a .svg, .png or .pdf file.
-
-    Args:
-        chart: the chart.
-        path: the file.
-
-    Returns:
-        The number of bytes written.
-
-    Raises:
-        FileError: the file has another ending, or cannot be written.
-    """
+    """Write a chart to a .svg, .png or .pdf file."""
     plotting.check_format(path)
     return plotting.write(chart.draw(), path, chart.title)
 
@@ -336,11 +325,6 @@ def accuracy_chart(models: Sequence[Accuracy], trained: int, title: str) -> Pict
     """Return a chart of correct answers against the length of the source, with a line for each
     model.
 
-    Args:
-        models: the accuracies; bars through the marks are the intervals.
-        trained: tokens of the longest source in training; the background beyond it is shaded.
-        title: text above the chart.
-
     >>> one = Accuracy("lstm", (LengthBin(1, 4, 1.0, (0.9, 1.0), 100),))
     >>> accuracy_chart([one], 4, "translate").lines[0].hints
     ('lstm, length 1 to 4: 100.0 % of 100',)
@@ -588,10 +572,6 @@ def context_charts(rows: Mapping[str, Sequence[Mapping[str, Any]]], title: str) 
 
     The token is in seconds if all rows have them, else in FLOPs. Contexts at which weights and
     cache do not fit the machine are crossed out.
-
-    Args:
-        rows: model to its rows of `regard.cost.sweep.sweep`.
-        title: text above the charts.
 
     >>> row = {"context": 1024, "kv_bytes": 4096, "decode_flops": 1e6}
     >>> [one.y for one in context_charts({"m": [row]}, "batch 1").pictures]

@@ -23,17 +23,7 @@ from regard.view.html_page import Section, page
 def mechanisms_html(
     rows: Sequence[MechanismCost], machine: Machine | None, chart: Chart, model_sizes: str = ""
 ) -> str:
-    """Return the page of a table of mechanisms: the tables, the chart, suggested sizes, evidence.
-
-    Args:
-        rows: one row for each mechanism.
-        machine: the machine of the times and limits; None for none.
-        chart: the cost over the context.
-        model_sizes: the sizes of the model that were not given, with their source, or "".
-
-    Returns:
-        The page as text.
-    """
+    """Return the page of a table of mechanisms: tables, chart, suggested sizes, evidence."""
     sections = [
         Section(title, heads=table[0], rows=table[1:], numbers=True)
         for title, table in mechanism_tables(rows, machine).items()

@@ -259,12 +259,7 @@ def _fit(report: CostReport, machine: Machine) -> str:
 
 
 def ranks_page(plan: RanksReport, method: str | None = None) -> str:
-    """Return the text for a model over several ranks.
-
-    Args:
-        plan: the costs of every method.
-        method: the one method to show; None shows all.
-    """
+    """Return the text for a model over several ranks."""
     setting, ranks = plan.report.setting, translate_count(plan.ranks, "rank")
     titles = ("method", "first token", "a token", "sent", "sent a token", "held", "fits", "why not")
     rows: list[tuple[str, ...]] = [("", *map(translate_title, titles))]
@@ -311,12 +306,7 @@ def _yes_or_no(fits: bool | None) -> str:  # noqa: FBT001  (a value, not an opti
 
 
 def comparison(reports: Sequence[CostReport], machine: Machine | None) -> str:
-    """Return the figures of several models with their units; with two models, also their ratio.
-
-    Args:
-        reports: the models, at least two.
-        machine: a machine for the times; None for none.
-    """
+    """Return the figures of several models with their units; with two models, also their ratio."""
     names = [report.model.name for report in reports]
     figures = [report.as_json() for report in reports]
     pair = len(reports) == 2
@@ -378,9 +368,6 @@ def _yes_no_unknown(fits: bool | None) -> str:  # noqa: FBT001  (a value, not an
 def translate_title(title: str) -> str:
     """Return a title of a row or a column in the reader's language.
 
-    Args:
-        title: one of `TITLES`; spaces before it remain.
-
     >>> translate_title("cache")
     'cache'
     """
@@ -403,13 +390,7 @@ def _ratio(a: float, b: float) -> str:
 def mechanisms_page(
     rows: Sequence[MechanismCost], machine: Machine | None, model_sizes: str = ""
 ) -> str:
-    """Return the text of a table of mechanisms: sizes, work, suggested sizes, and evidence.
-
-    Args:
-        rows: one row for each mechanism.
-        machine: the machine of the times and limits; None for none.
-        model_sizes: the sizes of the model that were not given, with their source, or "".
-    """
+    """Return the text of a table of mechanisms: sizes, work, suggested sizes, and evidence."""
     blocks = [wrap(mechanisms_title(rows, machine), line_width(), hang="  ")]
     for title, table in mechanism_tables(rows, machine).items():
         blocks.append(f"{title}\n{format_table(table, width=line_width())}")
@@ -444,12 +425,7 @@ def mechanisms_title(rows: Sequence[MechanismCost], machine: Machine | None) -> 
 def mechanism_tables(
     rows: Sequence[MechanismCost], machine: Machine | None
 ) -> dict[str, list[tuple[str, ...]]]:
-    """Return the two tables of mechanisms by title; the first row of each has the headings.
-
-    Args:
-        rows: one row for each mechanism.
-        machine: the machine of the times and limits; None for none.
-    """
+    """Return the two tables of mechanisms by title; the first row of each has the headings."""
     titles = ("mechanism", "parameters", "in attention", "cache a token", "cache")
     memory: list[tuple[str, ...]] = [tuple(map(translate_title, titles))]
     titles = ("mechanism", "prompt", "moved", "a token", "moved")
@@ -495,12 +471,7 @@ def _limit(n: int | None, most: int) -> str:
 
 
 def suggested_sizes(rows: Sequence[MechanismCost], model_sizes: str = "") -> list[tuple[str, str]]:
-    """Return the sizes that were not given and their sources, by the mechanism that has them.
-
-    Args:
-        rows: one row for each mechanism.
-        model_sizes: those of the model itself, or "".
-    """
+    """Return the sizes that were not given and their sources, by the mechanism that has them."""
     lines = []
     if model_sizes:
         source, _, sizes = model_sizes.removeprefix("as ").partition(": ")

@@ -27,11 +27,7 @@ NAMED = 40
 
 
 def recipe(data: Mapping[str, Any]) -> str:
-    """Describe what the figure shows and how weights were pooled, so that it can be reproduced.
-
-    Args:
-        data: `Explanation.as_dict()`.
-    """
+    """Describe what the figure shows and how weights were pooled, so that it can be reproduced."""
     n, T, S = data["pool"], data["sizes"]["T"], data["sizes"]["S"]
     reduction = "every weight" if n == 1 else f"each cell the largest weight of {n} x {n}"
     return escape_controls(
@@ -45,18 +41,7 @@ def recipe(data: Mapping[str, Any]) -> str:
 
 
 def draw(data: Mapping[str, object], path: Path) -> int:
-    """Draw an explanation to a .svg, .png or .pdf file.
-
-    Args:
-        data: `Explanation.as_dict()`.
-        path: the file.
-
-    Returns:
-        The number of bytes written.
-
-    Raises:
-        FileError: the file has another ending, or cannot be written.
-    """
+    """Draw an explanation to a .svg, .png or .pdf file."""
     plotting.check_format(path)
     title = f"{data['place']}, head {data['head']}, query {data['query']} {data['query_piece']}"
     return plotting.write(drawing(data), path, title)

@@ -58,11 +58,6 @@ class Sentences:
     def translated(self, group: str, english: str) -> str:
         """Return a text that other parts of the package made in English.
 
-        Args:
-            group: the first part of the keys that are tried, such as "rule".
-            english: the text. One that no English sentence of the group can have made is returned
-                as it is, such as the name of a mask that the user wrote.
-
         >>> Sentences("zh").translated("why", "outside window 4")
         '在 window 4 之外'
         """

@@ -44,14 +44,6 @@ LABEL_WIDTH = 10
 def show_summary(data: Data, console: Console, lang: str = "en") -> None:
     """Print the short form of an explanation.
 
-    Args:
-        data: an explanation as plain data, from `as_dict()`.
-        console: where to print; its width is used between 60 and 80 columns.
-        lang: language of the text, "en" or "zh".
-
-    Raises:
-        ArgumentError: there is no such language.
-
     >>> import regard
     >>> found = regard.inspect.explain(regard.load("tiny"), "to be or not to be", layer=1, head=2)
     >>> console = Console(width=80, record=True, quiet=True)

@@ -119,13 +119,6 @@ def show_heads(
     """Print one row per head: the key with the largest weight, and that weight; the chosen head is
     marked.
 
-    Args:
-        query: name of the query.
-        rows: {"layer", "head", "key", "piece", "weight"} of each head.
-        chosen: (layer, head).
-        console: where to print.
-        lang: language of the headings, "en" or "zh".
-
     >>> row = {"layer": 0, "head": 0, "key": 1, "piece": "b", "weight": 1}
     >>> show_heads("1 b", [row], (0, 0), Console(width=80))
     Largest weight of query 1 b in each head, leaving out the first token

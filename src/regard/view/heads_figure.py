@@ -160,12 +160,7 @@ class MaskFigure:
         return Drawing(figure)
 
     def fill(self, axes: Axes, *, lines: bool = True) -> None:
-        """Draw the pairs into axes, the first query at the top.
-
-        Args:
-            axes: where to draw.
-            lines: whether lines separate the pairs.
-        """
+        """Draw the pairs into axes, the first query at the top."""
         rows, columns = self.visible.shape
         axes.grid(visible=False)
         axes.pcolormesh(

@@ -26,18 +26,7 @@ Rows = Sequence[Sequence[str]]
 
 
 def write(path: Path, text: str) -> int:
-    """Write a file completely or not at all: write it beside the target, then rename it.
-
-    Args:
-        path: the file.
-        text: its content.
-
-    Returns:
-        The number of bytes written.
-
-    Raises:
-        FileError: the folder is missing, or the file cannot be written.
-    """
+    """Write a file completely or not at all: write it beside the target, then rename it."""
     content = text.encode("utf-8")
     with write_user_file(path) as place:
         place.write_bytes(content)
@@ -166,14 +155,6 @@ def page(
     notes: Sequence[str] = (),
 ) -> str:
     """Return a whole page; its content security policy forbids scripts and external resources.
-
-    Args:
-        title: the heading.
-        sentence: a sentence below it.
-        facts: name to value, such as the machine and the seeds.
-        command: the command that reproduces the page; "" leaves it out.
-        sections: the sections.
-        notes: sentences above the sections, such as warnings.
 
     >>> "<h1>Claims</h1>" in page("Claims", "", {}, "regard compare", [Section("scale")])
     True

@@ -30,9 +30,6 @@ TITLES = {
 def rows(layers: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return one row of text per stage and layer: shape, mean, standard deviation and milliseconds.
 
-    Args:
-        layers: `LayerStages.as_dict()` of each layer.
-
     >>> stage = {"name": "q", "shape": [2, 4], "mean": 0.5, "std": 1.0, "seconds": None}
     >>> rows([{"name": "mha", "stages": [stage]}])
     [['mha', 'q', '2 x 4', '0.5000', '1.0000', '']]
@@ -62,11 +59,7 @@ def table(layers: Sequence[Mapping[str, object]]) -> str:
 
 
 def text(layer: Mapping[str, Any]) -> str:
-    """Return one layer in full: shapes, mask, scores, masked scores, weights and outputs.
-
-    Args:
-        layer: `LayerStages.as_dict()`.
-    """
+    """Return one layer in full: shapes, mask, scores, masked scores, weights and outputs."""
     stages = {stage["name"]: stage for stage in layer["stages"]}
     lines = [
         translate(

@@ -39,10 +39,6 @@ class PagePlace(NamedTuple):
 def frame(page: str, height: int = HEIGHT) -> str:
     """Return HTML that shows a page in a sandboxed frame.
 
-    Args:
-        page: the page as HTML.
-        height: height of the frame, in pixels.
-
     >>> frame("<p>a & b</p>")[:40]
     '<iframe sandbox="allow-scripts" style="w'
     """
@@ -65,20 +61,7 @@ def has_widgets() -> bool:
 
 
 def widget(page: str, places: Sequence[PagePlace], height: int = HEIGHT) -> Any:
-    """Return a widget that shows a page.
-
-    Args:
-        page: the page as HTML.
-        places: its places, in their order on the page.
-        height: height of the widget, in pixels.
-
-    Returns:
-        An `anywidget.AnyWidget` with the traits `page`, `address` and `height`, and the method
-        `show(layer, head, query, key, view)`, which moves the page to a cell.
-
-    Raises:
-        ArgumentError: anywidget is not installed.
-    """
+    """Return a widget that shows a page."""
     if not has_widgets():
         raise ArgumentError(
             f"a widget needs anywidget, which is not installed: {INSTALL}; without it a notebook "
@@ -130,9 +113,6 @@ def address(
     view: str,
 ) -> str:
     """Return the fragment of the page's URL that opens a view of a head.
-
-    Raises:
-        ArgumentError: there is no such layer, head, query, key or view.
 
     >>> places = [PagePlace("layers.0", (0, 1), 6, 6)]
     >>> address(places, "layers.0", 1, 5, None, "row")

@@ -76,10 +76,6 @@ def ramp(stops: Sequence[Rgb], t: float) -> Rgb:
 def css(*, switch: bool = False) -> str:
     """Return the page's colours as CSS variables, for light and dark pages.
 
-    Args:
-        switch: whether `data-theme` on the root element selects the theme; without it the reader's
-            preference applies.
-
     >>> "--q:#0063a8" in css()
     True
     """

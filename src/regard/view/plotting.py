@@ -79,9 +79,6 @@ class Drawing:
 def check_format(path: Path) -> None:
     """Refuse a file whose ending is not in `FORMATS`.
 
-    Raises:
-        FileError: the ending is another one; the error names the allowed ones.
-
     >>> check_format(Path("pattern.jpg"))
     Traceback (most recent call last):
     regard.errors.FileError: pattern.jpg is no picture; its name must end in .svg, .png, .pdf
@@ -138,9 +135,6 @@ def lowest_weight(columns: int) -> float:
     """Return the weight at the low end of the colour scale of a pattern: 1 / (16 N), rounded up to
     a power of two, for N keys. The uniform weight 1 / N then has a colour near the middle.
 
-    Args:
-        columns: number of keys.
-
     >>> lowest_weight(8), lowest_weight(1)
     (0.0078125, 0.0625)
     """
@@ -150,9 +144,6 @@ def lowest_weight(columns: int) -> float:
 def weight_scale(columns: int) -> LogNorm:
     """Return the logarithmic colour scale of a pattern, from `lowest_weight` to 1. Smaller weights,
     and 0, have its first colour.
-
-    Args:
-        columns: number of keys.
     """
     from matplotlib.colors import LogNorm
 
@@ -196,14 +187,7 @@ def css() -> str:
 
 
 def svg(drawing: Drawing, title: str, *, alone: bool = True) -> str:
-    """Return a figure as SVG text.
-
-    Args:
-        drawing: the figure and its tooltips.
-        title: description for screen readers.
-        alone: whether it is a file of its own, with background and style; a page includes `css()`
-            once.
-    """
+    """Return a figure as SVG text."""
     drawing.figure.patch.set_visible(alone)
     text = io.StringIO()
     with _settings(drawing.figure, title):
@@ -232,20 +216,7 @@ def svg(drawing: Drawing, title: str, *, alone: bool = True) -> str:
 
 
 def write(drawing: Drawing, path: Path, title: str) -> int:
-    """Write a figure to a file; its ending determines the format.
-
-    Args:
-        drawing: the figure and its tooltips.
-        path: the file.
-        title: description for screen readers.
-
-    Returns:
-        The number of bytes written.
-
-    Raises:
-        FileError: the ending is not in `FORMATS`, the file cannot be written, or its labels are
-            Chinese and no font has their characters.
-    """
+    """Write a figure to a file; its ending determines the format."""
     check_format(path)
     kind = path.suffix.lower()
     with write_user_file(path) as place:

@@ -143,11 +143,6 @@ def accuracy_lines(series: Accuracy, trained: int, width: int = 36) -> Iterator[
     """Generate terminal lines of accuracies: a bar per length bin, with its interval and its number
     of examples.
 
-    Args:
-        series: the accuracies.
-        trained: number of tokens of the longest source in training.
-        width: characters of a full bar.
-
     >>> from regard.view.charts import LengthBin
     >>> one = Accuracy("lstm", (LengthBin(1, 4, 0.5, (0.4, 0.6), 100),))
     >>> for line in accuracy_lines(one, 4, 4): print(line.plain)
@@ -176,12 +171,6 @@ def alignment_lines(
     most: int = 33,
 ) -> Iterator[Text]:
     """Generate terminal lines of an alignment: two characters per cell, source words by number.
-
-    Args:
-        weights: attention weights.
-        predicted: produced words, one per row.
-        source: source words, one per column.
-        most: the largest number of columns.
 
     >>> lines = alignment_lines(np.eye(2), ["一", "二"], ["one", "two"])
     >>> for line in lines: print(line.plain.rstrip())

@@ -215,12 +215,6 @@ def legend(what: str) -> Text:
 def strip(title: str, values: Sequence[float], role: str, top: float | None = None) -> Lines:
     """Generate the lines that show a vector: its minimum, maximum and norm, and a bar per dim,
     which points up for positive and down for negative values.
-
-    Args:
-        title: name of the vector.
-        values: its entries.
-        role: its colour.
-        top: size of a full bar; by default the largest absolute value.
     """
     n, shown = fold(values, STRIP_WIDTH)
     wide = max(1, STRIP_WIDTH // len(shown))

@@ -221,9 +221,6 @@ class TargetAdapter(ABC):
         """Return the interpretations of the code's linear maps.
 
         There are several if the parameters do not say which part of a fused map is which.
-
-        Raises:
-            CheckNotPossible: they cannot be read; the message says what is missing.
         """
         raise CheckNotPossible(Phrase("the linear maps of {name} cannot be read", name=self.name))
 

@@ -452,11 +452,7 @@ class OutputFormat:
 
 
 def output_parts(result: object) -> list[Any]:
-    """Return the parts of what a call returned as a list, the output first.
-
-    Raises:
-        ArgumentTypeError: the first part is not a tensor.
-    """
+    """Return the parts of what a call returned as a list, the output first."""
     if isinstance(result, CallOutput):
         return list(result)
     if hasattr(result, "to_tuple"):  # a ModelOutput of transformers

@@ -107,13 +107,7 @@ def _raw_output(adapter: ModuleAdapter | FunctionAdapter, x: Tensor, inputs: Cal
 def _find_mask_format(
     adapter: ModuleAdapter | FunctionAdapter,
 ) -> tuple[MaskBehavior, MaskFormat | None]:
-    """Try masks of every shape and kind.
-
-    Returns:
-        What the mask does: "works" if a format works as claimed, otherwise the first of "inverted",
-        "added", "ignored" and "overflow" that occurs, or "refused"; and the format that other
-        checks use, or None.
-    """
+    """Try masks of every shape and kind."""
     keywords = adapter.keywords
     like_torch = keywords.mask == "attn_mask" or keywords.padding == "key_padding_mask"
     torch_convention = isinstance(adapter, ModuleAdapter) and (
@@ -207,11 +201,7 @@ def _try_mask(adapter: ModuleAdapter | FunctionAdapter, mask_format: MaskFormat)
 def _find_padding_format(
     adapter: ModuleAdapter | FunctionAdapter,
 ) -> tuple[MaskBehavior, MaskFormat | None]:
-    """Find out whether True in a padding mask marks a token or padding.
-
-    Returns:
-        What the padding mask does, and the format that other checks use, or None.
-    """
+    """Find out whether True in a padding mask marks a token or padding."""
     block = MaskFormat("BS", "block")
     expected = adapter.claims.mask or (
         "keep" if adapter.keywords.padding == "padding_mask" else "block"

@@ -32,9 +32,6 @@ SINK_NAME = "sink"
 def read_projections(module: nn.Module, claims: AuditClaims, width: int) -> tuple[Projections, ...]:
     """Return the interpretations of a module's q, k, v and output maps, the most likely first.
 
-    Raises:
-        CheckNotPossible: the maps cannot be read; the message says what is missing.
-
     >>> read_projections(nn.MultiheadAttention(8, 2), AuditClaims(), 8)[0].heads
     2
     """

@@ -48,10 +48,6 @@ ADAPTER_HINT = (
 def import_target(path: str) -> Any:
     """Import the object that "package.module:name" names; the current folder is searched, too.
 
-    Raises:
-        ArgumentError: the text has another form, the module cannot be imported, or it has no such
-            name.
-
     >>> import_target("torch.nn:MultiheadAttention").__name__
     'MultiheadAttention'
     """
@@ -89,9 +85,6 @@ def construct_module(
     maker: Callable[..., nn.Module], claims: AuditClaims, options: dict[str, object]
 ) -> nn.Module:
     """Build a module from a class or factory, with the claimed sizes under its own argument names.
-
-    Raises:
-        ArgumentError: a required argument is missing, or the constructor raises an error.
 
     >>> construct_module(nn.MultiheadAttention, AuditClaims(dim=8, heads=2), {}).num_heads
     2
@@ -237,13 +230,6 @@ def resolve_target(
 ) -> tuple[TargetAdapter, dict[str, MaskBehavior]]:
     """Import or construct the target, and find the adapter that can call it.
 
-    Returns:
-        The adapter, and what each mask argument was found to do, by "mask" and "padding".
-
-    Raises:
-        ArgumentError, ArgumentTypeError: the target cannot be called, or no way of calling it
-            works.
-
     >>> target = nn.MultiheadAttention(8, 2, batch_first=True)
     >>> called = resolve_target(target, AuditClaims())[0].called
     >>> called.partition(", attn_mask")[0]
@@ -334,11 +320,7 @@ def _adapt_function(
 
 
 def _require_call_works(adapter: TargetAdapter) -> TargetAdapter:
-    """Return the adapter if a plain call gives [B, T, N] for tokens [B, T, M].
-
-    Raises:
-        ArgumentError: the call raises an error or gives another shape.
-    """
+    """Return the adapter if a plain call gives [B, T, N] for tokens [B, T, M]."""
     x = adapter.random_tokens(2, 5, 0)
     try:
         out = adapter.call(x, CallInputs()).out

@@ -56,12 +56,6 @@ def placed(module: M) -> M:
 
     Its calls take tensors of the CPU and return such tensors. A cache that is an object of its own
     stays where the module made it.
-
-    Args:
-        module: a module that only the audit uses; it is changed.
-
-    Returns:
-        The module.
     """
     device = _device.get()
     to_device(module)

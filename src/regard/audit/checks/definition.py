@@ -94,9 +94,6 @@ def check_definition(context: CheckContext, T: int = LENGTH) -> list[Finding]:
     If the weights can be read, the reference computes the output from them. If no variant
     reproduces the output, the operations of a module are recorded instead, which shows whether
     other steps (a norm, a gate, a latent) surround correct attention.
-
-    Raises:
-        CheckNotPossible: neither the weights nor the operations can be read.
     """
     W = context.adapter.claims.window
     if W and W + 2 <= LONGEST_WINDOW:

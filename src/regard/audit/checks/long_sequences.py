@@ -34,11 +34,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 
 
 def check_long_sequences(context: CheckContext) -> list[Finding]:
-    """Check the definition at a length that no block size divides, and with more keys than queries.
-
-    Raises:
-        CheckNotPossible: the code was not compared at small lengths, or accepts no larger ones.
-    """
+    """Check the definition at a length that no block divides, and with more keys than queries."""
     if context.notes.get("differs"):
         raise CheckNotApplicable("the code differs from the definition at small lengths already")
     interpretation, variant = context.notes.get("interpretation"), context.notes.get("variant")

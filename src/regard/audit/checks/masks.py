@@ -128,11 +128,7 @@ def overflow_finding(adapter: TargetAdapter, what: str) -> Finding:
 def _effect_of_hidden_key(
     context: CheckContext, role: str, kind: str
 ) -> tuple[dict[str, object], float, float]:
-    """Replace key 0, which the claimed mask hides from the last query, and measure the effect.
-
-    Returns:
-        The example, the expected change of the last output (0), and the actual change.
-    """
+    """Replace key 0, which the claimed mask hides from the last query, and measure the effect."""
     adapter: Any = context.float64_adapter or context.adapter
     keywords = adapter.keywords
     shape = (

@@ -202,11 +202,6 @@ def online_softmax(s: Array, v: Array, size: int | None = None) -> tuple[Softmax
     """Compute the softmax of a row block by block, as a fused kernel does, with a running maximum,
     sum and output.
 
-    Args:
-        s: scores, `[n]`.
-        v: values, `[n, E]`.
-        size: keys of a block.
-
     >>> blocks = online_softmax(np.zeros(4), np.ones((4, 1)), 2)
     >>> [(block.stop, block.running_sum) for block in blocks]
     [(2, 2.0), (4, 4.0)]
@@ -312,16 +307,6 @@ def mix_of_rows(
 ) -> Mixture | None:
     """Return how the row of a call enters the output of the head; None if the head has no other
     row.
-
-    Args:
-        mechanism: the module that made the calls; if it implements `explain_mix`, its answer is
-            returned.
-        run: the captured run.
-        calls: the calls for the query.
-        call: the call that is explained.
-        head: query head.
-        i: index of the query.
-        tokens: number of tokens of the keys' sequence.
     """
     weights = [CallWeights(one.branch, torch.from_numpy(one.weights), one.keys) for one in calls]
     layer = layer_run(run)

@@ -28,14 +28,7 @@ effect.
 def counterfactuals(
     row: KernelRow, weights: Array, z: Array, key: int
 ) -> tuple[Counterfactual, ...]:
-    """Compute the weights of the row under other rules, each of which changes one thing.
-
-    Args:
-        row: the row as it is.
-        weights: its weights, `[n]`.
-        z: its weighted sum of values, `[E]`.
-        key: the explained key.
-    """
+    """Compute the weights of the row under other rules, each of which changes one thing."""
     return tuple(
         compare_weights(
             name,

@@ -124,9 +124,6 @@ def call_names(calls: Sequence[QueryCall]) -> tuple[str, ...]:
 def call_index(call: int | str, names: Sequence[str]) -> int:
     """Return the index of a call that is given by number or name.
 
-    Raises:
-        ArgumentError: there is no such call.
-
     >>> call_index("window", ["compressed", "selected", "window"])
     2
     """
@@ -478,10 +475,6 @@ def _note_edits(prepared: PreparedRun, site: AttentionSite) -> PreparedRun:
 
     The remark is needed because the recomputed steps before the edit do not contain it, so that
     they differ from the inputs of the kernel.
-
-    Raises:
-        ArgumentError: scores or patterns are edited; an explanation computes both from q and k, and
-            would show them without the edit.
     """
     changed = [name for name in TAP_NAMES if is_edited(site.place, name)]
     inner = [name for name in changed if name in ("scores", "pattern")]

@@ -41,13 +41,6 @@ def input_chain(
 ) -> tuple[InputChain, Checks]:
     """Return the steps of q, k and v as the mechanism describes them, and compare the last ones
     with the recorded inputs.
-
-    Args:
-        described: the mechanism's description of the inputs.
-        query: the inputs of the call, about which the mechanism was asked.
-        heads: the indices of the query, key and value head.
-        recorded: q `[D]`, k `[n, D]` and v `[n, E]` as they were recorded.
-        columns: row of the memory for each key of the call.
     """
     steps: dict[str, tuple[ComputationStep, ...]] = {}
     checks: Checks = {}

@@ -97,15 +97,6 @@ def run_stages(
     Scores and weights are computed from the definition, so that they can be shown; z comes from the
     kernel of the layer, which stores neither.
 
-    Args:
-        attention: a softmax attention module.
-        x: its input, at positions from 0.
-        scores: whether to compute the stages of size H T^2: scores, masked and weights.
-        first_values: the values of the first layer, for a layer that mixes them with its own.
-
-    Raises:
-        ArgumentTypeError: the module is not a softmax self-attention.
-
     >>> from regard.nn.variants import mha
     >>> [stage.name for stage in run_stages(mha(8, 2), torch.zeros(1, 3, 8))]
     ['q', 'k', 'v', 'scores', 'masked', 'weights', 'z', 'out']
@@ -218,14 +209,6 @@ def summarize_layer(
     For other mechanisms these are the captured taps, without times; for long texts the stages of
     size H T^2 are left out.
 
-    Args:
-        attention: the module.
-        hidden: `CapturedRun.hidden`; `x` is the input of the module.
-        taps: `CapturedRun.taps`.
-        own: whether queries and keys come from the same sequence.
-        most_pairs: the largest number of scores, over all heads, for which their stages are
-            computed.
-
     >>> [one.name for one in summarize_layer(None, {}, {"q": torch.zeros(2, 3, 4)}, own=True)]
     ['q']
     """
@@ -262,11 +245,7 @@ class LayerStages:
     stages: tuple[Stage, ...]
 
     def stage(self, name: str) -> Stage:
-        """Return the stage of a given name.
-
-        Raises:
-            KeyError: there is no such stage.
-        """
+        """Return the stage of a given name."""
         return {stage.name: stage for stage in self.stages}[name]
 
     @property
@@ -320,23 +299,6 @@ def run_layers(
     device: torch.device | str | None = None,
 ) -> list[LayerStages]:
     """Run one layer of each mechanism on the same random tokens, in evaluation mode.
-
-    Args:
-        names: names of softmax self-attentions in the catalogue.
-        dim: model dimension M.
-        heads: number of heads H.
-        batch: number of sequences B.
-        tokens: number of tokens T.
-        mask: mask of every mechanism; None means no mask.
-        seed: random seed of the tokens, and of the weights of each mechanism.
-        options: options of the mechanisms; None uses `default_options` of each.
-        device: where the layers run and are timed; None is the CPU. Tokens and weights are drawn on
-            the CPU, so that they are the same everywhere, and the tensors that are returned are
-            there, too.
-
-    Raises:
-        ArgumentError: a name is not in the catalogue or not a softmax self-attention, or a size
-            does not fit.
 
     >>> from regard.masks import Causal
     >>> (one,) = run_layers(["mha"], mask=Causal())

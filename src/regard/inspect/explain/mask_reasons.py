@@ -24,14 +24,6 @@ def why_masked(
 ) -> tuple[str, ...]:
     """Return, for each key, the terms of the mask that exclude it for query i; "" if it is visible.
 
-    Args:
-        mask: mask of the call, or None.
-        positions: positions of the queries.
-        i: index of the query.
-        visible: which keys the query sees, `[n]`.
-        head: query head.
-        k_positions: positions of the keys; None means those of the queries.
-
     >>> from regard.span import Span
     >>> why_masked(masks.Causal(), Span(0, 3), 1, np.array([True, True, False]))
     ('', '', 'future')

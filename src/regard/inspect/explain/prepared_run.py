@@ -172,9 +172,6 @@ class PreparedRun:
         """Return an attention module by its place, or by its layer.
 
         In an encoder-decoder the layer means the cross-attention.
-
-        Raises:
-            ArgumentError: there is no such attention.
         """
         if place is not None:
             for site in self.sites:
@@ -234,16 +231,6 @@ def prepare_run(
     model: ModelInput, text: str | None = None, target: str | None = None
 ) -> PreparedRun:
     """Prepare a model and a text to be run and explained.
-
-    Args:
-        model: a decoder; a text encoder; an encoder-decoder, which also reads `target`; or a
-            `PretokenizedInput`, which contains its text.
-        text: the text.
-        target: the output text of an encoder-decoder; None is its own answer.
-
-    Raises:
-        ArgumentError: a text has no tokens, or the model takes no target.
-        ArgumentTypeError: the text is not a str.
 
     >>> import regard
     >>> len(prepare_run(regard.load("tiny"), "to be").sites)

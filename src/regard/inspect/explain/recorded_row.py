@@ -65,21 +65,7 @@ def explain_recorded_row(
     batch: int = 0,
     mechanism: str = "attention",
 ) -> Explanation:
-    """Explain one row of a recording.
-
-    Args:
-        recording: the recording, with all heads, rows, values and outputs.
-        layer: index or name of the place.
-        head: query head; negative counts from the end.
-        query: row of the place, or its label.
-        key: column of the place, or its label; None chooses the key with the largest weight.
-        batch: row of the batch.
-        mechanism: what computed the attention, in words.
-
-    Raises:
-        ArgumentError: there is no such place, head, query, key or row of the batch; a part of the
-            place was not recorded; or scores or weights were edited.
-    """
+    """Explain one row of a recording."""
     place = recording[layer]
     rows, columns = recording.labels(layer)
     _check_is_whole(place)
@@ -151,12 +137,7 @@ def explain_recorded_row(
 
 
 def select_batch_row(place: Place, batch: int) -> Place:
-    """Return the part of a place that belongs to one row of the batch.
-
-    Args:
-        place: the place.
-        batch: the row of the batch.
-    """
+    """Return the part of a place that belongs to one row of the batch."""
     b = slice(batch, batch + 1)
     pools = tuple(
         replace(pool, k=pool.k[b], v=None if pool.v is None else pool.v[b]) for pool in place.pools

@@ -49,12 +49,6 @@ class RuleRow(NamedTuple):
 def rule_row(row: KernelRow) -> RuleRow:
     """Compute the row of a recorded call with a score rule, and compare it with the recorded
     weights and output.
-
-    Args:
-        row: the head of the call, for one query.
-
-    Returns:
-        Its steps, weights and checks.
     """
     rule = row.call.step.score
     assert rule is not None, "callers ask for a rule first"

@@ -114,11 +114,6 @@ def ablate(
 def replacement(method: Ablation, source: Tensor, generator: torch.Generator) -> Edit:
     """Return the function from a head's output `[B, T, E]` to what takes its place.
 
-    Args:
-        method: "zero", "mean" or "resample".
-        source: the output of the head in the reference run, `[B', T', E]`.
-        generator: the random generator of "resample".
-
     >>> source = torch.tensor([[[1.0], [3.0]]])
     >>> replacement("mean", source, torch.Generator())(torch.zeros(1, 1, 1)).item()
     2.0
@@ -156,9 +151,6 @@ def replace_head(head: int, change: Edit) -> Edit:
 def chosen_places(names: Sequence[str], layers: Collection[str | int] | None) -> list[str]:
     """Return the full names of the taps at the chosen layers.
 
-    Raises:
-        ArgumentError: a layer does not exist, or there is none at all.
-
     >>> chosen_places(["layers.0.z", "layers.1.z"], [-1])
     ['layers.1.z']
     """
@@ -183,9 +175,6 @@ def chosen_places(names: Sequence[str], layers: Collection[str | int] | None) ->
 
 def check_heads(heads: Collection[int] | None, count: int) -> list[int]:
     """Return the chosen heads as indices from 0.
-
-    Raises:
-        ArgumentError: a head does not exist.
 
     >>> check_heads([-1], 4)
     [3]

@@ -37,9 +37,6 @@ class NamedMetric(NamedTuple):
 def token_id(run: ModelRun, answer: Answer) -> int:
     """Return the id of an answer, which must be one token.
 
-    Raises:
-        ArgumentError: the text is not one token, or the model has no tokenizer.
-
     >>> import regard
     >>> from regard.inspect.interventions.model_run import prepare
     >>> token_id(prepare(regard.load("tiny"), "to"), 5)
@@ -69,11 +66,7 @@ def token_id(run: ModelRun, answer: Answer) -> int:
 
 
 def answer_ids(run: ModelRun, answer: Any) -> tuple[int, ...]:
-    """Return the ids of one answer, or of an answer and the one it is compared with.
-
-    Raises:
-        ArgumentTypeError: it is neither a token nor a pair of tokens.
-    """
+    """Return the ids of one answer, or of an answer and the one it is compared with."""
     both = answer if isinstance(answer, tuple) else (answer,)
     if len(both) > 2 or not all(isinstance(each, (str, int)) for each in both):
         raise ArgumentTypeError(
@@ -98,20 +91,6 @@ def last_logits(output: Tensor) -> Tensor:
 
 def metric_of(run: ModelRun, metric: Metric) -> NamedMetric:
     """Return a metric as a function of a model's output, with its name.
-
-    Args:
-        run: the prepared run.
-        metric: a function from the output to a number; a token (text or id), for the natural log
-            of its probability after the last position; a pair of tokens, for the difference of
-            their logits; None, for the token that the model itself finds most likely. For a
-            `TextEncoder`: a text, for the cosine of the two sentence vectors; None, for the cosine
-            with the vector of the unchanged run.
-
-    Returns:
-        The metric.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: the answer is no token, or the metric has another type.
 
     >>> import regard
     >>> from regard.inspect.interventions.model_run import prepare

@@ -79,16 +79,7 @@ class ModelRun:
         *,
         gradients: bool = False,
     ) -> RunResult:
-        """Run the model once.
-
-        Args:
-            edit: replacements by the name of a tap, as for `Trace`.
-            capture: names of taps, as for `Trace`.
-            gradients: whether autograd runs, so that captured tensors get gradients.
-
-        Returns:
-            The output and the trace.
-        """
+        """Run the model once, with edits, and capture values."""
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad() if gradients else torch.no_grad())
             if isinstance(self.model, nn.Module):
@@ -106,9 +97,6 @@ class ModelRun:
     def key_labels(self) -> tuple[str, ...]:
         """Return a text for each key that the last token can read: the tokens of the input; for an
         encoder-decoder first those of the source, then those of the target.
-
-        Raises:
-            ArgumentError: the input has no token ids.
         """
         if self.ids is None:
             raise ArgumentError("the input has no token ids, so that keys cannot be named")
@@ -119,11 +107,7 @@ class ModelRun:
         return (*(f"source {x}" for x in source), *(f"target {x}" for x in own))
 
     def key_ids(self) -> Tensor:
-        """Return the ids of these keys in the first row of the batch, `[S]`.
-
-        Raises:
-            ArgumentError: the input has no token ids.
-        """
+        """Return the ids of these keys in the first row of the batch, `[S]`."""
         if self.ids is None:
             raise ArgumentError("the input has no token ids, so that keys cannot be named")
         if self.source_ids is None:
@@ -131,11 +115,7 @@ class ModelRun:
         return torch.cat([self.source_ids[0], self.ids[0]])
 
     def taps(self, *, patterns: bool = True) -> tuple[str, ...]:
-        """Return the names of the taps that one run passes, in their order.
-
-        Args:
-            patterns: whether the reference kernel runs, so that scores and patterns are listed.
-        """
+        """Return the names of the taps that one run passes, in their order."""
         with ExitStack() as stack:
             if isinstance(self.model, nn.Module):
                 stack.enter_context(watch(self.model))
@@ -143,21 +123,7 @@ class ModelRun:
 
 
 def prepare(model: AnyModel, text: Input) -> ModelRun:
-    """Prepare a model to run one input several times.
-
-    Args:
-        model: a `Model`, a `TextEncoder`, a `Seq2Seq`, or any module, such as one of transformers,
-            timm or diffusers.
-        text: a text, several texts, or token ids `[B, T]`; for a `Seq2Seq` a pair (source, target)
-            of texts or ids, where ids of the target begin with `start`; for a module ids, a tensor,
-            or a mapping of its keyword arguments.
-
-    Returns:
-        The prepared run.
-
-    Raises:
-        ArgumentTypeError: the model or the text has an unsupported type.
-    """
+    """Prepare a model to run one input several times."""
     if isinstance(model, Model):
         return _prepare_decoder(model, text)
     if isinstance(model, TextEncoder):
@@ -236,13 +202,6 @@ def _prepare_module(model: nn.Module, text: Input) -> ModelRun:
 def check_passed(names: Sized, tap: str) -> None:
     """Refuse a run that passed no tap of a name.
 
-    Args:
-        names: what was captured.
-        tap: the tap, such as "z".
-
-    Raises:
-        ArgumentError: nothing was captured.
-
     >>> check_passed(["layers.0.z"], "z")
     """
     if len(names):
@@ -263,9 +222,6 @@ def _labels(pieces: tuple[str, ...], length: int) -> tuple[str, ...]:
 def main_tensor(output: Any) -> Tensor:
     """Return the tensor of a model's output that a metric reads: itself, its logits, its last
     hidden states, or its first tensor.
-
-    Raises:
-        ArgumentError: there is none.
 
     >>> main_tensor((torch.zeros(2), 1)).shape
     torch.Size([2])

@@ -124,13 +124,7 @@ class ResidualTerms:
         self.terms.append(Term(name, vector))
 
     def add_heads(self, place: str, output: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        """Add the term of each head of a place, and that of the bias of its output map.
-
-        Args:
-            place: name of the place.
-            output: the linear map from the joined heads to the hidden state.
-            change: what happens to the output of attention before it is added.
-        """
+        """Add the term of each head of a place, and that of the bias of its output map."""
         z = self.taps[f"{place}.z"][:1, :, self.position].double().cpu()
         wide = copy.deepcopy(output).double().cpu()
         bias = wide(torch.zeros(1, 1, z.shape[1] * z.shape[2], dtype=torch.float64))[0, 0]
@@ -144,11 +138,7 @@ class ResidualTerms:
             self.add(f"{place}.bias", change(bias))
 
     def _by_key(self, place: str, z: Tensor) -> Tensor:
-        """Return the terms p_ij v_j of the output of each head, `[H, S, E]`.
-
-        Raises:
-            ArgumentError: they do not sum to z.
-        """
+        """Return the terms p_ij v_j of the output of each head, `[H, S, E]`."""
         if f"{place}.pattern" not in self.taps:
             raise ArgumentError(f"{place} has no pattern, so that it has no terms by key")
         p = self.taps[f"{place}.pattern"][0, :, self.position].double().cpu()
@@ -193,19 +183,7 @@ class Decomposition(NamedTuple):
 
 
 def decompose(run: ModelRun, position: int, *, by_key: bool = False) -> Decomposition:
-    """Run a model once, and take the hidden state of one token before the last norm apart.
-
-    Args:
-        run: the prepared run; the first row of its batch is used.
-        position: index of the token.
-        by_key: whether the terms of heads are kept apart by key; the reference kernel runs then.
-
-    Returns:
-        The terms.
-
-    Raises:
-        ArgumentError: the model has no logits, or its blocks add in a way that is not known.
-    """
+    """Run a model once, and take the hidden state of one token before the last norm apart."""
     captured = (*CAPTURED, "pattern") if by_key else CAPTURED
     if isinstance(run.model, nn.Module):
         return _decompose_module(run, run.model, position, captured, by_key=by_key)

@@ -112,11 +112,7 @@ def rollout(
 
 
 def layer_maps(recording: Recording, residual: float, batch: int = 0) -> list[Array]:
-    """Return A of each layer, `[T, T]`, with the mean over the recorded heads.
-
-    Raises:
-        ArgumentError: a place has other keys than queries, or too many.
-    """
+    """Return A of each layer, `[T, T]`, with the mean over the recorded heads."""
     maps = []
     for name, place in recording.places.items():
         if place.T != place.N:
@@ -153,13 +149,6 @@ def rolled_out(layers: list[Float[np.ndarray, "T T"]]) -> Array:
 
 def flows(layers: list[Float[np.ndarray, "T T"]], query: int | None = None) -> Array:
     """Return the maximum flow from each query of the last layer to each token of the input.
-
-    Args:
-        layers: A of each layer, `[T, T]`.
-        query: the row to compute, or None for all.
-
-    Returns:
-        Flows, `[T, T]`, or `[1, T]` with a query.
 
     >>> flows([np.array([[1.0, 0.0], [0.5, 0.5]])]).tolist()
     [[1.0, 0.0], [0.5, 0.5]]

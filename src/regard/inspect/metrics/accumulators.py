@@ -93,15 +93,7 @@ class MeasuredPlace:
         )
 
     def mean(self, x: Tensor, over: Tensor) -> Tensor:
-        """Return the mean of x `[h, T]` over some rows.
-
-        Args:
-            x: a number for each head and row.
-            over: which rows, bool `[T]` or `[h, T]`.
-
-        Returns:
-            The means, `[h]`; NaN where no row is selected.
-        """
+        """Return the mean of x `[h, T]` over some rows."""
         over = over.expand(x.shape)
         return torch.where(over, x, 0).sum(1) / over.sum(1)
 

@@ -157,18 +157,6 @@ def measure_corpus(
     """Record one text after the other, and accumulate the metrics of all heads.
 
     Only one recording is in memory at a time.
-
-    Args:
-        record_text: runs the model on one text.
-        measure_place: the metrics `[h]` of the heads of one place of it, by name, given the ids of
-            its columns.
-        corpus: the texts.
-
-    Returns:
-        The metrics.
-
-    Raises:
-        ArgumentError: the corpus is empty, or its texts reach different places.
     """
     places: tuple[str, ...] = ()
     running: dict[tuple[str, int], _Running] = {}

@@ -57,17 +57,7 @@ class SeenCalls(NamedTuple):
 def run_module(
     model: nn.Module, inputs: Sequence[object], arguments: Mapping[str, object], recorder: Recorder
 ) -> tuple[SeenCalls, dict[str, Any]]:
-    """Run a module once, or generate with a transformers model, while a recorder is open.
-
-    Args:
-        model: the module.
-        inputs: its inputs, or one mapping of its keyword arguments.
-        arguments: its keyword arguments; with `tokens` a transformers model generates.
-        recorder: the recorder.
-
-    Returns:
-        What was seen, and facts about the run for the `Recording`.
-    """
+    """Run a module once, or generate with a transformers model, while a recorder is open."""
     named = dict(arguments)
     first = inputs[0] if len(inputs) == 1 else None
     if isinstance(first, Mapping) and not named.keys() - {"tokens"}:

@@ -59,11 +59,7 @@ def _arrays(patterns: dict[str, NDArray[np.float64]]) -> dict[str, Any]:
 
 
 def dense_patterns(recording: Recording, batch: int = 0) -> dict[str, NDArray[np.float64]]:
-    """Return the whole pattern of every recorded head, `[h, T, N]`, by place, in fp64.
-
-    Raises:
-        ArgumentError: there are more than `MAX_WEIGHTS` weights.
-    """
+    """Return the whole pattern of every recorded head, `[h, T, N]`, by place, in fp64."""
     count = sum(len(place.heads) * place.T * place.N for place in recording.places.values())
     if count > MAX_WEIGHTS:
         raise ArgumentError(

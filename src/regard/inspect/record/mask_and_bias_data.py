@@ -50,14 +50,7 @@ def depends_on_slots(*rules: Mask | Bias | None) -> bool:
 def to_dense_rules(
     call: Call, mask: Mask, bias: Bias | None, slots: Tensor
 ) -> tuple[Mask, Bias | None]:
-    """Evaluate a mask and a bias for some slots of a call, and return them as dense tables.
-
-    Args:
-        call: the call.
-        mask: its mask.
-        bias: its bias, or None.
-        slots: slots of the call, `[b or 1, 1, 1, n]`.
-    """
+    """Evaluate a mask and a bias for some slots of a call, and return them as dense tables."""
     positions = as_tensor(call.q_positions).cpu(), as_tensor(call.k_positions).cpu()
 
     def gather_slots(x: Tensor) -> Tensor:
@@ -79,11 +72,6 @@ def mask_data(mask: Mask, step: RecordedStep, keep: StoreTensor) -> dict[str, ob
     A mask without plain data, such as a function, becomes a dense table for the step. A mask of a
     class from outside the package also gets a dense table, because the reader of the file may not
     have that class.
-
-    Args:
-        mask: the mask.
-        step: the step that it belongs to.
-        keep: stores a tensor and returns its name.
     """
 
     def dense_table() -> dict[str, object]:
@@ -115,14 +103,6 @@ def _is_ours(rule: Mask) -> bool:
 def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
     """Build the mask that `mask_data` described; a dense mask where its class is unknown here.
 
-    Args:
-        data: what `mask_data` returned.
-        tensors: name to tensor.
-        depth: nesting depth so far.
-
-    Raises:
-        ArgumentError, KeyError, TypeError: the data does not describe a mask.
-
     >>> str(mask_from({"all": [{"text": "causal"}, {"not": {"text": "window(3)"}}]}, {}))
     'causal & ~window(3)'
     """
@@ -139,13 +119,7 @@ def mask_from(data: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Mask:
 
 
 def bias_data(bias: Bias | None, step: RecordedStep, keep: StoreTensor) -> dict[str, object] | None:
-    """Return a bias as JSON data; one without plain data, such as a function, as a dense table.
-
-    Args:
-        bias: the bias, or None.
-        step: the step that it belongs to.
-        keep: stores a tensor and returns its name.
-    """
+    """Return a bias as JSON data; one without plain data, such as a function, as a dense table."""
     if bias is None:
         return None
 
@@ -163,14 +137,6 @@ def bias_data(bias: Bias | None, step: RecordedStep, keep: StoreTensor) -> dict[
 def bias_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> Bias | None:
     """Build the bias that `bias_data` described; a dense bias where its class is unknown here.
 
-    Args:
-        data: what `bias_data` returned.
-        tensors: name to tensor.
-        depth: nesting depth so far.
-
-    Raises:
-        ArgumentError, KeyError, TypeError: the data does not describe a bias.
-
     >>> bias_from({"alibi": "a", "symmetric": False}, {"a": torch.tensor([0.5, 0.25])})
     alibi(2 slopes)
     """
@@ -187,10 +153,6 @@ def score_data(rule: ScoreRule | None, keep: StoreTensor) -> dict[str, Any] | No
     The text suffices for a reader, because a recording also contains the scores and the weights
     that a rule gave. A rule of a class from outside the package also gets its text, because the
     reader of the file may not have that class.
-
-    Args:
-        rule: the rule, or None.
-        keep: stores a tensor and returns its name.
     """
     if rule is None:
         return None
@@ -205,14 +167,6 @@ def score_data(rule: ScoreRule | None, keep: StoreTensor) -> dict[str, Any] | No
 def score_from(data: object, tensors: Mapping[str, Tensor], depth: int = 0) -> ScoreRule | None:
     """Build the score rule that `score_data` described; a `RecordedRule` where only its text is
     stored, or its class is unknown here.
-
-    Args:
-        data: what `score_data` returned.
-        tensors: name to tensor.
-        depth: nesting depth so far.
-
-    Raises:
-        ArgumentError, KeyError, TypeError: the data does not describe a rule.
 
     >>> score_from({"temperature": 2.0}, {}), score_from({"recorded": {"word": "fn(near)"}}, {})
     (temperature(2), fn(near))

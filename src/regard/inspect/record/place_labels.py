@@ -34,18 +34,6 @@ def label_places(places: Mapping[str, Place], labels: Labels) -> dict[str, Place
     One sequence of texts labels every axis of its length. Of a pair, the first labels rows and the
     second columns; where the lengths show that a place is self-attention of one of the two, that
     one labels both.
-
-    Args:
-        places: the recorded places by name.
-        labels: the texts.
-
-    Returns:
-        The texts of each place for which there are any.
-
-    Raises:
-        ArgumentError: texts fit no place; a name in the mapping is the beginning of no place's
-            name, or its texts do not fit that place.
-        ArgumentTypeError: the texts are not strings.
     """
     if isinstance(labels, Mapping):
         return _by_name(places, labels)

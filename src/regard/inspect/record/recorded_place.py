@@ -99,11 +99,7 @@ class RecordedStep:
         return lse if self.sink is None else torch.logaddexp(lse, self.sink.double()[:, None])
 
     def row_positions(self, batch: int = 0) -> Tensor:
-        """Return the positions `[t]` of the kept queries in one row of the batch.
-
-        Args:
-            batch: index of the row of the batch.
-        """
+        """Return the positions `[t]` of the kept queries in one row of the batch."""
         positions = as_tensor(
             slice_positions(self.q_positions, slice(self.first, self.first + self.T))
         )

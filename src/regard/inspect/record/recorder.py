@@ -65,11 +65,6 @@ class KeyValueStore:
         yet.
 
         A key is in the store already if it is equal, bit for bit, to the newest key of its column.
-
-        Args:
-            columns: column of each key, `[s]`.
-            keys_and_values: the keys and values of the call.
-            present: which rows of the batch have the key, `[B, s]`; None means all.
         """
         num_missing = int(columns.max()) + 1 - len(self._newest) if len(columns) else 0
         if num_missing > 0:

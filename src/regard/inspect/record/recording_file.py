@@ -367,12 +367,6 @@ def _read_span(data: list[int], most: int = MAX_TOKENS) -> Span:
 def check_place(place: Place) -> None:
     """Check that every shape, index and number of a place is one that recording could have
     produced.
-
-    Args:
-        place: a place that was read from a file.
-
-    Raises:
-        ArgumentError: one of them is not.
     """
     H, heads = place.H, place.heads
     if H < 1 or place.N < 0:

@@ -162,13 +162,7 @@ def _sample(place: Place, cells: int) -> Iterator[tuple[int, slice]]:
 def _error_bound(
     triples: list[tuple[Tensor, list[Tensor], Tensor]], extra_rounding: float
 ) -> ErrorBound:
-    """Apply the error rule, plus `extra_rounding`, to all samples together.
-
-    Args:
-        triples: for each sample (x, results of plain arithmetic, reference in fp64); only finite
-            reference values count.
-        extra_rounding: added to the bound.
-    """
+    """Apply the error rule, plus `extra_rounding`, to all samples together."""
     error = plain = rounding = 0.0
     for x, plains, ref in triples:
         finite = ref.isfinite()

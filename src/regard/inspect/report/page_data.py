@@ -109,11 +109,6 @@ def place_overview(place: Place, ids: Tensor | None = None, row: int = 0) -> Pla
     error of about 2^-22 times the size of its score, which no byte of a thumbnail shows. The exact
     heads of the page are computed in fp64.
 
-    Args:
-        place: a place of a recording.
-        ids: token ids of the columns, `[N]`, if the rows are the same tokens.
-        row: row of the batch.
-
     >>> import regard
     >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
     >>> place_overview(recording[0]).metrics["future"][:2]
@@ -187,10 +182,6 @@ def cost_facts(place: Place, pairs: int) -> dict[str, object]:
 
     The formulas are those of `regard.cost`. The sizes of caches are given for one key/value head
     per query head (MHA), for the model's own number of them (GQA), and for a single one (MQA).
-
-    Args:
-        place: a place of a recording.
-        pairs: number of visible query-key pairs, summed over the recorded heads.
     """
     pool = place.pools[0]
     D, size = pool.k.shape[3], pool.k.element_size()

@@ -84,11 +84,7 @@ class PageRules:
             first += step.T
 
     def plain(self, heads: list[int]) -> list[dict[str, object]]:
-        """Return each rule as page data: scale, softcap, kernel, sink, mask (a tree) and bias.
-
-        Args:
-            heads: the heads for which a bias that is no function of q - k is stored.
-        """
+        """Return each rule as page data: scale, softcap, kernel, sink, mask (a tree) and bias."""
         return [
             {
                 "scale": float(rows.step.scale),
@@ -186,12 +182,7 @@ class PageRules:
             yield slice(first + start, first + stop), cells if ranges is None else ranges
 
     def _stored(self, parts: list[tuple[slice, Tensor]], count: int) -> dict[str, Any]:
-        """Store rows of a mask as ranges, or as bits if some of them have too many ranges.
-
-        Args:
-            parts: (rows, int32 ranges `[heads or 1, t, 2 n]` or bool `[heads or 1, t, N]`).
-            count: number of heads; 1 if they are all equal.
-        """
+        """Store rows of a mask as ranges, or as bits if some of them have too many ranges."""
         T, N = self.place.T, self.place.N
         if all(part.dtype == torch.int32 for _, part in parts):
             width = max(part.shape[2] for _, part in parts)

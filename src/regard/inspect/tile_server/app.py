@@ -90,10 +90,6 @@ class Policy(NamedTuple):
 def guarded(app: Application, policy: Policy) -> Application:
     """Return an application that refuses requests by the policy, and adds the headers that keep
     answers where they belong.
-
-    Args:
-        app: the application that answers.
-        policy: which requests it gets.
     """
     headers = [
         (b"content-security-policy", policy.content.encode()),
@@ -333,14 +329,7 @@ class Endpoints:
 def application(
     session: ViewSession, page: str, policy: Policy, *, max_queue: int = MAX_QUEUE
 ) -> tuple[Application, Endpoints]:
-    """Return the application and its endpoints.
-
-    Args:
-        session: what is served.
-        page: the HTML of the page without data.
-        policy: which requests are answered.
-        max_queue: number of requests that may wait or be computed at once.
-    """
+    """Return the application and its endpoints."""
     endpoints = Endpoints(session, page, max_queue=max_queue)
     app = Starlette(
         routes=endpoints.routes(),

@@ -267,14 +267,7 @@ class HeadTiles:
             yield numbers[id(step)], own, target
 
     def weights(self, rows: Tensor | slice, number: int, c0: int, c1: int) -> Tensor | None:
-        """Compute weights of some rows of a step, `[t, c]`; -1 where masked, None if all are.
-
-        Args:
-            rows: a range of rows of the step, or their indices in increasing order.
-            number: the number of the step.
-            c0: first column.
-            c1: end of the columns.
-        """
+        """Compute weights of some rows of a step, `[t, c]`; -1 where masked, None if all are."""
         step = self.place.steps[number]
         own = rows if isinstance(rows, slice) else slice(int(rows[0]), int(rows[-1]) + 1)
         if isinstance(rows, slice) or own.stop - own.start == len(rows):
@@ -316,14 +309,7 @@ class HeadTiles:
     def tile(
         self, level: int, i: int, j: int, *, pause: Callable[[], object] | None = None
     ) -> TileData:
-        """Compute tile (i, j) of a level exactly, from every row and column.
-
-        Args:
-            level: the level; blocks have 2^level rows and columns.
-            i: which tile, counted from the first rows.
-            j: which tile, counted from the first columns.
-            pause: called before each chunk of the tile; it may wait.
-        """
+        """Compute tile (i, j) of a level exactly, from every row and column."""
         where, size = self.range(level, i, j), 1 << level
         R, C = -(-(where.r1 - where.r0) // size), -(-(where.c1 - where.c0) // size)
         mass, pairs = torch.zeros(R, C, dtype=torch.float64), torch.zeros(R, C, dtype=torch.float64)
@@ -404,14 +390,7 @@ class HeadTiles:
         return (keys / self.seeing(where, size).clamp(min=1)).float()
 
     def preview(self, level: int, i: int, j: int, rows: int = 1) -> TileData:
-        """Compute a tile from some exact rows of each block row: a sample, with every column.
-
-        Args:
-            level: the level.
-            i: which tile, counted from the first rows.
-            j: which tile, counted from the first columns.
-            rows: number of rows of each block row, evenly spaced.
-        """
+        """Compute a tile from some exact rows of each block row: a sample, with every column."""
         where, size = self.range(level, i, j), 1 << level
         R, C = -(-(where.r1 - where.r0) // size), -(-(where.c1 - where.c0) // size)
         offsets = (torch.arange(rows) * size + size // 2) // rows
@@ -432,14 +411,6 @@ class HeadTiles:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Pool some exact rows over blocks of columns: (sums, maxima, visible pairs), each
         `[len(rows), C]`; a maximum is -1 where the row sees no key of the block.
-
-        Args:
-            rows: rows of the place, in increasing order.
-            c0: first column.
-            c1: end of the columns.
-            size: columns of a block.
-            observe: called with (indices into `rows`, first column, weights with -1 where masked)
-                for each chunk of columns.
         """
         C = -(-(c1 - c0) // size)
         sums, largest, pairs = (torch.zeros(len(rows), C, dtype=self.dtype) for _ in range(3))
@@ -514,13 +485,6 @@ def coarser_blocks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the blocks of an exact tile: (mass, max, visible share) of blocks that are 2^depth
     times as large, equal to pooling the pattern itself at that size.
-
-    Args:
-        tiles: the head.
-        part: the tile.
-        level: its level.
-        where: which tile it is.
-        depth: number of levels to go up.
     """
     size, times = 1 << level, 1 << depth
     inner = tiles.range(level, *where)
@@ -567,16 +531,7 @@ def merge_peaks(peaks: list[Peak]) -> list[Peak]:
 def _add_peaks(
     peaks: list[Peak], p: Tensor, largest: Tensor, size: int, origin: tuple[int, int], keys: Tensor
 ) -> list[Peak]:
-    """Return the peaks among those known and those of one more chunk, each of another block.
-
-    Args:
-        peaks: those known.
-        p: weights of the chunk.
-        largest: its largest weight in each block.
-        size: rows and columns of a block.
-        origin: first row and column of the chunk.
-        keys: number of keys that each row of the chunk sees.
-    """
+    """Return the peaks among those known and those of one more chunk, each of another block."""
     first = keys[::size][: largest.shape[0], None]
     ranks = (largest * first.log1p().to(largest)).flatten()
     ranks = ranks.masked_fill(ranks.isnan(), MASKED)

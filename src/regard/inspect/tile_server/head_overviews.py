@@ -40,11 +40,7 @@ class HeadOverview:
 
 
 def head_overview(tiles: HeadTiles) -> HeadOverview:
-    """Compute the overview of a head from at most `SIDE` exact rows, evenly spaced over its tokens.
-
-    Args:
-        tiles: the head.
-    """
+    """Compute the overview of a head from at most `SIDE` exact rows, evenly spaced."""
     is_token = tiles.is_token if bool(tiles.is_token.any()) else ~tiles.is_token
     tokens = is_token.nonzero()[:, 0]
     r = min(SIDE, len(tokens))
@@ -63,10 +59,6 @@ def head_overview(tiles: HeadTiles) -> HeadOverview:
 def measuring(tiles: HeadTiles, rows: Tensor) -> tuple[Observer, Callable[[], dict[str, float]]]:
     """Return what receives the weights of some rows of a head, as `HeadTiles.row_blocks` gives
     them, and what returns their metrics, as `regard.inspect.measure` defines them.
-
-    Args:
-        tiles: the head.
-        rows: rows of the place, in increasing order.
     """
     measured = MeasuredPlace(
         tiles.place, batch=tiles.batch, heads=tiles.recorded_heads, chosen=rows

@@ -28,12 +28,7 @@ class KeptResults(Generic[R]):
         self._results: OrderedDict[Hashable, Future[R]] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], R]) -> R:
-        """Return a result; it is computed if it is not kept. A failed computation is not kept.
-
-        Args:
-            key: its name.
-            make: computes it.
-        """
+        """Return a result; it is computed if it is not kept. A failed computation is not kept."""
         with self._lock:
             result = self._results.get(key)
             is_new = result is None

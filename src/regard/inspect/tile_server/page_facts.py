@@ -17,11 +17,7 @@ MAX_HITS = 10_000
 
 
 def page_facts(session: ViewSession) -> dict[str, Any]:
-    """Return the places and texts of a session as plain data.
-
-    Args:
-        session: what is served.
-    """
+    """Return the places and texts of a session as plain data."""
     texts: list[list[str]] = []
     sources = [source_facts(recording) for recording in session.recordings]
     opened = {
@@ -71,12 +67,7 @@ def _place(session: ViewSession, number: int, texts: list[list[str]]) -> dict[st
 
 
 def audit_facts(session: ViewSession, number: int) -> dict[str, Any]:
-    """Return the audit of a place: how far its row sums differ from 1.
-
-    Args:
-        session: what is served.
-        number: index of the place.
-    """
+    """Return the audit of a place: how far its row sums differ from 1."""
     audit = row_sums(session.places[number], cells=AUDITED_SCORES)
     return {**asdict(audit), "sound": audit.sound}
 
@@ -94,10 +85,6 @@ def _rule(place: Place) -> str:
 def search_text(session: ViewSession, query: str) -> dict[str, Any]:
     """Return the indices of the tokens in which a plain text begins, in the text of the first
     place's keys; matches may span tokens, and upper and lower case are equal.
-
-    Args:
-        session: what is served.
-        query: the text.
     """
     place = session.places[0]
     recording = replace(session.recordings[0], places={place.name: place})

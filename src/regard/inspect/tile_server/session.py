@@ -101,12 +101,7 @@ class ViewSession:
 
     # ---- heads
     def head(self, place: int, head: int) -> HeadTiles:
-        """Return what computes the tiles of a recorded head.
-
-        Args:
-            place: index of the place.
-            head: query head of the model.
-        """
+        """Return what computes the tiles of a recorded head."""
         with self._lock:
             key = (place, head)
             if key not in self._heads:
@@ -118,12 +113,7 @@ class ViewSession:
             return self._heads[key]
 
     def overview(self, place: int, head: int) -> HeadOverview:
-        """Return the overview of a head: the one made while the model ran, or one computed now.
-
-        Args:
-            place: index of the place.
-            head: query head of the model.
-        """
+        """Return the overview of a head: the one made while the model ran, or one computed now."""
         overview = self.overviews.heads.get((self.names[place], head))
         if overview is not None and self.sources[place] == 0:
             return overview
@@ -135,13 +125,6 @@ class ViewSession:
     def tile(self, place: int, head: int, level: int, i: int, j: int) -> TileData | None:
         """Return a tile: exact up to `EXACT_LEVEL`, and the best that is known above it; None if
         the mask allows no pair in it.
-
-        Args:
-            place: index of the place.
-            head: query head of the model.
-            level: level of the tile.
-            i: which tile, counted from the first rows.
-            j: which tile, counted from the first columns.
         """
         tiles, key = self.head(place, head), (place, head, level, i, j)
         if tiles.is_empty(tiles.range(level, i, j)):

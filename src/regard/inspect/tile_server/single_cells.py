@@ -33,12 +33,7 @@ def _line(tiles: HeadTiles, which: tuple[str, int], make: Callable[[], Tensor]) 
 
 
 def row_weights(tiles: HeadTiles, i: int) -> Tensor:
-    """Compute the weights of one query over all keys, `[N]`; -1 where masked.
-
-    Args:
-        tiles: the head.
-        i: row.
-    """
+    """Compute the weights of one query over all keys, `[N]`; -1 where masked."""
 
     def make() -> Tensor:
         number, own = _step_of(tiles, i)
@@ -49,12 +44,7 @@ def row_weights(tiles: HeadTiles, i: int) -> Tensor:
 
 
 def column_weights(tiles: HeadTiles, j: int) -> Tensor:
-    """Compute the weights that all queries give to one key, `[T]`; -1 where masked.
-
-    Args:
-        tiles: the head.
-        j: column.
-    """
+    """Compute the weights that all queries give to one key, `[T]`; -1 where masked."""
 
     def make() -> Tensor:
         parts = []
@@ -69,10 +59,6 @@ def column_weights(tiles: HeadTiles, j: int) -> Tensor:
 def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
     """Return the largest keys of a query in fp64, the rest, the cumulative mass of its n largest
     keys, and its mass by distance.
-
-    Args:
-        tiles: the head.
-        i: row.
     """
     p = row_weights(tiles, i)
     is_visible = ~(p < 0)
@@ -110,10 +96,6 @@ def describe_row(tiles: HeadTiles, i: int) -> dict[str, Any]:
 def describe_column(tiles: HeadTiles, j: int) -> dict[str, Any]:
     """Return the queries that give a key the largest weights in fp64, and the mean that it
     receives.
-
-    Args:
-        tiles: the head.
-        j: column.
     """
     p = column_weights(tiles, j)
     is_visible = ~(p < 0)
@@ -134,11 +116,6 @@ def describe_column(tiles: HeadTiles, j: int) -> dict[str, Any]:
 def describe_cell(tiles: HeadTiles, i: int, j: int) -> dict[str, Any]:
     """Return the chain of numbers of one cell in fp64: products, dot, scale, softcap, bias, mask,
     score, lse and weight, and the rank of the weight in its row.
-
-    Args:
-        tiles: the head.
-        i: row.
-        j: column.
     """
     place, batch = tiles.place, tiles.batch
     number, own = _step_of(tiles, i)

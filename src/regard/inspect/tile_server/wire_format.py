@@ -30,10 +30,6 @@ EMPTY, BLOCKS, LINE = range(3)
 def encode_tile(tile: TileData | None, level: int) -> bytes:
     """Return a tile as bytes; None is a tile in which the mask allows no pair.
 
-    Args:
-        tile: the tile.
-        level: its level.
-
     >>> len(encode_tile(None, 3))
     24
     """
@@ -45,21 +41,13 @@ def encode_tile(tile: TileData | None, level: int) -> bytes:
 
 
 def encode_overview(overview: HeadOverview) -> bytes:
-    """Return an overview as bytes: its metrics as fp32, then its blocks.
-
-    Args:
-        overview: the overview.
-    """
+    """Return an overview as bytes: its metrics as fp32, then its blocks."""
     metrics = _numbers(torch.tensor(overview.metrics))
     return metrics + _blocks(overview.blocks, 0, [overview.blocks.mass, overview.blocks.max])
 
 
 def encode_weights(weights: Tensor) -> bytes:
-    """Return the weights of a row or a column.
-
-    Args:
-        weights: `[n]`; -1 where masked.
-    """
+    """Return the weights of a row or a column."""
     body = _numbers(weights)
     return HEADER.pack(MAGIC, LINE, 0, 1, min(len(weights), 65535), 0, 1, 0, 1.0, len(body)) + body
 

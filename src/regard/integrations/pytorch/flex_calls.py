@@ -53,16 +53,6 @@ def convert_score_mod(
 ) -> FnScore | str | None:
     """Convert the `score_mod` of a call to a score rule.
 
-    Args:
-        score_mod: the function of `flex_attention`, or None.
-        heads: the number of query heads of the call.
-        device: the device of the call.
-
-    Returns:
-        The rule; None if the function returns the very tensor that it is given, and so changes
-        nothing (torch maps it over all scores with `vmap`, so that it cannot depend on their
-        values); the reason, if torch must run the call.
-
     >>> convert_score_mod(lambda s, b, h, q, k: s), convert_score_mod(lambda s, b, h, q, k: 2 * s)
     (None, fn(<lambda>))
     """
@@ -101,16 +91,7 @@ def run_flex_call(
     wants_lse: bool,
     place: str = "",
 ) -> FlexResult | str:
-    """Run a call of flex_attention on our kernels, or return why torch must run it.
-
-    Args:
-        tensors: q `[B, H, T, D]`, k `[B, G, S, D]` and v `[B, G, S, E]`.
-        score_mod: a function of the scores, or None.
-        block_mask: a `BlockMask`, or None.
-        scale: the factor on q . k, or None for 1/sqrt(D).
-        wants_lse: whether the lse is requested.
-        place: the name of the place, if the call is observed.
-    """
+    """Run a call of flex_attention on our kernels, or return why torch must run it."""
     q, k, v = tensors
     why = _why_torch(q, k, v)
     if why is not None:
@@ -306,16 +287,7 @@ class _FlexArguments(NamedTuple):
 
 
 def run_or_leave(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute torch's `flex_attention` on our kernels where possible, else by the original.
-
-    Args:
-        original: torch's function.
-        *args: its arguments.
-        **kwargs: its keyword arguments.
-
-    Returns:
-        What torch's function returns for them.
-    """
+    """Compute torch's `flex_attention` on our kernels where possible, else by the original."""
     from torch.nn.attention.flex_attention import AuxOutput
 
     arguments = _FlexArguments(*args, **kwargs)
@@ -369,19 +341,6 @@ def observe_flex_operator(
     """Compute the operator inside `flex_attention`, observed by the open traces.
 
     A model that holds a compiled `flex_attention` reaches it without calling the function.
-
-    Args:
-        query: `[B, H, T, D]`.
-        key: `[B, G, S, D]`.
-        value: `[B, G, S, E]`.
-        score_mod: a function of the scores.
-        blocks: what `BlockMask.as_tuple` returns.
-        scale: the factor on q . k.
-        *_options: options of torch's kernels.
-        place: the name of the place.
-
-    Returns:
-        The output, the base-2 log-sum-exp and no maxima; or why torch must run the call.
     """
     counts, indices, full_counts, full_indices = blocks[2:6]
     mask = _Blocks(

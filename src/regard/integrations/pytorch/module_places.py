@@ -104,11 +104,6 @@ class ModulePlaces:
         cross-attention does while a text is generated, or the earlier keys followed by one new key
         for each query, as self-attention with a cache does. Its queries then follow those of the
         earlier call. Otherwise a single query is aligned with the last key, and several begin at 0.
-
-        Args:
-            place: the name of the place.
-            k: the keys `[B, G, S, D]`.
-            T: the number of queries.
         """
         S, last = k.shape[2], self._last_keys.get(place)
         start = S - 1 if T == 1 else 0

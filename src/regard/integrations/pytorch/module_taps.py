@@ -53,12 +53,6 @@ class Stack(NamedTuple):
 def find_stacks(model: nn.Module) -> list[Stack]:
     """Find the blocks of a model.
 
-    Args:
-        model: any module.
-
-    Returns:
-        The outermost lists of modules with attention; [] if there is none.
-
     >>> layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)
     >>> [(s.path, len(s.blocks)) for s in find_stacks(nn.TransformerEncoder(layer, 3))]
     [('layers', 3)]
@@ -152,12 +146,6 @@ def module_taps(model: nn.Module) -> Iterator[None]:
     output of its feed-forward layer, `<path>.norm` the output of a norm, and `logits` the tensor
     `logits` of the model's output. With several stacks of blocks, `embed` has the path of its
     stack.
-
-    Args:
-        model: the model.
-
-    Yields:
-        Nothing; the hooks are removed at the end.
 
     >>> import torch
     >>> from regard import Trace

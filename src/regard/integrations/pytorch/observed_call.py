@@ -73,21 +73,7 @@ def observe_attention(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
-    """Compute `F.scaled_dot_product_attention` on our kernels, observed by the open traces.
-
-    Args:
-        query: queries `[..., H, T, D]`; also with two or three dimensions.
-        key: keys `[..., G, S, D]`.
-        value: values `[..., G, S, E]`.
-        attn_mask: bool, True = may attend, or floats that are added to the scores.
-        dropout_p: the dropout probability; the output is then torch's own.
-        is_causal: hide later keys, aligned at the first key.
-        scale: the factor on q . k; None means 1/sqrt(D).
-        enable_gqa: whether there may be fewer key/value heads than query heads.
-
-    Returns:
-        The output `[..., H, T, E]`.
-    """
+    """Compute `F.scaled_dot_product_attention` on our kernels, observed by the open traces."""
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
 
     def in_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -229,15 +215,7 @@ def _observe(
     as_call: Callable[[Tensor, Tensor, Tensor], Call | None],
     dropout: float = 0.0,
 ) -> ObservedCall | str:
-    """Pass a call through the taps and a kernel, or return why that is not possible.
-
-    Args:
-        place: the name of the place.
-        tensors: q, k and v.
-        as_call: makes the call of the tapped tensors; None if it is not softmax attention with a
-            mask.
-        dropout: the dropout probability.
-    """
+    """Pass a call through the taps and a kernel, or return why that is not possible."""
     places = open_places()
     with named_scope(place), nullcontext() if places is None else places.inside_call():
         inner = is_edited("scores") or is_edited("pattern")
@@ -375,24 +353,7 @@ def observe_fused_multi_head(
     need_weights: bool,
     average: bool,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Compute the fused inference path of `nn.MultiheadAttention`, observed by the open traces.
-
-    Args:
-        query: the input of the queries `[B, T, M]`, also as a nested tensor.
-        key: the input of the keys.
-        value: the input of the values.
-        num_head: the number of heads.
-        weight: the joined projection `[3 M, M]`.
-        bias: its bias `[3 M]`.
-        output: weight and bias of the output projection.
-        mask: a mask of the fused inference paths (`as_attn_mask`), or None.
-        mask_type: 0 for a mask [T, S], 1 for padding [B, S], 2 for [B, heads, T, S].
-        need_weights: whether the weights are returned.
-        average: whether they are averaged over the heads.
-
-    Returns:
-        The output and the weights; None if torch must compute them.
-    """
+    """Compute the fused inference path of `nn.MultiheadAttention`, observed by the open traces."""
     mask, tokens = as_attn_mask(mask, mask_type), None
     if query.is_nested:
         sizes = query._nested_tensor_size()[:, 0]

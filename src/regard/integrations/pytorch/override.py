@@ -413,10 +413,6 @@ def _attention_over_ranks(
 ) -> Tensor:
     """Run self-attention of a rank's tokens within `regard.parallel.sequence`. torch's arguments
     count tokens from 0; here they have their positions in the whole sequence.
-
-    Raises:
-        ArgumentError: the call is not self-attention of this rank's tokens, or its mask is neither
-            causal nor a window.
     """
     q, k, v = tensors
     own, call = scope.own_positions(), None
@@ -650,12 +646,7 @@ def _self_attention(
     mask: Tensor | None,
     mask_type: int | None,
 ) -> Tensor | None:
-    """Return self-attention of x [B,T,M] before the output projection; None if torch must run it.
-
-    Args:
-        mask: a mask of the fused inference paths (`as_attn_mask`), or None.
-        mask_type: 0 for a mask [T, T], 1 for padding [B, T], 2 for [B, heads, T, T].
-    """
+    """Return self-attention of x before the output projection; None if torch must run it."""
     if not x.is_cpu:
         _contexts.count_torch(NOT_ON_CPU)
         return None

@@ -64,12 +64,7 @@ mask_cache = RecognizedMaskCache()
 
 
 def is_small(q: Tensor, k: Tensor) -> bool:
-    """Return whether torch is certainly as fast for queries and keys of these sizes.
-
-    Args:
-        q: queries `[..., T, D]`.
-        k: keys `[..., S, D]`.
-    """
+    """Return whether torch is certainly as fast for queries and keys of these sizes."""
     products = q.numel() * k.shape[-2] * 2
     return products < MIN_PRODUCTS and (products < LEAST_PRODUCTS or q.shape[-2] > FEW_QUERIES)
 
@@ -77,16 +72,7 @@ def is_small(q: Tensor, k: Tensor) -> bool:
 def reason_for_torch(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, always: bool
 ) -> str | None:
-    """Return why torch runs a call, judging by types and sizes alone; None if it need not.
-
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        mask: the mask that torch's function was given, or None.
-        dropout: the dropout probability.
-        always: whether calls run here also where torch is as fast.
-    """
+    """Return why torch runs a call, judging by types and sizes alone; None if it need not."""
     if is_compiling() or torch._C._is_tracing():
         return "the graph is being traced"
     if not all(type(x) in (Tensor, nn.Parameter) for x in (q, k, v)):
@@ -199,10 +185,6 @@ def as_attn_mask(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
 
     Torch's modules convert a bool mask to 0 and -inf before these paths, so that it has the same
     dtype as a mask whose numbers are added to the scores.
-
-    Args:
-        mask: floats that are added to the scores, or another dtype in which 0 = may attend.
-        mask_type: 0 for a mask [T, S], 1 for padding [B, S], 2 for [B, heads, T, S].
     """
     if mask is None:
         return None

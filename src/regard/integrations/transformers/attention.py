@@ -254,12 +254,6 @@ def _over_ranks(
 ) -> _MaskArguments:
     """Give the tokens of a rank their positions in the whole sequence: transformers' masks count
     them from 0.
-
-    Args:
-        scope: the open scope of `regard.parallel.sequence`.
-        arguments: the mask and the positions that the model made.
-        key: the keys [B, G, S, D].
-        position_ids: the positions that the model got, or None if it passes none to its attention.
     """
     own = scope.own_positions()
     positions = own if position_ids is None else position_ids

@@ -132,12 +132,7 @@ def _bases(cls: type) -> list[type]:
 
 
 def _reachable_definitions(cls: type) -> tuple[set[tuple[str, str]], bool]:
-    """Follow the names in a model class and its bases to the definitions that they refer to.
-
-    Returns:
-        The definitions as (module, name), other model classes left out; and whether the class
-        refers to another model class.
-    """
+    """Follow the names in a model class and its bases to the definitions that they refer to."""
     reached: set[tuple[str, str]] = set()
     models, pending = False, [(x.__module__, x.__name__) for x in _bases(cls)]
     while pending:
@@ -173,10 +168,6 @@ def _reachable_definitions(cls: type) -> tuple[set[tuple[str, str]], bool]:
 def require_supported(cls: type) -> None:
     """Refuse a model class whose attention cannot run through regard; warn once about a class that
     ignores `attn_implementation`.
-
-    Raises:
-        ArgumentError: the class computes its attention itself from a mask of transformers, or looks
-            its attention class up by name.
     """
     usage = attention_usage(cls)
     if usage is None:
@@ -214,12 +205,6 @@ def _refusal_message(cls: type, why: str) -> str:
 
 def ways_to_record(model: nn.Module) -> str:
     """Return how the attention of a model can be recorded, as far as its classes allow.
-
-    Args:
-        model: a model of transformers, or a module that holds one.
-
-    Returns:
-        The ways, joined by "or".
 
     >>> from transformers import MptConfig, MptModel
     >>> ways_to_record(MptModel(MptConfig(d_model=8, n_heads=2, n_layers=1, vocab_size=8)))

@@ -112,11 +112,6 @@ def encoder_decoder(
 ) -> EncoderDecoder:
     """Build an encoder-decoder of post-norm blocks with initial weights: normal (standard deviation
     0.02), biases 0, norms 1.
-
-    Args:
-        config: the config.
-        positions: the position embeddings of the encoder and of the decoder.
-        norm: whether a norm follows each embedding.
     """
     M, V = config.d_model, config.vocab_size
     embedding, head = nn.Embedding(V, M), Linear(M, V, bias=config.logits_bias)

@@ -44,14 +44,7 @@ def norm(sizes: EncoderSizes) -> nn.LayerNorm:
 def encoder(
     sizes: EncoderSizes, embed: InputEmbedding, *, pooler: bool, masked_words: bool
 ) -> HeadedEncoder:
-    """Build an encoder with initial weights: normal (standard deviation 0.02), biases 0, norms 1.
-
-    Args:
-        sizes: the sizes.
-        embed: the input embedding.
-        pooler: whether there is a pooler.
-        masked_words: whether there is a head for masked language modelling.
-    """
+    """Build an encoder with initial weights: normal (0.02), biases 0, norms 1."""
     M = sizes.dim
     pool = _chain(dense=Linear(M, M), activation=nn.Tanh()) if pooler else None
     head = _head(sizes, embed.embedding) if masked_words else None

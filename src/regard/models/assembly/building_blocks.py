@@ -71,11 +71,6 @@ def _writers(block: Block) -> list[nn.Module]:
 def embedding_and_head(vocabulary: int, dim: int, *, tied: bool) -> tuple[nn.Embedding, nn.Linear]:
     """Build an embedding [V, M] and a head from M to V without bias; tied ones share the matrix.
 
-    Args:
-        vocabulary: the number of tokens V.
-        dim: the model dim M.
-        tied: whether the head uses the embedding's matrix.
-
     >>> embedding, head = embedding_and_head(7, 4, tied=True)
     >>> embedding.weight is head.weight
     True
@@ -108,13 +103,6 @@ NONLINEARITIES: dict[str, Callable[[], nn.Module]] = {
 def activation(name: str, key: str = "hidden_act") -> nn.Module:
     """Return the module of an activation in config.json.
 
-    Args:
-        name: such as "gelu_new".
-        key: the key in config.json, for the message.
-
-    Raises:
-        ArgumentError: the name is not known.
-
     >>> activation("gelu_new")
     GELU(approximate='tanh')
 
@@ -135,13 +123,6 @@ def rotary_module(settings: RopeSettings) -> Rotary:
     (max_positions if it is not given). The factor of LongRoPE, if it is absent, is max_positions
     divided by that length. The effect of `mscale_all_dim` on the softmax is in
     `Rotary.softmax_factor`, for families that apply it.
-
-    Args:
-        settings: the `rope` of a config.
-
-    Raises:
-        ArgumentError: a number is out of range, the type or a key of the scaling is wrong, or the
-            list of a LongRoPE has not one number per pair.
 
     >>> rotary_module(RopeSettings(64, 150000.0, {"rope_type": "linear", "factor": 8.0}, 4096))
     Rotary(64, base=150000.0, scaling=LinearScaling(factor=8.0), layout='half')
@@ -184,16 +165,6 @@ def rotary_heads(
     (`regard.nn.PrefixRecomputer`). So decoding with a cache equals one pass. Parameters have the
     same names in both cases.
 
-    Args:
-        dim, H, G, head_dim: the model dim, query heads, key/value heads, and D.
-        rotary: from `rotary_module`; None for a layer without positions (NoPE).
-        q_steps, k_steps: steps on heads before the rotation, such as a norm per head.
-        q_flat, k_flat: a norm over all heads together (OLMo 2); None is no norm.
-        bias: whether the three linear maps have a bias.
-
-    Raises:
-        ArgumentError: rotary is for another head dim; or as in the projection's constructor.
-
     >>> plain = RopeSettings(8, 1e4, None, 64)
     >>> rotary_heads(32, 4, 2, 8, rotary_module(plain)).shape.memory
     (16, 16)
@@ -219,17 +190,6 @@ def rope_scaling(
 ) -> Scaling | None:
     """Return the scaling of a checked rope_scaling; None for default, or proportional without
     factor.
-
-    Args:
-        settings: the rope_scaling, from `normalize_scaling`.
-        pairs: the number of rotary pairs, which the lists of LongRoPE must match.
-        max_positions: max_position_embeddings.
-        original: original_max_position_embeddings at the top level of the config, where Phi-3 has
-            it.
-
-    Raises:
-        ArgumentError: a number is out of range, the trained length is missing (llama3) or given
-            twice with different values, or a list of factors has another length.
 
     >>> rope_scaling({"rope_type": "dynamic", "factor": 2.0}, 32, 4096, None)
     DynamicNTK(factor=2.0, original_length=4096)

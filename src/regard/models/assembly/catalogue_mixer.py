@@ -34,15 +34,6 @@ def with_positions(mixer: Mixer, scheme: PositionScheme, *, base: float = 10000.
     "rope": q and k are rotated by their positions, after all other steps; "alibi": s_ij - m_h (i -
     j); "none": neither
 
-    Args:
-        mixer: softmax attention whose queries and keys are plain heads, whose parts are reused in
-            the result. Any other mechanism without positions is returned unchanged for "none".
-        scheme: the position scheme; with "rope" an existing rotary step stays.
-        base: the base of a new rotary step.
-
-    Raises:
-        ArgumentError: the scheme is unknown, or positions are part of the mechanism's definition.
-
     >>> from regard.nn.variants import gqa
     >>> layer = with_positions(gqa(32, 4, groups=2), "alibi")
     >>> layer.bias, len(layer.project.q.steps)
@@ -89,13 +80,6 @@ def supported_schemes(mixer: Mixer) -> tuple[PositionScheme, ...]:
 
 def with_window(mixer: Mixer, size: int) -> Mixer:
     """Return a mechanism with an additional window: a query sees at most the last W keys.
-
-    Args:
-        mixer: softmax attention with a mask; its parts are reused in the result.
-        size: W, counting the key at the query's own position.
-
-    Raises:
-        ArgumentError: the mechanism is not softmax attention with a mask, or size is less than 1.
 
     >>> from regard.nn.variants import qk_norm
     >>> print(with_window(qk_norm(32, 4, groups=2), 3).mask)
@@ -202,9 +186,6 @@ def decoder_variants() -> tuple[str, ...]:
 def find_decoder_variant(name: str) -> Variant:
     """Return the mechanism for a decoder with this name.
 
-    Raises:
-        ArgumentError: no mechanism has this name, or it cannot be the layer of a decoder.
-
     >>> find_decoder_variant("gqa").family
     'softmax'
     """
@@ -219,9 +200,6 @@ def find_decoder_variant(name: str) -> Variant:
 
 def check_position(position: str) -> None:
     """Check that a name is a `Position`.
-
-    Raises:
-        ArgumentError: it is not; the message has a similar name.
 
     >>> check_position("rope")
     """
@@ -243,24 +221,6 @@ def build_mixer(
     window: int | None = None,
 ) -> Mixer:
     """Build the attention of one layer of a decoder: causal, x [B, T, M] -> [B, T, M].
-
-    Args:
-        name: the name of a mechanism in the catalogue.
-        dim, heads: the model dim M and the number of query heads H.
-        options: the options of its constructor, as plain values, without those for causality and
-            for the index of the layer.
-        layer: the index of the layer from 0, for mechanisms that differ from layer to layer.
-        position: the source of positions; "learned" and "sinusoidal" are added by the embedding and
-            count as "none" here.
-        window: None, or W: a query sees at most the last W keys, for mechanisms without a window of
-            their own.
-
-    Returns:
-        The module.
-
-    Raises:
-        ArgumentError: the mechanism cannot be the layer of a decoder, an option does not match its
-            signature, or it does not support these positions or a window.
 
     >>> print(build_mixer("gqa", 32, 4, {"groups": 2}, window=3).mask)
     causal & window(3)

@@ -30,18 +30,6 @@ WITHOUT_SIZE = OPTIONS_WITHOUT_COST | {"depth"}
 def count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
     """Return the cost of a layer of any mechanism that can be the layer of a decoder.
 
-    Args:
-        choice: the mechanism and the sizes that were given.
-        base: the model, whose width and heads the layer gets.
-
-    Returns:
-        What the layer stores and computes, with its sizes and the source of those not given.
-
-    Raises:
-        ArgumentError: no mechanism has this name, it cannot be the layer of a decoder, its cost
-            depends on the text, it has no option of a given name, or its sizes do not match those
-            of the model.
-
     >>> from regard.configs.suggested_sizes import parse_mechanism
     >>> from regard.cost import model_of
     >>> llama = BaseModel.of(model_of("llama-3.1-8b"))

@@ -67,9 +67,6 @@ BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
 def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGroups:
     """Return the groups of experts of a config.
 
-    Raises:
-        ArgumentError: one of the two keys is missing, or they contradict each other.
-
     >>> groups(8, 4, 2)
     ExpertGroups(count=8, topk=4, best=2)
     """
@@ -79,22 +76,14 @@ def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGrou
 
 
 def check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
-    """Check the numbers of the rotary scaling, and the sizes of the router.
-
-    Raises:
-        ArgumentError: a number is out of range, or experts cannot be selected as the keys say.
-    """
+    """Check the numbers of the rotary scaling, and the sizes of the router."""
     building_blocks.rotary_module(config.rope)
     with torch.device("meta"):  # only sizes are checked, and nothing is allocated
         router()
 
 
 def sigmoid_router(config: DeepseekV3Config) -> SigmoidRouter:
-    """Build the router of V3 with sigmoid scores; groups are ranked by their best two experts.
-
-    Raises:
-        ArgumentError: experts cannot be selected as the keys say.
-    """
+    """Build the router of V3 with sigmoid scores; groups are ranked by their best two experts."""
     return SigmoidRouter(
         config.hidden_size,
         config.n_routed_experts,
@@ -115,13 +104,7 @@ def decoder(
     router: Callable[[], Router],
     attention: Callable[[LatentProjection, nn.Module], Mixer] = causal_attention,
 ) -> Decoder:
-    """Build a decoder with initial weights: the first layers are dense, the others have experts.
-
-    Args:
-        config: the config.
-        router: builds the router of a layer.
-        attention: builds the attention of a layer from its projection and its output map.
-    """
+    """Build a decoder with initial weights: the first layers are dense, the others have experts."""
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )

@@ -48,12 +48,7 @@ from regard.positions import Rotary
 
 
 def decoder(config: QwenHybridConfig, feed_forward: Callable[[], nn.Module]) -> Decoder:
-    """Build a decoder with initial weights.
-
-    Args:
-        config: the config.
-        feed_forward: builds the feed-forward part of a layer.
-    """
+    """Build a decoder with initial weights."""
 
     def block(rotary: Rotary | None, _: int | None) -> Block:
         mixer = delta_net(config) if rotary is None else attention(config, rotary)
@@ -90,14 +85,7 @@ def delta_net(
     max_beta: float = 1.0,
     eps: float | None = None,
 ) -> Recurrent:
-    """Build a layer of Gated DeltaNet, with a short convolution over queries, keys and values.
-
-    Args:
-        config: the config.
-        convolution: the convolution; None is one with filters for all channels.
-        max_beta: the largest share of a value that a token replaces.
-        eps: the epsilon of the norm; None is that of the config.
-    """
+    """Build a layer of Gated DeltaNet, with a short convolution over queries, keys and values."""
     M, G, N = config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads
     D, E = config.linear_key_head_dim, config.linear_value_head_dim
     if convolution is None:
@@ -118,12 +106,7 @@ def delta_net(
 
 
 def mixture(config: QwenHybridMoeConfig, *, normalise: bool) -> MoE:
-    """Build a mixture of experts with an expert for all tokens behind a gate.
-
-    Args:
-        config: the config.
-        normalise: whether the weights of the chosen experts sum to 1.
-    """
+    """Build a mixture of experts with an expert for all tokens behind a gate."""
     M = config.hidden_size
     router = SoftmaxRouter(M, config.num_experts, config.num_experts_per_tok, normalise=normalise)
     shared = GatedSharedExpert(M, SwiGLU(M, config.shared_expert_intermediate_size))
@@ -210,11 +193,6 @@ def family(
 ) -> Family:
     """Return a family of these models. The layer for a second token (`mtp`) and the encoder of
     images (`visual`) are not loaded.
-
-    Args:
-        config: the config class.
-        build: config -> network with initial weights.
-        names: the name table.
     """
     return replace(
         llama_like.family(config, build, names),

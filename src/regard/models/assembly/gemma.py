@@ -48,11 +48,6 @@ lacks are ignored.
 def decoder(config: GemmaConfig, layers: Sequence[Block], cap: float | None = None) -> Decoder:
     """Build a decoder with initial weights: the embedding times sqrt(M), the layers, a norm and a
     head.
-
-    Args:
-        config: the config.
-        layers: the blocks.
-        cap: the soft cap on the logits; None is no cap.
     """
     M, V = config.hidden_size, config.vocab_size
     embedding = nn.Embedding(V, M)

@@ -24,12 +24,7 @@ GraniteLike: TypeAlias = GraniteConfig | GraniteHybridConfig
 
 
 def decoder(config: GraniteLike, layer: Callable[[Rotary | None, int | None], Block]) -> Decoder:
-    """Build the decoder of a config, with initial weights.
-
-    Args:
-        config: the config.
-        layer: a function (rotary module or None, window or None) -> the block of one layer.
-    """
+    """Build the decoder of a config, with initial weights."""
     return llama_like.decoder(
         config,
         layer,

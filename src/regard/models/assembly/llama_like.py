@@ -111,21 +111,12 @@ def family(
 ) -> Family:
     """Return a family whose folders name tensors as Llama's do: with the same prefix, head and
     buffers.
-
-    Args:
-        config: the config class.
-        build: config -> network with initial weights.
-        names: the name table.
     """
     return Family(config, build, names, check=check, prefixes=PREFIXES, head=HEAD, buffers=BUFFERS)
 
 
 def check(config: RotaryDecoderConfig) -> None:
-    """Check the numbers of the rotary scaling of every layer.
-
-    Raises:
-        ArgumentError: as in `rope.rotary_module`.
-    """
+    """Check the numbers of the rotary scaling of every layer."""
     _rotary_modules(config)
 
 
@@ -153,15 +144,7 @@ def decoder(
     embedding_scale: float = 1.0,
     logit_scale: float = 1.0,
 ) -> Decoder:
-    """Build a decoder with initial weights.
-
-    Args:
-        config: the config.
-        block: a function (rotary module or None, window or None) -> the block of one layer.
-        final_norm: the norm after the last block; None is an RMS norm.
-        embedding_scale: the factor on the token embedding.
-        logit_scale: the factor on the logits.
-    """
+    """Build a decoder with initial weights."""
     M, V = config.hidden_size, config.vocab_size
     embedding, head = embedding_and_head(V, M, tied=config.tie_word_embeddings)
     if logit_scale != 1:
@@ -181,14 +164,7 @@ def pre_norm_decoder(
     output_bias: bool = False,
     feed_forward_bias: bool = False,
 ) -> Decoder:
-    """Build a decoder of pre-norm blocks without further parts, as Llama and Mistral are.
-
-    Args:
-        config: the config.
-        bias: whether the maps to queries, keys and values have biases.
-        output_bias: whether the output maps of the attention have biases.
-        feed_forward_bias: whether the maps of the feed-forward layers have biases.
-    """
+    """Build a decoder of pre-norm blocks without further parts, as Llama and Mistral are."""
 
     def layer(rotary: Rotary | None, window: int | None) -> Block:
         mixer = attention(config, rotary, window, bias=bias, output_bias=output_bias)
@@ -291,10 +267,6 @@ def mixture(dim: int, hidden: int, router: Router, shared: nn.Module | None = No
 def expert_names(stored: str, gate: str, up: str, down: str) -> dict[str, str]:
     """Return the table entries of the experts' matrices under other names than those of `EXPERTS`.
 
-    Args:
-        stored: the stored name of the layer's list of experts.
-        gate, up, down: the stored names of the three matrices of an expert.
-
     >>> list(expert_names("block_sparse_moe.experts", "w1", "w3", "w2"))[0]
     'model.layers.{}.block_sparse_moe.experts.{}.w1.weight'
     """
@@ -308,10 +280,6 @@ def expert_names(stored: str, gate: str, up: str, down: str) -> dict[str, str]:
 def experts_in_one_tensor(*parts: str, transposed: bool = False) -> TensorRule:
     """Return the rule for a tensor [n, rows, columns] with the matrices of all n experts; several
     parts are one above the other in the rows.
-
-    Args:
-        parts: the names of the matrices of an expert.
-        transposed: whether the tensor is [n, columns, rows].
 
     >>> experts_in_one_tensor("gate", "up").parameters[0]
     'layers.{}.feed_forward.experts.*.gate.weight'

@@ -19,16 +19,6 @@ def cross_layer(layers: int, every: int) -> tuple[int | None, ...]:
     """Return the pattern of cross-layer attention (CLA): every n-th layer stores keys and values,
     and the layers up to the next one read them.
 
-    Args:
-        layers: the number of layers.
-        every: n; 1 shares nothing.
-
-    Returns:
-        For each layer the layer whose memory it reads; None stores its own.
-
-    Raises:
-        ArgumentError: a number is less than 1.
-
     >>> cross_layer(5, 2)
     (None, 0, None, 2, None)
 
@@ -45,15 +35,6 @@ def you_only_cache_once(layers: int) -> tuple[int | None, ...]:
 
     The lower half has mechanisms with a bounded cache, such as windows or retention.
 
-    Args:
-        layers: the number of layers, at least 2.
-
-    Returns:
-        For each layer the layer whose memory it reads; None stores its own.
-
-    Raises:
-        ArgumentError: there are fewer than 2 layers.
-
     >>> you_only_cache_once(6)
     (None, None, None, None, 3, 3)
 
@@ -68,17 +49,6 @@ def you_only_cache_once(layers: int) -> tuple[int | None, ...]:
 def last_layers(kinds: Sequence[str], shared: int) -> tuple[int | None, ...]:
     """Return the pattern of Gemma 3n and Gemma 4: each of the last layers reads the last layer of
     its kind that stores keys and values.
-
-    Args:
-        kinds: the kind of each layer, such as "sliding_attention" and "full_attention".
-        shared: the number of last layers without keys and values of their own.
-
-    Returns:
-        For each layer the layer whose memory it reads; None stores its own.
-
-    Raises:
-        ArgumentError: shared is not between 0 and the number of layers, or no storing layer has the
-            kind of a sharing one.
 
     >>> last_layers(["window", "window", "full", "window", "full"], 2)
     (None, None, None, 1, 2)
@@ -105,19 +75,6 @@ def share_memory(decoder: Decoder, memory_from: Sequence[int | None]) -> Decoder
 
     The layers keep their queries, outputs and all other parts; the key and value maps of a reading
     layer are left out.
-
-    Args:
-        decoder: a decoder of softmax attention with separate projections; its parts are reused, and
-            its reading layers are changed.
-        memory_from: for each layer the layer whose memory it reads; None stores its own.
-
-    Returns:
-        The decoder with shared memory.
-
-    Raises:
-        ArgumentError: there is not one entry for each layer, an entry does not name an earlier
-            layer that stores keys and values, heads differ, or a layer's attention cannot read
-            another's.
 
     >>> import torch
     >>> from regard.models.families.regard import Config, build

@@ -56,14 +56,7 @@ def mixer(
     step_limits: tuple[float, float] = (0.0, math.inf),
     gate_before_norm: bool = True,
 ) -> Recurrent:
-    """Build a layer of Mamba-2 with initial weights.
-
-    Args:
-        sizes: its sizes.
-        eps: the epsilon of its norm, whose mean is over each group of heads.
-        step_limits: the smallest and the largest step size.
-        gate_before_norm: whether the gate multiplies before the norm.
-    """
+    """Build a layer of Mamba-2 with initial weights."""
     M, N, E = sizes.dim, sizes.heads, sizes.head_dim
     q, k = (HeadProjection(M, sizes.groups, sizes.state, bias=sizes.bias) for _ in "qk")
     v, gate = (HeadProjection(M, N, E, bias=sizes.bias) for _ in "vg")
@@ -83,13 +76,7 @@ def mixer(
 def decoder(
     config: Mamba2Config | PositionlessConfig, layers: Sequence[Block], last: nn.Module
 ) -> Decoder:
-    """Build a decoder without positions, with initial weights.
-
-    Args:
-        config: the config.
-        layers: the blocks.
-        last: the norm after the last block.
-    """
+    """Build a decoder without positions, with initial weights."""
     embedding, head = embedding_and_head(
         config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
@@ -120,11 +107,6 @@ def by_kind(
 ) -> Callable[[Rotary | None, int | None], Block]:
     """Return the function that builds one layer after the other, each of the kind that the config
     names.
-
-    Args:
-        config: the config.
-        attention: a function (rotary module or None, window or None) -> a block with attention.
-        recurrent: a function -> a block with a layer of Mamba.
     """
     kinds: Iterator[str] = iter(config.kinds())
 
@@ -136,9 +118,6 @@ def by_kind(
 
 def names(stored: str, ours: str) -> NameTable:
     """Return the table entries of a layer of Mamba-2.
-
-    Args:
-        stored, ours: what stands before the stored names, and before the names in the network.
 
     >>> table = names("mixer.", "attention.")
     >>> table["mixer.D"]
@@ -179,11 +158,7 @@ _RULE = MODEL_LAYER + "attention.rule.A_log"
 
 
 def hybrid_names(attention: NameTable) -> NameTable:
-    """Return the table entries of the mechanisms of a model with Mamba-2 and attention.
-
-    Args:
-        attention: the entries of a layer with attention.
-    """
+    """Return the table entries of the mechanisms of a model with Mamba-2 and attention."""
     recurrent = names(STORED_LAYER + "mamba.", MODEL_LAYER + "attention.")
     return {**only(attention, unless=_RULE), **only(recurrent, requires=_RULE)}
 
@@ -205,11 +180,5 @@ FEED_FORWARD: NameTable = {
 
 
 def family(config: type[ModelConfig], build: Callable[[Any], Decoder], names: NameTable) -> Family:
-    """Return a family of decoders with Mamba-2 layers and rotary attention.
-
-    Args:
-        config: the config class.
-        build: config -> network with initial weights.
-        names: the name table.
-    """
+    """Return a family of decoders with Mamba-2 layers and rotary attention."""
     return replace(llama_like.family(config, build, names), keep_float32=FLOAT32)

@@ -28,15 +28,7 @@ _EXPERTS_PER_TENSOR = 64  # some files store all experts of a layer in one tenso
 
 
 def read_raw(folder: Path, family_of: Callable[[str], Family | None]) -> tuple[Family, Raw]:
-    """Return the family that config.json names, and the content of the file.
-
-    Args:
-        folder: a checkpoint folder.
-        family_of: returns the family of a model_type, or None.
-
-    Raises:
-        FileError: config.json is missing, not a JSON object, or names an unsupported family.
-    """
+    """Return the family that config.json names, and the content of the file."""
     path = folder / "config.json"
     if checked_path_or_none(folder, "config.json") is None:
         raise missing_config_error(folder)
@@ -67,19 +59,6 @@ def read_config(
 
     Two kinds of keys are ignored: those that other tools write into any folder
     (`reader.TOOL_KEYS`), and unknown keys that match `ignore`.
-
-    Args:
-        folder: the folder, for messages.
-        family: the family that config.json names.
-        raw: the content of config.json.
-        tensors: the number of tensors in the folder; a config with more layers than that is refused
-            before it costs memory.
-        ignore: patterns (`*`, `?`) of unknown keys to ignore; a key of an inner object has the
-            outer key's name and a dot in front.
-        file: the file that the keys are from, for messages; None is config.json.
-
-    Raises:
-        FileError: a key is unknown, or a value is not supported or not possible.
     """
     text = raw.get("text_config")
     keys = [*raw, *(text if isinstance(text, Mapping) else ())]
@@ -116,15 +95,7 @@ def _check_counts(raw: Raw, tensors: int) -> None:
 
 
 def read_json(folder: Path, name: str, *, limit: int = strict_json.MAX_BYTES) -> dict[str, object]:
-    """Read a file of a model folder that contains one JSON object.
-
-    Args:
-        folder, name: the folder, and the file's name in it.
-        limit: the largest number of bytes to read.
-
-    Raises:
-        FileError: the file is missing, outside the folder, too large, or contains something else.
-    """
+    """Read a file of a model folder that contains one JSON object."""
     path = checked_path(folder, name)
     content: dict[str, object] = strict_json.read_json(path, limit=limit, infinity=True)
     return content
@@ -135,9 +106,6 @@ def read_eos_ids(folder: Path, raw: Raw, tokenizer: Tokenizer | None) -> frozens
 
     They are eos_token_id of generation_config.json, or else of config.json, or else
     `<|endoftext|>`.
-
-    Raises:
-        FileError: eos_token_id is neither an id nor a list of ids.
     """
     name = "generation_config.json"
     source = raw if checked_path_or_none(folder, name) is None else read_json(folder, name)

@@ -108,10 +108,6 @@ def only(
 ) -> dict[str, tuple[TensorRule | HeadRows, ...]]:
     """Return the entries of a table with a condition, for parts that only some layers have.
 
-    Args:
-        names: the table.
-        requires, unless: as for `TensorRule`.
-
     >>> only({"h.{}.w": "{}.weight"}, unless="{}.norm")["h.{}.w"][0].unless
     '{}.norm'
     """
@@ -162,10 +158,6 @@ def weight_and_bias(stored_name: str, parameter_name: str) -> dict[str, str]:
 
 def weights_and_biases(modules: Mapping[str, str], stored: str, ours: str) -> dict[str, str]:
     """Return the table entries for the weights and the biases of several modules.
-
-    Args:
-        modules: stored name of a module -> its name in the network.
-        stored, ours: what stands before the stored names, and before the names in the network.
 
     >>> weights_and_biases({"ln_1": "norm"}, "h.{}.", "layers.{}.")
     {'h.{}.ln_1.weight': 'layers.{}.norm.weight', 'h.{}.ln_1.bias': 'layers.{}.norm.bias'}

@@ -81,9 +81,6 @@ def find_gguf(source: Path) -> Path | None:
     """Return the GGUF file that a path means: the file itself, or the only one of a folder that has
     no safetensors weights; None if the path means another kind of model.
 
-    Raises:
-        FileError: the folder has several GGUF files, or its file is a link out of the folder.
-
     >>> _ = Path("a.gguf").write_bytes(b"GGUF and more")
     >>> find_gguf(Path("a.gguf")), find_gguf(Path("missing"))
     (PosixPath('a.gguf'), None)
@@ -125,20 +122,7 @@ class GgufModel:
 
     @classmethod
     def open(cls, path: Path, ignore: Sequence[str] = ()) -> GgufModel:
-        """Read and check the header of a model's GGUF file.
-
-        Args:
-            path: the file.
-            ignore: patterns (`*`, `?`) of keys and tensors that are not known and are to be
-                ignored.
-
-        Returns:
-            The model, none of whose tensors is read yet.
-
-        Raises:
-            FileError: the file is damaged, or holds another kind of model, or has keys or tensors
-                that are not supported.
-        """
+        """Read and check the header of a model's GGUF file."""
         header = read_gguf_header(path)
         architecture = gguf_architecture(header)
         unknown: list[str] = []
@@ -179,16 +163,7 @@ class GgufModel:
     def split(
         self, table: NameTable, form: str | None, dtype: torch.dtype
     ) -> tuple[GgufTensors, GgufRecords]:
-        """Split the tensors into those that are dequantized and those that stay in few bits.
-
-        Args:
-            table: the name table of the family.
-            form: the only form in which matrices stay as they are; None is every form.
-            dtype: the dtype in which the other quantized matrices are read.
-
-        Returns:
-            The plain tensors and the records.
-        """
+        """Split the tensors into those that are dequantized and those that stay in few bits."""
         plain: dict[str, GgufTensor] = {}
         records: dict[str, str] = {}
         for name, tensor in self.names.items():
@@ -315,11 +290,7 @@ class GgufRecords:
         return f"{self.model.header.file}: the matrix"
 
     def read(self, parameter_name: str, shape: torch.Size, dtype: torch.dtype) -> StoredWeight:
-        """Read the record of a parameter of this shape, for computations in a dtype.
-
-        Raises:
-            FileError: the tensor has another shape, or the file has changed.
-        """
+        """Read the record of a parameter of this shape, for computations in a dtype."""
         name = self.names[parameter_name]
         tensor = self.model.names[name]
         if tensor.shape != tuple(shape):

@@ -154,13 +154,6 @@ def dequantize_gguf(name: str, raw: UInt8[Tensor, "N bytes"]) -> Float[Tensor, "
 
     F32, F16 and BF16 are returned in their own dtype, without a copy if they need none.
 
-    Args:
-        name: the name of the format, such as "Q4_K".
-        raw: the bytes of the rows.
-
-    Returns:
-        The numbers.
-
     >>> block = torch.tensor([[0, 60, *range(32)]], dtype=torch.uint8)  # d is 1
     >>> dequantize_gguf("Q8_0", block)[0, :4]
     tensor([0., 1., 2., 3.])
@@ -182,14 +175,6 @@ def gguf_record(name: str, raw: UInt8[Tensor, "N bytes"], dtype: torch.dtype) ->
     point 8, all of them exactly. Q4_K becomes 4-bit codes with fp32 scales d s and zero points
     dmin m / (d s), so that a value differs by the rounding of fp32 only. A group with d s = 0 has
     the same value everywhere: its codes are 0, its zero point 1 and its scale dmin m.
-
-    Args:
-        name: the name of the format.
-        raw: the bytes of the rows.
-        dtype: the dtype of the computation.
-
-    Returns:
-        The record.
 
     >>> block = torch.tensor([[0, 60, *[0x98] * 16]], dtype=torch.uint8)
     >>> record = gguf_record("Q4_0", block, torch.float32)

@@ -64,17 +64,7 @@ READ_KEYS = (
 
 
 def gguf_architecture(header: GgufHeader) -> str:
-    """Return the architecture of a model, which is also the name of its family.
-
-    Args:
-        header: the checked header of the file.
-
-    Returns:
-        One of `ARCHITECTURES`.
-
-    Raises:
-        FileError: the file holds something else than a model, or one of another architecture.
-    """
+    """Return the architecture of a model, which is also the name of its family."""
     kind = header.metadata.get("general.type", "model")
     if kind != "model":
         raise invalid_gguf(
@@ -91,18 +81,7 @@ def gguf_architecture(header: GgufHeader) -> str:
 
 
 def gguf_config(header: GgufHeader, architecture: str) -> dict[str, Any]:
-    """Return the metadata as the keys of a config.json.
-
-    Args:
-        header: the checked header of the file.
-        architecture: its architecture.
-
-    Returns:
-        The keys and their values.
-
-    Raises:
-        FileError: a key is missing, or describes what is not supported.
-    """
+    """Return the metadata as the keys of a config.json."""
 
     def value(key: str, default: MetadataValue | None = None) -> Any:
         return header.metadata.get(f"{architecture}.{key}", default)

@@ -48,18 +48,7 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
-    """Return the tokenizer of a GGUF file, or of tokenizer.json beside it.
-
-    Args:
-        header: the checked header of the file.
-
-    Returns:
-        The tokenizer; None if the file has none, so that the model takes only ids.
-
-    Raises:
-        FileError: the tokenizer is of a kind that cannot be built from the file; the message says
-            which file to put beside it.
-    """
+    """Return the tokenizer of a GGUF file, or of tokenizer.json beside it."""
     values = _Values(header)
     kind = values.get("model", "none")
     tokens = None if kind == "none" else _tokens(values)
@@ -85,14 +74,7 @@ def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
 
 
 def gguf_eos_ids(header: GgufHeader) -> frozenset[int] | None:
-    """Return the ids that end a text, or None if the file names none.
-
-    Args:
-        header: the checked header of the file.
-
-    Returns:
-        The ids.
-    """
+    """Return the ids that end a text, or None if the file names none."""
     values = _Values(header)
     ids = [values.get(key, None) for key in _END_KEYS]
     return frozenset(i for i in ids if type(i) is int) or None

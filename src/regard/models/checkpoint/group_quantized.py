@@ -27,17 +27,6 @@ def unpack_words(words: Int32[Tensor, "a b"], bits: int) -> Int32[Tensor, "a c"]
     """Return the unsigned numbers that are packed in 32-bit words along the last dimension, the
     lowest bits first.
 
-    Args:
-        words: int32 [a, b].
-        bits: 4 or 8.
-
-    Returns:
-        int32 [a, b * 32 / bits].
-
-    Raises:
-        ArgumentError: bits is another number.
-        ArgumentTypeError: the words are not int32.
-
     >>> unpack_words(torch.tensor([[0x21]], dtype=torch.int32), 4)[0, :3].tolist()
     [1, 2, 0]
     """
@@ -65,22 +54,6 @@ def dequantize_gptq(
     """Dequantize a matrix of GPTQ (AutoGPTQ, GPTQModel).
 
     w[n, m] = scales[g_idx[m], n] (q[m, n] - (qzeros[g_idx[m], n] + zero_offset) % 2^bits)
-
-    Args:
-        qweight: int32 [M * bits / 32, N], inputs packed along the first dimension.
-        qzeros: int32 [groups, N * bits / 32], outputs packed along the last dimension.
-        scales: [groups, N].
-        g_idx: the group of each input [M]; groups need not be contiguous ("desc_act").
-        bits: 4 or 8.
-        zero_offset: 1 for the format "gptq", which stores zero points minus one; 0 for "gptq_v2".
-        symmetric: whether the file says that every zero point is 2^(bits - 1).
-
-    Returns:
-        The matrix [N, M] in fp32.
-
-    Raises:
-        ArgumentError: the sizes do not fit together, a group does not exist, or the zero points are
-            not those of a symmetric format.
 
     >>> words = torch.full((1, 8), 0x76543210, dtype=torch.int32)
     >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
@@ -121,17 +94,6 @@ def dequantize_awq(
 
     w[n, m] = scales[g, n] (q[m, n] - qzeros[g, n]),  g = m // (M / groups)
 
-    Args:
-        qweight: int32 [M, N / 8], outputs packed in the order of `AWQ_ORDER`.
-        qzeros: int32 [groups, N / 8], packed alike.
-        scales: [groups, N].
-
-    Returns:
-        The matrix [N, M] in fp32.
-
-    Raises:
-        ArgumentError: the sizes do not fit together.
-
     >>> words = torch.tensor([[0x75316420]], dtype=torch.int32)
     >>> zeros = torch.zeros(1, 1, dtype=torch.int32)
     >>> dequantize_awq(words, zeros, torch.ones(1, 8))[:, 0].tolist()
@@ -152,18 +114,6 @@ def dequantize_compressed(
     """Dequantize a matrix of compressed-tensors, of signed codes.
 
     w[n, m] = scales[n, g] (codes[n, m] - zeros[n, g]),  g = m // (M / groups)
-
-    Args:
-        codes: signed codes [N, M]; of the format "pack-quantized" they are
-            `unpack_words(weight_packed, bits) - 2^(bits - 1)`.
-        scales: [N, groups], one group for a scale per output.
-        zeros: signed zero points [N, groups]; None is 0.
-
-    Returns:
-        The matrix [N, M] in fp32.
-
-    Raises:
-        ArgumentError: the sizes do not fit together.
 
     >>> dequantize_compressed(torch.tensor([[3, -2]]), torch.tensor([[0.5]])).tolist()
     [[1.5, -1.0]]

@@ -48,19 +48,6 @@ def unpack_mxfp4(
 
     Every value is exact in float32, and in bfloat16 too. A scale of 255 is NaN in this format.
 
-    Args:
-        blocks: uint8 [..., G, 16], two numbers per byte.
-        scales: uint8 [..., G], an exponent per block, biased by 127.
-        dtype: the dtype of the result; float16 has too little range and raises.
-        piece: how many bytes of `blocks` are unpacked at a time, a multiple of 16.
-
-    Returns:
-        The values [..., G * 32].
-
-    Raises:
-        ArgumentError: blocks are not [..., G, 16], or scales do not match them.
-        ArgumentTypeError: they are not uint8, or the dtype cannot represent the values.
-
     >>> blocks = torch.full((1, 16), 0x92, dtype=torch.uint8)
     >>> unpack_mxfp4(blocks, torch.tensor([128], dtype=torch.uint8))[:4]
     tensor([ 2., -1.,  2., -1.])
@@ -106,20 +93,6 @@ def unpack_fp8(
 
     The product is computed in float32 and rounded once. (The name `scale_inv` is that of the files:
     the inverse of the factor used for quantization, and so the factor for dequantization.)
-
-    Args:
-        weight: the matrix [N, K], float8_e4m3fn.
-        scale_inv: the factors [ceil(N / block), ceil(K / block)], float32.
-        dtype: the dtype of the result.
-        block: the number of rows and of columns of a block.
-
-    Returns:
-        The matrix [N, K].
-
-    Raises:
-        ArgumentError: there is not one factor for each block, or block is less than 1.
-        ArgumentTypeError: weight is not float8_e4m3fn, scale_inv not float32, or dtype is not a
-            supported one.
 
     >>> unpack_fp8(torch.ones(2, 2).to(torch.float8_e4m3fn), torch.tensor([[2.0, 3.0]]), block=2)
     Traceback (most recent call last):
@@ -225,18 +198,6 @@ def dequantized(store: CheckpointTensors, quantization_config: Any) -> Checkpoin
     "fp8" (DeepSeek-V3) stores `X.weight` and `X.weight_scale_inv`. "gptq", "awq" and
     "compressed-tensors" store groups of 4-bit or 8-bit integers; see `group_quantized`.
 
-    Args:
-        store: the tensors of the folder.
-        quantization_config: the value of that key in config.json; None is a checkpoint that is not
-            quantized.
-
-    Returns:
-        The same tensors, dequantized when they are read.
-
-    Raises:
-        FileError: the method or one of its keys is not supported; or tensors do not form pairs of
-            matching shapes.
-
     >>> store = CheckpointTensors(Path("folder"), {}, 0, {})
     >>> dequantized(store, None) is store
     True
@@ -325,11 +286,7 @@ def _fp8(store: CheckpointTensors, block: int) -> list[QuantizedMatrix]:
 def group_quantized_matrices(
     store: CheckpointTensors, quantization_config: Mapping[str, Any]
 ) -> list[QuantizedMatrix]:
-    """Return the matrices of a checkpoint of GPTQ, AWQ or compressed-tensors.
-
-    Raises:
-        FileError: a setting is not supported, or the tensors of a matrix do not fit together.
-    """
+    """Return the matrices of a checkpoint of GPTQ, AWQ or compressed-tensors."""
     method = quantization_config["quant_method"]
     if method == "compressed-tensors":
         return _compressed(store, *_compressed_settings(store.folder, quantization_config))

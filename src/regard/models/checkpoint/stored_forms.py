@@ -52,11 +52,7 @@ class WeightForm:
     compute: torch.dtype | None = None
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """Check that the form supports a dtype of the computation.
-
-        Raises:
-            ArgumentError: it does not.
-        """
+        """Check that the form supports a dtype of the computation."""
         allowed = (
             (torch.float32, torch.bfloat16, torch.float16)
             if self.compute is None
@@ -85,9 +81,6 @@ FORMS = {
 
 def weight_form(name: str) -> WeightForm:
     """Return the form of a name.
-
-    Raises:
-        ArgumentError: there is no such form.
 
     >>> weight_form("int2")
     Traceback (most recent call last):
@@ -123,11 +116,7 @@ class StoredRecords(Protocol):
         """The place and the kind of the weights, for messages."""
 
     def read(self, parameter_name: str, shape: torch.Size, dtype: torch.dtype) -> StoredWeight:
-        """Read the record of a parameter of this shape, for computations in a dtype.
-
-        Raises:
-            FileError: the stored tensors do not fit the parameter.
-        """
+        """Read the record of a parameter of this shape, for computations in a dtype."""
 
 
 @dataclass(frozen=True)
@@ -150,11 +139,7 @@ class RecordTensors:
         return f"{self.store.folder}: the {self.form} weight"
 
     def read(self, parameter_name: str, shape: torch.Size, dtype: torch.dtype) -> StoredWeight:
-        """Read the record of a parameter of this shape, for computations in a dtype.
-
-        Raises:
-            FileError: a tensor is missing, or of another shape or dtype.
-        """
+        """Read the record of a parameter of this shape, for computations in a dtype."""
         names = self.names[parameter_name]
         entries = {key: self.store.tensors[name] for key, name in names.items()}
         any_entry = next(iter(entries.values()))
@@ -207,16 +192,6 @@ def take_records(
     store: CheckpointTensors, quantization_config: Any
 ) -> tuple[CheckpointTensors, RecordTensors | None]:
     """Split the tensors of a folder into plain ones and the records that this package wrote.
-
-    Args:
-        store: the tensors of the folder.
-        quantization_config: the value of that key in config.json.
-
-    Returns:
-        The plain tensors, and the records; None if config.json does not describe any.
-
-    Raises:
-        FileError: the form is not known.
 
     >>> from pathlib import Path
     >>> take_records(CheckpointTensors(Path("folder"), {}, 0, {}), None)[1] is None

@@ -72,14 +72,6 @@ def stored_size(raw: Raw, where: str) -> StoredSize:
     ("pack-quantized", "int-quantized", "float-quantized"), bitsandbytes in 8 and 4 bits (without
     the JSON text beside each 4-bit matrix), and folders of this package.
 
-    Args:
-        raw: the parsed config.json, with a `quantization_config`.
-        where: the file, for messages.
-
-    Raises:
-        ArgumentError: the method or one of its settings is not known, or the family's tensors are
-            not.
-
     >>> raw = {"model_type": "llama", "vocab_size": 8, "hidden_size": 64, "num_hidden_layers": 1}
     >>> raw |= {"num_attention_heads": 2, "intermediate_size": 64, "torch_dtype": "float16"}
     >>> raw["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 64}
@@ -117,12 +109,7 @@ def stored_size(raw: Raw, where: str) -> StoredSize:
 
 
 def gguf_sizes(path: Path) -> ModelSpec:
-    """Return the sizes of the model in a GGUF file, whose weights count as the file stores them.
-
-    Raises:
-        FileError: the file is damaged, or holds another kind of model.
-        ArgumentError: its sizes are not possible.
-    """
+    """Return the sizes of the model in a GGUF file, whose weights count as the file stores them."""
     gguf = GgufModel.open(path)
     sizes, formats = _Sizes(), Counter[str]()
     for name, tensor in gguf.header.tensors.items():

@@ -67,16 +67,6 @@ class CheckpointTensors:
     def open(cls, folder: Path) -> CheckpointTensors:
         """Read and check the headers of model.safetensors, or of the shards that its index names.
 
-        Args:
-            folder: a folder with safetensors weights.
-
-        Returns:
-            The tensors, none of which is read yet.
-
-        Raises:
-            FileError: weights are missing or incomplete; the message says which file, what is
-                wrong, and the next step.
-
         >>> from safetensors.torch import save_file
         >>> save_file({"a": torch.ones(2, 3)}, "model.safetensors")
         >>> list(CheckpointTensors.open(Path()).tensors)
@@ -99,18 +89,6 @@ class CheckpointTensors:
         A few tensors are read ahead. Besides what the caller keeps, the memory in use is one tensor
         or 32 MiB, whichever is larger.
 
-        Args:
-            names: which tensors; None for all.
-            buffering: how much is read at a time.
-
-        Yields:
-            Pairs of name and tensor.
-
-        Raises:
-            ArgumentError: a name is unknown.
-            FileError: a file changed after its header was checked, or cannot be read; or a boolean
-                is neither 0 nor 1.
-
         >>> from safetensors.torch import save_file
         >>> save_file({"a": torch.ones(2), "b": torch.zeros(1)}, "model.safetensors")
         >>> [name for name, _ in CheckpointTensors.open(Path()).read()]
@@ -128,13 +106,6 @@ def check_finite(name: str, tensor: Tensor) -> None:
     """Raise for NaN and infinity in a floating-point tensor.
 
     A contiguous tensor is checked in chunks, without a second copy of it.
-
-    Args:
-        name: the tensor's name, for the message.
-        tensor: any shape and dtype.
-
-    Raises:
-        FileError: a value is NaN or infinite; the message has their number and the first index.
 
     >>> check_finite("a", torch.tensor([[1.0, 2.0], [float("nan"), float("inf")]]))
     Traceback (most recent call last):
@@ -188,12 +159,6 @@ def read_headers(folder: Path) -> list[Header]:
     must match the index: each of its tensors is in the shard that it names, and there are no
     others.
 
-    Returns:
-        The headers.
-
-    Raises:
-        FileError: there are no weights; or a file, a header or the index is not valid.
-
     >>> from safetensors.torch import save_file
     >>> import torch
     >>> save_file({"a": torch.zeros(2)}, "model.safetensors")
@@ -216,11 +181,7 @@ def read_headers(folder: Path) -> list[Header]:
 
 
 def read_index(folder: Path) -> Mapping[str, str]:
-    """Read tensor -> shard from model.safetensors.index.json; its sizes are ignored.
-
-    Raises:
-        FileError: it is missing, not a JSON object, or has no weight_map of names.
-    """
+    """Read tensor -> shard from model.safetensors.index.json; its sizes are ignored."""
     path = checked_path(folder, INDEX)
     raw = read_bytes(path, HEADER_LIMIT)
     try:

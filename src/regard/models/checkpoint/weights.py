@@ -61,26 +61,6 @@ def fill_parameters(
 
     The network may be on the device "meta". Names and shapes are compared before anything is read.
     One tensor is read at a time, so that memory holds no more than the network and that tensor.
-
-    Args:
-        model: built by the family's builder.
-        family: the family, with its name table.
-        store: the tensors of a folder.
-        dtype: the dtype of the parameters.
-        allow_missing: patterns (`*`, `?`) of stored names that may be missing; their parameters get
-            the values of `initialize`.
-        ignore: patterns (`*`, `?`) of stored names that may stay unused.
-        finite: whether to raise for NaN and infinity.
-        initialize: builds the network with initial weights, for missing ones.
-        form: the form in which weights of linear maps and embeddings are stored; None is `dtype`.
-        records: weights that the folder holds in such a form.
-
-    Returns:
-        The newly initialized and the ignored names.
-
-    Raises:
-        FileError: a tensor is missing, unexpected, of another shape, not finite, or differs from
-            the tensor that it is tied to.
     """
     bindings = bind_names(model, family.names)
     mapping = map_names(store.folder, store.tensors, family, bindings.__contains__)
@@ -208,11 +188,7 @@ def _fill_records(
     *,
     finite: bool,
 ) -> set[str]:
-    """Give parameters the records that the folder holds, and return all names of these parameters.
-
-    Raises:
-        FileError: a record belongs to no parameter, or to one that cannot be stored in this form.
-    """
+    """Give parameters the records of the folder, and return all names of these parameters."""
     if records is None:
         return set()
     done = set[int]()
@@ -350,19 +326,6 @@ def map_names(
     "module." of training on several devices; and both with the family's own prefix in front, which
     a base model that was saved alone lacks. A file in which only some of those
     names have the prefix cannot be mapped, because it was assembled from two models.
-
-    Args:
-        folder: the folder, for messages.
-        stored: the names in its files.
-        family: its prefixes, buffers and older spellings.
-        known: whether a name is in the table.
-
-    Returns:
-        The mapping.
-
-    Raises:
-        FileError: two ways map all names, to different parameters; or two stored names mean one
-            parameter.
 
     >>> from regard.configs.base import ModelConfig
     >>> family = Family(ModelConfig, str, {}, prefixes=("model.",))

@@ -70,11 +70,7 @@ class AttentionMaps:
 
     @classmethod
     def of(cls, block: nn.Module) -> AttentionMaps:
-        """Return the maps of a block with separate queries, keys and values.
-
-        Raises:
-            ArgumentError: its attention has another form.
-        """
+        """Return the maps of a block with separate queries, keys and values."""
         attention = separate_attention(block)
         project = attention.project
         H, _, _, E, _ = project.shape
@@ -155,11 +151,7 @@ class AttentionMaps:
 
 
 def separate_attention(block: nn.Module) -> Any:
-    """Return the attention of a block if it has separate maps of queries, keys and values.
-
-    Raises:
-        ArgumentError: it has another form.
-    """
+    """Return the attention of a block if it has separate maps of queries, keys and values."""
     attention: Any = getattr(block, "attention", None)
     project = getattr(attention, "project", None)
     plain = isinstance(attention, Attention) and isinstance(project, SeparateQKV)
@@ -270,11 +262,6 @@ def rebuild(
 ) -> Checkpoint:
     """Build the network of a config with the given weights; no other memory is allocated for
     weights.
-
-    Args:
-        config: the config of a family.
-        weights: name -> value for every parameter; they are not copied.
-        records: name -> value for the parameters that are stored in fewer bits.
     """
     its_family = family(model_type_of(config))
     assert its_family is not None

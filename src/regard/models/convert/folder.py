@@ -435,11 +435,7 @@ def _convert(
 def apply_conversions(
     checkpoint: Checkpoint, wanted: ConversionOptions
 ) -> tuple[Checkpoint, tuple[ConversionStep, ...]]:
-    """Apply all conversions one after the other; the given checkpoint stays as it is.
-
-    Raises:
-        ArgumentError: one of them is not possible.
-    """
+    """Apply all conversions one after the other; the given checkpoint stays as it is."""
     todo: list[Callable[[Checkpoint], tuple[Checkpoint, ConversionStep]]] = []
     relayout = None
     if wanted.rotary_layout is not None:
@@ -502,10 +498,6 @@ def _finetuned(
 def check_out(source: Path, out: Path) -> None:
     """Check that a conversion would not overwrite anything.
 
-    Raises:
-        ArgumentError: out is the source, or is inside it.
-        FileError: out is a file, or a folder that is not empty.
-
     >>> check_out(Path("a"), Path("a"))
     Traceback (most recent call last):
     regard.errors.ArgumentError: out is a, which is the source or is inside it; a
@@ -528,10 +520,6 @@ def staging_folder(source: Path, out: Path) -> Iterator[Path]:
     """Create a folder next to `out` that is to become it, and that no other process uses.
 
     After an error the folder is deleted. Folders that a killed conversion left are deleted, too.
-
-    Raises:
-        ArgumentError, FileError: as in `check_out`; another process is writing `out`; or the disk
-            raises an error.
     """
     check_out(source, out)
     try:
@@ -549,11 +537,7 @@ def staging_folder(source: Path, out: Path) -> Iterator[Path]:
 
 
 def rename_to(folder: Path, out: Path) -> None:
-    """Rename a complete folder to `out`.
-
-    Raises:
-        OSError: the disk raises an error, or `out` is no longer empty.
-    """
+    """Rename a complete folder to `out`."""
     if out.is_dir():
         out.rmdir()
     folder.rename(out)
@@ -563,10 +547,6 @@ def rename_to(folder: Path, out: Path) -> None:
 def write_checkpoint(checkpoint: Checkpoint, source: Path, raw: Raw, folder: Path) -> None:
     """Write a converted checkpoint into a folder, with every file of the source that is not a
     weight.
-
-    Raises:
-        FileError: a file of the source cannot be read.
-        OSError, SafetensorError: the disk raises an error; `staging_folder` reports it.
     """
     assert checkpoint.network.head is not None  # `convert` raises for a model without one
     head = checkpoint.network.head

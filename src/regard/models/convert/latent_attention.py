@@ -354,11 +354,7 @@ def _config(checkpoint: Checkpoint, layer: AttentionMaps, rank: int) -> deepseek
 
 
 def _check(block: nn.Module, embed: InputEmbedding) -> None:
-    """Check that DeepSeek's block can express this block.
-
-    Raises:
-        ArgumentError: it cannot; the message has the reasons.
-    """
+    """Check that DeepSeek's block can express this block."""
     attention = getattr(block, "attention", None)
     if isinstance(getattr(attention, "project", None), LatentProjection):
         raise ArgumentError("the model has latent attention already")

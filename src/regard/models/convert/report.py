@@ -101,19 +101,6 @@ def evaluation_windows(model: Model, text: str | None, length: int, limit: int) 
     every Python contains: about 465,000 characters of English and examples. The windows are spread
     evenly over it. Of a given text the beginning is used.
 
-    Args:
-        model: the model, whose tokenizer encodes the text.
-        text: None is the built-in text.
-        length: the largest number of tokens of a window.
-        limit: the largest number of tokens in all.
-
-    Returns:
-        The windows, and a description of the text.
-
-    Raises:
-        ArgumentError: the text has fewer than two tokens, or length or limit is less than 2.
-        FileError: this Python was installed without the topics of `pydoc`.
-
     >>> import regard
     >>> ids, text = evaluation_windows(regard.load("tiny"), None, 64, 128)
     >>> ids.shape, text.startswith("the topics of pydoc")
@@ -143,9 +130,6 @@ def evaluation_windows(model: Model, text: str | None, length: int, limit: int) 
 
 def pydoc_topics() -> str:
     """Return the text of the language topics of `pydoc`, in the order of their names.
-
-    Raises:
-        FileError: this Python was installed without them.
 
     >>> len(pydoc_topics()) > 100_000
     True

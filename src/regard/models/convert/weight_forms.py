@@ -19,16 +19,6 @@ from regard.units import size
 def to_stored_weights(checkpoint: Checkpoint, form: str) -> ConversionStep:
     """Store the weights of linear maps, of the head and of the embedding in fewer bits, in place.
 
-    Args:
-        checkpoint: a decoder; its network is changed.
-        form: "int8" or "int4", as in `regard.load`.
-
-    Returns:
-        What was done, with the sizes before and after.
-
-    Raises:
-        ArgumentError: the form is unknown, or a weight cannot be stored in it.
-
     >>> import regard
     >>> tiny = regard.load("tiny")
     >>> to_stored_weights(Checkpoint(tiny.decoder, tiny.config), "int8").what
@@ -77,13 +67,6 @@ def hidden_errors(
 ) -> tuple[float, ...]:
     """Return how much the hidden states after each layer change: the norm of the difference over
     the norm, on one window.
-
-    Args:
-        before, after: decoders with equally many layers.
-        ids: windows [N, T], of which the first is read.
-
-    Returns:
-        A number for each layer.
 
     >>> import regard
     >>> decoder = regard.load("tiny").decoder

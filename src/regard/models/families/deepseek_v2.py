@@ -23,9 +23,6 @@ def router(config: Config) -> SoftmaxRouter:
     """Build the router: softmax over all experts, which topk_method may limit to the best groups.
 
     Groups are ranked by their best expert.
-
-    Raises:
-        ArgumentError: topk_method is unknown, or experts cannot be selected as the keys say.
     """
     if config.topk_method not in METHODS:
         raise ArgumentError(

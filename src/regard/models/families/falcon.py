@@ -65,12 +65,7 @@ def _block(config: Config, rotary: Rotary) -> Block:
 
 
 def check(config: Config) -> None:
-    """Check the rotary scaling.
-
-    Raises:
-        ArgumentError: a number is out of range, or the frequencies depend on the length of the
-            text, which a fused matrix does not support.
-    """
+    """Refuse a rotary scaling that this family does not have."""
     _block(config, building_blocks.rotary_module(config.rope))
 
 

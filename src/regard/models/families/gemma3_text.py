@@ -38,11 +38,7 @@ def build(config: Config) -> Decoder:
 
 
 def check(config: Config) -> None:
-    """Check the numbers of both rotary settings.
-
-    Raises:
-        ArgumentError: as in `rope.rotary_module`.
-    """
+    """Check the numbers of both rotary settings."""
     for settings in (config.rope, config.local_rope):
         building_blocks.rotary_module(settings)
 

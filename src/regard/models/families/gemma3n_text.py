@@ -43,11 +43,7 @@ Config = Gemma3nConfig
 
 
 def memory_from(config: Config) -> tuple[int | None, ...]:
-    """Return for each layer the layer whose keys and values it reads; None stores its own.
-
-    Raises:
-        ArgumentError: no storing layer has the window of a layer that reads.
-    """
+    """Return for each layer the layer whose keys and values it reads; None stores its own."""
     kinds = [FULL if window is None else SLIDING for window in config.windows()]
     return last_layers(kinds, config.num_kv_shared_layers)
 
@@ -107,11 +103,7 @@ def _block(config: Config, sizes: AltUpSizes, index: int, mixer: Attention) -> A
 
 
 def check(config: Config) -> None:
-    """Check the numbers of both rotary settings, and which layers share keys and values.
-
-    Raises:
-        ArgumentError: as in `rope.rotary_module` and in `memory_from`.
-    """
+    """Check the numbers of both rotary settings, and which layers share keys and values."""
     for settings in (config.rope, config.local_rope):
         building_blocks.rotary_module(settings)
     memory_from(config)

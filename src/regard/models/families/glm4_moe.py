@@ -57,11 +57,7 @@ def _router(config: Config) -> SigmoidRouter:
 
 
 def check(config: Config) -> None:
-    """Check the rotary scaling, and the sizes of the router.
-
-    Raises:
-        ArgumentError: a number is out of range, or experts cannot be selected as the keys say.
-    """
+    """Check the rotary scaling, and the sizes of the router."""
     llama_like.check(config)
     _router(replace(config, hidden_size=1))
 

@@ -75,11 +75,7 @@ def _router(config: Config) -> SigmoidRouter:
 
 
 def check(config: Config) -> None:
-    """Check the sizes of the router.
-
-    Raises:
-        ArgumentError: experts, groups and choices do not fit together.
-    """
+    """Check the sizes of the router."""
     if "moe" in config.kinds():
         _router(config)
 

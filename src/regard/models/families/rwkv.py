@@ -58,10 +58,6 @@ def time_mix(config: Config) -> Recurrent:
 def reshaped(parameter_name: str, *stored: int) -> TensorRule:
     """Return the rule of a parameter that is stored with another shape.
 
-    Args:
-        parameter_name: the name.
-        stored: the shape in the file, with -1 for one size.
-
     >>> import torch
     >>> reshaped("w", 1, 1, -1).pack([torch.zeros(3)]).shape
     torch.Size([1, 1, 3])

@@ -61,9 +61,6 @@ def stack_bias(
 
     The table is normal with standard deviation M^-0.5.
 
-    Raises:
-        ArgumentError: as in `T5Relative`.
-
     >>> stack_bias(T5AttentionSizes(8, 2, 4), 32, 128, bidirectional=True)
     t5_relative(32 buckets, bidirectional)
     """
@@ -216,11 +213,7 @@ NAMES = {
 
 
 def check(config: Config) -> None:
-    """Check that the buckets of relative positions are possible for the distance.
-
-    Raises:
-        ArgumentError: they are not.
-    """
+    """Check that the buckets of relative positions are possible for the distance."""
     buckets = config.relative_attention_num_buckets
     for both in (True, False):
         check_buckets(

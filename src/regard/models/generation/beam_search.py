@@ -180,14 +180,7 @@ class _BeamSearch:
         return self.tokens.shape[2] == self.limit or not any(self._open)
 
     def advance(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Extend the candidates by one token.
-
-        Args:
-            logits: logits [B R, V] of the next token.
-
-        Returns:
-            The rows that continue, and their new ids, both [B R'].
-        """
+        """Extend the candidates by one token."""
         check_largest(logits.amax(1))
         x = logits if logits.dtype == torch.float64 else logits.float()
         B, R, n = self.tokens.shape

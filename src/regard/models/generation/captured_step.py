@@ -41,14 +41,7 @@ class StepRecorder(Protocol):
         ...
 
     def record(self, step: Step) -> tuple[Callable[[], None], Tensor]:
-        """Capture a step without running it.
-
-        Args:
-            step: the step.
-
-        Returns:
-            What runs it, and the memory that then holds its logits.
-        """
+        """Capture a step without running it."""
         ...
 
 
@@ -75,11 +68,7 @@ class CudaGraphRecorder:
         return logits
 
     def record(self, step: Step) -> tuple[Callable[[], None], Tensor]:
-        """Capture a step, which torch refuses if the step waits for the device.
-
-        Raises:
-            ArgumentError: the step reads a number from the device, or copies one to it.
-        """
+        """Capture a step, which torch refuses if the step waits for the device."""
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.device(self._device), torch.cuda.graph(graph, stream=self._stream):
@@ -226,16 +215,7 @@ class CapturedSession:
 
 
 def check_captured(session: DecodeSession, *, has_recorder: bool = False) -> None:
-    """Check that the step of a session can be captured.
-
-    Args:
-        session: the session, before or after it has read its prompts.
-        has_recorder: whether something else than a CUDA device captures.
-
-    Raises:
-        ArgumentError: the model is not on a CUDA device, a part of it or a cache refuses, or
-            several ranks run it.
-    """
+    """Check that the step of a session can be captured."""
     if session.device.type != "cuda" and not has_recorder:
         raise ArgumentError(
             f"cuda_graph captures the decoding step on a CUDA device, and this model is on "
@@ -261,13 +241,6 @@ def why_not_captured(decoder: Decoder, caches: Sequence[Cache]) -> list[str]:
     """Return why the step of a decoder with these caches cannot be captured; empty if it can.
 
     A module or a cache says so itself, in `static_step_refusal`.
-
-    Args:
-        decoder: the network.
-        caches: one cache per layer.
-
-    Returns:
-        The reasons, each once, with the first place of each.
 
     >>> import regard
     >>> decoder = regard.load("tiny").decoder

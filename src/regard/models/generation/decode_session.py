@@ -200,14 +200,6 @@ def pad_left(
 ) -> tuple[Int[Tensor, "B T"], Positions | None]:
     """Stack rows of ids into one tensor, padded on the left.
 
-    Args:
-        rows: B rows of ids.
-        start: the position of the first token of each row.
-
-    Returns:
-        Ids [B, T], and positions [B, T] that are -1 in the padding; positions are None where no row
-        needs padding.
-
     >>> ids, positions = pad_left([[7, 8, 9], [5]])
     >>> ids.tolist(), positions.tolist()
     ([[7, 8, 9], [0, 0, 5]], [[0, 1, 2], [-1, -1, 0]])
@@ -319,11 +311,7 @@ class PrefixCache:
 def check_prefix(
     prefix: PrefixCache, model: LanguageModel, cache_config: CacheConfig | None
 ) -> None:
-    """Check that a prefix was read by this model, and that no other cache is asked for.
-
-    Raises:
-        ArgumentError: another model read it, or `cache_config` is not None.
-    """
+    """Check that a prefix was read by this model, and that no other cache is asked for."""
     if prefix.model is not model:
         raise ArgumentError(
             "prefix was read by another model; create it with this one: model.cache_prefix(...)"
@@ -340,16 +328,6 @@ def encode_prompt(
 ) -> list[int]:
     """Convert a prompt to ids: a text with special tokens unless it continues a prefix, and ids as
     they are.
-
-    Args:
-        model: the model, with its tokenizer if the prompt is a text.
-        prompt: the text or its ids; empty only with a prefix.
-        prefix: the prompt that was read before.
-
-    Raises:
-        ArgumentError: the prompt has no tokens and does not continue another, an id is outside the
-            vocabulary, or a tensor is a batch.
-        ArgumentTypeError: the prompt is neither a text nor ids.
 
     >>> import regard, torch
     >>> model = regard.load("tiny")

@@ -177,11 +177,7 @@ def top_ids(x: Float[Tensor, "B V"], k: int) -> Int[Tensor, "B k"]:
 
 
 def check_largest(largest: Float[Tensor, " B"]) -> None:
-    """Check that the largest logit [B] of each row is finite; NaN counts as the largest.
-
-    Raises:
-        ArgumentError: it is NaN or infinite.
-    """
+    """Check that the largest logit [B] of each row is finite; NaN counts as the largest."""
     _check_finite(largest.tolist())
 
 

@@ -51,19 +51,6 @@ def recurrent(
 
     S <- diag(exp(g_t)) S;  u = beta_t (v_t - S^T k_t);  S <- S + k_t u^T;  o_t = S^T q_t
 
-    Args:
-        q: the scaled queries `[B, G, P or 1, R, T, D]` of `group_heads`; all tensors have the dtype
-            of the state.
-        k: keys `[B, G, 1, T, D]`.
-        v: values `[B, G, P, T, E]`.
-        beta: the fraction of the difference that is written, `[B, G, P, T, 1]`.
-        log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
-            all channels; None: no decay.
-        state: S `[B, G, P, D, E]` before the first token; it is not changed.
-
-    Returns:
-        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
-
     >>> k = torch.eye(2)[None, None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None, None]
     >>> beta, zeros = torch.ones(1, 1, 1, 2, 1), torch.zeros(1, 1, 1, 2, 1)
@@ -109,19 +96,6 @@ def chunked(
     difference such as c_i - c_j is not computed from c: its terms g are summed separately, so that
     no digits cancel, and g = -inf gives the factor 0 rather than NaN. Where beta is close to 2 and
     keys are similar, the system is ill-conditioned, and longer chunks have larger rounding errors.
-
-    Args:
-        q: the scaled queries `[B, G, P or 1, R, T, D]`; q and all following tensors are as in
-            `recurrent`.
-        k: keys `[B, G, 1, T, D]`.
-        v: values `[B, G, P, T, E]`.
-        beta: `[B, G, P, T, 1]`.
-        log_decay: g, or None.
-        state: S `[B, G, P, D, E]` before the first token.
-        size: C, at least 1. With a decay per channel it is rounded up to a power of 2.
-
-    Returns:
-        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
 
     >>> k = torch.eye(2)[None, None, None]
     >>> v = torch.tensor([[3.0], [5.0]])[None, None, None]
@@ -340,17 +314,6 @@ def _run_rule(
 ) -> tuple[Tensor, tuple[Tensor]]:
     """Check the gates and the state, and compute the delta rule with or without a decay; the caller
     has checked q, k, v and the options.
-
-    Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]`.
-        v: values `[B, N, T, E]`; G divides N.
-        gates: beta, and for the gated rule log_decay, by name.
-        scale: the factor on the queries, or None.
-        state: the state before the first token, or None.
-        positions: the positions of the tokens, or None.
-        form: "auto", "recurrent", "chunk", "parallel" or "triton".
-        chunk: the number of tokens in a chunk.
     """
     (B, G, T, D), (N, E) = k.shape, v.shape[1::2]
     channels = {"beta": 1, "log_decay": D}

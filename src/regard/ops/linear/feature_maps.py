@@ -29,14 +29,6 @@ def monomials(dim: int, power: int) -> tuple[tuple[tuple[int, ...], ...], tuple[
     """Return the monomials of a degree in `dim` variables, and the square root of how often each
     occurs in the expanded power (x_1 + ... + x_dim)^power.
 
-    Args:
-        dim: D, the number of variables.
-        power: the degree.
-
-    Returns:
-        For each of the `power` variables its indices in all monomials, and the factor of each
-        monomial.
-
     >>> monomials(2, 2)
     (((0, 0, 1), (0, 1, 1)), (1.0, 1.4142135623730951, 1.0))
     """

@@ -34,15 +34,7 @@ class FormChoice:
 
 
 def plan_form(call: RecurrenceCall, form: str) -> FormChoice:
-    """Return which form runs a call, and why the kernels in Triton do not.
-
-    Args:
-        call: the checked call.
-        form: "auto", or the form that was asked for.
-
-    Raises:
-        KernelRefusal: Triton was asked for by name and cannot run the call.
-    """
+    """Return which form runs a call, and why the kernels in Triton do not."""
     if form not in ("auto", "triton"):
         return FormChoice(form, (f'form is "{form}"',))
     reasons = why_not(call)

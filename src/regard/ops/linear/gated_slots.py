@@ -159,15 +159,6 @@ def _decayed_values(
 ) -> tuple[Float[Tensor, "B G R T E"], Float[Tensor, "B G D E"]]:
     """Compute S <- S diag(exp(g)) + k v^T, o = S^T q: a recurrence in which each channel of the
     values decays, where `linear_recurrence` decays the channels of the keys.
-
-    Args:
-        q, k, v, g: queries, keys, values, and the logarithms of the decays of the values.
-        state: S before the first token.
-        size: the number of tokens in a chunk, rounded up to a power of 2; None computes token by
-            token.
-
-    Returns:
-        The outputs, and the state after the last token.
     """
     T = k.shape[2]
     if size is None or T == 0:

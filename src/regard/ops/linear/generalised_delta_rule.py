@@ -48,20 +48,6 @@ def recurrent(
     """Compute the generalised delta rule token by token.
 
     u_t = S^T c_t;  S <- diag(exp(g_t)) S + a_t u_t^T + k_t v_t^T;  o_t = S^T q_t
-
-    Args:
-        q: the scaled queries `[B, G, P or 1, R, T, D]` of `group_heads`; all tensors have the dtype
-            of the state.
-        k: keys `[B, G, 1, T, D]`.
-        v: values `[B, G, P, T, E]`.
-        c: what is read from the state before its decay, `[B, G, P, T, D]`.
-        a: where the result of this read is added, `[B, G, P, T, D]`; None is -k.
-        log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
-            all channels; None: no decay.
-        state: S `[B, G, P, D, E]` before the first token; it is not changed.
-
-    Returns:
-        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
     """
     S, outputs = state.clone(), []
     for t in range(k.shape[-2]):
@@ -91,14 +77,6 @@ def chunked(
     (I - A) U = diag(L_{i-1}) C S + B V,  A_ij = L_{i-1,j} c_i . a_j,  B_ij = L_{i-1,j} c_i . k_j,
     for j < i;  then O = diag(L_i) Q S + (Q K^T * L) V + (Q A^T * L) U. In each channel L_ij is the
     exponential of a sum of g, never of a difference of sums, so that no decay overflows.
-
-    Args:
-        q, k, v, c, a, log_decay, state: as in `recurrent`.
-        size: the number of tokens of a chunk, at least 1. With a decay per channel it is rounded up
-            to a power of 2.
-
-    Returns:
-        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
 
     Source: Yang et al. 2024 (arXiv 2406.06484), section 3.2; Peng et al. 2025 (arXiv 2503.14456),
     appendix; the decays: `regard.ops.linear.linear_recurrence.decayed_products`.

@@ -75,10 +75,6 @@ al. 2024 (arXiv 2402.04347), section 4.1; the others are common practice.
 def feature_map_of(feature_map: FeatureMap) -> Callable[[Tensor], Tensor]:
     """Return the feature map of a name, or the given function itself.
 
-    Raises:
-        ArgumentError, ArgumentTypeError: no feature map has this name, or the argument is neither a
-            name nor a function.
-
     >>> import torch
     >>> feature_map_of("relu")(torch.tensor([-1.0, 2.0])).tolist()
     [0.0, 2.0]

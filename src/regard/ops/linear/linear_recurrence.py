@@ -85,11 +85,6 @@ def decayed_products(
     product of the decay from j to the border of the blocks and the decay from the border to i. Both
     exponents are sums of g alone.
 
-    Args:
-        x: `[..., C, D]`, where C is a power of 2.
-        k: `[..., C, D]`.
-        g: the logarithms of the decays `[..., C, D]`.
-
     >>> half = torch.full((2, 1), 0.5).log()
     >>> decayed_products(torch.ones(2, 1), torch.tensor([[3.0], [4.0]]), half).tolist()
     [[3.0, 0.0], [1.5, 4.0]]
@@ -167,13 +162,6 @@ def check_tensor_shape(
 ) -> None:
     """Check that x is a floating-point tensor of one of the allowed shapes, on the device of the
     keys.
-
-    Args:
-        name: the name of the tensor in error messages.
-        x: the tensor.
-        allowed: the allowed shapes.
-        meaning: what the tensor holds, for error messages.
-        like: the keys, whose device the tensor must be on.
     """
     check_tensor(name, x)
     check_device(name, x, like, "key")
@@ -216,14 +204,6 @@ def initial_state(
 ) -> tuple[Tensor, ...]:
     """Return the state before the first token: the given state, after a check of its sizes and
     dtypes, or zeros.
-
-    Args:
-        state: the state that an earlier call returned, or None.
-        shapes: the name and shape of each tensor of the state.
-        like: the keys, whose device and dtype determine those of the state.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a given state has other sizes or another dtype.
     """
     dtype = state_dtype(like)
     if state is None:
@@ -264,18 +244,6 @@ def recurrent(
 
     S <- diag(exp(g_t)) S + k_t v_t^T;  o_t = S^T q_t
 
-    Args:
-        q: the scaled queries `[B, G, P or 1, R, T, D]` of `group_heads`; all tensors have the dtype
-            of the state.
-        k: keys `[B, G, 1, T, D]`.
-        v: values `[B, G, P, T, E]`.
-        log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
-            all channels; None: no decay.
-        state: S `[B, G, P, D, E]` before the first token; it is not changed.
-
-    Returns:
-        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
-
     >>> k, v = torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [5.0]])
     >>> k, v = k[None, None, None], v[None, None, None]
     >>> half = torch.full((1, 1, 1, 2, 1), 0.5).log()
@@ -302,16 +270,6 @@ def within_chunks(
 ) -> Float[Tensor, "B G P n C R E"]:
     """Compute o_i = sum_{j <= i} sum_d q_id k_jd exp(g_{j+1,d} + ... + g_{i,d}) v_j in each of n
     chunks of C tokens.
-
-    Args:
-        q: queries `[B, G, P or 1, n, C, R, D]`.
-        k: keys `[B, G, 1, n, C, D]`.
-        v: values `[B, G, P, n, C, E]`.
-        g: the logarithms of the decay factors, `[B, G, P, n, C, D]`, `[B, G, P, n, C, 1]` for one
-            per token, or None. With one per channel, C must be a power of 2.
-
-    Returns:
-        The outputs without the contribution of earlier chunks, `[B, G, P, n, C, R, E]`.
 
     >>> one = torch.ones(1, 1, 1, 1, 2, 1)
     >>> within_chunks(one[..., None], one, one, None).flatten().tolist()
@@ -380,18 +338,6 @@ def chunked(
     All chunks are computed at once; only the state passes from one to the next. A decay that is one
     number per token is applied to the products with S and to V, since value heads may share Q and
     K.
-
-    Args:
-        q: the scaled queries `[B, G, P or 1, R, T, D]`; q and all following tensors are as in
-            `recurrent`.
-        k: keys `[B, G, 1, T, D]`.
-        v: values `[B, G, P, T, E]`.
-        log_decay: g, or None.
-        state: S `[B, G, P, D, E]` before the first token.
-        size: C, at least 1. With a decay per channel it is rounded up to a power of 2.
-
-    Returns:
-        The outputs `[B, G, P, R, T, E]`, and the state after the last token.
 
     >>> k, v = torch.tensor([[1.0], [1.0]]), torch.tensor([[3.0], [5.0]])
     >>> k, v = k[None, None, None], v[None, None, None]
@@ -473,23 +419,6 @@ def linear_recurrence(
 ) -> tuple[Float[Tensor, "B O T E"], Float[Tensor, "B N D E"]]:
     """Compute S <- diag(exp(g)) S + k v^T, o = scale S^T q, with sums in the dtype of the state,
     for the heads that `value_heads` describes.
-
-    Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]`.
-        v: values `[B, N, T, E]`.
-        log_decay: g, the logarithm of the decay factor, with one number per key channel or one for
-            all channels, or None.
-        state: S `[B, N, D, E]` before the first token.
-        form: "auto", "recurrent", "chunk", "parallel" or "triton".
-        chunk: the number of tokens in a chunk.
-        scale: the factor on the queries.
-        dtype: the dtype of the inputs of the mechanism, which says how exact the products of a GPU
-            must be; None: that of the state.
-        out_dtype: the dtype of the outputs; None: that of the state.
-
-    Returns:
-        The outputs `[B, max(H, N), T, E]`, and the state after the last token.
 
     >>> k = torch.ones(1, 1, 3, 1)
     >>> zeros = torch.zeros(1, 1, 1, 1)

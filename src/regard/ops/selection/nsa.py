@@ -110,14 +110,6 @@ def block_importance(
     A compressed token contributes its weight to a block once for each stride of d tokens that lies
     in both. (If indices were counted from 0, the equation would assign it to the block before.)
 
-    Args:
-        p: the attention to the compressed tokens `[B, H, T, C]`.
-        groups: the number of key/value heads G.
-        sizes: the sizes of the blocks.
-
-    Returns:
-        The importance `[B, G, T, N]` of N blocks of l' tokens.
-
     Source: Yuan et al. 2025 (arXiv 2502.11089), equations 9 and 10.
     """
     shares, per_block = sizes.compress // sizes.stride, sizes.select // sizes.stride

@@ -199,15 +199,6 @@ def select_blocks(
     """Mark k of the allowed blocks for each query: all forced ones, then those with the largest
     scores. If more than k blocks are forced, all of them are marked.
 
-    Args:
-        scores: the score of each block, `[B, n, T, N]`.
-        forced: the blocks that are marked whatever their scores are, if they are allowed.
-        allowed: the blocks that may be marked.
-        k: the number of blocks to mark.
-
-    Returns:
-        A bool tensor in the shape of the scores.
-
     >>> scores = torch.tensor([[[[5.0, 4.0, 3.0, 9.0]]]])
     >>> allowed = torch.ones(1, 1, 1, 4, dtype=torch.bool)
     >>> forced = torch.tensor([False, False, True, False]) & allowed
@@ -227,19 +218,7 @@ def own_and_best_past_blocks(
     sizes: tuple[int, int, int],
     max_bytes: int = MAX_CHUNK_BYTES,
 ) -> Bool[Tensor, "B H T N"]:
-    """Mark for each query its own block, and the topk - 1 earlier blocks with the largest scores.
-
-    Args:
-        score: a function from a range of t queries to their scores `[B, H, t, N]` of all blocks.
-        blocks: the arrangement of the keys in N blocks.
-        positions: the positions of the queries.
-        topk: the number of blocks per query.
-        sizes: B, H and T.
-        max_bytes: the memory in bytes that the scores of a chunk of queries may need.
-
-    Returns:
-        A bool tensor `[B, H, T, N]`.
-    """
+    """Mark for each query its own block and the topk - 1 best earlier ones."""
     own, number = blocks.block_of(positions)[:, None, :, None], blocks.block_numbers[:, None, None]
     past = (number < own) & (blocks.token_counts > 0)[:, None, None]
     B, H, T = sizes
@@ -254,15 +233,7 @@ def own_and_best_past_blocks(
 def head_scores(
     q: Float[Tensor, "B H t D"], k: Float[Tensor, "B G N D"]
 ) -> Float[Tensor, "B H t N"]:
-    """Return the products of queries with one vector per block and key head, in the dtype of k.
-
-    Args:
-        q: queries `[B, H, t, D]`.
-        k: vectors `[B, G, N, D]`; query head h reads head h // (H/G).
-
-    Returns:
-        The products `[B, H, t, N]`.
-    """
+    """Return the products of queries with one vector per block and key head, in the dtype of k."""
     G, n = k.shape[1], q.shape[1] // k.shape[1]
     rows = torch.unflatten(q.to(k.dtype), 1, (G, n)).flatten(2, 3)
     return torch.unflatten(rows @ k.mT, 2, (n, -1)).flatten(1, 2)
@@ -271,14 +242,7 @@ def head_scores(
 def in_query_chunks(
     choose: Callable[[slice], Tensor], T: int, row_bytes: int, max_bytes: int = MAX_CHUNK_BYTES
 ) -> Tensor:
-    """Compute `choose` for all T queries in chunks, and concatenate the results.
-
-    Args:
-        choose: a function from a range of t queries to a tensor `[B, n, t, ...]`.
-        T: the number of queries.
-        row_bytes: the memory in bytes that `choose` needs for each query.
-        max_bytes: the memory in bytes that a chunk may need.
-    """
+    """Compute `choose` for all T queries in chunks, and concatenate the results."""
     step = max(1, max_bytes // max(1, row_bytes))
     if step >= T:
         return choose(slice(0, T))

@@ -42,15 +42,7 @@ class PageBounds(NamedTuple):
 
 
 def page_bounds(k: Float[Tensor, "B G S D"], pages: BlockLayout) -> PageBounds:
-    """Return the smallest and the largest number of the keys of each page, channel by channel.
-
-    Args:
-        k: keys `[B, G, S, D]`.
-        pages: the arrangement of the keys in N pages.
-
-    Returns:
-        The bounds, in the dtype of the keys; NaN where a key of the page has NaN.
-    """
+    """Return the smallest and the largest number of the keys of each page, channel by channel."""
     keys = pages.to_blocks(k)  # [B, G, N, size, D]
     is_token = torch.unflatten(pages.occupied, 1, (pages.blocks, pages.size))[:, None, :, :, None]
     low = torch.where(is_token, keys, torch.inf).amin(3)
@@ -63,13 +55,6 @@ def page_scores(q: Float[Tensor, "B H T D"], bounds: PageBounds) -> Float[Tensor
     """Return the largest product that a query can have with a key between the bounds of a page.
 
     u = sum_d max(q_d low_d, q_d high_d) >= q . k for every key k of the page
-
-    Args:
-        q: queries `[B, H, T, D]`.
-        bounds: the bounds of N pages.
-
-    Returns:
-        The bounds of the products `[B, H, T, N]`, in fp32 or better.
 
     >>> q = torch.tensor([2.0, -1.0])[None, None, None]
     >>> k = torch.tensor([[1.0, 5.0], [3.0, -2.0]])[None, None]

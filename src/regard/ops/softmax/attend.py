@@ -283,13 +283,7 @@ def _block_of_weights(call: Call, rows: slice, columns: slice) -> Tensor:
 
 
 def _as_slice(name: str, which: slice | int | None, length: int) -> slice:
-    """Return the argument `rows` or `columns` as a slice with non-negative ends.
-
-    Args:
-        name: the name of the argument, for error messages.
-        which: the value of the argument: a slice of step 1, one index, or None for everything.
-        length: the number of queries or keys.
-    """
+    """Return the argument `rows` or `columns` as a slice with non-negative ends."""
     if which is None:
         return slice(0, length)
     if isinstance(which, slice) and which.step in (None, 1):

@@ -58,15 +58,7 @@ class BiasGradient:
             first = stop
 
     def add(self, call: Call, d_s: Tensor, rows: slice, columns: slice) -> None:
-        """Add the contribution of one block of the scores.
-
-        Args:
-            call: the checked call.
-            d_s: the gradient of the scores of the block, `[B, H, t, s]`, or `[B G, (H/G) t, s]`
-                with the heads of a group folded into the rows.
-            rows: the queries of the block.
-            columns: the keys of the block.
-        """
+        """Add the contribution of one block of the scores."""
         d_s = d_s.view(call.B, call.H, -1, d_s.shape[-1])
         for trainable in self.trainable:
             if isinstance(trainable.term, DenseBias):

@@ -26,15 +26,6 @@ def default_query_positions(keys: Positions, T: int) -> Positions:
     """Return the default positions of T queries: the last T positions of the keys (bottom-right
     alignment).
 
-    Args:
-        keys: the positions of the keys.
-        T: the number of queries.
-
-    Raises:
-        ArgumentError: the positions are a tensor, and there are fewer keys than queries, or a row
-            that contains tokens ends in an empty slot, so that the last slots are not its last
-            tokens.
-
     >>> default_query_positions(Span(0, 5), 2), default_query_positions(Span(0, 2), 3)
     (Span(start=3, length=2), Span(start=-1, length=3, tokens=True))
     """
@@ -65,11 +56,7 @@ def _check_rows_end_in_tokens(keys: Tensor, T: int) -> None:
 
 
 def as_mask(mask: Mask | Tensor | None) -> Mask:
-    """Return the mask of an argument: `Full()` for None, `Dense(tensor)` for a bool tensor.
-
-    Raises:
-        ArgumentTypeError: the argument is something else.
-    """
+    """Return the mask of an argument: `Full()` for None, `Dense(tensor)` for a bool tensor."""
     if mask is None:
         return masks.Full()
     if isinstance(mask, Mask):
@@ -103,16 +90,6 @@ def check_custom_rules(
     The masks and biases of this package check these sizes themselves (`require`). A custom function
     or class is evaluated on one query-key pair, because most kernels would broadcast a wrong batch
     or head dimension silently.
-
-    Args:
-        mask: the mask of the call.
-        bias: the bias of the call, or None.
-        sizes: B and H.
-        q: the positions of the queries.
-        k: the positions of the keys.
-
-    Raises:
-        ArgumentError: a custom rule returns another batch size or number of heads.
     """
     if slot_count(q) == 0 or slot_count(k) == 0:
         return
@@ -154,9 +131,6 @@ def _has_custom_code(rule: Mask | Bias) -> bool:
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
     """Return the bias of an argument: None and biases unchanged, `Dense(tensor)` for a float
     tensor.
-
-    Raises:
-        ArgumentTypeError: the argument is something else.
     """
     if bias is None or isinstance(bias, Bias):
         return bias
@@ -168,13 +142,7 @@ def as_bias(bias: Bias | Tensor | None) -> Bias | None:
 
 
 def as_score(score: ScoreRule, call: Call) -> ScoreRule:
-    """Check the score rule of a call whose other arguments have been checked, and return it.
-
-    Raises:
-        ArgumentTypeError: the argument is no rule.
-        ArgumentError: the rule does not fit the call, or the call needs a log-sum-exp or has a
-            sink, and the rule has none.
-    """
+    """Check the score rule of a call whose other arguments have been checked, and return it."""
     argument: object = score  # of any type, whatever the annotation says
     if not isinstance(argument, ScoreRule):
         name = type(argument).__name__
@@ -624,16 +592,6 @@ def make_call(
 ) -> Call:
     """Check all arguments of an attention call, fill in the defaults, and record whether an open
     trace captures or edits the scores or the weights.
-
-    Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, S, D]`.
-        v: values `[B, G, S, E]`.
-        mask: the mask; this and the following options are explained in `attend`.
-        wants_lse: whether the result must include the lse.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid.
     """
     q, k, v = cast_for_autocast(q, k, v)
     argument_checks.check_query_key_value(q, k, v)

@@ -94,10 +94,6 @@ def _cached_intervals(mask: masks.Mask, positions: Span) -> tuple[Tensor, ...] |
 def _visibility_arguments(call: Call, empty: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ranges of positions that each query sees as starts and stops, or a dense block
     where the mask has no ranges.
-
-    Args:
-        call: the checked call.
-        empty: which queries `[B, T]` are empty slots, or None.
     """
     if isinstance(call.mask, masks.Full):
         stops = (
@@ -113,14 +109,6 @@ def _visibility_arguments(call: Call, empty: Tensor | None) -> tuple[Tensor, Ten
 
 def visible_ranges(mask: masks.Mask, q_positions: Positions) -> tuple[Tensor, Tensor] | None:
     """Return the ranges of positions that each query sees, as the compiled loops take them.
-
-    Args:
-        mask: the mask.
-        q_positions: the positions of the queries.
-
-    Returns:
-        The starts and the stops of n ranges, each int64 `[b, h, t, n]` and contiguous; None if the
-        mask cannot be given by ranges.
 
     >>> starts, stops = visible_ranges(masks.Causal() & masks.Window(4), Span(9, 1))
     >>> starts.flatten().tolist(), stops.flatten().tolist()

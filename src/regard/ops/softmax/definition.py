@@ -38,11 +38,6 @@ def scores(
 
     The computation is in fp32 (fp64 for fp64 inputs). The query is scaled before the product, so
     that a product in half precision cannot overflow.
-
-    Args:
-        call: the checked call.
-        rows: the queries of the block.
-        columns: the keys of the block.
     """
     visible = call.mask.block(
         call.q_positions, call.k_positions, rows, columns, device=call.q.device
@@ -77,12 +72,6 @@ def scaled_dot(call: Call, rows: slice = EVERYTHING, columns: slice = EVERYTHING
 def weighted_values(pattern: Tensor, visible: Tensor, v: Tensor, *, finite: bool) -> Tensor:
     """Compute the weighted sum of the values `[B, H, t, E]`; a masked value has no effect, even if
     it is NaN.
-
-    Args:
-        pattern: weights `[B, H, t, s]`.
-        visible: which keys each query sees, broadcastable to the weights.
-        v: values `[B, G, s, E]`.
-        finite: whether q, k and v are known to be finite, so that a plain product is correct.
     """
     v = v.to(pattern.dtype)
     # masked weights are 0 already; this also sets their gradient to 0, which may be infinite for a
@@ -205,13 +194,6 @@ def weights_of_rows(
 ) -> Tensor:
     """Compute the weights `[B, H, t, S]` of a block of queries for all keys, with the score rule of
     the call.
-
-    Args:
-        call: the checked call.
-        rows: the queries of the block.
-        s: their scores `[B, H, t, S]`, -inf where masked.
-        visible: bool, broadcastable to the scores.
-        sums: the sums of exp(score) of each row, without the sink.
     """
     rule = call.score
     if rule is None:
@@ -259,18 +241,6 @@ def differentiable_gradients(
     The backward pass of a fast kernel cannot be differentiated. Where a caller asks for that
     (`create_graph=True`), its gradients are computed with this function instead, which holds all
     scores in memory.
-
-    Args:
-        call: the checked call without its sink.
-        inputs: q, k, v, the tensors of the bias and those of the score rule, with their graphs.
-        d_out: the gradient of the output `[B, H, T, E]`, or None.
-        d_lse: the gradient of the lse `[B, H, T]`, or None.
-
-    Returns:
-        The gradients of the inputs, in their order; None for one that requires none.
-
-    Raises:
-        KernelRefusal: the call drops weights at random, or needs too much memory.
     """
     if reason := _why_no_second_derivative(call):
         raise KernelRefusal(
@@ -310,15 +280,6 @@ def part_gradients_by_definition(
 
     With p = exp(s - lse) and constant lse, the gradients are those of sum_j p_ij v_j with the
     gradient dO, and of sum_j p_ij with the gradient d_lse - dO . O.
-
-    Args:
-        call: the call with some of the keys; its tensors that need a gradient are leaves.
-        whole: the output `[B, H, T, E]` and the lse `[B, H, T]` over all keys.
-        d_out: the gradient of that output.
-        d_lse: the gradient of that lse, or None.
-
-    Returns:
-        The gradients of q, k, v and the tensors of the bias; None for one that needs none.
     """
     bias_tensors = () if call.bias is None else call.bias.tensors()
     inputs = (call.q, call.k, call.v, *bias_tensors)

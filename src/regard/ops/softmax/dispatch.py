@@ -202,11 +202,6 @@ def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
     The kernel is the one named by `backend`, or with "auto" the first in the order of priority that
     can run the call. A kernel with `selects` never reads masked keys and values and gets the call
     unchanged; for every other kernel the content of empty slots is replaced by 0.
-
-    Raises:
-        ArgumentError: no kernel has that name.
-        KernelRefusal: the requested kernel cannot run the call, or no kernel can; the message lists
-            all reasons.
     """
     if backend == "auto":
         candidates = kernels_by_priority(call)
@@ -253,11 +248,6 @@ def ask_about_rule(kernel: Kernel, call: Call, plain: Call | None) -> tuple[list
 
     A kernel without `why_not_score` knows no rules: it gets the call without the rule that means
     the same, if there is one.
-
-    Args:
-        kernel: the kernel.
-        call: the call with a rule.
-        plain: the result of `without_rule` for this call.
     """
     why_not_score: Callable[[Call], list[str]] | None = getattr(kernel, "why_not_score", None)
     if why_not_score is not None:

@@ -254,10 +254,6 @@ def merge_tiles(state: list[int], long: int) -> list[tuple[int, int, bool]]:
     partial; fewer join the neighbouring run, because a few full tiles under a mask are cheaper than
     one more range.
 
-    Args:
-        state: EMPTY, PARTIAL or FULL for each tile.
-        long: the shortest run of full tiles beside a partial one that is kept apart.
-
     >>> merge_tiles([0, 1, 2, 2, 2, 1, 0, 2], long=3)
     [(1, 2, False), (2, 5, True), (5, 6, False), (7, 8, True)]
     >>> merge_tiles([1, 2, 1, 0], long=3)

@@ -83,10 +83,6 @@ def merge_into(total: Partial, part: Partial) -> None:
     Joining many parts in this way reads and writes each output once, and only the total stays in
     memory.
 
-    Args:
-        total: out `[B, H, T, E]` and lse `[B, H, T]` in fp32 or fp64, which are changed.
-        part: attention over other keys in the same shapes.
-
     >>> one, two = (torch.full((1, 1, 1, 2), x) for x in (2.0, 4.0))
     >>> total, part = (Partial(x, torch.zeros(1, 1, 1)) for x in (one, two))
     >>> merge_into(total, part)
@@ -129,11 +125,6 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
     """Return the output with exp(sink) added to the softmax denominator: out * sigmoid(lse - sink).
 
     A query that sees no key has the output 0 before and after.
-
-    Args:
-        out: the output without the sink, `[B, H, T, E]`.
-        lse: its log-sum-exp without the sink, `[B, H, T]`.
-        sink: one logit per head, `[H]`.
     """
     # A row with the lse -inf has the output 0 whatever its share is, so its lse may be set to 0; a
     # sink of -inf would otherwise give -inf - (-inf) = NaN.

@@ -82,13 +82,6 @@ _LIBRARY.define(
 def run_call(call: Call, backend: str = "auto") -> KernelResult:
     """Choose a kernel for the call and run it; in a graph, and while a dispatch mode is open, as an
     operator. While `regard.parallel.sequence` is open in this thread, it runs over all ranks.
-
-    Args:
-        call: the checked call.
-        backend: the name of a kernel, or "auto".
-
-    Raises:
-        ArgumentError, KernelRefusal: as in `choose_kernel`.
     """
     if (scope := current_scope()) is not None:
         result: KernelResult = scope.run_attention(call, backend)

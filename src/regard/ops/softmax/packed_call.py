@@ -81,16 +81,7 @@ _OTHER_FIELDS = tuple(x.name for x in fields(Call) if x.init and x.name not in _
 
 
 def unpackable_parts(call: Call, others: Sequence[str] = _OTHER_FIELDS) -> list[str]:
-    """Return why a call cannot be packed; an empty list if it can.
-
-    Args:
-        call: the checked call.
-        others: the fields of the call that `pack` does not know.
-
-    Returns:
-        One reason for each mask or bias that contains Python code, or whose class cannot be found
-        by its name, and for each other field that is not None.
-    """
+    """Return why a call cannot be packed; an empty list if it can."""
     rules: tuple[Mask | Bias | None, ...] = (call.mask, call.bias)
     reasons = [reason for rule in rules if rule is not None for reason in _reasons(rule)]
     return reasons + [
@@ -134,10 +125,6 @@ def _value_reasons(value: object, rule: Mask | Bias) -> list[str]:
 def pack(call: Call, backend: str) -> PackedCall:
     """Return a call without reasons (`unpackable_parts`) as the arguments of an operator. The sink
     and the dropout are left out.
-
-    Args:
-        call: the checked call.
-        backend: the name of the kernel that is to run it, or "auto".
     """
     tensors: list[Tensor] = []
     bias_tensors: list[Tensor] = []

@@ -45,20 +45,6 @@ def part_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of attention over some of the keys, for one of the parts that `merge`
     joins.
-
-    Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, S, D]` of this part.
-        v: values `[B, G, S, E]` of this part.
-        whole: the output `[B, H, T, E]` and the lse `[B, H, T]` over the keys of all parts.
-        gradients: the gradients of that output and of that lse; the latter may be None.
-        bias: the bias; its tensors that require a gradient get one.
-        out_dtype: the dtype of the gradients, as in `attend_partial`.
-        backend: the kernel, as in `attend_partial`.
-        options: mask, scale, softcap and positions, as in `attend_partial`.
-
-    Returns:
-        The gradients of q, k and v and of each tensor of the bias; None for one without a gradient.
     """
     d_out, d_lse = gradients
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):

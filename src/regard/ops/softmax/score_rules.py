@@ -20,15 +20,7 @@ from regard.span import Positions, as_tensor, slice_positions
 def score_block(
     call: Call, rows: slice, columns: slice, visible: Tensor, key_count: Tensor | None = None
 ) -> ScoreBlock:
-    """Return what a score rule may read about a block of a call.
-
-    Args:
-        call: the checked call.
-        rows: the queries of the block.
-        columns: the keys of the block.
-        visible: bool, broadcastable to `[B, H, t, s]`.
-        key_count: how many keys each query of the block sees; None where the block has all keys.
-    """
+    """Return what a score rule may read about a block of a call."""
     device = visible.device  # a call that a backward pass saved has no data
 
     def along(positions: Positions, part: slice, dim: int) -> Tensor:
@@ -124,11 +116,6 @@ class RuleOfTile:
     def apply(self, s: Tensor, block: ScoreBlock, *, hides: bool) -> Tensor:
         """Return the scores of a tile after the rule, -inf where masked, or their weights if the
         rule replaces the softmax.
-
-        Args:
-            s: scores `[B, H, t, s]` before the rule.
-            block: what else is known about the tile.
-            hides: whether some of its pairs are hidden.
         """
         return self._apply(self.rule, s, block, hides=hides)
 
@@ -183,9 +170,6 @@ class TileGradient:
     def pull_back(self, gradient: Tensor) -> Tensor:
         """Return the gradient of the scores before the rule, and add those of its tensors to the
         sums.
-
-        Args:
-            gradient: that of `values`.
         """
         if not self._after.requires_grad:  # the rule returned constants
             return torch.zeros_like(gradient)

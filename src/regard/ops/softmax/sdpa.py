@@ -302,10 +302,6 @@ def cuda_backends(dtype: torch.dtype, *, masked: bool) -> tuple[str, ...]:
     torch's own choice is cuDNN on recent GPUs, which read a float32 mask beside bfloat16 queries
     wrongly (pytorch#191612) and returned NaN gradients for some lengths (pytorch#196678).
 
-    Args:
-        dtype: the dtype of the queries.
-        masked: whether the call has a mask as a tensor.
-
     >>> cuda_backends(torch.bfloat16, masked=False)
     ('FLASH_ATTENTION', 'EFFICIENT_ATTENTION', 'MATH')
     >>> cuda_backends(torch.float64, masked=False)
@@ -464,15 +460,7 @@ class BlockwiseSdpa(torch.autograd.Function):
 def sum_range_gradients(
     row: tuple[Tensor | None, ...], k: Tensor, v: Tensor, scale: float, blocks: list[QueryBlock]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, summed over all key ranges in the dtype of the lse.
-
-    Args:
-        row: q, out, lse, and the gradients of out and lse (None if it is not used), of all queries.
-        k: keys `[B, G, S, D]`.
-        v: values `[B, G, S, D]`.
-        scale: the factor on q . k.
-        blocks: the blocks of queries with their key ranges.
-    """
+    """Return the gradients of q, k and v, summed over all key ranges in the dtype of the lse."""
     q, out, lse, d_out, d_lse = row
     assert q is not None
     assert lse is not None
@@ -516,14 +504,6 @@ def range_gradients(
 
     d score = p (dO . v - dO . O + d lse). The last term is computed as one more value column, of
     ones.
-
-    Args:
-        row: q, out, lse, and the gradients of out and lse (None if it is not used), for the queries
-            of the block.
-        k: all keys `[B, G, S, D]`.
-        v: all values `[B, G, S, D]`.
-        key_range: the key range.
-        scale: the factor on q . k.
     """
     q, out, lse, d_out, d_lse = row
     assert q is not None

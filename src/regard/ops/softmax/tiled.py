@@ -285,14 +285,6 @@ def tiled_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the output `[B, H, T, E]` in `call.result_dtype`, and for each row the largest score
     m and l = sum e^(s - m), `[B, H, T]`.
-
-    Args:
-        call: the checked call.
-        seed: the seed of the dropout; 0 without dropout.
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, S, D]`.
-        v: values `[B, G, S, E]`.
-        blocks: the blocks of queries with their key ranges.
     """
     dtype = call.score_dtype
     out = torch.zeros(call.B, call.H, call.T, call.E, dtype=call.result_dtype, device=q.device)
@@ -349,21 +341,6 @@ def tiled_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v in the dtype of the scores; the gradient of the bias is
     added to `d_bias`.
-
-    Args:
-        call: the checked call.
-        seed: the seed of the dropout.
-        blocks: the blocks of queries with their key ranges.
-        saved: q, k, v, the output, and of each row m and l.
-        d_out: the gradient of the output.
-        d_lse: the gradient of the lse, or None.
-        d_bias: accumulates the gradient of the bias.
-        rule: accumulates the gradient of the tensors of the score rule; None without a rule.
-        exact_row_sums: compute sum p dp over the keys even where that takes another pass, instead
-            of the equal rowsum(dout out). Where one weight of a row is nearly 1, p (dp - sum p dp)
-            is nearly 0, and only identical numbers cancel.
-        of_part: the keys are some of those over which the output, m and l were computed, so that
-            only rowsum(dout out) is right.
     """
     (q, k, v, out, max_score, scaled_sum), dtype = saved, call.score_dtype
     d_q = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -424,13 +401,7 @@ def _recompute_weights(
     rule: RuleOfTile | None,
     key_range: TiledKeyRange,
 ) -> tuple[Tensor, Tensor, Tensor, TileScores]:
-    """Recompute the weights of a block of queries for a range of keys.
-
-    Returns:
-        exp(s - m), which is l times the weights, or the weights of a rule that replaces the
-        softmax; the gradient of the weights divided by l; the first after dropout; and the tile,
-        with the derivatives of its scores.
-    """
+    """Recompute the weights of a block of queries for a range of keys."""
     (query, row_max, d_row), (k, v) = row, keys_values
     tile = tile_scores(call, query, k, rows, key_range, rule, with_slope=True)
     p = tile.values

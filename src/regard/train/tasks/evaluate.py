@@ -75,18 +75,6 @@ def generate_ids(
 ) -> list[list[int]]:
     """Return the output of a model for each source: greedy, or the best of a beam search.
 
-    Args:
-        model: the model.
-        source: ids `[B, S]`, padded with `PAD`.
-        limit: the largest number of output tokens.
-        beams: the number of beams; 1 is greedy decoding.
-
-    Returns:
-        The ids of each output, without `EOS`.
-
-    Raises:
-        ArgumentError: limit or beams is less than 1.
-
     >>> from regard.models import recurrent
     >>> len(generate_ids(recurrent(7, 4, 4), torch.tensor([[3, 4, 2]]), limit=2))
     1
@@ -133,19 +121,6 @@ def answer_examples(
 
     The model is in evaluation mode meanwhile. In a "causal" task each prediction is made after the
     right tokens before it, so that one mistake does not cause others.
-
-    Args:
-        model: a model of the task.
-        task: the task.
-        examples: the examples.
-        batch: examples per forward pass.
-        beams: the number of beams; 1 is greedy decoding.
-
-    Returns:
-        One answer per example.
-
-    Raises:
-        ArgumentError: batch or beams is less than 1, or beams is more than 1 for a "causal" task.
     """
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; it must be 1 or more", argument="batch")
@@ -245,20 +220,7 @@ class AccuracyBin:
 def accuracy_by_length(
     task: Task, split: str, answers: Sequence[TaskAnswer], count: int = 8
 ) -> list[AccuracyBin]:
-    """Count the correct answers of a split in bins of the source length.
-
-    Args:
-        task: the task, which has the lengths of the split.
-        split: the split of the answers.
-        answers: the answers.
-        count: the largest number of bins.
-
-    Returns:
-        Bins of equal width without the empty ones, the shortest sources first.
-
-    Raises:
-        ArgumentError: count is less than 1.
-    """
+    """Count the correct answers of a split in bins of the source length."""
     if count < 1:
         raise ArgumentError(f"count is {count}; it must be 1 or more", argument="count")
     shortest, trained, longest = task.lengths
@@ -305,15 +267,6 @@ def alignment(
 
     Of several heads the sharpest one is taken, whose largest weight per row has the largest mean.
     The weights are recorded from the forward pass of the model, not recomputed.
-
-    Args:
-        model: a model of the task.
-        task: the task.
-        outcome: the answer of the model to an example.
-        head: the name of a head to take in place of the sharpest one.
-
-    Returns:
-        The alignment, or None.
     """
     device = next(model.parameters()).device
     if task.kind == "seq2seq":

@@ -34,13 +34,6 @@ def _draw_copy(random: Random, length: int) -> Example:
 def causal_example(tokens: list[str], asked: set[int]) -> Example:
     """Return a sequence of tokens as an example of a "causal" task.
 
-    Args:
-        tokens: the sequence.
-        asked: the indices of the tokens that must be predicted from the tokens before them.
-
-    Returns:
-        The example; its source is the sequence without its last token.
-
     >>> causal_example(["a", "b", "a", "b"], {3})
     Example(source=('a', 'b', 'a'), target=('', '', 'b'))
     """

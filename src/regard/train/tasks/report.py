@@ -79,22 +79,7 @@ class TaskReport:
 def evaluate_task(
     model: nn.Module, task: Task, name: str, *, examples: int = 400, seed: int = 0, beams: int = 1
 ) -> TaskReport:
-    """Evaluate a model on examples of "validation" and of "longer".
-
-    Args:
-        model: a model of the task.
-        task: the task.
-        name: the name of the model in the report.
-        examples: how many examples of each split.
-        seed: the seed of the examples.
-        beams: the number of beams; 1 is greedy decoding.
-
-    Returns:
-        The report.
-
-    Raises:
-        ArgumentError: examples or beams is less than 1.
-    """
+    """Evaluate a model on examples of "validation" and of "longer"."""
     bins: list[AccuracyBin] = []
     answers: list[TaskAnswer] = []
     for split in ("validation", "longer"):
@@ -113,17 +98,7 @@ def evaluate_task(
 def write_report(
     report: TaskReport, folder: Path, facts: dict[str, str], beside: Sequence[charts.Accuracy] = ()
 ) -> None:
-    """Write accuracy.csv, accuracy.svg and report.html, and alignment.svg if there is an alignment.
-
-    Args:
-        report: the report.
-        folder: an existing folder.
-        facts: texts by label, which are shown under the title of the page.
-        beside: the accuracy of other models, which is drawn in the same chart.
-
-    Raises:
-        FileError: a file cannot be written.
-    """
+    """Write accuracy.csv, accuracy.svg and report.html, and alignment.svg if there is one."""
     task, series = report.task, [report.series(), *beside]
     write(folder / "accuracy.csv", _accuracy_csv(report.bins))
     title = translate("{task}: share of sources with every word right", task=task.name)
@@ -145,18 +120,7 @@ def write_report(
 
 
 def read_accuracy(folder: Path, name: str | None = None) -> charts.Accuracy:
-    """Read the accuracy of another run from its accuracy.csv.
-
-    Args:
-        folder: a folder that `regard train --task` wrote.
-        name: the name in the chart; None is the folder's name.
-
-    Returns:
-        The accuracy by length.
-
-    Raises:
-        FileError: the file is missing, or is not such a table.
-    """
+    """Read the accuracy of another run from its accuracy.csv."""
     path = folder / "accuracy.csv"
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path, MAX_BYTES))))

@@ -325,18 +325,7 @@ class PaddedBatch:
 
 
 def pad(task: Task, examples: Sequence[Example]) -> PaddedBatch:
-    """Return examples of a task as one padded batch of token ids.
-
-    Args:
-        task: the task, whose vocabulary encodes the words.
-        examples: at least one example.
-
-    Returns:
-        The batch.
-
-    Raises:
-        ArgumentError: a word is not in the task's vocabulary.
-    """
+    """Return examples of a task as one padded batch of token ids."""
     encode = task.vocabulary.encode
     if task.kind == "seq2seq":
         sources = [[*encode(e.source), EOS] for e in examples]
@@ -401,11 +390,7 @@ class TaskBatches:
         return {"drawn": self._drawn, "drawn_from": self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch at which `state_dict` was called.
-
-        Raises:
-            ArgumentError: the state belongs to another task, batch or seed.
-        """
+        """Continue after the batch at which `state_dict` was called."""
         if state.get("drawn_from") != self._fingerprint():
             raise ArgumentError(
                 "the saved data order belongs to another task, batch size or seed than "

@@ -67,14 +67,7 @@ class Recipe:
     set: tuple[str, ...] = ()
 
     def with_overrides(self, overrides: Mapping[str, Any]) -> Recipe:
-        """Return the recipe with other values, for those that are not None.
-
-        Args:
-            overrides: values by name; names that a recipe does not have are ignored.
-
-        Returns:
-            The new recipe.
-        """
+        """Return the recipe with other values, for those that are not None."""
         known = {f.name for f in fields(self)}
         values = {k: v for k, v in overrides.items() if k in known and v is not None}
         return replace(self, **values | ({"set": tuple(values["set"])} if "set" in values else {}))
@@ -91,11 +84,7 @@ def models_for(task: Task) -> tuple[str, ...]:
 
 
 def check_model(task: Task, name: str) -> None:
-    """Check that a model can learn a task.
-
-    Raises:
-        ArgumentError: the model cannot learn the task, or does not exist; the message says why.
-    """
+    """Check that a model can learn a task."""
     allowed = models_for(task)
     if name in allowed:
         return
@@ -114,18 +103,7 @@ def check_model(task: Task, name: str) -> None:
 
 
 def recipe(task: Task, name: str) -> Recipe:
-    """Return sizes and steps with which a model learns a task in minutes on two cores.
-
-    Args:
-        task: the task.
-        name: the name of a model, see `models_for`.
-
-    Returns:
-        The recipe.
-
-    Raises:
-        ArgumentError: the model cannot learn the task, or does not exist.
-    """
+    """Return sizes and steps with which a model learns a task in minutes on two cores."""
     check_model(task, name)
     if name == "transformer":
         return Recipe(hidden=256, lr=1.5e-3, warmup=200, steps=2000)
@@ -137,17 +115,6 @@ def recipe(task: Task, name: str) -> Recipe:
 
 def build(task: Task, name: str, sizes: Recipe) -> nn.Module:
     """Return a model for a task with random weights, from torch's global random state.
-
-    Args:
-        task: the task.
-        name: the name of a model, see `models_for`.
-        sizes: the sizes of the model.
-
-    Returns:
-        The model.
-
-    Raises:
-        ArgumentError: the model cannot learn the task, or a size is not allowed.
 
     >>> from regard.train.tasks import TASKS
     >>> copy = TASKS["copy"]

@@ -86,11 +86,7 @@ class TaskTrainingRun:
             )
 
     def run(self) -> tuple[dict[str, object], int | None]:
-        """Train and evaluate the model, and write the report.
-
-        Returns:
-            The final figures, and the signal that stopped the run, if any.
-        """
+        """Train and evaluate the model, and write the report."""
         check_usable_device(self.options["device"])
         settings, model, options = self.settings(), self.model(), self.options
         loss = (Seq2SeqLoss if self.task.kind == "seq2seq" else AnswerLoss)(self.recipe.smoothing)
@@ -159,12 +155,7 @@ class TaskTrainingRun:
         return build(self.task, self.name, self.recipe).to(self.options["device"])
 
     def start(self, stack: ExitStack) -> None:
-        """Create and lock the folder, and write the command and the recipe.
-
-        Raises:
-            ArgumentError: the folder belongs to a run with other options.
-            FileError: the folder cannot be written.
-        """
+        """Create and lock the folder, and write the command and the recipe."""
         sizes = asdict(self.recipe) | {"set": list(self.recipe.set)}
         content = {"task": self.task.name, "model": self.name, "sizes": sizes}
         file = self.out / RECIPE_FILE
@@ -249,17 +240,7 @@ class TaskTrainingRun:
 
 
 def load(folder: str | Path) -> tuple[nn.Module, Task]:
-    """Load a model that `regard train --task` trained.
-
-    Args:
-        folder: the folder of the run.
-
-    Returns:
-        The model in evaluation mode, and its task.
-
-    Raises:
-        FileError: the folder lacks a file of such a run, or one of them is damaged.
-    """
+    """Load a model that `regard train --task` trained."""
     path = Path(folder)
     try:
         saved = read_json(checked_path(path, RECIPE_FILE))
@@ -288,11 +269,7 @@ def load(folder: str | Path) -> tuple[nn.Module, Task]:
 
 
 def _recipe(sizes: object) -> Recipe:
-    """Return the recipe of a saved file.
-
-    Raises:
-        ArgumentError: the sizes are not an object, or one of them is out of range.
-    """
+    """Return the recipe of a saved file."""
     if not isinstance(sizes, dict):
         raise ArgumentError(f"sizes is {short_repr(sizes)}; it must be an object", argument="sizes")
     for name in ("dim", "hidden", "heads", "layers"):
@@ -307,9 +284,6 @@ def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Check that the stored tensors have the names and shapes of a model's parameters.
 
     Tensors that share memory are stored once.
-
-    Raises:
-        ArgumentError: a tensor is missing, unexpected, or has another shape.
     """
     model_tensors = model.state_dict(keep_vars=True)
     stored = {id(model_tensors[name]) for name in weights if name in model_tensors}

@@ -49,15 +49,6 @@ CHINESE = (*DIGITS, *PLACES[1:], *MYRIADS[1:])
 def english_words(number: int) -> list[str]:
     """Return a number as English words, without hyphens and without "and".
 
-    Args:
-        number: at least 0 and less than `NUMBER_LIMIT`.
-
-    Returns:
-        The words.
-
-    Raises:
-        ArgumentError: the number is out of range.
-
     >>> " ".join(english_words(427_016))
     'four hundred twenty seven thousand sixteen'
     """
@@ -88,15 +79,6 @@ def chinese_numerals(number: int) -> list[str]:
     Digits are read in groups of four, followed by 万 (10^4) or 亿 (10^8). A run of zeros between
     digits is read as one 零; zeros at the end of a group are not read; a whole group of zeros
     before other digits is read as one 零. A number that would begin with 一十 begins with 十.
-
-    Args:
-        number: at least 0 and less than `NUMBER_LIMIT`.
-
-    Returns:
-        The characters.
-
-    Raises:
-        ArgumentError: the number is out of range.
 
     >>> ["".join(chinese_numerals(n)) for n in (10, 12, 110, 427_016, 100_500, 300_000_007)]
     ['十', '十二', '一百一十', '四十二万七千零一十六', '十万零五百', '三亿零七']
@@ -149,14 +131,6 @@ NumberWriter = Callable[[int], list[str]]
 def random_numbers(random: Random, length: int, write: NumberWriter) -> list[int]:
     """Return numbers of 1 to 12 digits whose words, with a comma between two numbers, fill a
     length.
-
-    Args:
-        random: the random generator.
-        length: the number of words; the result has this many or one less.
-        write: returns the words of a number.
-
-    Returns:
-        The numbers, in random order.
     """
     numbers: list[int] = []
     remaining = length

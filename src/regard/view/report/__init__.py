@@ -32,15 +32,6 @@ from regard.view.html_page import content_hash
 def catalogue(lang: str) -> dict[str, str]:
     """Return the sentences of a language, by key.
 
-    Args:
-        lang: one of `regard.language.LANGUAGES`.
-
-    Returns:
-        The sentences, by key.
-
-    Raises:
-        ArgumentError: there is no such language.
-
     >>> catalogue("en")["cell.title"]
     'Explain one cell'
     """
@@ -79,16 +70,6 @@ def page(data: Mapping[str, Any], lang: str = "en") -> str:
     Tokens are untrusted: they are embedded as JSON with markup characters escaped, and inserted
     into the page as text only. A content security policy allows no other script than the page's
     own, identified by its hash.
-
-    Args:
-        data: {"meta": plain data, "arrays": {name: numpy array}}.
-        lang: language in which the page opens; the reader can switch to the others.
-
-    Returns:
-        The page as HTML.
-
-    Raises:
-        ArgumentError: the page has no such language.
     """
     check_language(lang)
     meta, arrays = to_page_value(data["meta"]), pack(data["arrays"])
@@ -129,12 +110,6 @@ def pack(arrays: Mapping[str, NDArray[np.generic]]) -> PackedArrays:
 
     Of each array the first bytes of all numbers come first, then the second bytes, and so on:
     signs and exponents then stand together, and gzip leaves 85 % of fp32 numbers instead of 93 %.
-
-    Args:
-        arrays: name to array.
-
-    Raises:
-        ArgumentTypeError: an array has a dtype that the page cannot read.
 
     >>> pack({"x": np.zeros(3, np.float32)}).table
     [{'name': 'x', 'type': 'f32', 'offset': 0, 'count': 3}]

@@ -28,15 +28,6 @@ GROUPS = ("and", "atlas", "core", "map", "scale", "stat", "why")
 def catalogue(lang: str) -> dict[str, str]:
     """Return the sentences of this page in a language, by key.
 
-    Args:
-        lang: one of `regard.language.LANGUAGES`.
-
-    Returns:
-        The sentences, by key.
-
-    Raises:
-        ArgumentError: there is no such language.
-
     >>> catalogue("en")["live.exact"]
     'exact'
     """
@@ -46,14 +37,7 @@ def catalogue(lang: str) -> dict[str, str]:
 
 
 def tile_page(lang: str = "en") -> str:
-    """Return the HTML of the page.
-
-    Args:
-        lang: language in which the page opens; the reader can switch to the others.
-
-    Raises:
-        ArgumentError: the page has no such language.
-    """
+    """Return the HTML of the page."""
     check_language(lang)
     parts = [_asset("report", x) for x in SHARED] + [_asset("tile_page", x) for x in SCRIPTS]
     script = "\n".join(['(() => {\n"use strict";', *parts, "})();"])
@@ -76,11 +60,7 @@ def tile_page(lang: str = "en") -> str:
 
 
 def content_policy(page: str) -> str:
-    """Return the content security policy that stands in a page, for the header of the answer.
-
-    Args:
-        page: the result of `tile_page`.
-    """
+    """Return the content security policy that stands in a page, for the header of the answer."""
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
     assert policy is not None, "the page states its policy"
     return f"{policy[1]}; frame-ancestors 'none'"

@@ -126,13 +126,6 @@ def chunk_sizes(
 ) -> ChunkSizes:
     """Return the sizes of a kernel for keys of D channels, at most `MAX_KEY_CHANNELS`.
 
-    Args:
-        kind: the kind of the kernel.
-        by_channel: whether each channel has a decay.
-        exact: whether products need all digits of fp32.
-        D: the key channels.
-        capability: the compute capability of the device, such as 80 for an A100.
-
     >>> chunk_sizes("states", by_channel=False, exact=False, D=100)
     ChunkSizes(chunk=64, channels=64, columns=32, warps=8, stages=2)
     >>> chunk_sizes("states", by_channel=False, exact=False, D=100, capability=80).chunk

@@ -148,15 +148,6 @@ def decayed_products(
     With a decay per channel, blocks of 1, 2, 4, ... tokens are joined in pairs: with i in the
     second and j in the first, the decay is the product of two exponents that are sums of g alone,
     and cannot overflow.
-
-    Args:
-        x, k: `[C, BD]`.
-        g, g_next: the decays of the tokens, and of those behind them.
-        i: the numbers of the tokens.
-        DECAY: 0 without a decay, 1 with one number for each token, 2 with one for each channel.
-        LEVELS: the logarithm of C to base 2.
-        PRECISION: of the products.
-        EXACT: the precision of sums in an exponent.
     """
     if DECAY == 2:
         g, g_next = bounded_decay(g), bounded_decay(g_next)

@@ -127,14 +127,7 @@ def forward_launches(call: RecurrenceCall) -> tuple[list[Launch], ForwardBuffers
 def backward_launches(
     call: RecurrenceCall, forward: ForwardBuffers, d_out: Tensor, d_last: Tensor
 ) -> tuple[list[Launch], RecurrenceGradients]:
-    """Return the launches of the backward pass, in their order, and what they will write.
-
-    Args:
-        call: the recurrence.
-        forward: what the forward kernels wrote.
-        d_out: the gradient of the outputs.
-        d_last: the gradient of the last state.
-    """
+    """Return the launches of the backward pass, in their order, and what they will write."""
     B, N, T, E, D = *call.v.shape, call.k.shape[3]
     shared, delta = SharedArguments(call), call.beta is not None
     q, k, g, chunks = shared.q, shared.k, shared.g, shared.chunks

@@ -197,14 +197,6 @@ def gradients(
     """Return the gradients of q, k, v and the tensors of the bias.
 
     The kernels return the gradients of the bias as data, and autograd carries them to its tensors.
-
-    Args:
-        call: the checked call.
-        saved: the output, the lse, and m and l of each row.
-        d_out: the gradient of the output.
-        d_lse: the gradient of the lse, or None.
-        needs: for each tensor of the bias, whether it needs a gradient.
-        of_part: the keys are some of those over which `saved` was computed.
     """
     from regard.ops.softmax.triton.launch import ForwardResult, WantedGradients, run_backward
 

@@ -263,13 +263,6 @@ def span_bounds(kinds: Tensor, span_tiles: int) -> Tensor:
     """Return for each span of `span_tiles` tiles the first tile that is not empty, and one past the
     last; both are equal if all are empty.
 
-    Args:
-        kinds: the kind of each tile for all queries and heads, `[b, nK]`.
-        span_tiles: the tiles of a span.
-
-    Returns:
-        int32 `[b, spans, 2]`.
-
     >>> span_bounds(torch.tensor([[0, 1, 2, 0, 0, 0, 0, 2]]), 4).tolist()
     [[[1, 3], [7, 8]]]
     """
@@ -377,17 +370,7 @@ def backward_launches(
     *,
     of_part: bool = False,
 ) -> tuple[list[Launch], Gradients]:
-    """Return the launches of the backward kernels, in their order, and what they will write.
-
-    Args:
-        call: the checked call.
-        bias: its bias as data.
-        saved: the results of the forward kernel, or the output and m and l over more keys.
-        d_out: the gradient of the output.
-        d_lse: the gradient of the lse, or None.
-        wanted: which parts of the bias need a gradient.
-        of_part: the keys are some of those over which `saved` was computed.
-    """
+    """Return the launches of the backward kernels, in their order, and what they will write."""
     q, k, v, d_out = (dense_rows(x) for x in (call.q, call.k, call.v, d_out))
     sizes, data = sizes_of(call, "backward_q"), mask_data(call)
     lists = tile_lists(call, data, sizes.rows, sizes.keys)

@@ -58,21 +58,7 @@ def bias_of_tile(
     MAX_DISTANCE: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """The bias of a tile: slopes times distances, the weights of buckets, and a table.
-
-    Args:
-        qp, kp: positions of queries and keys.
-        row, col: slots of queries and keys.
-        inside: whether row and column are in the call.
-        slope: the slope of the head.
-        bucket: a pointer to the buckets of distances.
-        weight: a pointer to the weights of the head.
-        table: a pointer to the table of the batch row and the head.
-        table_row, table_col: the strides of the table.
-        LINEAR: 0 without slopes, 1 for i - j, 2 for |i - j|.
-        MAX_DISTANCE: M of the buckets, or 0 without them.
-        TABLE: whether there is a table.
-    """
+    """The bias of a tile: slopes times distances, the weights of buckets, and a table."""
     bias = tl.zeros_like((qp - kp).to(tl.float32))
     if LINEAR:
         distance = qp - kp
@@ -108,19 +94,7 @@ def visible_pairs(
     RANGES: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Which pairs of a tile are visible.
-
-    Args:
-        kp: positions of the keys; -1 behind the last one.
-        row, col: slots of queries and keys.
-        inside: whether row and column are in the call.
-        row_inside: whether the row is in the call.
-        start, stop: pointers to the ranges of the batch row and the head.
-        bits: a pointer to the bits of the batch row and the head.
-        bits_row: the bytes of a row of bits.
-        RANGES: the number of ranges of a query; 0 without them.
-        BITS: whether the mask is stored as bits.
-    """
+    """Which pairs of a tile are visible."""
     visible = inside & (kp >= 0)
     if RANGES:
         matching = inside & (kp < 0) & (kp >= 0)
