@@ -2,6 +2,12 @@
 
 Masks are combined with `&`, `|` and `~`. In a dense mask, True = may attend: the query
 attends to the keys that are True in its row.
+
+A mask is a frozen dataclass with one rule, `allows(q_positions, k_positions)`, that concerns
+tokens; the public methods of the whole mask exclude empty slots once. It answers every other
+question about itself: its key intervals and tiles, so that kernels skip what is hidden; how far it
+reaches (`reach`), whether it can change (`is_static`), why it hides a key (`refusal`), which wrong
+masks a faulty kernel might use instead (`near_misses`), and its part for some heads.
 """
 
 from regard.masks.base import MASKS, All, Any, Mask, Not, Reach, Refusal, reach
