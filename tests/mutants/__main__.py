@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         return 0
     os.nice(10)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        runs = MutantRuns(ROOT, Path(folder), options.limit)
+        runs = MutantRuns(ROOT, Path(folder) / "tree", options.limit)
         runnable = [x for x in mutants if not x.equivalent and not x.why_not(ROOT)]
         if runnable and not options.trust and (failed := runs.failing_tests(runnable)):
             print(f"these tests fail without a mutant: {failed}")

@@ -1,16 +1,22 @@
-"""Runs of pytest over mutants, in a copy of the tree: the checkout is never changed."""
+"""Runs of pytest over mutants, in a copy of the tree: the checkout is never changed.
+
+A run is a fork of this process, which has imported what no mutant changes: the half of the time.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tests.mutants import Mutant
 from tests.mutants.named_tests import VARIABLE
@@ -19,6 +25,8 @@ KILLED, SURVIVED = "killed", "survived"
 KILLED_BY_FULL = "killed by the full selection"
 NOT_APPLIED, NOT_RUN = "cannot be applied", "no test ran"
 EQUIVALENT = "equivalent"
+TIMED_OUT = 124
+IMPORTED_BEFORE = ("numpy", "torch", "hypothesis", "beartype", "jaxtyping", "safetensors", "numba")
 
 
 @dataclass(frozen=True)
@@ -44,28 +52,46 @@ def copy_tree(root: Path, copy: Path) -> None:
 def run_tests(
     copy: Path, tests: Iterable[str], options: Sequence[str], limit: float
 ) -> tuple[int, str]:
-    """The exit status of pytest in a copy, and the tests that failed (124: the time is over)."""
-    names = [*dict.fromkeys(tests)]
-    files = dict.fromkeys(name.partition("::")[0] for name in names)
-    environment = os.environ | {"PYTHONPATH": str(copy / "src"), VARIABLE: "\n".join(names)}
-    plugin = ["-p", "tests.mutants.named_tests", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *plugin, "-n", "0", "-q", "-rfE", *options, *files]
-    process = subprocess.Popen(
-        command,
-        cwd=copy,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output = process.communicate(timeout=limit)[0].decode(errors="replace")
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)  # its children, too
-        process.communicate()
-        return 124, f"not finished after {limit:.0f} s"
+    """The exit status of pytest in a copy, and the tests that failed."""
+    names, log = [*dict.fromkeys(tests)], copy.parent / "log"
+    child = os.fork()
+    if child == 0:
+        _run_pytest(copy, names, options, log)
+    end, status = time.monotonic() + limit, None
+    while status is None and time.monotonic() < end:
+        done, code = os.waitpid(child, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if done else time.sleep(0.1)
+    if status is None:
+        os.killpg(child, signal.SIGKILL)  # its children, too
+        os.waitpid(child, 0)
+        return TIMED_OUT, f"not finished after {limit:.0f} s"
+    output = log.read_text("utf-8", errors="replace")
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    return process.returncode, ", ".join(failed) or output[-500:]
+    return status, ", ".join(failed) or output[-500:]
+
+
+def _run_pytest(copy: Path, names: list[str], options: Sequence[str], log: Path) -> NoReturn:
+    """Become a process that runs pytest in a copy, as if it had been started there."""
+    status = 70
+    try:
+        os.setsid()
+        os.chdir(copy)
+        with log.open("wb") as file, Path(os.devnull).open("rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os.environ |= {"PYTHONPATH": str(copy / "src"), VARIABLE: "\n".join(names)}
+        sys.path[:0] = [str(copy), str(copy / "src")]
+        for name in [x for x in sys.modules if x.partition(".")[0] in ("tests", "regard")]:
+            del sys.modules[name]  # those of the copy take their place
+        plugins = ["-p", "tests.mutants.named_tests", "-p", "no:cacheprovider"]
+        files = dict.fromkeys(name.partition("::")[0] for name in names)
+        import pytest
+
+        status = int(pytest.main([*plugins, "-n", "0", "-q", "-rfE", *options, *files]))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
 
 
 class MutantRuns:
@@ -75,6 +101,9 @@ class MutantRuns:
         self.root, self.copy, self.limit = root, copy, limit
         self.changes = 0
         copy_tree(root, copy)
+        os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked
+        for name in IMPORTED_BEFORE:
+            importlib.import_module(name)
 
     def failing_tests(self, mutants: Iterable[Mutant]) -> str:
         """Those of the mutants' tests that fail without a mutant; "" if there are none."""
@@ -107,8 +136,8 @@ class MutantRuns:
         code, failed = run_tests(self.copy, mutant.tests, ["-x"], self.limit)
         if code in (0, 5) and full:
             code, failed = run_tests(self.copy, mutant.tests, ["-x", "--full"], 4 * self.limit)
-            if code in (1, 2, 124):
+            if code in (1, 2, TIMED_OUT):
                 return KILLED_BY_FULL, failed
         if code in (0, 5):
             return (SURVIVED, "") if code == 0 else (NOT_RUN, "")
-        return (KILLED if code in (1, 2, 124) else NOT_RUN), failed
+        return (KILLED if code in (1, 2, TIMED_OUT) else NOT_RUN), failed

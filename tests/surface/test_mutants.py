@@ -5,24 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from dataclasses import replace
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.mutants import Mutant, read_mutants
+from tests.mutants import read_mutants
 from tests.mutants.__main__ import main
-from tests.mutants.runs import (
-    EQUIVALENT,
-    KILLED,
-    KILLED_BY_FULL,
-    NOT_APPLIED,
-    NOT_RUN,
-    SURVIVED,
-    MutantRuns,
-)
+from tests.mutants.runs import EQUIVALENT, KILLED, KILLED_BY_FULL, NOT_APPLIED, NOT_RUN, SURVIVED
 
-CODE = "def double(x):\n    return 2 * x\n\n\ndef hidden():\n    return 1\n"
 TESTS = """
 import pytest
 from regard.small import double
@@ -48,25 +40,78 @@ def pytest_collection_modifyitems(config, items):
     if not config.option.full:
         items[:] = [x for x in items if x.get_closest_marker("full") is None]
 """
-DOUBLED = Mutant("a.doubled", "small.py", "2 * x", "3 * x", ("tests/test_small.py",))
+TREE = {
+    "src/regard/__init__.py": "",
+    "src/regard/small.py": "def double(x):\n    return 2 * x\n\n\ndef one():\n    return 1\n",
+    "tests/__init__.py": "",
+    "tests/conftest.py": CONFTEST,
+    "tests/test_small.py": TESTS,
+}
+DOUBLED = {"file": "small.py", "old": "2 * x", "new": "3 * x", "tests": ["tests/test_small.py"]}
+PLANTED: dict[str, dict[str, Any]] = {
+    "killed": {},
+    "survives": {"tests": ["tests/test_small.py::test_zero"]},
+    "slow": {"tests": ["tests/test_small.py::test_zero", "tests/test_small.py::test_slow"]},
+    "endless": {"new": "[0 for _ in iter(int, 1)]"},
+    "same": {"new": "x * 2", "equivalent": "2 x is x 2"},
+    "twice": {"old": "return"},
+    "moved": {"file": "large.py"},
+    "deleted": {"tests": ["tests/test_large.py"]},
+    "unnamed": {"tests": ["tests/test_small.py::test_large"]},
+}
 
 
-@pytest.fixture
-def runs(root: Path, tmp_path: Path) -> MutantRuns:
-    tree = tmp_path / "tree"
-    files = {
-        "src/regard/__init__.py": "",
-        "src/regard/small.py": CODE,
-        "tests/__init__.py": "",
-        "tests/conftest.py": CONFTEST,
-        "tests/test_small.py": TESTS,
-    }
-    for name, text in files.items():
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the command stores for a small tree, its quick run and its full one."""
+    tree = tmp_path_factory.mktemp("tree")
+    shutil.copytree(
+        Path(__file__).parents[1] / "mutants",
+        tree / "tests/mutants",
+        ignore=shutil.ignore_patterns("*.toml"),
+    )
+    tables = {name: DOUBLED | fields for name, fields in PLANTED.items()}
+    lines = [
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(x)}\n" for key, x in fields.items())
+        for name, fields in tables.items()
+    ]
+    for name, text in (TREE | {"tests/mutants/a.toml": "\n".join(lines)}).items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text(text, "utf-8")
-    shutil.copytree(root / "tests/mutants", tree / "tests/mutants")
     subprocess.run(["git", "init", "-q", str(tree)], check=True)
-    return MutantRuns(tree, tmp_path / "copy", 60)
+    command = [sys.executable, "-m", "tests.mutants", "--limit", "4", "--trust", "--full"]
+    done = subprocess.run([*command, "--json", "results"], cwd=tree, check=False)
+    assert done.returncode == 1
+    assert (tree / "src/regard/small.py").read_text("utf-8") == TREE["src/regard/small.py"]
+    done = subprocess.run(
+        [*command, "--changed", "--json", "results"], cwd=tree, capture_output=True, check=False
+    )
+    assert b"a.killed" not in done.stdout
+    assert b"a.twice" in done.stdout
+    stored: dict[str, dict[str, Any]] = json.loads((tree / "results").read_text("utf-8"))
+    return stored
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "status", "why"),
+    [
+        ("killed", KILLED, "tests/test_small.py::test_double"),
+        ("survives", SURVIVED, ""),
+        ("slow", KILLED_BY_FULL, "tests/test_small.py::test_slow"),
+        ("endless", KILLED, "not finished after 4 s"),
+        ("same", EQUIVALENT, "2 x is x 2"),
+        ("twice", NOT_APPLIED, "its old text occurs 2 times in small.py"),
+        ("moved", NOT_APPLIED, "there is no file large.py"),
+        ("deleted", NOT_APPLIED, "there is no test tests/test_large.py"),
+        ("unnamed", NOT_RUN, ""),
+    ],
+)
+def test_what_becomes_of_a_mutant(
+    results: dict[str, dict[str, Any]], name: str, status: str, why: str
+) -> None:
+    found = results[f"a.{name}"]
+    assert (found["status"], found["why"]) == (status, why)
 
 
 def test_every_mutant_can_be_applied(root: Path) -> None:
@@ -76,44 +121,16 @@ def test_every_mutant_can_be_applied(root: Path) -> None:
     assert sum(not x.equivalent for x in mutants) >= 150
 
 
-def test_a_mutant_is_killed_or_survives(runs: MutantRuns) -> None:
-    zero, slow = (("tests/test_small.py::" + name,) for name in ("test_zero", "test_slow"))
-    verdict = runs.judge(DOUBLED, full=False)
-    assert (verdict.status, verdict.why) == (KILLED, "tests/test_small.py::test_double")
-    assert runs.judge(replace(DOUBLED, tests=zero), full=True).status == SURVIVED
-    assert runs.judge(replace(DOUBLED, tests=slow), full=False).status == NOT_RUN
-    assert runs.judge(replace(DOUBLED, tests=zero + slow), full=False).status == SURVIVED
-    assert runs.judge(replace(DOUBLED, tests=zero + slow), full=True).status == KILLED_BY_FULL
-    assert runs.failing_tests([DOUBLED]) == ""  # the copy is as it was
-    assert DOUBLED.source(runs.root).read_text("utf-8") == CODE
-
-
-def test_what_cannot_run_is_not_killed(runs: MutantRuns) -> None:
-    twice = replace(DOUBLED, old="return")
-    assert runs.judge(twice, full=False).why == "its old text occurs 2 times in small.py"
-    for fault in (twice, replace(DOUBLED, file="no.py"), replace(DOUBLED, tests=("tests/no.py",))):
-        assert runs.judge(fault, full=False).status == NOT_APPLIED
-    same = runs.judge(replace(DOUBLED, new="x * 2", equivalent="2 x is x 2"), full=False)
-    assert (same.status, same.why) == (EQUIVALENT, "2 x is x 2")
-
-
-def test_an_endless_mutant_is_stopped(runs: MutantRuns) -> None:
-    endless = replace(DOUBLED, new="[0 for _ in iter(int, 1)]")
-    runs.limit = 3
-    verdict = runs.judge(endless, full=False)
-    assert (verdict.status, verdict.why) == (KILLED, "not finished after 3 s")
-
-
 def test_the_command_lists_what_was_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], root: Path
 ) -> None:
     mutant = read_mutants()[0]
-    results = tmp_path / "results.json"
+    stored = tmp_path / "results.json"
     verdict = {"status": KILLED, "why": "", "seconds": 1.0, "digest": mutant.digest(root)}
-    asked = [mutant.name, "--list", "--changed", "--json", str(results)]
+    asked = [mutant.name, "--list", "--changed", "--json", str(stored)]
     assert main(asked) == 0
     assert capsys.readouterr().out == f"{mutant.name}  {mutant.file}\n"
-    results.write_text(json.dumps({mutant.name: verdict}), "utf-8")
+    stored.write_text(json.dumps({mutant.name: verdict}), "utf-8")
     assert main(asked) == 0
     assert capsys.readouterr().out == ""
     assert main(["--list", "--package", mutant.package]) == 0
