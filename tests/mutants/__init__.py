@@ -1,7 +1,7 @@
 """Single faults of the package and the tests that must notice them: `python -m tests.mutants`.
 
 Each file `<package>.toml` of this folder is a table of mutants. A mutant replaces one text of one
-file of `src/regard`, which occurs there exactly once, and names the tests that concern it. Who
+file, which occurs there exactly once, and names the tests that concern it. Who
 moves or rewrites that code carries its mutants along; who deletes a test runs those of its package.
 """
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 class Mutant:
     """One fault.
 
-    file: the path below src/regard.
+    file: its path below the repository.
     old, new: what is replaced, and by what.
     tests: files, folders or test functions (`file.py::name`) below the repository.
     equivalent: the reason why no test can notice it; "" if one must.
@@ -35,7 +35,7 @@ class Mutant:
 
     def source(self, root: Path) -> Path:
         """The file that it changes."""
-        return root / "src/regard" / self.file
+        return root / self.file
 
     def why_not(self, root: Path) -> str:
         """Why it cannot be applied to a tree; "" if it can."""

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ KILLED_BY_FULL = "killed by the full selection"
 NOT_APPLIED, NOT_RUN = "cannot be applied", "no test ran"
 EQUIVALENT = "equivalent"
 TIMED_OUT = 124
-IMPORTED_BEFORE = ("numpy", "torch", "hypothesis", "beartype", "jaxtyping", "safetensors", "numba")
+IMPORTED_BEFORE = ("numpy", "torch._inductor", "beartype", "safetensors", "numba")
+"""What takes long to import and is no plugin of pytest."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def _run_pytest(copy: Path, names: list[str], options: Sequence[str], log: Path)
             os.dup2(nothing.fileno(), 0)
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
+        sys.dont_write_bytecode = False  # the copy is compiled once
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ |= {"PYTHONPATH": str(copy / "src"), VARIABLE: "\n".join(names)}
         sys.path[:0] = [str(copy), str(copy / "src")]
         for name in [x for x in sys.modules if x.partition(".")[0] in ("tests", "regard")]:
@@ -90,6 +94,8 @@ def _run_pytest(copy: Path, names: list[str], options: Sequence[str], log: Path)
 
         status = int(pytest.main([*plugins, "-n", "0", "-q", "-rfE", *options, *files]))
         sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(status)
 

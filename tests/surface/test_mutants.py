@@ -47,7 +47,12 @@ TREE = {
     "tests/conftest.py": CONFTEST,
     "tests/test_small.py": TESTS,
 }
-DOUBLED = {"file": "small.py", "old": "2 * x", "new": "3 * x", "tests": ["tests/test_small.py"]}
+DOUBLED = {
+    "file": "src/regard/small.py",
+    "old": "2 * x",
+    "new": "3 * x",
+    "tests": ["tests/test_small.py"],
+}
 PLANTED: dict[str, dict[str, Any]] = {
     "killed": {},
     "survives": {"tests": ["tests/test_small.py::test_zero"]},
@@ -55,7 +60,7 @@ PLANTED: dict[str, dict[str, Any]] = {
     "endless": {"new": "[0 for _ in iter(int, 1)]"},
     "same": {"new": "x * 2", "equivalent": "2 x is x 2"},
     "twice": {"old": "return"},
-    "moved": {"file": "large.py"},
+    "moved": {"file": "src/large.py"},
     "deleted": {"tests": ["tests/test_large.py"]},
     "unnamed": {"tests": ["tests/test_small.py::test_large"]},
 }
@@ -101,8 +106,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         ("slow", KILLED_BY_FULL, "tests/test_small.py::test_slow"),
         ("endless", KILLED, "not finished after 4 s"),
         ("same", EQUIVALENT, "2 x is x 2"),
-        ("twice", NOT_APPLIED, "its old text occurs 2 times in small.py"),
-        ("moved", NOT_APPLIED, "there is no file large.py"),
+        ("twice", NOT_APPLIED, "its old text occurs 2 times in src/regard/small.py"),
+        ("moved", NOT_APPLIED, "there is no file src/large.py"),
         ("deleted", NOT_APPLIED, "there is no test tests/test_large.py"),
         ("unnamed", NOT_RUN, ""),
     ],
