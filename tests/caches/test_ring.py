@@ -174,7 +174,7 @@ def test_steps_of_rows_remember_what_they_overwrite() -> None:
     cache = Ring(3)
     for p in range(4):
         feed(cache, torch.tensor([[p], [p]]))
-    with pytest.raises(regard.ArgumentError, match="crop to 2, .* crop to 3 or more, or to 0"):
+    with pytest.raises(regard.ArgumentError, match=r"crop to 2, .* crop to 3 or more, or to 0"):
         cache.crop(2)
 
 
