@@ -89,10 +89,11 @@ def _run_pytest(copy: Path, names: list[str], options: Sequence[str], log: Path)
         for name in [x for x in sys.modules if x.partition(".")[0] in ("tests", "regard")]:
             del sys.modules[name]  # those of the copy take their place
         plugins = ["-p", "tests.mutants.named_tests", "-p", "no:cacheprovider"]
+        brief = ["-n", "0", "-q", "-rfE", "--tb=no", "--assert=plain"]
         files = dict.fromkeys(name.partition("::")[0] for name in names)
         import pytest
 
-        status = int(pytest.main([*plugins, "-n", "0", "-q", "-rfE", *options, *files]))
+        status = int(pytest.main([*plugins, *brief, *options, *files]))
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
