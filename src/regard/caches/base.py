@@ -45,13 +45,7 @@ class LayerSize(NamedTuple):
 
 
 class StaticSize(NamedTuple):
-    """The sizes for which the static form of a cache is made (`Cache.to_static`).
-
-    Attributes:
-        slots: the largest number of tokens of a row, those that were read included.
-        rows: the number of batch rows.
-        device: where the memory is.
-    """
+    """The sizes for which the static form of a cache is made (`Cache.to_static`)."""
 
     slots: int
     rows: int
@@ -64,18 +58,13 @@ class OpenSlot(NamedTuple):
     Attributes:
         buffers: the buffers, each `[B, n, c, d]` with c larger than `slot`; the same tuple as long
             as they are the same.
-        slot: the slot of the new token.
-        positions: the positions of the slots before it, those of the codes included.
         after: the positions of all slots with the new token, from slot 0 on, where it overwrites
             one of them; None if it follows all others.
-        slots: the slot of the new token in each row, where the rows differ; else None.
         pages: the pages of each row in order, where a buffer consists of pages that all rows share:
             slot s of row r is slot pages[r, s // page_size] * page_size + s % page_size of the
             buffers; else None.
-        page_size: the number of slots of a page.
         coded: the slots before those of the buffers, which are stored as codes; None if there are
             none.
-        state: what `fill_slot` of the cache keeps.
     """
 
     buffers: Parts

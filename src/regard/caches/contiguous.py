@@ -407,11 +407,7 @@ class Latent(Cache):
         return self._store.contents()
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the part and its positions.
-
-        Raises:
-            ArgumentError: the contents are not one part `[B, 1, S, rank + rotary]`.
-        """
+        """Replace the part and its positions."""
         if contents:
             self._check(parts_of(contents))
         self._store.fill(contents)

@@ -62,7 +62,6 @@ class Float8Vectors(NamedTuple):
     Attributes:
         codes: the bytes of the numbers, uint8 `[B, n, S, d]`.
         scale: a power of two for each vector, `[B, n, S, 1]` in the dtype of x.
-        format: the name of the format.
     """
 
     codes: Tensor
@@ -321,11 +320,7 @@ class Float8(Cache):
         return {**codes, **scales, "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the codes, scales and positions.
-
-        Raises:
-            ArgumentError: their shapes are not those of this cache.
-        """
+        """Replace the codes, scales and positions."""
         positions = contents.get("positions")
         if positions is None or isinstance(positions, int):
             self._parts, self._positions = (), None

@@ -21,13 +21,6 @@ class Joined(Cache):
     The mechanisms update `parts`; every other operation is applied to all of them. A crop that one
     of them refuses changes none.
 
-    Args:
-        parts: the caches, at least one.
-
-    Raises:
-        ArgumentError: there is no part, an update does not go to a part, or a crop is refused by a
-            part.
-
     >>> import torch
     >>> from regard.caches import Growing, State
     >>> cache = Joined([Growing(), State()])

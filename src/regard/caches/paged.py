@@ -49,7 +49,6 @@ class PagesOfRows(NamedTuple):
     """The slots of some rows as pages.
 
     Args:
-        pages: the pages of the pool, `[pages + 1, page_size, n, d]`.
         table: the page of each page-sized run of slots of a row, int32 `[B, columns]`; the last
             column, and those behind the end of a row, name the page of zeros.
     """
@@ -328,11 +327,6 @@ class PagePool:
 
 class PageTable:
     """The pages of each batch row, in order, and the number of filled slots of each row.
-
-    Args:
-        pool: the pool of the pages.
-        rows: the page numbers of each row; each page gets one more reference.
-        lengths: the number of filled slots of each row.
 
     >>> table = PageTable(PagePool(4, 8), [[], []], [0, 0])
     >>> table.grow([5, 2])

@@ -30,7 +30,6 @@ class QuantizedGroups(NamedTuple):
         codes: uint8 `[B, n, R, lines, bytes]`, several codes per byte; R is L for "token" and L /
             group for "channel". For "exact", x itself.
         scale: the scale of each group, `[B, n, R, lines, 1]` in the dtype of x.
-        zero: the smallest value of each group, of the same shape and dtype.
         odd_at: the index (slot * n + head) * d + channel of each outlier, int64 `[B, X]`; -1 fills
             rows with fewer outliers.
         odd: the values of the outliers, `[B, X]`.
@@ -245,9 +244,6 @@ class QuantizedAndRecent(NamedTuple):
     """The input of a kernel that reads codes: quantized slots, followed by unquantized recent ones.
 
     Attributes:
-        groups: the codes of the older slots.
-        axis: which values share a scale.
-        bits: bits per code.
         recent: the recent slots `[B, n, l, d]`.
     """
 
@@ -262,10 +258,6 @@ class CodedSlots:
     """The older slots of a cache that a compiled step reads as codes, without outliers.
 
     It is the same object as long as the codes are the same.
-
-    Attributes:
-        parts: the codes of each part, as a kernel reads them.
-        slots: the number of slots that are stored as codes.
 
     >>> made = quantize(torch.ones(1, 2, 8, 4), torch.ones(1, 8).bool(), "token", bits=8, group=4)
     >>> CodedSlots((QuantizedAndRecent(made, "token", 8, torch.ones(1, 2, 1, 4)),), 8).slots

@@ -50,8 +50,6 @@ class GrowingTensor:
     returned keeps its values, unless a shorter `GrowingTensor` of the same buffer is appended to.
 
     Args:
-        memory: the first slots; they are referenced, not copied.
-        length: how many of them are used; None means all.
         inner: whether values of one line are contiguous over the slots `[B, n, L, lines, 1]`, which
             makes loops over slots faster.
 
@@ -117,15 +115,6 @@ class QuantizedPart:
     """One part of the memory: quantized older slots, followed by unquantized recent slots.
 
     It is immutable: each operation returns a new one.
-
-    Attributes:
-        axis: which values share a scale.
-        bits: bits per code.
-        group: values per group.
-        rows: codes, scales and zeros, which grow slot by slot.
-        odd_at: the places of the outliers, as in `QuantizedGroups`.
-        odd: the outliers.
-        recent: the recent slots.
 
     >>> x = torch.randn(1, 2, 10, 4)
     >>> part = QuantizedPart.of(x, "channel", bits=8, group=8)
@@ -409,11 +398,7 @@ class Quantised(Cache):
         return {**groups, **recent, "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the codes, recent slots and positions.
-
-        Raises:
-            ArgumentError: their shapes are not those of this cache.
-        """
+        """Replace the codes, recent slots and positions."""
         positions, recent = contents.get("positions"), parts_of(contents, "recent")
         self._coded = [], None
         if positions is None or isinstance(positions, int):

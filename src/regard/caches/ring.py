@@ -178,11 +178,6 @@ class RingBase(Cache):
     While all rows hold the same contiguous positions, three integers describe them
     (`ContiguousRun`), and no tensor is read. Otherwise a tensor stores the position of each slot
     (`SlotPositions`).
-
-    Args:
-        sinks: how many first positions are never evicted.
-        window: how many of the last keys a query may see, its own included.
-        rewind: how many more tokens are kept.
     """
 
     static_step_refusal: ClassVar[str | None] = None

@@ -19,10 +19,6 @@ class RingLayout(NamedTuple):
 
     slot(p) = p if p < sinks, else sinks + (p - sinks) % ring
 
-    Attributes:
-        sinks: the number of first positions, which are never overwritten.
-        ring: the number of slots of the ring.
-
     >>> layout = RingLayout(sinks=2, ring=3)
     >>> layout.slot(torch.tensor([0, 1, 2, 3, 4, 5])).tolist()
     [0, 1, 2, 3, 4, 2]
@@ -79,11 +75,6 @@ class RingLayout(NamedTuple):
 class ContiguousRun(NamedTuple):
     """The positions first to stop - 1, the same for all rows; those up to `lost`, except for the
     sinks, are overwritten.
-
-    Attributes:
-        first: the first position.
-        stop: one past the last position.
-        lost: the highest position after the sinks that was overwritten; -1 if none.
 
     >>> run = ContiguousRun(first=0, stop=6, lost=1)
     >>> run.extended(8, RingLayout(sinks=0, ring=4))

@@ -23,12 +23,6 @@ from regard.span import Positions, Span
 class Recorded(Cache):
     """Another cache for the length of one call, with a record of what it returned.
 
-    Args:
-        inner: the cache; None stores nothing and returns the new tokens, as a call without a cache.
-
-    Raises:
-        ArgumentError: an update is refused by the inner cache.
-
     >>> import torch
     >>> recorded = Recorded(None)
     >>> _ = recorded.update((torch.zeros(1, 1, 3, 2),), Span(0, 3))
@@ -127,13 +121,6 @@ class Carrying(Recorded):
     `Decoder` makes one for each layer that carries values (`Mixer.carries_values`), so that they
     take the way of the cache through every block. A cache of tokens stores the values after the
     mix, and so decoding needs no earlier values of the first layer.
-
-    Args:
-        inner: the layer's own cache; None stores nothing.
-        first: the values of the first layer, which all layers of the call share.
-
-    Raises:
-        ArgumentError: an update is refused by the inner cache.
 
     >>> import torch
     >>> from regard.nn.variants import value_residual

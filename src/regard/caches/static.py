@@ -93,13 +93,7 @@ class SlotTable:
     """The position in each slot, and the last position of each row, in memory that stays where it
     is. The static caches of several layers share one, so that a step computes its slots once.
 
-    Args:
-        layout: the slot of each position.
-        rows: the number of batch rows.
-        device: where the tensors are.
-
     Attributes:
-        layout: the argument.
         positions: the position in each slot, int64 `[B, size]`, -1 where there is none.
         last: the last position of each row, int64 `[B, 1]`.
 
@@ -143,17 +137,8 @@ class StaticSlots(_Static):
     the contents in the same memory. `Cache.to_static` makes one.
 
     Args:
-        layout: the slot of each position.
-        size: the rows and the device; `size.slots` is not used.
         evicts: whether a token may overwrite an older one; otherwise the step that would do so
             raises.
-
-    Attributes:
-        table: the position in each slot; the layers of a model share one (`share_tables`).
-
-    Raises:
-        ArgumentError: an update is not one token per row at the positions of `next(1)`, does not
-            fit the contents, or has no room; contents have several tokens for one slot.
 
     >>> from regard.caches import Growing
     >>> from regard.span import Span
@@ -271,12 +256,6 @@ def _arranged(positions: Tensor, layout: RingLayout) -> tuple[Tensor, Tensor]:
 
 class StaticState(_Static, State):
     """The static form of a `State`: the state and the last positions are overwritten in place.
-
-    Args:
-        size: the rows and the device; `size.slots` is not used.
-
-    Raises:
-        ArgumentError: a state has other shapes than the present one, or does not follow it.
 
     >>> from regard.caches import State
     >>> from regard.span import Span

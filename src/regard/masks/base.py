@@ -41,15 +41,7 @@ from regard.untrusted_text import short_repr
 
 
 class CallSlice(NamedTuple):
-    """Some queries (rows) and keys (columns) of one attention call, and the device to compute on.
-
-    Attributes:
-        q_positions: the positions of all queries of the call.
-        k_positions: the positions of all keys of the call.
-        rows: the slice of the queries.
-        columns: the slice of the keys.
-        device: the device on which the mask is computed.
-    """
+    """Some queries (rows) and keys (columns) of one attention call, and where to compute."""
 
     q_positions: Positions
     k_positions: Positions
@@ -77,16 +69,7 @@ class CallSlice(NamedTuple):
 
 
 class SlotPair(NamedTuple):
-    """One query slot and one key slot of a call, as scalar tensors.
-
-    Attributes:
-        b: the batch row.
-        h: the query head.
-        q_idx: the index of the query in the call.
-        kv_idx: the index of the key in the call.
-        q: the position of the query.
-        k: the position of the key.
-    """
+    """One query slot and one key slot of a call, as scalar tensors."""
 
     b: Tensor
     h: Tensor

@@ -17,13 +17,6 @@ class GaussianTopK(nn.Module):
 
     y = f(max(0, x - mean(x) - z std(x))),  z = Phi^-1(sparsity)
 
-    Args:
-        sparsity: the share of zeros if the inputs are normal, above 0 and below 1.
-        activation: the module f, with f(0) = 0.
-
-    Raises:
-        ArgumentError: sparsity is out of range.
-
     >>> x = torch.tensor([-1.0, 0.0, 1.0, 8.0])
     >>> GaussianTopK(0.5, nn.ReLU())(x).tolist()
     [0.0, 0.0, 0.0, 6.0]

@@ -25,13 +25,6 @@ class Quest(nn.Module):
 
     u_i = sum_d max(q_d low_id, q_d high_id) for page i, whose keys have numbers from low to high
 
-    Args:
-        size: the number of positions in a page.
-        topk: the number of pages per query and query head, its own page included.
-
-    Raises:
-        ArgumentError: size or topk is below 1.
-
     >>> Quest(16, 128).spec.tokens(32768).value
     2048
 
@@ -171,16 +164,8 @@ class BlockMaximum(nn.Module):
     their weights in training.
 
     Args:
-        q: a `HeadProjection` to J index queries of dim d.
         k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
             the projection.
-        heads: the number of query heads H, a multiple of J.
-        size: the number of positions in a block.
-        topk: the number of blocks per query, the local ones included.
-        local: the number of last blocks that every query reads, its own included.
-
-    Raises:
-        ArgumentError: the heads do not fit one another, or a size is below 1.
 
     >>> q, k = HeadProjection(8, 2, 4), HeadProjection(8, 1, 4)
     >>> BlockMaximum(q, k, heads=4, size=128, topk=16).spec.tokens(32768).value

@@ -61,16 +61,7 @@ class CausalConvolution(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T c"], state: Parts | None, positions: Positions | None
     ) -> tuple[Float[Tensor, "B T c"], Parts]:
-        """Convolve the tokens of a call.
-
-        Args:
-            x: the channels of the tokens [B,T,c].
-            state: the state after the tokens before; None at the start of a text.
-            positions: positions of the tokens; slots at -1 are empty.
-
-        Returns:
-            The convolved channels [B,T,c], and the state after the last token.
-        """
+        """Convolve the tokens of a call."""
         return _convolve(self, x, state, positions)
 
     @property
@@ -91,9 +82,6 @@ class JoinedConvolution(nn.Module):
     Args:
         parts: at least one `CausalConvolution`; all have the same number of tokens, the same
             activation, and no bias.
-
-    Raises:
-        ArgumentError: there are no parts, or they differ, or one has a bias.
 
     >>> joined = JoinedConvolution([CausalConvolution(c, 4) for c in (2, 2, 3)])
     >>> y, (past,) = joined(torch.ones(1, 5, 7), None, None)

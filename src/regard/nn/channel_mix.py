@@ -28,13 +28,6 @@ class ChannelMix(Mixer):
     y_t = sigmoid(W_r (c_r x_t + (1 - c_r) x_{t-1})) * W_v max(W_k (c_k x_t + (1 - c_k) x_{t-1}),
     0)^2, with c per channel
 
-    Args:
-        dim: the model dim M.
-        hidden: the hidden size F.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
     >>> layer = ChannelMix(4, 8)
     >>> cache = layer.new_cache()
     >>> layer(torch.zeros(1, 3, 4), cache=cache).shape, cache.bytes
@@ -100,10 +93,6 @@ class ChannelMix(Mixer):
 class TwoMixerBlock(Block):
     """A block of two mechanisms, one after the other, each with a residual connection: the second
     is in the place of the feed-forward layer. Its cache is a `Joined` of both.
-
-    Args:
-        attention, feed_forward: the first and the second `Mixer`.
-        attention_residual, feed_forward_residual: the residual connection of each.
 
     >>> from regard.nn.variants import rwkv4
     >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))

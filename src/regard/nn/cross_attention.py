@@ -60,20 +60,7 @@ class CrossAttention(Attention):
         memory: Float[Tensor, "B S M3"] | None = None,
         memory_positions: Positions | None = None,
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x to memory, or to the memory that the cache holds.
-
-        Args:
-            x: hidden states [B,T,M] of the sequence that gives the queries.
-            positions: positions of x; 0..T-1 by default.
-            cache: a `regard.caches.Cross` cache, or None.
-            backend: the name of a kernel; "auto" selects one.
-            memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
-                without a cache.
-            memory_positions: positions of memory; 0..S-1 by default, -1 marks padding.
-
-        Returns:
-            The output [B,T,M2].
-        """
+        """Attend from x to memory, or to the memory that the cache holds."""
         if (scope := current_scope()) is not None:
             refused: Tensor = scope.run_mixer(self, x, positions, cache, backend)
             return refused
@@ -193,19 +180,7 @@ class AdditiveAttention(Explainable, nn.Module):
         memory: Float[Tensor, "B S M3"] | None = None,
         memory_positions: Positions | None = None,
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds.
-
-        Args:
-            x: hidden states [B,T,M] of the sequence that gives the queries.
-            positions: positions of x; 0..T-1 by default.
-            cache: a `regard.caches.Cross` cache, or None.
-            memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
-                without a cache.
-            memory_positions: positions of memory; -1 marks padding.
-
-        Returns:
-            The contexts [B,T,M2].
-        """
+        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds."""
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(
                 self,

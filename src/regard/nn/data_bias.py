@@ -92,15 +92,6 @@ class ForgettingProjection(ProjectionWithMemory):
     A cache stores g of each token, in fp32 or better, beside its key and value. It does not store
     the sum, so that a cache may drop old tokens, and cropped and joined caches remain right.
 
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        dim: the model dim M.
-        gate: "sigmoid" or "softplus".
-
-    Raises:
-        ArgumentError: the gate is unknown, or the heads do not fit one another.
-
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> project = ForgettingProjection(q, k, v, 8)
     >>> [tuple(part.shape) for part in project.remember(torch.zeros(1, 5, 8), Span(0, 5))]
@@ -179,15 +170,6 @@ class RelativeKeyProjection(SeparateQKV):
 
     s_ij = scale q_i . (k_j + a[clip(j - i, -left, right)])
 
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        left: the largest distance back with a vector of its own.
-        right: the largest distance forward with a vector of its own; 0 under a causal mask.
-
-    Raises:
-        ArgumentError: left or right is negative, or the heads do not fit one another.
-
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> RelativeKeyProjection(q, k, v, left=3, right=0).table.shape
     torch.Size([4, 2])
@@ -221,16 +203,6 @@ class RelativeLogitProjection(SeparateQKV):
 
     s_ij = scale q_i . k_j + (r_i P)[i - j] for 0 <= i - j < extent, without the second term
     beyond, r_i = W_r x_i
-
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        r: a `HeadProjection` to H heads of R.
-        extent: the number of distances with a bias.
-
-    Raises:
-        ArgumentError: r does not have H heads, extent is below 1, or the heads do not fit one
-            another.
 
     >>> q, k, v, r = (HeadProjection(8, heads, 2) for heads in (4, 2, 2, 4))
     >>> RelativeLogitProjection(q, k, v, r, extent=6).profiles.shape
@@ -279,15 +251,6 @@ class DisentangledProjection(SeparateQKV):
 
     d is `deberta_bucket`, clipped to the table: distances up to buckets / 2 are their own bucket,
     and larger ones share logarithmic buckets. Attention has the scale 1 / sqrt(3 D).
-
-    Args:
-        q, k, v: `HeadProjection`s to the same number of heads H.
-        dim: the model dim M, the size of a relative embedding.
-        buckets: the number of buckets of one direction; the table has twice as many rows.
-        max_distance: the distance of the last bucket.
-
-    Raises:
-        ArgumentError: q and k differ in heads, or buckets and max_distance do not fit.
 
     >>> q, k, v = (HeadProjection(8, 4, 2) for _ in range(3))
     >>> DisentangledProjection(q, k, v, 8, buckets=4, max_distance=16).embedding.shape
@@ -360,15 +323,6 @@ class SinusoidKeyProjection(SeparateQKV):
     second term is itself a dot product of a vector of the query and a vector of the key's position,
     and both are appended to query and key. Every kernel then computes the mechanism with heads of D
     + R instead of D. There is no largest distance, and a cache stores keys and values only.
-
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        size: R, an even number; that of the paper is the model dim.
-        base: the base of the frequencies.
-
-    Raises:
-        ArgumentError: size is not even or below 2, or the heads do not fit one another.
 
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> project = SinusoidKeyProjection(q, k, v, size=8)
@@ -457,14 +411,6 @@ class DynamicMaskProjection(SeparateQKV):
     slots. The bias of the others is -inf.
     The selection knows positions and empty slots, but no mask of the module: with several
     documents in one row, keys of other documents are counted, too.
-
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        keep: the number of keys that a query sees.
-
-    Raises:
-        ArgumentError: keep is below 1, or the heads do not fit one another.
 
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> DynamicMaskProjection(q, k, v).a.shape

@@ -54,9 +54,6 @@ class HGRN2Rule(nn.Module):
         lower_bound: b, the smallest forget gate, at least 0 and below 1; upper layers of the paper
             have a larger one.
 
-    Raises:
-        ArgumentError: lower_bound is not at least 0 and below 1.
-
     >>> k = torch.zeros(1, 1, 3, 1)  # all gates are 1/2
     >>> HGRN2Rule()(k[0], k + 1, k, k + 1, None, None, "auto")[0].flatten().tolist()
     [0.5, 0.75, 0.875]
@@ -147,15 +144,6 @@ class RWKV6Rule(nn.Module):
 
     z = S^T q + (q . (u k)) v;  S <- diag(exp(g)) S + k v^T;  g = -exp(w + W_2 tanh(W_1 x))
 
-    Args:
-        dim: the model dim M.
-        heads: the heads H.
-        head_dim: the head dim D.
-        rank: the rank of the map from M to H D.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
     >>> rule = RWKV6Rule(8, 2, 3)
     >>> rule.log_decay(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 2, 5, 3])
@@ -209,13 +197,6 @@ class RWKV4Rule(nn.Module):
     z = sigmoid(q) (a + exp(u + k) v) / (b + exp(u + k));  a <- exp(-exp(w)) a + exp(k) v,
     b <- exp(-exp(w)) b + exp(k)
 
-    Args:
-        heads: the heads H; the channels of a head do not interact.
-        head_dim: the head dim D.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
     >>> x, k = torch.zeros(1, 3, 2), torch.zeros(1, 1, 3, 2)
     >>> z, _ = RWKV4Rule(1, 2)(x, k + 100, k, k + 7, None, None, "auto")
     >>> z.round(decimals=5).unique().tolist()
@@ -268,15 +249,6 @@ class Mamba2Rule(nn.Module):
 
     Here k, q and v are the paper's B, C and x. The limits hold in every form; the reference
     implementations leave them out when they decode token by token.
-
-    Args:
-        dim: the model dim M.
-        heads: the value heads N.
-        bias: whether W has a bias of its own besides b, as in checkpoints with one input map.
-        step_limits: the smallest and the largest step size.
-
-    Raises:
-        ArgumentError: a size is less than 1, or the limits are not 0 <= smallest <= largest.
 
     >>> Mamba2Rule(8, 2, step_limits=(0.5, 0.5)).step(torch.zeros(1, 3, 8))[0, 0].tolist()
     [0.5, 0.5, 0.5]
@@ -355,14 +327,6 @@ class MLSTMRule(nn.Module):
     C <- f C + i k v^T, n <- f n + i k;  z = C^T q / max(|n . q|, 1) with q / sqrt(D);
     i = exp(cap(W_i x + b_i)), f = sigmoid(cap(W_f x + b_f)), cap(y) = c tanh(y / c)
 
-    Args:
-        dim: the model dim M.
-        heads: the heads H.
-        gate_cap: c, the bound of the gates' logits; None applies none.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, or gate_cap is not above 0.
-
     >>> log_input, log_forget = MLSTMRule(8, 2).gates(torch.zeros(1, 5, 8))
     >>> log_input.shape, bool((log_forget < 0).all())
     (torch.Size([1, 2, 5]), True)
@@ -420,17 +384,6 @@ class SlotRule(nn.Module):
 
     With gates "sigmoid", a = sigmoid(W x)^(1/temperature). With "softmax", 1 - a is the share of
     the token in the sum of exp(W x) over all tokens up to it, so that a slot is a weighted mean.
-
-    Args:
-        dim: the model dim M.
-        groups: the key/value heads G.
-        slots: the slots m of each head.
-        gates: "sigmoid" (gated slot attention) or "softmax" (ABC).
-        temperature: a larger temperature keeps sigmoid gates closer to 1.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, gates is unknown, or temperature is
-            not above 0.
 
     >>> x, k = torch.zeros(1, 3, 8), torch.ones(1, 1, 3, 2)
     >>> z, _ = SlotRule(8, 1, 4, gates="softmax")(x, k, k, k, None, None, "auto")
@@ -502,10 +455,6 @@ class CosineRule(LinearAttentionRule):
     Args:
         period: the distance at which a weight reaches 0, in tokens; texts must not be longer,
             because weights beyond it are negative.
-        normalise: whether the weights are divided by their sum.
-
-    Raises:
-        ArgumentError: period is less than 1.
 
     >>> x = torch.ones(1, 1, 3, 2)
     >>> z, _ = CosineRule(8)(x[0], x, x, x, None, None, "auto")

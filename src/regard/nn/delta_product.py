@@ -28,16 +28,6 @@ class SeveralKeysQKV(ConvolvedQKV):
     """A projection with n keys and n values per token and head, side by side in one head of width n
     D and n E.
 
-    Args:
-        q: a `HeadProjection` to H query heads of D.
-        k: a `HeadProjection` to G key heads of n D; G divides H.
-        v: a `HeadProjection` to N value heads of n E; G divides N.
-        convolution: a `CausalConvolution` over the channels of all heads.
-        writes: n, the keys and values of a token.
-
-    Raises:
-        ArgumentError: the heads do not fit together, or a width is not n times as large.
-
     >>> q, k, v = (HeadProjection(8, 2, d) for d in (3, 6, 8))
     >>> SeveralKeysQKV(q, k, v, CausalConvolution(34, 4), writes=2).shape[:4]
     (2, 2, 3, 4)
@@ -77,15 +67,6 @@ class DeltaProductRule(nn.Module):
     token corrects the value that is stored for it.
 
     beta = max_beta sigmoid(W x), one for each key; keys are scaled to length 1
-
-    Args:
-        dim: the model dim M.
-        groups: the value heads N.
-        writes: n, the keys and values of a token.
-        max_beta: the upper bound of beta, above 0 and at most 2.
-
-    Raises:
-        ArgumentError: a size is less than 1, or max_beta is out of range.
 
     >>> import torch
     >>> rule, q = DeltaProductRule(8, 2, writes=2), torch.zeros(1, 2, 5, 3)

@@ -42,15 +42,7 @@ class BottleneckProjection(HeadProjection):
     """A `HeadProjection` through a bottleneck: x -> W_2 f(W_1 x) + b -> split into heads.
 
     Args:
-        dim: the model dim M.
-        rank: the size of the bottleneck.
-        heads: the number of heads n.
-        head_dim: the size of one head d.
-        bias: whether the second map has a bias.
         inner: a module f on [B,L,rank], such as `nn.Tanh()`; None applies none.
-
-    Raises:
-        ArgumentError: a size is less than 1.
 
     >>> BottleneckProjection(8, 2, 4, 3)(torch.zeros(1, 5, 8), None).shape
     torch.Size([1, 4, 5, 3])
@@ -85,16 +77,6 @@ class ChannelLogDecay(nn.Module):
 
     g = -exp(A_log) softplus(W_2 W_1 x + dt_bias);  with a lower bound,
     g = lower_bound * sigmoid(exp(A_log) (W_2 W_1 x + dt_bias)), in fp32 or better
-
-    Args:
-        dim: the model dim M.
-        groups: the key heads G; with more value heads than key heads, the value heads N.
-        head_dim: the head dim D.
-        rank: the size of the bottleneck.
-        lower_bound: the least logarithm of a decay, below 0; None: no bound.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, or the bound is not below 0.
 
     >>> g = ChannelLogDecay(8, 2, 4, 3, lower_bound=-5.0)(torch.randn(1, 6, 8))
     >>> g.shape, bool(((g < 0) & (g > -5)).all())
@@ -142,13 +124,7 @@ class EraseRule(nn.Module):
     S' = diag(exp(g)) S;  S <- S' + k (w * v - S'^T (b * k))^T;  b = sigmoid(W_b x)
 
     Args:
-        dim: the model dim M.
-        groups: the value heads N.
-        head_dim: the head dim D.
         decay: a module [B,T,M] -> log decays [B,N,T,D] or [B,N,T], such as `ChannelLogDecay`.
-
-    Raises:
-        ArgumentError: a size is less than 1.
 
     >>> rule = EraseRule(8, 2, 3, decay=ChannelLogDecay(8, 2, 3, 2))
     >>> k, v = torch.zeros(1, 2, 5, 3), torch.zeros(1, 2, 5, 4)
@@ -190,15 +166,6 @@ class CombaRule(nn.Module):
     and the query is corrected by it.
 
     p = sigmoid(d_h) k;  S' = exp(g) S;  S <- S' + beta k (v - S'^T p)^T;  z = S^T (q - D_h p)
-
-    Args:
-        dim: the model dim M.
-        heads: the query heads H, which are the key heads, too.
-        groups: the value heads N.
-        correction: the initial value of D_h, the share of p that is taken off the queries.
-
-    Raises:
-        ArgumentError: a size is less than 1.
 
     >>> rule = CombaRule(8, 2, 2)
     >>> k = torch.zeros(1, 2, 5, 3)
@@ -253,13 +220,7 @@ class PreconditionedDeltaRule(nn.Module):
     S' = diag(exp(g)) S;  S <- S' + beta (m * k) (v - S'^T k)^T
 
     Args:
-        dim: the model dim M.
-        groups: the heads, as many keys as values.
         decay: a module [B,T,M] -> log decays of S, such as `ChannelLogDecay`.
-        bound: x, above 1 and at most 2: m is between 1/x and x.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, or the bound is out of range.
 
     >>> rule = PreconditionedDeltaRule(8, 2, decay=ChannelLogDecay(8, 2, 3, 2))
     >>> k = torch.zeros(1, 2, 5, 3)

@@ -69,9 +69,6 @@ class PerRowRotary(nn.Module):
 
     angle = position * inv_freq_i(length of the row)
 
-    Args:
-        rotary: the rotary embedding to apply; its own `length` is not used.
-
     >>> from regard.positions import DynamicNTK
     >>> rotary = PerRowRotary(Rotary(4, scaling=DynamicNTK(2.0, 4), length="current"))
     >>> x = torch.ones(2, 1, 2, 4)
@@ -242,10 +239,6 @@ class PreRopeQKV(SeparateQKV):
     In a single layer, the result of the last query is then the same as if the whole text had been
     run in one call.
 
-    Args:
-        q, k, v: `HeadProjection`s without a rotary.
-        rotary: the rotary embedding of queries and keys.
-
     >>> from regard.span import Span
     >>> q, k, v = (HeadProjection(8, heads, 4) for heads in (4, 2, 2))
     >>> project = PreRopeQKV(q, k, v, PerRowRotary(Rotary(4)))
@@ -289,9 +282,6 @@ class ReRotatedQKV(PreRopeQKV):
     unchanged, that is up to the trained length. Cached keys are never overwritten, so rounding
     errors do not accumulate.
 
-    Args:
-        q, k, v, rotary: as for `PreRopeQKV`.
-
     >>> from regard.span import Span
     >>> q, k, v = (HeadProjection(8, heads, 4) for heads in (4, 2, 2))
     >>> project = ReRotatedQKV(q, k, v, PerRowRotary(Rotary(4)))
@@ -328,13 +318,6 @@ class ReRotatedQKV(PreRopeQKV):
 class RecomputedQKV(ReRotatedQKV):
     """A projection that caches rotated keys, and raises an error once their frequencies are out of
     date: the prefix must then be run again (`regard.nn.PrefixRecomputer`).
-
-    Args:
-        q, k, v, rotary: as for `PreRopeQKV`.
-
-    Raises:
-        ArgumentError: from `recall`, if a key was rotated with frequencies other than those of the
-            present length.
 
     >>> from regard.span import Span
     >>> q, k, v = (HeadProjection(8, heads, 4) for heads in (4, 2, 2))

@@ -102,16 +102,7 @@ class InputEmbedding(nn.Module):
         positions: Positions | None = None,
         segments: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T M"]:
-        """Embed token ids.
-
-        Args:
-            ids: token ids [B,T]; the id at position -1 (an empty slot) is ignored.
-            positions: positions of the tokens; 0..T-1 by default.
-            segments: segment ids [B,T]; 0 by default.
-
-        Returns:
-            The embeddings [B,T,M].
-        """
+        """Embed token ids."""
         self._check_ids("ids", ids)
         if ids.ndim != 2:
             raise ArgumentError(
@@ -194,14 +185,6 @@ class ScaledLogits(Linear):
     variance 1.
 
     logits = W (scale x)
-
-    Args:
-        dim: the model dim M.
-        vocabulary: the number of logits V.
-        scale: a finite factor, M^-0.5 in T5.
-
-    Raises:
-        ArgumentError: scale is not finite.
 
     >>> head = ScaledLogits(4, 1, scale=0.5)
     >>> torch.nn.init.ones_(head.weight).sum().item(), head(torch.ones(4)).tolist()

@@ -43,16 +43,6 @@ class TensorProductHeads(nn.Module):
 
     head_h = 1/R sum_r a_rh b_r, with a = W_A x [R,H] and b = rotary(W_B x) [R,D]
 
-    Args:
-        dim: the model dim M.
-        heads: the number of heads n.
-        head_dim: the size of one head d.
-        rank: the number of products R.
-        rotary: the rotary embedding of the factors b_r; None applies none.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
     >>> heads = TensorProductHeads(8, 4, 6, 2)
     >>> heads(torch.zeros(1, 5, 8), None).shape, heads.factors(torch.zeros(1, 5, 8), None).shape
     (torch.Size([1, 4, 5, 6]), torch.Size([1, 1, 5, 20]))
@@ -123,13 +113,6 @@ class TensorProductProjection(ProjectionModule):
     k_h = 1/R sum_r a_rh R_s b_r, and q_h and v_h likewise, v without rotation; stored: all a_rh and
     the rotated b_r of k and v, (R_k + R_v)(H + D) values
 
-    Args:
-        q: `TensorProductHeads` or a `HeadProjection` to H query heads of D.
-        k, v: `TensorProductHeads` to H heads of D and of E.
-
-    Raises:
-        ArgumentError: the heads do not fit one another.
-
     >>> q, k, v = (TensorProductHeads(8, 4, 6, rank) for rank in (3, 2, 2))
     >>> TensorProductProjection(q, k, v).shape.memory
     (20, 20)
@@ -196,12 +179,6 @@ class TensorProductProjection(ProjectionModule):
 class LowRankMap(nn.Module):
     """A linear map through a smaller space, with a norm there: W_up norm(W_down x).
 
-    Args:
-        dim: the size of x.
-        rank: the size between both maps.
-        out: the size of the result.
-        eps: the epsilon of the norm; None applies no norm.
-
     >>> LowRankMap(8, 4, 6)(torch.zeros(1, 5, 8)).shape
     torch.Size([1, 5, 6])
     """
@@ -220,15 +197,6 @@ class LowRankMap(nn.Module):
 class LowRankHeads(HeadProjection):
     """A `HeadProjection` whose linear map goes through a smaller space: W_up norm(W_down x), split
     into heads.
-
-    Args:
-        dim, heads, head_dim: as for `HeadProjection`.
-        *steps: as for `HeadProjection`.
-        rank: the size between both maps.
-        eps: the epsilon of the norm there; None applies no norm.
-
-    Raises:
-        ArgumentError: a size is less than 1.
 
     >>> LowRankHeads(8, 4, 6, rank=3)(torch.zeros(1, 5, 8), None).shape
     torch.Size([1, 4, 5, 6])
@@ -259,15 +227,6 @@ class TiedProjection(ProjectionModule):
 
     v_g = W_v,g x;  k_g = [first half of v_g; R_s W_r x];  q_h = [W_q,h x; R_t W_q',h x]; stored:
     v_g of each group and the rotated half, G D + D/2 values
-
-    Args:
-        q: a `HeadProjection` to H heads of D without steps.
-        v: a `HeadProjection` to G heads of D without steps.
-        rotated: a `HeadProjection` to one head of D/2, without steps.
-        rotary: the rotary embedding of the second half of queries and keys, of D/2 dims.
-
-    Raises:
-        ArgumentError: the heads do not fit one another.
 
     >>> heads = HeadProjection(8, 4, 8), HeadProjection(8, 2, 8), HeadProjection(8, 1, 4)
     >>> TiedProjection(*heads, Rotary(4)).shape.memory

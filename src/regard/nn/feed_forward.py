@@ -187,7 +187,6 @@ class GatedSharedExpert(nn.Module):
     y = sigmoid(w . x) expert(x)
 
     Args:
-        dim: the model dim M.
         expert: a feed-forward module [n,M] -> [n,M].
 
     >>> shared = GatedSharedExpert(8, SwiGLU(8, 16))
@@ -323,14 +322,7 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
-        """Choose experts for tokens.
-
-        Args:
-            x: hidden states [N,M].
-
-        Returns:
-            The weights [N,k] and the indices of the chosen experts [N,k].
-        """
+        """Choose experts for tokens."""
 
     def logits(self, x: Float[Tensor, "N M"]) -> Float[Tensor, "N n"]:
         """Compute the logits of the experts, in fp32 or better.

@@ -27,16 +27,6 @@ class GatedConvolution(Mixer):
 
     [b; c; y] = W_in x;  out = W_out (c * convolution(b * y))
 
-    Args:
-        dim: the model dim M, which is the number of channels.
-        kernel: the number of tokens of a filter, the present one included.
-        bias: whether both maps and the filters have biases.
-        documents: the documents of packed text, as for `Recurrent`.
-
-    Raises:
-        ArgumentError: a size is less than 1; in a call, documents have another number of batch
-            rows.
-
     >>> import torch
     >>> mixer = GatedConvolution(8, 3)
     >>> cache = mixer.new_cache()

@@ -55,23 +55,6 @@ class GroupedLatentProjection(ProjectionModule):
     "expand" computes keys and values of each head, and "absorb" multiplies the queries by the key
     map; the n latents then serve as key/value heads.
 
-    Args:
-        dim: the model dim M.
-        heads: the number of heads H.
-        rotary: the rotary embedding of the rotary part of queries and keys; its dim is d_rope.
-        latents: the number of latents n, which divides b H.
-        branches: the number of branches b, which divides n.
-        kv_rank: the size r of one latent.
-        nope_dim: the dims of a query and key head without rotary positions, d_nope.
-        value_dim: the size of a value head, E.
-        q_rank: the size of the latent of queries; None computes queries directly from x.
-        eps: the epsilon of the norms.
-        form: "expand", "absorb" or "auto", which selects the form with fewer FLOPs.
-
-    Raises:
-        ArgumentError: a size is less than 1, the latents or branches do not divide the heads, or
-            the form is unknown.
-
     >>> project = GroupedLatentProjection(
     ...     32, 4, Rotary(4), latents=2, kv_rank=8, nope_dim=8, value_dim=8)
     >>> project.shape.memory, project.select_form(1, 50).shape.G
@@ -277,9 +260,6 @@ class GroupedLatentProjection(ProjectionModule):
 class AbsorbedGroupedLatents:
     """The absorbed form of a `GroupedLatentProjection`: the queries are multiplied by the key map,
     and each stored latent is the key/value head of the heads that it serves.
-
-    Args:
-        project: the `GroupedLatentProjection`, whose parameters this form uses.
 
     >>> project = GroupedLatentProjection(
     ...     32, 4, Rotary(4), latents=2, kv_rank=8, nope_dim=8, value_dim=8)

@@ -38,8 +38,6 @@ class QueryTokens(NamedTuple):
 
     Attributes:
         x: the hidden states [B,T,M] that the queries were computed from.
-        positions: positions of their tokens; None if the mixer passes none.
-        project: the projection of the layer.
     """
 
     x: Tensor

@@ -24,15 +24,9 @@ class LatentIndexer(Indexer):
     c_q = norm(W_dq x);  q_j = W_j c_q;  I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d))
 
     Args:
-        q: a `HeadProjection` from the latent to J index queries of dim d.
-        k: a `HeadProjection` to one index key of dim d.
         weight: a linear map [B,T,M] -> [B,T,J], computed in its own dtype.
         latent: the `LowRankProjection` of the attention's queries. Its parameters belong to the
             attention: they are neither stored nor trained with the indexer.
-        topk: the number of keys per query, for all heads together.
-
-    Raises:
-        ArgumentError: as in `Indexer`.
 
     >>> latent = LowRankProjection(8, 6, HeadProjection(6, 2, 3))
     >>> q, k, weight = HeadProjection(6, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False)
@@ -69,13 +63,7 @@ class IndexedLatentAttention(SelectedAttention):
     """Multi-head latent attention to the keys that an indexer selects (DSA).
 
     Args:
-        project: a `LatentProjection`.
-        selector: an `Indexer`; DeepSeek's is a `LatentIndexer`.
         output: a module [B,T,H*E] -> [B,T,M].
-        scale: the factor on the scores; None is 1/sqrt(D).
-
-    Raises:
-        ArgumentError: the projection is no `LatentProjection`, or the selector no `Indexer`.
 
     >>> from regard.positions import Rotary
     >>> project = LatentProjection(8, 2, Rotary(2), kv_rank=4, nope_dim=2, value_dim=4, q_rank=6)

@@ -130,12 +130,7 @@ class InfiniAttention(Mixer):
         self.segment, self.update, self.empty = segment, update, empty
 
     def check_cache(self, cache: Cache) -> None:
-        """Check that the cache is a `Memory` for segments of this length.
-
-        Raises:
-            ArgumentTypeError: the cache is not a `regard.caches.Memory`.
-            ArgumentError: its segments have another length.
-        """
+        """Check that the cache is a `Memory` for segments of this length."""
         if not isinstance(cache, Memory):
             raise ArgumentTypeError(
                 f"the cache is {type(cache).__name__}; Infini-attention needs a Memory: use "

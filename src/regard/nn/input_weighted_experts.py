@@ -20,14 +20,6 @@ class LogitSigmoidRouter(Router):
 
     The choice is by logits, because the sigmoids of large ones round to the same number.
 
-    Args:
-        dim: the model dim M.
-        experts: the number of experts n.
-        k: how many experts are chosen per token.
-
-    Raises:
-        ArgumentError: an argument does not suit `Router`.
-
     >>> import torch
     >>> router = LogitSigmoidRouter(1, 3, 1)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[40.0], [50.0], [0.0]]))

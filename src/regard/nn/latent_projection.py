@@ -34,13 +34,6 @@ from regard.units import plural
 class LowRankProjection(nn.Module):
     """A projection to heads through a low-rank latent: up(norm(W x)).
 
-    Args:
-        dim: the model dim M.
-        rank: the size of the latent.
-        up: a `HeadProjection` from the latent to the heads.
-        bias: whether the map to the latent has a bias.
-        eps: the epsilon of the norm.
-
     >>> import torch
     >>> LowRankProjection(8, 4, HeadProjection(4, 2, 3))(torch.zeros(1, 5, 8), None).shape
     torch.Size([1, 2, 5, 3])
@@ -306,9 +299,6 @@ class LatentProjection(ProjectionModule):
 class AbsorbedLatentProjection:
     """The absorbed form of a `LatentProjection`: the queries are multiplied by the key map, and the
     stored latents serve as the single key/value head of all query heads.
-
-    Args:
-        latent: the `LatentProjection`, whose parameters this form uses.
 
     >>> project = LatentProjection(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
     >>> AbsorbedLatentProjection(project).shape

@@ -145,11 +145,7 @@ class Recurrent(Mixer):
         self.explain_refusal = getattr(rule, "explain_refusal", None)
 
     def check_cache(self, cache: Cache) -> None:
-        """Check that the cache is a `State`, not a cache of tokens.
-
-        Raises:
-            ArgumentTypeError: the cache is not a `regard.caches.State`.
-        """
+        """Check that the cache is a `State`, not a cache of tokens."""
         check_is_state(cache)
 
     @property
@@ -283,12 +279,6 @@ class LinearAttentionRule(nn.Module):
     Args:
         feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the
             shape.
-        normalise: whether the weights are divided by their sum.
-        scale: the factor on the queries; used without `normalise`.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: the feature map is unknown, or scale is not a finite
-            number.
 
     >>> x = torch.ones(1, 1, 3, 2)
     >>> LinearAttentionRule()(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
@@ -348,14 +338,6 @@ class LinearAttentionRule(nn.Module):
 
 class RetentionRule(nn.Module):
     """Retention: the state of each key/value head decays at a fixed rate.
-
-    Args:
-        groups: the key/value heads G; with more value heads than key heads, the value heads N.
-        decay: the decay gamma per token of each head, from 0 to 1; None is 1 - 2^(-5-g).
-        scale: the factor on the queries; None is 1/sqrt(D).
-
-    Raises:
-        ArgumentError: groups is less than 1, or decay is not G numbers from 0 to 1.
 
     >>> x = torch.ones(1, 1, 3, 1)
     >>> RetentionRule(1, [0.5])(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
@@ -439,15 +421,8 @@ class GatedLinearRule(nn.Module):
     g = log sigmoid(W_2 W_1 x + b) / temperature, in fp32 or better
 
     Args:
-        dim: the model dim M.
-        groups: the key/value heads G; with more value heads than key heads, the value heads N.
-        head_dim: the head dim D; there are G D gates per token.
-        rank: the rank of the map from M to G D.
         temperature: a larger temperature keeps gates closer to 1, so that the state decays more
             slowly.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, or temperature is not above 0.
 
     >>> rule = GatedLinearRule(8, 2, 3)
     >>> rule.log_decay(torch.zeros(1, 5, 8)).shape
@@ -508,13 +483,6 @@ class LogDecay(nn.Module):
     softplus(dt_bias) log-uniform between 0.001 and 0.1, so that heads start with memories of
     different lengths.
 
-    Args:
-        dim: the model dim M.
-        groups: the key/value heads G; with more value heads than key heads, the value heads N.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
     >>> bool((LogDecay(8, 2)(torch.randn(1, 5, 8)) <= 0).all())
     True
 
@@ -542,14 +510,9 @@ class DeltaRule(nn.Module):
     state returns for its key. With `decay` it is the gated delta rule.
 
     Args:
-        dim: the model dim M.
-        groups: the key/value heads G; with more value heads than key heads, the value heads N.
         decay: a module [B,T,M] -> log decays [B,G,T], such as `LogDecay`; None applies none.
         max_beta: the upper bound of beta, above 0 and at most 2. Above 1, a token can reverse the
             sign of the value that the state returns for its key (negative eigenvalues).
-
-    Raises:
-        ArgumentError: a size is less than 1, or max_beta is not above 0 and at most 2.
 
     >>> x, k = torch.zeros(1, 3, 8), torch.eye(3)[None, None]
     >>> z, (S,) = DeltaRule(8, 1)(x, k, k, k, None, None, "auto")
@@ -622,12 +585,6 @@ class Swish(nn.Module):
 
 class L2Norm(nn.Module):
     """L2 normalisation of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or better.
-
-    Args:
-        eps: added to the squared norm, so that a zero vector stays zero.
-
-    Raises:
-        ArgumentError: eps is negative.
 
     >>> L2Norm(eps=0.0)(torch.tensor([3.0, 4.0])).tolist()
     [0.6000000238418579, 0.800000011920929]

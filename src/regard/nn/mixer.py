@@ -224,10 +224,6 @@ class MaskVisibility:
     """The number of keys that a mask lets each query see, for the cost of a layer. It implements
     the protocol `regard.cost.softmax.VisibleKeys`.
 
-    Attributes:
-        mask: the mask; None lets every query see every key.
-        keeps_all: whether the cache stores all tokens, even those that no later query can see.
-
     >>> from regard.masks import Causal, Window
     >>> visible = MaskVisibility(Causal() & Window(8))
     >>> visible.max_tokens, visible.visible_keys(100), visible.pairs(3)

@@ -31,7 +31,6 @@ class MixerBlock(Block):
 
     Args:
         attention: any `Mixer` [B,T,M] -> [B,T,M].
-        residual: the residual connection, such as `PreNorm`.
 
     >>> import torch
     >>> from regard.nn.variants import mamba2

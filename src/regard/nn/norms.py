@@ -42,15 +42,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim].
-
-        Args:
-            x: a tensor [..., dim].
-            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
-
-        Returns:
-            The normalised tensor [..., dim].
-        """
+        """Normalise x [..., dim]."""
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(self, RMSNorm.forward, x)
         # Reading the dictionary is faster than `self.weight`, which only a parametrization needs.
@@ -102,10 +94,6 @@ class OffsetLayerNorm(nn.LayerNorm):
 
     y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (1 + weight) + bias
 
-    Args:
-        dim: the size of the last dimension.
-        eps: added to the variance.
-
     >>> OffsetLayerNorm(2, eps=0.0)(torch.tensor([3.0, 7.0])).tolist()
     [-1.0, 1.0]
 
@@ -156,19 +144,7 @@ class HeadNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "B H T E"], positions: object = None
     ) -> Float[Tensor, "B H T E"]:
-        """Normalise each head of each token separately.
-
-        Args:
-            x: heads [B,H,T,E].
-            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
-
-        Returns:
-            The normalised heads [B,H,T,E].
-
-        Raises:
-            ArgumentError, ArgumentTypeError: x is not a floating-point tensor [batch, heads,
-                length, dim] with these heads and this dim.
-        """
+        """Normalise each head of each token separately."""
         check_tensor("x", x)
         check_device("x", x, self.weight, "weight")
         heads, dim = self.weight.shape
@@ -191,15 +167,6 @@ class JoinedHeadsRMSNorm(RMSNorm):
     """An `RMSNorm` of all heads of a token together, or of groups of neighbouring heads.
 
     y = x / sqrt(mean(x^2) + eps) * weight, over the H E channels of a token, in fp32 or better
-
-    Args:
-        heads: the number of heads H.
-        head_dim: the size of one head E.
-        groups: the number of groups of H / groups heads, each of which has its own mean.
-        eps: added to the mean square.
-
-    Raises:
-        ArgumentError: a size is less than 1, groups does not divide heads, or eps is negative.
 
     >>> norm = JoinedHeadsRMSNorm(2, 1, eps=0.0)
     >>> norm(torch.tensor([7.0, 1.0])[None, :, None, None]).flatten().tolist()

@@ -23,8 +23,6 @@ class Piece(NamedTuple):
     """Neighbouring tokens of a call, in which no row begins a document after the first token.
 
     Attributes:
-        start: the index of the first token.
-        stop: the index after the last one.
         begins: which rows begin a document with the first token, bool [B or 1]; None if no row
             does.
     """

@@ -27,15 +27,6 @@ class ParallelMixers(Mixer):
     The cache is a `Joined` of the caches of the mechanisms. Their taps are named `mixers.0`,
     `mixers.1` and so on.
 
-    Args:
-        mixers: the mechanisms, at least one.
-        in_scales: a factor on the input of each; None is 1 for all.
-        out_scales: a factor on the result of each; None is 1 for all.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: there is no mechanism, the scales are not one for each,
-            or a cache is not a `Joined` of as many caches.
-
     >>> import torch
     >>> from regard.nn.variants import gqa, mamba2
     >>> layer = ParallelMixers([gqa(8, 2, groups=1), mamba2(8, 2)])

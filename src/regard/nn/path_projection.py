@@ -66,15 +66,6 @@ class PathProjection(ProjectionWithMemory):
     forked and joined as any other. A decoded token solves one triangular system over all keys; the
     paper instead rewrites all cached keys in each step.
 
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        w: a `HeadProjection` to G heads of D.
-        dim: the model dim M.
-
-    Raises:
-        ArgumentError: w does not have the heads of k.
-
     >>> q, k, v, w = (HeadProjection(8, heads, 2) for heads in (4, 2, 2, 2))
     >>> PathProjection(q, k, v, w, 8).shape.memory
     (4, 4, 4, 2)
@@ -140,13 +131,6 @@ class SelectiveProjection(ProjectionWithMemory):
 
     A cache stores the queries of the first head beside keys and values, from which the sums of all
     earlier tokens are computed again.
-
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-
-    Raises:
-        ArgumentError: the heads do not fit one another.
 
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> SelectiveProjection(q, k, v).shape.memory

@@ -186,10 +186,6 @@ def postprocess(project: Projection, z: Tensor, x: Tensor, positions: Positions)
 class ProjectionShape(NamedTuple):
     """The sizes of the tensors that a projection computes.
 
-    Attributes:
-        H, G, D, E: query heads, key/value heads, query/key head dim, value head dim.
-        memory: the values that a cache stores per token, part by part.
-
     >>> ProjectionShape(H=4, G=2, D=8, E=8, memory=(16, 16)).memory
     (16, 16)
     """
@@ -270,19 +266,7 @@ class HeadProjection(nn.Module):
     def forward(
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B n L d"]:
-        """Apply the linear map, split its output into heads, and run the steps.
-
-        Args:
-            x: hidden states [B,L,M].
-            positions: positions of their tokens, for the steps; None if no step needs them.
-
-        Returns:
-            The heads [B,n,L,d].
-
-        Raises:
-            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] with the dim and dtype
-                of the linear map.
-        """
+        """Apply the linear map, split its output into heads, and run the steps."""
         if x.ndim != 3:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
         parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
@@ -738,12 +722,6 @@ class ClippedQKV(FusedQKV):
 
 class Clip(nn.Module):
     """Clip numbers to [-limit, limit], as a step of a `HeadProjection`.
-
-    Args:
-        limit: the limit, above 0.
-
-    Raises:
-        ArgumentError: limit is not above 0.
 
     >>> import torch
     >>> Clip(0.5)(torch.tensor([-2.0, 0.25])).tolist()

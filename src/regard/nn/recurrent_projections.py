@@ -171,16 +171,7 @@ class ConvolvedQKV(StatefulQKV):
         return self.convolution.cost
 
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
-        """Compute the queries, keys and values of tokens, with the state of the convolution.
-
-        Args:
-            x: hidden states [B,T,M].
-            positions: positions of the tokens.
-            state: the state after the tokens before; None at the start of a text.
-
-        Returns:
-            The queries, keys and values, and the state after the last token.
-        """
+        """Compute the queries, keys and values of tokens, with the state of the convolution."""
         y, state = self.convolution(self._channels(x), state, positions)
         heads = []
         for part, own in zip((self.q, self.k, self.v), self._split(y), strict=True):
@@ -242,12 +233,6 @@ class TokenShiftQKV(StatefulQKV):
     hidden states of the last token.
 
     q_t = W_q (c_q x_t + (1 - c_q) x_{t-1}), and likewise k and v, with c per channel
-
-    Args:
-        q, k, v: as for `GroupedValueQKV`.
-
-    Raises:
-        ArgumentError: the heads do not fit together.
 
     >>> q, k, v = (HeadProjection(8, 2, 4) for _ in "qkv")
     >>> inputs = TokenShiftQKV(q, k, v).project(torch.zeros(1, 5, 8), None, None)
@@ -312,7 +297,6 @@ class ProjectedQKV(NamedTuple):
         q: queries [B,H,T,D].
         k: keys [B,G,T,D].
         v: values [B,N,T,E].
-        state: the state after the last token; () for a projection without one.
     """
 
     q: Tensor

@@ -29,15 +29,6 @@ class MesaRule(nn.Module):
     o = C^T (A + diag(ridge))^{-1} q;  g = -softplus(-(W_a x + b_a)), beta = sigmoid(W_b x + b_b),
     ridge = softplus(r) + least_ridge
 
-    Args:
-        dim: the model dim M.
-        heads: the heads H.
-        head_dim: the head dim D.
-        least_ridge: the lower bound of the regularisation, above 0.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, or the bound is not above 0.
-
     >>> rule, k = MesaRule(8, 2, 3), torch.zeros(1, 2, 5, 3)
     >>> rule(torch.zeros(1, 5, 8), k, k, k, None, None, "auto")[0].shape
     torch.Size([1, 2, 5, 3])
@@ -84,14 +75,6 @@ class TitansRule(nn.Module):
     that forgets; the step, the momentum and what is kept are computed from the token.
 
     step = max_step sigmoid(W_s x);  g = log sigmoid(W_g x + b_g);  e = log sigmoid(W_e x + b_e)
-
-    Args:
-        dim: the model dim M.
-        heads: the heads H.
-        max_step: the upper bound of a step, above 0.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, or max_step is not above 0.
 
     >>> rule, k = TitansRule(8, 2), torch.zeros(1, 2, 5, 3)
     >>> [tuple(part.shape) for part in rule(torch.zeros(1, 5, 8), k, k, k, None, None, "auto")[1]]

@@ -34,11 +34,6 @@ class PositionMap:
 
     min((p mod modulus) // divisor + offset, at_most)
 
-    Attributes:
-        modulus: None is no remainder; 1 sends every position to the offset.
-        divisor, offset: as in the equation.
-        at_most: None is no limit.
-
     >>> PositionMap(modulus=4, offset=4, at_most=6)(torch.arange(9)).tolist()
     [4, 5, 6, 6, 4, 5, 6, 6, 4]
     """
@@ -60,8 +55,6 @@ class RemappedPart:
     """Some of the pairs of a causal mask, with the distances between them.
 
     Attributes:
-        name: its name in a trace and in an explanation.
-        mask: the pairs; no pair is in two parts.
         query, key: the positions to which queries and keys are rotated; None leaves them at their
             own.
     """

@@ -78,21 +78,10 @@ class RWKV7(Mixer):
     A cache stores S and the last token, at any length.
 
     Args:
-        dim: the model dim M.
-        heads: the heads H.
-        head_dim: the head dim D.
         is_first: whether this is the first layer, which gives its values to the later ones and has
             v' = v.
-        rank: the rank of the maps to w and to a.
-        value_rank: the rank of the map to the share of the first layer's values.
-        gate_rank: the rank of the map to the gate, g = W_2 sigmoid(W_1 y).
-        eps: what is added to the variance in the norm.
         documents: the documents of packed text, by position, as in `Recurrent`; None is one
             document.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, or eps is not above 0. In a call:
-            the cache is no `State`, or a later layer gets no values of the first one.
 
     >>> layer = RWKV7(8, 2, 4, is_first=True, rank=3, gate_rank=3)
     >>> cache = layer.new_cache()

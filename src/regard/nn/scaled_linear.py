@@ -11,11 +11,6 @@ from regard.nn.linear import Linear
 class ScaledLinear(Linear):
     """A linear map with a factor on its result: y = scale (W x + b).
 
-    Args:
-        dim, out: the sizes of x and y.
-        scale: the factor.
-        bias: whether there is a b.
-
     >>> import torch
     >>> layer = ScaledLinear(2, 1, scale=0.5)
     >>> torch.nn.init.ones_(layer.weight).sum().item(), layer(torch.ones(2)).tolist()

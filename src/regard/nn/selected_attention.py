@@ -84,13 +84,6 @@ class MoBA(nn.Module):
     blocks whose mean key has the largest dot product with the query
     (`regard.ops.selection.moba_mask`).
 
-    Args:
-        size: the number of positions in a block.
-        topk: the number of blocks per query and query head, its own block included.
-
-    Raises:
-        ArgumentError: size or topk is below 1.
-
     >>> MoBA(512, 3).spec.tokens(2048).value
     1536
 
@@ -140,14 +133,9 @@ class Indexer(nn.Module):
     `regard.nn.selected_attention.indexer_losses`.
 
     Args:
-        q: a `HeadProjection` to J index queries of dim d.
         k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
             the projection.
         weight: a linear map [B,T,M] -> [B,T,J].
-        topk: the number of keys per query, for all heads together.
-
-    Raises:
-        ArgumentError: the heads do not fit one another, or topk is below 1.
 
     >>> q, k, weight = HeadProjection(8, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False)
     >>> Indexer(q, k, weight, topk=3).spec.tokens(100)
@@ -352,14 +340,6 @@ class BlockCompressor(nn.Module):
     e_i is a learned embedding of position i inside the block. x [B,G,C,l,D] -> [B,G,C,D] for C
     blocks,
     with the same map for every head.
-
-    Args:
-        length: the number of tokens l in a block.
-        dim: the head dim D.
-        hidden: the hidden size; None is D.
-
-    Raises:
-        ArgumentError: a size is below 1.
 
     >>> BlockCompressor(4, 8)(torch.zeros(1, 2, 5, 4, 8)).shape
     torch.Size([1, 2, 5, 8])

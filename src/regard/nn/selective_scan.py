@@ -36,14 +36,6 @@ class SelectiveQKV(StatefulQKV):
 
     Here q, k and v are the paper's C, B and x. Each channel of v is a head of size 1.
 
-    Args:
-        q, k: `HeadProjection`s of the N channels to one head of the same size D.
-        v: a `HeadProjection` of hidden states to N heads of size 1.
-        convolution: a `CausalConvolution` over N channels.
-
-    Raises:
-        ArgumentError: the heads or the convolution do not fit together.
-
     >>> q, k, v = HeadProjection(6, 1, 4), HeadProjection(6, 1, 4), HeadProjection(8, 6, 1)
     >>> project = SelectiveQKV(q, k, v, CausalConvolution(6, 4))
     >>> inputs = project.project(torch.zeros(1, 5, 8), None, None)
@@ -104,15 +96,9 @@ class SelectiveScanRule(nn.Module):
     each channel.
 
     Args:
-        channels: the number of channels N.
-        state: the number of values D of the state of a channel.
-        rank: the rank of the map to the step sizes.
         norm: a module [B,T,rank] -> [B,T,rank]; None applies none.
         piece: how many tokens of a long text are computed at a time; None is as many as have
             `MAX_DECAYS` decays, and 64 at least. It does not change the result.
-
-    Raises:
-        ArgumentError: a size is less than 1.
 
     >>> rule = SelectiveScanRule(6, 4, 2)
     >>> rule.step(torch.zeros(1, 6, 5, 1)).shape

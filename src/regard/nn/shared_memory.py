@@ -27,14 +27,6 @@ from regard.span import Positions
 class QueryProjection(ProjectionModule):
     """A projection to queries only. Keys and values come as an earlier layer stored them.
 
-    Args:
-        q: a `HeadProjection` to H query heads.
-        groups: the key/value heads G of the earlier layer.
-        value_dim: the size E of its value heads; None is the head dim of q.
-
-    Raises:
-        ArgumentError: G does not divide H.
-
     >>> import torch
     >>> QueryProjection(HeadProjection(8, 4, 2), 2).remember(torch.zeros(1, 3, 8), None)
     ()
@@ -91,13 +83,7 @@ class SharedMemoryAttention(Attention):
     already, so that queries need the same rotary embedding.
 
     Args:
-        project: a `QueryProjection`.
         output: a module [B,T,H*E] -> [B,T,M].
-        mask, scale, softcap, sink, dropout: as in `Attention`; the mask may see no more than that
-            of the earlier layer, whose cache may drop what it hides.
-
-    Raises:
-        ArgumentError: it is called without a `Shared` cache, or none was lent.
 
     >>> import torch
     >>> from regard.span import Span

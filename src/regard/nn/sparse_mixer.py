@@ -20,14 +20,6 @@ class SparseMixerRouter(Router):
     A weight is 1 where no other expert is near, so that the two weights sum to up to 2. This is the
     computation of inference; the estimate of gradients with which SparseMixer trains is not built.
 
-    Args:
-        dim: the model dim M.
-        experts: the number of experts n, at least 2.
-        tolerance: half the largest relative distance of a near score, at least 0.
-
-    Raises:
-        ArgumentError: there are fewer than two experts, or the tolerance is below 0.
-
     >>> router = SparseMixerRouter(1, 3, tolerance=0.01)
     >>> _ = router.linear.weight.data.copy_(torch.tensor([[1.0], [3.0], [2.0]]))
     >>> weights, experts = router(torch.ones(1, 1))

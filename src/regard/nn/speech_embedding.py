@@ -20,13 +20,7 @@ class LogMelEmbedding(nn.Module):
     become (L + 1) // 2 states.
 
     Args:
-        bins: the number F of log-mel features of a frame.
-        dim: the model dim M.
         positional: a module from positions [B, S] to vectors [B or 1, S, M].
-
-    Raises:
-        ArgumentError: when called: features are not [B, F, L].
-        ArgumentTypeError: when called: features are not floating-point numbers.
 
     >>> import torch
     >>> from regard.positions import LearnedPositions

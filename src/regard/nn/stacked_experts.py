@@ -42,13 +42,6 @@ class StackedExperts:
 
     y_r = expert_{e_r}(x_r)
 
-    Args:
-        experts: networks of linear maps and of modules without parameters, equal in form.
-
-    Raises:
-        ArgumentError: the networks differ in form, dtype or device, have other parameters, or store
-            a weight in fewer bits.
-
     >>> experts = nn.ModuleList([nn.Sequential(nn.Linear(2, 3), nn.ReLU()) for _ in range(4)])
     >>> stacked, x = StackedExperts(experts), torch.ones(2, 2)
     >>> with torch.no_grad():

@@ -23,11 +23,7 @@ from regard.ops.stored_weights import StoredWeight
 
 
 class StoredWeightMixin(nn.Module):
-    """The part of a module that replaces its parameter `weight` by a `StoredWeight`.
-
-    Attributes:
-        stored_weight: the record.
-    """
+    """The part of a module that replaces its parameter `weight` by a `StoredWeight`."""
 
     stored_weight: StoredWeight
 

@@ -39,16 +39,6 @@ class ValueResidualQKV(SeparateQKV):
 
     A cache stores the mixed values, so that no layer needs earlier values of another.
 
-    Args:
-        q, k, v: as for `SeparateQKV`.
-        is_first: whether this is the first layer, which gives its values to the later ones.
-        share: the initial value of s.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: the heads do not fit together, or share is not a finite
-            number. In a call: a later layer gets no values of the first one, or values of another
-            width.
-
     >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
     >>> project, first = ValueResidualQKV(q, k, v, is_first=False), FirstValues()
     >>> first.give(torch.ones(1, 2, 3, 2))
