@@ -15,7 +15,7 @@ import regard
 from regard import masks
 from regard.errors import ArgumentError
 from regard.nn import Attention, HeadProjection, SeparateQKV
-from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.head_finishes import DifferentialProjection, GatedProjection
 from regard.nn.latent_projection import LatentProjection
 from regard.nn.longformer import Longformer
 from regard.nn.projections import FusedQKV, PerHeadProjection

@@ -41,9 +41,10 @@ from regard.nn.feed_forward import (
     SwiGLU,
     stack_experts,
 )
-from regard.nn.gated_projections import DifferentialProjection, GatedProjection
 from regard.nn.head_finishes import (
+    DifferentialProjection,
     FinishedProjection,
+    GatedProjection,
     HeadGate,
     InverseRotary,
     OwnValueRemoval,

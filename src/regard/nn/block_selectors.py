@@ -110,7 +110,7 @@ class QuestAttention(SelectedAttention):
                 f"selector is {type(selector).__name__}; QuestAttention needs a Quest: use "
                 "SelectedAttention for others"
             )
-        if hasattr(type(project), "select_form"):
+        if project.has_forms:
             raise ArgumentError(
                 f"{type(project).__name__} has several forms, whose keys have other bounds, so "
                 "that the pages would depend on the number of queries; Quest needs keys per head"

@@ -17,7 +17,7 @@ from regard.nn.attention import Attention
 from regard.nn.explainable import EffectiveRow, Explainable, LayerRun, MechanismStep
 from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.nn.mixer import check_recorded_graph, count_weights
-from regard.nn.projections import Projection
+from regard.nn.projections import Projection, unwrapped
 from regard.ops.additive_attention import additive_attention
 from regard.process_state import is_compiling
 from regard.sequence_scope import current_scope
@@ -134,10 +134,7 @@ def count_cross_weights(module: nn.Module, project: Projection) -> ParameterCoun
     """Count the parameters of a cross-attention layer, with the key and value maps counted
     separately: one decoding step does not apply them.
     """
-    # Unwrap projections that contain another one, such as a gated projection.
-    inner: object = project
-    while isinstance(wrapped := getattr(inner, "project", None), Projection):
-        inner = wrapped
+    inner = unwrapped(project)
     parts = [getattr(inner, name, None) for name in ("k", "v")]
     return count_weights(module, *(part for part in parts if isinstance(part, nn.Module)))
 

@@ -1,13 +1,10 @@
-"""Biases that a projection computes from the tokens: the seam `HasDataBias`, and projections for
-forget gates, dynamic masks and relative positions.
-
-A bias from data is an ordinary bias of the attention call, so every kernel that takes one serves
-these mechanisms, and recordings and explanations show it.
+"""Projections that compute a bias from the tokens (`Projection.data_bias`): forget gates, dynamic
+masks and relative positions.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeAlias, cast, get_args, runtime_checkable
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,48 +18,10 @@ from regard.errors import ArgumentError
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.linear import Linear
 from regard.nn.mixer import check_recorded_graph
-from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
+from regard.nn.projections import HeadProjection, ProjectionShape, SeparateQKV
 from regard.scores.base import stable_argsort
 from regard.span import Positions, Span, as_tensor
 from regard.units import plural
-
-
-@runtime_checkable
-class HasDataBias(Projection, Protocol):
-    """Interface of a projection that computes a bias on the scores from the tokens of a call."""
-
-    def data_bias(
-        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
-    ) -> Bias | None:
-        """Compute the bias of a call."""
-
-
-def data_bias(
-    project: Projection,
-    x: Tensor,
-    q: Tensor,
-    memory: Parts,
-    positions: Positions,
-    k_positions: Positions,
-) -> Bias | None:
-    """Compute the bias of a call, if the projection has one (`HasDataBias`)."""
-    if not hasattr(type(project), "data_bias"):
-        return None
-    check_positions("positions", positions, q.shape[0], q.shape[2])
-    check_positions("k_positions", k_positions, q.shape[0], memory[0].shape[2])
-    return cast("HasDataBias", project).data_bias(x, q, memory, positions, k_positions)
-
-
-def refuse_data_bias(project: Projection, mechanism: str) -> None:
-    """Check that a projection computes no bias, for a mechanism that would not add it."""
-    inner: Projection = project
-    while isinstance(wrapped := getattr(inner, "project", None), Projection):
-        inner = wrapped  # a gate or a finish around another projection
-    if hasattr(type(inner), "data_bias"):
-        raise ArgumentError(
-            f"project is {type(inner).__name__}, which computes a bias from the tokens, and "
-            f"{mechanism} adds none; use regard.nn.Attention, which does"
-        )
 
 
 class ProjectionWithMemory(SeparateQKV):

@@ -29,7 +29,6 @@ from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
     HeadProjection,
     Projection,
-    ProjectionModule,
     ProjectionShape,
     cache_unsafe_reason,
 )
@@ -106,7 +105,7 @@ class TensorProductHeads(nn.Module):
         return f"{plural(self.heads, 'head')} of {self.head_dim}, rank={self.rank}"
 
 
-class TensorProductProjection(ProjectionModule):
+class TensorProductProjection(Projection, nn.Module):
     """The projection of tensor product attention (TPA): queries, keys and values are sums of
     products of two factors. A cache stores the factors of keys and values.
 
@@ -160,10 +159,6 @@ class TensorProductProjection(ProjectionModule):
         R = (self.k.rank, self.v.rank)
         parts = tuple((1, size) for size in self.shape.memory)
         return FactoredSpec(weights, parts, self.shape.heads, visible, ranks=R)
-
-    def select_form(self, queries: int, keys: int) -> Projection:
-        """Return this projection, which has only one form."""
-        return self
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the factors and the products of queries, keys and values."""
@@ -221,7 +216,7 @@ class LowRankHeads(HeadProjection):
         self.linear = LowRankMap(dim, rank, heads * head_dim, eps=eps)
 
 
-class TiedProjection(ProjectionModule):
+class TiedProjection(Projection, nn.Module):
     """The projection of grouped-tied attention (GTA): the first half of a key is the first half of
     its value, and the second half is one rotary key that all heads share.
 

@@ -33,7 +33,6 @@ from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
     HeadProjection,
     Projection,
-    ProjectionModule,
     ProjectionShape,
     cache_unsafe_reason,
 )
@@ -42,7 +41,7 @@ from regard.span import Positions
 from regard.units import plural
 
 
-class GroupedLatentProjection(ProjectionModule):
+class GroupedLatentProjection(Projection, nn.Module):
     """The projection of latent attention with n latents per token and b branches. A cache stores
     the latents and one rotary key.
 
@@ -144,6 +143,11 @@ class GroupedLatentProjection(ProjectionModule):
             return z
         total: Tensor = torch.unflatten(z, 1, (self.branches, self.heads)).sum(1)
         return total * float(self.branches**-0.5)
+
+    @property
+    def has_forms(self) -> bool:
+        """True: there are an expanded and an absorbed form."""
+        return True
 
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return the form for a number of queries and keys."""
@@ -257,7 +261,7 @@ class GroupedLatentProjection(ProjectionModule):
         )
 
 
-class AbsorbedGroupedLatents:
+class AbsorbedGroupedLatents(Projection):
     """The absorbed form of a `GroupedLatentProjection`: the queries are multiplied by the key map,
     and each stored latent is the key/value head of the heads that it serves.
 
@@ -302,6 +306,6 @@ class AbsorbedGroupedLatents:
         return ProjectionShape(H, project.latents, r + D, r, project.shape.memory)
 
     @property
-    def cache_unsafe_reason(self) -> str | None:
+    def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
         """The reason why a cache must not store the memory of the projection, or None."""
         return self.project.cache_unsafe_reason

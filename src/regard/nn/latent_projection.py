@@ -22,7 +22,6 @@ from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
     HeadProjection,
     Projection,
-    ProjectionModule,
     ProjectionShape,
     cache_unsafe_reason,
 )
@@ -55,7 +54,7 @@ class LowRankProjection(nn.Module):
         return q
 
 
-class LatentProjection(ProjectionModule):
+class LatentProjection(Projection, nn.Module):
     """The projection of multi-head latent attention (MLA): queries, keys and values through
     low-rank latents. A cache stores the latent and the rotary key of each token.
 
@@ -161,6 +160,11 @@ class LatentProjection(ProjectionModule):
         c, rotated = memory[0].split_with_sizes((self.kv_rank, self.rotary.dim), dim=-1)
         nope, v = self.kv_up(c[:, 0], positions).split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((nope, rotated.expand(-1, self.heads, -1, -1)), dim=-1), v
+
+    @property
+    def has_forms(self) -> bool:
+        """True: there are an expanded and an absorbed form."""
+        return True
 
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return the form for a number of queries and keys.
@@ -282,7 +286,7 @@ class LatentProjection(ProjectionModule):
         )
 
     @property
-    def cache_unsafe_reason(self) -> str | None:
+    def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
         """The reason why a cache must not store the rotated key; None unless the rotary frequencies
         follow the length.
         """
@@ -296,7 +300,7 @@ class LatentProjection(ProjectionModule):
         )
 
 
-class AbsorbedLatentProjection:
+class AbsorbedLatentProjection(Projection):
     """The absorbed form of a `LatentProjection`: the queries are multiplied by the key map, and the
     stored latents serve as the single key/value head of all query heads.
 
@@ -338,7 +342,7 @@ class AbsorbedLatentProjection:
         return ProjectionShape(self.latent.heads, 1, memory[0], r, memory)
 
     @property
-    def cache_unsafe_reason(self) -> str | None:
+    def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
         """The reason why a cache must not store the memory of the `LatentProjection`, or None."""
         return self.latent.cache_unsafe_reason
 
@@ -363,6 +367,11 @@ class NaiveLatentProjection(LatentProjection):
         """Return keys and values as they were stored."""
         k, v = memory
         return k, v
+
+    @property
+    def has_forms(self) -> bool:
+        """False: there is only one form."""
+        return False
 
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return this projection, which has only one form."""

@@ -21,11 +21,10 @@ from regard.cost.fixed_state import DeltaSpec, LinearSpec, RecurrentSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 from regard.masks import Document
-from regard.nn.data_bias import refuse_data_bias
 from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effective_row
 from regard.nn.mixer import AcrossRanks, Mixer, check_is_state, count_weights
 from regard.nn.packed_documents import over_documents
-from regard.nn.projections import HeadProjection, Projection
+from regard.nn.projections import HeadProjection, Projection, check_adds_no_bias
 from regard.nn.recurrent_projections import GroupedValueQKV, StatefulQKV, project_tokens
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.linear_attention import (
@@ -124,7 +123,7 @@ class Recurrent(Mixer):
         gate_before_norm: bool = False,
         documents: Document | None = None,
     ) -> None:
-        refuse_data_bias(project, "Recurrent")
+        check_adds_no_bias(project, "Recurrent")
         super().__init__()
         value_heads = project.value_heads if isinstance(project, GroupedValueQKV) else None
         self.heads = replace(project.shape.heads, value_heads=value_heads)

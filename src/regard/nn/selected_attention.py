@@ -18,7 +18,6 @@ from regard.cost.selected import BlockSelection, IndexSelection, KeySelection, N
 from regard.cost.spec import HeadShape, Spec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
-from regard.nn.data_bias import refuse_data_bias
 from regard.nn.explainable import (
     CallWeights,
     HeadMix,
@@ -29,13 +28,7 @@ from regard.nn.explainable import (
     first_rotary,
 )
 from regard.nn.mixer import Mixer, count_weights
-from regard.nn.projections import (
-    HeadProjection,
-    Projection,
-    adjust_query,
-    postprocess,
-    select_form,
-)
+from regard.nn.projections import HeadProjection, Projection, check_adds_no_bias
 from regard.ops.selection.lightning_indexer import (
     check_topk,
     index_mask,
@@ -227,7 +220,7 @@ class SelectedAttention(Mixer):
         *,
         scale: float | None = None,
     ) -> None:
-        refuse_data_bias(project, "SelectedAttention")
+        check_adds_no_bias(project, "SelectedAttention")
         super().__init__()
         self.project, self.selector, self.output, self.scale = project, selector, output, scale
 
@@ -240,8 +233,9 @@ class SelectedAttention(Mixer):
             if self.project.cache_unsafe_reason:
                 raise ArgumentError(f"a cache was given, but {self.project.cache_unsafe_reason}")
             memory, k_positions = cache.update(memory, positions)
-        project = select_form(self.project, x.shape[1], slot_count(k_positions))
-        q = tap("q", adjust_query(project, project.query(x, positions), positions, k_positions))
+        project = self.project.select_form(x.shape[1], slot_count(k_positions))
+        q = project.adjust_query(project.query(x, positions), positions, k_positions)
+        q = tap("q", q)
         k, v = project.recall(memory[:n], k_positions)
         k, v = tap("k", k), tap("v", v)
         chosen_by = self.selector_memory(memory[n:], cache)
@@ -256,7 +250,7 @@ class SelectedAttention(Mixer):
             k_positions=k_positions,
             backend=backend,
         )
-        z = tap("z", postprocess(project, z, x, positions))
+        z = tap("z", project.postprocess_at(z, x, positions))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def selector_memory(self, memory: Parts, cache: Cache | None) -> Parts:

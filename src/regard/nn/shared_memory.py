@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.caches import Cache, Parts, Shared
 from regard.cost.softmax import SharedKeysSpec, VisibleKeys
@@ -17,14 +17,14 @@ from regard.nn.explainable import InputSteps, ProjectionQuery, first_rotary
 from regard.nn.mixer import AcrossRanks, MaskVisibility, count_weights
 from regard.nn.projections import (
     HeadProjection,
-    ProjectionModule,
+    Projection,
     ProjectionShape,
     SeparateQKV,
 )
 from regard.span import Positions
 
 
-class QueryProjection(ProjectionModule):
+class QueryProjection(Projection, nn.Module):
     """A projection to queries only. Keys and values come as an earlier layer stored them.
 
     >>> import torch
@@ -33,8 +33,6 @@ class QueryProjection(ProjectionModule):
 
     Source: Brandon et al. 2024 (arXiv 2405.12981), section 3.
     """
-
-    cache_unsafe_reason: str | None = None
 
     def __init__(self, q: HeadProjection, groups: int, value_dim: int | None = None) -> None:
         super().__init__()

@@ -21,14 +21,14 @@ from regard.nn.explainable import (
 )
 from regard.nn.projections import (
     HeadProjection,
-    ProjectionModule,
+    Projection,
     ProjectionShape,
     cache_unsafe_reason,
 )
 from regard.span import Positions
 
 
-class KeysAsValues(ProjectionModule):
+class KeysAsValues(Projection, nn.Module):
     """A projection whose values are the projected keys before the steps on keys, with steps of
     their own: the matrix of the values is left out.
 
@@ -101,7 +101,7 @@ class KeysAsValues(ProjectionModule):
         )
 
 
-class SharedKeyValue(ProjectionModule):
+class SharedKeyValue(Projection, nn.Module):
     """A projection with one vector per group that is key and value, which a cache stores once.
 
     k = v = steps(W_kv x)

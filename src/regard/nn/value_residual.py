@@ -67,6 +67,11 @@ class ValueResidualQKV(SeparateQKV):
             require_first(None)
         return super().remember(x, positions)
 
+    @property
+    def carries_values(self) -> bool:
+        """True: the first layer gives its values, and the others read them."""
+        return True
+
     def remember_carried(self, x: Tensor, positions: Positions | None, first: FirstValues) -> Parts:
         """Return the keys [B,G,S,D] and the mixed values [B,G,S,E]; the first layer gives its
         values to `first`.

@@ -40,7 +40,7 @@ from regard.nn import (
 )
 from regard.nn.causal_convolution import CausalConvolution, JoinedConvolution
 from regard.nn.feed_forward import GatedSharedExpert
-from regard.nn.gated_projections import GatedProjection
+from regard.nn.head_finishes import GatedProjection
 from regard.nn.linear import Linear
 from regard.nn.linear_recurrence import DeltaRule, L2Norm, LogDecay, Recurrent
 from regard.nn.recurrent_projections import ConvolvedQKV
