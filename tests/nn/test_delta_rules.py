@@ -13,17 +13,19 @@ from torch import Tensor
 
 import regard
 from regard.caches import Growing
-from regard.nn.delta_product import DeltaProductRule, SeveralKeysQKV
 from regard.nn.delta_rules import (
     BottleneckProjection,
     ChannelLogDecay,
     CombaRule,
+    DeltaProductRule,
+    DeltaRule,
     EraseRule,
+    MesaRule,
     PreconditionedDeltaRule,
+    SeveralKeysQKV,
+    TitansRule,
 )
-from regard.nn.gated_convolution import GatedConvolution
-from regard.nn.linear_recurrence import DeltaRule
-from regard.nn.regression_rules import MesaRule, TitansRule
+from regard.nn.recurrent import GatedConvolution
 from regard.nn.variants import comba, gated_delta_2, mesa
 from regard.nn.variants.linear_recurrence import convolved_qkv
 from tests.nn.catalogue import randomise

@@ -54,7 +54,6 @@ from regard.nn.head_steps import L2Clip, QueryTemperature, UnitNorm, WeightlessR
 from regard.nn.infini_attention import InfiniAttention
 from regard.nn.latent_projection import LatentProjection
 from regard.nn.linear import Linear, set_fp32_product
-from regard.nn.linear_recurrence import Recurrent
 from regard.nn.longformer import Longformer
 from regard.nn.multi_axis_attention import MultiAxisAttention, MultiAxisProjection
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
@@ -68,6 +67,7 @@ from regard.nn.projections import (
     Projection,
     SeparateQKV,
 )
+from regard.nn.recurrent import Recurrent
 from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV
 from regard.nn.remapped_attention import (
     DistanceMap,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.argument_checks import check_number
@@ -229,9 +231,23 @@ class UnitNorm(nn.Module):
     def forward(self, x: Tensor, positions: object = None) -> Tensor:
         """Normalise heads x [B,n,L,d]; positions are ignored."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        unit = nn.functional.normalize(wide, dim=-1)
+        unit = F.normalize(wide, dim=-1)
         return (unit * (self.weight.to(wide.dtype) * self.ratio)[:, None]).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Return the heads and their size."""
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+
+
+class Swish(nn.Module):
+    """The activation x sigmoid(x), as a step on heads.
+
+    >>> Swish()(torch.zeros(3)).tolist()
+    [0.0, 0.0, 0.0]
+
+    Source: Ramachandran et al. 2017 (arXiv 1710.05941), equation 1 with beta 1.
+    """
+
+    def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
+        """Apply the activation to x [..., D]; positions are ignored."""
+        return F.silu(x)

@@ -12,11 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache, State, rollback_on_error
+from regard.caches import Cache, rollback_on_error
 from regard.caches.shared import own_cache
 from regard.cost import Description, Spec
 from regard.cost.spec import ParameterCounts
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.errors import ArgumentError
 from regard.masks import Causal, Full, Mask, reach
 from regard.masks.pair_counts import count_pairs
 from regard.nn.causal_convolution import CausalConvolution
@@ -176,14 +176,6 @@ def check_recorded_graph(module: nn.Module, refusal: str) -> None:
             f"{recorder} was given a {type(module).__name__}, which {refusal}: the result would be "
             "wrong for other lengths without an error; use torch.export.export, which checks the "
             "lengths, or a mechanism that docs/pytorch.md lists for ONNX"
-        )
-
-
-def check_is_state(cache: Cache) -> None:
-    """Check that the cache of a recurrence is a `State`, not a cache of tokens."""
-    if not isinstance(cache, State):
-        raise ArgumentTypeError(
-            f"the cache is {type(cache).__name__}; a recurrence needs a State: use new_cache()"
         )
 
 

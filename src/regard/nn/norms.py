@@ -207,3 +207,28 @@ class JoinedHeadsRMSNorm(RMSNorm):
     def extra_repr(self) -> str:
         """Return the number of heads, their size and the epsilon."""
         return f"{plural(self.heads, 'head')} of {self.head_dim}, eps={self.eps}"
+
+
+class L2Norm(nn.Module):
+    """L2 normalisation of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or better.
+
+    >>> L2Norm(eps=0.0)(torch.tensor([3.0, 4.0])).tolist()
+    [0.6000000238418579, 0.800000011920929]
+
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3.
+    """
+
+    def __init__(self, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        if not eps >= 0:
+            raise ArgumentError(f"L2Norm(eps={eps}): eps must be at least 0")
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
+        """Normalise x [..., D]; positions are ignored."""
+        x32 = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the epsilon of the norm."""
+        return f"eps={self.eps}"

@@ -39,10 +39,12 @@ from regard.nn import (
     SwiGLU,
 )
 from regard.nn.causal_convolution import CausalConvolution, JoinedConvolution
+from regard.nn.delta_rules import DeltaRule, LogDecay
 from regard.nn.feed_forward import GatedSharedExpert
 from regard.nn.head_finishes import GatedProjection
 from regard.nn.linear import Linear
-from regard.nn.linear_recurrence import DeltaRule, L2Norm, LogDecay, Recurrent
+from regard.nn.norms import L2Norm
+from regard.nn.recurrent import Recurrent
 from regard.nn.recurrent_projections import ConvolvedQKV
 from regard.positions import Rotary
 

@@ -33,10 +33,10 @@ from regard.nn import (
     SwiGLU,
 )
 from regard.nn.causal_convolution import CausalConvolution, JoinedConvolution
-from regard.nn.delta_rules import BottleneckProjection, ChannelLogDecay
+from regard.nn.delta_rules import BottleneckProjection, ChannelLogDecay, DeltaRule
 from regard.nn.linear import Linear
-from regard.nn.linear_recurrence import DeltaRule, L2Norm
 from regard.nn.mixer import Mixer
+from regard.nn.norms import L2Norm
 from regard.positions import Rotary
 
 Config = KimiLinearConfig

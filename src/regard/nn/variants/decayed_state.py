@@ -16,13 +16,15 @@ from regard.nn.decay_rules import (
     LightNetRule,
     Mamba2Rule,
     MLSTMRule,
+    RetentionRule,
     RWKV4Rule,
     RWKV6Rule,
     SlotRule,
 )
-from regard.nn.linear_recurrence import Recurrent, RetentionRule, Swish
+from regard.nn.head_steps import Swish
 from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.recurrent import Recurrent
 from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV, TokenShiftQKV
 from regard.nn.selective_scan import SelectiveQKV, SelectiveScanRule
 from regard.nn.variants.projections import output_projection
