@@ -213,10 +213,10 @@ NO_TOKENS = {
         ("StaticSlots", "StaticState"),
         "the static form of another cache, which takes single tokens (test_static.py)",
     ),
-    "Shared": "the memory of an earlier layer, which is lent for one call",
+    "CrossLayer": "the memory of an earlier layer, which is lent for one call",
     "Joined": "the caches of several mechanisms in one layer, which update their parts",
-    "Recorded": "another cache, for the length of one call",
-    "Carrying": "another cache, for the length of one call, with the values of the first layer",
+    "LendingCache": "another cache, for the length of one call",
+    "WithFirstValues": "another cache for one call, with the values of the first layer",
 }
 """Public caches that are not in the suite, and why."""
 

@@ -215,7 +215,7 @@ def test_refusals() -> None:
     with pytest.raises(regard.ArgumentError, match="max_step is 0; it must be above 0"):
         TitansRule(8, 1, max_step=0)
     with pytest.raises(
-        regard.ArgumentError, match=r"GatedConvolution\(dim=0\): it must be at leas"
+        regard.ArgumentError, match=r"GatedConvolution\(dim=0\): each must be at leas"
     ):
         GatedConvolution(0)
     layer, x = GatedConvolution(M), torch.zeros(1, 3, M)

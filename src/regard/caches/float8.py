@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, UInt8
@@ -261,6 +261,7 @@ class Float8(Cache):
 
     kind: ClassVar[str | None] = "fp8"
     needs_widths: ClassVar[bool] = True
+    fields: ClassVar[tuple[str, ...]] = ("_parts", "_positions")
 
     def __init__(self, format: Float8Format = "e4m3") -> None:
         check_format(format)
@@ -276,11 +277,6 @@ class Float8(Cache):
         {'format': 'e4m3'}
         """
         return cls()
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """The format, as a constructor argument."""
-        return {"format": self.format}
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append memory, each part `[B, n, T, d]`; return all memory, rounded to 8 bits."""
@@ -339,14 +335,6 @@ class Float8(Cache):
             check_vectors(x, f"part {i}")
         self._parts = tuple(map(_Float8Part.of, vectors))
         self._positions = positions
-
-    def mark(self) -> object:
-        """Return the contents; an update appends to them only."""
-        return self._parts, self._positions
-
-    def restore(self, mark: Any) -> None:
-        """Undo the update that came after the snapshot."""
-        self._parts, self._positions = mark
 
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)

@@ -597,7 +597,7 @@ class Paged(Cache):
         after = self._joined(positions, real, slots[:, None], max(lengths) + 1)
         return opened._replace(slots=slots, after=as_tensor(after))
 
-    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+    def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
         """Count the slot of each row as written."""
         table = self._table
         with self.pool.lock:

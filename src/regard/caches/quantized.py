@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast, get_args
+from typing import ClassVar, cast, get_args
 
 import torch
 from jaxtyping import Bool, Shaped
@@ -253,6 +253,7 @@ class Quantised(Cache):
 
     kind: ClassVar[str | None] = "quantised"
     needs_widths: ClassVar[bool] = True
+    fields: ClassVar[tuple[str, ...]] = ("_parts", "_positions")
     static_step_refusal: ClassVar[str | None] = (
         "Python counts the tokens of a group, and reads its outliers where it is coded"
     )
@@ -306,12 +307,7 @@ class Quantised(Cache):
     @property
     def settings(self) -> Mapping[str, object]:
         """Bits, group, residual and axes, as constructor arguments."""
-        return {
-            "bits": self.bits,
-            "group": self.group,
-            "residual": self.residual,
-            "axes": list(self.axes),
-        }
+        return {**super().settings, "axes": list(self.axes)}
 
     @property
     def quantised(self) -> int:
@@ -366,7 +362,7 @@ class Quantised(Cache):
         coded = self._codes_of(parts, len(self) - slot)
         return OpenSlot(buffers, slot, stored, coded=coded, state=parts)
 
-    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+    def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
         """Count the slot as written."""
         length = opened.slot + 1
         self._parts = tuple(replace(x, recent=x.recent.cut(length)) for x in opened.state)
@@ -414,14 +410,6 @@ class Quantised(Cache):
             for groups, x, axis in zip(codes, recent, self.axes, strict=True)
         )
         self._positions = positions
-
-    def mark(self) -> object:
-        """Return the contents; an update appends to them only."""
-        return self._parts, self._positions
-
-    def restore(self, mark: Any) -> None:
-        """Undo the update that came after the snapshot."""
-        self._parts, self._positions = mark
 
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)

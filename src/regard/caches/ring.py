@@ -18,6 +18,7 @@ from regard.caches.base import (
     OpenSlot,
     Parts,
     StaticSize,
+    bytes_of,
     check_crop,
     check_same_layout,
     check_update,
@@ -33,6 +34,7 @@ from regard.caches.buffer_writes import (
 )
 from regard.caches.contiguous import Growing
 from regard.caches.ring_layout import ContiguousRun, RingLayout
+from regard.caches.static import StaticSlots
 from regard.errors import ArgumentError
 from regard.masks import Mask, Reach, Sinks, Window
 from regard.process_state import is_compiling
@@ -191,8 +193,6 @@ class RingBase(Cache):
         self._opened: OverwrittenSlots | None = None  # what the slot of `open_slot` held
 
     def _to_static(self, size: StaticSize) -> Cache:
-        from regard.caches.static import StaticSlots
-
         assert self._memory is not None, "the caller checks it"
         stored = self._stored
         if isinstance(stored, ContiguousRun):
@@ -207,7 +207,7 @@ class RingBase(Cache):
     @property
     def bytes(self) -> int:
         """Bytes of all slots, written or not."""
-        return sum(x.numel() * x.element_size() for x in self._memory or ())
+        return bytes_of(self._memory or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Store memory, each part `[B, n, T, d]`; return it with all old memory that its queries
@@ -250,7 +250,7 @@ class RingBase(Cache):
         after = _positions_after(self._slots, run.extended(run.stop + 1, self._slots))
         return OpenSlot(self._memory, slot, Span(0, 0), after)
 
-    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+    def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
         """Count the slot as written."""
         run = self._stored
         assert isinstance(run, ContiguousRun)
@@ -464,11 +464,6 @@ class Ring(RingBase):
     def narrowing_mask(cls, max_context: int) -> Mask:
         """Return a window of the last `max_context` tokens."""
         return Window(max_context)
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """Window and rewind, as constructor arguments."""
-        return {"window": self.window, "rewind": self.rewind}
 
 
 class Streaming(RingBase):

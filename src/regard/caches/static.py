@@ -29,13 +29,11 @@ from regard.caches.base import (
 from regard.caches.buffer_writes import fill_slots
 from regard.caches.joined import Joined
 from regard.caches.ring_layout import RingLayout
-from regard.caches.state import State
 from regard.errors import ArgumentError
 from regard.span import (
     EMPTY,
     Positions,
     Span,
-    as_tensor,
     follow_by_construction,
     next_positions,
     slot_count,
@@ -43,7 +41,7 @@ from regard.span import (
 from regard.units import plural
 
 
-class _Static(Cache):
+class StaticForm(Cache):
     """What both static forms share: a step that raises an error cannot be undone, so that the cache
     is refused until `fill` gives it other contents.
     """
@@ -127,7 +125,7 @@ class SlotTable:
         self.last.copy_(positions.amax(1, keepdim=True))
 
 
-class StaticSlots(_Static):
+class StaticSlots(StaticForm):
     """The static form of a cache of tokens: one token per row and step, in memory that stays where
     it is.
 
@@ -155,14 +153,9 @@ class StaticSlots(_Static):
     def __init__(self, layout: RingLayout, size: StaticSize, *, evicts: bool) -> None:
         super().__init__()
         self.table = SlotTable(layout, size.rows, size.device)
-        self._size, self._evicts = size, evicts
+        self.layout, self.size, self.evicts = layout, size, evicts  # type: ignore[misc]
         self._memory: Parts | None = None
         self._room: int | None = None
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """The layout, the sizes, and whether it evicts, as constructor arguments."""
-        return {"layout": self.table.layout, "size": self._size, "evicts": self._evicts}
 
     def next(self, length: int) -> Positions:
         """Return the positions after the last token of each row, computed on the device."""
@@ -186,7 +179,7 @@ class StaticSlots(_Static):
             )
         if self._room == 0:
             raise ArgumentError(
-                f"all {self.table.layout.size} slots of a StaticSlots cache hold tokens; give "
+                f"all {self.layout.size} slots of a StaticSlots cache hold tokens; give "
                 "to_static more slots"
             )
         slots = self.table.advance(self._check_step(positions))
@@ -211,7 +204,7 @@ class StaticSlots(_Static):
             memory = parts_of(contents)
         if self._memory is not None:
             check_same_layout(self._memory, memory)
-        layout, rows = self.table.layout, self._size.rows
+        layout, rows = self.layout, self.size.rows
         if any(x.shape[0] != rows for x in memory):
             raise ArgumentError(
                 f"contents have {plural(memory[0].shape[0], 'row')}, and this StaticSlots cache "
@@ -228,7 +221,7 @@ class StaticSlots(_Static):
                 old.copy_(new)
         self.table.fill(table)
         used = (table >= 0).any(0).sum()
-        self._room = None if self._evicts else layout.size - int(used)
+        self._room = None if self.evicts else layout.size - int(used)
         self._is_broken = False
 
     def __len__(self) -> int:
@@ -252,71 +245,6 @@ def _arranged(positions: Tensor, layout: RingLayout) -> tuple[Tensor, Tensor]:
             "hold positions that follow one another; give to_static more slots"
         )
     return table, empty.scatter(1, where, columns)[:, :-1]
-
-
-class StaticState(_Static, State):
-    """The static form of a `State`: the state and the last positions are overwritten in place.
-
-    >>> from regard.caches import State
-    >>> from regard.span import Span
-    >>> cache = State()
-    >>> cache.store((torch.zeros(1, 2),), Span(0, 7))
-    >>> static = cache.to_static(StaticSize(9, 1, torch.device("cpu")))
-    >>> (memory,) = static.state
-    >>> static.store((torch.ones(1, 2),), static.next(1))
-    >>> memory.tolist(), static.next(1).tolist()
-    ([[1.0, 1.0]], [[8]])
-    """
-
-    def __init__(self, size: StaticSize) -> None:
-        _Static.__init__(self)
-        State.__init__(self)
-        self._size = size
-        self._last_position = torch.full(
-            (size.rows, 1), EMPTY, dtype=torch.int64, device=size.device
-        )
-        self._positions = self._last_position
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """The sizes of the batch, as a constructor argument."""
-        return {"size": self._size}
-
-    def next(self, length: int) -> Positions:
-        """Return the positions after the last token of each row, computed on the device."""
-        return next_positions(self._last_position, length)
-
-    def store(self, state: Parts, positions: Positions) -> None:
-        """Overwrite the state with the state after one more token per row."""
-        p = self._check_step(positions)
-        self._write(state)
-        self._last_position.copy_(p)
-
-    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the state and the last positions, in the same memory."""
-        positions = contents.get("positions")
-        if positions is None or isinstance(positions, int):
-            for x in self._state or ():
-                x.zero_()
-            self._last_position.fill_(EMPTY)
-        else:
-            self._write(parts_of(contents, "state"))
-            self._last_position.copy_(as_tensor(positions)[:, -1:])
-        self._is_broken = False
-
-    def _write(self, state: Parts) -> None:
-        if self._state is None:
-            self._state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state)
-            return
-        old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
-        if old != new:
-            raise ArgumentError(
-                f"state {new} does not fit the contents of the cache, {old}; start a "
-                "new cache for another batch or model"
-            )
-        for x, y in zip(self._state, state, strict=True):
-            if x is not y:
-                x.copy_(y)
 
 
 def share_tables(caches: Iterable[Cache]) -> None:

@@ -271,7 +271,7 @@ class _Plan:
             )
         )
         for cache, slot, i in zip(caches, opened, place_of, strict=True):
-            cache.fill_slot(slot, joined[i])
+            cache.close_slot(slot, joined[i])
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def why_not_rows(self, B: int, opened: list[OpenSlot]) -> str | None:

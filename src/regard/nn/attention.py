@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_number, check_positions
 from regard.biases import Bias
 from regard.caches import Cache, Parts, for_reach
-from regard.caches.shared import own_cache
+from regard.caches.cross_layer import split_first_values
 from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
@@ -110,7 +110,7 @@ class Attention(Mixer):
         """Return what a cache stores for x [B,T,M], and the layer's own cache, which may have come
         with the values of the first layer.
         """
-        own, first = own_cache(cache)
+        own, first = split_first_values(cache)
         if first is None:
             return self.project.remember(x, positions), own
         return self.project.remember_carried(x, positions, first), own

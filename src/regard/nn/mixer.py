@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Cache, rollback_on_error
-from regard.caches.shared import own_cache
+from regard.caches.cross_layer import split_first_values
 from regard.cost import Description, Spec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
@@ -67,7 +67,7 @@ class Mixer(Explainable, nn.Module):
     @property
     def carries_values(self) -> bool:
         """Whether the mechanism gives or reads the values of the first layer, which a `Decoder`
-        passes with the cache (`regard.caches.shared.Carrying`).
+        passes with the cache (`regard.caches.cross_layer.WithFirstValues`).
         """
         return False
 
@@ -92,7 +92,7 @@ class Mixer(Explainable, nn.Module):
             )
         if self.recording_refusal is not None:
             check_recorded_graph(self, self.recording_refusal)
-        if (own := own_cache(cache)[0]) is not None:
+        if (own := split_first_values(cache)[0]) is not None:
             self.check_cache(own)
         if (scope := current_scope()) is not None:
             result: Tensor = scope.run_mixer(self, x, positions, cache, backend)

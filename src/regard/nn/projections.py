@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_groups, check_number
 from regard.biases import Bias
 from regard.caches import Parts
-from regard.caches.shared import FirstValues
+from regard.caches.cross_layer import FirstValues
 from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_number, check_positive_sizes
 from regard.caches import Cache, Parts, State
+from regard.caches.cross_layer import FirstValues, split_first_values
 from regard.caches.joined import Joined
-from regard.caches.shared import FirstValues, own_cache
 from regard.cost import Spec
 from regard.cost.decayed_state import channel_mix_spec
 from regard.cost.delta_rules import rwkv7_spec
@@ -145,7 +145,7 @@ class RWKV7(StateMixer):
         """Run the recurrence over x [B,T,M] from the state in the cache. `backend` is the form of
         the recurrence; "reference" means "recurrent".
         """
-        own, first = own_cache(cache)
+        own, first = split_first_values(cache)
         assert own is None or isinstance(own, State)
         form = "recurrent" if backend == "reference" else backend
         state = None if own is None else own.state

@@ -168,14 +168,7 @@ class SelectiveScanRule(RecurrenceRule):
         """Run the recurrence over a piece of the tokens."""
         step = self.step(v)[..., None]
         g = -wide(self.A_log).exp()[:, None] * step
-        z, state = gated_linear(
-            wide(q),
-            wide(k),
-            wide(v) * step,
-            g,
-            scale=1.0,
-            **call,
-        )
+        z, state = gated_linear(wide(q), wide(k), wide(v) * step, g, scale=1.0, **call)
         return (z + wide(self.skip)[:, None, None] * wide(v)).to(q.dtype), state
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_number
 from regard.caches import Parts
-from regard.caches.shared import FirstValues
+from regard.caches.cross_layer import FirstValues
 from regard.errors import ArgumentError
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.projections import HeadProjection, SeparateQKV
@@ -26,7 +26,7 @@ def require_first(first: FirstValues | None) -> FirstValues:
         raise ArgumentError(
             "a layer mixes its values with those of the first layer, and was called without them; "
             "call a Decoder, which passes them from layer to layer, or give the layer a "
-            "regard.caches.shared.Carrying"
+            "regard.caches.cross_layer.WithFirstValues"
         )
     return first
 

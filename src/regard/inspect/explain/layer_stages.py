@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from regard import Trace, attend, attention_weights
 from regard.caches import Parts
-from regard.caches.shared import FirstValues
+from regard.caches.cross_layer import FirstValues
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.explanation import TensorSummary, to_json_value
 from regard.masks import Mask

@@ -32,11 +32,11 @@ from regard.nn.altup import (
     LayerInput,
     LowRankResidual,
 )
+from regard.nn.cross_layer_attention import without_own_memory
 from regard.nn.embedding import CappedLogits
 from regard.nn.feed_forward import GatedFeedForward
 from regard.nn.head_steps import WeightlessRMSNorm
 from regard.nn.linear import Linear
-from regard.nn.shared_memory import without_own_memory
 from regard.positions import Rotary
 
 Config = Gemma3nConfig

@@ -1,6 +1,7 @@
 """What passes between the layers of a decoder, beside the hidden states. Layers that read the keys
-and values of an earlier layer have a cache `Shared`, which stores nothing, and `Recorded` shows
-what another cache returned. `Carrying` brings the values of the first layer to the later ones.
+and values of an earlier layer have a cache `CrossLayer`, which stores nothing, and that layer has a
+`LendingCache`, which keeps what its cache returned. `WithFirstValues` brings the values of the
+first layer to the later ones.
 
 A reader gets what the earlier layer saw in the same call, not the earlier layer's cache: a ring has
 forgotten tokens that the first queries of a long call may see, and a cache that has already
@@ -20,11 +21,11 @@ from regard.errors import ArgumentError
 from regard.span import Positions, Span
 
 
-class Recorded(Cache):
+class LendingCache(Cache):
     """Another cache for the length of one call, with a record of what it returned.
 
     >>> import torch
-    >>> recorded = Recorded(None)
+    >>> recorded = LendingCache(None)
     >>> _ = recorded.update((torch.zeros(1, 1, 3, 2),), Span(0, 3))
     >>> recorded.returned[1]
     Span(start=0, length=3)
@@ -115,7 +116,7 @@ class FirstValues:
         return torch.unflatten(self.values, -1, (heads, dim)).transpose(1, 2)
 
 
-class Carrying(Recorded):
+class WithFirstValues(LendingCache):
     """The cache of a layer for the length of one call, with the values of the first layer.
 
     `Decoder` makes one for each layer that carries values (`Mixer.carries_values`), so that they
@@ -126,7 +127,7 @@ class Carrying(Recorded):
     >>> from regard.nn.variants import value_residual
     >>> first, x = FirstValues(), torch.zeros(1, 3, 8)
     >>> for layer in range(2):
-    ...     x = value_residual(8, 2, groups=1, layer=layer)(x, cache=Carrying(None, first))
+    ...     x = value_residual(8, 2, groups=1, layer=layer)(x, cache=WithFirstValues(None, first))
     >>> x.shape, first.values.shape
     (torch.Size([1, 3, 8]), torch.Size([1, 3, 4]))
 
@@ -147,16 +148,16 @@ class Carrying(Recorded):
         return Span(0, length) if self.inner is None else self.inner.next(length)
 
 
-def own_cache(cache: Cache | None) -> tuple[Cache | None, FirstValues | None]:
+def split_first_values(cache: Cache | None) -> tuple[Cache | None, FirstValues | None]:
     """Return the cache of a layer itself, and the values of the first layer that came with it.
 
-    >>> own_cache(None)
+    >>> split_first_values(None)
     (None, None)
     """
-    return (cache.inner, cache.first) if isinstance(cache, Carrying) else (cache, None)
+    return (cache.inner, cache.first) if isinstance(cache, WithFirstValues) else (cache, None)
 
 
-class Shared(Cache):
+class CrossLayer(Cache):
     """The cache of a layer that reads the keys and values of an earlier layer. It stores nothing.
 
     `Decoder` lends it the memory of the earlier layer before each call of the reader.
@@ -165,7 +166,7 @@ class Shared(Cache):
         ArgumentError: an update stores memory of its own, or no memory is lent.
 
     >>> import torch
-    >>> cache = Shared()
+    >>> cache = CrossLayer()
     >>> cache.lend((torch.zeros(1, 1, 3, 2),), Span(0, 3))
     >>> _, positions = cache.update((), Span(2, 1))
     >>> positions, cache.bytes
@@ -193,7 +194,7 @@ class Shared(Cache):
         lent, self._lent = self._lent, None
         if memory:
             raise ArgumentError(
-                "a Shared cache stores no memory, because its layer reads that of an earlier "
+                "a CrossLayer cache stores no memory, because its layer reads that of an earlier "
                 "layer; give a layer with keys and values of its own a Growing cache"
             )
         if lent is None:
@@ -213,7 +214,7 @@ class Shared(Cache):
 
     def to_static(self, size: StaticSize) -> Cache:
         """Return another one: a step gets the memory of the earlier layer."""
-        return Shared()
+        return CrossLayer()
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Remove the memory that was lent."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from regard.caches import Cache, Parts, Shared
+from regard.caches import Cache, CrossLayer, Parts
 from regard.cost.softmax import SharedKeysSpec, VisibleKeys
 from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
@@ -101,23 +101,23 @@ class SharedMemoryAttention(Attention):
         """Attend from x [B,T,M] to the tokens that were lent to the cache."""
         if cache is None:
             raise ArgumentError(
-                "this layer reads the memory of an earlier layer, and was called without a Shared "
-                "cache; call the Decoder, which passes the memory from layer to layer"
+                "this layer reads the memory of an earlier layer, and was called without a "
+                "CrossLayer cache; call the Decoder, which passes the memory from layer to layer"
             )
         memory, k_positions = cache.update((), positions)
         return self._attend_and_project(x, positions, memory, k_positions, backend)
 
     def check_cache(self, cache: Cache) -> None:
-        """Raise unless the cache is a `Shared` one."""
-        if not isinstance(cache, Shared):
+        """Raise unless the cache is a `CrossLayer` one."""
+        if not isinstance(cache, CrossLayer):
             raise ArgumentError(
                 f"the cache is a {type(cache).__name__}; a layer that reads the memory of an "
-                "earlier layer needs a Shared cache: use new_cache()"
+                "earlier layer needs a CrossLayer cache: use new_cache()"
             )
 
-    def new_cache(self) -> Shared:
+    def new_cache(self) -> CrossLayer:
         """Return a cache that stores nothing."""
-        return Shared()
+        return CrossLayer()
 
     @property
     def spec(self) -> Spec:
