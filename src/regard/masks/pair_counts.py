@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from regard.masks.base import All, Any, Mask, Not
+from regard.masks.base import And, Mask, Not, Or
 from regard.masks.patterns import Causal, Chunk, Dilated, Full, Strided, Window
 from regard.span import Span
 
@@ -29,7 +29,7 @@ def period(mask: Mask) -> int | None:
         return 1 if mask.fixed is None else mask.stride
     if isinstance(mask, Chunk):
         return mask.size
-    if not isinstance(mask, All | Any | Not):
+    if not isinstance(mask, And | Or | Not):
         return None
     periods = [period(member) for member in mask.members()]
     known = [P for P in periods if P is not None]

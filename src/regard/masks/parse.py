@@ -58,7 +58,7 @@ def parse(text: str) -> Mask:
             the known names.
 
     >>> parse("causal & window(4) | sinks(1)")
-    Any(masks=(All(masks=(Causal(), Window(size=4, ahead=None))), Sinks(n=1)))
+    Or(masks=(And(masks=(Causal(), Window(size=4, ahead=None))), Sinks(n=1)))
     >>> parse("causal & windw(4)")
     Traceback (most recent call last):
     regard.errors.ArgumentError: unknown mask "windw"; did you mean 'window'? ...
