@@ -22,6 +22,7 @@ from regard.caches import (
     Streaming,
 )
 from regard.caches.ring import RingBase
+from regard.caches.static import StaticForm
 from regard.masks import Mask
 from regard.registry import is_builtin
 
@@ -234,5 +235,5 @@ def builtin_caches() -> list[type[Cache]]:
 
 def stored() -> set[str]:
     """The classes of caches of the package that store tokens."""
-    public = {x.__name__ for x in builtin_caches() if x not in (Cache, RingBase)}
+    public = {x.__name__ for x in builtin_caches() if x not in (Cache, RingBase, StaticForm)}
     return {name for name in public if not name.startswith("_")} - set(NO_TOKENS)

@@ -21,16 +21,18 @@ from regard.nn import HeadProjection
 from regard.nn.data_bias import (
     DisentangledProjection,
     ForgettingProjection,
+    PathProjection,
     RelativeKeyProjection,
     RelativeLogitProjection,
+    SelectiveProjection,
     SinusoidKeyProjection,
+    path_scores,
     sums_up_to,
 )
 from regard.nn.evicting_attention import EvictingAttention
 from regard.nn.head_finishes import FinishedProjection, GatedProjection, HeadGate
-from regard.nn.path_projection import PathProjection, SelectiveProjection, path_scores
-from regard.nn.streaming_attention import StreamingAttention
 from regard.nn.variants import VARIANTS
+from regard.nn.windowed_attention import StreamingAttention
 from regard.positions import Rotary
 from regard.span import Span
 from tests.fixture_f import decays, example, strengths, vectors

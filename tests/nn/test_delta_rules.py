@@ -221,7 +221,7 @@ def test_refusals() -> None:
     layer, x = GatedConvolution(M), torch.zeros(1, 3, M)
     with pytest.raises(regard.ArgumentError, match="backend is 'sdpa'; a convolution has one form"):
         layer(x, backend="sdpa")
-    with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a convolution needs"):
+    with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a recurrence needs"):
         layer(x, cache=Growing())
     with pytest.raises(
         regard.ArgumentError, match=r"groups=2, writes=0\): each must be at least 1"

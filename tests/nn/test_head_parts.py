@@ -15,6 +15,7 @@ import regard
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal
 from regard.nn import HeadProjection
+from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
 from regard.nn.head_finishes import (
     FinishedProjection,
     HeadGate,
@@ -26,7 +27,6 @@ from regard.nn.head_finishes import (
 from regard.nn.head_steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
 from regard.nn.infini_attention import InfiniAttention
 from regard.nn.projections import Projection
-from regard.nn.tied_values import KeysAsValues, SharedKeyValue
 from regard.nn.variants import (
     VARIANTS,
     biased_gate,

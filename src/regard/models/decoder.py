@@ -13,8 +13,8 @@ from regard.caches.cross_layer import FirstValues, LendingCache, WithFirstValues
 from regard.errors import ArgumentError
 from regard.models.compiled_step import try_step
 from regard.nn import Block, InputEmbedding
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.nn.mixer import Mixer
+from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.process_state import is_compiling
 from regard.sequence_scope import current_scope
 from regard.span import Positions, Span

@@ -15,8 +15,8 @@ from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
 from regard.nn.explainable import EffectiveRow, Explainable, LayerRun, MechanismStep
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.nn.mixer import check_recorded_graph, count_weights
+from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.nn.projections import Projection, unwrapped
 from regard.ops.additive_attention import additive_attention
 from regard.process_state import is_compiling

@@ -22,12 +22,11 @@ from regard.cost.delta_rules import (
 from regard.cost.fixed_state import CountedSpec, DeltaSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.linear import Linear
 from regard.nn.norms import L2Norm
 from regard.nn.projections import HeadProjection, ProjectionShape
 from regard.nn.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
-from regard.nn.recurrent_projections import ConvolvedQKV
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV
 from regard.ops.linear.delta_product import delta_product
 from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
 from regard.ops.linear.generalised_delta_rule import generalised_delta_rule

@@ -17,7 +17,7 @@ from regard.masks import Causal, Dense
 from regard.nn.attention import Attention
 from regard.nn.mixer import AcrossRanks, count_weights
 from regard.nn.projections import Projection, SeparateQKV, check_adds_no_bias
-from regard.nn.streaming_attention import check_shared_rotary
+from regard.nn.windowed_attention import check_shared_rotary
 from regard.ops.softmax import Partial, attend, attend_partial, attention_weights, merge
 from regard.positions import Rotary, rotate
 from regard.positions.rotary import apply_rotary, cos_sin

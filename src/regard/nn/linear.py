@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.huge_pages import empty_like
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.ops.fp16_linear import fp16_linear
 from regard.ops.gemv import check_linear_map, compiled_kernel_applies, try_gemv
 from regard.ops.onednn import onednn_linear
@@ -194,3 +194,40 @@ def set_fp32_product(module: nn.Module, product: Fp32Product) -> None:
         )
     for linear in linears:
         linear.fp32_product = product
+
+
+class ScaledLinear(Linear):
+    """A linear map with a factor on its result: y = scale (W x + b).
+
+    >>> import torch
+    >>> layer = ScaledLinear(2, 1, scale=0.5)
+    >>> torch.nn.init.ones_(layer.weight).sum().item(), layer(torch.ones(2)).tolist()
+    (2.0, [1.0])
+
+    Source: Yang et al. 2022 (arXiv 2203.03466), where widths have such factors; Falcon-H1.
+    """
+
+    def __init__(self, dim: int, out: int, *, scale: float, bias: bool = False) -> None:
+        super().__init__(dim, out, bias=bias)
+        self.scale = scale
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
+        """Return y [..., N] of x [..., M]."""
+        return super().forward(x) * self.scale
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the factor."""
+        return f"{super().extra_repr()}, scale={self.scale:g}"
+
+
+def scaled_map(linear: Linear, scale: float) -> Linear:
+    """Return a linear map of the same sizes with a factor on its result, or the map itself for 1.
+
+    >>> layer = Linear(2, 1)
+    >>> scaled_map(layer, 1.0) is layer, scaled_map(layer, 0.5)
+    (True, ScaledLinear(in_features=2, out_features=1, bias=True, scale=0.5))
+    """
+    if scale == 1:
+        return linear
+    bias = linear.bias is not None
+    return ScaledLinear(linear.in_features, linear.out_features, scale=scale, bias=bias)

@@ -19,9 +19,9 @@ from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.masks import Causal, Full, Mask, reach
 from regard.masks.pair_counts import count_pairs
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import Explainable
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.nn.module_calls import call_as_leaf, is_proxy
+from regard.nn.recurrent_projections import CausalConvolution
 from regard.nn.stored import count_parameters
 from regard.process_state import (
     drops_conditions,

@@ -18,7 +18,6 @@ from regard.caches.cross_layer import FirstValues
 from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
-from regard.nn.as_written import is_plain
 from regard.nn.explainable import (
     Explainable,
     InputSteps,
@@ -30,6 +29,7 @@ from regard.nn.explainable import (
     run_steps,
 )
 from regard.nn.linear import Linear, linear
+from regard.nn.module_calls import is_plain
 from regard.ops.stored_linear import stored_linear
 from regard.positions import Rotary
 from regard.positions.constant_tensor import ConstantTensor

@@ -22,12 +22,16 @@ from regard.cost.fixed_state import ConvolutionSpec, RecurrentSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Document
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import EffectiveRow, LayerRun, MechanismStep, effective_row
 from regard.nn.linear import Linear
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.projections import HeadProjection, Projection, check_adds_no_bias
-from regard.nn.recurrent_projections import GroupedValueQKV, StatefulQKV, project_tokens
+from regard.nn.recurrent_projections import (
+    CausalConvolution,
+    GroupedValueQKV,
+    StatefulQKV,
+    project_tokens,
+)
 from regard.span import Positions, Span, slice_positions
 from regard.tracing import tap
 from regard.units import plural

@@ -20,7 +20,7 @@ from regard.masks.base import check_int
 from regard.nn.attention import Attention
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.projections import SeparateQKV
-from regard.nn.streaming_attention import check_shared_rotary
+from regard.nn.windowed_attention import check_shared_rotary
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
 from regard.process_state import is_exporting

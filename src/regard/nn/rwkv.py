@@ -24,6 +24,7 @@ from regard.cost.spec import HeadShape
 from regard.errors import ArgumentTypeError
 from regard.masks import Document
 from regard.nn.blocks import Block, PreNorm
+from regard.nn.cross_layer import require_first
 from regard.nn.delta_rules import BottleneckProjection
 from regard.nn.explainable import (
     EffectiveRow,
@@ -38,7 +39,6 @@ from regard.nn.norms import HeadNorm
 from regard.nn.projections import HeadProjection
 from regard.nn.recurrent import StateMixer, Tensors, over_documents, row_of_state, wide
 from regard.nn.recurrent_projections import token_before
-from regard.nn.value_residual import require_first
 from regard.ops.linear.generalised_delta_rule import generalised_delta_rule
 from regard.span import Positions, Span
 from regard.tracing import is_tracing, named_scope, parent_scope, tap

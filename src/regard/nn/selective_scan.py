@@ -14,12 +14,11 @@ from regard.caches import Parts
 from regard.cost.fixed_state import LinearSpec, ShortConvolution
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import InputSteps, MechanismStep, MechanismSteps, ProjectionQuery
 from regard.nn.linear import Linear
 from regard.nn.projections import HeadProjection
 from regard.nn.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
-from regard.nn.recurrent_projections import ProjectedQKV, StatefulQKV
+from regard.nn.recurrent_projections import CausalConvolution, ProjectedQKV, StatefulQKV
 from regard.ops.linear.linear_attention import gated_linear
 from regard.process_state import is_compiling
 from regard.span import Positions, slice_positions

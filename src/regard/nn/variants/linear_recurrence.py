@@ -10,14 +10,13 @@ from torch import nn
 
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.decay_rules import GatedLinearRule, LinearAttentionRule, RetentionRule
 from regard.nn.delta_rules import DeltaRule, LogDecay
 from regard.nn.head_steps import Swish
 from regard.nn.norms import HeadNorm, L2Norm, RMSNorm
 from regard.nn.projections import HeadProjection
 from regard.nn.recurrent import Recurrent
-from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 from regard.ops.linear.linear_attention import FeatureMap
