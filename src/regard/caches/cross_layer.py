@@ -22,14 +22,7 @@ from regard.span import Positions, Span
 
 
 class LendingCache(Cache):
-    """Another cache for the length of one call, with a record of what it returned.
-
-    >>> import torch
-    >>> recorded = LendingCache(None)
-    >>> _ = recorded.update((torch.zeros(1, 1, 3, 2),), Span(0, 3))
-    >>> recorded.returned[1]
-    Span(start=0, length=3)
-    """
+    """Another cache for the length of one call, with a record of what it returned."""
 
     savable: ClassVar[bool] = False
 
@@ -81,12 +74,6 @@ class FirstValues:
 
     Attributes:
         values: the values of all heads [B,T,G*E]; None before the first layer has run.
-
-    >>> import torch
-    >>> first = FirstValues()
-    >>> first.give(torch.ones(1, 2, 3, 4))
-    >>> first.take(2, 4).shape
-    torch.Size([1, 2, 3, 4])
     """
 
     def __init__(self, values: Tensor | None = None) -> None:
@@ -123,14 +110,6 @@ class WithFirstValues(LendingCache):
     take the way of the cache through every block. A cache of tokens stores the values after the
     mix, and so decoding needs no earlier values of the first layer.
 
-    >>> import torch
-    >>> from regard.nn.variants import value_residual
-    >>> first, x = FirstValues(), torch.zeros(1, 3, 8)
-    >>> for layer in range(2):
-    ...     x = value_residual(8, 2, groups=1, layer=layer)(x, cache=WithFirstValues(None, first))
-    >>> x.shape, first.values.shape
-    (torch.Size([1, 3, 8]), torch.Size([1, 3, 4]))
-
     Source: Zhou et al. 2024 (arXiv 2410.17897), section 3.
     """
 
@@ -149,11 +128,7 @@ class WithFirstValues(LendingCache):
 
 
 def split_first_values(cache: Cache | None) -> tuple[Cache | None, FirstValues | None]:
-    """Return the cache of a layer itself, and the values of the first layer that came with it.
-
-    >>> split_first_values(None)
-    (None, None)
-    """
+    """Return the cache of a layer itself, and the values of the first layer that came with it."""
     return (cache.inner, cache.first) if isinstance(cache, WithFirstValues) else (cache, None)
 
 

@@ -63,12 +63,6 @@ class LazyPagedTensor(LazyTensor):
     The first torch operation gathers the slots, once; later operations read and write the result,
     and `paged` is None from then on. A kernel that can read pages takes `paged` instead. Before a
     slot that it needs is given away, the pool gathers it, so that its values never change.
-
-    >>> cache = Paged(page_size=4, pages=8)
-    >>> _ = cache.update((torch.ones(1, 2, 6, 3),), Span(0, 6))
-    >>> (k,), _ = cache.lazy_memory()
-    >>> k.shape, k.paged.table.tolist(), (k + 1).max().item(), k.paged is None
-    (torch.Size([1, 2, 6, 3]), [[0, 1, 8]], 2.0, True)
     """
 
     _paged: PagesOfRows
@@ -326,13 +320,7 @@ class PagePool:
 
 
 class PageTable:
-    """The pages of each batch row, in order, and the number of filled slots of each row.
-
-    >>> table = PageTable(PagePool(4, 8), [[], []], [0, 0])
-    >>> table.grow([5, 2])
-    >>> table.rows, table.lengths
-    ([[0, 1], [2]], [5, 2])
-    """
+    """The pages of each batch row, in order, and the number of filled slots of each row."""
 
     def __init__(self, pool: PagePool, rows: list[list[int]], lengths: list[int]) -> None:
         self.pool, self.rows = pool, [list(row) for row in rows]

@@ -52,10 +52,6 @@ class GrowingTensor:
     Args:
         inner: whether values of one line are contiguous over the slots `[B, n, L, lines, 1]`, which
             makes loops over slots faster.
-
-    >>> held = GrowingTensor(torch.zeros(1, 1, 2, 1)).append(torch.ones(1, 1, 1, 1), room=5)
-    >>> held.view.flatten().tolist(), held.append(held.view).view.flatten().tolist()
-    ([0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
     """
 
     def __init__(self, memory: Tensor, length: int | None = None, *, inner: bool = False) -> None:
@@ -115,14 +111,6 @@ class QuantizedPart:
     """One part of the memory: quantized older slots, followed by unquantized recent slots.
 
     It is immutable: each operation returns a new one.
-
-    >>> x = torch.randn(1, 2, 10, 4)
-    >>> part = QuantizedPart.of(x, "channel", bits=8, group=8)
-    >>> part = part.with_oldest_quantized(8, torch.ones(1, 8, dtype=torch.bool), 0)
-    >>> part.codes.codes.shape, part.recent.view.shape
-    (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]))
-    >>> part.all_slots()
-    LazyDequantizedTensor((1, 2, 10, 4), torch.float32, stored as codes)
     """
 
     axis: Axis

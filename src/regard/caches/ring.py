@@ -59,11 +59,6 @@ class SlotPositions(NamedTuple):
         positions: int64 `[B or 1, size]`.
         lost: int64 `[B or 1, 1]`, the highest position after the sinks that was overwritten; -1 if
             none.
-
-    >>> slots = RingLayout(sinks=0, ring=3)
-    >>> rows = SlotPositions.of(ContiguousRun(first=0, stop=4, lost=0), slots, torch.device("cpu"))
-    >>> rows.step(torch.tensor([[4], [-1]]), slots).positions.tolist()
-    [[3, 4, 2], [3, 1, 2]]
     """
 
     positions: Tensor

@@ -145,18 +145,7 @@ class State(Cache):
 
 
 class StaticState(StaticForm, State):
-    """The static form of a `State`: the state and the last positions are overwritten in place.
-
-    >>> from regard.caches import State
-    >>> from regard.span import Span
-    >>> cache = State()
-    >>> cache.store((torch.zeros(1, 2),), Span(0, 7))
-    >>> static = cache.to_static(StaticSize(9, 1, torch.device("cpu")))
-    >>> (memory,) = static.state
-    >>> static.store((torch.ones(1, 2),), static.next(1))
-    >>> memory.tolist(), static.next(1).tolist()
-    ([[1.0, 1.0]], [[8]])
-    """
+    """The static form of a `State`: the state and the last positions are overwritten in place."""
 
     def __init__(self, size: StaticSize) -> None:
         StaticForm.__init__(self)

@@ -94,12 +94,6 @@ class SlotTable:
     Attributes:
         positions: the position in each slot, int64 `[B, size]`, -1 where there is none.
         last: the last position of each row, int64 `[B, 1]`.
-
-    >>> table = SlotTable(RingLayout(sinks=0, ring=3), 1, torch.device("cpu"))
-    >>> for _ in range(4):
-    ...     slots = table.advance(next_positions(table.last, 1))
-    >>> table.positions.tolist(), slots.tolist()
-    ([[3, 1, 2]], [[0]])
     """
 
     def __init__(self, layout: RingLayout, rows: int, device: torch.device) -> None:
@@ -137,15 +131,6 @@ class StaticSlots(StaticForm):
     Args:
         evicts: whether a token may overwrite an older one; otherwise the step that would do so
             raises.
-
-    >>> from regard.caches import Growing
-    >>> from regard.span import Span
-    >>> cache = Growing()
-    >>> _ = cache.update((torch.ones(1, 1, 2, 1),), Span(0, 2))
-    >>> static = cache.to_static(StaticSize(4, 1, torch.device("cpu")))
-    >>> (memory,), positions = static.update((torch.full((1, 1, 1, 1), 5.0),), static.next(1))
-    >>> memory.flatten().tolist(), positions.tolist()
-    ([1.0, 1.0, 5.0, 0.0], [[0, 1, 2, -1]])
     """
 
     static_step_refusal: ClassVar[str | None] = None

@@ -99,12 +99,7 @@ class RecognizedRule(NamedTuple):
 
 
 def recognize(rows: VisibleRows, *, any_start: bool = False) -> RecognizedRule | None:
-    """Return a rule that equals a mask, or None if no known rule does.
-
-    >>> table = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-    >>> print(recognize(VisibleRows.of(table)).mask)
-    causal
-    """
+    """Return a rule that equals a mask, or None if no known rule does."""
     if rows.T == 0 or rows.S == 0:
         return None
     rows = rows.shared()
@@ -162,12 +157,7 @@ class RecognizedMask:
 
 
 def recognize_mask(mask: Tensor, T: int, S: int) -> RecognizedMask:
-    """Find the rule behind a mask in the convention of `F.scaled_dot_product_attention`.
-
-    >>> recognized = recognize_mask(torch.ones(3, 5, dtype=torch.bool).tril(2), 3, 5)
-    >>> print(recognized.mask, recognized.q_positions)
-    causal Span(start=2, length=3)
-    """
+    """Find the rule behind a mask in the convention of `F.scaled_dot_product_attention`."""
     mask = unexpanded(mask.detach())
     mask = mask[(None,) * (4 - mask.ndim)]
     mask = mask.expand(*mask.shape[:2], T, S)

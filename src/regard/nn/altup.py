@@ -61,11 +61,6 @@ class AltUpEmbedding(InputEmbedding):
         layer_embedding: an `nn.Embedding` [V', L P] for the layers; an id of V' or more reads row
             0.
 
-    >>> sizes = AltUpSizes(4, 3, 2, 5)
-    >>> embed = AltUpEmbedding(nn.Embedding(7, 4), nn.Embedding(6, 10), sizes)
-    >>> embed(torch.tensor([[1, 6]])).shape
-    torch.Size([1, 2, 22])
-
     Source: Gemma 3n, the released code; streams: Baykal et al. 2023 (arXiv 2301.13310).
     """
 
@@ -109,9 +104,6 @@ class AltUpMerge(nn.Module):
     y = norm(mean(stream_0, W_1 stream_1, ..., W_{n-1} stream_{n-1})), all at the magnitude of
     stream_0
 
-    >>> AltUpMerge(AltUpSizes(4, 3, 2, 5))(torch.ones(1, 2, 22)).shape
-    torch.Size([1, 2, 4])
-
     Source: Gemma 3n, the released code.
     """
 
@@ -138,11 +130,6 @@ class AltUp(nn.Module):
     r(x) = tanh(W_r norm(x) / M)
     predict:  p_i = x_i + sum_j C(r(x_0))_ij x_j
     correct:  y_i = p_i + (1 + c(r(b))_i) (b - p_0), where b is what the block made of p_0
-
-    >>> altup = AltUp(4, 3)
-    >>> p = altup.predict(torch.zeros(3, 1, 2, 4))
-    >>> altup.correct(p, torch.ones(1, 2, 4)).shape
-    torch.Size([3, 1, 2, 4])
 
     Source: Baykal et al. 2023 (arXiv 2301.13310), algorithm 1; the coefficients that depend on the
     token are those of Gemma 3n's released code.
@@ -179,9 +166,6 @@ class AltUp(nn.Module):
 class LowRankResidual(nn.Module):
     """A learned low-rank branch of the residual path (LAuReL): x + norm(B A x).
 
-    >>> LowRankResidual(8, 2)(torch.zeros(1, 3, 8)).shape
-    torch.Size([1, 3, 8])
-
     Source: Menghani et al. 2024 (arXiv 2411.07501), section 2.1, "LAuReL-LR".
     """
 
@@ -200,9 +184,6 @@ class LayerInput(nn.Module):
     """What a block adds to all streams but the first, from the token's embedding for this layer.
 
     y = norm(W_2 (gelu(W_1 (s * x)) * e)), where s is a learned vector and e the embedding
-
-    >>> LayerInput(8, 3)(torch.zeros(1, 2, 8), torch.zeros(1, 2, 3)).shape
-    torch.Size([1, 2, 8])
 
     Source: Gemma 3n, the released code ("per-layer embeddings").
     """

@@ -30,10 +30,6 @@ from regard.span import Positions
 class QueryProjection(Projection, nn.Module):
     """A projection to queries only. Keys and values come as an earlier layer stored them.
 
-    >>> import torch
-    >>> QueryProjection(HeadProjection(8, 4, 2), 2).remember(torch.zeros(1, 3, 8), None)
-    ()
-
     Source: Brandon et al. 2024 (arXiv 2405.12981), section 3.
     """
 
@@ -86,15 +82,6 @@ class SharedMemoryAttention(Attention):
     Args:
         output: a module [B,T,H*E] -> [B,T,M].
 
-    >>> import torch
-    >>> from regard.span import Span
-    >>> layer = SharedMemoryAttention(
-    ...     QueryProjection(HeadProjection(8, 4, 2), 2), torch.nn.Linear(8, 8, bias=False))
-    >>> cache = layer.new_cache()
-    >>> cache.lend((torch.zeros(1, 2, 5, 2), torch.zeros(1, 2, 5, 2)), Span(0, 5))
-    >>> layer(torch.zeros(1, 1, 8), Span(4, 1), cache).shape
-    torch.Size([1, 1, 8])
-
     Source: Brandon et al. 2024 (arXiv 2405.12981), section 3; Sun et al. 2024 (arXiv 2405.05254).
     """
 
@@ -132,10 +119,6 @@ class SharedMemoryAttention(Attention):
 def without_own_memory(attention: Attention) -> SharedMemoryAttention:
     """Return attention with the queries and the output of a layer, which reads the memory of an
     earlier layer instead of its own keys and values.
-
-    >>> from regard.nn.variants import gqa
-    >>> without_own_memory(gqa(32, 4, groups=2)).describe(100).cached_values
-    0
     """
     project = attention.project
     if type(attention) is not Attention or type(project) is not SeparateQKV:
@@ -158,11 +141,7 @@ def without_own_memory(attention: Attention) -> SharedMemoryAttention:
 
 
 def require_first(first: FirstValues | None) -> FirstValues:
-    """Return the values of the first layer that came with a call.
-
-    >>> require_first(FirstValues()).values is None
-    True
-    """
+    """Return the values of the first layer that came with a call."""
     if first is None:
         raise ArgumentError(
             "a layer mixes its values with those of the first layer, and was called without them; "
@@ -179,12 +158,6 @@ class ValueResidualQKV(SeparateQKV):
     layer itself has v = W_v x
 
     A cache stores the mixed values, so that no layer needs earlier values of another.
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> project, first = ValueResidualQKV(q, k, v, is_first=False), FirstValues()
-    >>> first.give(torch.ones(1, 2, 3, 2))
-    >>> project.remember_carried(torch.zeros(1, 3, 8), None, first)[1].unique().tolist()
-    [0.5]
 
     Source: Zhou et al. 2024 (arXiv 2410.17897), section 3.
     """

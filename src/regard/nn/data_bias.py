@@ -52,11 +52,6 @@ class ForgettingProjection(ProjectionWithMemory):
     A cache stores g of each token, in fp32 or better, beside its key and value. It does not store
     the sum, so that a cache may drop old tokens, and cropped and joined caches remain right.
 
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> project = ForgettingProjection(q, k, v, 8)
-    >>> [tuple(part.shape) for part in project.remember(torch.zeros(1, 5, 8), Span(0, 5))]
-    [(1, 2, 5, 2), (1, 2, 5, 2), (1, 4, 5, 1)]
-
     Source: Lin et al. 2025 (arXiv 2503.02130), equations 6 to 8; Veisi et al. 2025 (arXiv
     2503.08067).
     """
@@ -101,12 +96,7 @@ class ForgettingProjection(ProjectionWithMemory):
 
 
 def sums_up_to(g: Tensor, positions: Positions, k_positions: Positions) -> tuple[Tensor, Tensor]:
-    """Return for each query and for each key the sum of g over the keys up to its position.
-
-    >>> q, k = sums_up_to(torch.tensor([[[1.0, 2.0, 4.0]]]), Span(1, 1), Span(0, 3))
-    >>> q.tolist(), k.tolist()
-    ([[[3.0]]], [[[1.0, 3.0, 7.0]]])
-    """
+    """Return for each query and for each key the sum of g over the keys up to its position."""
     g = g.double()
     if isinstance(k_positions, Span) and isinstance(positions, Span) and k_positions.start >= 0:
         c, first = g.cumsum(-1), positions.start - k_positions.start
@@ -129,10 +119,6 @@ class RelativeKeyProjection(SeparateQKV):
     """A projection with a learned vector for every distance, which is added to the key.
 
     s_ij = scale q_i . (k_j + a[clip(j - i, -left, right)])
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> RelativeKeyProjection(q, k, v, left=3, right=0).table.shape
-    torch.Size([4, 2])
 
     Source: Shaw et al. 2018 (arXiv 1803.02155), equations 4 and 5, without relative values.
     """
@@ -163,10 +149,6 @@ class RelativeLogitProjection(SeparateQKV):
 
     s_ij = scale q_i . k_j + (r_i P)[i - j] for 0 <= i - j < extent, without the second term
     beyond, r_i = W_r x_i
-
-    >>> q, k, v, r = (HeadProjection(8, heads, 2) for heads in (4, 2, 2, 4))
-    >>> RelativeLogitProjection(q, k, v, r, extent=6).profiles.shape
-    torch.Size([2, 6])
 
     Source: Inkling 2026, `InklingRelativeLogits` of transformers.
     """
@@ -211,10 +193,6 @@ class DisentangledProjection(SeparateQKV):
 
     d is `deberta_bucket`, clipped to the table: distances up to buckets / 2 are their own bucket,
     and larger ones share logarithmic buckets. Attention has the scale 1 / sqrt(3 D).
-
-    >>> q, k, v = (HeadProjection(8, 4, 2) for _ in range(3))
-    >>> DisentangledProjection(q, k, v, 8, buckets=4, max_distance=16).embedding.shape
-    torch.Size([8, 8])
 
     Source: He et al. 2020 (arXiv 2006.03654), equation 4; log buckets: the released DeBERTa-v2.
     """
@@ -283,11 +261,6 @@ class SinusoidKeyProjection(SeparateQKV):
     second term is itself a dot product of a vector of the query and a vector of the key's position,
     and both are appended to query and key. Every kernel then computes the mechanism with heads of D
     + R instead of D. There is no largest distance, and a cache stores keys and values only.
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> project = SinusoidKeyProjection(q, k, v, size=8)
-    >>> project.query(torch.zeros(1, 5, 8), Span(0, 5)).shape
-    torch.Size([1, 4, 5, 10])
 
     Source: Dai et al. 2019 (arXiv 1901.02860), section 3.3.
     """
@@ -371,10 +344,6 @@ class DynamicMaskProjection(SeparateQKV):
     slots. The bias of the others is -inf.
     The selection knows positions and empty slots, but no mask of the module: with several
     documents in one row, keys of other documents are counted, too.
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> DynamicMaskProjection(q, k, v).a.shape
-    torch.Size([2])
 
     Source: Shi et al. 2025 (arXiv 2508.02124); `DogeAttention` of transformers.
     """
@@ -472,10 +441,6 @@ class PathProjection(ProjectionWithMemory):
     forked and joined as any other. A decoded token solves one triangular system over all keys; the
     paper instead rewrites all cached keys in each step.
 
-    >>> q, k, v, w = (HeadProjection(8, heads, 2) for heads in (4, 2, 2, 2))
-    >>> PathProjection(q, k, v, w, 8).shape.memory
-    (4, 4, 4, 2)
-
     Source: Yang et al. 2025 (arXiv 2505.16381), equations 2 and 3.
     """
 
@@ -537,10 +502,6 @@ class SelectiveProjection(ProjectionWithMemory):
 
     A cache stores the queries of the first head beside keys and values, from which the sums of all
     earlier tokens are computed again.
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> SelectiveProjection(q, k, v).shape.memory
-    (4, 4, 2)
 
     Source: Leviathan et al. 2024 (arXiv 2410.02703), section 3.
     """

@@ -56,10 +56,6 @@ class LinearAttentionRule(RecurrenceRule):
         feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the
             shape.
 
-    >>> x = torch.ones(1, 1, 3, 2)
-    >>> LinearAttentionRule()(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
-    [1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
     """
 
@@ -107,10 +103,6 @@ class LinearAttentionRule(RecurrenceRule):
 
 class RetentionRule(RecurrenceRule):
     """Retention: the state of each key/value head decays at a fixed rate.
-
-    >>> x = torch.ones(1, 1, 3, 1)
-    >>> RetentionRule(1, [0.5])(x[0], x, x, x, None, None, "auto")[0].flatten().tolist()
-    [1.0, 1.5, 1.75]
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 6 and 8.
     """
@@ -184,10 +176,6 @@ class GatedLinearRule(RecurrenceRule):
         temperature: a larger temperature keeps gates closer to 1, so that the state decays more
             slowly.
 
-    >>> rule = GatedLinearRule(8, 2, 3)
-    >>> rule.log_decay(torch.zeros(1, 5, 8)).shape
-    torch.Size([1, 2, 5, 3])
-
     Source: Yang et al. 2023 (arXiv 2312.06635), section 4.4.
     """
 
@@ -233,10 +221,6 @@ class HGRN2Rule(RecurrenceRule):
         lower_bound: b, the smallest forget gate, at least 0 and below 1; upper layers of the paper
             have a larger one.
 
-    >>> k = torch.zeros(1, 1, 3, 1)  # all gates are 1/2
-    >>> HGRN2Rule()(k[0], k + 1, k, k + 1, None, None, "auto")[0].flatten().tolist()
-    [0.5, 0.75, 0.875]
-
     Source: Qin et al. 2024 (arXiv 2404.07904), equation 5; lower bounds: arXiv 2311.04823.
     """
 
@@ -275,12 +259,6 @@ class LightNetRule(RecurrenceRule):
 
     L_t = log(exp(k_1) + ... + exp(k_t));  S <- diag(exp(L_{t-1} - L_t)) S + exp(k_t - L_t) v_t^T
 
-    >>> k = torch.zeros(1, 1, 3, 1)
-    >>> v = torch.tensor([3.0, 5.0, 10.0])[None, None, :, None]
-    >>> z, _ = LightNetRule()(k[0], k + 1, k, v, None, None, "auto")
-    >>> z.round(decimals=5).flatten().tolist()  # equal weights: the mean
-    [3.0, 4.0, 6.0]
-
     Source: Qin et al. 2024 (arXiv 2405.21022), section 3.
     """
 
@@ -306,10 +284,6 @@ class RWKV6Rule(RecurrenceRule):
     reads itself with a learned weight.
 
     z = S^T q + (q . (u k)) v;  S <- diag(exp(g)) S + k v^T;  g = -exp(w + W_2 tanh(W_1 x))
-
-    >>> rule = RWKV6Rule(8, 2, 3)
-    >>> rule.log_decay(torch.zeros(1, 5, 8)).shape
-    torch.Size([1, 2, 5, 3])
 
     Source: Peng et al. 2024 (arXiv 2404.05892), section 4.
     """
@@ -349,11 +323,6 @@ class RWKV4Rule(RecurrenceRule):
     z = sigmoid(q) (a + exp(u + k) v) / (b + exp(u + k));  a <- exp(-exp(w)) a + exp(k) v,
     b <- exp(-exp(w)) b + exp(k)
 
-    >>> x, k = torch.zeros(1, 3, 2), torch.zeros(1, 1, 3, 2)
-    >>> z, _ = RWKV4Rule(1, 2)(x, k + 100, k, k + 7, None, None, "auto")
-    >>> z.round(decimals=5).unique().tolist()
-    [7.0]
-
     Source: Peng et al. 2023 (arXiv 2305.13048), equations 14 to 18.
     """
 
@@ -391,9 +360,6 @@ class Mamba2Rule(RecurrenceRule):
 
     Here k, q and v are the paper's B, C and x. The limits hold in every form; the reference
     implementations leave them out when they decode token by token.
-
-    >>> Mamba2Rule(8, 2, step_limits=(0.5, 0.5)).step(torch.zeros(1, 3, 8))[0, 0].tolist()
-    [0.5, 0.5, 0.5]
 
     Source: Dao and Gu 2024 (arXiv 2405.21060), section 7 and listing 2.
     """
@@ -457,10 +423,6 @@ class MLSTMRule(RecurrenceRule):
     C <- f C + i k v^T, n <- f n + i k;  z = C^T q / max(|n . q|, 1) with q / sqrt(D);
     i = exp(cap(W_i x + b_i)), f = sigmoid(cap(W_f x + b_f)), cap(y) = c tanh(y / c)
 
-    >>> log_input, log_forget = MLSTMRule(8, 2).gates(torch.zeros(1, 5, 8))
-    >>> log_input.shape, bool((log_forget < 0).all())
-    (torch.Size([1, 2, 5]), True)
-
     Source: Beck et al. 2024 (arXiv 2405.04517), section 2.3; the cap: Beck et al. 2025 (arXiv
     2503.13427), section 3.2.
     """
@@ -506,11 +468,6 @@ class SlotRule(RecurrenceRule):
 
     With gates "sigmoid", a = sigmoid(W x)^(1/temperature). With "softmax", 1 - a is the share of
     the token in the sum of exp(W x) over all tokens up to it, so that a slot is a weighted mean.
-
-    >>> x, k = torch.zeros(1, 3, 8), torch.ones(1, 1, 3, 2)
-    >>> z, _ = SlotRule(8, 1, 4, gates="softmax")(x, k, k, k, None, None, "auto")
-    >>> z.round(decimals=5).unique().tolist()
-    [1.0]
 
     Source: Zhang et al. 2024 (arXiv 2409.07146), section 3; ABC: Peng et al. 2021 (arXiv
     2110.02488), section 3.
@@ -569,11 +526,6 @@ class CosineRule(LinearAttentionRule):
     Args:
         period: the distance at which a weight reaches 0, in tokens; texts must not be longer,
             because weights beyond it are negative.
-
-    >>> x = torch.ones(1, 1, 3, 2)
-    >>> z, _ = CosineRule(8)(x[0], x, x, x, None, None, "auto")
-    >>> z.round(decimals=5).unique().tolist()
-    [1.0]
 
     Source: Qin et al. 2022 (arXiv 2202.08791), section 3.
     """

@@ -50,9 +50,6 @@ class LogDecay(nn.Module):
     softplus(dt_bias) log-uniform between 0.001 and 0.1, so that heads start with memories of
     different lengths.
 
-    >>> bool((LogDecay(8, 2)(torch.randn(1, 5, 8)) <= 0).all())
-    True
-
     Source: Yang et al. 2024 (arXiv 2412.06464), section 3.4; Dao and Gu 2024 (arXiv 2405.21060),
     listing 2.
     """
@@ -76,10 +73,6 @@ class ChannelLogDecay(nn.Module):
 
     g = -exp(A_log) softplus(W_2 W_1 x + dt_bias);  with a lower bound,
     g = lower_bound * sigmoid(exp(A_log) (W_2 W_1 x + dt_bias)), in fp32 or better
-
-    >>> g = ChannelLogDecay(8, 2, 4, 3, lower_bound=-5.0)(torch.randn(1, 6, 8))
-    >>> g.shape, bool(((g < 0) & (g > -5)).all())
-    (torch.Size([1, 2, 6, 4]), True)
 
     Source: Kimi Team 2025 (arXiv 2510.26692), section 3; the bound: the published code of GLM-5 and
     of flash-linear-attention.
@@ -119,9 +112,6 @@ class BottleneckProjection(HeadProjection):
 
     Args:
         inner: a module f on [B,L,rank], such as `nn.Tanh()`; None applies none.
-
-    >>> BottleneckProjection(8, 2, 4, 3)(torch.zeros(1, 5, 8), None).shape
-    torch.Size([1, 4, 5, 3])
     """
 
     def __init__(
@@ -155,11 +145,6 @@ class DeltaRule(RecurrenceRule):
         decay: a module [B,T,M] -> log decays [B,G,T], such as `LogDecay`; None applies none.
         max_beta: the upper bound of beta, above 0 and at most 2. Above 1, a token can reverse the
             sign of the value that the state returns for its key (negative eigenvalues).
-
-    >>> x, k = torch.zeros(1, 3, 8), torch.eye(3)[None, None]
-    >>> z, (S,) = DeltaRule(8, 1)(x, k, k, k, None, None, "auto")
-    >>> S[0, 0].diagonal().tolist()  # half of each value is written
-    [0.5, 0.5, 0.5]
 
     Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3; max_beta = 2: Grazzi et al. 2024
     (arXiv 2411.12537), section 4.
@@ -202,11 +187,6 @@ class EraseRule(RecurrenceRule):
     Args:
         decay: a module [B,T,M] -> log decays [B,N,T,D] or [B,N,T], such as `ChannelLogDecay`.
 
-    >>> rule = EraseRule(8, 2, 3, decay=ChannelLogDecay(8, 2, 3, 2))
-    >>> k, v = torch.zeros(1, 2, 5, 3), torch.zeros(1, 2, 5, 4)
-    >>> rule(torch.zeros(1, 5, 8), k, k, v, None, None, "auto")[0].shape
-    torch.Size([1, 2, 5, 4])
-
     Source: Gated DeltaNet-2 (arXiv 2605.22791), its rule as in the code of flash-linear-attention.
     """
 
@@ -235,11 +215,6 @@ class CombaRule(RecurrenceRule):
     and the query is corrected by it.
 
     p = sigmoid(d_h) k;  S' = exp(g) S;  S <- S' + beta k (v - S'^T p)^T;  z = S^T (q - D_h p)
-
-    >>> rule = CombaRule(8, 2, 2)
-    >>> k = torch.zeros(1, 2, 5, 3)
-    >>> rule(torch.zeros(1, 5, 8), k, k, k, None, None, "auto")[0].shape
-    torch.Size([1, 2, 5, 3])
 
     Source: Hu et al. 2025 (arXiv 2506.02475), section 3; the parameters: flash-linear-attention.
     """
@@ -278,11 +253,6 @@ class PreconditionedDeltaRule(RecurrenceRule):
 
     Args:
         decay: a module [B,T,M] -> log decays of S, such as `ChannelLogDecay`.
-
-    >>> rule = PreconditionedDeltaRule(8, 2, decay=ChannelLogDecay(8, 2, 3, 2))
-    >>> k = torch.zeros(1, 2, 5, 3)
-    >>> [tuple(part.shape) for part in rule(torch.zeros(1, 5, 8), k, k, k, None, None, "auto")[1]]
-    [(1, 2, 3, 3), (1, 2, 1, 3)]
 
     Source: Preconditioned DeltaNet (arXiv 2604.21100); the code of flash-linear-attention.
     """
@@ -339,10 +309,6 @@ class SeveralKeysQKV(ConvolvedQKV):
     """A projection with n keys and n values per token and head, side by side in one head of width n
     D and n E.
 
-    >>> q, k, v = (HeadProjection(8, 2, d) for d in (3, 6, 8))
-    >>> SeveralKeysQKV(q, k, v, CausalConvolution(34, 4), writes=2).shape[:4]
-    (2, 2, 3, 4)
-
     Source: Siems et al. 2025 (arXiv 2502.10297), section 3.
     """
 
@@ -378,12 +344,6 @@ class DeltaProductRule(RecurrenceRule):
     token corrects the value that is stored for it.
 
     beta = max_beta sigmoid(W x), one for each key; keys are scaled to length 1
-
-    >>> import torch
-    >>> rule, q = DeltaProductRule(8, 2, writes=2), torch.zeros(1, 2, 5, 3)
-    >>> k, v = torch.zeros(1, 2, 5, 6), torch.zeros(1, 2, 5, 8)
-    >>> rule(torch.zeros(1, 5, 8), q, k, v, None, None, "auto")[0].shape
-    torch.Size([1, 2, 5, 4])
 
     Source: Siems et al. 2025 (arXiv 2502.10297), section 3; max_beta = 2: Grazzi et al. 2024 (arXiv
     2411.12537).
@@ -429,10 +389,6 @@ class MesaRule(RecurrenceRule):
     o = C^T (A + diag(ridge))^{-1} q;  g = -softplus(-(W_a x + b_a)), beta = sigmoid(W_b x + b_b),
     ridge = softplus(r) + least_ridge
 
-    >>> rule, k = MesaRule(8, 2, 3), torch.zeros(1, 2, 5, 3)
-    >>> rule(torch.zeros(1, 5, 8), k, k, k, None, None, "auto")[0].shape
-    torch.Size([1, 2, 5, 3])
-
     Source: von Oswald et al. 2025 (arXiv 2506.05233), section 3; the parameters:
     flash-linear-attention.
     """
@@ -465,10 +421,6 @@ class TitansRule(RecurrenceRule):
     that forgets; the step, the momentum and what is kept are computed from the token.
 
     step = max_step sigmoid(W_s x);  g = log sigmoid(W_g x + b_g);  e = log sigmoid(W_e x + b_e)
-
-    >>> rule, k = TitansRule(8, 2), torch.zeros(1, 2, 5, 3)
-    >>> [tuple(part.shape) for part in rule(torch.zeros(1, 5, 8), k, k, k, None, None, "auto")[1]]
-    [(1, 2, 3, 3), (1, 2, 3, 3)]
 
     Source: Behrouz et al. 2024 (arXiv 2501.00663), section 3.1 with a memory that is a matrix.
     """

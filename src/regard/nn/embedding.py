@@ -185,10 +185,6 @@ class ScaledLogits(Linear):
 
     logits = W (scale x)
 
-    >>> head = ScaledLogits(4, 1, scale=0.5)
-    >>> torch.nn.init.ones_(head.weight).sum().item(), head(torch.ones(4)).tolist()
-    (4.0, [2.0])
-
     Source: Raffel et al. 2020 (arXiv 1910.10683), the released code.
     """
 
@@ -216,11 +212,6 @@ class LogMelEmbedding(nn.Module):
 
     Args:
         positional: a module from positions [B, S] to vectors [B or 1, S, M].
-
-    >>> import torch
-    >>> from regard.positions import LearnedPositions
-    >>> LogMelEmbedding(80, 8, LearnedPositions(1500, 8))(torch.zeros(1, 80, 9)).shape
-    torch.Size([1, 5, 8])
 
     Source: Radford et al. 2022 (arXiv 2212.04356), section 2.2.
     """

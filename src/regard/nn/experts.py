@@ -206,13 +206,6 @@ class InputWeightedMoE(MoE):
 
     The arguments are those of `MoE`.
 
-    >>> import torch
-    >>> from regard.nn import SwiGLU
-    >>> experts = [SwiGLU(8, 16) for _ in range(4)]
-    >>> moe = InputWeightedMoE(LogitSigmoidRouter(8, 4, 1), experts, SwiGLU(8, 16))
-    >>> moe(torch.zeros(1, 3, 8)).shape
-    torch.Size([1, 3, 8])
-
     Source: the code of Llama 4 in transformers, 2025.
     """
 
@@ -251,13 +244,6 @@ class StackedExperts:
     """Networks of one form whose matrices lie in one tensor each; their parameters are views of it.
 
     y_r = expert_{e_r}(x_r)
-
-    >>> experts = nn.ModuleList([nn.Sequential(nn.Linear(2, 3), nn.ReLU()) for _ in range(4)])
-    >>> stacked, x = StackedExperts(experts), torch.ones(2, 2)
-    >>> with torch.no_grad():
-    ...     y = stacked.run(x, torch.tensor([3, 0]))
-    ...     torch.allclose(y, torch.stack([experts[3](x[0]), experts[0](x[1])]))
-    True
     """
 
     def __init__(self, experts: nn.ModuleList) -> None:

@@ -45,10 +45,6 @@ class TensorProductHeads(nn.Module):
 
     head_h = 1/R sum_r a_rh b_r, with a = W_A x [R,H] and b = rotary(W_B x) [R,D]
 
-    >>> heads = TensorProductHeads(8, 4, 6, 2)
-    >>> heads(torch.zeros(1, 5, 8), None).shape, heads.factors(torch.zeros(1, 5, 8), None).shape
-    (torch.Size([1, 4, 5, 6]), torch.Size([1, 1, 5, 20]))
-
     Source: Zhang et al. 2025 (arXiv 2501.06425), equations 3.1 to 3.3; its code divides by R.
     """
 
@@ -115,10 +111,6 @@ class TensorProductProjection(Projection, nn.Module):
     k_h = 1/R sum_r a_rh R_s b_r, and q_h and v_h likewise, v without rotation; stored: all a_rh and
     the rotated b_r of k and v, (R_k + R_v)(H + D) values
 
-    >>> q, k, v = (TensorProductHeads(8, 4, 6, rank) for rank in (3, 2, 2))
-    >>> TensorProductProjection(q, k, v).shape.memory
-    (20, 20)
-
     Source: Zhang et al. 2025 (arXiv 2501.06425), section 3.
     """
 
@@ -175,11 +167,7 @@ class TensorProductProjection(Projection, nn.Module):
 
 
 class LowRankMap(nn.Module):
-    """A linear map through a smaller space, with a norm there: W_up norm(W_down x).
-
-    >>> LowRankMap(8, 4, 6)(torch.zeros(1, 5, 8)).shape
-    torch.Size([1, 5, 6])
-    """
+    """A linear map through a smaller space, with a norm there: W_up norm(W_down x)."""
 
     def __init__(self, dim: int, rank: int, out: int, *, eps: float | None = 1e-6) -> None:
         super().__init__()
@@ -195,9 +183,6 @@ class LowRankMap(nn.Module):
 class LowRankHeads(HeadProjection):
     """A `HeadProjection` whose linear map goes through a smaller space: W_up norm(W_down x), split
     into heads.
-
-    >>> LowRankHeads(8, 4, 6, rank=3)(torch.zeros(1, 5, 8), None).shape
-    torch.Size([1, 4, 5, 6])
 
     Source: Hu et al. 2024 (arXiv 2412.19255), section 3.2.
     """
@@ -225,10 +210,6 @@ class TiedProjection(Projection, nn.Module):
 
     v_g = W_v,g x;  k_g = [first half of v_g; R_s W_r x];  q_h = [W_q,h x; R_t W_q',h x]; stored:
     v_g of each group and the rotated half, G D + D/2 values
-
-    >>> heads = HeadProjection(8, 4, 8), HeadProjection(8, 2, 8), HeadProjection(8, 1, 4)
-    >>> TiedProjection(*heads, Rotary(4)).shape.memory
-    (16, 4)
 
     Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.1.
     """

@@ -54,11 +54,6 @@ class GroupedLatentProjection(Projection, nn.Module):
     "expand" computes keys and values of each head, and "absorb" multiplies the queries by the key
     map; the n latents then serve as key/value heads.
 
-    >>> project = GroupedLatentProjection(
-    ...     32, 4, Rotary(4), latents=2, kv_rank=8, nope_dim=8, value_dim=8)
-    >>> project.shape.memory, project.select_form(1, 50).shape.G
-    ((16, 4), 2)
-
     Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.2; branches: Liu et al. 2026 (arXiv
     2603.02188), and its published code.
     """
@@ -264,11 +259,6 @@ class GroupedLatentProjection(Projection, nn.Module):
 class AbsorbedGroupedLatents(Projection):
     """The absorbed form of a `GroupedLatentProjection`: the queries are multiplied by the key map,
     and each stored latent is the key/value head of the heads that it serves.
-
-    >>> project = GroupedLatentProjection(
-    ...     32, 4, Rotary(4), latents=2, kv_rank=8, nope_dim=8, value_dim=8)
-    >>> AbsorbedGroupedLatents(project).shape
-    ProjectionShape(H=4, G=2, D=12, E=8, memory=(16, 4))
 
     Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.2.
     """

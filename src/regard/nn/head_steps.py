@@ -242,9 +242,6 @@ class UnitNorm(nn.Module):
 class Swish(nn.Module):
     """The activation x sigmoid(x), as a step on heads.
 
-    >>> Swish()(torch.zeros(3)).tolist()
-    [0.0, 0.0, 0.0]
-
     Source: Ramachandran et al. 2017 (arXiv 1710.05941), equation 1 with beta 1.
     """
 

@@ -33,10 +33,6 @@ from regard.units import plural
 class LowRankProjection(nn.Module):
     """A projection to heads through a low-rank latent: up(norm(W x)).
 
-    >>> import torch
-    >>> LowRankProjection(8, 4, HeadProjection(4, 2, 3))(torch.zeros(1, 5, 8), None).shape
-    torch.Size([1, 2, 5, 3])
-
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 and 38.
     """
 
@@ -304,10 +300,6 @@ class AbsorbedLatentProjection(Projection):
     """The absorbed form of a `LatentProjection`: the queries are multiplied by the key map, and the
     stored latents serve as the single key/value head of all query heads.
 
-    >>> project = LatentProjection(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
-    >>> AbsorbedLatentProjection(project).shape
-    ProjectionShape(H=4, G=1, D=20, E=16, memory=(20,))
-
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.2.
     """
 
@@ -353,10 +345,6 @@ class NaiveLatentProjection(LatentProjection):
 
     It follows the equations literally, as many implementations do, and serves for comparison. It
     has no absorbed form. The arguments are those of `LatentProjection`.
-
-    >>> project = NaiveLatentProjection(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
-    >>> project.shape.memory
-    (48, 32)
     """
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:

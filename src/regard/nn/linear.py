@@ -44,9 +44,6 @@ def linear(
     Therefore, if x has at least `FP16_MATMUL_ROWS` rows, `regard.ops.fp16_linear` multiplies them
     where the processor has AMX; on other processors the weight is converted to fp32 block by
     block. The result is rounded to fp16 once.
-
-    >>> linear(torch.ones(20, 2).half(), torch.eye(2).half()).dtype
-    torch.float16
     """
     y = try_gemv(x, weight, bias)
     return _linear_by_matmul(x, weight, bias, block) if y is None else y
@@ -199,11 +196,6 @@ def set_fp32_product(module: nn.Module, product: Fp32Product) -> None:
 class ScaledLinear(Linear):
     """A linear map with a factor on its result: y = scale (W x + b).
 
-    >>> import torch
-    >>> layer = ScaledLinear(2, 1, scale=0.5)
-    >>> torch.nn.init.ones_(layer.weight).sum().item(), layer(torch.ones(2)).tolist()
-    (2.0, [1.0])
-
     Source: Yang et al. 2022 (arXiv 2203.03466), where widths have such factors; Falcon-H1.
     """
 
@@ -221,12 +213,7 @@ class ScaledLinear(Linear):
 
 
 def scaled_map(linear: Linear, scale: float) -> Linear:
-    """Return a linear map of the same sizes with a factor on its result, or the map itself for 1.
-
-    >>> layer = Linear(2, 1)
-    >>> scaled_map(layer, 1.0) is layer, scaled_map(layer, 0.5)
-    (True, ScaledLinear(in_features=2, out_features=1, bias=True, scale=0.5))
-    """
+    """Return a linear map of the same sizes with a factor on its result; the map itself for 1."""
     if scale == 1:
         return linear
     bias = linear.bias is not None

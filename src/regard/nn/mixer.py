@@ -167,8 +167,6 @@ class Mixer(Explainable, nn.Module):
 def check_recorded_graph(module: nn.Module, refusal: str) -> None:
     """Raise if this thread records a graph without its conditions, for ONNX or `torch.jit.trace`:
     it would give wrong results for other lengths than that of the sample.
-
-    >>> check_recorded_graph(nn.Identity(), "counts chunks")
     """
     if drops_conditions():
         recorder = "torch.onnx.export" if is_exporting_onnx() else "torch.jit.trace"
@@ -180,11 +178,7 @@ def check_recorded_graph(module: nn.Module, refusal: str) -> None:
 
 
 def count_weights(module: nn.Module, *counted_separately: nn.Module | None) -> ParameterCounts:
-    """Count the parameters of a module by kind.
-
-    >>> count_weights(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
-    ParameterCounts(matrices=6, biases=2, norms=4, counted_separately=0)
-    """
+    """Count the parameters of a module by kind."""
     total = count_parameters(module)
     norms = sum(
         p.numel()
@@ -215,11 +209,6 @@ def _count_matrix_weights(module: nn.Module) -> int:
 class MaskVisibility:
     """The number of keys that a mask lets each query see, for the cost of a layer. It implements
     the protocol `regard.cost.softmax.VisibleKeys`.
-
-    >>> from regard.masks import Causal, Window
-    >>> visible = MaskVisibility(Causal() & Window(8))
-    >>> visible.max_tokens, visible.visible_keys(100), visible.pairs(3)
-    (8, 8, 6)
     """
 
     mask: Mask | None

@@ -35,12 +35,6 @@ class MixerBlock(Block):
     Args:
         attention: any `Mixer` [B,T,M] -> [B,T,M].
 
-    >>> import torch
-    >>> from regard.nn.variants import mamba2
-    >>> block = MixerBlock(mamba2(8, 2), PreNorm(RMSNorm(8)))
-    >>> block(torch.zeros(1, 3, 8)).shape
-    torch.Size([1, 3, 8])
-
     Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.4 and figure 3.
     """
 
@@ -72,12 +66,6 @@ class Tokenwise(StateMixer):
 
     Args:
         network: a feed-forward layer [B,T,M] -> [B,T,M].
-
-    >>> import torch
-    >>> layer = Tokenwise(nn.Linear(4, 4))
-    >>> cache = layer.new_cache()
-    >>> layer(torch.zeros(1, 3, 4), cache=cache).shape, cache.bytes, cache.next(1)
-    (torch.Size([1, 3, 4]), 0, Span(start=3, length=1))
 
     Source: NVIDIA 2025, Nemotron-H (arXiv 2504.03624), section 2, where feed-forward layers are
     layers of their own.
@@ -116,10 +104,6 @@ class WidePreNorm(PreNorm):
     The arguments are those of `PreNorm`. A stack of such blocks needs a `NarrowingRMSNorm` before
     its head.
 
-    >>> path = WidePreNorm(RMSNorm(2).bfloat16())
-    >>> path(torch.ones(1, 1, 2).bfloat16(), lambda normed: normed).dtype
-    torch.float32
-
     Source: Gu and Dao 2023 (arXiv 2312.00752), `residual_in_fp32` of its released code.
     """
 
@@ -136,9 +120,6 @@ class NarrowingRMSNorm(RMSNorm):
     """An `RMSNorm` whose result has the dtype of its weight, whatever the dtype of its input.
 
     The arguments are those of `RMSNorm`.
-
-    >>> NarrowingRMSNorm(2).bfloat16()(torch.ones(2)).dtype
-    torch.bfloat16
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), `residual_in_fp32` of its released code.
     """
@@ -161,13 +142,6 @@ class ParallelMixers(Mixer):
 
     The cache is a `Joined` of the caches of the mechanisms. Their taps are named `mixers.0`,
     `mixers.1` and so on.
-
-    >>> import torch
-    >>> from regard.nn.variants import gqa, mamba2
-    >>> layer = ParallelMixers([gqa(8, 2, groups=1), mamba2(8, 2)])
-    >>> cache = layer.new_cache()
-    >>> layer(torch.zeros(1, 3, 8), cache=cache).shape, cache.next(1)
-    (torch.Size([1, 3, 8]), Span(start=3, length=1))
 
     Source: Dong et al. 2024 (arXiv 2411.13676), section 2.1; Falcon-LLM Team 2025 (arXiv
     2507.22448), section 3.1, where results are added.

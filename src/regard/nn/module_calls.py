@@ -28,14 +28,7 @@ CALLS = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward
 
 
 def why_not_as_written(module: nn.Module) -> str | None:
-    """Return why a call of a module may do something else than the code of its class, or None.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> why_not_as_written(layer)
-    >>> hook = layer.register_forward_hook(lambda *_: None)
-    >>> why_not_as_written(layer)
-    'Linear has a hook'
-    """
+    """Return why a call of a module may do something else than the code of its class, or None."""
     name = type(module).__name__
     if module._forward_hooks or module._forward_pre_hooks:
         return f"{name} has a hook"
@@ -103,9 +96,6 @@ torch.compile traces may look it up, and could not call a cached function.
 def is_proxy(x: object) -> bool:
     """Return whether an input is a proxy of `torch.fx.symbolic_trace`, which has no values and no
     sizes.
-
-    >>> is_proxy(torch.ones(2))
-    False
     """
     return isinstance(x, torch.fx.Proxy)
 

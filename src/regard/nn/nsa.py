@@ -52,9 +52,6 @@ class BlockCompressor(nn.Module):
     blocks,
     with the same map for every head.
 
-    >>> BlockCompressor(4, 8)(torch.zeros(1, 2, 5, 4, 8)).shape
-    torch.Size([1, 2, 5, 8])
-
     Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper does not specify the network.
     """
 

@@ -219,11 +219,7 @@ def check_adds_no_bias(project: Projection, mechanism: str) -> None:
 
 
 class ProjectionShape(NamedTuple):
-    """The sizes of the tensors that a projection computes.
-
-    >>> ProjectionShape(H=4, G=2, D=8, E=8, memory=(16, 16)).memory
-    (16, 16)
-    """
+    """The sizes of the tensors that a projection computes."""
 
     H: int
     G: int
@@ -629,11 +625,7 @@ class PerHeadProjection(HeadProjection):
 
 
 class ConcatenatedLinears(nn.ModuleList):
-    """Several linear maps of the same input, whose outputs are concatenated.
-
-    >>> ConcatenatedLinears([nn.Linear(3, 2), nn.Linear(3, 4)])(torch.zeros(5, 3)).shape
-    torch.Size([5, 6])
-    """
+    """Several linear maps of the same input, whose outputs are concatenated."""
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
         """Map x [..., M] to [..., N], where N is the sum of the output widths."""
@@ -830,10 +822,6 @@ class ClippedQKV(FusedQKV):
 
 class Clip(nn.Module):
     """Clip numbers to [-limit, limit], as a step of a `HeadProjection`.
-
-    >>> import torch
-    >>> Clip(0.5)(torch.tensor([-2.0, 0.25])).tolist()
-    [-0.5, 0.25]
 
     Source: Groeneveld et al. 2024 (arXiv 2402.00838): `clip_qkv` of the released code.
     """

@@ -332,12 +332,6 @@ class GatedConvolution(StateMixer):
 
     [b; c; y] = W_in x;  out = W_out (c * convolution(b * y))
 
-    >>> import torch
-    >>> mixer = GatedConvolution(8, 3)
-    >>> cache = mixer.new_cache()
-    >>> mixer(torch.zeros(1, 5, 8), cache=cache).shape, cache.bytes  # two tokens of 8 channels
-    (torch.Size([1, 5, 8]), 64)
-
     Source: Liquid AI 2025, LFM2 (arXiv 2511.23404), section 2; the published code of LFM2.
     """
 
@@ -405,10 +399,6 @@ def split_at_documents(documents: Document, positions: Positions, length: int) -
 
     A token begins a document if its position is one of the bounds. What stands outside of all
     bounds is text of its own.
-
-    >>> from regard.span import Span
-    >>> [piece[:2] for piece in split_at_documents(Document((0, 3, 5)), Span(1, 4), 4)]
-    [(0, 2), (2, 4)]
     """
     everywhere = torch.ones(1, dtype=torch.bool, device="cpu")
     if isinstance(positions, Span) and isinstance(documents.bounds[0], int):

@@ -96,11 +96,6 @@ class JoinedConvolution(nn.Module):
     Args:
         parts: at least one `CausalConvolution`; all have the same number of tokens, the same
             activation, and no bias.
-
-    >>> joined = JoinedConvolution([CausalConvolution(c, 4) for c in (2, 2, 3)])
-    >>> y, (past,) = joined(torch.ones(1, 5, 7), None, None)
-    >>> torch.equal(y[..., 4:], joined.parts[2](torch.ones(1, 5, 3), None, None)[0]), past.shape
-    (True, torch.Size([1, 3, 7]))
     """
 
     def __init__(self, parts: Sequence[CausalConvolution]) -> None:
@@ -360,11 +355,6 @@ class TokenShiftQKV(StatefulQKV):
     hidden states of the last token.
 
     q_t = W_q (c_q x_t + (1 - c_q) x_{t-1}), and likewise k and v, with c per channel
-
-    >>> q, k, v = (HeadProjection(8, 2, 4) for _ in "qkv")
-    >>> inputs = TokenShiftQKV(q, k, v).project(torch.zeros(1, 5, 8), None, None)
-    >>> inputs.q.shape, [tuple(part.shape) for part in inputs.state]
-    (torch.Size([1, 2, 5, 4]), [(1, 1, 8)])
 
     Source: Peng et al. 2023 (arXiv 2305.13048), equations 11 to 13.
     """

@@ -33,9 +33,6 @@ class PositionMap:
     """The position to which a query or a key at position p is rotated.
 
     min((p mod modulus) // divisor + offset, at_most)
-
-    >>> PositionMap(modulus=4, offset=4, at_most=6)(torch.arange(9)).tolist()
-    [4, 5, 6, 6, 4, 5, 6, 6, 4]
     """
 
     modulus: int | None = None

@@ -161,14 +161,6 @@ class PlainDecoder(RecurrentDecoder):
 
     s_0 = encoder's last state;  s_t = f(s_{t-1}, y_{t-1});  features s_t
 
-    >>> from regard.span import Span
-    >>> decoder = PlainDecoder(nn.GRU(3, 4, batch_first=True))
-    >>> source = EncodedSource(torch.zeros(1, 5, 4), Span(0, 5))
-    >>> state = decoder.begin((torch.zeros(1, 1, 4),), source)
-    >>> features, state = decoder(torch.zeros(1, 2, 3), state)
-    >>> features.shape
-    torch.Size([1, 2, 4])
-
     Source: Sutskever et al. 2014 (arXiv 1409.3215), section 2.
     """
 
@@ -188,15 +180,6 @@ class LuongDecoder(RecurrentDecoder):
 
     Input feeding (section 3.3 of the paper) is left out, since it would make each step depend on
     the one before.
-
-    >>> from regard.nn.variants import luong
-    >>> from regard.span import Span
-    >>> decoder = LuongDecoder(nn.GRU(3, 4, batch_first=True), luong(4, memory_dim=6), 6)
-    >>> source = EncodedSource(torch.zeros(1, 5, 6), Span(0, 5))
-    >>> state = decoder.begin((torch.zeros(1, 1, 4),), source)
-    >>> features, state = decoder(torch.zeros(1, 2, 3), state)
-    >>> features.shape, len(state.cross)
-    (torch.Size([1, 2, 4]), 5)
 
     Source: Luong et al. 2015 (arXiv 1508.04025), equations 5 to 8.
     """
@@ -231,15 +214,6 @@ class BahdanauDecoder(RecurrentDecoder):
     Args:
         attention: the attention from the decoder's states to the encoder's, such as
             `bahdanau(...)`.
-
-    >>> from regard.nn.variants import bahdanau
-    >>> from regard.span import Span
-    >>> decoder = BahdanauDecoder(nn.GRU(9, 4, batch_first=True), bahdanau(4, memory_dim=6), 6)
-    >>> source = EncodedSource(torch.zeros(1, 5, 6), Span(0, 5))
-    >>> state = decoder.begin((torch.zeros(1, 1, 4),), source)
-    >>> features, state = decoder(torch.zeros(1, 2, 3), state)
-    >>> features.shape, len(state.cross)
-    (torch.Size([1, 2, 4]), 5)
 
     Source: Bahdanau et al. 2015 (arXiv 1409.0473), equation 4, appendix A.2.2.
     """

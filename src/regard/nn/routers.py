@@ -24,9 +24,6 @@ class Routing(NamedTuple):
         weights: the weight of each chosen expert [N,k], in fp32 or better.
         experts: the indices of the chosen experts [N,k], int64, the best first and without
             repetition.
-
-    >>> Routing(torch.tensor([[0.75, 0.25]]), torch.tensor([[3, 1]])).experts.tolist()
-    [[3, 1]]
     """
 
     weights: Float[Tensor, "N k"]
@@ -307,12 +304,6 @@ class SparseMixerRouter(Router):
     A weight is 1 where no other expert is near, so that the two weights sum to up to 2. This is the
     computation of inference; the estimate of gradients with which SparseMixer trains is not built.
 
-    >>> router = SparseMixerRouter(1, 3, tolerance=0.01)
-    >>> _ = router.linear.weight.data.copy_(torch.tensor([[1.0], [3.0], [2.0]]))
-    >>> weights, experts = router(torch.ones(1, 1))
-    >>> experts.tolist(), weights.tolist()
-    ([[1, 2]], [[1.0, 1.0]])
-
     Source: Liu et al. 2024 (arXiv 2409.12136), section 3, and the released code.
     """
 
@@ -347,13 +338,6 @@ class LogitSigmoidRouter(Router):
     l = W x + b;  C = the k experts with the highest l;  w_e = scale sigmoid(l_e)
 
     The choice is by logits, because the sigmoids of large ones round to the same number.
-
-    >>> import torch
-    >>> router = LogitSigmoidRouter(1, 3, 1)
-    >>> _ = router.linear.weight.data.copy_(torch.tensor([[40.0], [50.0], [0.0]]))
-    >>> weights, experts = router(torch.ones(1, 1))
-    >>> experts.tolist(), weights.tolist()
-    ([[1]], [[1.0]])
 
     Source: the code of Llama 4 in transformers, 2025.
     """

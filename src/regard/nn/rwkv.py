@@ -87,11 +87,6 @@ class RWKV7(StateMixer):
         documents: the documents of packed text, by position, as in `Recurrent`; None is one
             document.
 
-    >>> layer = RWKV7(8, 2, 4, is_first=True, rank=3, gate_rank=3)
-    >>> cache = layer.new_cache()
-    >>> layer(torch.zeros(1, 5, 8), cache=cache).shape, [tuple(x.shape) for x in cache.state]
-    (torch.Size([1, 5, 8]), [(1, 2, 4, 4), (1, 1, 8)])
-
     Source: Peng et al. 2025 (arXiv 2503.14456), section 4.
     """
 
@@ -298,11 +293,6 @@ class ChannelMix(StateMixer):
     y_t = sigmoid(W_r (c_r x_t + (1 - c_r) x_{t-1})) * W_v max(W_k (c_k x_t + (1 - c_k) x_{t-1}),
     0)^2, with c per channel
 
-    >>> layer = ChannelMix(4, 8)
-    >>> cache = layer.new_cache()
-    >>> layer(torch.zeros(1, 3, 4), cache=cache).shape, cache.bytes
-    (torch.Size([1, 3, 4]), 16)
-
     Source: Peng et al. 2023 (arXiv 2305.13048), equations 17 and 18.
     """
 
@@ -344,12 +334,6 @@ class ChannelMix(StateMixer):
 class TwoMixerBlock(Block):
     """A block of two mechanisms, one after the other, each with a residual connection: the second
     is in the place of the feed-forward layer. Its cache is a `Joined` of both.
-
-    >>> from regard.nn.variants import rwkv4
-    >>> residuals = (PreNorm(nn.LayerNorm(8)) for _ in range(2))
-    >>> block = TwoMixerBlock(rwkv4(8, 2), ChannelMix(8, 32), *residuals)
-    >>> block(torch.zeros(1, 3, 8), cache=block.new_cache()).shape
-    torch.Size([1, 3, 8])
 
     Source: Peng et al. 2023 (arXiv 2305.13048), figure 2.
     """

@@ -71,9 +71,6 @@ class MoBA(nn.Module):
     blocks whose mean key has the largest dot product with the query
     (`regard.ops.selection.moba_mask`).
 
-    >>> MoBA(512, 3).spec.tokens(2048).value
-    1536
-
     Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
     """
 
@@ -123,10 +120,6 @@ class Indexer(nn.Module):
         k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
             the projection.
         weight: a linear map [B,T,M] -> [B,T,J].
-
-    >>> q, k, weight = HeadProjection(8, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False)
-    >>> Indexer(q, k, weight, topk=3).spec.tokens(100)
-    Quantity(value=3, formula='min(S, 3)')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
     from its published code.
@@ -321,9 +314,6 @@ class Quest(nn.Module):
 
     u_i = sum_d max(q_d low_id, q_d high_id) for page i, whose keys have numbers from low to high
 
-    >>> Quest(16, 128).spec.tokens(32768).value
-    2048
-
     Source: Tang et al. 2024 (arXiv 2406.10774), section 3.3.
     """
 
@@ -463,10 +453,6 @@ class BlockMaximum(nn.Module):
         k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
             the projection.
 
-    >>> q, k = HeadProjection(8, 2, 4), HeadProjection(8, 1, 4)
-    >>> BlockMaximum(q, k, heads=4, size=128, topk=16).spec.tokens(32768).value
-    2048
-
     Source: MiniMax 2026 (MiniMax-M3), by its code in transformers, `MiniMaxM3VLIndexer`.
     """
 
@@ -540,11 +526,6 @@ class LatentIndexer(Indexer):
         latent: the `LowRankProjection` of the attention's queries. Its parameters belong to the
             attention: they are neither stored nor trained with the indexer.
 
-    >>> latent = LowRankProjection(8, 6, HeadProjection(6, 2, 3))
-    >>> q, k, weight = HeadProjection(6, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False)
-    >>> [name for name, _ in LatentIndexer(q, k, weight, latent, topk=3).named_parameters()]
-    ['q.linear.weight', 'k.linear.weight', 'weight.weight']
-
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2, and its published code.
     """
 
@@ -576,14 +557,6 @@ class IndexedLatentAttention(SelectedAttention):
 
     Args:
         output: a module [B,T,H*E] -> [B,T,M].
-
-    >>> from regard.positions import Rotary
-    >>> project = LatentProjection(8, 2, Rotary(2), kv_rank=4, nope_dim=2, value_dim=4, q_rank=6)
-    >>> q, k, weight = HeadProjection(6, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False)
-    >>> selector = LatentIndexer(q, k, weight, project.q, topk=3)
-    >>> layer = IndexedLatentAttention(project, selector, nn.Linear(8, 8))
-    >>> layer(torch.zeros(1, 9, 8)).shape, layer.spec.cached(100).values_per_token
-    (torch.Size([1, 9, 8]), 8)
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
     """

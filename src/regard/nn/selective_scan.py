@@ -35,12 +35,6 @@ class SelectiveQKV(StatefulQKV):
 
     Here q, k and v are the paper's C, B and x. Each channel of v is a head of size 1.
 
-    >>> q, k, v = HeadProjection(6, 1, 4), HeadProjection(6, 1, 4), HeadProjection(8, 6, 1)
-    >>> project = SelectiveQKV(q, k, v, CausalConvolution(6, 4))
-    >>> inputs = project.project(torch.zeros(1, 5, 8), None, None)
-    >>> inputs.q.shape, inputs.v.shape, [tuple(part.shape) for part in inputs.state]
-    (torch.Size([1, 1, 5, 4]), torch.Size([1, 6, 5, 1]), [(1, 3, 6)])
-
     Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.4 and algorithm 2.
     """
 
@@ -98,10 +92,6 @@ class SelectiveScanRule(RecurrenceRule):
         norm: a module [B,T,rank] -> [B,T,rank]; None applies none.
         piece: how many tokens of a long text are computed at a time; None is as many as have
             `MAX_DECAYS` decays, and 64 at least. It does not change the result.
-
-    >>> rule = SelectiveScanRule(6, 4, 2)
-    >>> rule.step(torch.zeros(1, 6, 5, 1)).shape
-    torch.Size([1, 6, 5])
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.2 and algorithm 2; with a norm: Lieber et
     al. 2024 (arXiv 2403.19887), section 2.

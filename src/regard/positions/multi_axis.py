@@ -216,9 +216,6 @@ class MultiAxisRotary(Rotary):
 def order_of(positions: Positions) -> Positions:
     """Return the order of tokens: the first plane of positions with several axes, and other
     positions as they are.
-
-    >>> order_of(multi_axis_positions([[1, (1, 1, 2)]])).tolist()
-    [[0, 1, 2]]
     """
     return positions[0] if isinstance(positions, Tensor) and positions.ndim == 3 else positions
 
