@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number, check_positions
+from regard.argument_checks import check_choice, check_number, check_positions
 from regard.biases import Bias, DenseBias, ForgetBias
 from regard.biases.relative_logits import RelativeLogits
 from regard.caches import Parts
@@ -66,8 +66,7 @@ class ForgettingProjection(ProjectionWithMemory):
         gate: ForgetGate = "sigmoid",
     ) -> None:
         super().__init__(q, k, v)
-        if gate not in get_args(ForgetGate):
-            raise ArgumentError(f"gate is {gate!r}; it must be {' or '.join(get_args(ForgetGate))}")
+        check_choice("gate", gate, get_args(ForgetGate))
         self.gate = gate
         self.f = Linear(dim, q.heads, bias=True)
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number, check_positive_sizes
+from regard.argument_checks import check_choice, check_number, check_positive_sizes
 from regard.caches import Parts
 from regard.cost.decayed_state import (
     lightnet_spec,
@@ -484,8 +484,7 @@ class SlotRule(RecurrenceRule):
     ) -> None:
         super().__init__()
         check_positive_sizes("SlotRule", dim=dim, groups=groups, slots=slots)
-        if gates not in ("sigmoid", "softmax"):
-            raise ArgumentError(f"gates is {gates!r}; it must be 'sigmoid' or 'softmax'")
+        check_choice("gates", gates, ("sigmoid", "softmax"))
         check_number("temperature", temperature, 0, float("inf"), "greater than 0")
         self.linear = nn.Linear(dim, groups * slots, bias=False)
         self.groups, self.slots = groups, slots

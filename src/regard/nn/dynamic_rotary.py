@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.argument_checks import check_choice
 from regard.caches import Cache, Parts
 from regard.errors import ArgumentError
 from regard.nn.projections import HeadProjection, ProjectionShape, SeparateQKV
@@ -191,10 +192,7 @@ def rotary_projection(
 
     Source: section 3.3 of Peng et al. 2023 (arXiv 2309.00071): cache keys before they are rotated.
     """
-    if policy not in get_args(KeyPolicy):
-        raise ArgumentError(
-            f"policy is {policy!r}; it must be one of {', '.join(get_args(KeyPolicy))}"
-        )
+    check_choice("policy", policy, get_args(KeyPolicy))
     if rotary.dim != head_dim:
         raise ArgumentError(f"rotary has dim {rotary.dim}; it must be the head_dim {head_dim}")
     needs_length = rotary.scaling is not None and rotary.scaling.needs_length

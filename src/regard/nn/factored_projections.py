@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_groups
+from regard.argument_checks import check_groups, check_positive_sizes
 from regard.caches import Parts
 from regard.cost.factored import FactoredSpec
 from regard.cost.softmax import VisibleKeys
@@ -52,11 +52,9 @@ class TensorProductHeads(nn.Module):
         self, dim: int, heads: int, head_dim: int, rank: int, rotary: Rotary | None = None
     ) -> None:
         super().__init__()
-        if min(dim, heads, head_dim, rank) < 1:
-            raise ArgumentError(
-                f"TensorProductHeads(dim={dim}, heads={heads}, head_dim={head_dim}, rank={rank}): "
-                "each must be at least 1"
-            )
+        check_positive_sizes(
+            "TensorProductHeads", dim=dim, heads=heads, head_dim=head_dim, rank=rank
+        )
         self.heads, self.head_dim, self.rank = heads, head_dim, rank
         self.a = Linear(dim, rank * heads, bias=False)
         self.b = HeadProjection(dim, rank, head_dim, *([] if rotary is None else [rotary]))

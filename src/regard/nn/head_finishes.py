@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.argument_checks import check_groups
+from regard.argument_checks import check_choice, check_groups, check_positive_sizes
 from regard.caches import Parts
 from regard.errors import ArgumentError
 from regard.nn.explainable import CallWeights, Explainable, HeadMix, LayerRun, MixTerm
@@ -194,15 +194,8 @@ class HeadGate(HeadFinish):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if min(dim, heads, channels) < 1:
-            raise ArgumentError(
-                f"HeadGate(dim={dim}, heads={heads}, channels={channels}): each must be at least 1"
-            )
-        if activation not in get_args(GateActivation):
-            raise ArgumentError(
-                f"activation is {activation!r}; it must be one of "
-                f"{', '.join(get_args(GateActivation))}"
-            )
+        check_positive_sizes("HeadGate", dim=dim, heads=heads, channels=channels)
+        check_choice("activation", activation, get_args(GateActivation))
         self.head_count, self.channels, self.activation = heads, channels, activation
         self.linear = Linear(dim, heads * channels, bias=False)
         self.bias = nn.Parameter(torch.zeros(heads)) if bias else None
@@ -244,10 +237,7 @@ class PairDifference(Explainable, HeadFinish):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        if min(dim, heads) < 1:
-            raise ArgumentError(
-                f"PairDifference(dim={dim}, heads={heads}): each must be at least 1"
-            )
+        check_positive_sizes("PairDifference", dim=dim, heads=heads)
         self.linear = Linear(dim, heads, bias=False)
 
     def heads(self, H: int) -> int:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number
+from regard.argument_checks import check_choice, check_number, check_positive_sizes
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, as_tensor
 
@@ -72,10 +72,7 @@ class QueryTemperature(nn.Module):
         heads: int | None = None,
     ) -> None:
         super().__init__()
-        if form not in get_args(TemperatureForm):
-            raise ArgumentError(
-                f"form is {form!r}; it must be one of {', '.join(get_args(TemperatureForm))}"
-            )
+        check_choice("form", form, get_args(TemperatureForm))
         check_number("scale", scale, -math.inf, math.inf, "finite")
         check_number("length", length, 0, math.inf, "above 0")
         if form == "mistral_large4" and (heads is None or heads < 1):
@@ -221,8 +218,7 @@ class UnitNorm(nn.Module):
 
     def __init__(self, heads: int, dim: int, *, initial: float = 1.0, stored: float = 1.0) -> None:
         super().__init__()
-        if min(heads, dim) < 1:
-            raise ArgumentError(f"UnitNorm(heads={heads}, dim={dim}): each must be at least 1")
+        check_positive_sizes("UnitNorm", heads=heads, dim=dim)
         check_number("initial", initial, 0, math.inf, "above 0")
         check_number("stored", stored, 0, math.inf, "above 0")
         self.ratio = initial / stored

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from regard.argument_checks import check_choice
 from regard.errors import ArgumentError
 from regard.huge_pages import empty_like
 from regard.nn.module_calls import call_as_leaf, is_proxy
@@ -179,10 +180,7 @@ def set_fp32_product(module: nn.Module, product: Fp32Product) -> None:
 
     Source: oneDNN developer guide, "Matrix Multiplication".
     """
-    if product not in get_args(Fp32Product):
-        raise ArgumentError(
-            f"product is {product!r}; it must be one of {', '.join(get_args(Fp32Product))}"
-        )
+    check_choice("product", product, get_args(Fp32Product))
     linears = [x for x in module.modules() if isinstance(x, Linear)]
     if not linears:
         raise ArgumentError(

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_groups
+from regard.argument_checks import check_groups, check_positive_sizes
 from regard.caches import Cache, Growing, Parts
 from regard.cost import Quantity
 from regard.cost.selected import NSASpec
@@ -58,11 +58,7 @@ class BlockCompressor(nn.Module):
     def __init__(self, length: int, dim: int, hidden: int | None = None) -> None:
         super().__init__()
         hidden = dim if hidden is None else hidden
-        if min(length, dim, hidden) < 1:
-            raise ArgumentError(
-                f"BlockCompressor(length={length}, dim={dim}, hidden={hidden}): each must be at "
-                "least 1"
-            )
+        check_positive_sizes("BlockCompressor", length=length, dim=dim, hidden=hidden)
         self.length, self.dim, self.hidden = length, dim, hidden
         self.places = nn.Parameter(0.02 * torch.randn(length, dim))
         self.up, self.down = nn.Linear(length * dim, hidden), nn.Linear(hidden, dim)

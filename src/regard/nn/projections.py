@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_groups, check_number
+from regard.argument_checks import check_choice, check_groups, check_number, check_positive_sizes
 from regard.biases import Bias
 from regard.caches import Parts
 from regard.caches.cross_layer import FirstValues
@@ -277,11 +277,7 @@ class HeadProjection(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if min(dim, heads, head_dim) < 1:
-            raise ArgumentError(
-                f"HeadProjection(dim={dim}, heads={heads}, head_dim={head_dim}): each must be at "
-                "least 1"
-            )
+        check_positive_sizes("HeadProjection", dim=dim, heads=heads, head_dim=head_dim)
         self.heads, self.head_dim = heads, head_dim
         self.linear = Linear(dim, heads * head_dim, bias=bias)
         self.flat = flat if flat is not None else nn.Identity()
@@ -676,10 +672,7 @@ class FusedQKV(Projection, nn.Module):
         if min(dim, head_dim) < 1:
             raise ArgumentError(f"dim is {dim} and head_dim {head_dim}; each must be at least 1")
         check_groups(heads, groups)
-        if order not in get_args(QKVRowOrder):
-            raise ArgumentError(
-                f"order is {order!r}; it must be one of {', '.join(get_args(QKVRowOrder))}"
-            )
+        check_choice("order", order, get_args(QKVRowOrder))
         if order == "heads" and heads != groups:
             raise ArgumentError(
                 f'order "heads" has one key and value per query head, not {groups} for {heads}; '

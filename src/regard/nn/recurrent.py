@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_positive_sizes
+from regard.argument_checks import check_choice, check_positive_sizes
 from regard.caches import Cache, Parts, State
 from regard.cost import Spec
 from regard.cost.fixed_state import ConvolutionSpec, RecurrentSpec
@@ -187,11 +187,7 @@ class Recurrent(StateMixer):
                 "rule returns"
             )
         self.project, self.rule, self.output = project, rule, output
-        if gate_activation not in _GATE_ACTIVATIONS:
-            raise ArgumentError(
-                f"gate_activation is {gate_activation!r}; it must be one of "
-                f"{', '.join(_GATE_ACTIVATIONS)}"
-            )
+        check_choice("gate_activation", gate_activation, _GATE_ACTIVATIONS)
         self.norm, self.gate, self.documents = norm, gate, documents
         self.gate_activation, self.gate_before_norm = gate_activation, gate_before_norm
         self.explain_refusal = rule.explain_refusal

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_value_heads
+from regard.argument_checks import check_choice, check_positive_sizes, check_value_heads
 from regard.caches import Parts
 from regard.cost.fixed_state import ShortConvolution
 from regard.errors import ArgumentError
@@ -61,12 +61,8 @@ class CausalConvolution(nn.Module):
         self, channels: int, kernel: int, *, bias: bool = False, activation: Activation = "silu"
     ) -> None:
         super().__init__()
-        if min(channels, kernel) < 1:
-            raise ArgumentError(
-                f"CausalConvolution(channels={channels}, kernel={kernel}): each must be at least 1"
-            )
-        if activation not in ("silu", None):
-            raise ArgumentError(f"activation is {activation!r}; it must be 'silu' or None")
+        check_positive_sizes("CausalConvolution", channels=channels, kernel=kernel)
+        check_choice("activation", activation, ("silu", None))
         bound = kernel**-0.5  # the initial values of torch.nn.Conv1d
         self.weight = nn.Parameter(torch.empty(channels, kernel).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(channels).uniform_(-bound, bound)) if bias else None
@@ -263,8 +259,7 @@ class ConvolvedQKV(StatefulQKV):
         order: ChannelOrder = "qkv",
     ) -> None:
         super().__init__(q, k, v)
-        if order not in ("qkv", "vkq"):
-            raise ArgumentError(f"order is {order!r}; it must be 'qkv' or 'vkq'")
+        check_choice("order", order, ("qkv", "vkq"))
         self.order = order
         for name, part in {"q": q, "k": k, "v": v}.items():
             if not isinstance(part.flat, torch.nn.Identity):

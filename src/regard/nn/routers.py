@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from regard.argument_checks import check_device, check_number, check_tensor
+from regard.argument_checks import check_device, check_number, check_positive_sizes, check_tensor
 from regard.errors import ArgumentError
 from regard.ops.gemv import check_linear_map
 from regard.units import plural
@@ -117,11 +117,7 @@ class Router(nn.Module, ABC):
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        if min(dim, experts, k) < 1:
-            raise ArgumentError(
-                f"{type(self).__name__}(dim={dim}, experts={experts}, k={k}): each must be at "
-                "least 1"
-            )
+        check_positive_sizes(type(self).__name__, dim=dim, experts=experts, k=k)
         _check_topk(experts, k, groups)
         check_number("scale", scale, 0, float("inf"), "a finite number above 0")
         self.experts, self.k, self.normalise = experts, k, normalise
