@@ -26,13 +26,13 @@ from regard.caches.base import (
 )
 from regard.caches.bounded_pages import BoundedPages
 from regard.caches.contiguous import Cross, Fixed, Growing, Latent
+from regard.caches.cross_layer import CrossLayer
 from regard.caches.eviction import Evicting
 from regard.caches.float8 import Float8
 from regard.caches.paged import Paged, PagePool
 from regard.caches.quantized import Quantised
 from regard.caches.ring import Ring, Streaming, for_reach
 from regard.caches.save_load import load, save
-from regard.caches.shared import Shared
 from regard.caches.state import Memory, State
 from regard.registry import import_all
 
@@ -42,6 +42,7 @@ __all__ = [
     "Cache",
     "Contents",
     "Cross",
+    "CrossLayer",
     "Evicting",
     "Fixed",
     "Float8",
@@ -54,7 +55,6 @@ __all__ = [
     "Parts",
     "Quantised",
     "Ring",
-    "Shared",
     "State",
     "Streaming",
     "for_reach",

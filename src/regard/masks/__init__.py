@@ -10,7 +10,7 @@ reaches (`reach`), whether it can change (`is_static`), why it hides a key (`ref
 masks a faulty kernel might use instead (`near_misses`), and its part for some heads.
 """
 
-from regard.masks.base import MASKS, All, Any, Mask, Not, Reach, Refusal, reach
+from regard.masks.base import MASKS, And, Mask, Not, Or, Reach, Refusal, reach
 from regard.masks.batched import Document, Padding, Prefix
 from regard.masks.block_diffusion import BlockCausal, BlockDiffusion
 from regard.masks.block_mask import from_block_mask, to_block_mask
@@ -25,10 +25,19 @@ from regard.masks.convert import (
     to_drop,
 )
 from regard.masks.custom import Dense, Fn, Heads
-from regard.masks.earlier_chunks import EarlierChunks
 from regard.masks.neighborhood import Neighborhood
 from regard.masks.parse import parse
-from regard.masks.patterns import Causal, Chunk, Dilated, Full, Global, Sinks, Strided, Window
+from regard.masks.patterns import (
+    Causal,
+    Chunk,
+    Dilated,
+    EarlierChunks,
+    Full,
+    Global,
+    Sinks,
+    Strided,
+    Window,
+)
 from regard.masks.tiling import EMPTY, FULL, PARTIAL, UNBOUNDED, Intervals
 from regard.registry import import_all
 
@@ -38,8 +47,7 @@ __all__ = [
     "MASKS",
     "PARTIAL",
     "UNBOUNDED",
-    "All",
-    "Any",
+    "And",
     "BigBird",
     "BlockCausal",
     "BlockDiffusion",
@@ -58,6 +66,7 @@ __all__ = [
     "Mask",
     "Neighborhood",
     "Not",
+    "Or",
     "Padding",
     "Prefix",
     "Reach",

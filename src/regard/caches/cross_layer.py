@@ -1,6 +1,7 @@
 """What passes between the layers of a decoder, beside the hidden states. Layers that read the keys
-and values of an earlier layer have a cache `Shared`, which stores nothing, and `Recorded` shows
-what another cache returned. `Carrying` brings the values of the first layer to the later ones.
+and values of an earlier layer have a cache `CrossLayer`, which stores nothing, and that layer has a
+`LendingCache`, which keeps what its cache returned. `WithFirstValues` brings the values of the
+first layer to the later ones.
 
 A reader gets what the earlier layer saw in the same call, not the earlier layer's cache: a ring has
 forgotten tokens that the first queries of a long call may see, and a cache that has already
@@ -20,21 +21,8 @@ from regard.errors import ArgumentError
 from regard.span import Positions, Span
 
 
-class Recorded(Cache):
-    """Another cache for the length of one call, with a record of what it returned.
-
-    Args:
-        inner: the cache; None stores nothing and returns the new tokens, as a call without a cache.
-
-    Raises:
-        ArgumentError: an update is refused by the inner cache.
-
-    >>> import torch
-    >>> recorded = Recorded(None)
-    >>> _ = recorded.update((torch.zeros(1, 1, 3, 2),), Span(0, 3))
-    >>> recorded.returned[1]
-    Span(start=0, length=3)
-    """
+class LendingCache(Cache):
+    """Another cache for the length of one call, with a record of what it returned."""
 
     savable: ClassVar[bool] = False
 
@@ -86,12 +74,6 @@ class FirstValues:
 
     Attributes:
         values: the values of all heads [B,T,G*E]; None before the first layer has run.
-
-    >>> import torch
-    >>> first = FirstValues()
-    >>> first.give(torch.ones(1, 2, 3, 4))
-    >>> first.take(2, 4).shape
-    torch.Size([1, 2, 3, 4])
     """
 
     def __init__(self, values: Tensor | None = None) -> None:
@@ -121,27 +103,12 @@ class FirstValues:
         return torch.unflatten(self.values, -1, (heads, dim)).transpose(1, 2)
 
 
-class Carrying(Recorded):
+class WithFirstValues(LendingCache):
     """The cache of a layer for the length of one call, with the values of the first layer.
 
     `Decoder` makes one for each layer that carries values (`Mixer.carries_values`), so that they
     take the way of the cache through every block. A cache of tokens stores the values after the
     mix, and so decoding needs no earlier values of the first layer.
-
-    Args:
-        inner: the layer's own cache; None stores nothing.
-        first: the values of the first layer, which all layers of the call share.
-
-    Raises:
-        ArgumentError: an update is refused by the inner cache.
-
-    >>> import torch
-    >>> from regard.nn.variants import value_residual
-    >>> first, x = FirstValues(), torch.zeros(1, 3, 8)
-    >>> for layer in range(2):
-    ...     x = value_residual(8, 2, groups=1, layer=layer)(x, cache=Carrying(None, first))
-    >>> x.shape, first.values.shape
-    (torch.Size([1, 3, 8]), torch.Size([1, 3, 4]))
 
     Source: Zhou et al. 2024 (arXiv 2410.17897), section 3.
     """
@@ -160,16 +127,12 @@ class Carrying(Recorded):
         return Span(0, length) if self.inner is None else self.inner.next(length)
 
 
-def own_cache(cache: Cache | None) -> tuple[Cache | None, FirstValues | None]:
-    """Return the cache of a layer itself, and the values of the first layer that came with it.
-
-    >>> own_cache(None)
-    (None, None)
-    """
-    return (cache.inner, cache.first) if isinstance(cache, Carrying) else (cache, None)
+def split_first_values(cache: Cache | None) -> tuple[Cache | None, FirstValues | None]:
+    """Return the cache of a layer itself, and the values of the first layer that came with it."""
+    return (cache.inner, cache.first) if isinstance(cache, WithFirstValues) else (cache, None)
 
 
-class Shared(Cache):
+class CrossLayer(Cache):
     """The cache of a layer that reads the keys and values of an earlier layer. It stores nothing.
 
     `Decoder` lends it the memory of the earlier layer before each call of the reader.
@@ -178,7 +141,7 @@ class Shared(Cache):
         ArgumentError: an update stores memory of its own, or no memory is lent.
 
     >>> import torch
-    >>> cache = Shared()
+    >>> cache = CrossLayer()
     >>> cache.lend((torch.zeros(1, 1, 3, 2),), Span(0, 3))
     >>> _, positions = cache.update((), Span(2, 1))
     >>> positions, cache.bytes
@@ -206,7 +169,7 @@ class Shared(Cache):
         lent, self._lent = self._lent, None
         if memory:
             raise ArgumentError(
-                "a Shared cache stores no memory, because its layer reads that of an earlier "
+                "a CrossLayer cache stores no memory, because its layer reads that of an earlier "
                 "layer; give a layer with keys and values of its own a Growing cache"
             )
         if lent is None:
@@ -226,7 +189,7 @@ class Shared(Cache):
 
     def to_static(self, size: StaticSize) -> Cache:
         """Return another one: a step gets the memory of the earlier layer."""
-        return Shared()
+        return CrossLayer()
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
         """Remove the memory that was lent."""

@@ -1,43 +1,47 @@
-"""The time mixing of RWKV-7: a delta rule whose removal key, write key and rates are computed from
-mixes of each token with the one before it, and whose values may come from the first layer.
+"""Layers of RWKV: the time mixing of RWKV-7, a delta rule over mixes of each token with the one
+before it; and the feed-forward layer of RWKV-4, which reads the token before, with its block.
 """
 
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number
+from regard.argument_checks import check_number, check_positive_sizes
 from regard.caches import Cache, Parts, State
-from regard.caches.shared import FirstValues, own_cache
+from regard.caches.cross_layer import FirstValues, split_first_values
+from regard.caches.joined import Joined
 from regard.cost import Spec
+from regard.cost.decayed_state import channel_mix_spec
 from regard.cost.delta_rules import rwkv7_spec
 from regard.cost.fixed_state import ShortConvolution
 from regard.cost.spec import HeadShape
+from regard.errors import ArgumentTypeError
 from regard.masks import Document
-from regard.nn.delta_rules import BottleneckProjection, at_least_float32
+from regard.nn.blocks import Block, PreNorm
+from regard.nn.cross_layer import require_first
+from regard.nn.delta_rules import BottleneckProjection
 from regard.nn.explainable import (
     EffectiveRow,
     InputSteps,
     LayerRun,
     MechanismStep,
     ProjectionQuery,
-    effective_row,
 )
 from regard.nn.linear import Linear
-from regard.nn.mixer import AcrossRanks, Mixer, check_is_state, count_weights
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.norms import HeadNorm
-from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection
+from regard.nn.recurrent import StateMixer, Tensors, over_documents, row_of_state, wide
 from regard.nn.recurrent_projections import token_before
-from regard.nn.value_residual import require_first
 from regard.ops.linear.generalised_delta_rule import generalised_delta_rule
 from regard.span import Positions, Span
-from regard.tracing import tap
+from regard.tracing import is_tracing, named_scope, parent_scope, tap
 
 LARGEST_RATE = math.exp(-0.5)
 """The largest rate at which a channel of the state decays: no decay factor is below
@@ -65,7 +69,7 @@ class RWKV7Vectors(NamedTuple):
     gate: Tensor
 
 
-class RWKV7(Mixer):
+class RWKV7(StateMixer):
     """The time mixing of RWKV-7 (Goose): a state per head that decays in every channel, from which
     each token removes what it holds for one key, and to which it writes another.
 
@@ -78,31 +82,13 @@ class RWKV7(Mixer):
     A cache stores S and the last token, at any length.
 
     Args:
-        dim: the model dim M.
-        heads: the heads H.
-        head_dim: the head dim D.
         is_first: whether this is the first layer, which gives its values to the later ones and has
             v' = v.
-        rank: the rank of the maps to w and to a.
-        value_rank: the rank of the map to the share of the first layer's values.
-        gate_rank: the rank of the map to the gate, g = W_2 sigmoid(W_1 y).
-        eps: what is added to the variance in the norm.
         documents: the documents of packed text, by position, as in `Recurrent`; None is one
             document.
 
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, or eps is not above 0. In a call:
-            the cache is no `State`, or a later layer gets no values of the first one.
-
-    >>> layer = RWKV7(8, 2, 4, is_first=True, rank=3, gate_rank=3)
-    >>> cache = layer.new_cache()
-    >>> layer(torch.zeros(1, 5, 8), cache=cache).shape, [tuple(x.shape) for x in cache.state]
-    (torch.Size([1, 5, 8]), [(1, 2, 4, 4), (1, 1, 8)])
-
     Source: Peng et al. 2025 (arXiv 2503.14456), section 4.
     """
-
-    across_ranks: ClassVar[AcrossRanks] = "state"
 
     recording_refusal = "splits the sequence into chunks, whose number depends on its length"
 
@@ -150,20 +136,11 @@ class RWKV7(Mixer):
         """Always True: the first layer gives its values, and the others read them."""
         return True
 
-    def check_cache(self, cache: Cache) -> None:
-        """Check that the cache is a `State`, not a cache of tokens."""
-        check_is_state(cache)
-
-    @property
-    def static_step_refusal(self) -> str | None:
-        """None: a step depends on tensors only."""
-        return None
-
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Run the recurrence over x [B,T,M] from the state in the cache. `backend` is the form of
         the recurrence; "reference" means "recurrent".
         """
-        own, first = own_cache(cache)
+        own, first = split_first_values(cache)
         assert own is None or isinstance(own, State)
         form = "recurrent" if backend == "reference" else backend
         state = None if own is None else own.state
@@ -185,8 +162,8 @@ class RWKV7(Mixer):
         """
 
         def shift(
-            part: tuple[Tensor, ...], positions: Positions, state: Parts | None
-        ) -> tuple[tuple[Tensor, ...], Parts]:
+            part: Tensors, positions: Positions, state: Parts | None
+        ) -> tuple[Tensors, Parts]:
             before, state = token_before(part[0], self.mix_q, state, positions)
             return (before,), state
 
@@ -210,8 +187,8 @@ class RWKV7(Mixer):
         )
         rate = _gate(heads(self.rate, self.mix_rate), self.rate_bias)
         log_decay = -LARGEST_RATE * _gate(heads(self.decay, self.mix_decay), self.decay_bias)
-        removal = F.normalize(at_least_float32(k) * _by_channel(self.removal_scale), dim=-1)
-        written = at_least_float32(k) * (1 + (rate - 1) * _by_channel(self.rate_scale))
+        removal = F.normalize(wide(k) * _by_channel(self.removal_scale), dim=-1)
+        written = wide(k) * (1 + (rate - 1) * _by_channel(self.rate_scale))
         if self.first_share is None:
             if first is not None:
                 first.give(v)
@@ -231,9 +208,7 @@ class RWKV7(Mixer):
     ) -> tuple[Tensor, Parts]:
         """Run the recurrence, in every document from an empty state; return S^T q [B,H,T,D]."""
 
-        def run(
-            part: tuple[Tensor, ...], positions: Positions, state: Parts | None
-        ) -> tuple[tuple[Tensor, ...], Parts]:
+        def run(part: Tensors, positions: Positions, state: Parts | None) -> tuple[Tensors, Parts]:
             q, k, v, removal, rate, log_decay = part
             z, state = generalised_delta_rule(
                 q,
@@ -254,9 +229,7 @@ class RWKV7(Mixer):
 
     def _finish(self, read: Tensor, vectors: RWKV7Vectors) -> Tensor:
         """Return z of what was read [B,H,T,D]: the norm, the token itself, and the gate."""
-        own = (at_least_float32(vectors.q) * vectors.k * _by_channel(self.bonus)).sum(
-            -1, keepdim=True
-        )
+        own = (wide(vectors.q) * vectors.k * _by_channel(self.bonus)).sum(-1, keepdim=True)
         z: Tensor = self.norm(read)
         return (z + own.sum(-1, keepdim=True).to(z.dtype) * vectors.v) * vectors.gate
 
@@ -289,30 +262,12 @@ class RWKV7(Mixer):
             cut = [x[..., :n, :] for x in vectors._replace(v=v)]
             return self._recur(RWKV7Vectors(*cut), Span(0, n), None, "auto")
 
-        result, _ = read(run.v)
-        z = self._finish(result, vectors)
-        weights = effective_row(lambda unit: read(unit)[0], run.v, head, row)
-        is_visible = torch.arange(T, device="cpu") <= row
         dots = (run.k[0, head].double() @ run.q[0, head, row].double()).cpu()
-        scores = (
-            MechanismStep("dot", "", dots),
-            MechanismStep("effective", "", weights.masked_fill(~is_visible, -torch.inf)),
-        )
-        _, after = read(run.v, row + 1)
-        earlier = read(run.v, row)[1] if row else tuple(torch.zeros_like(x) for x in after)
-        return EffectiveRow(
-            "linear",
-            scores,
-            weights.masked_fill(~is_visible, 0.0),
-            result[0, head, row],
-            1.0,
-            state=(tuple(x[0, head] for x in after), tuple(x[0, head] for x in earlier)),
-            checks={"z of the recurrence": float((z - run.z).abs().max())},
-        )
-
-    def new_cache(self) -> State:
-        """Return an empty cache. Use a new one for each text, or call its `reset()`."""
-        return State()
+        result, _ = read(run.v)
+        scores = [MechanismStep("dot", "", dots)]
+        explained = row_of_state(run, head, row, read, result, scores, 1.0)
+        z = self._finish(result, vectors)
+        return explained._replace(checks={"z of the recurrence": float((z - run.z).abs().max())})
 
     @property
     def spec(self) -> Spec:
@@ -323,9 +278,112 @@ class RWKV7(Mixer):
 
 def _gate(logits: Tensor, bias: Tensor) -> Tensor:
     """Return sigmoid(bias + logits) [B,H,T,D] in fp32 or better, with a bias [H,D]."""
-    return torch.sigmoid(at_least_float32(logits) + _by_channel(bias))
+    return torch.sigmoid(wide(logits) + _by_channel(bias))
 
 
 def _by_channel(weight: Tensor) -> Tensor:
     """Return weights [H,D] as [H,1,D], in fp32 or better."""
-    return at_least_float32(weight)[:, None]
+    return wide(weight)[:, None]
+
+
+class ChannelMix(StateMixer):
+    """The feed-forward layer of RWKV-4: a squared ReLU and a gate, both of a mix of each token with
+    the one before it. Its state is the last token.
+
+    y_t = sigmoid(W_r (c_r x_t + (1 - c_r) x_{t-1})) * W_v max(W_k (c_k x_t + (1 - c_k) x_{t-1}),
+    0)^2, with c per channel
+
+    Source: Peng et al. 2023 (arXiv 2305.13048), equations 17 and 18.
+    """
+
+    explain_refusal = (
+        "mixes a token with the one before it only, so that there is no row of weights; explain a "
+        "layer of attention"
+    )
+
+    recording_refusal = "skips empty slots, whose places depend on the positions"
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        check_positive_sizes("ChannelMix", dim=dim, hidden=hidden)
+        share = torch.linspace(0, 1, dim)
+        self.mix_k, self.mix_r = (nn.Parameter(share.clone()) for _ in "kr")
+        self.up = Linear(dim, hidden, bias=False)
+        self.receptance = Linear(dim, dim, bias=False)
+        self.down = Linear(hidden, dim, bias=False)
+
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
+        """Apply the layer to x [B,T,M] behind the token in the cache; it is the same for every
+        backend.
+        """
+        assert cache is None or isinstance(cache, State)
+        past: Parts | None = None if cache is None else cache.state
+        before, past = token_before(x, self.mix_k, past, positions)
+        if cache is not None:
+            cache.store(past, positions)
+        k, r = (x * c + before * (1 - c) for c in (self.mix_k, self.mix_r))
+        y: Tensor = self.receptance(r).sigmoid() * self.down(self.up(k).relu().square())
+        return y
+
+    @property
+    def spec(self) -> Spec:
+        """The cost of this layer."""
+        return channel_mix_spec(count_weights(self), self.mix_k.shape[0], self.up.out_features)
+
+
+class TwoMixerBlock(Block):
+    """A block of two mechanisms, one after the other, each with a residual connection: the second
+    is in the place of the feed-forward layer. Its cache is a `Joined` of both.
+
+    Source: Peng et al. 2023 (arXiv 2305.13048), figure 2.
+    """
+
+    def __init__(
+        self,
+        attention: Mixer,
+        feed_forward: Mixer,
+        attention_residual: PreNorm,
+        feed_forward_residual: PreNorm,
+    ) -> None:
+        super().__init__(attention, feed_forward, attention_residual, feed_forward_residual)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T M"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T M"]:
+        """Apply both mechanisms to hidden states [B,T,M], each with its part of the cache."""
+        if cache is not None and (not isinstance(cache, Joined) or len(cache.parts) != 2):
+            raise ArgumentTypeError(
+                f"the cache is {type(cache).__name__}; a block of two mechanisms needs a Joined of "
+                "two: use new_cache()"
+            )
+        first, second = (None, None) if cache is None else cache.parts
+        if positions is None and cache is not None:
+            positions = cache.next(x.shape[1])
+
+        def feed_forward(normed: Tensor) -> Tensor:
+            y: Tensor = self.feed_forward(normed, positions, second, backend=backend)
+            if not is_tracing():
+                return y
+            with parent_scope():
+                return tap("mlp", y)
+
+        if not is_tracing():
+            x = self.attention_residual(
+                x, lambda normed: self.attention(normed, positions, first, backend=backend)
+            )
+            result: Tensor = self.feed_forward_residual(x, feed_forward)
+            return result
+        with named_scope("attention"):
+            x = self.attention_residual(x, self._tapped_attention(positions, first, backend))
+        with named_scope("mlp"):
+            x = self.feed_forward_residual(x, feed_forward)
+        return tap("residual", x)
+
+    def new_cache(self) -> Joined:
+        """Return an empty cache with a part for each mechanism."""
+        parts = (self.attention, self.feed_forward)
+        return Joined([mixer.new_cache() for mixer in parts if isinstance(mixer, Mixer)])

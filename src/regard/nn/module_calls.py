@@ -1,32 +1,34 @@
-"""Whether a call of a module computes what the code of its class says, and nothing observes it.
+"""How a module is called: whether a call computes what the code of its class says, and calls as
+single nodes of the graphs of `torch.fx.symbolic_trace`.
 
-Faster code in place of a module is right only then. A user changes a module in many ways: by hooks,
-of one module or of all; by another `forward` of a module, or of a class; by another
-`nn.Module.__call__`. What is asked here is asked wherever a module is not called.
+Faster code in place of a module is right only if nothing observes or replaces it. A user changes a
+module in many ways: by hooks, of one module or of all; by another `forward` of a module, or of a
+class; by another `nn.Module.__call__`. What is asked here is asked wherever a module is not called.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+
+from regard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from regard.caches import Cache
+
 
 CALLS = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__", "forward")
 """The methods by which torch calls a module."""
 
 
 def why_not_as_written(module: nn.Module) -> str | None:
-    """Return why a call of a module may do something else than the code of its class, or None.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> why_not_as_written(layer)
-    >>> hook = layer.register_forward_hook(lambda *_: None)
-    >>> why_not_as_written(layer)
-    'Linear has a hook'
-    """
+    """Return why a call of a module may do something else than the code of its class, or None."""
     name = type(module).__name__
     if module._forward_hooks or module._forward_pre_hooks:
         return f"{name} has a hook"
@@ -89,3 +91,43 @@ _FIRST_FORWARDS: dict[type, object] = {
 """The forward of each class that `is_plain` is asked about, as torch wrote it; a graph that
 torch.compile traces may look it up, and could not call a cached function.
 """
+
+
+def is_proxy(x: object) -> bool:
+    """Return whether an input is a proxy of `torch.fx.symbolic_trace`, which has no values and no
+    sizes.
+    """
+    return isinstance(x, torch.fx.Proxy)
+
+
+def call_as_leaf(
+    module: nn.Module,
+    forward: Callable[..., object],
+    x: Any,
+    *args: object,
+    cache: Cache | None = None,
+    **options: object,
+) -> Tensor:
+    """Record the call of a module as one node of the graph, as torch does for its own modules."""
+    tracer: Any = x.tracer
+    name = type(module).__name__
+    if module is tracer.root:
+        raise ArgumentError(
+            f"torch.fx.symbolic_trace was given a {name}, whose computation depends on sizes and "
+            "positions that a symbolic trace does not have: trace a model that contains it (it is "
+            "then one node), or use torch.export.export"
+        )
+    if cache is not None:
+        raise ArgumentError(
+            f"torch.fx traces a call of {name} with a cache, which a graph cannot hold: wrap the "
+            "module in regard.integrations.pytorch.WithPast and use torch.export, or trace without "
+            "a cache"
+        )
+    if type(module).forward is not forward:
+        raise ArgumentError(
+            f"torch.fx traces {name}.forward, which calls the forward of its base class; make it "
+            "one node by a tracer whose is_leaf_module returns True for it"
+        )
+    path = tracer.path_of_module(module)
+    node: Tensor = tracer.create_proxy("call_module", path, (x, *args), options)
+    return node

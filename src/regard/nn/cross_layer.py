@@ -1,48 +1,37 @@
-"""Attention to the keys and values of an earlier layer, as in cross-layer attention, in YOCO and in
-the last layers of Gemma 3n: a layer without key and value projections of its own.
+"""What a layer takes from earlier layers: the keys and values of one (cross-layer attention, YOCO,
+the last layers of Gemma 3n), or the values of the first one (value residual learning).
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from regard.caches import Cache, Parts, Shared
+from regard.argument_checks import check_number
+from regard.caches import Cache, CrossLayer, Parts
+from regard.caches.cross_layer import FirstValues
 from regard.cost.softmax import SharedKeysSpec, VisibleKeys
 from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
-from regard.nn.explainable import InputSteps, ProjectionQuery, first_rotary
+from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery, first_rotary
 from regard.nn.mixer import AcrossRanks, MaskVisibility, count_weights
 from regard.nn.projections import (
     HeadProjection,
-    ProjectionModule,
+    Projection,
     ProjectionShape,
     SeparateQKV,
 )
 from regard.span import Positions
 
 
-class QueryProjection(ProjectionModule):
+class QueryProjection(Projection, nn.Module):
     """A projection to queries only. Keys and values come as an earlier layer stored them.
-
-    Args:
-        q: a `HeadProjection` to H query heads.
-        groups: the key/value heads G of the earlier layer.
-        value_dim: the size E of its value heads; None is the head dim of q.
-
-    Raises:
-        ArgumentError: G does not divide H.
-
-    >>> import torch
-    >>> QueryProjection(HeadProjection(8, 4, 2), 2).remember(torch.zeros(1, 3, 8), None)
-    ()
 
     Source: Brandon et al. 2024 (arXiv 2405.12981), section 3.
     """
-
-    cache_unsafe_reason: str | None = None
 
     def __init__(self, q: HeadProjection, groups: int, value_dim: int | None = None) -> None:
         super().__init__()
@@ -91,22 +80,7 @@ class SharedMemoryAttention(Attention):
     already, so that queries need the same rotary embedding.
 
     Args:
-        project: a `QueryProjection`.
         output: a module [B,T,H*E] -> [B,T,M].
-        mask, scale, softcap, sink, dropout: as in `Attention`; the mask may see no more than that
-            of the earlier layer, whose cache may drop what it hides.
-
-    Raises:
-        ArgumentError: it is called without a `Shared` cache, or none was lent.
-
-    >>> import torch
-    >>> from regard.span import Span
-    >>> layer = SharedMemoryAttention(
-    ...     QueryProjection(HeadProjection(8, 4, 2), 2), torch.nn.Linear(8, 8, bias=False))
-    >>> cache = layer.new_cache()
-    >>> cache.lend((torch.zeros(1, 2, 5, 2), torch.zeros(1, 2, 5, 2)), Span(0, 5))
-    >>> layer(torch.zeros(1, 1, 8), Span(4, 1), cache).shape
-    torch.Size([1, 1, 8])
 
     Source: Brandon et al. 2024 (arXiv 2405.12981), section 3; Sun et al. 2024 (arXiv 2405.05254).
     """
@@ -117,23 +91,23 @@ class SharedMemoryAttention(Attention):
         """Attend from x [B,T,M] to the tokens that were lent to the cache."""
         if cache is None:
             raise ArgumentError(
-                "this layer reads the memory of an earlier layer, and was called without a Shared "
-                "cache; call the Decoder, which passes the memory from layer to layer"
+                "this layer reads the memory of an earlier layer, and was called without a "
+                "CrossLayer cache; call the Decoder, which passes the memory from layer to layer"
             )
         memory, k_positions = cache.update((), positions)
         return self._attend_and_project(x, positions, memory, k_positions, backend)
 
     def check_cache(self, cache: Cache) -> None:
-        """Raise unless the cache is a `Shared` one."""
-        if not isinstance(cache, Shared):
+        """Raise unless the cache is a `CrossLayer` one."""
+        if not isinstance(cache, CrossLayer):
             raise ArgumentError(
                 f"the cache is a {type(cache).__name__}; a layer that reads the memory of an "
-                "earlier layer needs a Shared cache: use new_cache()"
+                "earlier layer needs a CrossLayer cache: use new_cache()"
             )
 
-    def new_cache(self) -> Shared:
+    def new_cache(self) -> CrossLayer:
         """Return a cache that stores nothing."""
-        return Shared()
+        return CrossLayer()
 
     @property
     def spec(self) -> Spec:
@@ -145,10 +119,6 @@ class SharedMemoryAttention(Attention):
 def without_own_memory(attention: Attention) -> SharedMemoryAttention:
     """Return attention with the queries and the output of a layer, which reads the memory of an
     earlier layer instead of its own keys and values.
-
-    >>> from regard.nn.variants import gqa
-    >>> without_own_memory(gqa(32, 4, groups=2)).describe(100).cached_values
-    0
     """
     project = attention.project
     if type(attention) is not Attention or type(project) is not SeparateQKV:
@@ -168,3 +138,81 @@ def without_own_memory(attention: Attention) -> SharedMemoryAttention:
         sink=attention.sink,
         dropout=attention.dropout,
     )
+
+
+def require_first(first: FirstValues | None) -> FirstValues:
+    """Return the values of the first layer that came with a call."""
+    if first is None:
+        raise ArgumentError(
+            "a layer mixes its values with those of the first layer, and was called without them; "
+            "call a Decoder, which passes them from layer to layer, or give the layer a "
+            "regard.caches.cross_layer.WithFirstValues"
+        )
+    return first
+
+
+class ValueResidualQKV(SeparateQKV):
+    """A projection whose values are mixed with those of the first layer.
+
+    v = s W_v x + (1 - s) v_1, with a learned s, and v_1 the values of the first layer; the first
+    layer itself has v = W_v x
+
+    A cache stores the mixed values, so that no layer needs earlier values of another.
+
+    Source: Zhou et al. 2024 (arXiv 2410.17897), section 3.
+    """
+
+    def __init__(
+        self,
+        q: HeadProjection,
+        k: HeadProjection,
+        v: HeadProjection,
+        *,
+        is_first: bool,
+        share: float = 0.5,
+    ) -> None:
+        super().__init__(q, k, v)
+        check_number("share", share, float("-inf"), float("inf"), "finite")
+        self.share = None if is_first else nn.Parameter(torch.tensor([float(share)]))
+
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
+        """Return the keys and the values of the first layer; a later layer needs its values."""
+        if self.share is not None:
+            require_first(None)
+        return super().remember(x, positions)
+
+    @property
+    def carries_values(self) -> bool:
+        """True: the first layer gives its values, and the others read them."""
+        return True
+
+    def remember_carried(self, x: Tensor, positions: Positions | None, first: FirstValues) -> Parts:
+        """Return the keys [B,G,S,D] and the mixed values [B,G,S,E]; the first layer gives its
+        values to `first`.
+        """
+        k, v = super().remember(x, positions)
+        if self.share is None:
+            first.give(v)
+            return k, v
+        return k, self._mix(v, first)
+
+    def _mix(self, v: Tensor, first: FirstValues) -> Tensor:
+        """Return s v + (1 - s) v_1 for values v [B,G,S,E]."""
+        assert self.share is not None, "a later layer has a share"
+        share = self.share.to(v.dtype)
+        return share * v + (1 - share) * first.take(self.v.heads, self.v.head_dim)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of queries, keys and values, with the mix as the last one of values."""
+        steps = super().explain_inputs(query)
+        if self.share is None:
+            return steps
+        v = self._mix(steps.v[-1].values[None], FirstValues(query.first_values))[0]
+        equation = f"v_j ← {self.share.item():.3g} v_j + {1 - self.share.item():.3g} v1_j"
+        return steps._replace(
+            v=(*steps.v, MechanismStep("mixed with the first layer", equation, v))
+        )
+
+    def extra_repr(self) -> str:
+        """Return whether this is the first layer."""
+        return f"is_first={self.share is None}"
