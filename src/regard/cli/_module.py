@@ -5,9 +5,7 @@ builds it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-import typer
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regard.cli.options import usage_error
 from regard.errors import ArgumentError
@@ -16,27 +14,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from regard.inspect import Explanation, Recording
-
-Module = Annotated[
-    str | None,
-    typer.Option(
-        "--module",
-        metavar="PACKAGE.MODULE:FUNCTION",
-        help=(
-            "Instead of a text: your own function, which is imported and called without arguments. "
-            "It returns (model, inputs) or (model, inputs, labels): any torch.nn.Module, its "
-            "inputs, and texts for its tokens, as regard.inspect.record takes them."
-        ),
-        show_default="none",
-        rich_help_panel="A module of your own",
-    ),
-]
-Batch = Annotated[
-    int,
-    typer.Option(
-        help="Row of the batch of --module.", min=0, rich_help_panel="A module of your own"
-    ),
-]
 
 
 class ModuleRun(NamedTuple):
