@@ -10,12 +10,7 @@ from torch import Tensor
 
 
 class Influence(NamedTuple):
-    """How much each output changes when each token is replaced.
-
-    Attributes:
-        amount: the change of output i when token j is replaced, [T, S].
-        threshold: the smallest amount that counts as a change.
-    """
+    """How much each output changes when each token is replaced."""
 
     amount: Tensor
     threshold: float
@@ -45,13 +40,6 @@ def influence(
 
     A change counts if it exceeds sqrt(eps) of the dtype times the largest output. This is larger
     than rounding and smaller than any weight that a softmax over moderate scores gives.
-
-    >>> x = torch.randn(1, 3, 2)
-    >>> other = lambda x, j: x.index_fill(1, torch.tensor([j]), 5.0)
-    >>> influence(lambda x: x.cumsum(1), x, other).visible
-    tensor([[ True, False, False],
-            [ True,  True, False],
-            [ True,  True,  True]])
     """
     base = run(x)
     columns = []

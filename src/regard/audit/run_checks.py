@@ -56,14 +56,7 @@ CHECKS_WITH_LENGTH = (
 
 
 class AuditCheck(NamedTuple):
-    """One check of the audit.
-
-    Attributes:
-        name: the name of the check.
-        description: what is true of correct code, as a sentence.
-        run: the check itself, run(context, T) -> findings. T is the number of tokens; without it
-            the check uses its own default.
-    """
+    """One check of the audit."""
 
     name: str
     description: str

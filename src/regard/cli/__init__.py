@@ -32,18 +32,7 @@ typer.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command with these arguments (default: those of the process), and exit with its code.
-
-    Args:
-        arguments: the arguments of the command, without the program name.
-
-    Raises:
-        SystemExit: always, with the exit code.
-
-    >>> main(["--version"])
-    Traceback (most recent call last):
-    SystemExit: 0
-    """
+    """Run the command with these arguments (default: those of the process), and exit with its code."""
     from regard.standard_output import run_program
 
     def program() -> int:

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 
 class ModuleRun(NamedTuple):
-    """A recorded run of a user's module.
-
-    Attributes:
-        name: what built it, as package.module:function.
-        model: the module.
-        recording: its attention.
-    """
+    """A recorded run of a user's module."""
 
     name: str
     model: nn.Module
@@ -34,13 +28,6 @@ def run_module(name: str) -> ModuleRun:
     """Import a function, call it, and record the module that it returns with its inputs.
 
     The module runs in evaluation mode; its mode is restored.
-
-    Args:
-        name: the function as package.module:function; the current folder is searched, too.
-
-    Raises:
-        ArgumentError: it cannot be imported.
-        typer.BadParameter: it is not a function, raises an error, or returns something else.
     """
     from torch import nn
 
@@ -110,19 +97,7 @@ def choose_module_head(
     head: int | None,
     batch: int,
 ) -> ModuleTarget:
-    """Return the place and head that were named, or where the query has the largest weight.
-
-    Args:
-        run: the recorded run.
-        query: row of a place, or its label; places without it are passed over.
-        key: column of a place, or its label; None means any.
-        place: name or index of the place; None chooses among all.
-        head: query head; None chooses among all.
-        batch: row of the batch.
-
-    Raises:
-        ArgumentError: there is no such place or head, or no place has the query and the key.
-    """
+    """Return the place and head that were named, or where the query has the largest weight."""
     import torch
 
     from regard.inspect import explain

@@ -81,7 +81,13 @@ class Command(_Localised, TyperCommand):
             raise typer.BadParameter(str(error), ctx, wrong_option(ctx, error)) from error
 
 
-OTHER_NAMES = {"groups": "kv_heads", "heads": "head", "length": "context", "places": "layer"}
+OTHER_NAMES = {
+    "groups": "kv_heads",
+    "heads": "head",
+    "length": "context",
+    "option": "settings",
+    "places": "layer",
+}
 """Arguments of the package, to the name that options of the same meaning have in some commands."""
 
 
@@ -90,10 +96,6 @@ def wrong_option(context: Any, error: RegardError) -> Any:
 
     It has the name of the error's argument, and holds the value if this is a text; or else holds
     the value, or `name=value` for that name; or has another name for the argument.
-
-    Args:
-        context: the context of the command.
-        error: an error that a function of the package raised.
     """
     values = {x: context.params.get(x.name) for x in context.command.params}
     texts = {
@@ -162,9 +164,6 @@ def load(name: str) -> Any:
 def paragraphs(docstring: str | None) -> list[str]:
     """Return the paragraphs of a docstring, each as one line, which typer fills to the width of the
     terminal.
-
-    >>> paragraphs("A sentence\\n    goes on.\\n\\n    Another one.")
-    ['A sentence goes on.', 'Another one.']
     """
     blocks = inspect.cleandoc(docstring or "").split("\n\n")
     return [" ".join(block.split()) for block in blocks]
@@ -175,12 +174,6 @@ def language_of_arguments(arguments: Sequence[str]) -> str:
 
     It is read before the rest of the command line, because help and errors are in this language,
     too.
-
-    Args:
-        arguments: the arguments of the command.
-
-    >>> language_of_arguments(["cost", "--lang", "zh"]), language_of_arguments(["--lang=en"])
-    ('zh', 'en')
     """
     chosen = language_of_locale()
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments

@@ -223,10 +223,6 @@ class _RanksOptions:
     def check(self, machine: Machine | None, *, alone: bool) -> None:
         """Raise if the options do not fit together; `alone` is False with options that take several
         models or contexts.
-
-        Args:
-            machine: the machine of the ranks.
-            alone: whether the command prints one model at one context.
         """
         if self.ranks is None:
             if self.link is not None or self.method is not None:

@@ -335,11 +335,7 @@ def mechanism(
 
 
 def _check_length(run: PreparedRun) -> None:
-    """Raise an error for a text that is too long, before the network runs.
-
-    Raises:
-        ArgumentError: it has more than `MAX_TOKENS` tokens.
-    """
+    """Raise an error for a text that is too long, before the network runs."""
     longest = max(len(side.ids) for side in run.sequences.values())
     if longest > MAX_TOKENS:
         raise usage_error(
@@ -357,10 +353,7 @@ def check_options(
     mechanism_options: dict[str, object],
     load_options: LoadOptions,
 ) -> None:
-    """Raise an error for options of a mechanism where there is a model, and the other way round.
-
-    >>> check_options("mqa", "tiny", {"--set": None}, LoadOptions())
-    """
+    """Raise an error for options of a mechanism where there is a model, and the other way round."""
     if attention is None:
         for flag, value in mechanism_options.items():
             if value:

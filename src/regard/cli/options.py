@@ -110,16 +110,7 @@ LONG_TEXT = 20_000
 
 
 def usage_error(option: str | None, text: str, /, **values: object) -> typer.BadParameter:
-    """Return the error that an option of a command is wrong, in the reader's language.
-
-    Args:
-        option: the flag, or the name of the argument; None if the text names several.
-        text: what is wrong and what is allowed, in English; it must be in the catalogue.
-        values: the value of each placeholder of the text.
-
-    >>> usage_error("--memory", "peak memory can only be measured on a CPU").param_hint
-    '--memory'
-    """
+    """Return the error that an option of a command is wrong, in the reader's language."""
     return typer.BadParameter(translate(text, **values), param_hint=option)
 
 
@@ -173,17 +164,6 @@ def given_text(text: str | None, file: str | None) -> str:
     """Return the text of a command: the argument, the contents of `--file`, or standard input.
 
     Prints a hint on standard error if the argument is the path of a file.
-
-    Args:
-        text: the argument, or None.
-        file: the value of `--file`, or None.
-
-    Raises:
-        typer.BadParameter: neither or both were given, or the file is not UTF-8 or is empty.
-        FileError: the file is missing, not regular, too large, or cannot be read.
-
-    >>> given_text("a text", None)
-    'a text'
     """
     if (text is None) == (file is None):
         state = Phrase("both were given" if text is not None else "neither was given")
@@ -230,10 +210,6 @@ def _is_file(text: str) -> bool:
 def console_of(color: bool | None, widest: int = CONSOLE_WIDTH) -> Console:
     """Return a console as wide as the terminal, or as the variable COLUMNS says.
 
-    Args:
-        color: whether the output is coloured; None is as the terminal supports.
-        widest: the number of columns in a file, a pipe or a wider terminal.
-
     >>> console_of(False).no_color
     True
     """
@@ -253,12 +229,7 @@ def console_of(color: bool | None, widest: int = CONSOLE_WIDTH) -> Console:
 
 
 def note(message: str, start: str = "") -> None:
-    """Print a remark on standard error, in the reader's language and within the terminal.
-
-    Args:
-        message: the remark in English, as the catalogue has it.
-        start: what stands before the remark, such as "... " before what is being done.
-    """
+    """Print a remark on standard error, in the reader's language and within the terminal."""
     typer.echo(wrap(start + translate(message), line_width()), err=True)
 
 
@@ -266,13 +237,6 @@ def note(message: str, start: str = "") -> None:
 def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     """Show on standard error that work goes on, and for how long: a moving bar on a terminal, and
     otherwise one line if the text is long.
-
-    Args:
-        what: what is being done.
-        characters: length of the text.
-
-    Yields:
-        A function that replaces the description, for example by a count.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -322,17 +286,6 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
 
     Prints on standard error which weights are randomly initialised, because the folder lacks them,
     and which keys and tensors were ignored.
-
-    Args:
-        source: "tiny", a Hugging Face folder, or org/name on the hub.
-        options: the options of the command.
-        kind: the class that the model must have; None allows any of the three classes.
-
-    Returns:
-        The loaded model.
-
-    Raises:
-        typer.BadParameter: the dtype is unknown, or the device cannot be used.
     """
     import torch
 
@@ -377,9 +330,6 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
 def check_device_option(device: str | None) -> None:
     """Raise unless the device of --device can be used; None is the CPU.
 
-    Raises:
-        ArgumentError: it cannot be used; the message has torch's reason.
-
     >>> check_device_option("cpu")
     """
     if device is None:
@@ -402,15 +352,6 @@ def check_files(
     files: Mapping[str, Path | None], *, pictures: Mapping[str, Path | None] | None = None
 ) -> None:
     """Raise an error for files that cannot be written, before anything is computed.
-
-    Args:
-        files: flag -> the file that it names; None if the flag was not given.
-        pictures: the same for charts, whose names must end in .svg, .png or .pdf.
-
-    Raises:
-        typer.BadParameter: the name is not that of a file or picture, or its folder is missing:
-            wrong usage, exit code 2.
-        FileError: the disk or the permissions do not allow it: a failure, exit code 1.
 
     >>> check_files({"--html": Path("no such folder/page.html")})
     Traceback (most recent call last):

@@ -220,11 +220,7 @@ def _lines(
 
 
 def rank_figures(mask: Mask, q: Span, k: Span, ranks: int, cut: str) -> dict[str, Any]:
-    """Return which positions each rank holds, its visible pairs, and the keys that others send it.
-
-    Raises:
-        ArgumentError: the cut is not known, or queries and keys are not one sequence from 0.
-    """
+    """Return which positions each rank holds, its visible pairs, and the keys that others send it."""
     from regard.parallel import Shards
     from regard.parallel.shards import needed_keys
 

@@ -457,18 +457,6 @@ the options of the mechanism, like --set.
 def read_config(path: Path) -> dict[str, Any]:
     """Return the options in a config file as name -> text, written as on the command line; "option"
     has the name=value settings of [model.options].
-
-    Raises:
-        FileError: the file cannot be read, or is not TOML.
-        ArgumentError: a section or a key is unknown or in the wrong place, or a value is not a
-            plain one.
-
-    >>> import tempfile
-    >>> file = Path(tempfile.mkdtemp()) / "small.toml"
-    >>> model = "[model]\\nattention = 'gqa'\\nkv-heads = 2\\noptions.base = 5e4\\n"
-    >>> _ = file.write_text(model + "[train]\\nbf16 = true")
-    >>> read_config(file)
-    {'attention': 'gqa', 'kv_heads': '2', 'option': ['base=50000.0'], 'bf16': 'True'}
     """
     try:
         content = tomllib.loads(read_text(path, MAX_CONFIG_BYTES))

@@ -173,9 +173,6 @@ def record_text(
 ) -> tuple[Recording, Overviews]:
     """Run a model on a text, keep queries and keys of the chosen heads, and reduce every head to
     its overview while the model runs.
-
-    Raises:
-        ArgumentError: the chosen heads would take more memory than is allowed.
     """
     from regard.inspect import OverviewRecorder, record
 

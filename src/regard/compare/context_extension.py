@@ -37,12 +37,6 @@ METHODS = (UNSCALED, *get_args(Extension))
 class LengthTest:
     """The context lengths at which a model is tested, and the sizes of the tests.
 
-    Attributes:
-        lengths: context lengths in tokens.
-        counted, windows: as in `regard.compare.long_context.losses_by_length`.
-        depths, trials, key, mark: as in `regard.compare.long_context.needle_in_haystack`.
-        seed: random seed for the passages.
-
     >>> LengthTest((128, 256)).depths
     (0.0, 0.25, 0.5, 0.75, 1.0)
     """
@@ -58,12 +52,7 @@ class LengthTest:
 
 
 def rotary_of(network: nn.Module) -> Rotary:
-    """Return the first rotary embedding of a network.
-
-    >>> import regard
-    >>> rotary_of(regard.load("tiny").decoder).dim
-    32
-    """
+    """Return the first rotary embedding of a network."""
     for module in network.modules():
         if isinstance(module, Rotary):
             return module
@@ -73,13 +62,7 @@ def rotary_of(network: nn.Module) -> Rotary:
 
 
 def extended_decoder(model: Model, method: str, target: int) -> Decoder:
-    """Return the decoder of a model with its context extended by a method; it shares the weights.
-
-    >>> import regard
-    >>> tiny = regard.load("tiny")
-    >>> rotary_of(extended_decoder(tiny, "linear", 1024)).scaling
-    LinearScaling(factor=4.0)
-    """
+    """Return the decoder of a model with its context extended by a method; it shares the weights."""
     if method not in METHODS:
         raise ArgumentError(
             f"the method is {method!r}; it must be one of {', '.join(METHODS)}",
@@ -98,11 +81,6 @@ def rotary_spectrum(network: nn.Module, length: int) -> Numbers:
 
     theta_i in radians per position; decay(m) = f^2 (2 / d) sum_i cos(m theta_i) with the rotary
     factor f
-
-    >>> import regard
-    >>> found = rotary_spectrum(regard.load("tiny").decoder, 256)
-    >>> found["theta"][0], found["decay"][0]
-    (1.0, [0, 1.0])
     """
     rotary = rotary_of(network)
     theta, factor, _ = rope_frequencies(
@@ -167,10 +145,6 @@ def evaluate_lengths(
 def rotary_metadata(model: Model) -> dict[str, Any]:
     """Return the properties that an extension starts from: the trained length, the rotary width,
     the base, and how many dims turn at least once within the trained length.
-
-    >>> import regard
-    >>> rotary_metadata(regard.load("tiny"))["critical_dimension"]
-    14
     """
     rotary, trained = rotary_of(model.decoder), int(model.config.max_position_embeddings)
     turning = 2 * len(rotary.inv_freq)
@@ -185,9 +159,6 @@ def rotary_metadata(model: Model) -> dict[str, Any]:
 def default_lengths(trained: int, target: int) -> tuple[int, ...]:
     """Return half the trained length, the trained length, its doubles below the target, and the
     target.
-
-    >>> default_lengths(256, 1024), default_lengths(256, 600)
-    ((128, 256, 512, 1024), (128, 256, 512, 600))
     """
     lengths: Sequence[int] = [trained // 2, trained]
     while lengths[-1] * 2 < target:
@@ -255,13 +226,7 @@ def _rotary_of_length(old: Rotary, length: int | None) -> Rotary:
 
 @torch.inference_mode()
 def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Numbers:
-    """Compare cached decoding with a pass over the whole sequence, for each token from `start` on.
-
-    >>> import regard
-    >>> tiny = regard.load("tiny")
-    >>> cache_consistency(tiny.decoder, torch.arange(12)[None], 8)["agreement"]
-    1.0
-    """
+    """Compare cached decoding with a pass over the whole sequence, for each token from `start` on."""
     if not 1 <= start < ids.shape[1]:
         raise ArgumentError(
             f"start is {start}; it must be 1 to {ids.shape[1] - 1}, for "
@@ -312,15 +277,7 @@ def consistency_by_policy(
 
 @dataclass(frozen=True)
 class ExtensionOptions:
-    """The options of `regard extend`.
-
-    Attributes:
-        length: the context length to reach; None is four times the trained length.
-        methods: the extensions to compare; an empty tuple means all. The model without extension is
-            always included.
-        windows, trials, seed: as in `LengthTest`.
-        steps: how many tokens are decoded one by one across the trained length.
-    """
+    """The options of `regard extend`."""
 
     length: int | None = None
     methods: tuple[str, ...] = ()
@@ -332,13 +289,7 @@ class ExtensionOptions:
 
 @dataclass(frozen=True)
 class ExtensionResults:
-    """The results of all extensions.
-
-    Attributes:
-        metadata: model, text, trained length, rotary dims, base, critical dimension, machine, and
-            the sizes of the tests.
-        methods: name -> by_length, theta, rotary_factor, decay, cache.
-    """
+    """The results of all extensions."""
 
     metadata: Mapping[str, Any]
     methods: Mapping[str, Numbers]

@@ -20,13 +20,6 @@ from regard.units import plural
 class NeedleResult(NamedTuple):
     """How well a model retrieves a passage from one depth of a text.
 
-    Attributes:
-        depth: 0 if the passage is at the beginning of the text, 1 if it is at the end.
-        right: the share of the tokens of the answer that are the model's first choice.
-        guessed: the same share if the passage is not in the text.
-        saved: the loss of the answer without the passage in the text minus the loss with it, in
-            nats per token.
-
     >>> NeedleResult(0.5, 0.75, 0.25, 1.5).saved
     1.5
     """
@@ -52,11 +45,6 @@ def losses_by_length(
 
     The targets are the last `counted` tokens of windows that end at the same positions, so that
     lengths differ only in the tokens before them. Sums are in fp64.
-
-    >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> losses = losses_by_length(flat, torch.zeros(99, dtype=torch.long), [40, 80])
-    >>> [round(x / math.log(4), 4) for x in losses.tolist()]
-    [1.0, 1.0]
     """
     if min(lengths) < counted or counted < 1 or windows < 1:
         raise ArgumentError(
@@ -102,11 +90,6 @@ def needle_in_haystack(
     itself, so that a model that was never trained on passkeys can be tested. Each token of the
     answer is predicted from all tokens before it. The share of right tokens without the passage is
     the share that the model can guess.
-
-    >>> flat = nn.Embedding.from_pretrained(torch.zeros(4, 4))
-    >>> ids = torch.arange(99) % 4
-    >>> [one.saved for one in needle_in_haystack(flat, ids, 60, [0.0, 1.0], trials=2)]
-    [0.0, 0.0]
     """
     passage_length = key + mark
     text_length = length - 2 * passage_length + 1
@@ -161,9 +144,5 @@ def _loss_and_accuracy(model: nn.Module, rows: Tensor, key: int) -> tuple[float,
 
 
 def perplexity(loss: float) -> float:
-    """Return exp of a loss in nats per token; infinity if no float can hold it.
-
-    >>> perplexity(0.0), perplexity(1e4)
-    (1.0, inf)
-    """
+    """Return exp of a loss in nats per token; infinity if no float can hold it."""
     return math.exp(loss) if loss < 700 else math.inf

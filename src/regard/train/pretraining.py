@@ -65,11 +65,6 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
     Without `attention` the model is a Llama. With it, it is a decoder of this package with that
     mechanism: `kv_heads` becomes the mechanism's option `groups`, `window` its option of that name
     if it has one, and `set` has its other options as "name=value".
-
-    >>> options = dict(dim=32, layers=2, heads=4, hidden=None, context=16, tie=False)
-    >>> options |= {"attention": "gqa", "kv_heads": 1, "window": 8}
-    >>> make_config(options, 257).attention_options
-    {'groups': 1}
     """
     sizes = {
         "vocab_size": vocab_size,
@@ -102,13 +97,7 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
 
 
 def make_model(config: Any, seed: int) -> nn.Module:
-    """Return a model of a config with random weights; the global random state is set to the seed.
-
-    >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
-    >>> config = make_config(sizes, 257)
-    >>> sum(p.numel() for p in make_model(config, 0).parameters())
-    28832
-    """
+    """Return a model of a config with random weights; the global random state is set to the seed."""
     model_family = family(model_type_of(config))
     assert model_family is not None
     torch.manual_seed(seed)
@@ -120,11 +109,6 @@ def parameters_without_gradient(model: nn.Module, vocab_size: int, length: int) 
 
     Such parameters keep their initial values. An example is the indexer of "dsa": it selects keys,
     which has no gradient, and its paper trains it with a separate loss.
-
-    >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
-    >>> config = make_config(sizes, 257)
-    >>> parameters_without_gradient(make_model(config, 0), 257, 8)
-    ()
     """
     device = next(model.parameters()).device
     with seeded(None, [device] if device.type == "cuda" else ()):
@@ -167,11 +151,7 @@ def _attention_options(options: Mapping[str, Any]) -> tuple[dict[str, object], i
 
 
 class PretrainingRun:
-    """One run of `regard train`, from the options of the command to the folder that it writes.
-
-    Args:
-        options: the options of the command by name.
-    """
+    """One run of `regard train`, from the options of the command to the folder that it writes."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = dict(options)

@@ -20,11 +20,7 @@ from regard.units import plural
 
 
 def load_starting_model(source: str | Path) -> Model:
-    """Load a decoder in float32, to train it further.
-
-    >>> load_starting_model("tiny").dtype
-    torch.float32
-    """
+    """Load a decoder in float32, to train it further."""
     model = load(source, dtype=torch.float32)
     if not isinstance(model, Model) or model.tokenizer is None:
         raise ArgumentError(
@@ -37,10 +33,6 @@ def load_starting_model(source: str | Path) -> Model:
 def extended_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Return the tokenizer of a model, with the Chinese characters of some texts if `vocab_size` is
     larger than its vocabulary.
-
-    >>> tokenizer = Tokenizer.train(["low"], vocab_size=258)
-    >>> extended_tokenizer(tokenizer, ["我"], 259).vocab_size
-    259
     """
     if vocab_size < tokenizer.vocab_size:
         raise ArgumentError(
@@ -58,10 +50,6 @@ def extended_model(model: Model, vocab_size: int, seed: int) -> tuple[nn.Module,
     The weights of the old tokens and of all layers are copied; those that are stored in fewer bits
     are dequantized. Rows of new tokens are normally distributed, with the mean and the standard
     deviation of the old rows of their matrix. The global random state is set to the seed.
-
-    >>> network, config = extended_model(load("tiny"), 2000, seed=0)
-    >>> config.vocab_size, tuple(network.state_dict()["head.weight"].shape)
-    (2000, (2000, 256))
     """
     config = replace(model.config, vocab_size=vocab_size)
     model_family = family(model_type_of(config))

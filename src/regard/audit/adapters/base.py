@@ -89,16 +89,7 @@ NEW_CACHE = object()
 
 
 class CallInputs(NamedTuple):
-    """The inputs of one call, besides the tokens.
-
-    Attributes:
-        keep: a mask, bool [B or 1, T, S], True = may attend, or None.
-        tokens: a padding mask, bool [B, S], False = padding, or None.
-        positions: the positions of the tokens, int [B, T]; None means the code's own.
-        memory: a cache that holds the earlier tokens; None means no cache, `NEW_CACHE` an empty
-            one.
-        weights: whether the attention weights should be returned.
-    """
+    """The inputs of one call, besides the tokens."""
 
     keep: Tensor | None = None
     tokens: Tensor | None = None
@@ -137,23 +128,7 @@ LinearMap: TypeAlias = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Projections:
-    """The linear maps of an attention module, as read from its parameters.
-
-    Attributes:
-        q, k, v: the maps from tokens to queries, keys and values: weight [out, in], and bias [out]
-            or None.
-        o: the output map, or None if the module has none.
-        heads: the number of query heads H.
-        groups: the number of key/value heads G.
-        bases: rotary bases that the module may use.
-        named: whether the parameter names tell queries, keys and values apart, so that exchanging
-            them is a fault.
-        sinks: one sink logit for each head, [H], or None.
-        norm: weight, bias and eps of a layer norm over the sum of output and input, as in BERT, or
-            None.
-        search_faults: whether faults are searched under this interpretation. Other orders of a
-            fused map are only compared with the correct definition.
-    """
+    """The linear maps of an attention module, as read from its parameters."""
 
     q: LinearMap
     k: LinearMap
@@ -174,18 +149,7 @@ class Projections:
 
 
 class TargetAdapter(ABC):
-    """Base class of the adapters: each calls one kind of attention code.
-
-    Attributes:
-        name: the name of the code.
-        called: how the code is called, for the report.
-        claims: what the code is claimed to be.
-        accepts: the inputs that the code accepts, of "mask", "rows" (a mask for each row of the
-            batch), "padding", "positions", "memory" and "weights".
-        dtype: the dtype in which the code runs.
-        width: the model dimension M, or the size of the vocabulary.
-        relative: whether the results should depend on differences of positions only.
-    """
+    """Base class of the adapters: each calls one kind of attention code."""
 
     name: str
     called: str

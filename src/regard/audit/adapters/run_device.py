@@ -19,12 +19,7 @@ _device: ContextVar[torch.device] = ContextVar("device", default=_CPU)
 
 @contextmanager
 def run_on(device: torch.device | str | None) -> Iterator[None]:
-    """Run audited code on a device in the block; None is the CPU.
-
-    >>> with run_on("meta"):
-    ...     placed(nn.Linear(1, 1)).weight.device
-    device(type='meta')
-    """
+    """Run audited code on a device in the block; None is the CPU."""
     token = _device.set(_CPU if device is None else torch.device(device))
     try:
         yield
@@ -43,11 +38,7 @@ def to_run_device(x: Any) -> Any:
 
 
 def to_checks(x: Any) -> Any:
-    """Return the tensors in x on the CPU, where the checks compute.
-
-    >>> to_checks((torch.ones(1), "a cache"))[1]
-    'a cache'
-    """
+    """Return the tensors in x on the CPU, where the checks compute."""
     return _moved(x, _CPU)
 
 

@@ -35,20 +35,7 @@ ATTENTION_OPTIONS = ("attention", "kv_heads", "position", "window", "set")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The sizes of a model, and how it is trained.
-
-    Attributes:
-        dim: the dim of the embedding; in a Transformer also the model dim.
-        hidden: the dim of a recurrent network's state, or the inner dim of feed-forward layers.
-        layers, heads, dropout: the numbers of layers and of heads, and the dropout rate.
-        steps, batch, lr, warmup: the training settings, see `regard.train.Settings`.
-        smoothing: eps of the label smoothing.
-        attention, kv_heads, position, window, set: options of model "decoder", see `regard train
-            --help`. With None and () the model is a Llama.
-
-    >>> Recipe().layers
-    2
-    """
+    """The sizes of a model, and how it is trained."""
 
     dim: int = 128
     hidden: int = 256
@@ -74,12 +61,7 @@ class Recipe:
 
 
 def models_for(task: Task) -> tuple[str, ...]:
-    """Return the names of the models that can learn a task.
-
-    >>> from regard.train.tasks import TASKS
-    >>> models_for(TASKS["mqar"])
-    ('decoder', 'rnn', 'gru', 'lstm')
-    """
+    """Return the names of the models that can learn a task."""
     return SEQ2SEQ_MODELS if task.kind == "seq2seq" else CAUSAL_MODELS
 
 
@@ -114,13 +96,7 @@ def recipe(task: Task, name: str) -> Recipe:
 
 
 def build(task: Task, name: str, sizes: Recipe) -> nn.Module:
-    """Return a model for a task with random weights, from torch's global random state.
-
-    >>> from regard.train.tasks import TASKS
-    >>> copy = TASKS["copy"]
-    >>> type(build(copy, "lstm+bahdanau", recipe(copy, "lstm+bahdanau"))).__name__
-    'RecurrentEncoderDecoder'
-    """
+    """Return a model for a task with random weights, from torch's global random state."""
     check_model(task, name)
     for option in ATTENTION_OPTIONS:
         if name != "decoder" and getattr(sizes, option):
@@ -167,13 +143,6 @@ def _decoder(task: Task, vocabulary: int, sizes: Recipe) -> nn.Module:
 class RecurrentLanguageModel(nn.Module):
     """A recurrent language model without attention: ids -> embedding -> recurrent network ->
     logits.
-
-    Args:
-        cell: a key of `regard.models.rnn.CELLS`: "rnn", "gru" or "lstm".
-        vocabulary: the number of tokens.
-        dim: the embedding dim.
-        hidden: the dim of the state.
-        layers: recurrent layers.
 
     >>> import torch
     >>> RecurrentLanguageModel("gru", 11, 8, 16, 1)(torch.tensor([[1, 2]])).shape

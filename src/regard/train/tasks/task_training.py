@@ -54,15 +54,6 @@ WEIGHTS_FILE = "model.safetensors"
 class TaskTrainingRun:
     """One run of `regard train --task`, from the options of the command to the folder that it
     writes.
-
-    Args:
-        options: the options of the command by name: out, task and model; and accumulate, seed,
-            save_every, bf16, device, examples, beams, beside, and the attributes of `Recipe`, whose
-            values replace those of the recipe unless they are None.
-
-    Raises:
-        ArgumentError: the task or the model does not exist, the model cannot learn the task, or a
-            number is out of range.
     """
 
     def __init__(self, options: dict[str, object]) -> None:
