@@ -33,7 +33,7 @@ T = 6
 
 
 class Mismatch(NamedTuple):
-    """The largest difference of an output from its reference, if the error rule does not allow it."""
+    """The largest difference of an output from its reference that the error rule does not allow."""
 
     position: tuple[int, ...]
     expected: float

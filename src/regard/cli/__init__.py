@@ -32,7 +32,7 @@ typer.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command with these arguments (default: those of the process), and exit with its code."""
+    """Run the command with these arguments, or those of the process, and exit with its code."""
     from regard.standard_output import run_program
 
     def program() -> int:

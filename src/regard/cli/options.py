@@ -121,7 +121,8 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
     The option of a field is its default, or what its type is annotated with.
     """
     hints = get_type_hints(command)
-    groups = {name: (kind, _options_of(kind)) for name, kind in hints.items() if is_dataclass(kind)}
+    kinds: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups = {name: (kind, _options_of(kind)) for name, kind in kinds.items()}
     parameters: dict[str, tuple[Any, object]] = {}
     for name, own in inspect.signature(command).parameters.items():
         own_option = {name: (hints[name], own.default)}
@@ -351,12 +352,7 @@ def report_ignored(names: Sequence[str]) -> None:
 def check_files(
     files: Mapping[str, Path | None], *, pictures: Mapping[str, Path | None] | None = None
 ) -> None:
-    """Raise an error for files that cannot be written, before anything is computed.
-
-    >>> check_files({"--html": Path("no such folder/page.html")})
-    Traceback (most recent call last):
-    typer.BadParameter: no such folder/page.html: there is no folder 'no such folder'; make it first
-    """
+    """Raise an error for files that cannot be written, before anything is computed."""
     pictures = pictures or {}
     for flag, path in {**files, **pictures}.items():
         if path is None:

@@ -220,7 +220,7 @@ def _lines(
 
 
 def rank_figures(mask: Mask, q: Span, k: Span, ranks: int, cut: str) -> dict[str, Any]:
-    """Return which positions each rank holds, its visible pairs, and the keys that others send it."""
+    """Return the positions of each rank, its visible pairs, and the keys that others send it."""
     from regard.parallel import Shards
     from regard.parallel.shards import needed_keys
 

@@ -171,7 +171,7 @@ chance that all times of one lie below all times of the other is one in three.
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """Everything that is compared."""
+    """Everything that one run compares, and under which budget."""
 
     candidates: Sequence[Candidate]
     configs: Mapping[str, Config]

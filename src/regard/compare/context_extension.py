@@ -62,7 +62,7 @@ def rotary_of(network: nn.Module) -> Rotary:
 
 
 def extended_decoder(model: Model, method: str, target: int) -> Decoder:
-    """Return the decoder of a model with its context extended by a method; it shares the weights."""
+    """Return a decoder with the weights of a model and a context that a method extends."""
     if method not in METHODS:
         raise ArgumentError(
             f"the method is {method!r}; it must be one of {', '.join(METHODS)}",
@@ -226,7 +226,7 @@ def _rotary_of_length(old: Rotary, length: int | None) -> Rotary:
 
 @torch.inference_mode()
 def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Numbers:
-    """Compare cached decoding with a pass over the whole sequence, for each token from `start` on."""
+    """Compare cached decoding with one pass over the sequence, for each token from `start` on."""
     if not 1 <= start < ids.shape[1]:
         raise ArgumentError(
             f"start is {start}; it must be 1 to {ids.shape[1] - 1}, for "

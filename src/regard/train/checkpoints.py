@@ -174,7 +174,7 @@ def latest(folder: str | Path) -> TrainingCheckpoint | None:
 
 
 def remove_leftovers(folder: str | Path) -> int:
-    """Delete the temporary folders of killed writers, but none that a running process is writing."""
+    """Delete the temporary folders of killed writers, but none that a process is writing."""
     return delete_abandoned(Path(folder))
 
 

@@ -97,7 +97,7 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
 
 
 def make_model(config: Any, seed: int) -> nn.Module:
-    """Return a model of a config with random weights; the global random state is set to the seed."""
+    """Return a model of a config with random weights; this seeds the global random state."""
     model_family = family(model_type_of(config))
     assert model_family is not None
     torch.manual_seed(seed)

@@ -80,7 +80,7 @@ def import_target(path: str) -> Any:
 def construct_module(
     maker: Callable[..., nn.Module], claims: AuditClaims, options: dict[str, object]
 ) -> nn.Module:
-    """Build a module from a class or factory, with the claimed sizes under its own argument names."""
+    """Build a module from a class or factory, with the claimed sizes under its argument names."""
     signature_parameters = parameters(maker)
     arguments = {**_sizes(signature_parameters, claims), **options}
     missing = [

@@ -76,7 +76,7 @@ def generate_ids(
 
 @dataclass(frozen=True)
 class TaskAnswer:
-    """The output of a model for an example. For a "causal" task it has the predicted tokens only."""
+    """The output of a model for an example; for a "causal" task, the predicted tokens only."""
 
     example: Example
     predicted: tuple[str, ...]
@@ -203,7 +203,7 @@ def accuracy_by_length(
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """The weights of one head, with a row for each output token and a column for each source token."""
+    """The weights of one head: a row for each output token, a column for each source token."""
 
     outcome: TaskAnswer
     head: str
