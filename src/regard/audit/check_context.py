@@ -18,10 +18,10 @@ from regard.audit.adapters.base import (
     CheckNotApplicable,
     CheckNotPossible,
     TargetAdapter,
+    influence,
 )
 from regard.audit.adapters.functions import FunctionAdapter
 from regard.audit.adapters.mask_formats import MaskBehavior
-from regard.audit.influence import influence
 from regard.tolerance import allowed_error
 
 LONG_LENGTHS = (293, 149, 75, 37)

@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from regard import __version__
-from regard.cli import COMMANDS
 from regard.cli._help_page import argument_name, help_page
 from regard.did_you_mean import did_you_mean, suggest
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError
@@ -28,6 +27,25 @@ from regard.language import (
 from regard.text_table import line_width, wrap
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
+COMMANDS = {
+    "audit": "Test other people's attention code for faults.",
+    "bench": "Time regard against other installed implementations.",
+    "compare": "Compare attention mechanisms: cost, memory, speed, quality.",
+    "convert": "Convert a checkpoint: heads, latents, positions, dtype.",
+    "cost": "Compute parameters, FLOPs, cache bytes and least time of a model.",
+    "describe": "List the attention mechanisms, or describe one of them.",
+    "explain": "Explain one attention weight of a text, number by number.",
+    "extend": "Test context extensions beyond the trained length.",
+    "generate": "Continue a prompt with a model, and report speed and memory.",
+    "inspect": "Ablate, patch and attribute heads, and measure them.",
+    "layer": "Run one attention layer on random tokens, and print its tensors.",
+    "show": "Draw any attention mask, with its counts.",
+    "train": "Train a small model and its tokenizer on any text.",
+    "view": "Look at the attention of a model or a recording, at any length.",
+}
+"""Name -> one line of help. The module `regard.cli.<name>` has the function `<name>`, annotated for
+typer.
+"""
 ABOUT = "Build, run, inspect and compare attention mechanisms."
 EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
 HELP = "Print this help, and exit."

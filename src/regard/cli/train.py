@@ -105,7 +105,7 @@ def listing(value: str | None) -> str | None:
     if value != "list":
         return value
     from regard.train.tasks import TASKS as KNOWN
-    from regard.train.tasks.task_models import models_for
+    from regard.train.tasks.task_training import models_for
 
     for task in KNOWN.values():
         about, models = translate(task.description), ", ".join(models_for(task))

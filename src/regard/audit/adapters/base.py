@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from regard.errors import ArgumentError
 from regard.language import Phrase
@@ -243,3 +246,121 @@ def count_elements(x: object, visited_ids: set[int] | None = None) -> int:
         return sum(count_elements(value, visited_ids) for value in x)
     attributes = getattr(x, "__dict__", None)
     return count_elements(attributes, visited_ids) if isinstance(attributes, dict) else 0
+
+
+M = TypeVar("M", bound=nn.Module)
+
+_CPU = torch.device("cpu")
+_device: ContextVar[torch.device] = ContextVar("device", default=_CPU)
+
+
+@contextmanager
+def run_on(device: torch.device | str | None) -> Iterator[None]:
+    """Run audited code on a device in the block; None is the CPU."""
+    token = _device.set(_CPU if device is None else torch.device(device))
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+def is_moved() -> bool:
+    """Return whether audited code runs on another device than the CPU."""
+    return _device.get() != _CPU
+
+
+def to_run_device(x: Any) -> Any:
+    """Return the tensors in x on the device where audited code runs."""
+    return _moved(x, _device.get())
+
+
+def to_checks(x: Any) -> Any:
+    """Return the tensors in x on the CPU, where the checks compute."""
+    return _moved(x, _CPU)
+
+
+def placed(module: M) -> M:
+    """Move a module to the device where audited code runs.
+
+    Its calls take tensors of the CPU and return such tensors. A cache that is an object of its own
+    stays where the module made it.
+    """
+    device = _device.get()
+    to_device(module)
+    if device == _CPU:
+        return module
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _moved(args, device), _moved(kwargs, device)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(lambda _, __, result: to_checks(result))
+    return module
+
+
+def to_device(module: M) -> M:
+    """Move a module to the device where audited code runs, and return it."""
+    return module.to(_device.get())
+
+
+def moved_function(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that runs on the device, with tensors of the CPU as its arguments and
+    results.
+    """
+    device = _device.get()
+    if device == _CPU:
+        return function
+
+    def run(*args: object, **kwargs: object) -> object:
+        return to_checks(function(*_moved(args, device), **_moved(kwargs, device)))
+
+    return run
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda y: y.to(device), x)
+
+
+class Influence(NamedTuple):
+    """How much each output changes when each token is replaced."""
+
+    amount: Tensor
+    threshold: float
+
+    @property
+    def visible(self) -> Tensor:
+        """Whether token j reaches output i, bool [T, S]. NaN counts as a change."""
+        return ~(self.amount <= self.threshold)
+
+    def strongest(self, where: Tensor) -> tuple[int, int, float]:
+        """Return the first output with an influence inside `where`, its strongest token, and the
+        amount.
+        """
+        amounts = torch.where(where & self.visible, self.amount, 0.0)
+        i = int((amounts > 0).any(1).to(torch.int64).argmax())
+        j = int(amounts[i].argmax())
+        return i, j, float(amounts[i, j])
+
+
+def influence(
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    changed: Callable[[Tensor, int], Tensor],
+    tokens: Sequence[int] | None = None,
+) -> Influence:
+    """Measure the influence of each token: run on x, and on x with each token replaced.
+
+    A change counts if it exceeds sqrt(eps) of the dtype times the largest output. This is larger
+    than rounding and smaller than any weight that a softmax over moderate scores gives.
+    """
+    base = run(x)
+    columns = []
+    for j in range(x.shape[1]) if tokens is None else tokens:
+        other = run(changed(x, j))
+        difference = (other - base).abs().double()
+        # NaN in both outputs does not show that the token has an influence
+        difference = torch.where(other.isnan() & base.isnan(), 0.0, difference)
+        columns.append(difference.transpose(0, 1).flatten(1).amax(1))
+    finite = base[base.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return Influence(torch.stack(columns, 1), scale * torch.finfo(base.dtype).eps ** 0.5)

@@ -19,6 +19,10 @@ from regard.audit.adapters.base import (
     CheckNotPossible,
     Projections,
     TargetAdapter,
+    is_moved,
+    moved_function,
+    run_on,
+    to_device,
 )
 from regard.audit.adapters.call_arguments import (
     BIAS_NAMES,
@@ -33,7 +37,6 @@ from regard.audit.adapters.call_arguments import (
     token_arguments,
 )
 from regard.audit.adapters.projections import read_projections
-from regard.audit.adapters.run_device import is_moved, moved_function, run_on, to_device
 from regard.caches import Growing
 from regard.errors import ArgumentError
 from regard.language import Phrase

@@ -24,6 +24,11 @@ from regard.audit.adapters.base import (
     Projections,
     TargetAdapter,
     count_elements,
+    is_moved,
+    placed,
+    run_on,
+    to_checks,
+    to_run_device,
 )
 from regard.audit.adapters.call_arguments import (
     NEW_CACHE_METHOD_NAMES,
@@ -38,7 +43,6 @@ from regard.audit.adapters.call_arguments import (
     token_arguments,
 )
 from regard.audit.adapters.projections import read_projections
-from regard.audit.adapters.run_device import is_moved, placed, run_on, to_checks, to_run_device
 from regard.errors import ArgumentTypeError
 from regard.masks import Mask
 from regard.models import Model, Seq2Seq, TextEncoder

@@ -4,7 +4,7 @@ FastAPI 0.103.0 contains its documentation in Chinese (MIT licence). wordcloud 1
 an example, stories of Lu Xun's "Call to Arms" (1923), which are in the public domain. The notes of
 a later editor, whose rights may last, are removed.
 
-`python -m regard.train.chinese_text FASTAPI.tar.gz WORDCLOUD.tar.gz OUT` writes a folder for
+`python -m docs.tiny_text FASTAPI.tar.gz WORDCLOUD.tar.gz OUT` writes a folder for
 `regard train`: the documentation of Python, and `COPIES` copies of the Chinese texts.
 """
 
@@ -38,10 +38,7 @@ _FULL_WIDTH = {ord("　"): " ", ord("\ufeff"): None} | {
 
 
 def chinese_documents(fastapi: str | Path, wordcloud: str | Path) -> list[TextDocument]:
-    """Read the Chinese documents from the two source archives.
-
-    Source: the source distributions of fastapi 0.103.0 and wordcloud 1.9.3 on PyPI.
-    """
+    """Read the Chinese documents from the two source archives."""
     pages = [
         TextDocument(f"fastapi/{name.rpartition(FASTAPI)[2]}", clean_page(text))
         for name, text in _members(Path(fastapi), FASTAPI, ".md")
@@ -122,9 +119,7 @@ def _members(archive: Path, within: str, ending: str) -> Iterator[tuple[str, str
 
 def main() -> None:
     """Write the text from the two archives that the arguments name."""
-    parser = argparse.ArgumentParser(
-        prog="python -m regard.train.chinese_text", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m docs.tiny_text", description=__doc__)
     for name in ("fastapi", "wordcloud", "out"):
         parser.add_argument(name, type=Path)
     arguments = parser.parse_args()
