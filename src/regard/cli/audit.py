@@ -7,6 +7,7 @@ import json as json_format
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,6 +21,7 @@ from regard.cli.options import (
     argument,
     check_device_option,
     console_of,
+    grouped,
     load,
     option,
     usage_error,
@@ -124,6 +126,38 @@ FROM_CODE = "from the code, or a small size"
 SIZES, CLAIMS, CALL = "Sizes", "What the code is claimed to be", "How the code is called"
 
 
+@dataclass(frozen=True)
+class ClaimOptions:
+    """What the code is claimed to be, and how it is called: see `regard.audit.AuditClaims`."""
+
+    dim: int | None = option("Model width.", shown=FROM_CODE, panel=SIZES)
+    heads: int | None = option("Number of query heads.", shown=FROM_CODE, panel=SIZES)
+    kv_heads: int | None = option("Number of key/value heads.", shown=FROM_CODE, panel=SIZES)
+    head_dim: int | None = option("Width of one head.", shown=FROM_CODE, panel=SIZES)
+    causal: bool | None = option(
+        "Whether the code must hide later tokens.",
+        "--causal/--bidirectional",
+        shown="what the code does",
+        panel=CLAIMS,
+    )
+    window: int | None = option(
+        "Number of keys that a query attends to, its own included.", panel=CLAIMS
+    )
+    scale: float | None = option("Factor on the scores.", shown="1/sqrt(head dim)", panel=CLAIMS)
+    mask: str | None = option(
+        "Mask convention: keep (True = may attend), block (True = hidden) or additive.",
+        shown="the convention under which the checks pass",
+        panel=CLAIMS,
+    )
+    layout: str = option(
+        "Dimension order of the tensors that a function takes: BHTD (batch, heads, tokens, "
+        "head dim) or BTHD.",
+        default="BHTD",
+        panel=CALL,
+    )
+
+
+@grouped
 def audit(
     target: str | None = argument(
         "The code to audit, as package.module:name. It is a module class, a function that "
@@ -132,31 +166,6 @@ def audit(
     ),
     model: str | None = option(
         'Audit a model instead: "tiny", a Hugging Face folder, or org/name on the hub.'
-    ),
-    dim: int | None = option("Model width.", shown=FROM_CODE, panel=SIZES),
-    heads: int | None = option("Number of query heads.", shown=FROM_CODE, panel=SIZES),
-    kv_heads: int | None = option("Number of key/value heads.", shown=FROM_CODE, panel=SIZES),
-    head_dim: int | None = option("Width of one head.", shown=FROM_CODE, panel=SIZES),
-    causal: bool | None = option(
-        "Whether the code must hide later tokens.",
-        "--causal/--bidirectional",
-        shown="what the code does",
-        panel=CLAIMS,
-    ),
-    window: int | None = option(
-        "Number of keys that a query attends to, its own included.", panel=CLAIMS
-    ),
-    scale: float | None = option("Factor on the scores.", shown="1/sqrt(head dim)", panel=CLAIMS),
-    mask: str | None = option(
-        "Mask convention: keep (True = may attend), block (True = hidden) or additive.",
-        shown="the convention under which the checks pass",
-        panel=CLAIMS,
-    ),
-    layout: str = option(
-        "Dimension order of the tensors that a function takes: BHTD (batch, heads, tokens, "
-        "head dim) or BTHD.",
-        default="BHTD",
-        panel=CALL,
     ),
     rotary: bool = option(
         "The target is a function rotate(x) or rotate(x, positions).",
@@ -204,6 +213,8 @@ def audit(
     ),
     json: bool = JSON,
     color: bool | None = COLOR,
+    *,
+    claims: ClaimOptions,
 ) -> None:
     """Find faults in attention code: masks, leaks, scale, heads, rotary, windows, caches, padding.
 
@@ -222,17 +233,6 @@ def audit(
     if model is None and (ignore or revision):
         hint = "--ignore" if ignore else "--revision"
         raise usage_error(hint, "only applies to a model that --model loads; leave it out")
-    claims = {
-        "dim": dim,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "causal": causal,
-        "window": window,
-        "scale": scale,
-        "mask": mask,
-        "layout": layout,
-    }
     try:
         if rotary and adapter:
             raise usage_error(
@@ -248,7 +248,7 @@ def audit(
             accept=accept or (),
             seed=seed,
             device=device,
-            **claims,
+            **vars(claims),
         )
     except RegardError as error:  # 1 means faults
         raise ArgumentError(str(error), argument=error.argument, value=error.value) from error

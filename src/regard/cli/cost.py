@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from regard.cli.options import JSON, argument, note, option, usage_error
+from regard.cli.options import JSON, argument, grouped, note, option, usage_error
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.model import ModelSpec, StoredSize
 from regard.cost.ranks import METHODS, RanksReport
@@ -41,6 +41,45 @@ DEFAULT_CONTEXT, DEFAULT_RANGE = 4096, "context=1k..128k"
 Rows = dict[str, list[dict[str, object]]]
 
 
+@dataclass(frozen=True)
+class SizeOptions:
+    """The sizes of a model that is not named."""
+
+    layers: int | None = option("Number of layers.")
+    dim: int | None = option("Model width M.")
+    heads: int | None = option("Number of query heads H.")
+    attention: str | None = option(
+        "Attention mechanism, by its name in regard describe.", shown="mha or gqa, depending on G"
+    )
+    global_every: int | None = option("With --window: every n-th layer has no window.")
+    ff: int | None = option("Hidden width F of the feed-forward layers.", "--ff", shown="4 M")
+    gated: bool | None = option(
+        "Whether the feed-forward layers have a gate.", "--gated/--plain", shown="gated"
+    )
+    vocab: int | None = option("Vocabulary size V.", shown="32000")
+    tied: bool | None = option(
+        "Whether the output head is the embedding.", "--tied/--untied", shown="untied"
+    )
+    experts: int | None = option("Number of experts.")
+    active: int | None = option("Number of experts that a token uses.")
+    expert_ff: int | None = option("Hidden width F of an expert.", "--expert-ff", shown="--ff")
+    shared: int | None = option("Number of shared experts, which all tokens use.")
+    dense_layers: int | None = option("Number of first layers without experts.")
+
+
+@dataclass(frozen=True)
+class MechanismOptions:
+    """The options of the attention of a model that is not named."""
+
+    kv_heads: int | None = option("Number of key/value heads G.", shown="H")
+    head_dim: int | None = option("Width D of a head.", shown="M / H")
+    settings: list[str] | None = option(
+        "Another option of the mechanism, such as kv_rank=512. Repeatable.", "--set"
+    )
+    window: int | None = option("Maximum number of keys that a query attends to.", shown="no limit")
+
+
+@grouped
 def cost(
     source: str | None = argument(
         "A model: a name that --list shows, a config.json or its folder, a GGUF file, or "
@@ -104,34 +143,9 @@ def cost(
     ),
     json: bool = JSON,
     list_: bool = option("List the known models and machines, and exit.", "--list", default=False),
-    layers: int | None = option("Number of layers."),
-    dim: int | None = option("Model width M."),
-    heads: int | None = option("Number of query heads H."),
-    kv_heads: int | None = option("Number of key/value heads G.", shown="H"),
-    head_dim: int | None = option("Width D of a head.", shown="M / H"),
-    attention: str | None = option(
-        "Attention mechanism, by its name in regard describe.", shown="mha or gqa, depending on G"
-    ),
-    settings: list[str] | None = option(
-        "Another option of the mechanism, such as kv_rank=512. Repeatable.", "--set"
-    ),
-    window: int | None = option(
-        "Maximum number of keys that a query attends to.", shown="no limit"
-    ),
-    global_every: int | None = option("With --window: every n-th layer has no window."),
-    ff: int | None = option("Hidden width F of the feed-forward layers.", "--ff", shown="4 M"),
-    gated: bool | None = option(
-        "Whether the feed-forward layers have a gate.", "--gated/--plain", shown="gated"
-    ),
-    vocab: int | None = option("Vocabulary size V.", shown="32000"),
-    tied: bool | None = option(
-        "Whether the output head is the embedding.", "--tied/--untied", shown="untied"
-    ),
-    experts: int | None = option("Number of experts."),
-    active: int | None = option("Number of experts that a token uses."),
-    expert_ff: int | None = option("Hidden width F of an expert.", "--expert-ff", shown="--ff"),
-    shared: int | None = option("Number of shared experts, which all tokens use."),
-    dense_layers: int | None = option("Number of first layers without experts."),
+    *,
+    size_options: SizeOptions,
+    mechanism: MechanismOptions,
 ) -> None:
     """Print the parameters of a model by part, the FLOPs of a prompt and of a token, the bytes of
     its cache, and the least time on a machine.
@@ -144,31 +158,15 @@ def cost(
     if list_:
         typer.echo(text.listing(json=json))
         return
-    sizes = {
-        "layers": layers,
-        "dim": dim,
-        "heads": heads,
-        "attention": attention,
-        "global_every": global_every,
-        "ff": ff,
-        "gated": gated,
-        "vocab": vocab,
-        "tied": tied,
-        "experts": experts,
-        "active": active,
-        "expert_ff": expert_ff,
-        "shared": shared,
-        "dense_layers": dense_layers,
-    }
-    mechanism_flags = {"groups": kv_heads, "head_dim": head_dim, "window": window}
-    options = _mechanism_options(mechanism_flags, settings or [])
+    sizes = vars(size_options)
+    options = _mechanism_options(mechanism)
     base = Setting(1, batch, dtype or "bf16", kv_dtype)
     on_machine = _machine(machine, bandwidth, flops)
     over_ranks = _RanksOptions(ranks, link, method)
     alone = vs is None and mechanisms is None and sweep is None and plot is None
     over_ranks.check(on_machine, alone=alone)
     if mechanisms is not None:
-        if vs is not None or sweep is not None or attention is not None:
+        if vs is not None or sweep is not None or size_options.attention is not None:
             raise usage_error(
                 "--mechanisms",
                 "compares mechanisms in one model; leave out --vs, --sweep and --attention",
@@ -434,10 +432,15 @@ def _flag_of(name: str) -> str:
     return flags.get(name, f"--{name.replace('_', '-')}")
 
 
-def _mechanism_options(mechanism_flags: dict[str, Any], settings: list[str]) -> dict[str, object]:
+def _mechanism_options(mechanism: MechanismOptions) -> dict[str, object]:
     """Collect the options of the mechanism from its flags and from `--set name=value`."""
-    options = {name: value for name, value in mechanism_flags.items() if value is not None}
-    for setting in settings:
+    named = {
+        "groups": mechanism.kv_heads,
+        "head_dim": mechanism.head_dim,
+        "window": mechanism.window,
+    }
+    options: dict[str, object] = {name: x for name, x in named.items() if x is not None}
+    for setting in mechanism.settings or []:
         name, sign, value = setting.partition("=")
         if not sign or not (value.isdecimal() or name == "form"):
             raise usage_error(

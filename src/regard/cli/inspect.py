@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,52 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 """Task -> the options that apply to it, besides those of the model and of the output."""
 
 
+@dataclass(frozen=True)
+class TaskOptions:
+    """The options that apply to some of the tasks."""
+
+    answer: str | None = option(
+        "The token whose probability is measured, with its space; for a text encoder a text.",
+        shown="the model's own most likely token",
+        panel=WHAT,
+    )
+    versus: str | None = option(
+        "Measure the logit of --answer minus that of this token.", panel=WHAT
+    )
+    corrupt: str | None = option("The other text, with as many tokens.", panel=WHAT)
+    other: str | None = option("compare: another text with as many tokens.", panel=WHAT)
+    method: str | None = option(
+        "ablate: zero, mean, resample; attribute: direct, gradient, integrated_gradients; "
+        "rollout: rollout, flow.",
+        shown="the first",
+        panel=WHAT,
+    )
+    reference: str | None = option(
+        "ablate: the text whose outputs mean and resample use.", shown="TEXT", panel=WHAT
+    )
+    seed: int | None = option("ablate: random seed of resample.", shown="0", panel=WHAT)
+    what: str | None = option(
+        "patch: residual, mlp, out, heads or paths.", shown="residual", panel=WHAT
+    )
+    receiver: str | None = option(
+        "patch --what paths: the end of the paths, LAYER:HEAD:q, k or v.",
+        shown="the logits",
+        panel=WHAT,
+    )
+    by_key: bool = option(
+        "attribute: split heads by the key they read.", "--by-key", default=False, panel=WHAT
+    )
+    steps: int | None = option("attribute: points of integrated gradients.", shown="8", panel=WHAT)
+    query: int | None = option(
+        "rollout --method flow: the row to compute.", shown="all", panel=WHAT
+    )
+    metric: str | None = option(
+        "measure: the metric to print, such as induction or previous_token.",
+        shown="entropy",
+        panel=WHAT,
+    )
+
+
 @grouped
 def inspect(
     task: str = argument(
@@ -64,46 +111,6 @@ def inspect(
     ),
     texts: list[str] | None = argument("The text; measure takes several.", metavar="TEXT"),
     model: str = SOURCE,
-    answer: str | None = option(
-        "The token whose probability is measured, with its space; for a text encoder a text.",
-        shown="the model's own most likely token",
-        panel=WHAT,
-    ),
-    versus: str | None = option(
-        "Measure the logit of --answer minus that of this token.", panel=WHAT
-    ),
-    corrupt: str | None = option("The other text, with as many tokens.", panel=WHAT),
-    other: str | None = option("compare: another text with as many tokens.", panel=WHAT),
-    method: str | None = option(
-        "ablate: zero, mean, resample; attribute: direct, gradient, integrated_gradients; "
-        "rollout: rollout, flow.",
-        shown="the first",
-        panel=WHAT,
-    ),
-    reference: str | None = option(
-        "ablate: the text whose outputs mean and resample use.", shown="TEXT", panel=WHAT
-    ),
-    seed: int | None = option("ablate: random seed of resample.", shown="0", panel=WHAT),
-    what: str | None = option(
-        "patch: residual, mlp, out, heads or paths.", shown="residual", panel=WHAT
-    ),
-    receiver: str | None = option(
-        "patch --what paths: the end of the paths, LAYER:HEAD:q, k or v.",
-        shown="the logits",
-        panel=WHAT,
-    ),
-    by_key: bool = option(
-        "attribute: split heads by the key they read.", "--by-key", default=False, panel=WHAT
-    ),
-    steps: int | None = option("attribute: points of integrated gradients.", shown="8", panel=WHAT),
-    query: int | None = option(
-        "rollout --method flow: the row to compute.", shown="all", panel=WHAT
-    ),
-    metric: str | None = option(
-        "measure: the metric to print, such as induction or previous_token.",
-        shown="entropy",
-        panel=WHAT,
-    ),
     out: Path | None = option(
         "Also write the table (.csv, .json, .npy) or its map (.svg, .png, .pdf) to this file.",
         panel=OUT,
@@ -111,31 +118,18 @@ def inspect(
     top: int = option("Number of cells to print.", default=10, panel=OUT, min=1),
     json: bool = JSON,
     *,
+    task_options: TaskOptions,
     load_options: LoadOptions,
 ) -> None:
     """Change what a model computes and measure the effect, or measure its heads: ablation,
     activation patching, attribution, the logit lens, rollout, metrics.
     """
-    values = {
-        "answer": answer,
-        "versus": versus,
-        "corrupt": corrupt,
-        "other": other,
-        "method": method,
-        "reference": reference,
-        "seed": seed,
-        "what": what,
-        "receiver": receiver,
-        "by_key": by_key or None,
-        "steps": steps,
-        "query": query,
-        "metric": metric,
-    }
-    options = {name: value for name, value in values.items() if value is not None}
+    values = vars(task_options)
+    options = {name: x for name, x in values.items() if x is not None and x is not False}
     _check(task, texts or [], options, out)
     loaded = load(model, load_options)
     result = _RUNS[task](loaded, texts or [], options)
-    _print(result, metric, out, top, json=json)
+    _print(result, task_options.metric, out, top, json=json)
 
 
 def _check(task: str, texts: list[str], options: Mapping[str, Any], out: Path | None) -> None:

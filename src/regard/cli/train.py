@@ -8,7 +8,7 @@ import json as json_format
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,37 +68,6 @@ TASKS = ("translate", "translate-back", "dates", "copy", "induction", "mqar", "p
 test compares the two.
 """
 
-SHARED_OPTIONS = (
-    "out",
-    "steps",
-    "batch",
-    "dim",
-    "layers",
-    "heads",
-    "hidden",
-    "lr",
-    "warmup",
-    "accumulate",
-    "seed",
-    "save_every",
-    "resume",
-    "threads",
-    "bf16",
-    "device",
-    "json",
-    "clip",
-    "weight_decay",
-    "attention",
-    "kv_heads",
-    "position",
-    "window",
-    "set",
-)
-"""Options that apply to training on text and to training on tasks."""
-
-TASK_OPTIONS = ("model", "dropout", "smoothing", "beams", "examples", "beside")
-"""Options that apply to training on tasks only."""
-
 
 def listing(value: str | None) -> str | None:
     """Print every task with its sentence and its models for `--task list`, and end the command."""
@@ -142,7 +111,7 @@ def check(options: dict[str, object], given_names: set[str]) -> None:
             "--model",
             "a task needs a model: lstm, lstm+bahdanau, transformer, ... (--task list shows them)",
         )
-    for name in sorted(given_names - {*SHARED_OPTIONS, *TASK_OPTIONS, "task"}):
+    for name in sorted(given_names & {*TEXT_OPTIONS, *_names_in(_DATA)}):
         raise usage_error(
             flag(name),
             "applies to training on text, but --task generates its own data; leave one of them out",
@@ -332,6 +301,26 @@ class TrainOptions:
     json: bool = JSON
 
 
+def _names_in(*panels: str) -> tuple[str, ...]:
+    """Return the names of the options in these groups of the help page."""
+    options = ((x.name, x.default) for x in fields(TrainOptions))
+    return tuple(name for name, own in options if getattr(own, "rich_help_panel", "") in panels)
+
+
+TASK_OPTIONS = tuple(name for name in _names_in(_TASKS) if name != "task")
+"""The options that apply to training on tasks only."""
+TEXT_OPTIONS = ("source", "config", "vocab", "start_from", "tie", "compile", "dtype", "parallel")
+"""The options, besides those of the data, that apply to training on text only."""
+SECTIONS = {
+    "model": tuple(name for name in _names_in(_MODEL) if name != "set"),
+    "train": (*_names_in(_STEPS), "save_every", "threads", "device", "dtype"),
+    "data": ("source", *_names_in(_DATA)),
+}
+"""Section of the config file -> the options of the command that it may contain. [model.options] has
+the options of the mechanism, like --set.
+"""
+
+
 @grouped
 def train(ctx: typer.Context, train_options: TrainOptions) -> None:
     """Train a decoder on text and write a checkpoint folder that `regard` can load.
@@ -417,41 +406,6 @@ def _check(options: dict[str, Any]) -> None:
 
 MAX_CONFIG_BYTES = 1 << 20
 """The maximum size in bytes of a config file."""
-SECTIONS = {
-    "model": (
-        "dim",
-        "layers",
-        "heads",
-        "kv_heads",
-        "hidden",
-        "vocab",
-        "tie",
-        "attention",
-        "position",
-        "window",
-        "start_from",
-    ),
-    "train": (
-        "steps",
-        "batch",
-        "lr",
-        "warmup",
-        "accumulate",
-        "clip",
-        "weight_decay",
-        "seed",
-        "save_every",
-        "bf16",
-        "compile",
-        "threads",
-        "device",
-        "dtype",
-    ),
-    "data": ("source", "context", "repeat", "repeat_first"),
-}
-"""Section of the config file -> the options of the command that it may contain. [model.options] has
-the options of the mechanism, like --set.
-"""
 
 
 def read_config(path: Path) -> dict[str, Any]:
