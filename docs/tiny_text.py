@@ -4,7 +4,7 @@ FastAPI 0.103.0 contains its documentation in Chinese (MIT licence). wordcloud 1
 an example, stories of Lu Xun's "Call to Arms" (1923), which are in the public domain. The notes of
 a later editor, whose rights may last, are removed.
 
-`python -m regard.train.chinese_text FASTAPI.tar.gz WORDCLOUD.tar.gz OUT` writes a folder for
+`python -m docs.tiny_text FASTAPI.tar.gz WORDCLOUD.tar.gz OUT` writes a folder for
 `regard train`: the documentation of Python, and `COPIES` copies of the Chinese texts.
 """
 
@@ -38,14 +38,7 @@ _FULL_WIDTH = {ord("　"): " ", ord("\ufeff"): None} | {
 
 
 def chinese_documents(fastapi: str | Path, wordcloud: str | Path) -> list[TextDocument]:
-    """Read the Chinese documents from the two source archives.
-
-    Source: the source distributions of fastapi 0.103.0 and wordcloud 1.9.3 on PyPI.
-
-    >>> chinese_documents("fastapi.tar.gz", "wordcloud.tar.gz")
-    Traceback (most recent call last):
-    regard.errors.FileError: fastapi.tar.gz: not a readable archive ...
-    """
+    """Read the Chinese documents from the two source archives."""
     pages = [
         TextDocument(f"fastapi/{name.rpartition(FASTAPI)[2]}", clean_page(text))
         for name, text in _members(Path(fastapi), FASTAPI, ".md")
@@ -61,11 +54,7 @@ def chinese_documents(fastapi: str | Path, wordcloud: str | Path) -> list[TextDo
 
 
 def clean_page(text: str) -> str:
-    """Return a page without addresses, pictures, HTML tags and included files.
-
-    >>> clean_page("查看 [文档](https://a.b)。\\n\\n{!a.py!}\\n\\n![图](a.png)\\n它<b>很快</b>。")
-    '查看 文档。\\n\\n它很快。'
-    """
+    """Return a page without addresses, pictures, HTML tags and included files."""
     text = re.sub(r"!\[[^]]*\]\([^)]*\)", "", text)
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"<[^<>\n]{1,300}>", "", text)
@@ -74,12 +63,7 @@ def clean_page(text: str) -> str:
 
 
 def split_stories(text: str) -> Iterator[str]:
-    """Yield the stories of the book, without the notes behind each story and their marks.
-
-    >>> book = "白光⑴\\n----\\n　　他去了⑵。\\n【注释】\\n⑴据日记。\\n兔和猫\\n----\\n三太太。"
-    >>> list(split_stories(book))
-    ['白光\\n他去了。', '兔和猫\\n三太太。']
-    """
+    """Yield the stories of the book, without the notes behind each story and their marks."""
     lines = [line.strip() for line in text.translate(_FULL_WIDTH).splitlines()]
     lines = [line for line in lines if line]
     starts = [i - 1 for i, line in enumerate(lines) if i and re.fullmatch(r"-{4,}", line)]
@@ -135,9 +119,7 @@ def _members(archive: Path, within: str, ending: str) -> Iterator[tuple[str, str
 
 def main() -> None:
     """Write the text from the two archives that the arguments name."""
-    parser = argparse.ArgumentParser(
-        prog="python -m regard.train.chinese_text", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m docs.tiny_text", description=__doc__)
     for name in ("fastapi", "wordcloud", "out"):
         parser.add_argument(name, type=Path)
     arguments = parser.parse_args()
