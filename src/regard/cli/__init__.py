@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "audit": "Test other people's attention code for faults.",
-    "bench": "Time regard against other installed implementations.",
     "compare": "Compare attention mechanisms: cost, memory, speed, quality.",
     "convert": "Convert a checkpoint: heads, latents, positions, dtype.",
     "cost": "Compute parameters, FLOPs, cache bytes and least time of a model.",

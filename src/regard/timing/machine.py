@@ -58,7 +58,7 @@ def describe_machine(device: torch.device) -> MachineFacts:
     software.
 
     Args:
-        device: the device of the benchmark; for "cuda" the name of the GPU is added.
+        device: the device; for "cuda" the name of the GPU is added.
 
     Returns:
         Plain values by name.
