@@ -3,7 +3,7 @@
 A `Case` has `ProblemSizes`, which create a `Problem`; a `Peer` is an implementation that solves
 problems. `measure` runs every peer that can run, compares its output with a reference, times the
 peers in turns, and returns one row per peer, also for peers that are missing or wrong. The cases
-in `benchmarks.program_cases` time whole programs. `python -m benchmarks` is the command; it runs in
+in `benchmarks.programs` time whole programs. `python -m benchmarks` is the command; it runs in
 a checkout and is no part of the installed package.
 """
 

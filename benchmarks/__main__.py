@@ -18,13 +18,14 @@ import typer
 from benchmarks import CASES, Case, Ceilings, ProblemSizes, TimingBudget, measure, render
 from benchmarks.block_tuning import (
     ATTENTION,
+    RECURRENCES,
     as_python,
     measure_on,
     shared_memory_limit,
     tune_table,
 )
-from benchmarks.cases import GROUPS, SIZES
-from benchmarks.recurrence_tuning import RECURRENCES
+from benchmarks.cases import GROUPS
+from benchmarks.interfaces import SIZES, name_of
 from benchmarks.result import CaseResult, as_json
 from regard import units
 from regard.cli.app import command_of, run
@@ -258,7 +259,7 @@ def peak_of_peer(
     case: Case, dtype: torch.dtype, size_options: dict[str, object]
 ) -> Callable[[str], int | None]:
     """Return a function from the name of an implementation to its peak memory."""
-    settings = {**size_options, "case": case.name, "dtype": str(dtype).removeprefix("torch.")}
+    settings = {**size_options, "case": case.name, "dtype": name_of(dtype)}
     settings["threads"] = torch.get_num_threads()
     return lambda name: call_in_subprocess(
         "benchmarks.cases:peer_peak_bytes",

@@ -4,7 +4,7 @@ For each row of the table several sizes are compiled and timed in turns. Sizes t
 or need more shared memory than the device has are left out, and the row changes only if another one
 is clearly faster, so that noise changes nothing. The result is Python text for a reviewer, who
 enters it in `MEASURED` of the file that the text names; no program reads it. There is a table for
-attention here, and one for recurrences in `recurrence_tuning`.
+attention, and one for recurrences.
 """
 
 from __future__ import annotations
@@ -14,10 +14,18 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from regard.errors import RegardError
 from regard.masks import Causal
-from regard.ops.linear.triton.block_sizes import RecurrenceSizes, RecurrenceSizesKey
+from regard.ops.linear.triton.block_sizes import TABLE as RECURRENCE_TABLE
+from regard.ops.linear.triton.block_sizes import (
+    ChunkSizes,
+    RecurrenceSizes,
+    RecurrenceSizesKey,
+    try_recurrence_sizes,
+)
+from regard.ops.linear.triton.kernel import RecurrenceCall
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.triton.block_sizes import (
     TABLE,
@@ -27,6 +35,7 @@ from regard.ops.softmax.triton.block_sizes import (
     try_sizes,
 )
 from regard.ops.triton_support import Launch, has_triton
+from regard.timing.machine import wait_for
 from regard.timing.measurement import interleaved, median
 from regard.units import plural
 
@@ -44,15 +53,7 @@ RowSizes: TypeAlias = LaunchSizes | RecurrenceSizes
 
 
 class Trial(NamedTuple):
-    """What was measured of one choice of sizes.
-
-    Args:
-        sizes: the sizes.
-        seconds: the median time of a call; None if it did not run.
-        spilled: the bytes of registers that a program spills.
-        shared: the bytes of shared memory of a program.
-        why: why it did not run, or "".
-    """
+    """What was measured of one choice of sizes."""
 
     sizes: RowSizes
     seconds: float | None = None
@@ -103,10 +104,6 @@ class TunedTable(NamedTuple):
 def candidates(key: SizesKey, current: LaunchSizes) -> list[LaunchSizes]:
     """Return the sizes that are tried for a row: those of the table first, then those with at most
     twice and at least half as many rows and keys.
-
-    >>> key = SizesKey("decode", True, 128)
-    >>> len(candidates(key, TABLE[key])), candidates(key, TABLE[key])[0] == TABLE[key]
-    (24, True)
     """
     decodes = key.kind == "decode"
     rows = (16,) if decodes else (16, 32, 64, 128) if key.half else (16, 32, 64)
@@ -127,25 +124,7 @@ def candidates(key: SizesKey, current: LaunchSizes) -> list[LaunchSizes]:
 
 
 def choose(trials: Sequence[Trial], shared_limit: int) -> Trial:
-    """Return the trial whose sizes the table should have.
-
-    Args:
-        trials: the trials, that of the present sizes first.
-        shared_limit: the bytes of shared memory of a program that the device has.
-
-    Returns:
-        The fastest trial that ran, fits and spills no more than `MAX_SPILLED_BYTES`; the first one,
-        unless another is faster by `MIN_GAIN`. Of equal times the earlier one counts.
-
-    Raises:
-        RegardError: no trial is allowed.
-
-    >>> a, b = LaunchSizes(64, 64, 4, 2), LaunchSizes(64, 32, 4, 2)
-    >>> choose([Trial(a, 1.0), Trial(b, 0.99)], 1000).sizes == a
-    True
-    >>> choose([Trial(a, 1.0), Trial(b, 0.5)], 1000).sizes == b
-    True
-    """
+    """Return the trial whose sizes the table should have."""
     allowed = [
         x
         for x in trials
@@ -172,17 +151,7 @@ def tune_table(
     table: TunedTable | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Proposal]:
-    """Measure the rows of the table, and choose sizes for each.
-
-    Args:
-        measure: runs a kernel with each of some sizes.
-        shared_limit: the bytes of shared memory of a program that the device has.
-        table: the table; None is that of attention.
-        say: called with a line of text before each row.
-
-    Returns:
-        One proposal for each row in which some sizes are allowed.
-    """
+    """Measure the rows of the table, and choose sizes for each."""
     table, proposals = table or ATTENTION, []
     for key, current in table.rows.items():
         sizes, name = table.candidates(key, current), table.row_name(key)
@@ -198,11 +167,7 @@ def tune_table(
 
 
 def row_name(key: SizesKey) -> str:
-    """Return the words for a row.
-
-    >>> row_name(SizesKey("forward", True, 128))
-    'forward, 2 bytes, D up to 128'
-    """
+    """Return the words for a row."""
     return f"{key.kind}, {2 if key.half else 4} bytes, D up to {key.width}"
 
 
@@ -241,15 +206,7 @@ def as_python(
 
 
 def problem_of(key: SizesKey, device: torch.device) -> Call:
-    """Return a causal call that a row of the table is measured with.
-
-    Args:
-        key: the row.
-        device: the device.
-
-    Returns:
-        The call, on random inputs.
-    """
+    """Return a causal call that a row of the table is measured with."""
     dtype = torch.bfloat16 if key.half else torch.float32
     decodes = key.kind == "decode"
     D, E = (576, 512) if key.width == 576 else (key.width, key.width)
@@ -306,19 +263,7 @@ ATTENTION = TunedTable(
 
 
 def measure_on(device: torch.device, *, table: TunedTable = ATTENTION, rounds: int = 5) -> Measure:
-    """Return a function that measures block sizes on a GPU.
-
-    Args:
-        device: the GPU.
-        table: the table whose rows are measured.
-        rounds: how often all sizes of a row are timed in turns.
-
-    Returns:
-        The function.
-
-    Raises:
-        RegardError: the device is no GPU, or triton is not installed.
-    """
+    """Return a function that measures block sizes on a GPU."""
     if device.type != "cuda":
         raise RegardError(
             f"block sizes are measured on a GPU, not on {device.type}: run "
@@ -362,18 +307,12 @@ def shared_memory_limit(device: torch.device) -> int:
 def timed(
     launches: Mapping[RowSizes, Sequence[Launch]], device: torch.device, rounds: int
 ) -> dict[RowSizes, float]:
-    """Return the median seconds of launches that are timed in turns.
-
-    Args:
-        launches: the launches by their sizes; those of one choice are timed together.
-        device: the GPU.
-        rounds: how often each is timed.
-    """
+    """Return the median seconds of launches that are timed in turns."""
     names = {str(i): sizes for i, sizes in enumerate(launches)}
     times = interleaved(
         {name: partial(_run_all, launches[sizes]) for name, sizes in names.items()},
         rounds=rounds,
-        synchronise=lambda: torch.cuda.synchronize(device),
+        synchronise=partial(wait_for, device),
     )
     return {sizes: median(times[name]) for name, sizes in names.items()}
 
@@ -382,3 +321,93 @@ def _run_all(launches: Sequence[Launch]) -> None:
     """Run launches in their order."""
     for launch in launches:
         launch.run()
+
+
+RECURRENCE_KERNELS = {
+    "states": ("chunk_states", "write_nans", "gradients_of_states"),
+    "parallel": ("chunk_outputs", "gradients_of_updates"),
+    "gradients": ("gradients_of_inputs", "gradients_of_corrections", "gradients_of_system"),
+    "solve": ("solve_chunk",),
+}
+"""Kind -> the kernels whose sizes its rows have."""
+
+
+def recurrence_candidates(key: RecurrenceSizesKey, current: ChunkSizes) -> list[RecurrenceSizes]:
+    """Return the sizes that are tried for a row: those of the table first, then those with at most
+    twice and at least half as many channels and columns.
+    """
+    first = RecurrenceSizes(*current[1:])
+    # the kernels that pass a state read all channels
+    channels = (first.channels,) if key.kind == "states" else (16, 32, 64)
+    sizes = [
+        RecurrenceSizes(n, m, warps, stages)
+        for n in channels
+        if first.channels <= 2 * n <= 4 * first.channels
+        for m in (16, 32, 64)
+        if first.columns <= 2 * m <= 4 * first.columns
+        for warps in (4, 8)
+        for stages in (1, 2, 3)
+    ]
+    return [first, *(x for x in sizes if x != first)]
+
+
+def recurrence_of(key: RecurrenceSizesKey, device: torch.device) -> RecurrenceCall:
+    """Return a gated delta rule with which a row of the table is measured."""
+    B, N, T, D = 1, 32, 2048, key.width
+    draw = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    q, v, k = drawn(B, N, T, D), drawn(B, N, T, D), F.normalize(drawn(B, N, T, D), dim=-1)
+    beta = drawn(B, N, T, 1).sigmoid()
+    log_decay = -drawn(B, N, T, D if key.by_channel else 1).exp() / 10
+    halves = (x.to(device, torch.bfloat16) for x in (q, k, v, beta, log_decay))
+    q, k, v, beta, log_decay = halves
+    state = torch.zeros(B, N, D, D, device=device)
+    half = torch.bfloat16
+    return RecurrenceCall(q, k, v, state, beta, log_decay, D**-0.5, half, half)
+
+
+def launches_of(call: RecurrenceCall) -> list[Launch]:
+    """Return the launches of both passes of a recurrence, in their order, with the sizes that are
+    tried at the moment.
+    """
+    from regard.ops.linear.triton.launch import backward_launches, forward_launches
+
+    forward, buffers = forward_launches(call)
+    d_out = torch.randn_like(buffers.out)
+    backward, _ = backward_launches(call, buffers, d_out, torch.zeros_like(call.state))
+    return [*forward, *backward]
+
+
+def _launches_of_recurrence(
+    key: RecurrenceSizesKey, device: torch.device
+) -> Callable[[RecurrenceSizes], tuple[list[Launch], list[Launch]]]:
+    """Return a function that prepares the kernels of a row: all run once, for their inputs are the
+    results of others, and those of the row's kind are timed.
+    """
+    call = recurrence_of(key, device)
+
+    def prepared(sizes: RecurrenceSizes) -> tuple[list[Launch], list[Launch]]:
+        with try_recurrence_sizes(key, sizes):
+            launches = launches_of(call)
+        return launches, [x for x in launches if x.kernel.__name__ in RECURRENCE_KERNELS[key.kind]]
+
+    return prepared
+
+
+def recurrence_name(key: RecurrenceSizesKey) -> str:
+    """Return the words for a row."""
+    decay = "channel" if key.by_channel else "head"
+    return f"recurrence, {key.kind}, a decay per {decay}, D up to {key.width}"
+
+
+RECURRENCES = TunedTable(
+    "regard.ops.linear.triton.block_sizes",
+    RECURRENCE_TABLE,
+    recurrence_candidates,
+    _launches_of_recurrence,
+    recurrence_name,
+)
+"""The table of the kernels of recurrences."""

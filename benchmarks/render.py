@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.interfaces import Case, Peer
-from benchmarks.peers.accelerated import ACCELERATED, PLAIN
+from benchmarks.interfaces import Case, Peer, name_of
+from benchmarks.public_models import ACCELERATED, PLAIN
 from benchmarks.result import CaseResult, PeerResult
 from regard import units
 from regard.errors import RegardError
@@ -26,14 +26,7 @@ FLOP rate in the header; `memory` is the peak memory of a call, with --memory.
 
 
 def header(machine: MachineFacts, ceilings: Ceilings) -> str:
-    """Return two lines that describe the machine and its largest rates.
-
-    >>> facts = {"processor": "CPU", "cores": 2, "threads": 2, "features": ["avx2"]}
-    >>> facts |= {"torch": "2", "regard": "1"}
-    >>> print(header(facts, Ceilings(4e10)))
-    CPU, 2 cores, 2 threads, avx2, torch 2, regard 1
-    ceilings: reading 40.0 GB/s
-    """
+    """Return two lines that describe the machine and its largest rates."""
     gpu = [machine["gpu"]] if "gpu" in machine else []
     parts = [
         *gpu,
@@ -49,7 +42,7 @@ def header(machine: MachineFacts, ceilings: Ceilings) -> str:
         rates.append(
             translate(
                 "{dtype} products {rate}",
-                dtype=str(dtype).removeprefix("torch."),
+                dtype=name_of(dtype),
                 rate=units.count(rate, "FLOP/s"),
             )
         )
@@ -61,14 +54,7 @@ def header(machine: MachineFacts, ceilings: Ceilings) -> str:
 
 
 def case_table(result: CaseResult) -> str:
-    """Return a case as text: its minimum work, and a line for each peer.
-
-    >>> import torch
-    >>> result = CaseResult("demo", "A demo.", "B1", torch.float32, "cpu")
-    >>> print(case_table(result.refuse("needs 9 GiB")))
-    demo: A demo. B1, float32
-      refused: needs 9 GiB
-    """
+    """Return a case as text: its minimum work, and a line for each peer."""
     work = ""
     if result.work is not None and any(result.work):
         work = translate(
@@ -108,20 +94,7 @@ attention calls ran.
 
 
 def accelerated_table(results: Iterable[CaseResult]) -> str:
-    """Return one line for each result with the peer "regard.accelerate"; "" if there is none.
-
-    Args:
-        results: the results of a run.
-
-    Returns:
-        The table.
-
-    >>> rows = [PeerResult("regard.accelerate", "missing", "no module timm")]
-    >>> import torch
-    >>> result = CaseResult("vit", "", "", torch.float32, "cpu", rows=tuple(rows))
-    >>> accelerated_table([result]).splitlines()[1].split(maxsplit=2)
-    ['vit', 'float32', 'missing: no module timm']
-    """
+    """Return one line for each result with the peer "regard.accelerate"; "" if there is none."""
     rows = []
     for result in results:
         by_name = {row.peer: row for row in result.rows}
@@ -154,20 +127,7 @@ send if every rank receives every key, and the memory of the rank that needs mos
 
 
 def parallel_table(results: Iterable[CaseResult]) -> str:
-    """Return one line for each peer of each case over several ranks; "" if there is none.
-
-    Args:
-        results: the results of a run.
-
-    Returns:
-        The table.
-
-    >>> import torch
-    >>> row = PeerResult("regard.parallel", "timed", figures={"cpu_seconds": 0.5}, seconds=0.25)
-    >>> result = CaseResult("causal", "", "", torch.float32, "cpu", rows=(row,))
-    >>> parallel_table([result]).splitlines()[1].split()[:6]
-    ['causal', 'float32', 'regard.parallel', '250', 'ms', '500']
-    """
+    """Return one line for each peer of each case over several ranks; "" if there is none."""
     rows = []
     for result in results:
         alone = next((x.figures for x in result.rows if x.peer == "one process"), None) or {}
@@ -205,12 +165,6 @@ same divided by that of the process of regard.
 
 def memory_table(results: Iterable[CaseResult]) -> str:
     """Return one line for each peer of each case of peak memory; "" if there is none.
-
-    Args:
-        results: the results of a run.
-
-    Returns:
-        The table.
 
     >>> import torch
     >>> figures = {"peak_bytes": 3.0 * 2**20, "file_bytes": 2.0**20}
@@ -260,16 +214,6 @@ def ratio_chart(results: Sequence[CaseResult], title: str) -> RatioBars:
     """Return a chart with a bar for each timed peer, from 1 to its time divided by regard's.
 
     The label of the first bar of a case has the name of the case.
-
-    Args:
-        results: the results of the cases.
-        title: the title of the chart.
-
-    Returns:
-        The chart.
-
-    Raises:
-        RegardError: no peer was timed.
     """
     bars = []
     for result in results:
@@ -289,7 +233,7 @@ def list_cases(cases: Iterable[Case]) -> str:
     cases = list(cases)
     lines = [translate("cases")]
     for case in cases:
-        dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in case.dtypes)
+        dtypes = ", ".join(name_of(dtype) for dtype in case.dtypes)
         about = f"{translate(case.description)} {dtypes}"
         lines.append(wrap(about, line_width(), indent=f"  {case.name:<18} ", hang=" " * 21))
         lines += [

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.interfaces import MinimumWork, Outputs
+from benchmarks.interfaces import MinimumWork, Outputs, name_of
 from regard.timing.machine import Ceilings, MachineFacts
-from regard.timing.measurement import median, quartiles
+from regard.timing.measurement import median, quartiles, round_ratios
 from regard.tolerance import ERROR_FACTOR, GRADIENT_ERROR_FACTOR, allowed_error
 
 RELATIVE_TOLERANCE = 1e-4
@@ -50,19 +50,6 @@ def check_outputs(outputs: Outputs, reference: Outputs, plain: Outputs) -> Outpu
 
     An output with a wrong shape, or with NaN or infinity where the reference has none, is wrong. A
     peer may leave out some outputs, but not all. Outputs are converted to the reference's dtype.
-
-    Args:
-        outputs: a peer's outputs by name.
-        reference: the right outputs.
-        plain: the outputs of a straightforward computation in the same dtype; fp32 needs none.
-
-    Returns:
-        The comparison of the worst output.
-
-    >>> one = {"out": torch.ones(2)}
-    >>> wrong = {"out": torch.ones(3)}
-    >>> check_outputs(one, one, one).correct, check_outputs(wrong, one, one).why
-    (True, 'out has shape (3,), not (2,)')
     """
     names = [name for name in outputs if name in reference]
     if not names:
@@ -165,10 +152,6 @@ class CaseResult:
         refused: why the case was not run, or "".
         rows: one result per peer.
         interrupted: whether the run was interrupted before its last round.
-
-    >>> result = CaseResult("demo", "", "B1", torch.float32, "cpu").refuse("needs 9.0 GiB")
-    >>> result.failed, result.dtype_name
-    (True, 'float32')
     """
 
     case: str
@@ -184,7 +167,7 @@ class CaseResult:
     @property
     def dtype_name(self) -> str:
         """The name of the dtype without "torch."."""
-        return str(self.dtype).removeprefix("torch.")
+        return name_of(self.dtype)
 
     @property
     def failed(self) -> bool:
@@ -204,99 +187,48 @@ class CaseResult:
         return replace(self, rows=tuple(rows), interrupted=interrupted)
 
 
-@dataclass(frozen=True)
-class RoundTimes:
-    """Times in seconds, one per round.
-
-    Attributes:
-        own: the times of a peer.
-        ours: the times of regard in the same rounds.
-        probe: the times of reading memory in the same rounds.
-    """
-
-    own: Sequence[float]
-    ours: Sequence[float] | None = None
-    probe: Sequence[float] | None = None
-
-    def ratio_to(self, others: Sequence[float] | None) -> float | None:
-        """Return the median over rounds of the ratio to other times; None without them."""
-        return median(self._ratios(others)) if others else None
-
-    def ratio_quartiles_to(self, others: Sequence[float] | None) -> tuple[float, float] | None:
-        """Return the quartiles over rounds of the ratio to other times; None without them."""
-        return quartiles(self._ratios(others)) if others else None
-
-    def _ratios(self, others: Sequence[float]) -> list[float]:
-        return [a / b for a, b in zip(self.own, others, strict=True)]
-
-
 def timed_result(
     name: str,
     kernel: str,
-    verdict: OutputCheck,
-    times: RoundTimes,
+    check: OutputCheck,
+    own: Sequence[float],
+    ours: Sequence[float] | None,
+    probe: Sequence[float] | None,
     case: CaseResult,
     ceilings: Ceilings,
 ) -> PeerResult:
-    """Return the result of a peer whose outputs are right.
-
-    Args:
-        name, kernel: the names of the peer and of its kernel.
-        verdict: the check of its outputs.
-        times: its times.
-        case: the result of the case so far, with the minimum work.
-        ceilings: the largest rates of the machine.
-
-    Returns:
-        The result; its status is "interrupted" if no round was completed.
+    """Return the result of a peer whose outputs are right, from the seconds of each round of its
+    own, of regard's and of reading memory; "interrupted" without any round.
     """
-    checked = {"kernel": kernel, "error": verdict.error, "allowed": verdict.allowed}
-    if not times.own:
-        return PeerResult(name, "interrupted", "no round was completed", **checked)  # type: ignore[arg-type]
+    row = PeerResult(name, "timed", "", kernel, error=check.error, allowed=check.allowed)
+    if not own:
+        return replace(row, status="interrupted", why="no round was completed")
     assert case.work is not None
-    seconds, ratio_to_probe = median(times.own), times.ratio_to(times.probe)
-    bytes_rate = case.work.bytes / seconds or None
-    flops_rate = case.work.flops / seconds or None
+    seconds = median(own)
+    bytes_rate, flops_rate = (x / seconds or None for x in (case.work.bytes, case.work.flops))
     of_read = None if bytes_rate is None else ceilings.of_read(bytes_rate)
-    if bytes_rate is not None and ceilings.probe is not None and ratio_to_probe is not None:
-        of_read = case.work.bytes / ceilings.probe.bytes / ratio_to_probe
-    return PeerResult(
-        name,
-        "timed",
-        kernel=kernel,
+    if bytes_rate is not None and ceilings.probe is not None and probe:
+        of_read = case.work.bytes / ceilings.probe.bytes / median(round_ratios(own, probe))
+    ratios = round_ratios(own, ours) if ours else None
+    return replace(
+        row,
         seconds=seconds,
-        quartiles=quartiles(times.own),
-        rounds=len(times.own),
-        ratio=times.ratio_to(times.ours),
-        ratio_quartiles=times.ratio_quartiles_to(times.ours),
+        quartiles=quartiles(own),
+        rounds=len(own),
+        ratio=median(ratios) if ratios else None,
+        ratio_quartiles=quartiles(ratios) if ratios else None,
         bytes_per_second=bytes_rate,
         flops_per_second=flops_rate,
         of_read=of_read,
         of_gemm=None if flops_rate is None else ceilings.of_gemm(flops_rate, case.dtype),
-        error=verdict.error,
-        allowed=verdict.allowed,
     )
 
 
 def as_json(
     machine: MachineFacts, ceilings: Ceilings, results: Sequence[CaseResult], *, interrupted: bool
 ) -> dict[str, object]:
-    """Return a whole run as plain values for JSON; numbers that are not finite are None.
-
-    Args:
-        machine: the description of the machine.
-        ceilings: its largest rates.
-        results: the results of the cases.
-        interrupted: whether the run was interrupted.
-
-    Returns:
-        Values by name; times are in seconds.
-
-    >>> values = as_json({}, Ceilings(4e10, {torch.float32: 2e11}), [], interrupted=False)
-    >>> values["schema"], values["ceilings"]["gemm_flops_per_second"]
-    (1, {'float32': 200000000000.0})
-    """
-    gemm = {str(dtype).removeprefix("torch."): rate for dtype, rate in ceilings.gemm.items()}
+    """Return a whole run as plain values for JSON; numbers that are not finite are None."""
+    gemm = {name_of(dtype): rate for dtype, rate in ceilings.gemm.items()}
     return {
         "schema": SCHEMA,
         "machine": machine,

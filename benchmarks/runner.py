@@ -1,26 +1,44 @@
-"""Running a case: peers are prepared and checked; those with right outputs are timed in turns."""
+"""Running a case: peers are prepared, in this process or in one of their own, and checked; those
+with right outputs are timed in turns.
+
+Threads of another library slow down the others in the same process. CTranslate2 starts its threads
+with the OpenMP library that torch has loaded; with more threads than processors, that library lets
+all of them sleep between two operations, which costs torch's operations 15 % (LOG.md). A crash in
+another process does not end the run, either.
+"""
 
 from __future__ import annotations
 
 import gc
+import io
+import os
+import pickle
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pkgutil import resolve_name
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from benchmarks.interfaces import Case, Outputs, Peer, PreparedCall, Problem, ProblemSizes
-from benchmarks.own_process import prepare_in_own_process
 from benchmarks.result import (
     CaseResult,
     OutputCheck,
     PeerResult,
-    RoundTimes,
     check_outputs,
     timed_result,
 )
 from regard import units
-from regard.timing.machine import Ceilings, free_memory, make_synchronize
+from regard.errors import RegardError
+from regard.freed_memory import give_back_freed_memory
+from regard.timing.machine import Ceilings, free_memory, wait_for
 from regard.timing.measurement import interleaved, wait_until_idle
 
 ReportStatus = Callable[[str], None]
@@ -68,28 +86,6 @@ def measure(
 
     After an interrupt during the rounds, the complete rounds count and the result is marked as
     interrupted. An interrupt before the first round is raised.
-
-    Args:
-        case: the case.
-        sizes, dtype, device: the sizes, the dtype and the device of the problem.
-        budget: how long to measure.
-        ceilings: the largest rates of the machine.
-        say: called with a line of text before each part of the work.
-        peak: returns the peak memory in bytes of a peer's call by the peer's name; None measures no
-            memory.
-
-    Returns:
-        The result, with one row per peer, regard first.
-
-    >>> from benchmarks.problems import AttentionSizes
-    >>> def zeros(problem):
-    ...     return PreparedCall(lambda: problem.q, lambda q: {"out": 0 * q})
-    >>> case = Case("demo", "", {}, (), (Peer("ours", "", zeros), Peer("other", "", zeros)))
-    >>> sizes, cpu = AttentionSizes(B=1, H=1, G=1, D=2, S=3), torch.device("cpu")
-    >>> options = {"budget": TimingBudget(rounds=1), "ceilings": Ceilings(1.0)}
-    >>> result = measure(case, sizes, torch.float32, cpu, **options)
-    >>> [row.status for row in result.rows]
-    ['wrong', 'wrong']
     """
     needed, available = sizes.bytes(dtype), free_memory(device)
     result = CaseResult(case.name, case.description, str(sizes), dtype, device.type)
@@ -114,7 +110,9 @@ def measure(
             name,
             candidate.call.kernel,
             candidate.check,
-            RoundTimes(times.get(name, []), times.get(ours), times.get(MEMORY_READ)),
+            times.get(name, []),
+            times.get(ours),
+            times.get(MEMORY_READ),
             result,
             ceilings,
         )
@@ -177,7 +175,7 @@ def _time_in_turns(
             sample=budget.sample,
             limit=budget.seconds,
             into=times,
-            synchronise=make_synchronize(device),
+            synchronise=partial(wait_for, device),
             settle=settle,
         )
     except KeyboardInterrupt:
@@ -191,9 +189,9 @@ def _reason_to_skip(
     """Return the status and the reason for a peer that cannot run; None if it can."""
     if reason := peer.missing():
         return "missing", reason
-    if reason := peer.why_not(problem):
+    if reason := peer.refusal(problem):
         return "unable", reason
-    needed, available = peer.bytes(problem), free_memory(problem.device)
+    needed, available = peer.extra_bytes(problem), free_memory(problem.device)
     if peer.own_process:  # it creates the problem again
         needed += sizes.bytes(problem.dtype)
     if available and needed > available:
@@ -222,3 +220,134 @@ def _prepare(
     return PeerResult(
         peer.name, "wrong", check.why, call.kernel, error=check.error, allowed=check.allowed
     )
+
+
+PREPARE, STEP, READ, SETTLE = "prepare", "step", "read", "settle"
+"""The requests to the process."""
+
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""Environment variables with which glibc keeps freed memory, as in a process that has run for a
+while. Otherwise a step of CTranslate2, which copies its cache, takes half as long again.
+"""
+
+_CODE = "import sys; from benchmarks.runner import serve; serve(int(sys.argv[1]))"
+
+
+class PeerProcess:
+    """A process in which a peer solves a problem. It ends when this object is deleted.
+
+    Args:
+        peer: the peer, which the process gets as a pickle.
+        sizes: the sizes of the problem, which the process creates again.
+        dtype, device: the dtype and the device of the problem.
+    """
+
+    def __init__(
+        self, peer: Peer[Any], sizes: ProblemSizes, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._name = peer.name
+        self._connection, other = Pipe()
+        path = os.pathsep.join(filter(None, sys.path))
+        self._process = subprocess.Popen(  # noqa: S603 (our own code, by the path of this Python)
+            [sys.executable, "-c", _CODE, str(other.fileno())],
+            pass_fds=[other.fileno()],
+            stdout=2,  # the figures are on standard output
+            start_new_session=True,  # Ctrl-C is for the run, which keeps its complete rounds
+            env={**os.environ, **ALLOCATOR, "PYTHONPATH": path},
+        )
+        other.close()
+        weakref.finalize(self, _end, self._connection, self._process)
+        self.kernel: str = self.request(
+            PREPARE, (peer, sizes, dtype, str(device), torch.get_num_threads())
+        )
+
+    def request(self, name: str, value: object = None) -> Any:
+        """Send a request to the process, and return its answer."""
+        try:
+            self._connection.send_bytes(_pickled((name, value)))
+            answer, error = pickle.loads(self._connection.recv_bytes())  # noqa: S301 (from our own process)
+        except (EOFError, OSError):
+            code = self._process.wait()
+            raise RegardError(f"the process of {self._name} ended with exit code {code}") from None
+        if error:
+            raise RegardError(f"{self._name} failed in its process: {error}")
+        return answer
+
+
+def prepare_in_own_process(
+    peer: Peer[Any], sizes: ProblemSizes, dtype: torch.dtype, device: torch.device
+) -> PreparedCall:
+    """Prepare a peer in a process of its own, with as many threads as torch has here."""
+    process = PeerProcess(peer, sizes, dtype, device)
+    return PreparedCall(
+        partial(process.request, STEP),
+        lambda _: process.request(READ),
+        process.kernel,
+        settle=partial(process.request, SETTLE),
+    )
+
+
+def serve(descriptor: int) -> None:
+    """Answer the requests of a `PeerProcess`, until it closes its end."""
+    with Connection(descriptor) as connection:
+        answers: Mapping[str, Callable[[Any], object]] = _Answers().by_name
+        while True:
+            try:
+                name, value = pickle.loads(connection.recv_bytes())  # noqa: S301 (from our own process)
+            except EOFError:
+                return
+            try:
+                answer, error = answers[name](value), ""
+            except Exception as problem:  # other libraries may raise anything
+                first_line = (str(problem).strip() or "no message").splitlines()[0]
+                answer, error = None, f"{type(problem).__name__}: {first_line}"
+            connection.send_bytes(_pickled((answer, error)))
+
+
+class _Answers:
+    """What the process of a peer does upon each request."""
+
+    def __init__(self) -> None:
+        self.by_name = {
+            PREPARE: self._prepare,
+            STEP: self._step,
+            READ: lambda _: self._call.read(self._result),
+            SETTLE: lambda _: wait_until_idle(),
+        }
+
+    def _prepare(self, value: Any) -> str:
+        peer, sizes, dtype, device, threads = value
+        torch.set_num_threads(threads)
+        call: PreparedCall = peer.prepare(sizes.problem(dtype, torch.device(device)))
+        self._call = call
+        gc.collect()
+        give_back_freed_memory()
+        return call.kernel
+
+    def _step(self, _: object) -> None:
+        self._result = self._call.step()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes a function of a module as its name, also where it is wrapped."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, FunctionType) and value is not resolve_name:
+            return resolve_name, (f"{value.__module__}:{value.__qualname__}",)
+        return NotImplemented
+
+
+def _pickled(value: object) -> bytes:
+    with io.BytesIO() as memory:
+        _Pickler(memory).dump(value)
+        return memory.getvalue()
+
+
+def _end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
+    """Close the connection, upon which the process ends."""
+    connection.close()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

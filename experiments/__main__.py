@@ -63,7 +63,7 @@ Html = Annotated[
 ]
 
 
-class ClaimOptions(NamedTuple):
+class OutputOptions(NamedTuple):
     """The options that decide what is measured and where it is written."""
 
     budget: float
@@ -95,7 +95,7 @@ def experiments(
     check_files({"--csv": csv, "--html": html})
     machine_facts = describe_machine(torch.device("cpu"))
     command = shlex.join([*PROGRAM.split(), *sys.argv[1:]])
-    settings = ClaimOptions(budget, seed, json, csv, html, command)
+    settings = OutputOptions(budget, seed, json, csv, html, command)
     session = Session(ExperimentStore(out, {"machine": machine_facts}))
     outcomes: list[Outcome] = []
     exit_code = 0
@@ -116,7 +116,7 @@ def experiments(
 def _write(
     outcomes: list[Outcome],
     machine_facts: MachineFacts,
-    settings: ClaimOptions,
+    settings: OutputOptions,
     *,
     interrupted: bool,
 ) -> None:

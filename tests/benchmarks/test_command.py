@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import CASES, Case, Ceilings, Peer, PreparedCall
+from benchmarks import CASES, Case, Ceilings, Peer, PreparedCall, regard_peers
 from benchmarks.__main__ import main
-from benchmarks.cases import GROUPS
-from benchmarks.gpu_cases import GPU
-from benchmarks.peers import regard_kernels
-from benchmarks.program_cases import find_browser
+from benchmarks.cases import GPU, GROUPS
+from benchmarks.programs import find_browser
 from benchmarks.render import ratio_chart
 from benchmarks.result import CaseResult, PeerResult
 from regard.errors import RegardError
@@ -137,7 +135,7 @@ def test_the_list_names_what_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent: Peer[Any] = Peer(
-        "elsewhere", "Not here.", regard_kernels.attention, needs=("no_such_module",)
+        "elsewhere", "Not here.", regard_peers.attention, needs=("no_such_module",)
     )
     case = CASES["decode"]
     with_absent = Case(case.name, case.description, case.sizes, case.dtypes, (*case.peers, absent))
@@ -189,7 +187,7 @@ def test_cases_for_a_gpu_are_listed_and_refused_by_name(
 
 
 def wrong(problem: Any) -> PreparedCall:
-    way = regard_kernels.attention(problem)
+    way = regard_peers.attention(problem)
     return PreparedCall(way.step, lambda found: {"out": -way.read(found)["out"]})
 
 

@@ -9,17 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.parallel_cases import ParallelProblem
-from benchmarks.problems import (
-    AttentionProblem,
-    AttentionSizes,
-    LatentProblem,
-    LatentSizes,
-    ModelSizes,
-)
-from benchmarks.problems.public_model import PublicModelSizes
-from benchmarks.problems.sentences import SentenceSizes
-from benchmarks.program_cases import ProgramSizes
+from benchmarks.attention import AttentionProblem, AttentionSizes, LatentProblem, LatentSizes
+from benchmarks.model import ModelSizes
+from benchmarks.parallel import ParallelProblem, ParallelSizes
+from benchmarks.programs import ProgramSizes
+from benchmarks.public_models import PublicModelSizes
+from benchmarks.sentences import SentenceSizes
 from tests.benchmarks.small import CPU, HEADS, SMALL
 
 DOUBLE = 1e-12
@@ -218,3 +213,11 @@ def test_the_numbers_are_the_same_each_time(name: str) -> None:
 def test_more_tokens_need_more_memory() -> None:
     for sizes in (AttentionSizes(**HEADS, S=10), LatentSizes(10), ModelSizes(10)):
         assert sizes.resized(length=1 << 22).bytes(torch.float32) > sizes.bytes(torch.float32)
+
+
+def test_the_reference_of_documents_hides_other_documents() -> None:
+    sizes = ParallelSizes(B=1, H=4, G=2, D=16, S=96, W=2, documents=True)
+    problem = sizes.problem(torch.float32, CPU)
+    places = torch.arange(96)
+    visible = problem.visible_rows(slice(0, 96))[0, 0]
+    assert torch.equal(visible, problem.mask.block(places[None], places[None])[0, 0])

@@ -1,4 +1,6 @@
-"""Cases of whole programs: what counts as done, and that a program that fails is wrong."""
+"""Cases of whole programs: what counts as done, and that a program that fails is wrong; and the
+peak memory of one peer.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,15 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import Case, Ceilings, Peer, PreparedCall, TimingBudget, measure
-from benchmarks.program_cases import (
+from benchmarks import Peer
+from benchmarks.cases import peer_peak_bytes
+from benchmarks.programs import (
     READ_CHECKPOINT,
+    READY_MARK,
     STARTUP,
     CheckpointProblem,
     CheckpointSizes,
-    ProgramProblem,
+    PageProblem,
     StartSizes,
     _open,
     _run,
@@ -22,31 +26,24 @@ from benchmarks.program_cases import (
     find_browser,
 )
 from benchmarks.result import check_outputs
-from tests.benchmarks.small import CPU, SMALL
+from regard.timing.measurement import PROCESS, call_in_subprocess
+from tests.benchmarks.small import CPU, SMALL, run_peers
 
 
 def test_a_command_that_fails_is_wrong_and_nothing_is_counted() -> None:
     good = Peer("good", "Ends with 0.", partial(_start, ("-c", "pass")))
     bad = Peer("bad", "Ends with 3.", partial(_start, ("-c", "raise SystemExit(3)")))
-    case = Case("demo", "A demo.", {}, (), (good, bad))
-    found = measure(
-        case,
-        StartSizes(),
-        torch.float32,
-        CPU,
-        budget=TimingBudget(rounds=1, sample=0.0),
-        ceilings=Ceilings(1e9),
-    )
-    assert [row.status for row in found.rows] == ["timed", "wrong"]
-    assert found.rows[0].bytes_per_second is None
-    assert found.rows[0].of_read is None
-    assert found.failed
+    result = run_peers(good, bad, sizes=StartSizes(), budget={"rounds": 1})
+    assert [row.status for row in result.rows] == ["timed", "wrong"]
+    assert result.rows[0].bytes_per_second is None
+    assert result.rows[0].of_read is None
+    assert result.failed
 
 
 def test_programs_have_no_length() -> None:
     for case in (STARTUP, READ_CHECKPOINT):
         for sizes in case.sizes.values():
-            assert sizes.resized(length=7, batch=3) is sizes
+            assert sizes.resized(length=7, batch=3) == sizes
 
 
 def test_each_start_is_a_process_of_this_python() -> None:
@@ -75,27 +72,42 @@ def test_a_checkpoint_has_the_bytes_that_are_counted_and_goes_with_its_problem()
 @pytest.mark.parametrize("peer", READ_CHECKPOINT.peers, ids=lambda peer: peer.name)
 def test_a_reader_that_reads_other_numbers_is_wrong(peer: Peer[CheckpointProblem]) -> None:
     problem = small_checkpoint()
-    way = peer.prepare(problem)
-    assert check_outputs(way.read(way.step()), problem.reference(), {}).correct
+    call = peer.prepare(problem)
+    assert check_outputs(call.read(call.step()), problem.reference(), {}).correct
     content = bytearray(problem.file.read_bytes())
     content[-1] ^= 1  # the last number of the last tensor
     problem.file.write_bytes(content)
-    assert not check_outputs(way.read(way.step()), problem.reference(), {}).correct
+    assert not check_outputs(call.read(call.step()), problem.reference(), {}).correct
 
 
 @pytest.mark.full
 @pytest.mark.skipif(find_browser() is None, reason="no browser is on the PATH")
 def test_a_page_that_never_draws_is_wrong() -> None:
     problem = SMALL["draw-page"].problem(torch.float32, CPU)
-    for name, mark, right in (
-        ("page.html", b'data-ready="yes"', True),
-        ("empty.html", b'data-ready="yes"', False),
-    ):
-        way: PreparedCall = _open(name, mark, problem)  # type: ignore[arg-type]
-        assert check_outputs(way.read(way.step()), problem.reference(), {}).correct is right
+    assert isinstance(problem, PageProblem)
+    for name, right in (("page.html", True), ("empty.html", False)):
+        call = _open(name, READY_MARK, problem)
+        assert check_outputs(call.read(call.step()), problem.reference(), {}).correct is right
 
 
-def test_work_that_is_not_done_is_wrong() -> None:
-    reference = ProgramProblem(torch.float32, CPU).reference()
-    assert check_outputs({"done": torch.ones(1)}, reference, {}).correct
-    assert not check_outputs({"done": torch.zeros(1)}, reference, {}).correct
+def settings(case: str, peer: str, length: int | None) -> dict[str, object]:
+    chosen = {"case": case, "peer": peer, "length": length, "batch": None, "size": "small"}
+    return {**chosen, "dtype": "float32", "threads": 1}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not (PROCESS / "clear_refs").exists(), reason="this system reports no memory")
+def test_the_kernel_that_keeps_every_score_takes_more_than_the_tiled_one() -> None:
+    whole, tiled = (
+        call_in_subprocess(
+            "benchmarks.cases:peer_peak_bytes", settings("kernels", f"regard {name}", 2048)
+        )
+        for name in ("reference", "tiled")
+    )
+    assert whole > 4 * 2048**2 > tiled > 0
+
+
+def test_work_of_other_processes_is_not_counted() -> None:
+    peak = peer_peak_bytes(settings("kernels", "regard reference", 16))
+    assert peak is None or peak >= 0
+    assert peer_peak_bytes(settings("startup", "python", None)) is None

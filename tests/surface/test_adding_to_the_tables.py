@@ -23,7 +23,7 @@ HOMES = {
     "whole_rows_kernel.py": "src/regard/ops/softmax/whole_rows.py",
     "counting_claim.py": "experiments/counting.py",
     "reverse_task.py": "src/regard/train/tasks/reverse_task.py",
-    "einsum_peer.py": "benchmarks/peers/einsum.py",
+    "einsum_peer.py": "benchmarks/einsum.py",
 }
 """A file of the toys -> the one file that its row asks for."""
 
@@ -76,13 +76,13 @@ ENTRIES: list[Edit] = [
     # a peer
     (
         "benchmarks/cases.py",
-        "import (\n    engines,",
-        "import (\n    einsum,\n    engines,",
+        "from benchmarks import architectures, attention_peers, engines,",
+        "from benchmarks import architectures, attention_peers, einsum, engines,",
     ),
     (
         "benchmarks/cases.py",
-        "    x_transformers.ATTENTION,\n)",
-        "    x_transformers.ATTENTION,\n    einsum.ATTENTION,\n)",
+        "    attention_peers.X_TRANSFORMERS,\n)",
+        "    attention_peers.X_TRANSFORMERS,\n    einsum.ATTENTION,\n)",
     ),
     # a word
     (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.attention import AttentionProblem, prepared_call
 from benchmarks.interfaces import Peer, PreparedCall
-from benchmarks.problems import AttentionProblem, prepared_call
 
 
 def attention(problem: AttentionProblem) -> PreparedCall:

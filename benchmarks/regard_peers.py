@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.interfaces import Peer, PreparedCall
-from benchmarks.problems import (
+from benchmarks.attention import (
+    SINK_KEYS,
     AttentionProblem,
     AttentionSizes,
     LatentProblem,
-    ModelProblem,
     prepared_call,
 )
-from benchmarks.problems.attention import SINK_KEYS
+from benchmarks.interfaces import Peer, PreparedCall
+from benchmarks.model import ModelProblem
 from regard.biases import ALiBi
 from regard.caches import Paged
 from regard.caches.base import Parts, StaticSize
@@ -31,6 +31,7 @@ from regard.nn.stored import can_store_weight, store_weight, stored_to_huge_page
 from regard.ops.softmax import attend, dispatch, plan
 from regard.ops.stored_weights import Int4Weight, Int8Weight, StoredWeight
 from regard.span import Span
+from regard.timing.machine import peak_bytes_on
 
 
 def attention(problem: AttentionProblem, backend: str = "auto") -> PreparedCall:
@@ -108,8 +109,8 @@ def paged_attention(problem: AttentionProblem) -> PreparedCall:
 def one_query_of_all(problem: AttentionProblem) -> str | None:
     """Return why the problem is not one query that sees every key of a cache, or None."""
     s = problem.sizes
-    plain = not (s.alibi or s.padded or s.window or s.pattern or s.softcap or s.sink or s.train)
-    return None if plain and s.queries == 1 else "only one query that sees every key is measured"
+    plain = s.causal_only and not s.train and s.queries == 1
+    return None if plain else "only one query that sees every key is measured"
 
 
 def with_new_masks(problem: AttentionProblem) -> PreparedCall:
@@ -139,11 +140,8 @@ def measured_memory(problem: AttentionProblem) -> PreparedCall:
     def figures() -> dict[str, float]:
         shares = {"planned bytes / bytes of q, k, v": (extra.bytes if extra else 0) / inputs}
         if problem.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(problem.device)
-            before = torch.cuda.memory_allocated(problem.device)
-            call.step()
-            peak = torch.cuda.max_memory_allocated(problem.device) - before
-            shares["allocated bytes / bytes of q, k, v"] = peak / inputs
+            peak = peak_bytes_on(problem.device, call.step)
+            shares["allocated bytes / bytes of q, k, v"] = (peak or 0) / inputs
         return shares
 
     return call._replace(figures=figures)
@@ -256,13 +254,6 @@ def captured_model(problem: ModelProblem) -> PreparedCall:
 def with_stored_weights(decoder: Decoder, bits: int) -> Decoder:
     """Return a copy of a decoder whose matrices are stored in 8 or 4 bits, as `regard.load` stores
     them.
-
-    Args:
-        decoder: the decoder, which keeps its weights.
-        bits: 8 or 4.
-
-    Returns:
-        The copy; what is not stored in few bits is shared.
     """
     record_type = Int8Weight if bits == 8 else Int4Weight
     shared = {id(x): x for x in decoder.parameters()}

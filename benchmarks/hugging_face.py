@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.attention import AttentionProblem, LatentProblem, prepared_call
 from benchmarks.interfaces import Peer, PreparedCall
-from benchmarks.problems import AttentionProblem, LatentProblem, ModelProblem, prepared_call
+from benchmarks.model import ModelProblem
 from regard.models.checkpoint.family import bind_names
 from regard.models.families import qwen2
 
@@ -131,7 +132,7 @@ def model(problem: ModelProblem, *, name: str) -> PreparedCall:
 
     The cache is cropped to its former length after each step.
     """
-    network = _qwen2(problem, name)
+    network = qwen2_network(problem, name)
     cache = _cache(problem, name)
     for layer in range(problem.sizes.layers):
         cache.update(*problem.memory(layer), layer)
@@ -158,7 +159,7 @@ def static_model(problem: ModelProblem) -> PreparedCall:
     """
     from transformers import Qwen2Config, StaticCache
 
-    network = _qwen2(problem, "sdpa")
+    network = qwen2_network(problem, "sdpa")
     s = problem.sizes
     config = Qwen2Config(
         num_hidden_layers=s.layers,
@@ -189,7 +190,7 @@ def static_model(problem: ModelProblem) -> PreparedCall:
     return PreparedCall(step, read)
 
 
-def _qwen2(problem: ModelProblem, name: str) -> Any:
+def qwen2_network(problem: ModelProblem, name: str) -> Any:
     """Return a Qwen2 of transformers that shares the parameters of the problem's decoder."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 

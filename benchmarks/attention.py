@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -38,14 +38,6 @@ def plain_attention(problem: AttentionProblem, dtype: torch.dtype, groups: list[
 
     One block of queries is computed at a time. Gradients of keys and values are summed in fp32 or
     better.
-
-    Args:
-        problem: the problem.
-        dtype: the dtype of the computation.
-        groups: the key/value heads.
-
-    Returns:
-        "out", and in training also "dq", "dk" and "dv", for these heads.
     """
     s, ratio = problem.sizes, problem.sizes.H // problem.sizes.G
     outputs: dict[str, list[Tensor]] = {}
@@ -169,14 +161,16 @@ class AttentionSizes(ProblemSizes):
         """The keys that every query sees under the pattern "prefix"."""
         return self.S // 8
 
-    def resized(self, *, length: int | None = None, batch: int | None = None) -> AttentionSizes:
-        """Return the sizes with another S or B."""
-        return replace(self, S=length or self.S, B=batch or self.B)
-
     @property
     def queries(self) -> int:
         """The number of queries, T or S."""
         return self.S if self.T is None else self.T
+
+    @property
+    def causal_only(self) -> bool:
+        """Whether each query sees every earlier key, and nothing changes the scores."""
+        changes = (self.window, self.pattern, self.softcap)
+        return changes == (None,) * 3 and not (self.alibi or self.padded or self.sink)
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the memory in bytes of inputs, outputs, gradients, the copies in fp64, and a block
@@ -187,7 +181,6 @@ class AttentionSizes(ProblemSizes):
         return tensors * copies * (dtype.itemsize + 8) + 5 * BLOCK_BYTES
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> AttentionProblem:
-        """Return a problem of these sizes, with the same random inputs each time."""
         return AttentionProblem(self, dtype, device)
 
     def __str__(self) -> str:
@@ -207,23 +200,12 @@ class AttentionProblem(Problem):
 
     The outputs are "out" `[B, H, T, D]`, and in training "dq", "dk" and "dv".
 
-    Args:
-        sizes: the sizes.
-        dtype, device: the dtype and the device of the inputs.
-
     Attributes:
         quantized: keys and values as the cache stores them, if it is quantised.
         pads: the number of padding tokens of each row; padded queries have no right output.
         sink: the logit of each head `[H]`, or None.
         block_bytes, checked_pairs: the limits of the reference, see `BLOCK_BYTES` and
             `MAX_CHECKED_PAIRS`.
-
-    >>> sizes = AttentionSizes(B=1, H=2, G=1, D=4, S=3)
-    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
-    >>> problem.visible()[0, 0].int().tolist()
-    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
-    >>> problem.checked({"out": problem.q})["out"].shape
-    torch.Size([1, 2, 3, 4])
     """
 
     block_bytes: int = BLOCK_BYTES
@@ -258,22 +240,11 @@ class AttentionProblem(Problem):
         return (2.0 ** (-8 * h / self.sizes.H)) * self.sizes.alibi
 
     def visible(self) -> Bool[Tensor, "b 1 T S"]:
-        """Return which keys each query sees, as a dense mask.
-
-        Returns:
-            A bool mask `[b, 1, T, S]`; b is 1 unless rows are padded.
-        """
+        """Return which keys each query sees, as a dense mask."""
         return self.visible_rows(slice(0, self.sizes.queries))
 
     def visible_rows(self, rows: slice | Tensor) -> Bool[Tensor, "b 1 t S"]:
-        """Return which keys some of the queries see.
-
-        Args:
-            rows: the queries: a slice, or their indices.
-
-        Returns:
-            A bool mask `[b, 1, t, S]`; b is 1 unless rows are padded.
-        """
+        """Return which keys some of the queries see."""
         S, T, W = self.sizes.S, self.sizes.queries, self.sizes.window
         i = torch.arange(S - T, S, device=self.device)[rows, None]
         j = torch.arange(S, device=self.device)[None]
@@ -292,23 +263,11 @@ class AttentionProblem(Problem):
         return (visible & (j >= pads) & (i >= pads))[:, None]
 
     def bias(self) -> Float[Tensor, "1 H T S"]:
-        """Return ALiBi's bias, -slope (i - j), in the problem's dtype.
-
-        Returns:
-            The bias, `[1, H, T, S]`.
-        """
+        """Return ALiBi's bias, -slope (i - j), in the problem's dtype."""
         return self.bias_rows(slice(0, self.sizes.queries), self.dtype)
 
     def bias_rows(self, rows: slice, dtype: torch.dtype) -> Float[Tensor, "1 H t S"]:
-        """Return ALiBi's bias for some of the queries.
-
-        Args:
-            rows: the queries.
-            dtype: the dtype of the bias.
-
-        Returns:
-            The bias, `[1, H, t, S]`.
-        """
+        """Return ALiBi's bias for some of the queries."""
         S, T = self.sizes.S, self.sizes.queries
         i, j = torch.arange(S - T, S)[rows, None], torch.arange(S)[None]
         return (self.slopes[:, None, None] * (j - i))[None].to(self.device, dtype)
@@ -357,13 +316,9 @@ class AttentionProblem(Problem):
         return sorted({math.floor(i * self.sizes.G / n) for i in range(n)})
 
     def reference(self) -> Outputs:
-        """Return the outputs, computed in fp64."""
         return self.checked_rows(plain_attention(self, torch.float64, self.groups))
 
     def plain(self) -> Outputs:
-        """Return the outputs, computed in the problem's dtype; {} in fp32 and fp64, where the
-        allowed error does not depend on them.
-        """
         if self.dtype in (torch.float32, torch.float64):
             return {}
         return self.checked_rows(plain_attention(self, self.dtype, self.groups))
@@ -381,14 +336,7 @@ class AttentionProblem(Problem):
         return self.checked_rows(selected)
 
     def checked_rows(self, outputs: Outputs) -> Outputs:
-        """Set the rows of padded queries to 0.
-
-        Args:
-            outputs: outputs by name, `[B, heads, T, D]`.
-
-        Returns:
-            The outputs, in which padded rows are 0.
-        """
+        """Set the rows of padded queries to 0."""
         if not any(self.pads):
             return outputs
         is_token = torch.arange(self.sizes.S - self.sizes.queries, self.sizes.S, device=self.device)
@@ -414,16 +362,6 @@ def prepared_call(
     kernel: str = "",
 ) -> PreparedCall:
     """Return a prepared call of attention; in training it computes the gradients of q, k and v too.
-
-    Args:
-        problem: the problem, whose q, k and v the call reads.
-        attention: the call.
-        out: converts the result to `[B, H, T, D]`; in training it is timed, since the gradient
-            passes through it.
-        kernel: the name of the kernel.
-
-    Returns:
-        The prepared call.
 
     >>> sizes = AttentionSizes(B=1, H=1, G=1, D=2, S=3, train=True)
     >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
@@ -460,9 +398,6 @@ class LatentSizes(ProblemSizes):
         S, B, H: cached tokens, batch rows, and heads.
         rank, rope: the dims of the latent and of the rotary key.
         nope, value: the dims of a head's key without rotary positions, and of its value.
-
-    >>> print(LatentSizes(S=8192))
-    B1 H128 rank 512+64 nope 128 value 128 S8192
     """
 
     S: int
@@ -472,10 +407,6 @@ class LatentSizes(ProblemSizes):
     rope: int = 64
     nope: int = 128
     value: int = 128
-
-    def resized(self, *, length: int | None = None, batch: int | None = None) -> LatentSizes:
-        """Return the sizes with another S or B."""
-        return replace(self, S=length or self.S, B=batch or self.B)
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Return the memory in bytes of latents, weights, and all keys and values in fp64, with the
@@ -495,7 +426,6 @@ class LatentSizes(ProblemSizes):
         return min(self.H, max(1, size >> 28))
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> LatentProblem:
-        """Return a problem of these sizes, with the same random inputs each time."""
         return LatentProblem(self, dtype, device)
 
     def __str__(self) -> str:
@@ -510,15 +440,6 @@ class LatentProblem(Problem):
     The inputs are q_nope `[B, H, 1, d]`, q_rope `[B, H, 1, e]`, latents `[B, 1, S, r]`, rope `[B,
     1, S, e]` and the weight `[H (d + E), r]` that maps a latent to keys and values, with the rows
     of a head next to each other. `memory` `[B, 1, S, r + e]` has latents and rope in one buffer.
-
-    Args:
-        sizes: the sizes.
-        dtype, device: the dtype and the device of the inputs.
-
-    >>> sizes = LatentSizes(S=5, H=2, rank=8, rope=2, nope=4, value=4)
-    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
-    >>> problem.reference()["out"].shape
-    torch.Size([1, 2, 1, 4])
     """
 
     def __init__(self, sizes: LatentSizes, dtype: torch.dtype, device: torch.device) -> None:
@@ -552,13 +473,9 @@ class LatentProblem(Problem):
         return MinimumWork(flops, (numbers + heads) * self.dtype.itemsize)
 
     def reference(self) -> Outputs:
-        """Return the outputs, computed in fp64 from the keys and values of every head."""
         return self._expand(torch.float64)
 
     def plain(self) -> Outputs:
-        """Return the outputs, computed in the problem's dtype; {} in fp32 and fp64, where the
-        allowed error does not depend on them.
-        """
         if self.dtype in (torch.float32, torch.float64):
             return {}
         return self._expand(self.dtype)

@@ -1,8 +1,12 @@
-"""Engines for language models on a CPU that read files: OpenVINO (through the GGUF reader of
-OpenVINO GenAI), ONNX Runtime GenAI and CTranslate2.
+"""Engines for language models on a CPU that read files: llama.cpp, OpenVINO (through the GGUF
+reader of OpenVINO GenAI), ONNX Runtime GenAI and CTranslate2.
 
 Their caches cannot be set to given values, so only the logits of the short prompt are compared with
-the reference, as for llama.cpp.
+the reference. llama.cpp uses flash attention for fp16 only, because its kernel rounds to fp16
+whatever the dtype of the cache is: fp32 logits had an error of 1e-3 with flash attention, and of
+1e-6 without it. Its weights of few bits are repacked for the processor, as is its default, if a
+process of its own survives a prompt with them: llama-cpp-python 0.3.36 ends in a segmentation fault
+on a virtual processor with AMX.
 """
 
 from __future__ import annotations
@@ -12,23 +16,97 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import tokenizers
 import torch
 from torch import Tensor
 
-from benchmarks.interfaces import Peer, PreparedCall
-from benchmarks.peers.llama_cpp import write_model
-from benchmarks.problems import ModelProblem
+from benchmarks.interfaces import FP16, FP32, Peer, PreparedCall, name_of
+from benchmarks.model import ModelProblem, write_model
 from regard.errors import RegardError
 from regard.files.gguf_files import MetadataValue
 from regard.models.save import save
 from regard.process_state import ignore_warnings
+
+BATCH = 512
+"""How many tokens of the prompt are processed at once."""
+
+
+def llama_cpp(problem: ModelProblem) -> PreparedCall:
+    """Prepare a decoding step of llama.cpp after S random tokens."""
+    library = importlib.import_module("llama_cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_model(problem, path)
+        is_fp16 = problem.dtype != torch.float32
+        cache_type = library.GGML_TYPE_F16 if is_fp16 else library.GGML_TYPE_F32
+        threads = torch.get_num_threads()
+        repacks = problem.sizes.bits is None or survives_a_prompt(path)
+        with nullcontext() if repacks else without_repacking(library):
+            network = library.Llama(
+                str(path),
+                n_ctx=problem.sizes.S + BATCH,
+                n_batch=BATCH,
+                n_threads=threads,
+                n_threads_batch=threads,
+                flash_attn=is_fp16,
+                type_k=cache_type,
+                type_v=cache_type,
+                use_mmap=False,
+                verbose=False,
+            )
+    network.eval(problem.prompt[0].tolist())
+    pointer = library.llama_get_logits_ith(network.ctx, -1)
+    prompt = _prompt_logits(
+        problem, np.ctypeslib.as_array(pointer, shape=(problem.sizes.vocabulary,))
+    )
+    network.reset()
+    network.eval(_text(problem))
+    S, token = problem.sizes.S, problem.ids[0].tolist()
+
+    def step() -> None:
+        network.n_tokens = S  # remove the later tokens from the cache
+        network.eval(token)
+
+    kernel = "repacked" if repacks else "not repacked"
+    return PreparedCall(step, lambda _: prompt, "" if problem.sizes.bits is None else kernel)
+
+
+TRIAL = """
+import sys
+import llama_cpp
+network = llama_cpp.Llama(sys.argv[1], n_ctx=64, use_mmap=False, verbose=False)
+network.eval(list(range(8)))
+"""
+"""What a process of its own runs, to see whether llama.cpp survives a prompt."""
+
+
+def survives_a_prompt(path: Path) -> bool:
+    """Return whether llama.cpp can read a prompt with the weights of a file on this processor."""
+    trial = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", TRIAL, str(path)], capture_output=True, check=False
+    )
+    return trial.returncode >= 0
+
+
+def without_repacking(library: Any) -> AbstractContextManager[Any]:
+    """Return a context in which llama.cpp loads weights without repacking them."""
+    functions = library.llama_cpp
+    params = functions.llama_model_default_params()
+    params.use_extra_bufts = False
+    return mock.patch.object(functions, "llama_model_default_params", return_value=params)
+
+
+def file_bytes(problem: ModelProblem) -> int:
+    """Return the memory in bytes of llama.cpp's copy of the weights, and of two caches."""
+    return (problem.sizes.weights + 2 * problem.sizes.cached) * problem.dtype.itemsize
+
 
 _PRECISIONS = {torch.bfloat16: ("bf16", "bf16"), torch.float16: ("f32", "f16")}
 """Dtype -> OpenVINO's precision of the computation, without fp16 on a CPU, and of the cache."""
@@ -178,7 +256,7 @@ def _onnx_runtime_genai(problem: ModelProblem) -> PreparedCall:
         second.append_tokens(token)
         second.rewind_to(problem.sizes.S)
 
-    return PreparedCall(partial(_keep, folder, step), lambda _: prompt)
+    return PreparedCall(step, lambda _: prompt, owner=folder)
 
 
 def _ctranslate2(problem: ModelProblem) -> PreparedCall:
@@ -209,26 +287,20 @@ def _ctranslate2(problem: ModelProblem) -> PreparedCall:
             include_prompt_in_result=False,
         )
 
-    return PreparedCall(partial(_keep, folder, step), lambda _: checked)
+    return PreparedCall(step, lambda _: checked, owner=folder)
 
 
-def _keep(_: object, step: Callable[[], object]) -> object:
-    """Run a step whose model is in a folder that must not be deleted before."""
-    return step()
-
-
-def _why_not(
+def why_not(
     dtypes: tuple[torch.dtype, ...], bits: tuple[int, ...], problem: ModelProblem
 ) -> str | None:
-    """Return why an adapter does not support the problem, or None."""
-    if problem.device.type != "cpu":
-        return "this adapter supports only a CPU"
-    if problem.sizes.B != 1:
+    """Return why an engine cannot decode with the problem's batch and weights, or None."""
+    sizes = problem.sizes
+    if sizes.B != 1:
         return "this adapter supports only a batch of one row"
-    if problem.sizes.bits is None and problem.dtype not in dtypes:
-        return f"this adapter has no {str(problem.dtype).removeprefix('torch.')}"
-    if problem.sizes.bits is not None and problem.sizes.bits not in bits:
-        return f"this adapter has no weights of {problem.sizes.bits} bits"
+    if sizes.bits is None and problem.dtype not in dtypes:
+        return f"this adapter has no {name_of(problem.dtype)}"
+    if sizes.bits is not None and sizes.bits not in bits:
+        return f"this adapter has no weights of {sizes.bits} bits"
     return None
 
 
@@ -237,23 +309,32 @@ def engine_bytes(problem: ModelProblem) -> int:
     return problem.sizes.weights * 8 + 2 * problem.sizes.cached * problem.dtype.itemsize
 
 
-MODEL = tuple(
+ENGINES = tuple(
     Peer(
         name,
         description,
         prepare,
         needs,
-        partial(_why_not, dtypes, bits),
-        engine_bytes,
+        devices=("cpu",),
+        why_not=partial(why_not, dtypes, bits),
+        bytes=file_bytes if prepare is llama_cpp else engine_bytes,
         own_process=True,
     )
     for name, description, prepare, needs, dtypes, bits in (
+        (
+            "llama.cpp",
+            "llama-cpp-python, the same weights as GGUF, flash attention for fp16.",
+            llama_cpp,
+            ("llama_cpp",),
+            (FP32, FP16),
+            (8, 4),
+        ),
         (
             "OpenVINO",
             "The same weights as GGUF, read by OpenVINO GenAI; the cache grows at each step.",
             _openvino,
             ("openvino", "openvino_genai"),
-            (torch.float16,),  # what its reader of GGUF files takes
+            (FP16,),  # what its reader of GGUF files takes
             (8, 4),
         ),
         (
@@ -261,7 +342,7 @@ MODEL = tuple(
             "The model builder of ONNX Runtime GenAI, from a Hugging Face folder.",
             _onnx_runtime_genai,
             ("onnxruntime_genai", "transformers", "onnx", "onnx_ir"),
-            (torch.float32,),
+            (FP32,),
             (4,),
         ),
         (
@@ -269,7 +350,7 @@ MODEL = tuple(
             "A converted folder; the state of the prompt is kept between steps.",
             _ctranslate2,
             ("ctranslate2", "transformers"),
-            (torch.float32,),
+            (FP32,),
             (8,),
         ),
     )

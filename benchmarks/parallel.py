@@ -8,31 +8,34 @@ that it sends, and its memory.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import statistics
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from threading import Thread
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.interfaces import Case, Outputs, Peer, PreparedCall
-from benchmarks.peers import ranks
-from benchmarks.problems import AttentionProblem, AttentionSizes
+from benchmarks.attention import AttentionProblem, AttentionSizes
+from benchmarks.interfaces import SIZES, Case, Outputs, Peer, PreparedCall
 from regard.cost.softmax import causal_pairs, window_pairs
 from regard.errors import ParallelError, RegardError
 from regard.masks import Causal, Document, Mask, Window
+from regard.ops.softmax import Partial, attend, attend_partial, merge
 from regard.parallel import Shards, spawn
+from regard.parallel import attend as attend_over_ranks
 from regard.parallel.communication import traffic
-from regard.timing.measurement import peak_bytes
+from regard.span import Span
+from regard.timing.machine import peak_bytes_on, wait_for
 from regard.units import plural
 
 TIMEOUT = 300.0
@@ -56,16 +59,12 @@ class ParallelSizes(AttentionSizes):
     Args:
         W: the number of ranks.
         documents: whether the sequence holds packed documents, which do not see one another.
-
-    >>> print(ParallelSizes(B=1, H=8, G=2, D=64, S=8192, window=512))
-    4 ranks B1 H8 G2 D64 S8192 W512
     """
 
     W: int = 4
     documents: bool = False
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> ParallelProblem:
-        """Return a problem of these sizes, with the same random inputs each time."""
         return ParallelProblem(self, dtype, device)
 
     def __str__(self) -> str:
@@ -112,17 +111,12 @@ class ParallelProblem(AttentionProblem):
         return torch.linspace(0, self.sizes.S - 1, min(self.sizes.S, CHECKED_QUERIES)).long()
 
     def reference(self) -> Outputs:
-        """Return the outputs of the checked queries, computed in fp64."""
         return {"out": self._outputs(torch.float64)}
 
     def plain(self) -> Outputs:
-        """Return the same in the problem's dtype; {} in fp32, whose allowed error does not depend
-        on them.
-        """
         return {} if self.dtype == torch.float32 else {"out": self._outputs(self.dtype)}
 
     def checked(self, outputs: Outputs) -> Outputs:
-        """Return the outputs of the queries that are checked."""
         return {name: x[:, :, self.checked_queries] for name, x in outputs.items()}
 
     def _outputs(self, dtype: torch.dtype) -> Tensor:
@@ -159,21 +153,127 @@ class ParallelProblem(AttentionProblem):
         return int((1.3 * (2 * self.q.nbytes + blocks) + 2 * blocks) / self.sizes.W)
 
 
+@dataclass(frozen=True, eq=False)
+class RankInputs:
+    """What one rank holds of a problem.
+
+    Args:
+        q, k, v: its queries, keys and values, `[B, heads, n, D]`.
+        shards: which rank holds which tokens.
+        mask: the mask.
+        rank: the number of the rank.
+        group: the process group; None is the default group.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    shards: Shards
+    mask: Mask
+    rank: int
+    group: dist.ProcessGroup | None = None
+
+
+RankStep: TypeAlias = Callable[[RankInputs], Tensor]
+"""A function that computes the output of the rank's queries, `[B, H, n, D]`."""
+
+
+def regard_parallel(inputs: RankInputs) -> Tensor:
+    """Compute the output with `regard.parallel.attend`."""
+    x = inputs
+    return attend_over_ranks(x.q, x.k, x.v, shards=x.shards, mask=x.mask, group=x.group)
+
+
+def one_process(inputs: RankInputs) -> Tensor:
+    """Compute `regard.attend` over all tokens, on the only rank."""
+    return attend(inputs.q, inputs.k, inputs.v, mask=inputs.mask)
+
+
+def forwarding_ring(inputs: RankInputs) -> Tensor:
+    """Send all keys and values around a ring: at each step a rank forwards the block that it has
+    just received, whether or not the next rank's queries see it.
+    """
+    x, W = inputs, inputs.shards.world
+    block = torch.stack([x.k, x.v])
+    parts = {span: list[Partial]() for span in x.shards.spans(x.rank)}
+    for step in range(W):
+        source, works = (x.rank - step) % W, []
+        received = torch.empty_like(block)
+        if step + 1 < W:
+            traffic.add("ring", block)
+            operations = [
+                dist.P2POp(dist.isend, block, group=x.group, group_peer=(x.rank + 1) % W),
+                dist.P2POp(dist.irecv, received, group=x.group, group_peer=(x.rank - 1) % W),
+            ]
+            works = dist.batch_isend_irecv(operations)
+        for q_span, q in _rows(x.q, x.shards.spans(x.rank)):
+            for k_span, kv in _rows(block, x.shards.spans(source)):
+                if x.mask.count(q_span, k_span):
+                    k, v = kv
+                    part = attend_partial(
+                        q, k, v, mask=x.mask, q_positions=q_span, k_positions=k_span
+                    )
+                    parts[q_span].append(part)
+        for work in works:
+            work.wait()
+        block = received
+    return torch.cat([merge(of_span).out for of_span in parts.values()], 2)
+
+
+def all_gather(inputs: RankInputs) -> Tensor:
+    """Gather all keys and values on every rank, then attend to them."""
+    x, W = inputs, inputs.shards.world
+    block = torch.stack([x.k, x.v])
+    blocks = [torch.empty_like(block) for _ in range(W)]
+    traffic.add("all-gather", block.expand(W - 1, *block.shape))
+    dist.all_gather(blocks, block, group=x.group)
+    k, v = x.shards.join(blocks, 3)
+    every = Span(0, k.shape[2])
+    outs = [
+        attend(q, k, v, mask=x.mask, q_positions=span, k_positions=every)
+        for span, q in _rows(x.q, x.shards.spans(x.rank))
+    ]
+    return torch.cat(outs, 2)
+
+
+def ring_flash_attention(inputs: RankInputs) -> Tensor:
+    """Compute ring-flash-attention's zigzag ring, whose layout is `[B, n, heads, D]`."""
+    function = importlib.import_module("ring_flash_attn").zigzag_ring_flash_attn_func
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v))
+    out: Tensor = function(q, k, v, causal=True, group=inputs.group)
+    return out.transpose(1, 2)
+
+
+def _rows(x: Tensor, spans: tuple[Span, ...]) -> list[tuple[Span, Tensor]]:
+    """Return each span with its tokens, which lie along the last dimension but one of x."""
+    return list(zip(spans, x.split([len(span) for span in spans], -2), strict=True))
+
+
+RANK_STEPS: dict[str, RankStep] = {
+    "regard.parallel": regard_parallel,
+    "one process": one_process,
+    "forwarding ring": forwarding_ring,
+    "all-gather": all_gather,
+    "ring-flash-attention": ring_flash_attention,
+}
+"""The function of each peer."""
+
+
 class RankPool:
     """Processes that compute one peer's attention at each command.
 
     Args:
-        step: the function of the peer.
+        name: the name of the peer, a key of `RANK_STEPS`.
         problem: the problem.
         shards: which rank holds which tokens.
     """
 
-    def __init__(self, step: ranks.RankStep, problem: ParallelProblem, shards: Shards) -> None:
+    def __init__(self, name: str, problem: ParallelProblem, shards: Shards) -> None:
         pairs = [Pipe() for _ in range(shards.world)]
         self._pipes = [mine for mine, _ in pairs]
         self._failure: list[RegardError] = []
         tensors = tuple(x.cpu() for x in (problem.q, problem.k, problem.v))
-        arguments = ([theirs for _, theirs in pairs], step, tensors, shards, problem.mask)
+        arguments = ([theirs for _, theirs in pairs], name, tensors, shards, problem.mask)
         self._thread = Thread(target=self._run, args=(*arguments, problem.device.type), daemon=True)
         self._thread.start()
         self.cpu_seconds: list[float] = []
@@ -215,38 +315,26 @@ class RankPool:
 def serve(
     rank: int,
     pipes: Sequence[Connection],
-    step: ranks.RankStep,
+    name: str,
     tensors: Sequence[Tensor],
     shards: Shards,
     mask: Mask,
     device: str,
 ) -> None:
-    """Answer commands on one rank until "end".
-
-    Args:
-        rank: the number of the rank.
-        pipes: the pipe of each rank.
-        step: the function of the peer.
-        tensors: q, k and v of the whole sequence.
-        shards: which rank holds which tokens.
-        mask: the mask.
-        device: "cpu" or "cuda"; with the latter each rank has the GPU of its number, and messages
-            travel by NCCL.
-    """
-    group = None
+    """Answer commands on one rank until "end"."""
+    step, group = RANK_STEPS[name], None
     if device == "cuda":
         torch.cuda.set_device(rank)
         group = dist.new_group(backend="nccl")
     q, k, v = (shards.take(x, rank).to(device) for x in tensors)
-    inputs, out = ranks.RankInputs(q, k, v, shards, mask, rank, group), tensors[0][:0]
+    inputs, out = RankInputs(q, k, v, shards, mask, rank, group), tensors[0][:0]
     with torch.no_grad():
         while (command := pipes[rank].recv()) != "end":
             if command == "step":
                 traffic.clear()
                 start = time.process_time()
                 out = step(inputs)
-                if device == "cuda":
-                    torch.cuda.synchronize()
+                wait_for(torch.device(device))
                 seconds = time.process_time() - start
                 pipes[rank].send((seconds, sum(traffic.sent.values())))
             elif command == "out":
@@ -260,30 +348,26 @@ def serve(
 
 def _peak_bytes(call: Callable[[], object], device: str) -> int | None:
     """Return how far a call raises the memory of this rank."""
-    if device == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+    if device == "cpu":
+        try:  # glibc returns freed tensors to the system, so that they are not counted
+            library = ctypes.CDLL(None)
+            for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+                library.mallopt(parameter, 1 << 16)
+            library.malloc_trim(0)
+        except (AttributeError, OSError):  # another C library
+            return None
         call()
-        return torch.cuda.max_memory_allocated() - before
-    try:  # glibc returns freed tensors to the system, so that they are not counted
-        library = ctypes.CDLL(None)
-        for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-            library.mallopt(parameter, 1 << 16)
-        library.malloc_trim(0)
-    except (AttributeError, OSError):  # another C library
-        return None
-    call()
-    return peak_bytes(call)
+    return peak_bytes_on(torch.device(device), call)
 
 
 def _prepare(
-    step: ranks.RankStep, problem: ParallelProblem, *, alone: bool = False
+    name: str, problem: ParallelProblem, *, alone: bool = False, zigzag: bool = False
 ) -> PreparedCall:
     """Start the ranks of a peer, and return the call that runs all of them once."""
     shards = Shards.even(problem.sizes.S, 1) if alone else problem.shards
-    if step is ranks.ring_flash_attention:
+    if zigzag:
         shards = Shards.zigzag(problem.sizes.S, problem.sizes.W)
-    pool = RankPool(step, problem, shards)
+    pool = RankPool(name, problem, shards)
     weakref.finalize(problem, pool.close)
 
     def read(_: object) -> Outputs:
@@ -303,86 +387,61 @@ def _prepare(
     return PreparedCall(pool.step, read, figures=figures)
 
 
-def _why_not(problem: ParallelProblem) -> str | None:
+def _why_not(problem: ParallelProblem, *, alone: bool = False, zigzag: bool = False) -> str | None:
     """Return why the ranks of a problem cannot run here, or None."""
-    if problem.device.type == "cuda" and torch.cuda.device_count() < problem.sizes.W:
-        return f"needs {problem.sizes.W} GPUs; there are {torch.cuda.device_count()}"
+    sizes, gpus = problem.sizes, torch.cuda.device_count()
+    if zigzag and (sizes.window is not None or sizes.documents):
+        return "its zigzag ring is causal only"
+    if not alone and problem.device.type == "cuda" and gpus < sizes.W:
+        return f"needs {sizes.W} GPUs; there are {gpus}"
     return None
 
 
-def _why_not_ring_flash_attention(problem: ParallelProblem) -> str | None:
-    """Return why ring-flash-attention cannot run a problem, or None."""
-    if problem.device.type != "cuda":
-        return "runs on GPUs only"
-    if problem.sizes.window is not None or problem.sizes.documents:
-        return "its zigzag ring is causal only"
-    return _why_not(problem)
-
-
-PEERS: tuple[Peer[Any], ...] = (
+PEERS: tuple[Peer[Any], ...] = tuple(
     Peer(
-        "regard.parallel",
-        "regard.parallel.attend.",
-        partial(_prepare, ranks.regard_parallel),
-        why_not=_why_not,
-    ),
-    Peer(
-        "one process",
-        "regard.attend in one process with one thread.",
-        partial(_prepare, ranks.one_process, alone=True),
-    ),
-    Peer(
-        "forwarding ring",
-        "Every rank forwards the block that it has received.",
-        partial(_prepare, ranks.forwarding_ring),
-        why_not=_why_not,
-    ),
-    Peer(
-        "all-gather",
-        "Every rank gathers all keys and values.",
-        partial(_prepare, ranks.all_gather),
-        why_not=_why_not,
-    ),
-    Peer(
-        "ring-flash-attention",
-        "zigzag_ring_flash_attn_func.",
-        partial(_prepare, ranks.ring_flash_attention),
-        needs=("ring_flash_attn",),
-        why_not=_why_not_ring_flash_attention,
-    ),
-)
-
-
-def _case(name: str, description: str, lengths: tuple[int, int, int], **options: Any) -> Case:
-    """Return a case at three lengths."""
-    sizes = ParallelSizes(B=1, H=8, G=2, D=64, S=lengths[0], **options)
-    named = zip(("small", "default", "paper"), lengths, strict=True)
-    return Case(
         name,
         description,
-        {size: replace(sizes, S=S) for size, S in named},
+        partial(_prepare, name, **options),
+        ("ring_flash_attn",) if "zigzag" in options else (),
+        ("cuda",) if "zigzag" in options else ("cpu", "cuda"),
+        why_not=partial(_why_not, **options),
+    )
+    for name, description, options in (
+        ("regard.parallel", "regard.parallel.attend.", dict[str, Any]()),
+        ("one process", "regard.attend in one process with one thread.", {"alone": True}),
+        ("forwarding ring", "Every rank forwards the block that it has received.", {}),
+        ("all-gather", "Every rank gathers all keys and values.", {}),
+        ("ring-flash-attention", "zigzag_ring_flash_attn_func.", {"zigzag": True}),
+    )
+)
+
+PARALLEL = tuple(
+    Case(
+        name,
+        description,
+        {size: ParallelSizes(B=1, H=8, G=2, D=64, S=S, **options) for size, S in lengths},
         (torch.float32,),
         PEERS,
     )
-
-
-PARALLEL = (
-    _case(
-        "parallel-causal",
-        "A sequence that lies on several ranks, under a causal mask.",
-        (1024, 16384, 65536),
-    ),
-    _case(
-        "parallel-window",
-        "A sequence that lies on several ranks, under a sliding window.",
-        (2048, 65536, 262_144),
-        window=512,
-    ),
-    _case(
-        "parallel-documents",
-        "Five packed documents that lie on several ranks.",
-        (1024, 16384, 65536),
-        documents=True,
-    ),
+    for name, description, lengths, options in (
+        (
+            "parallel-causal",
+            "A sequence that lies on several ranks, under a causal mask.",
+            zip(SIZES, (1024, 16384, 65536), strict=True),
+            {},
+        ),
+        (
+            "parallel-window",
+            "A sequence that lies on several ranks, under a sliding window.",
+            zip(SIZES, (2048, 65536, 262_144), strict=True),
+            {"window": 512},
+        ),
+        (
+            "parallel-documents",
+            "Five packed documents that lie on several ranks.",
+            zip(SIZES, (1024, 16384, 65536), strict=True),
+            {"documents": True},
+        ),
+    )
 )
 """The cases of the group `parallel`."""

@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.hugging_face import qwen2_network
 from benchmarks.interfaces import Case, MinimumWork, Outputs, Peer, PreparedCall
-from benchmarks.peers import hugging_face
-from benchmarks.problems import ModelProblem, ModelSizes
-from benchmarks.public_models.nano_gpt import NanoGptStyle
+from benchmarks.model import ModelProblem, ModelSizes
 from regard.cost import attention_flops
 from regard.train.losses import next_token_loss
 
@@ -29,16 +28,102 @@ through the whole network.
 """
 
 
-@dataclass(frozen=True)
-class TrainingSizes(ModelSizes):
-    """The sizes of a model and of a batch: B rows of S tokens.
+class NanoGptStyle(nn.Module):
+    """The model as a short training script writes it: one product for q, k and v, torch's attention
+    function and norms, logits in one tensor.
 
-    >>> print(TrainingSizes(512, 8, layers=12, dim=256, inner=688, H=8, G=8, vocabulary=4096))
-    B8 12 layers M256 H8 G8 D32 vocabulary 4096 S512
+    Args:
+        problem: the problem, whose weights are copied.
+        fused: whether attention is torch's function; otherwise it is written out.
     """
 
+    def __init__(self, problem: ModelProblem, *, fused: bool = True) -> None:
+        super().__init__()
+        config, weights = problem.config, dict(problem.decoder.named_parameters())
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim, self.eps, self.fused = config.head_dim, config.rms_norm_eps, fused
+
+        def copied(*names: str) -> nn.Parameter:
+            return nn.Parameter(torch.cat([weights[name].detach() for name in names]).clone())
+
+        self.wte, self.norm = copied("embed.embedding.weight"), copied("norm.weight")
+        self.layers = nn.ModuleList()
+        for i in range(config.num_hidden_layers):
+            layer_name = f"layers.{i}."
+            parts = [f"{layer_name}attention.project.{x}.linear." for x in "qkv"]
+            layer = nn.ParameterDict(
+                {
+                    "qkv": copied(*(f"{x}weight" for x in parts)),
+                    "bias": copied(*(f"{x}bias" for x in parts)),
+                    "out": copied(f"{layer_name}attention.output.weight"),
+                    "gate": copied(f"{layer_name}feed_forward.gate.weight"),
+                    "up": copied(f"{layer_name}feed_forward.up.weight"),
+                    "down": copied(f"{layer_name}feed_forward.down.weight"),
+                    "norm_1": copied(f"{layer_name}attention_residual.norm.weight"),
+                    "norm_2": copied(f"{layer_name}feed_forward_residual.norm.weight"),
+                }
+            )
+            self.layers.append(layer)
+        half = self.head_dim // 2
+        frequencies = config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(problem.sizes.S, dtype=torch.float64)[:, None] * frequencies
+        self.register_buffer("cos", angles.cos().to(problem.device, self.wte.dtype))
+        self.register_buffer("sin", angles.sin().to(problem.device, self.wte.dtype))
+        if not fused:  # the reference computes in fp64 with tables of fp64
+            self.cos, self.sin = angles.cos().to(problem.device), angles.sin().to(problem.device)
+
+    @property
+    def compared(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """The parameters whose gradients are compared: the embedding, and the first map down."""
+        layer = self.layers[0]
+        assert isinstance(layer, nn.ParameterDict)
+        return self.wte, layer["down"]
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """Return the mean cross entropy of the next token of rows `[B, S + 1]`."""
+        x = F.embedding(rows[:, :-1], self.wte)
+        for w in self.layers:
+            assert isinstance(w, nn.ParameterDict)
+            q, k, v = self._heads(F.linear(self._norm(x, w["norm_1"]), w["qkv"], w["bias"]))
+            z = self._attention(self._rotate(q), self._rotate(k), v)
+            x = x + F.linear(z.transpose(1, 2).flatten(2), w["out"])
+            y = self._norm(x, w["norm_2"])
+            x = x + F.linear(F.silu(F.linear(y, w["gate"])) * F.linear(y, w["up"]), w["down"])
+        logits = F.linear(self._norm(x, self.norm), self.wte)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.to(wide).flatten(0, 1), rows[:, 1:].flatten())
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+    def _heads(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q, k and v `[B, heads, T, D]`."""
+        D = self.head_dim
+        parts = x.split((self.heads * D, self.groups * D, self.groups * D), dim=-1)
+        return tuple(torch.unflatten(part, -1, (-1, D)).transpose(1, 2) for part in parts)
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        v = v.to(q.dtype)
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        ratio = self.heads // self.groups
+        k, v = (x.repeat_interleave(ratio, dim=1) for x in (k, v))
+        scores = (q @ k.mT) * self.head_dim**-0.5
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        out: Tensor = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1) @ v
+        return out
+
+
+@dataclass(frozen=True)
+class TrainingSizes(ModelSizes):
+    """The sizes of a model and of a batch: B rows of S tokens."""
+
     def problem(self, dtype: torch.dtype, device: torch.device) -> TrainingProblem:
-        """Return a problem of these sizes, with the same random weights and tokens each time."""
         return TrainingProblem(self, dtype, device)
 
     def bytes(self, dtype: torch.dtype) -> int:
@@ -51,11 +136,7 @@ class TrainingSizes(ModelSizes):
 
 
 class TrainingProblem(ModelProblem):
-    """The loss of a batch and its gradients.
-
-    Args:
-        sizes, dtype, device: the sizes, float32 or bfloat16 (autocast), and the device.
-    """
+    """The loss of a batch and its gradients."""
 
     train = True
 
@@ -81,13 +162,9 @@ class TrainingProblem(ModelProblem):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=is_half)
 
     def reference(self) -> Outputs:
-        """Return the outputs of plain torch in fp64."""
         return self._loss_and_gradients(torch.float64)
 
     def plain(self) -> Outputs:
-        """Return the outputs of plain torch with autocast; {} in fp32, where the allowed error does
-        not depend on them.
-        """
         return {} if self.dtype == torch.float32 else self._loss_and_gradients(torch.float32)
 
     def _loss_and_gradients(self, dtype: torch.dtype) -> Outputs:
@@ -145,9 +222,9 @@ def nano_gpt_training(problem: TrainingProblem) -> PreparedCall:
     return _prepare_loss(problem, network, network.loss, network.compared)
 
 
-def transformers_training(problem: TrainingProblem, *, name: str) -> PreparedCall:
+def transformers_training(problem: TrainingProblem) -> PreparedCall:
     """Prepare the Qwen2 of transformers, which shares the parameters of our decoder."""
-    network = hugging_face._qwen2(problem, name)
+    network = qwen2_network(problem, "sdpa")
     network.train()
 
     def loss_of(rows: Tensor) -> Tensor:
@@ -165,8 +242,8 @@ PEERS = (
     Peer(
         "transformers sdpa",
         "transformers' Qwen2ForCausalLM.",
-        partial(transformers_training, name="sdpa"),
-        needs=hugging_face.NEEDS,
+        transformers_training,
+        needs=("transformers",),
     ),
 )
 _DEFAULT = TrainingSizes(512, 8, layers=12, dim=256, inner=688, H=8, G=8, vocabulary=4096)

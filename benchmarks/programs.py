@@ -1,7 +1,8 @@
-"""Cases of whole programs: starting a command, reading a checkpoint, drawing a page.
+"""Cases of whole programs: starting a command, reading a checkpoint, drawing a page, and the peak
+memory of a process that loads a model and decodes.
 
-These problems have no operations to count, and the only output is whether the program succeeded.
-For reading a checkpoint the bytes are counted and some of the tensors are compared.
+These problems have no operations to count. The only output of a program is whether it succeeded;
+of a checkpoint some tensors are compared, and of a model the logits of a short prompt.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.interfaces import (
+    SIZES,
     Case,
     MinimumWork,
     Outputs,
@@ -30,10 +32,10 @@ from benchmarks.interfaces import (
     PreparedCall,
     Problem,
     ProblemSizes,
+    name_of,
 )
-from regard.units import plural
-
-SIZES = ("small", "default", "paper")
+from benchmarks.model import ModelSizes, write_model
+from regard.units import plural, size
 
 
 class ProgramProblem(Problem):
@@ -42,41 +44,25 @@ class ProgramProblem(Problem):
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
 
-    @property
-    def work(self) -> MinimumWork:
-        """No work is counted for a program."""
-        return MinimumWork(0, 0)
+    @cached_property
+    def folder(self) -> Path:
+        """A temporary folder for files, which is removed with the problem."""
+        folder = tempfile.mkdtemp(prefix="regard-benchmarks-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
 
     def reference(self) -> Outputs:
-        """Return that the program succeeded."""
         return {"done": torch.ones(1, dtype=torch.float64)}
 
     def plain(self) -> Outputs:
-        """Return no outputs: the reference suffices."""
         return {}
 
 
 class ProgramSizes(ProblemSizes):
-    """Sizes without tokens and batch rows."""
-
-    def resized(self, *, length: int | None = None, batch: int | None = None) -> ProblemSizes:
-        """Return the same sizes: other numbers of tokens or rows change nothing."""
-        return self
+    """Sizes without tokens and batch rows, whose memory is used by other processes."""
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return 0: the memory is used by other processes."""
         return 0
-
-    @abstractmethod
-    def __str__(self) -> str:
-        """Return the sizes as text for tables."""
-
-
-def _temporary_folder(owner: object) -> Path:
-    """Create a temporary folder that is removed with its owner."""
-    folder = tempfile.mkdtemp(prefix="regard-bench-")
-    weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
-    return Path(folder)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
@@ -96,7 +82,6 @@ class StartSizes(ProgramSizes):
     """The start of a command in a new process."""
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> ProgramProblem:
-        """Return the problem: the exit code must be 0."""
         return ProgramProblem(dtype, device)
 
     def __str__(self) -> str:
@@ -137,11 +122,7 @@ not import torch.
 
 @dataclass(frozen=True)
 class CheckpointSizes(ProgramSizes):
-    """The sizes of a safetensors file with random tensors; the defaults are those of Qwen2-0.5B.
-
-    >>> print(CheckpointSizes())
-    24 layers M896 vocabulary 151936, 0.988 GB
-    """
+    """The sizes of a safetensors file with random tensors; the defaults are those of Qwen2-0.5B."""
 
     layers: int = 24
     dim: int = 896
@@ -175,7 +156,6 @@ class CheckpointSizes(ProgramSizes):
         return 3 * self.numbers() * dtype.itemsize
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> CheckpointProblem:
-        """Write the file into a temporary folder, and return the problem."""
         return CheckpointProblem(self, dtype, device)
 
     def __str__(self) -> str:
@@ -189,13 +169,11 @@ class CheckpointProblem(ProgramProblem):
 
     Attributes:
         sizes: the sizes.
-        folder: the folder with model.safetensors, which is removed with the problem.
     """
 
     def __init__(self, sizes: CheckpointSizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self.sizes = sizes
-        self.folder = _temporary_folder(self)
         generator = torch.Generator().manual_seed(0)
         tensors = {
             name: torch.randn(shape, generator=generator).to(dtype)
@@ -309,18 +287,13 @@ READY_MARK = b'data-ready="yes"'
 
 @dataclass(frozen=True)
 class PageSizes(ProgramSizes):
-    """The sizes of a recording with random patterns.
-
-    >>> print(PageSizes())
-    12 layers H12 T512
-    """
+    """The sizes of a recording with random patterns."""
 
     layers: int = 12
     heads: int = 12
     tokens: int = 512
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> PageProblem:
-        """Write the page into a temporary folder, and return the problem."""
         return PageProblem(self, dtype, device)
 
     def __str__(self) -> str:
@@ -328,16 +301,10 @@ class PageSizes(ProgramSizes):
 
 
 class PageProblem(ProgramProblem):
-    """A page of `regard view` in a file.
-
-    Attributes:
-        folder: the folder with page.html, empty.html and the browser's profile, which is removed
-            with the problem.
-    """
+    """A page of `regard view` in a file, beside an empty one and the browser's profile."""
 
     def __init__(self, sizes: PageSizes, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
-        self.folder = _temporary_folder(self)
         (self.folder / "page.html").write_text(_page(sizes), "utf-8")
         (self.folder / "empty.html").write_text("<!doctype html><title>empty</title>", "utf-8")
 
@@ -385,25 +352,210 @@ def _open(name: str, mark: bytes, problem: PageProblem) -> PreparedCall:
     )
 
 
-def _page_peer(
-    name: str, description: str, prepare: Callable[[PageProblem], PreparedCall]
-) -> Peer[PageProblem]:
-    return Peer(name, description, prepare, why_not=_no_browser)
-
-
 DRAW_PAGE = Case(
     "draw-page",
     "A page of `regard view` in a new browser, until its overview of heads is drawn.",
     {"small": PageSizes(2, 4, 64), "default": PageSizes(), "paper": PageSizes(24, 16, 1024)},
     (torch.float32,),
-    (
-        _page_peer(
-            "regard view", "The page of the recording.", partial(_open, "page.html", READY_MARK)
-        ),
-        _page_peer(
-            "an empty page",
-            "The start and the end of the browser.",
-            partial(_open, "empty.html", b"<html"),
-        ),
+    tuple(
+        Peer(name, description, partial(_open, file, mark), why_not=_no_browser)
+        for name, description, file, mark in (
+            ("regard view", "The page of the recording.", "page.html", READY_MARK),
+            ("an empty page", "The start and the end of the browser.", "empty.html", b"<html"),
+        )
     ),
 )
+
+
+# The peak memory of a process. It is what the system counts for the whole process (VmHWM):
+# interpreter, libraries, the pages of files that are mapped, weights, caches and what the steps
+# need. It depends on the process alone, so that other programs on the machine do not change it.
+# Before that run the process computes the logits of a short prompt, which are compared.
+
+
+_PEAK = """
+def peak():
+    with open("/proc/self/status", encoding="utf-8") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM"))
+"""
+
+REGARD_PROGRAM = (
+    _PEAK
+    + """
+import json, sys
+import numpy, torch, regard
+task = json.loads(sys.argv[1])
+torch.set_num_threads(task["threads"])
+decoder = regard.load(task["file"], dtype=getattr(torch, task["dtype"])).decoder
+with torch.inference_mode():
+    numpy.save(task["out"], decoder(torch.tensor([task["short"]]), last=1).float().numpy().ravel())
+    caches = decoder.new_caches()
+    decoder(torch.tensor([task["prompt"]]), caches=caches, last=1)
+    for token in task["steps"]:
+        decoder(torch.tensor([[token]]), caches=caches)
+print(json.dumps(peak()))
+"""
+)
+"""What the process of regard runs."""
+
+LLAMA_CPP_PROGRAM = (
+    _PEAK
+    + """
+import json, sys
+import llama_cpp, numpy
+task = json.loads(sys.argv[1])
+length = len(task["prompt"]) + len(task["steps"])
+network = llama_cpp.Llama(
+    task["file"], n_ctx=length, n_threads=task["threads"], n_threads_batch=task["threads"],
+    use_mmap=task["mapped"], verbose=False,
+)
+network.eval(task["short"])
+pointer = llama_cpp.llama_get_logits_ith(network.ctx, -1)
+numpy.save(task["out"], numpy.ctypeslib.as_array(pointer, shape=(task["vocabulary"],)))
+network.reset()
+network.eval(task["prompt"])
+for token in task["steps"]:
+    network.eval([token])
+print(json.dumps(peak()))
+"""
+)
+"""What the process of llama.cpp runs; it imports neither torch nor regard."""
+
+
+@dataclass(frozen=True)
+class MemorySizes(ProgramSizes):
+    """The sizes of a model in a GGUF file, of a prompt, and the number of decoded tokens.
+
+    Args:
+        model: the sizes of the model; with `bits` its matrices are in the format Q8_0 or Q4_0.
+        prompt: the number of tokens of the prompt.
+        steps: the number of decoded tokens.
+    """
+
+    model: ModelSizes
+    prompt: int = 64
+    steps: int = 16
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Return the memory in bytes while the file is written, which is more than a peer needs."""
+        return self.model.bytes(dtype)
+
+    def problem(self, dtype: torch.dtype, device: torch.device) -> MemoryProblem:
+        return MemoryProblem(self, dtype, device)
+
+    def __str__(self) -> str:
+        m = self.model
+        form = "" if m.bits is None else f", weights of {m.bits} bits"
+        return (
+            f"{plural(m.layers, 'layer')} M{m.dim} vocabulary {m.vocabulary}{form}, prompt of "
+            f"{self.prompt}, {plural(self.steps, 'step')}"
+        )
+
+
+class MemoryProblem(ProgramProblem):
+    """A GGUF file with random weights, and the logits of a short prompt.
+
+    Attributes:
+        sizes: the sizes.
+        short: the tokens of the short prompt.
+    """
+
+    def __init__(self, sizes: MemorySizes, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self.sizes = sizes
+        model = sizes.model.problem(dtype, torch.device("cpu"))
+        write_model(model, self.file)
+        self.short: list[int] = model.prompt[0].tolist()
+        self._reference = {"prompt": model.reference()["prompt"]}
+        self._plain = {name: x for name, x in model.plain().items() if name == "prompt"}
+
+    @property
+    def file(self) -> Path:
+        """The file of the model."""
+        return self.folder / "model.gguf"
+
+    def reference(self) -> Outputs:
+        return self._reference
+
+    def plain(self) -> Outputs:
+        return self._plain
+
+
+def _prepare_peak(program: str, problem: MemoryProblem, *, mapped: bool = False) -> PreparedCall:
+    """Return the call that runs a program in a process of its own."""
+    sizes, generator = problem.sizes, torch.Generator().manual_seed(1)
+    V = sizes.model.vocabulary
+    out = problem.folder / "logits.npy"
+    ids: list[int] = torch.randint(V, (sizes.prompt + sizes.steps,), generator=generator).tolist()
+    task = {
+        "file": str(problem.file),
+        "out": str(out),
+        "dtype": name_of(problem.dtype),
+        "threads": torch.get_num_threads(),
+        "short": problem.short,
+        "prompt": ids[: sizes.prompt],
+        "steps": ids[sizes.prompt :],
+        "vocabulary": V,
+        "mapped": mapped,
+    }
+    peaks: list[int] = []
+
+    def read(process: subprocess.CompletedProcess[bytes]) -> Outputs:
+        if process.returncode:
+            raise RuntimeError(process.stderr.decode(errors="replace")[-300:])
+        peaks.append(int(json.loads(process.stdout.splitlines()[-1])))
+        logits = torch.from_numpy(np.load(out))
+        return {"prompt": logits.to(problem.dtype).view(1, 1, -1)}
+
+    def figures() -> Mapping[str, float]:
+        return {"peak_bytes": float(peaks[0]), "file_bytes": float(problem.file.stat().st_size)}
+
+    step = partial(_run, [sys.executable, "-c", program, json.dumps(task)])
+    return PreparedCall(step, read, size(problem.file.stat().st_size), figures)
+
+
+def _why_not_peak(_: MemoryProblem) -> str | None:
+    """Return why no peak can be read, or None."""
+    return None if Path("/proc/self/status").is_file() else "the system has no /proc/self/status"
+
+
+PEAK_PEERS = tuple(
+    Peer(name, description, prepare, needs, devices=("cpu",), why_not=_why_not_peak)
+    for name, description, prepare, needs in (
+        ("regard", "regard.load of the file.", partial(_prepare_peak, REGARD_PROGRAM), ()),
+        (
+            "llama.cpp",
+            "llama-cpp-python, the file read into memory.",
+            partial(_prepare_peak, LLAMA_CPP_PROGRAM),
+            ("llama_cpp",),
+        ),
+        (
+            "llama.cpp mmap",
+            "llama-cpp-python, the file mapped into memory.",
+            partial(_prepare_peak, LLAMA_CPP_PROGRAM, mapped=True),
+            ("llama_cpp",),
+        ),
+    )
+)
+
+MEMORY = tuple(
+    Case(
+        name,
+        f"The peak memory of a process that loads a model, reads a prompt and decodes, {text}.",
+        {
+            "small": MemorySizes(ModelSizes(64, layers=2, vocabulary=1024, bits=bits)),
+            "default": MemorySizes(ModelSizes(64, bits=bits)),
+            "paper": MemorySizes(
+                ModelSizes(64, layers=28, dim=1536, inner=8960, H=12, G=2, bits=bits)
+            ),
+        },
+        (dtype,),
+        PEAK_PEERS,
+    )
+    for name, text, dtype, bits in (
+        ("peak-memory", "fp16 weights", torch.float16, None),
+        ("peak-memory-int8", "weights of 8 bits", torch.bfloat16, 8),
+        ("peak-memory-int4", "weights of 4 bits", torch.bfloat16, 4),
+    )
+)
+"""The cases of peak memory."""

@@ -1,10 +1,13 @@
-"""One decoding step of a whole model with random weights, and the same model in plain torch."""
+"""One decoding step of a whole model with random weights, and the same model in plain torch and as
+a GGUF file.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from benchmarks.interfaces import MinimumWork, Outputs, Problem, ProblemSizes
 from regard.caches import Fixed
 from regard.cost import attention_flops
 from regard.cost.softmax import attention_bytes
+from regard.files.gguf_files import MetadataValue
+from regard.files.gguf_writer import TensorToWrite, write_gguf
 from regard.models.decoder import Decoder
 from regard.models.families import qwen2
 from regard.span import Span
@@ -32,19 +37,7 @@ def last_logits(
     dtype: torch.dtype,
     angles: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Compute the logits `[B, 1, V]` of the last token in plain torch.
-
-    Args:
-        config: the config of the model.
-        weights: its parameters, which are converted to `dtype` one at a time.
-        ids: the tokens `[B, T]`.
-        memory: the rotated keys and the values `[B, G, S, D]` of the tokens before, for each layer.
-        dtype: the dtype of the computation.
-        angles: the dtype of the rotary angles.
-
-    Returns:
-        The logits.
-    """
+    """Compute the logits `[B, 1, V]` of the last token in plain torch."""
 
     def weight(name: str) -> Tensor:
         return weights[name].detach().to(dtype)
@@ -136,9 +129,6 @@ class ModelSizes(ProblemSizes):
         bits: None, or 8 or 4: matrices whose numbers are whole codes of so many bits times one
             power of two, so that every format of these bits with groups of at least 32 inputs holds
             exactly the same numbers.
-
-    >>> print(ModelSizes(S=8192))
-    B1 24 layers M896 H14 G2 D64 vocabulary 151936 S8192
     """
 
     S: int
@@ -150,10 +140,6 @@ class ModelSizes(ProblemSizes):
     G: int = 2
     vocabulary: int = 151_936
     bits: int | None = None
-
-    def resized(self, *, length: int | None = None, batch: int | None = None) -> ModelSizes:
-        """Return the sizes with another S or B."""
-        return replace(self, S=length or self.S, B=batch or self.B)
 
     @property
     def head_dim(self) -> int:
@@ -181,11 +167,7 @@ class ModelSizes(ProblemSizes):
         return self.weights * (dtype.itemsize + 4) + 8 * largest + 4 * self.cached * dtype.itemsize
 
     def config(self) -> qwen2.Config:
-        """Return the config of a checkpoint of these sizes.
-
-        Returns:
-            The config of a Qwen2.
-        """
+        """Return the config of a checkpoint of these sizes."""
         return qwen2.Config(
             vocab_size=self.vocabulary,
             hidden_size=self.dim,
@@ -200,7 +182,6 @@ class ModelSizes(ProblemSizes):
         )
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> ModelProblem:
-        """Return a problem of these sizes, with the same random weights and cache each time."""
         return ModelProblem(self, dtype, device)
 
     def __str__(self) -> str:
@@ -217,15 +198,6 @@ class ModelProblem(Problem):
     logits of a short prompt. The cached keys and values are random, with a spread that makes the
     attention weights uneven, so that the logits depend on the keys. Peers share the decoder's
     parameters where they can.
-
-    Args:
-        sizes: the sizes.
-        dtype, device: the dtype and the device of the parameters.
-
-    >>> sizes = ModelSizes(S=4, layers=1, dim=16, inner=16, H=4, G=2, vocabulary=11)
-    >>> problem = sizes.problem(torch.float32, torch.device("cpu"))
-    >>> {name: tuple(x.shape) for name, x in problem.reference().items()}
-    {'logits': (1, 1, 11), 'prompt': (1, 1, 11)}
     """
 
     def __init__(self, sizes: ModelSizes, dtype: torch.dtype, device: torch.device) -> None:
@@ -241,14 +213,7 @@ class ModelProblem(Problem):
         self.prompt = torch.randint(vocabulary, (1, PROMPT_TOKENS), generator=generator).to(device)
 
     def memory(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Generate the random cache of a layer; each call generates it anew.
-
-        Args:
-            layer: the number of the layer.
-
-        Returns:
-            Rotated keys and values, `[B, G, S, D]` each.
-        """
+        """Generate the random cache of a layer; each call generates it anew."""
         s = self.sizes
         generator = torch.Generator().manual_seed(1 + layer)
         values = 3 * torch.randn(2, s.B, s.G, s.S, s.head_dim, generator=generator)
@@ -256,14 +221,7 @@ class ModelProblem(Problem):
         return k, v
 
     def caches(self, dtype: torch.dtype) -> list[Fixed]:
-        """Create filled caches for the decoder, with room for one more token.
-
-        Args:
-            dtype: the dtype of keys and values.
-
-        Returns:
-            One cache per layer.
-        """
+        """Create filled caches for the decoder, with room for one more token."""
         caches = [Fixed(self.sizes.S + 1) for _ in range(self.sizes.layers)]
         for layer, cache in enumerate(caches):
             k, v = self.memory(layer)
@@ -284,14 +242,9 @@ class ModelProblem(Problem):
         return MinimumWork(flops, weight_bytes + moved)
 
     def reference(self) -> Outputs:
-        """Return the outputs, computed in fp64, or in fp32 for half types."""
         return self._answer(torch.float64 if self.dtype == torch.float32 else torch.float32)
 
     def plain(self) -> Outputs:
-        """Return the outputs, computed in the problem's dtype. In fp32 the rotary angles are fp32
-        as well, as transformers computes them: far from the start their rounding is the largest
-        error.
-        """
         if self.dtype == torch.float32:
             return self._answer(torch.float32, angles=torch.float32)
         return self._answer(self.dtype)
@@ -306,11 +259,7 @@ class ModelProblem(Problem):
         }
 
     def hugging_face_config(self) -> dict[str, Any]:
-        """Return the config with the keys of Hugging Face.
-
-        Returns:
-            The values by key.
-        """
+        """Return the config with the keys of Hugging Face."""
         return asdict(self.config)
 
 
@@ -349,3 +298,74 @@ def round_to_codes(decoder: nn.Module, bits: int) -> None:
             codes[:, ::32], codes[:, 1::32] = least, most
             size = float(codes.square().mean().sqrt()) * parameter.shape[-1] ** 0.5
             parameter.copy_(codes * 2.0 ** -round(math.log2(size)))
+
+
+# the same model as a GGUF file
+
+MODEL_NAMES = {"embed.embedding.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}
+LAYER_NAMES = {
+    "attention_residual.norm.weight": "attn_norm.weight",
+    "feed_forward_residual.norm.weight": "ffn_norm.weight",
+    "attention.project.q.linear.weight": "attn_q.weight",
+    "attention.project.k.linear.weight": "attn_k.weight",
+    "attention.project.v.linear.weight": "attn_v.weight",
+    "attention.project.q.linear.bias": "attn_q.bias",
+    "attention.project.k.linear.bias": "attn_k.bias",
+    "attention.project.v.linear.bias": "attn_v.bias",
+    "attention.output.weight": "attn_output.weight",
+    "feed_forward.gate.weight": "ffn_gate.weight",
+    "feed_forward.up.weight": "ffn_up.weight",
+    "feed_forward.down.weight": "ffn_down.weight",
+}
+"""The name of a layer's parameter in regard, and its name after blk.<layer> in a GGUF file."""
+
+
+def write_model(
+    problem: ModelProblem, path: Path, tokenizer: Mapping[str, MetadataValue] | None = None
+) -> None:
+    """Write the problem's weights as a GGUF file; vectors are fp32."""
+    config = problem.config
+    sizes: dict[str, MetadataValue] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_theta,
+        "vocab_size": config.vocab_size,
+    }
+    metadata: dict[str, MetadataValue] = {
+        "general.architecture": "qwen2",
+        "general.name": "model",
+        "general.file_type": _FILE_TYPES[_format(problem)],
+    }
+    metadata |= {f"qwen2.{key}": value for key, value in sizes.items()}
+    metadata |= {"tokenizer.ggml.model": "none"} if tokenizer is None else tokenizer
+    write_gguf(path, metadata, list(gguf_tensors(problem)))
+
+
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}
+"""Format of the matrices -> `general.file_type`."""
+
+
+def _format(problem: ModelProblem) -> str:
+    """Return the format of the problem's matrices in a GGUF file."""
+    plain = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}[problem.dtype]
+    return plain if problem.sizes.bits is None else f"Q{problem.sizes.bits}_0"
+
+
+def gguf_tensors(problem: ModelProblem) -> Iterator[TensorToWrite]:
+    """Yield each parameter under its name in a GGUF file, with its format.
+
+    The output head shares the embedding and has no entry.
+    """
+    form = _format(problem)
+    for name, parameter in problem.decoder.named_parameters():
+        if name in MODEL_NAMES:
+            gguf_name = MODEL_NAMES[name]
+        else:
+            _, layer, name_in_layer = name.split(".", 2)
+            gguf_name = f"blk.{layer}.{LAYER_NAMES[name_in_layer]}"
+        yield TensorToWrite(gguf_name, parameter.detach(), form if parameter.ndim > 1 else "F32")
