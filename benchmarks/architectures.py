@@ -17,64 +17,47 @@ from benchmarks.public_models import BuiltModel, PublicModelSizes
 
 VOCABULARY = 256
 
-WIDTHS: dict[str, dict[str, object]] = {
-    "llama": {  # Llama-3.2-1B
-        "hidden_size": 2048,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 8192,
-    },
-    "mistral": {  # a quarter of Mistral-7B
-        "hidden_size": 1024,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "intermediate_size": 3584,
-        "head_dim": 128,
-        "sliding_window": 512,
-    },
-    "qwen2": {  # Qwen2-0.5B
-        "hidden_size": 896,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-    },
+
+def _widths(dim: int, heads: int, inner: int, **more: int) -> dict[str, int]:
+    """Return the options of a config that set its widths."""
+    return {
+        "hidden_size": dim,
+        "num_attention_heads": heads,
+        "intermediate_size": inner,
+        **more,
+    }
+
+
+def _whisper_widths(dim: int, heads: int, inner: int, **more: int) -> dict[str, int]:
+    """Return the same for a Whisper."""
+    sides = {f"{side}_attention_heads": heads for side in ("encoder", "decoder")}
+    return {"d_model": dim, **sides, "encoder_ffn_dim": inner, "decoder_ffn_dim": inner, **more}
+
+
+WIDTHS = {
+    "llama": _widths(2048, 32, 8192, num_key_value_heads=8),  # Llama-3.2-1B
+    "mistral": _widths(  # a quarter of Mistral-7B
+        1024, 8, 3584, num_key_value_heads=2, head_dim=128, sliding_window=512
+    ),
+    "qwen2": _widths(896, 14, 4864, num_key_value_heads=2),  # Qwen2-0.5B
     "gpt2": {"n_embd": 768, "n_head": 12},
-    "bert": {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    "bert": _widths(768, 12, 3072),
     "t5": {"d_model": 768, "num_heads": 12, "d_kv": 64, "d_ff": 3072},
-    "vit": {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
-    "whisper": {  # Whisper small
-        "d_model": 768,
-        "encoder_attention_heads": 12,
-        "decoder_attention_heads": 12,
-        "encoder_ffn_dim": 3072,
-        "decoder_ffn_dim": 3072,
-    },
+    "vit": _widths(768, 12, 3072),
+    "whisper": _whisper_widths(768, 12, 3072),  # Whisper small
 }
 """The options of a config that set the widths of a published model."""
 
-NARROW: dict[str, dict[str, object]] = {
-    "llama": {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-    },
+NARROW = {
+    **dict.fromkeys(("llama", "qwen2"), _widths(32, 4, 48, num_key_value_heads=2)),
+    "mistral": _widths(32, 4, 48, num_key_value_heads=2, head_dim=8, sliding_window=4),
     "gpt2": {"n_embd": 32, "n_head": 4},
-    "bert": {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
+    "bert": _widths(32, 4, 48),
     "t5": {"d_model": 32, "num_heads": 4, "d_kv": 8, "d_ff": 48},
-    "vit": {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48},
-    "whisper": {
-        "d_model": 32,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "max_source_positions": 50,
-    },
+    "vit": _widths(32, 4, 48),
+    "whisper": _whisper_widths(32, 4, 48, max_source_positions=50),
 }
 """The same for models of a few dims."""
-NARROW["qwen2"] = NARROW["llama"]
-NARROW["mistral"] = NARROW["llama"] | {"head_dim": 8, "sliding_window": 4}
 
 
 def _model(kind: str, sizes: PublicModelSizes, **options: object) -> Any:

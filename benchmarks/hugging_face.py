@@ -127,57 +127,26 @@ def expanded_bytes(problem: LatentProblem) -> int:
     return 2 * s.B * s.S * s.H * (s.nope + s.rope + s.value) * problem.dtype.itemsize
 
 
-def model(problem: ModelProblem, *, name: str) -> PreparedCall:
+def model(problem: ModelProblem, *, name: str, static: bool = False) -> PreparedCall:
     """Prepare a decoding step of the Qwen2 of transformers with the same parameters.
 
-    The cache is cropped to its former length after each step.
+    The cache goes back to its former length after each step. With a `StaticCache` on a GPU the step
+    is compiled in the mode "reduce-overhead", which captures CUDA graphs.
     """
     network = qwen2_network(problem, name)
-    cache = _cache(problem, name)
+    cache = _cache(network.config, name, problem.sizes.S + 1, static=static)
     for layer in range(problem.sizes.layers):
         cache.update(*problem.memory(layer), layer)
-
-    def step() -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = network(problem.ids, past_key_values=cache, use_cache=True).logits
-        cache.crop(-1)  # remove the new token
-        return logits
-
-    def read(logits: Tensor) -> dict[str, Tensor]:
-        with torch.no_grad():
-            prompt = network(problem.prompt, use_cache=False, logits_to_keep=1).logits
-        return {"logits": logits, "prompt": prompt}
-
-    return PreparedCall(step, read)
-
-
-def static_model(problem: ModelProblem) -> PreparedCall:
-    """Prepare a decoding step of the Qwen2 of transformers with a `StaticCache`, compiled in the
-    mode "reduce-overhead", which captures CUDA graphs; on a CPU it is not compiled.
-
-    The number of tokens in the cache goes back by one after each step.
-    """
-    from transformers import Qwen2Config, StaticCache
-
-    network = qwen2_network(problem, "sdpa")
-    s = problem.sizes
-    config = Qwen2Config(
-        num_hidden_layers=s.layers,
-        num_attention_heads=s.H,
-        num_key_value_heads=s.G,
-        hidden_size=s.dim,
-    )
-    cache: Any = StaticCache(config=config, max_cache_len=s.S + 1)
-    for layer in range(s.layers):
-        cache.update(*problem.memory(layer), layer)
     run = network.forward
-    if problem.device.type == "cuda":
+    if static and problem.device.type == "cuda":
         run = torch.compile(run, mode="reduce-overhead", fullgraph=True)
 
     def step() -> Tensor:
         with torch.no_grad():
             logits: Tensor = run(problem.ids, past_key_values=cache, use_cache=True).logits
-            for layer in cache.layers:
+            if not static:
+                cache.crop(-1)  # remove the new token
+            for layer in cache.layers if static else ():
                 layer.cumulative_length.sub_(1)
         return logits
 
@@ -194,8 +163,8 @@ def qwen2_network(problem: ModelProblem, name: str) -> Any:
     """Return a Qwen2 of transformers that shares the parameters of the problem's decoder."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    if name == "regard":
-        register()
+    if name == "regard":  # its import registers the attention implementation
+        import regard.integrations.transformers  # noqa: F401
     options = problem.hugging_face_config()
     options["rope_parameters"] = {"rope_type": "default", "rope_theta": options.pop("rope_theta")}
     for key in ("rope_scaling", "layer_types"):
@@ -217,20 +186,16 @@ def qwen2_network(problem: ModelProblem, name: str) -> Any:
     return network
 
 
-def register() -> None:
-    """Register the attention implementation "regard" in transformers."""
-    import regard.integrations.transformers  # noqa: F401
-
-
-def _cache(problem: ModelProblem, name: str) -> Any:
+def _cache(config: Any, name: str, length: int, *, static: bool) -> Any:
     """Return an empty cache for an attention implementation."""
-    from transformers import DynamicCache, Qwen2Config
+    from transformers import DynamicCache, StaticCache
 
-    config = Qwen2Config(num_hidden_layers=problem.sizes.layers)
+    if static:
+        return StaticCache(config=config, max_cache_len=length)
     if name == "regard":
         from regard.integrations.transformers import PreallocatedCache
 
-        return PreallocatedCache(config, problem.sizes.S + 1)
+        return PreallocatedCache(config, length)
     return DynamicCache(config=config)
 
 
@@ -273,7 +238,7 @@ MODEL = tuple(
 STATIC_MODEL = Peer(
     "transformers compiled",
     "transformers' Qwen2ForCausalLM with a StaticCache, compiled with CUDA graphs.",
-    static_model,
+    partial(model, name="sdpa", static=True),
     needs=NEEDS,
     bytes=model_bytes,
 )
