@@ -300,10 +300,7 @@ def nano_gpt(sizes: PublicModelSizes) -> BuiltModel:
 
 
 def padding(batch: int, tokens: int) -> Tensor:
-    """Return which slots `[B, T]` of a right-padded batch hold tokens.
-
-    Row i of the batch has (i + 1) T / B tokens, so that half of all slots are padding.
-    """
+    """Return which slots `[B, T]` hold tokens; row i has (i + 1) T / B, half are padding."""
     lengths = torch.arange(1, batch + 1) * tokens // batch
     return torch.arange(tokens) < lengths[:, None]
 
@@ -329,9 +326,7 @@ def encoder(sizes: PublicModelSizes, *, padded: bool = False, nested: bool = Fal
 
 
 def transformer(sizes: PublicModelSizes) -> BuiltModel:
-    """Build an `nn.Transformer` of the published base widths: an encoder, and a decoder with a
-    causal mask.
-    """
+    """Build an `nn.Transformer` of the base widths: an encoder, and a causal decoder."""
     dim, heads = (32, 4) if sizes.narrow else (512, 8)
     model = nn.Transformer(
         dim,
@@ -396,9 +391,7 @@ def timm_swin(sizes: PublicModelSizes) -> BuiltModel:
 
 
 def diffusers_unet(sizes: PublicModelSizes) -> BuiltModel:
-    """Build the two outer levels of Stable Diffusion 1.5's UNet: 64 x 64 latents, with
-    self-attention and with cross-attention to 77 tokens of text.
-    """
+    """Build the two outer levels of Stable Diffusion 1.5's UNet, for latents of 64 x 64."""
     from diffusers import UNet2DConditionModel
 
     narrow = sizes.narrow

@@ -34,10 +34,8 @@ BLOCK_BYTES = 1 << 27
 
 
 def plain_attention(problem: AttentionProblem, dtype: torch.dtype, groups: list[int]) -> Outputs:
-    """Compute softmax(q k^T / sqrt(D) + bias, -inf where masked) v for some key/value heads.
-
-    One block of queries is computed at a time. Gradients of keys and values are summed in fp32 or
-    better.
+    """Compute softmax(q k^T / sqrt(D) + bias, -inf where masked) v for some key/value heads, one
+    block of queries at a time; gradients of keys and values are summed in fp32 or better.
     """
     s, ratio = problem.sizes, problem.sizes.H // problem.sizes.G
     outputs: dict[str, list[Tensor]] = {}
@@ -61,9 +59,7 @@ def _blocks(
     heads: slice,
     step: int,
 ) -> dict[str, Tensor]:
-    """Compute all queries of the heads that share one key/value head, with gradients if `d_out` is
-    given.
-    """
+    """Compute all queries of the heads of one key/value head, with gradients if there is `d_out`."""
     outs, d_q = [], []
     sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v)]
     for start in range(0, q.shape[2], step):
@@ -173,9 +169,7 @@ class AttentionSizes(ProblemSizes):
         return changes == (None,) * 3 and not (self.alibi or self.padded or self.sink)
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the memory in bytes of inputs, outputs, gradients, the copies in fp64, and a block
-        of scores.
-        """
+        """Return the bytes of inputs, outputs, gradients, copies in fp64, and a block of scores."""
         tensors = self.B * (2 * self.queries * self.H + 2 * self.S * self.G) * self.D
         copies = 2 if self.train else 1
         return tensors * copies * (dtype.itemsize + 8) + 5 * BLOCK_BYTES
@@ -409,9 +403,7 @@ class LatentSizes(ProblemSizes):
     value: int = 128
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the memory in bytes of latents, weights, and all keys and values in fp64, with the
-        scores.
-        """
+        """Return the bytes of latents, weights, and all keys and values in fp64, with scores."""
         cached = self.B * self.S * (self.rank + self.rope)
         weights = self.H * (self.nope + self.value) * self.rank
         expanded = self.B * self.S * self.H * (2 * self.nope + self.rope + 2 * self.value)
@@ -419,9 +411,7 @@ class LatentSizes(ProblemSizes):
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of heads in the reference; each chunk has keys and values of about
-        256 MB.
-        """
+        """The chunks of heads in the reference, each with about 256 MB of keys and values."""
         size = self.B * self.S * self.H * (2 * self.nope + self.rope + 2 * self.value) * 8
         return min(self.H, max(1, size >> 28))
 

@@ -58,10 +58,7 @@ def why_not_everything(problem: AttentionProblem) -> str | None:
 
 
 def folded(problem: AttentionProblem) -> PreparedCall:
-    """Prepare SDPA with the query heads of a key/value head as queries of one head.
-
-    Each key is then read once.
-    """
+    """Prepare SDPA with the heads of a group as queries of one head: each key is read once."""
     s = problem.sizes
     q = problem.q.detach().view(s.B, s.G, s.H // s.G, s.D)
     call = partial(F.scaled_dot_product_attention, q, problem.k, problem.v)
@@ -77,9 +74,7 @@ def why_not_folded(problem: AttentionProblem) -> str | None:
 
 
 def chunked(problem: AttentionProblem) -> PreparedCall:
-    """Prepare a window of W keys as one fused call: chunks of W queries, each with a view of 2 W
-    keys.
-    """
+    """Prepare a window as one fused call: chunks of W queries, each with a view of 2 W keys."""
     s = problem.sizes
     assert s.window is not None, "`why_not_chunked` refuses other problems"
     B, H, G, D, T, W = s.B, s.H, s.G, s.D, s.S, s.window
@@ -110,9 +105,8 @@ def why_not_chunked(problem: AttentionProblem) -> str | None:
 
 
 def absorbed(problem: LatentProblem) -> PreparedCall:
-    """Prepare latent attention in the absorbed form, with the latents as keys and values.
-
-    The heads are folded into queries, a shape that torch's fused kernel supports.
+    """Prepare latent attention in the absorbed form, with the latents as keys and values, and the heads
+    folded into queries, a shape that torch's fused kernel supports.
     """
     s = problem.sizes
     w_k, w_v = torch.unflatten(problem.weight, 0, (s.H, -1)).split_with_sizes(
@@ -133,9 +127,7 @@ def absorbed(problem: LatentProblem) -> PreparedCall:
 
 
 def _sdpa_options(problem: AttentionProblem) -> dict[str, Any]:
-    """Return the causal flag if it describes the mask, else a dense mask: float with a bias, else
-    bool.
-    """
+    """Return the causal flag if it is the mask, else a dense mask; float with a bias."""
     s = problem.sizes
     if s.causal_only and s.queries == 1:
         return {}
@@ -148,9 +140,7 @@ def _sdpa_options(problem: AttentionProblem) -> dict[str, Any]:
 
 
 def mask_bytes(problem: AttentionProblem) -> int:
-    """Return the memory in bytes of a dense mask, which torch converts to numbers; a bias has one
-    per head.
-    """
+    """Return the bytes of a dense mask, which torch converts to numbers; a bias has H."""
     s = problem.sizes
     pairs = s.queries * s.S * (s.B if s.padded else 1)
     if s.alibi:
@@ -255,10 +245,8 @@ FLEX = Peer("torch FlexAttention", "torch.compile(flex_attention).", flex, why_n
 
 
 def x_transformers(problem: AttentionProblem) -> PreparedCall:
-    """Prepare `Attend`, with the query heads in the order that it expects.
-
-    In x-transformers query head h attends to key/value head h % G, in regard to h // (H / G). So
-    the query heads are reordered in advance.
+    """Prepare `Attend`. There query head h attends to key/value head h % G, in regard to h // (H / G),
+    so that the query heads are reordered in advance.
     """
     s = problem.sizes
     module = importlib.import_module("x_transformers.attend").Attend(causal=True, flash=True)

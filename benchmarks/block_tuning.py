@@ -102,9 +102,7 @@ class TunedTable(NamedTuple):
 
 
 def candidates(key: SizesKey, current: LaunchSizes) -> list[LaunchSizes]:
-    """Return the sizes that are tried for a row: those of the table first, then those with at most
-    twice and at least half as many rows and keys.
-    """
+    """Return the sizes that are tried: those of the row, then those of half to twice as much."""
     decodes = key.kind == "decode"
     rows = (16,) if decodes else (16, 32, 64, 128) if key.half else (16, 32, 64)
     keys = (16, 32, 64, 128)
@@ -333,9 +331,7 @@ RECURRENCE_KERNELS = {
 
 
 def recurrence_candidates(key: RecurrenceSizesKey, current: ChunkSizes) -> list[RecurrenceSizes]:
-    """Return the sizes that are tried for a row: those of the table first, then those with at most
-    twice and at least half as many channels and columns.
-    """
+    """Return the sizes that are tried: those of the row, then those of half to twice as much."""
     first = RecurrenceSizes(*current[1:])
     # the kernels that pass a state read all channels
     channels = (first.channels,) if key.kind == "states" else (16, 32, 64)
@@ -370,9 +366,7 @@ def recurrence_of(key: RecurrenceSizesKey, device: torch.device) -> RecurrenceCa
 
 
 def launches_of(call: RecurrenceCall) -> list[Launch]:
-    """Return the launches of both passes of a recurrence, in their order, with the sizes that are
-    tried at the moment.
-    """
+    """Return the launches of both passes of a recurrence with the sizes that are tried now."""
     from regard.ops.linear.triton.launch import backward_launches, forward_launches
 
     forward, buffers = forward_launches(call)

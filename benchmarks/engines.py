@@ -216,9 +216,7 @@ def _hugging_face_folder(problem: ModelProblem, folder: Path) -> Path:
 
 
 def _onnx_runtime_genai(problem: ModelProblem) -> PreparedCall:
-    """Prepare a decoding step of ONNX Runtime GenAI; the generator goes back to S tokens each
-    time.
-    """
+    """Prepare a step of ONNX Runtime GenAI, whose generator goes back to S tokens each time."""
     genai = importlib.import_module("onnxruntime_genai")
     folder = tempfile.TemporaryDirectory()
     source = _hugging_face_folder(problem, Path(folder.name) / "source")

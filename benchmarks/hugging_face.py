@@ -28,10 +28,7 @@ class _Layer(nn.Module):
 
 
 def attention(problem: AttentionProblem, *, name: str) -> PreparedCall:
-    """Prepare an attention function of transformers, called as by its Llama.
-
-    The mask is created as transformers creates it: None where it can be left out.
-    """
+    """Prepare an attention function of transformers, called and masked as by its Llama."""
     function = _function(name)
     mask = _mask(problem, name)
     call = partial(
@@ -72,9 +69,7 @@ def _mask(problem: AttentionProblem, name: str) -> Tensor | None:
 
 
 def scores_bytes(problem: AttentionProblem) -> int:
-    """Return the memory in bytes of the scores, of their masked copies, of the softmax in fp32, of
-    the weights, and of keys and values repeated for every query head.
-    """
+    """Return the bytes of scores, masked scores, softmax, weights, repeated keys and values."""
     s = problem.sizes
     scores = s.B * s.H * s.queries * s.S
     repeated = 2 * s.B * s.H * s.S * s.D * problem.dtype.itemsize

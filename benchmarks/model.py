@@ -73,9 +73,7 @@ def _attention(
     cached: tuple[Tensor, Tensor] | None,
     angles: torch.dtype,
 ) -> Tensor:
-    """Compute the outputs of the heads `[B, T, H D]`: causal grouped-query attention with rotary
-    positions, and with biases on q, k and v.
-    """
+    """Compute the heads `[B, T, H D]` of causal grouped-query attention with rotary positions."""
     projected = {}
     for part in "qkv":
         linear = (weights[f"{name}project.{part}.linear.{w}"] for w in ("weight", "bias"))
@@ -148,9 +146,7 @@ class ModelSizes(ProblemSizes):
 
     @property
     def weights(self) -> int:
-        """The number of parameters that a step reads: all matrices; the output head is the
-        embedding.
-        """
+        """The number of parameters that a step reads; the output head is the embedding."""
         attention = self.dim * (2 * self.H + 2 * self.G) * self.head_dim
         return self.layers * (attention + 3 * self.dim * self.inner) + self.vocabulary * self.dim
 
@@ -160,9 +156,7 @@ class ModelSizes(ProblemSizes):
         return self.layers * self.B * self.S * 2 * self.G * self.head_dim
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the memory in bytes of the model in fp32, of its largest matrix in fp64, and of
-        some caches.
-        """
+        """Return the bytes of the model in fp32, its largest matrix in fp64, and some caches."""
         largest = max(self.vocabulary, self.inner) * self.dim
         return self.weights * (dtype.itemsize + 4) + 8 * largest + 4 * self.cached * dtype.itemsize
 
@@ -264,9 +258,7 @@ class ModelProblem(Problem):
 
 
 def initialize_weights(decoder: Decoder, generator: torch.Generator) -> Decoder:
-    """Fill every matrix with random numbers of standard deviation 1/sqrt(fan-in), and biases with
-    0.1.
-    """
+    """Fill every matrix with random numbers of 1/sqrt(fan-in), and biases with 0.1."""
     for parameter in decoder.parameters():
         with torch.no_grad():
             if parameter.ndim > 1:
@@ -357,10 +349,7 @@ def _format(problem: ModelProblem) -> str:
 
 
 def gguf_tensors(problem: ModelProblem) -> Iterator[TensorToWrite]:
-    """Yield each parameter under its name in a GGUF file, with its format.
-
-    The output head shares the embedding and has no entry.
-    """
+    """Yield each parameter under its name in a GGUF file; the head shares the embedding."""
     form = _format(problem)
     for name, parameter in problem.decoder.named_parameters():
         if name in MODEL_NAMES:

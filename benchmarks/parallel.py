@@ -146,9 +146,7 @@ class ParallelProblem(AttentionProblem):
 
     @property
     def rank_bytes_bound(self) -> int:
-        """The most memory that a rank should need: 1.3 (q + k + v + out) / W, and two blocks of
-        keys and values.
-        """
+        """The bound of a rank's memory: 1.3 (q + k + v + out) / W, and two blocks of k and v."""
         blocks = self.k.nbytes + self.v.nbytes
         return int((1.3 * (2 * self.q.nbytes + blocks) + 2 * blocks) / self.sizes.W)
 

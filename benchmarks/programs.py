@@ -221,9 +221,7 @@ def _read_and_copy(problem: CheckpointProblem) -> PreparedCall:
 
 
 def _read_bytes(problem: CheckpointProblem) -> PreparedCall:
-    """Return the call that reads the bytes of the file into memory: a lower bound for the time of
-    every reader that copies the tensors.
-    """
+    """Return the call that reads the file's bytes: a lower bound for every reader that copies."""
 
     def step() -> Tensor:
         content = torch.empty(problem.file.stat().st_size, dtype=torch.uint8)
@@ -339,9 +337,7 @@ def _no_browser(_: PageProblem) -> str | None:
 
 
 def _open(name: str, mark: bytes, problem: PageProblem) -> PreparedCall:
-    """Return the call that opens a page in a browser; it succeeds if the final document contains
-    `mark`.
-    """
+    """Return the call that opens a page; it succeeds if the final document has `mark`."""
     program = find_browser()
     assert program is not None, "`_no_browser` refuses the problem without a browser"
     profile = f"--user-data-dir={problem.folder / 'profile'}"

@@ -138,9 +138,7 @@ class _Step(nn.Module):
 
 
 def accelerated(problem: PublicModelProblem) -> PreparedCall:
-    """Prepare the step as a model under `regard.accelerate`; the kernel is the counts of its
-    attention calls.
-    """
+    """Prepare the step under `regard.accelerate`; the kernel is the counts of its calls."""
     step = regard.accelerate(_Step(problem))
     with regard.accelerate() as calls:
         problem.step()

@@ -114,9 +114,7 @@ def one_query_of_all(problem: AttentionProblem) -> str | None:
 
 
 def with_new_masks(problem: AttentionProblem) -> PreparedCall:
-    """Prepare `regard.attend` with a mask in each call that no call has had before; all mean the
-    same.
-    """
+    """Prepare `regard.attend` with a new mask in each call; all masks mean the same."""
     options, larger = _options(problem), count(problem.sizes.S + 1)
     mask = options.pop("mask")
 
@@ -130,9 +128,7 @@ def with_new_masks(problem: AttentionProblem) -> PreparedCall:
 
 
 def measured_memory(problem: AttentionProblem) -> PreparedCall:
-    """Prepare `regard.attend`, with the bytes that it allocates and the share of the mask as
-    figures.
-    """
+    """Prepare `regard.attend`, with the bytes that it plans and allocates as figures."""
     call = attention(problem)
     inputs = sum(x.nbytes for x in (problem.q, problem.k, problem.v))
     extra = plan(problem.q, problem.k, problem.v, **_options(problem))[call.kernel].work
@@ -159,11 +155,7 @@ def _positions(problem: AttentionProblem) -> Tensor:
 
 
 def latent(problem: LatentProblem) -> PreparedCall:
-    """Prepare latent attention in the absorbed form of `nn.Latent`.
-
-    Queries are projected to the latent space, `attend` computes mean latents, and these are
-    projected to the outputs of the heads.
-    """
+    """Prepare latent attention in the absorbed form of `nn.Latent`."""
     s = problem.sizes
     w_k, w_v = torch.unflatten(problem.weight, 0, (s.H, -1)).split_with_sizes(
         (s.nope, s.value), dim=1
@@ -183,10 +175,7 @@ def latent(problem: LatentProblem) -> PreparedCall:
 
 
 def model(problem: ModelProblem) -> PreparedCall:
-    """Prepare a decoding step of a model of regard with a `Fixed` cache.
-
-    The cache is cropped to its former length after each step.
-    """
+    """Prepare a step of a model with a `Fixed` cache, which is cropped after each step."""
     caches, S = problem.caches(problem.dtype), problem.sizes.S
     decoder = problem.decoder
     module_to_huge_pages(decoder)
@@ -214,10 +203,8 @@ SPARE_STEPS = 8
 
 
 def captured_model(problem: ModelProblem) -> PreparedCall:
-    """Prepare a decoding step of a model of regard as a CUDA graph; on a CPU, which has none, the
-    same step with the same static caches.
-
-    The positions go back to what they were at the end of each step.
+    """Prepare a step of a model as a CUDA graph, whose positions go back at its end; on a CPU, which has
+    none, the same step with the same static caches.
     """
     decoder, sizes = problem.decoder, problem.sizes
     size = StaticSize(sizes.S + SPARE_STEPS, sizes.B, problem.device)
@@ -252,9 +239,7 @@ def captured_model(problem: ModelProblem) -> PreparedCall:
 
 
 def with_stored_weights(decoder: Decoder, bits: int) -> Decoder:
-    """Return a copy of a decoder whose matrices are stored in 8 or 4 bits, as `regard.load` stores
-    them.
-    """
+    """Return a copy of a decoder whose matrices are stored in 8 or 4 bits, as `regard.load` does."""
     record_type = Int8Weight if bits == 8 else Int4Weight
     shared = {id(x): x for x in decoder.parameters()}
     copied = copy.deepcopy(decoder, dict(shared))

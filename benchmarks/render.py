@@ -211,10 +211,7 @@ def _cell(x: float | None, form: str, unit: float = 1) -> str:
 
 
 def ratio_chart(results: Sequence[CaseResult], title: str) -> RatioBars:
-    """Return a chart with a bar for each timed peer, from 1 to its time divided by regard's.
-
-    The label of the first bar of a case has the name of the case.
-    """
+    """Return a chart with a bar for each timed peer, from 1 to its time divided by regard's."""
     bars = []
     for result in results:
         timed = [(row, row.ratio, row.seconds) for row in result.rows]

@@ -127,9 +127,7 @@ def measure(
 def _prepare_peers(
     case: Case, problem: Problem, sizes: ProblemSizes, result: CaseResult, say: ReportStatus
 ) -> tuple[dict[str, PeerResult], dict[str, PreparedPeer]]:
-    """Return the results of peers that cannot run or are wrong, and the other peers with their
-    prepared calls.
-    """
+    """Return the results of peers that cannot run or are wrong, and the prepared others."""
     reference, plain = problem.reference(), problem.plain()
     rows: dict[str, PeerResult] = {}
     ready: dict[str, PreparedPeer] = {}
@@ -154,9 +152,7 @@ def _time_in_turns(
     ceilings: Ceilings,
     device: torch.device,
 ) -> tuple[dict[str, list[float]], bool]:
-    """Return the seconds of each peer and of the memory read in each complete round, and whether
-    the rounds were interrupted.
-    """
+    """Return the seconds by name in each complete round, and whether they were interrupted."""
     gc.collect()
     times: dict[str, list[float]] = {}
     steps = {name: candidate.call.step for name, candidate in ready.items()}
@@ -202,9 +198,7 @@ def _reason_to_skip(
 def _prepare(
     peer: Peer[Any], problem: Problem, sizes: ProblemSizes, expected: tuple[Outputs, Outputs]
 ) -> PreparedPeer | PeerResult:
-    """Return a peer with its prepared call, or the result of one that fails or is wrong; expected:
-    the outputs of the reference and of the plain computation.
-    """
+    """Return a peer with its prepared call, or the result of one that fails or is wrong."""
     try:
         if peer.own_process:
             call = prepare_in_own_process(peer, sizes, problem.dtype, problem.device)

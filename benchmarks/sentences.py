@@ -134,9 +134,7 @@ class SentenceProblem(Problem):
 
 
 def _tokenizer(vocabulary: int) -> Tokenizer:
-    """Return a tokenizer for which every word w<id> is one token, with [CLS] and [SEP] around a
-    text.
-    """
+    """Return a tokenizer for which every word w<id> is one token, with [CLS] and [SEP]."""
     names = {name: i for i, name in enumerate(SPECIAL)}
     names |= {f"w{i}": i for i in range(len(SPECIAL), vocabulary)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, "[UNK]"))

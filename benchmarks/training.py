@@ -127,9 +127,7 @@ class TrainingSizes(ModelSizes):
         return TrainingProblem(self, dtype, device)
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Return the memory in bytes of weights and gradients in fp32 and fp64, and of the states
-        and logits of the reference in fp64.
-        """
+        """Return the bytes of weights and gradients in fp32 and fp64, and of the reference."""
         del dtype
         states = self.layers * (20 * self.dim + 6 * self.inner + 3 * self.H * self.S)
         return 24 * self.weights + 8 * self.B * self.S * (states + 3 * self.vocabulary)
@@ -178,9 +176,7 @@ class TrainingProblem(ModelProblem):
 
 
 def _outputs(dtype: torch.dtype, loss: Tensor, embedding: Tensor, down: Tensor) -> Outputs:
-    """Return copies of the loss and of the gradients of two parameters, in the dtype by whose
-    rounding they are judged.
-    """
+    """Return copies of the loss and of two gradients, in the dtype by which they are judged."""
     assert embedding.grad is not None
     assert down.grad is not None
     return {
