@@ -59,7 +59,7 @@ def _blocks(
     heads: slice,
     step: int,
 ) -> dict[str, Tensor]:
-    """Compute all queries of the heads of one key/value head, with gradients if there is `d_out`."""
+    """Compute the queries of the heads of one key/value head, with gradients if asked for."""
     outs, d_q = [], []
     sums = [torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v)]
     for start in range(0, q.shape[2], step):

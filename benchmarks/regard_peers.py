@@ -203,8 +203,8 @@ SPARE_STEPS = 8
 
 
 def captured_model(problem: ModelProblem) -> PreparedCall:
-    """Prepare a step of a model as a CUDA graph, whose positions go back at its end; on a CPU, which has
-    none, the same step with the same static caches.
+    """Prepare a step of a model as a CUDA graph, whose positions go back at its end; on a CPU,
+    which has none, the same step with the same static caches.
     """
     decoder, sizes = problem.decoder, problem.sizes
     size = StaticSize(sizes.S + SPARE_STEPS, sizes.B, problem.device)
@@ -239,7 +239,7 @@ def captured_model(problem: ModelProblem) -> PreparedCall:
 
 
 def with_stored_weights(decoder: Decoder, bits: int) -> Decoder:
-    """Return a copy of a decoder whose matrices are stored in 8 or 4 bits, as `regard.load` does."""
+    """Return a copy of a decoder with matrices in 8 or 4 bits, as `regard.load` stores them."""
     record_type = Int8Weight if bits == 8 else Int4Weight
     shared = {id(x): x for x in decoder.parameters()}
     copied = copy.deepcopy(decoder, dict(shared))
