@@ -31,7 +31,7 @@ arrows:  ## which package may import which: the contracts in pyproject.toml
 	$(PYTHON) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
 
 bench: full  ## figures count only behind a green gate
-	$(PYTHON) -m regard bench
+	$(PYTHON) -m benchmarks
 
 format:
 	$(PYTHON) -m ruff check --fix .

@@ -4,191 +4,168 @@ their verdicts, and writes the files that its options name; `--list` lists the c
 
 from __future__ import annotations
 
-import json
+import json as json_format
 import shlex
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import torch
+import typer
 
 from experiments import CLAIMS, Outcome, find_claim, run_claims
 from experiments.render import as_csv, list_claims, outcome_section, outcome_text, summary
+from regard.cli.app import command_of, run
+from regard.cli.options import check_files, note, usage_error
 from regard.compare.experiment import ExperimentStore, Session
-from regard.errors import RegardError
-from regard.files.atomic_write import check_writable
-from regard.language import (
-    LANGUAGES,
-    language_of_locale,
-    translate,
-    translate_count,
-    use_language,
-)
+from regard.language import Phrase, translate, translate_count
 from regard.standard_output import run_program
 from regard.text_table import line_width, wrap
-from regard.timing.machine import MachineFacts, describe_machine
+from regard.timing.machine import MachineFacts, describe_machine, torch_threads
 from regard.view import html_page
 
 PROGRAM = "python -m experiments"
 ALL = "all"
+EPILOG = "For example: python -m experiments scale order --seed 1"
 
-
-def parser() -> ArgumentParser:
-    """Return the parser of the command line.
-
-    >>> parser().parse_args(["scale", "--seed", "1"]).ids
-    ['scale']
-    """
-    command_line = ArgumentParser(
-        PROGRAM, description="Test published claims about attention, each with a verdict."
-    )
-    command_line.add_argument(
-        "ids", nargs="*", metavar="ID", help=f"a claim that --list shows, or {ALL}"
-    )
-    command_line.add_argument("--list", action="store_true", help="list the claims, and exit")
-    command_line.add_argument(
-        "--budget",
-        type=float,
-        default=1.0,
-        help=(
-            "time for each claim, relative to the default: 1 is about two minutes, 2 is twice as "
-            "long"
-        ),
-    )
-    command_line.add_argument(
-        "--seed", type=int, default=0, help="random seed for weights and data (default: 0)"
-    )
-    command_line.add_argument(
-        "--threads", type=int, help="number of CPU threads (default: torch's number)"
-    )
-    command_line.add_argument(
-        "--out",
-        type=Path,
+Ids = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ID", help="Claims that --list shows, or all.", show_default=False),
+]
+List = Annotated[bool, typer.Option("--list", help="List the claims, and exit.")]
+Budget = Annotated[
+    float,
+    typer.Option(
+        help="Time for each claim, relative to the default: 1 is about two minutes, 2 is twice as "
+        "long."
+    ),
+]
+Seed = Annotated[int, typer.Option(help="Random seed for weights and data.", min=0)]
+Threads = Annotated[
+    int | None, typer.Option(help="Number of CPU threads.", min=1, show_default="torch's number")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
         metavar="FOLDER",
-        help="save measurements in this folder; a later run with it does not measure them again",
-    )
-    command_line.add_argument("--json", action="store_true", help="print the results as JSON")
-    command_line.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write a line of CSV for each check to this file"
-    )
-    command_line.add_argument(
-        "--html", type=Path, metavar="FILE", help="write an HTML page with plots to this file"
-    )
-    command_line.add_argument(
-        "--lang", choices=LANGUAGES, default=language_of_locale(), help="language of the output"
-    )
-    return command_line
+        help="Save measurements in this folder; a later run with it does not measure them again.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
+Csv = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a line of CSV for each check to this file."),
+]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write an HTML page with plots to this file.")
+]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the program.
+class OutputOptions(NamedTuple):
+    """The options that decide what is measured and where it is written."""
 
-    Args:
-        arguments: the arguments of the command line.
-
-    Returns:
-        The exit code: 0, 1 for an error, or 130 if the user interrupted the measurements.
-
-    Raises:
-        SystemExit: wrong usage, with the code 2; or --help, with the code 0.
-    """
-    command_line = parser()
-    options = command_line.parse_args(arguments)
-    if not options.ids and not options.list:
-        command_line.error("give the id of a claim; --list shows all claims")
-    if options.seed < 0:
-        command_line.error(f"argument --seed: {options.seed} is negative; it must be at least 0")
-    if options.threads is not None and options.threads < 1:
-        command_line.error(
-            f"argument --threads: {options.threads} is too small; it must be at least 1"
-        )
-    with use_language(options.lang):
-        try:
-            if options.list:
-                print(list_claims(list(CLAIMS.values())))
-                return 0
-            return _run(options, shlex.join([*PROGRAM.split(), *arguments]))
-        except RegardError as error:
-            text = translate("error: ") + str(error)
-            print(wrap(text, line_width()), file=sys.stderr)
-            return 1
+    budget: float
+    seed: int
+    json: bool
+    csv: Path | None
+    html: Path | None
+    command: str
 
 
-def _run(options: Namespace, command: str) -> int:
-    """Run the named claims, print their outcomes, write the files, and return the exit code."""
-    names = CLAIMS if ALL in options.ids else dict.fromkeys(options.ids)
-    claims = [find_claim(name) for name in names]
-    for file in filter(None, (options.csv, options.html)):
-        check_writable(file)
-    if options.threads:
-        torch.set_num_threads(options.threads)
+def experiments(
+    ids: Ids = None,
+    list_: List = False,
+    budget: Budget = 1.0,
+    seed: Seed = 0,
+    threads: Threads = None,
+    out: Out = None,
+    json: Json = False,
+    csv: Csv = None,
+    html: Html = None,
+) -> None:
+    """Test published claims about attention, each with a verdict."""
+    if list_:
+        typer.echo(list_claims(list(CLAIMS.values())))
+        return
+    if not ids:
+        raise usage_error("ID", "give the id of a claim; --list shows all claims")
+    claims = [find_claim(name) for name in (CLAIMS if ALL in ids else dict.fromkeys(ids))]
+    check_files({"--csv": csv, "--html": html})
     machine_facts = describe_machine(torch.device("cpu"))
-    session = Session(ExperimentStore(options.out, {"machine": machine_facts}))
+    command = shlex.join([*PROGRAM.split(), *sys.argv[1:]])
+    settings = OutputOptions(budget, seed, json, csv, html, command)
+    session = Session(ExperimentStore(out, {"machine": machine_facts}))
     outcomes: list[Outcome] = []
     exit_code = 0
     try:
-        for i, claim in enumerate(claims):
-            number = f"{i + 1}/{len(claims)}"
-            line = translate("claim {name} ({number})", name=claim.id, number=number)
-            print(wrap(f"... {line}", line_width()), file=sys.stderr)
-            outcomes += run_claims(session, [claim], options.budget, options.seed)
-            if not options.json:
-                print(outcome_text(outcomes[-1]) + "\n", flush=True)
+        with torch_threads(threads):
+            for i, claim in enumerate(claims):
+                number = f"{i + 1}/{len(claims)}"
+                note(Phrase("claim {name} ({number})", name=claim.id, number=number), "... ")
+                outcomes += run_claims(session, [claim], budget, seed)
+                if not json:
+                    typer.echo(outcome_text(outcomes[-1]) + "\n")
     except KeyboardInterrupt:
         exit_code = 130
-    _write(outcomes, machine_facts, command, options, interrupted=bool(exit_code))
-    return exit_code
+    _write(outcomes, machine_facts, settings, interrupted=bool(exit_code))
+    raise typer.Exit(exit_code)
 
 
 def _write(
     outcomes: list[Outcome],
     machine_facts: MachineFacts,
-    command: str,
-    options: Namespace,
+    settings: OutputOptions,
     *,
     interrupted: bool,
 ) -> None:
-    setting = {"budget": options.budget, "seed": options.seed}
-    if options.json:
+    """Print a summary or the JSON of the outcomes, and write the files."""
+    measured = {"budget": settings.budget, "seed": settings.seed}
+    if settings.json:
         result = {
-            "command": command,
+            "command": settings.command,
             "machine": machine_facts,
-            **setting,
+            **measured,
             "interrupted": interrupted,
             "claims": [one.as_dict() for one in outcomes],
         }
-        print(json.dumps(result, indent=1, allow_nan=False))
+        typer.echo(json_format.dumps(result, indent=1, allow_nan=False))
     else:
         text = translate(
             "{counts}; {machine}, budget {budget}, seed {seed}",
             counts=summary(outcomes),
             machine=_machine_text(machine_facts),
-            budget=f"{options.budget:g}",
-            seed=options.seed,
+            budget=f"{settings.budget:g}",
+            seed=settings.seed,
         )
-        print(wrap(text, line_width()))
-    if options.csv is not None:
-        html_page.write(options.csv, as_csv(outcomes))
-    if options.html is not None:
+        typer.echo(wrap(text, line_width()))
+    if settings.csv is not None:
+        html_page.write(settings.csv, as_csv(outcomes))
+    if settings.html is not None:
         facts = {
             "machine": _machine_text(machine_facts),
-            **{k: f"{v:g}" for k, v in setting.items()},
+            **{k: f"{v:g}" for k, v in measured.items()},
         }
         page = html_page.page(
             translate("Claims about attention"),
             summary(outcomes),
             facts,
-            command,
+            settings.command,
             [outcome_section(one) for one in outcomes],
         )
-        html_page.write(options.html, page)
+        html_page.write(settings.html, page)
 
 
 def _machine_text(machine_facts: MachineFacts) -> str:
     threads = translate_count(machine_facts["threads"], "thread")
     versions = f"torch {machine_facts['torch']}, regard {machine_facts['regard']}"
     return f"{machine_facts['processor']}, {threads}, {versions}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the program with these arguments, and return its exit code."""
+    return run(arguments, partial(command_of, experiments, EPILOG), PROGRAM)
 
 
 if __name__ == "__main__":

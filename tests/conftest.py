@@ -39,7 +39,7 @@ if sys.version_info < (3, 11, 8):
 
     ast.parse = _parse_alone
 
-for package in ("regard", "experiments"):
+for package in ("regard", "benchmarks", "experiments"):
     annotations.install(package)
 torch.set_num_threads(1)
 ROOT = Path(__file__).parents[1]

@@ -351,7 +351,7 @@ LIGHT = (
 
 
 def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:
-    """Time follows from what is imported: `regard bench startup` measures it."""
+    """Time follows from what is imported: `python -m benchmarks startup` measures it."""
     environment = {**os.environ, "PYTHONPATH": str(Path(regard.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, "-c", CODE],

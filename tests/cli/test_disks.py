@@ -93,7 +93,6 @@ def test_a_page_or_figure_on_a_full_disk_leaves_the_old_one(
     [
         ((*LAYER, "--html", "a.html"), "a.html cannot be written: permission denied; choose"),
         (("explain", "x", "--html", "a.html"), "a.html cannot be written: permission denied"),
-        (("bench", "--json", "a.json"), "a.json cannot be written: permission denied"),
         (("compare", "--html", "a.html"), "a.html cannot be written: permission denied"),
         (("extend", "--plot", "a.svg"), "a.svg cannot be written: permission denied"),
         (

@@ -243,7 +243,7 @@ def test_longer_work(
 
 def test_every_command_is_here() -> None:
     """A command is in one of these tests, or takes no model."""
-    no_model = {"audit", "bench", "compare", "describe", "layer", "show"}
+    no_model = {"audit", "compare", "describe", "layer", "show"}
     here = {"convert", "cost", "explain", "extend", "generate", "inspect", "train", "view"}
     assert no_model | here == set(COMMANDS)
     assert {arguments[1] for arguments in NUMBERS.values() if arguments[0] == "inspect"} | {

@@ -12,7 +12,7 @@ import pytest
 
 from docs.figures import FIGURE_FILES
 from tests.docs.test_docs import BLOCK
-from tests.docs.test_seeds import IDS, anchors, is_command, is_whole_command
+from tests.docs.test_seeds import IDS, PROGRAMS, anchors, is_command, is_whole_command
 
 ROOT = Path(__file__).parents[2]
 LEARN = ROOT / "docs" / "learn"
@@ -28,7 +28,6 @@ SEEDS = ROOT / "docs" / "seeds.md"
 WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
 EVERY_PAGE = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
 EVERY_PAGE = [page for page in EVERY_PAGE if page.parent.name != "log"]
-PROGRAMS = ("regard ", "python -m experiments ")
 CHINESE = re.compile("[\u4e00-\u9fff]")
 
 
@@ -154,7 +153,7 @@ def test_a_chapter_has_its_parts(page: Path) -> None:
 
 
 def command_lines(text: str) -> list[str]:
-    """The lines of the shell blocks of a page that call `regard` or the experiments."""
+    """The lines of the shell blocks of a page that call one of the programs."""
     lines = []
     for kind, block in FENCE.findall(text):
         for line in block.replace("\\\n", " ").splitlines() if kind == "sh" else ():
@@ -168,7 +167,8 @@ def command_lines(text: str) -> list[str]:
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
 def test_commands_exist(page: Path) -> None:
     text = read(page)
-    named = re.findall(r"`((?:regard [a-z]+|python -m experiments) [^`]*)`", FENCE.sub("", text))
+    program = r"(?:regard [a-z]+|python -m (?:experiments|benchmarks))"
+    named = re.findall(rf"`({program} [^`]*)`", FENCE.sub("", text))
     assert [line for line in named if not is_command(line.replace("\\|", "|"))] == []
     assert [line for line in command_lines(text) if not is_whole_command(line)] == []
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks
 import experiments
 import regard
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(regard.__file__).parent
-EXPERIMENTS = Path(experiments.__file__).parent
+OUTSIDE = [Path(x.__file__).parent for x in (benchmarks, experiments)]
 PAGES = [
     ROOT / "README.md",
     # tests/docs/test_course.py: a Chinese chapter has the code and the output of the English one
@@ -34,8 +35,11 @@ MODULES = [
     ".".join(("regard", *path.parent.relative_to(PACKAGE).parts))
     for path in sorted(PACKAGE.rglob("__init__.py"))
 ]
-MODULES += [f"experiments.{path.stem}" for path in sorted(EXPERIMENTS.glob("[a-z]*.py"))]
-MODULES += ["experiments", "experiments.__main__"]
+MODULES += [
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for folder in OUTSIDE
+    for path in sorted(folder.rglob("*.py"))
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 """A Python block; a block of text right after it is what it prints."""
 PRINTS = "learn"
@@ -197,11 +201,11 @@ def test_the_tables_that_contributing_names_exist() -> None:
 
 def test_the_files_that_sources_and_pages_name_exist() -> None:
     name = re.compile(
-        r"\b(?:tests|docs|src|bench|experiments|benchmarks)/[\w/.-]+\.(?:py|md|jsonl?|svg)\b"
+        r"\b(?:tests|docs|src|experiments|benchmarks)/[\w/.-]+\.(?:py|md|jsonl?|svg)\b"
     )
     sources = [
         *PACKAGE.rglob("*.py"),
-        *EXPERIMENTS.rglob("*.py"),
+        *(path for folder in OUTSIDE for path in folder.rglob("*.py")),
         *(ROOT / "docs").rglob("*.md"),
         *ROOT.glob("*.md"),
     ]

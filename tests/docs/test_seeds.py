@@ -15,9 +15,11 @@ from typing import NamedTuple
 import pytest
 from typer.exceptions import TyperException
 
+from benchmarks.__main__ import benchmarks
+from benchmarks.cases import CASES, GROUPS
 from experiments import CLAIMS
-from experiments.__main__ import parser
-from regard.cli.app import COMMANDS, load, run
+from experiments.__main__ import experiments
+from regard.cli.app import COMMANDS, command_of, load, run
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "seeds.md"
@@ -38,6 +40,13 @@ LAST = {
 """The last id of each part of the checklist of the seed notes: S1.1 to S1.31, and so on."""
 IDS = [f"{part}.{i}" for part, last in LAST.items() for i in range(1, last + 1)]
 IDS += [f"X{i}" for i in range(1, 6)]
+
+OUTSIDE: dict[str, tuple[Callable[..., None], set[str]]] = {
+    "experiments": (experiments, {*CLAIMS, "all", "ID"}),
+    "benchmarks": (benchmarks, {*CASES, *GROUPS, "CASE"}),
+}
+"""A program outside of the package: its command, and the names of what it measures."""
+PROGRAMS = ("regard ", *(f"python -m {name} " for name in OUTSIDE))
 
 OPEN = re.compile(r"open \(issue ([4-7])\): \w")
 FACT = "This is a fact, not code: "
@@ -78,7 +87,7 @@ def named(text: str) -> Named:
             out.tests.append(code)
         elif re.fullmatch(r"regard(\.\w+)*", code):
             out.modules.append(code)
-        elif code.startswith(("regard ", "python -m experiments ")):
+        elif code.startswith(PROGRAMS):
             out.commands.append(code)
         elif code.startswith("python -m "):
             out.modules.append(code.removeprefix("python -m "))
@@ -150,8 +159,8 @@ def is_page(link: str) -> bool:
 
 def is_command(line: str) -> bool:
     """Known, and every option that is named is one of its own."""
-    if line.startswith("python -m experiments "):
-        return is_experiment(line)
+    if line.startswith("python -m "):
+        return is_whole_command(line)
     name, *rest = shlex.split(line)[1:]
     if name not in COMMANDS:
         return False
@@ -160,30 +169,25 @@ def is_command(line: str) -> bool:
     return options.issuperset(word for word in rest if word.startswith("-"))
 
 
-def is_experiment(line: str) -> bool:
-    """The ids are those of claims, and the options are understood."""
-    try:
-        options = parser().parse_args(shlex.split(line)[3:])
-    except SystemExit:
-        return False
-    return bool(options.list or options.ids) and {*options.ids} <= {*CLAIMS, "all", "ID"}
-
-
 def is_whole_command(line: str) -> bool:
-    """A command that reads every word of the line and needs no more."""
-    if line.startswith("python -m experiments "):
-        return is_experiment(line)
-    name, *rest = shlex.split(line)[1:]
+    """A command that reads every word of the line and needs no more; what a program outside of the
+    package measures has a known name.
+    """
+    name, *rest = shlex.split(line.removeprefix("python -m ").removeprefix("regard "))
     if name.startswith("--") or rest == ["--help"]:
         return True
-    if not is_command(line):
+    if line.startswith("regard ") and not is_command(line):
         return False
-    command = load(name)
+    function, known = OUTSIDE.get(name, (None, set[str]()))
+    command = load(name) if function is None else command_of(function)
     parser = command.make_parser(command.context_class(command, info_name=name))
     try:
         given, unread, _ = parser.parse_args(rest)
     except TyperException:
         return False
+    if function is not None:
+        names = given.get(command.params[0].name) or ()
+        return not unread and known.issuperset(name.strip("[].") for name in names)
     return not unread and all(given.get(p.name) for p in command.params if p.required)
 
 
@@ -309,3 +313,5 @@ def test_what_does_not_exist_is_found() -> None:
     assert is_command("python -m experiments scale order --seed 1")
     assert not is_command("python -m experiments scales")
     assert not is_command("python -m experiments scale --quality")
+    assert is_command("python -m benchmarks decode --size small --json -")
+    assert not is_command("python -m benchmarks decod")

@@ -10,7 +10,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 PACKAGE = TESTS.parent / "src" / "regard"
-EXPERIMENTS = TESTS.parent / "experiments"
+OUTSIDE = [TESTS.parent / name for name in ("benchmarks", "experiments")]
 
 
 class Source:
@@ -41,10 +41,10 @@ class Source:
 
 @pytest.fixture(scope="session")
 def sources() -> dict[str, Source]:
-    """Every module of the package, by its path in it, and of the experiments."""
+    """Every module of the package, by its path in it, of the benchmarks and the experiments."""
     return {
         path.relative_to(base).as_posix(): Source(path)
-        for folder, base in ((PACKAGE, PACKAGE), (EXPERIMENTS, EXPERIMENTS.parent))
+        for folder, base in ((PACKAGE, PACKAGE), *((x, x.parent) for x in OUTSIDE))
         for path in sorted(folder.rglob("*.py"))
     }
 

@@ -18,11 +18,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import benchmarks
 import experiments
 import regard
 
 PACKAGE = Path(regard.__file__).parent
-EXPERIMENTS = Path(experiments.__file__).parent
+OUTSIDE = [Path(x.__file__).parent for x in (benchmarks, experiments)]
 
 PRIVATE_NAMES = frozenset(
     {
@@ -113,7 +114,7 @@ _COUNT = re.compile(rf"\}} ({COUNTED})\b(?!/s)")
 
 
 def sources() -> list[Path]:
-    return [*sorted(PACKAGE.rglob("*.py")), *sorted(EXPERIMENTS.rglob("*.py"))]
+    return [path for folder in (PACKAGE, *OUTSIDE) for path in sorted(folder.rglob("*.py"))]
 
 
 @cache
@@ -127,7 +128,7 @@ def where(path: Path, node: ast.AST) -> str:
 
 def short(path: Path) -> str:
     """The path of a source in its package."""
-    folders = (PACKAGE, EXPERIMENTS.parent)
+    folders = (PACKAGE, *(x.parent for x in OUTSIDE))
     return next((str(path.relative_to(x)) for x in folders if path.is_relative_to(x)), str(path))
 
 

@@ -18,18 +18,20 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import get_args
 
-import typer
-
+import benchmarks
 import experiments
 import regard
 import regard.errors
+from benchmarks import __main__ as benchmarks_program
+from benchmarks.cases import CASES
+from benchmarks.render import COLUMNS
 from docs import figures
+from experiments import __main__ as experiments_program
 from experiments.claim import VERDICTS, Role
 from regard.audit import FAULTS
-from regard.bench.cases import CASES
-from regard.bench.render import COLUMNS
 from regard.cli import app as application
 from regard.cli.app import COMMANDS
 from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
@@ -44,7 +46,7 @@ from regard.train.tasks import TASKS
 from regard.view import attention_diagram, cost_text, layer_text
 
 PACKAGE = Path(regard.__file__).parent
-OUTSIDE = (Path(figures.__file__), Path(experiments.__file__).parent)
+OUTSIDE = (Path(figures.__file__), *(Path(x.__file__).parent for x in (benchmarks, experiments)))
 """The programs outside of the package that print texts in both languages."""
 RESULTS = (
     "audit",
@@ -90,21 +92,24 @@ NOT_PRINTED = ("bold red", "bold yellow")
 def help_texts() -> Iterator[str]:
     """Yield the English texts of all help pages."""
     for name, line in COMMANDS.items():
-        module = __import__(f"regard.cli.{name}", fromlist=[name])
         yield line
-        yield from application.paragraphs(getattr(module, name).__doc__)
-        yield from filter(None, [getattr(module, "EPILOG", None)])
-        app = typer.Typer(add_completion=False)
-        app.command(name)(getattr(module, name))
-        for option in typer.main.get_command(app).params:
-            for attribute in ("help", "show_default", "rich_help_panel"):
-                text = getattr(option, attribute, None)
-                if isinstance(text, str) and re.search("[a-z]{2}", text):
-                    yield text
+        yield from help_page_texts(__import__(f"regard.cli.{name}", fromlist=[name]), name)
     yield from (application.ABOUT, application.EXAMPLE, application.HELP)
     yield from (application.LANG, application.LOCALE)
     for option in application._command().params:
         yield option.help or ""
+
+
+def help_page_texts(module: ModuleType, name: str) -> Iterator[str]:
+    """Yield the English texts of the help page of a module's command."""
+    function = getattr(module, name)
+    yield from application.paragraphs(function.__doc__)
+    yield from filter(None, [getattr(module, "EPILOG", None)])
+    for option in application.command_of(function).params:
+        for attribute in ("help", "show_default", "rich_help_panel"):
+            text = getattr(option, attribute, None)
+            if isinstance(text, str) and re.search("[a-z]{2}", text):
+                yield text
 
 
 def data_texts() -> Iterator[str]:
@@ -127,10 +132,7 @@ def data_texts() -> Iterator[str]:
     yield from (entry.meaning for entry in GLOSSARY.values())
     yield from (text for fault in FAULTS.values() for text in (fault.summary, fault.look_at))
     yield from (task.description for task in TASKS.values())
-    yield from (case.description for case in CASES.values())
-    peers = {peer.description for case in CASES.values() for peer in case.peers}
-    yield from (text for text in sorted(peers) if not CODE.fullmatch(text))
-    titles = (*layer_text.HEADS, *layer_text.TITLES.values(), *COLUMNS)
+    titles = (*layer_text.HEADS, *layer_text.TITLES.values())
     yield from (title for title in titles if title)
 
 
@@ -151,9 +153,16 @@ def outside_texts() -> Iterator[str]:
     yield from (text for text, _ in translated_calls(*OUTSIDE))
     yield from (*figures.ANIMALS, *figures.FOODS)
     yield from (*VERDICTS, *get_args(Role), "yes", "no")
-    for path in _files(OUTSIDE[1]):
+    yield from help_page_texts(experiments_program, "experiments")
+    for path in _files(OUTSIDE[-1]):
         if path.name != "__main__.py":  # its other texts are the help of its options
             yield from _texts(_parsed(path))
+    yield from help_page_texts(benchmarks_program, "benchmarks")
+    yield from ("cases", "peers of these cases", "devices", "sizes", "dtypes")
+    yield from filter(None, (case.description for case in CASES.values()))
+    peers = {peer.description for case in CASES.values() for peer in case.peers}
+    yield from (text for text in sorted(peers) if not CODE.fullmatch(text))
+    yield from filter(None, COLUMNS)
 
 
 def translated_calls(*places: str | Path) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -23,7 +23,7 @@ HOMES = {
     "whole_rows_kernel.py": "src/regard/ops/softmax/whole_rows.py",
     "counting_claim.py": "experiments/counting.py",
     "reverse_task.py": "src/regard/train/tasks/reverse_task.py",
-    "einsum_peer.py": "src/regard/bench/peers/einsum.py",
+    "einsum_peer.py": "benchmarks/einsum.py",
 }
 """A file of the toys -> the one file that its row asks for."""
 
@@ -75,14 +75,14 @@ ENTRIES: list[Edit] = [
     ("src/regard/train/tasks/__init__.py", "MQAR, PASSKEY)\n", "MQAR, PASSKEY, REVERSE)\n"),
     # a peer
     (
-        "src/regard/bench/cases.py",
-        "import (\n    engines,",
-        "import (\n    einsum,\n    engines,",
+        "benchmarks/cases.py",
+        "from benchmarks import architectures, attention_peers, engines,",
+        "from benchmarks import architectures, attention_peers, einsum, engines,",
     ),
     (
-        "src/regard/bench/cases.py",
-        "    x_transformers.ATTENTION,\n)",
-        "    x_transformers.ATTENTION,\n    einsum.ATTENTION,\n)",
+        "benchmarks/cases.py",
+        "    attention_peers.X_TRANSFORMERS,\n)",
+        "    attention_peers.X_TRANSFORMERS,\n    einsum.ATTENTION,\n)",
     ),
     # a word
     (
@@ -132,7 +132,7 @@ SUITES = {
     "tests/experiments/test_rules.py": "counting or every_claim",
     "tests/train/tasks/test_tasks.py": "reverse",
     "tests/train/tasks/test_run.py": "list_of_tasks",
-    "tests/bench/test_peers.py": "einsum or unique or every_kernel",
+    "tests/benchmarks/test_peers.py": "einsum or unique or every_kernel",
     "tests/test_notation.py": "",
 }
 """A suite of the repository -> which of its tests are about the toys."""
@@ -140,7 +140,7 @@ SUITES = {
 
 def copy_of_the_repository(root: Path, folder: Path) -> Path:
     """The repository with the toys and their entries in the package, and nothing for the suites."""
-    for name in ("src", "experiments", "tests"):
+    for name in ("src", "benchmarks", "experiments", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", ".*cache*")
         shutil.copytree(root / name, folder / name, ignore=ignored)
     (folder / "docs").mkdir()

@@ -34,7 +34,6 @@ PROGRAMS = [
 """Everything that `python -m` runs."""
 PRINTED = {
     "audit": ["--list"],
-    "bench": ["--list"],
     "compare": ["--list"],
     "cost": ["llama-3-8b", "--machine", "h100-sxm"],
     "describe": ["mla"],
@@ -47,7 +46,6 @@ tests check.
 WRONG_ARGUMENTS = {
     "audit torch.nn:Nope": "TARGET",
     "audit nope": "TARGET",
-    "bench nope": "CASE",
     "compare nothing": "MECHANISM",
     "cost lama-3-8b": "MODEL",
     "describe nothing": "NAME",
@@ -75,8 +73,6 @@ WRONG = (
             "--window 0",
         )
     ),
-    "bench --device nope",
-    "bench --plot x.txt",
     "compare mha --csv no/x.csv",
     "compare mha --device nope",
     "compare mha --heads 4 --dim 30",
@@ -332,11 +328,11 @@ def test_a_mistyped_model_comes_before_options_that_do_not_fit(
 
 
 @pytest.mark.full(keep=["regard.notation"])  # it starts without torch
-@pytest.mark.parametrize("program", [*PROGRAMS, "docs.tiny_text", "experiments"])
+@pytest.mark.parametrize("program", [*PROGRAMS, "docs.tiny_text", "benchmarks", "experiments"])
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
 def test_a_reader_that_leaves_is_no_failure(program: str) -> None:
     arguments = {"regard": ["--help"], "docs.tiny_text": ["--help"]}
-    arguments["experiments"] = ["--list"]
+    arguments |= {name: ["--list"] for name in ("benchmarks", "experiments")}
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(

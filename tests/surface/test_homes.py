@@ -17,13 +17,14 @@ HOMES = {
     # the others are what we are compared with
     r"scaled_dot_product_attention\(": {
         "ops/softmax/sdpa.py",
-        "bench/peers/torch_sdpa.py",
-        "bench/public_models",
+        "benchmarks/attention_peers.py",
+        "benchmarks/architectures.py",
+        "benchmarks/training.py",
     },
     r"flex_attention\(": {"ops/softmax/flex.py"},
     r"torch\.cat\(\[?\(?\s*(self\.)?_?(keys?|values?|k|v|memory)\b": {"caches"},
     # no file is read as a pickle; messages between our own processes are
-    r"import pickle|pickle\.|torch\.load\(": {"bench/own_process.py"},
+    r"import pickle|pickle\.|torch\.load\(": {"benchmarks/runner.py"},
     r"(?<![.\w])(eval|exec)\(": set(),
     # a family, or what families share: they never import one another
     r"(self_attn|model\.layers)\.": {
@@ -82,6 +83,7 @@ ROOT_FILES = {
     "README.md",
     "README.zh-CN.md",
     "SECURITY.md",
+    "benchmarks",
     "constraints.txt",
     "docs",
     "experiments",

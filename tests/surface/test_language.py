@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks
 import experiments
 import regard
 from docs import figures
@@ -28,7 +29,9 @@ from regard.language import (
 )
 from tests.surface import printed_texts
 
-STRINGS = tuple(Path(module.__file__).parent for module in (regard, figures, experiments))
+STRINGS = tuple(
+    Path(module.__file__).parent for module in (regard, figures, benchmarks, experiments)
+)
 """The folders with texts: of the package, and of the programs outside of it."""
 KINDS = {
     "help": printed_texts.help_texts,

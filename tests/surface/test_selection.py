@@ -110,7 +110,7 @@ def test_a_misspelt_mark_is_an_error() -> None:
 
 PACKAGES = [
     *("masks", "biases", "scores", "positions", "linear", "memory", "caches", "nn", "inspect"),
-    *("models", "train", "compare", "cost", "bench", "ops.softmax", "audit", "parallel"),
+    *("models", "train", "compare", "cost", "ops.softmax", "audit", "parallel"),
 ]
 
 
@@ -120,8 +120,6 @@ ANSWERS = {
         "models.PrefixCache",
         "cost.Description",
         "cost.Quantity",
-        "bench.Problem",
-        "bench.ProblemSizes",
     ),
     *(
         "nn.BlockCaches",

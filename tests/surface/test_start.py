@@ -114,7 +114,7 @@ def foreign(modules: set[str]) -> set[str]:
     return {name.split(".")[0] for name in modules} - {*sys.stdlib_module_names, "regard"}
 
 
-# Time follows from what is imported: `regard bench startup` measures it.
+# Time follows from what is imported: `python -m benchmarks startup` measures it.
 def test_import_loads_one_module_of_ours_and_no_package() -> None:
     found = imported("import regard")
     assert {name for name in found if name.startswith("regard")} == {"regard"}

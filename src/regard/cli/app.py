@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -29,7 +29,6 @@ from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
 COMMANDS = {
     "audit": "Test other people's attention code for faults.",
-    "bench": "Time regard against other installed implementations.",
     "compare": "Compare attention mechanisms: cost, memory, speed, quality.",
     "convert": "Convert a checkpoint: heads, latents, positions, dtype.",
     "cost": "Compute parameters, FLOPs, cache bytes and least time of a model.",
@@ -162,17 +161,29 @@ class Commands(_Localised, TyperGroup):
 
 
 def load(name: str) -> Any:
-    """Import `regard.cli.<name>` and return its function as a command, with its texts in the
-    reader's language.
-    """
+    """Import `regard.cli.<name>` and return its function as a command."""
     module = importlib.import_module(_module_name(name))
+    options = {key.lower(): getattr(module, key, None) for key in ("EPILOG", "USAGE")}
+    return command_of(getattr(module, name), **options)
+
+
+def command_of(
+    function: Callable[..., object], epilog: str | None = None, usage: str | None = None
+) -> Any:
+    """Return a function that is annotated for typer as a command, with its texts in the reader's
+    language. Programs outside of the package make their commands with it, too.
+
+    Args:
+        function: the function; its docstring is the help text.
+        epilog: the last line of the help page, an example.
+        usage: the words of the usage line; None is the names of the arguments.
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    function, epilog = getattr(module, name), getattr(module, "EPILOG", None)
     text = "\n\n".join(map(translate, paragraphs(function.__doc__)))
     options: dict[str, Any] = {"help": text, "epilog": epilog and translate(epilog)}
-    app.command(name, cls=Command, context_settings=_SETTINGS, **options)(function)
+    app.command(function.__name__, cls=Command, context_settings=_SETTINGS, **options)(function)
     command = typer.main.get_command(app)
-    command.usage = getattr(module, "USAGE", None)  # type: ignore[attr-defined]
+    command.usage = usage  # type: ignore[attr-defined]
     if not any(option.name == "lang" for option in command.params):
         command.params.append(_language_option())
     _localise(command)
@@ -204,17 +215,24 @@ def language_of_arguments(arguments: Sequence[str]) -> str:
     return chosen
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code; an error is printed as one message on standard
+def run(
+    arguments: Sequence[str], make: Callable[[], Any] | None = None, program: str = "regard"
+) -> int:
+    """Run a command and return its exit code; an error is printed as one message on standard
     error.
+
+    Args:
+        arguments: the arguments of the command.
+        make: returns the command in the reader's language; None is that of `regard`.
+        program: the name of the program in usage lines.
     """
     with use_language(language_of_arguments(arguments)):
-        return _run(arguments)
+        return _run(arguments, make or _command, program)
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(arguments: Sequence[str], make: Callable[[], Any], program: str) -> int:
     try:
-        code = _command().main(args=list(arguments), prog_name="regard", standalone_mode=False)
+        code = make().main(args=list(arguments), prog_name=program, standalone_mode=False)
     except SystemExit as exit_signal:
         if isinstance(
             exit_signal.__context__, BrokenPipeError

@@ -487,9 +487,7 @@ def _machine(name: str | None, bandwidth: float | None, flops: float | None) -> 
 
 
 def _measure_this_machine() -> Machine:
-    """Return this machine: its memory bandwidth and matrix-product rates, measured as `regard
-    bench` measures them.
-    """
+    """Return this machine: its memory bandwidth and matrix-product rates, measured now."""
     import torch
 
     from regard.timing.machine import Ceilings, describe_machine, free_memory

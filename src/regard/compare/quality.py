@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from regard.compare.experiment import Experiment, Numbers, ReportProgress, ignore_progress
 from regard.compare.mechanisms import build_decoder
-from regard.compare.speed_and_memory import wait_for
 from regard.errors import ArgumentError
 from regard.models.families.regard import Config
 from regard.nn.stored import device_of
+from regard.timing.machine import wait_for
 from regard.train.batches import Batches, BatchSource, ExampleBatch, validation_rows
 from regard.train.corpus import DEFAULT_SOURCE, TextDocument, load_documents, split_documents
 from regard.train.loop import NonFiniteLoss, fit

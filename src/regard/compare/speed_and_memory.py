@@ -22,13 +22,12 @@ from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn.stored import device_of
-from regard.timing.machine import free_memory
+from regard.timing.machine import free_memory, peak_bytes_on, wait_for
 from regard.timing.measurement import (
     call_in_subprocess,
     interleaved,
     median,
     median_ratio,
-    peak_bytes,
     quartiles,
 )
 from regard.tracing import Trace
@@ -376,7 +375,7 @@ def peaks(settings: Numbers) -> Numbers:
     config = Config(**settings["model"])
     device = torch.device(settings.get("device", "cpu"))
     model = build_decoder(config).to(device)
-    peak_of = peak_bytes if device.type == "cpu" else partial(device_peak_bytes, device)
+    peak_of = partial(peak_bytes_on, device)
 
     def step() -> None:
         training_step(model, config, settings["length"], settings["batch"])()
@@ -391,28 +390,3 @@ def peaks(settings: Numbers) -> Numbers:
     prompt = prefill_step(model, config, settings["context"])
     prompt()
     return {"prefill": peak_of(prompt), "training": step_peak}
-
-
-def device_peak_bytes(device: torch.device, work: Callable[[], object]) -> int | None:
-    """Return the peak bytes that torch allocated on a device during some work, without those that
-    were allocated before; None for devices other than CUDA.
-
-    >>> device_peak_bytes(torch.device("cpu"), lambda: None)
-    """
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device)) - before
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until a device has computed what was queued; a CPU has no queue.
-
-    >>> wait_for(torch.device("cpu"))
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -14,7 +14,7 @@ import torch
 
 import regard
 from regard.huge_pages import to_huge_pages
-from regard.timing.measurement import interleaved, median
+from regard.timing.measurement import interleaved, median, peak_bytes
 
 CPU_FEATURES = (
     "avx2",
@@ -199,7 +199,7 @@ class Ceilings:
             "dot": lambda: torch.dot(x, x),
             "whole": x.view(torch.int32).sum,
         }
-        times = interleaved(readers, rounds=rounds, synchronise=make_synchronize(device))
+        times = interleaved(readers, rounds=rounds, synchronise=partial(wait_for, device))
         fastest = min(readers, key=lambda name: median(times[name]))
         gemm = {dtype: _gemm_flops_per_second(dtype, device, rounds, side) for dtype in dtypes}
         return cls(
@@ -231,14 +231,37 @@ class Ceilings:
         return None if ceiling is None else flops_per_second / ceiling
 
 
-def make_synchronize(device: torch.device) -> Callable[[], object]:
-    """Return a function that waits until a device has finished its work.
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has computed what was queued; a CPU has no queue.
 
-    >>> make_synchronize(torch.device("cpu"))()
+    >>> wait_for(torch.device("cpu"))
     """
     if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return lambda: None
+        torch.cuda.synchronize(device)
+
+
+def peak_bytes_on(device: torch.device, work: Callable[[], object]) -> int | None:
+    """Return how far some work raises the memory in use: on a CPU the resident memory of this
+    process, on CUDA what torch allocates; None if it is not reported.
+
+    Args:
+        device: the device on which the work computes.
+        work: the function.
+
+    >>> peak = peak_bytes_on(torch.device("cpu"), lambda: b"x" * (1 << 26))
+    >>> peak is None or peak > 1 << 25
+    True
+    """
+    if device.type == "cpu":
+        return peak_bytes(work)
+    if device.type != "cuda":
+        return None
+    wait_for(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    wait_for(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before
 
 
 def _gemm_flops_per_second(
@@ -254,7 +277,7 @@ def _gemm_flops_per_second(
             {"mm": partial(torch.mm, a, b)},
             rounds=rounds,
             limit=GEMM_SECONDS,
-            synchronise=make_synchronize(device),
+            synchronise=partial(wait_for, device),
         )["mm"]
         best = max(best, 2 * n**3 / median(times))
         if median(times) > GEMM_SECONDS:

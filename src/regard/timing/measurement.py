@@ -100,7 +100,16 @@ def median_ratio(times: Mapping[str, Sequence[float]], of: str, to: str) -> floa
     >>> median_ratio({"a": [2.0, 4.0, 9.0], "b": [1.0, 2.0, 3.0]}, "a", "b")
     2.0
     """
-    return statistics.median(a / b for a, b in zip(times[of], times[to], strict=True))
+    return median(round_ratios(times[of], times[to]))
+
+
+def round_ratios(own: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the ratio of two functions' times in each round.
+
+    >>> round_ratios([2.0, 9.0], [1.0, 3.0])
+    [2.0, 3.0]
+    """
+    return [a / b for a, b in zip(own, others, strict=True)]
 
 
 def median(times: Sequence[float]) -> float:

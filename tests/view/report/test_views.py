@@ -392,7 +392,7 @@ def test_a_figure_carries_its_recipe(tab: Tab, folder: Path, kind: str) -> None:
 def test_a_page_of_144_heads_has_8_megabytes_at_most_and_shows_each(
     tab: Tab, tmp_path: Path
 ) -> None:
-    """How soon it is drawn is measured by `regard bench draw-page`."""
+    """How soon it is drawn is measured by `python -m benchmarks draw-page`."""
     text = page(report(whole_model()))
     assert len(text.encode()) <= 8_000_000
     (tmp_path / "large.html").write_text(text, "utf-8")

@@ -1,6 +1,7 @@
 """Which calls of torch's attention function run here, and how they become a `Call`.
 
-The sizes below which torch is as fast were measured by `regard bench models` (docs/benchmarks.md).
+The sizes below which torch is as fast were measured by `python -m benchmarks models`
+(docs/benchmarks.md).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard.bench.interfaces import Peer, PreparedCall
-from regard.bench.problems import AttentionProblem, prepared_call
+from benchmarks.attention import AttentionProblem, prepared_call
+from benchmarks.interfaces import Peer, PreparedCall
 
 
 def attention(problem: AttentionProblem) -> PreparedCall:

@@ -1,8 +1,8 @@
 """The sizes of chunks and blocks of the recurrences: a table that is reviewed like code.
 
 Compiled for sm_80, sm_90 and sm_100 by tests/ops/linear/triton/test_compile.py, and not yet
-measured on a GPU: the rows were chosen by the registers that spill. `regard bench --tune FILE`
-measures rows on a device and writes them for review; the length of a chunk is not among them,
+measured on a GPU: the rows were chosen by the registers that spill. `python -m benchmarks --tune
+FILE` measures rows on a device and writes them for review; the length of a chunk is not among them,
 because all kernels of a call share it.
 """
 
@@ -89,8 +89,8 @@ TABLE = {RecurrenceSizesKey(*key): sizes for key, sizes in _TABLE.items()}
 """The sizes for a device of which no row has been measured."""
 
 MEASURED: dict[int, dict[RecurrenceSizesKey, RecurrenceSizes]] = {}
-"""Rows that `regard bench --tune` measured and a reviewer entered, by compute capability; they
-stand before those of `TABLE`."""
+"""Rows that `python -m benchmarks --tune` measured and a reviewer entered, by compute capability;
+they stand before those of `TABLE`."""
 
 _tried: ContextVar[dict[RecurrenceSizesKey, RecurrenceSizes] | None] = ContextVar(
     "tried", default=None

@@ -1,8 +1,8 @@
 """The block sizes of the kernels: a table that is reviewed like code.
 
 There is no automatic tuning while a program runs: the winner of a race of timings changes between
-runs and between ranks, and with it the order of sums. `regard bench --tune FILE` measures rows on a
-device and writes them for review.
+runs and between ranks, and with it the order of sums. `python -m benchmarks --tune FILE`
+measures rows on a device and writes them for review.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ TABLE = {SizesKey(*key): sizes for key, sizes in _TABLE.items()}
 """The sizes for a device of which no row has been measured."""
 
 MEASURED: dict[int, dict[SizesKey, LaunchSizes]] = {}
-"""Rows that `regard bench --tune` measured and a reviewer entered, by compute capability (90 for an
-H100 or H200); they stand before those of `TABLE`."""
+"""Rows that `python -m benchmarks --tune` measured and a reviewer entered, by compute capability
+(90 for an H100 or H200); they stand before those of `TABLE`."""
 
 MAX_HEAD_DIM = 256
 """The largest D and E of the kernels that do not decode."""
