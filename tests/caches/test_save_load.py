@@ -157,9 +157,7 @@ def test_a_failed_write_leaves_the_old_file(
     for module, place in ((save_load, "save_file"), (atomic_write, "sync_to_disk")):
         with monkeypatch.context() as patch:
             patch.setattr(module, place, full)
-            with pytest.raises(
-                regard.FileError, match=r"a: cannot write the cache: .*No space left"
-            ):
+            with pytest.raises(regard.FileError, match=r"a: cannot write the cache: .*No space"):
                 save(cache, path)
         assert path.read_bytes() == before
         assert [p.name for p in tmp_path.iterdir()] == ["a"], "no temporary file is left"
@@ -437,14 +435,10 @@ def test_files_that_are_no_caches(tmp_path: Path) -> None:
     with pytest.raises(regard.FileError, match="is not a whole safetensors file"):
         load(path)
     save_file({"x": torch.ones(1)}, path)
-    with pytest.raises(
-        regard.FileError, match=r"holds no cache: its header has no 'regard\.cache'"
-    ):
+    with pytest.raises(regard.FileError, match=r"holds no cache: its header has no"):
         load(path)
     save_file({"x": torch.ones(1)}, path, metadata={"regard.cache": "["})
-    with pytest.raises(
-        regard.FileError, match=r"the header of its cache is not JSON: Expecting value: line 1"
-    ):
+    with pytest.raises(regard.FileError, match=r"the header of its cache is not JSON: Expecting"):
         load(path)
     cache = Growing()
     cache.update((torch.ones(1, 1, 9, 9),), Span(0, 9))
@@ -472,19 +466,12 @@ def test_files_that_would_hang_or_fill_the_memory(tmp_path: Path) -> None:
     cache = Fixed(9)
     cache.update((torch.ones(1, 2, 6, 4),), Span(0, 6))
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=300_000_000), cache)
-    with pytest.raises(
-        regard.FileError, match="has 300000000 as 'capacity'; it must be an integer"
-    ):
+    with pytest.raises(regard.FileError, match="has 300000000 as 'capacity'; it must be an"):
         load(path)
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=1000), cache)
-    with pytest.raises(
-        regard.FileError,
-        match=r"reserve 32,000 bytes, more than 31,999; to allow it, call load\(path, max_bytes",
-    ):
+    with pytest.raises(regard.FileError, match=r"reserve 32,000 bytes, more than 31,999; to allow"):
         load(path, max_bytes=31_999)
     assert load(path, max_bytes=32_000).settings == {"capacity": 1000}
     path = forged(tmp_path / "a", lambda h, t: h["spans"].update(positions=[2**62, 6]), cache)
-    with pytest.raises(
-        regard.FileError, match=r"has the span \[4611686018427387904, 6\] of 'positions'"
-    ):
+    with pytest.raises(regard.FileError, match=r"has the span \[4611686018427387904, 6\] of"):
         load(path)

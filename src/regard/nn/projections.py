@@ -17,7 +17,7 @@ from regard.caches import Parts
 from regard.caches.cross_layer import FirstValues
 from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.explainable import (
     Explainable,
     InputSteps,
@@ -518,6 +518,34 @@ def cache_unsafe_reason(heads: nn.Module) -> str | None:
                 "or cache keys before they are rotated (regard.nn.dynamic_rotary)"
             )
     return None
+
+
+def check_shared_rotary(project: SeparateQKV) -> None:
+    """Check that the last step on queries and keys is the same rotary of fixed frequencies."""
+    if not isinstance(project, SeparateQKV):
+        raise ArgumentTypeError(f"project is {type(project).__name__}; it must be a SeparateQKV")
+
+    last_steps = [heads.steps[-1] if len(heads.steps) else None for heads in (project.q, project.k)]
+    if not isinstance(last_steps[0], Rotary) or last_steps[0] is not last_steps[1]:
+        raise ArgumentError(
+            f"the last step on queries is {last_steps[0]}, and on keys {last_steps[1]}; both "
+            "must be the same Rotary object, which rotates queries back for the sinks"
+        )
+    if project.key_transform is not None:
+        raise ArgumentError(
+            f"project has key_transform={project.key_transform}; it must be None, because the "
+            "cache stores rotated keys"
+        )
+    if project.cache_unsafe_reason:
+        raise ArgumentError(project.cache_unsafe_reason)
+
+
+def shared_rotary(project: Projection) -> Rotary:
+    """Return the last step on queries and keys, which `check_shared_rotary` has checked."""
+    assert isinstance(project, SeparateQKV)
+    step = project.q.steps[-1]
+    assert isinstance(step, Rotary)
+    return step
 
 
 QKVRowOrder: TypeAlias = Literal["parts", "heads", "groups"]
