@@ -244,7 +244,7 @@ def test_half_precision_states_are_float32() -> None:
         (lambda: rules.SlotRule(8, 2, 0), r"SlotRule\(dim=8, groups=2, slots=0\): each must be at"),
         (
             lambda: rules.SlotRule(8, 2, 3, gates="x"),
-            "gates is 'x'; it must be 'sigmoid' or 'softm",
+            "gates is 'x'; it must be one of sigmoid",
         ),  # type: ignore[arg-type]
         (lambda: rules.CosineRule(0), "period is 0; it must be at least 1"),
         (lambda: variants.lightning(32, 4, layer=3, layers=3), "layer must be from 0 to layers -"),
