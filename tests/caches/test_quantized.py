@@ -360,12 +360,8 @@ def test_parts_that_stay_exact() -> None:
 def test_gradients_are_refused_not_lost() -> None:
     k, v = tokens(3)
     cache = Quantised(8, group=GROUP)
-    with pytest.raises(regard.ArgumentError) as error:
+    with pytest.raises(regard.ArgumentError, match="memory 1 requires a gradient, which codes do"):
         cache.update((k, v.requires_grad_()), Span(0, 3))
-    assert str(error.value) == (
-        "memory 1 requires a gradient, which codes do not have; use a Growing cache, or "
-        "torch.no_grad()"
-    )
     with torch.no_grad():
         cache.update((k, v), Span(0, 3))
 
@@ -572,11 +568,8 @@ def test_errors() -> None:
         with pytest.raises(regard.ArgumentError) as error:
             call()
         assert message in str(error.value)
-    with pytest.raises(regard.ArgumentTypeError) as wrong:
+    with pytest.raises(regard.ArgumentTypeError, match=r"memory 1 is torch\.int64; only floating"):
         Quantised().update((k, torch.ones(2, 3, 3, 8, dtype=torch.int64)), Span(0, 3))
-    assert str(wrong.value) == (
-        'memory 1 is torch.int64; only floating dtypes can be quantized: name its axis "exact"'
-    )
     cache = Quantised(4, group=GROUP, residual=0)
     cache.update(tokens(8), Span(0, 8))
     for name in ("scale.1", "codes.0", "zero.0", "odd.1"):

@@ -286,12 +286,8 @@ def test_without_prefix_a_stale_key_is_refused() -> None:
     cache = Growing()
     module(x[:, :4], None, cache)
     module(x[:, 4:6], None, cache)
-    with pytest.raises(regard.ArgumentError) as error:
+    with pytest.raises(regard.ArgumentError, match="a cached key was rotated for length 4, but"):
         module(x[:, 6:7], None, cache)
-    assert str(error.value) == (
-        "a cached key was rotated for length 4, but length 7 has other frequencies; run the "
-        "whole prefix again (regard.nn.PrefixRecomputer), or choose another policy"
-    )
     assert len(cache) == 6
     padded = torch.tensor([[-1, -1, 6]])  # padding has no frequencies
     fresh = Growing()
