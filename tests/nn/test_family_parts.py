@@ -18,7 +18,7 @@ from regard.nn import FusedQKV, SwiGLU
 from regard.nn.blocks import NormedResidual, PreNorm
 from regard.nn.embedding import CappedLogits
 from regard.nn.feed_forward import GatedFeedForward
-from regard.nn.projections import ClippedQKV
+from regard.nn.fused_projections import ClippedQKV
 from regard.positions import Rotary
 from tests.rules import assert_close_rule
 

@@ -15,9 +15,9 @@ import regard
 from regard import masks
 from regard.errors import ArgumentError
 from regard.nn import Attention, HeadProjection, SeparateQKV
+from regard.nn.fused_projections import FusedQKV, PerHeadProjection
 from regard.nn.head_finishes import DifferentialProjection, GatedProjection
 from regard.nn.latent_projection import LatentProjection
-from regard.nn.projections import FusedQKV, PerHeadProjection
 from regard.nn.variants import (
     bigbird,
     build,

@@ -153,7 +153,7 @@ class AdditiveAttention(Explainable, nn.Module):
         ArgumentError: when called, if memory is neither passed nor in the cache, or it is passed
             although the cache holds one.
 
-    >>> from regard.nn.projections import EncoderStateProjection
+    >>> from regard.nn.fused_projections import EncoderStateProjection
     >>> project = EncoderStateProjection(nn.Linear(6, 10), 8, key=nn.Linear(8, 10, bias=False))
     >>> AdditiveAttention(project)(torch.zeros(1, 1, 6), memory=torch.zeros(1, 7, 8)).shape
     torch.Size([1, 1, 8])

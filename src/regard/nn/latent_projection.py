@@ -31,12 +31,7 @@ from regard.nn.explainable import (
 )
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
-from regard.nn.projections import (
-    HeadProjection,
-    Projection,
-    ProjectionShape,
-    cache_unsafe_reason,
-)
+from regard.nn.projections import HeadProjection, Projection, ProjectionShape, cache_unsafe_reason
 from regard.positions import Rotary
 from regard.span import Positions
 from regard.units import plural
