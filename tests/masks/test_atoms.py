@@ -198,7 +198,7 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
 def test_bad_values_are_refused_with_what_is_allowed(
     make: Callable[[], object], kind: type, message: str
 ) -> None:
-    with pytest.raises(kind, match=f"^{re.escape(message)}$"):
+    with pytest.raises(kind, match=f"^{re.escape(message)}"):
         make()
 
 

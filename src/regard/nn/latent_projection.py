@@ -60,7 +60,7 @@ class LowRankProjection(nn.Module):
 class LatentHeads(Projection, nn.Module):
     """What projections through latents share: queries with and without positions, and two forms."""
 
-    q: nn.Module
+    q: HeadProjection | LowRankProjection
     rotary: Rotary
     form: Form
     kv_rank: int
