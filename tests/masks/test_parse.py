@@ -132,7 +132,7 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         ("window(9007199254740993)", "the number is larger than 9007199254740992\n  window(900719"),
         ("~" * 60 + "causal", "the expression is nested deeper than 50 levels"),
         ("(" * 300 + "causal" + ")" * 300, "not a mask expression: "),
-        ("window(" + "(" * 60 + "1" + ")" * 60 + ")", "the expression is nested deeper than 50"),
+        ("window(" + "(" * 60 + "1" + ",)" * 60 + ")", "the expression is nested deeper than 50"),
     ],
 )
 def test_refused_with_the_place(text: str, message: str) -> None:
