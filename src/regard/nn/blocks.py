@@ -61,9 +61,7 @@ class PreNorm(Residual):
 
     A stack of pre-norm blocks needs one more norm after its last block.
 
-    Args:
-        norm: a module [B,T,M] -> [B,T,M].
-        dropout: the dropout probability on the sublayer's output, in training only.
+    The arguments are those of `Residual`.
 
     >>> import torch
     >>> PreNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: x.round())
@@ -120,9 +118,7 @@ class ScaledPreNorm(PreNorm):
 class PostNorm(Residual):
     """Post-norm residual connection: the sum is normalised, norm(x + sublayer(x)).
 
-    Args:
-        norm: a module [B,T,M] -> [B,T,M].
-        dropout: the dropout probability on the sublayer's output, in training only.
+    The arguments are those of `Residual`.
 
     >>> import torch
     >>> PostNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), torch.zeros_like).round()
@@ -186,9 +182,7 @@ class NormedResidual(Residual):
 class OutputNorm(Residual):
     """Residual connection in which only the sublayer's output is normalised: x + norm(sublayer(x)).
 
-    Args:
-        norm: a module [B,T,M] -> [B,T,M].
-        dropout: the dropout probability on the sublayer's output, in training only.
+    The arguments are those of `Residual`.
 
     >>> import torch
     >>> OutputNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()

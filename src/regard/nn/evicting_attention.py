@@ -272,7 +272,7 @@ class EvictingAttention(Attention):
         """Return the tokens of a piece as rows of one key/value head each; `sums` is empty."""
         B, G, P, _ = k.shape
         where = positions.expand(B, -1)[:, None].expand(B, G, P).flatten(0, 1)
-        queries = torch.unflatten(q, 1, (G, -1)).flatten(0, 1)
+        queries = torch.unflatten(q, 1, (G, -1)).flatten(0, 1)  # [B,H,P,D] -> [R,n,P,D]
         sums = torch.zeros(B * G, P, dtype=_sum_dtype(k), device=k.device)
         moments = _no_moments(queries, stored=False)
         return _Slots(k.flatten(0, 1), v.flatten(0, 1), where, sums, queries, where, *moments)

@@ -234,7 +234,7 @@ class FusedQKV(Projection, nn.Module):
             first, n = rows[0] * D, len(rows) * D
             own = None if self.linear.bias is None else self.linear.bias[first : first + n]
             y = stored_linear(x, record.rows(first, first + n), own)
-            return torch.unflatten(y, -1, (-1, D)).transpose(1, 2)
+            return torch.unflatten(y, -1, (-1, D)).transpose(1, 2)  # [B,L,n D] -> [B,n,L,D]
         stored: object = self.linear.weight
         if not isinstance(stored, Tensor):
             # another layer in its place, such as torch's quantised one, has no rows to choose
@@ -248,7 +248,7 @@ class FusedQKV(Projection, nn.Module):
             weight, bias = self.linear.weight, self.linear.bias
             # a list as an index would be copied to another device in every call
             index = rows if weight.is_cpu else self._row_indices[part].on(weight.device)
-            weight = torch.unflatten(weight, 0, (-1, D))[index].flatten(0, 1)
+            weight = torch.unflatten(weight, 0, (-1, D))[index].flatten(0, 1)  # [n D,M]
             bias = None if bias is None else torch.unflatten(bias, 0, (-1, D))[index].flatten()
         return torch.unflatten(linear(x, weight, bias), -1, (len(rows), D)).transpose(1, 2)
 

@@ -62,11 +62,7 @@ class OffsetRMSNorm(RMSNorm):
     y = x / sqrt(mean(x^2) + eps) * (1 + weight), computed in fp32 or better
 
     Args:
-        dim: the size of the last dimension.
-        eps: added to the mean square.
-
-    Raises:
-        ArgumentError: dim is less than 1, or eps is negative.
+        dim, eps: as for `RMSNorm`.
 
     >>> OffsetRMSNorm(4, eps=0.0)(torch.tensor([3.0, 4.0, 0.0, 0.0])).tolist()
     [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
@@ -186,12 +182,12 @@ class JoinedHeadsRMSNorm(RMSNorm):
                 f"x is {tuple(x.shape)}; this norm needs [batch, {self.heads}, length, "
                 f"{self.head_dim}]"
             )
-        joined = x.transpose(1, 2).flatten(2)
+        joined = x.transpose(1, 2).flatten(2)  # [B,H,T,E] -> [B,T,H E]
         if self.groups == 1:
             joined = super().forward(joined)
         else:
             wide = joined.to(torch.promote_types(x.dtype, torch.float32))
-            grouped = wide.unflatten(2, (self.groups, -1))
+            grouped = wide.unflatten(2, (self.groups, -1))  # [B,T,groups,H E / groups]
             grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
             joined = (grouped.flatten(2) * self.weight).to(x.dtype)
         heads: Tensor = joined.unflatten(2, (self.heads, self.head_dim))

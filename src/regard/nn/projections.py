@@ -288,7 +288,7 @@ class HeadProjection(nn.Module):
         y, flat = parts["linear"](x), parts["flat"]
         if not is_plain(flat, nn.Identity):
             y = flat(y)
-        # tensor parallelism leaves some of the heads to each process
+        # [B,L,n d] -> [B,n,L,d]; tensor parallelism leaves some of the heads to each process
         y = y.reshape(*x.shape[:2], y.shape[-1] // self.head_dim, self.head_dim).transpose(1, 2)
         for step in parts["steps"]._modules.values():
             y = step(y, positions)

@@ -335,7 +335,7 @@ class ConvolvedQKV(StatefulQKV):
         parts = [self._part(letter) for letter in self.order]
         split = y.split([part.heads * part.head_dim for part in parts], -1)
         heads = {
-            letter: own.unflatten(-1, (part.heads, part.head_dim)).transpose(1, 2)
+            letter: own.unflatten(-1, (part.heads, part.head_dim)).transpose(1, 2)  # [B,n,T,d]
             for letter, part, own in zip(self.order, parts, split, strict=True)
         }
         return [heads[letter] for letter in "qkv"]
