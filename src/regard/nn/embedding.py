@@ -101,7 +101,7 @@ class InputEmbedding(nn.Module):
         positions: Positions | None = None,
         segments: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T M"]:
-        """Embed token ids."""
+        """Embed token ids [B,T] as hidden states."""
         self._check_ids("ids", ids)
         if ids.ndim != 2:
             raise ArgumentError(

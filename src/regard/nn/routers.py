@@ -126,7 +126,7 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
-        """Choose experts for tokens."""
+        """Choose experts for tokens x [N,M]; return weights and indices."""
 
     def logits(self, x: Float[Tensor, "N M"]) -> Float[Tensor, "N n"]:
         """Compute the logits of the experts, in fp32 or better.
