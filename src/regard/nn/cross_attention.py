@@ -177,7 +177,19 @@ class AdditiveAttention(Explainable, nn.Module):
         memory: Float[Tensor, "B S M3"] | None = None,
         memory_positions: Positions | None = None,
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds."""
+        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds.
+
+        Args:
+            x: hidden states [B,T,M] of the sequence that gives the queries.
+            positions: positions of x; 0..T-1 by default.
+            cache: a `regard.caches.Cross` cache, or None.
+            memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
+                without a cache.
+            memory_positions: positions of memory; -1 marks padding.
+
+        Returns:
+            The contexts [B,T,M2].
+        """
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(
                 self,

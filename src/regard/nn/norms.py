@@ -42,7 +42,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim] by its root mean square."""
+        """Normalise x [..., dim].
+
+        Args:
+            x: a tensor [..., dim].
+            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
+
+        Returns:
+            The normalised tensor [..., dim].
+        """
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(self, RMSNorm.forward, x)
         # Reading the dictionary is faster than `self.weight`, which only a parametrization needs.
@@ -137,7 +145,19 @@ class HeadNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "B H T E"], positions: object = None
     ) -> Float[Tensor, "B H T E"]:
-        """Normalise each head of each token separately."""
+        """Normalise each head of each token separately.
+
+        Args:
+            x: heads [B,H,T,E].
+            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
+
+        Returns:
+            The normalised heads [B,H,T,E].
+
+        Raises:
+            ArgumentError, ArgumentTypeError: x is not a floating-point tensor [batch, heads,
+                length, dim] with these heads and this dim.
+        """
         check_tensor("x", x)
         check_device("x", x, self.weight, "weight")
         heads, dim = self.weight.shape

@@ -281,7 +281,19 @@ class HeadProjection(nn.Module):
     def forward(
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B n L d"]:
-        """Apply the linear map, split its output into heads, and run the steps."""
+        """Apply the linear map, split its output into heads, and run the steps.
+
+        Args:
+            x: hidden states [B,L,M].
+            positions: positions of their tokens, for the steps; None if no step needs them.
+
+        Returns:
+            The heads [B,n,L,d].
+
+        Raises:
+            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] with the dim and dtype
+                of the linear map.
+        """
         if x.ndim != 3:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
         parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access

@@ -126,7 +126,14 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
-        """Choose experts for tokens x [N,M]; return weights and indices."""
+        """Choose experts for tokens.
+
+        Args:
+            x: hidden states [N,M].
+
+        Returns:
+            The weights [N,k] and the indices of the chosen experts [N,k].
+        """
 
     def logits(self, x: Float[Tensor, "N M"]) -> Float[Tensor, "N n"]:
         """Compute the logits of the experts, in fp32 or better.
