@@ -337,6 +337,7 @@ class RemappedAttention(Attention):
             or its frequencies follow the length; distances is not a `DistanceMap`.
 
     >>> from regard.nn.variants.projections import separate_qkv
+    >>> from regard.positions import Rotary
     >>> project = separate_qkv(8, 4, 2, 2, Rotary(2))
     >>> attention = RemappedAttention(project, nn.Linear(8, 8), ReRoPE(4))
     >>> attention(torch.zeros(1, 50, 8)).shape

@@ -55,6 +55,7 @@ class StreamingAttention(Attention):
             follow the length; scale or softcap is out of range.
 
     >>> from regard.nn.variants.projections import separate_qkv
+    >>> from regard.positions import Rotary
     >>> project = separate_qkv(8, 4, 2, 2, Rotary(2))
     >>> attention = StreamingAttention(project, nn.Linear(8, 8), sinks=2, recent=4)
     >>> cache = attention.new_cache()
