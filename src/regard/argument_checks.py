@@ -313,8 +313,8 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
 def check_positive_sizes(name: str, **sizes: int) -> None:
     """Raise unless all sizes that `name` got are at least 1."""
     if min(sizes.values()) < 1:
-        given = ", ".join(f"{key}={size}" for key, size in sizes.items())
-        raise ArgumentError(f"{name}({given}): each must be at least 1")
+        arguments = ", ".join(f"{key}={size}" for key, size in sizes.items())
+        raise ArgumentError(f"{name}({arguments}): each must be at least 1")
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:

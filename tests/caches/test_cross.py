@@ -69,12 +69,8 @@ def test_crop_is_for_targets() -> None:
         cache.crop(stop or 1)
         assert cache.written
         if stop:
-            with pytest.raises(regard.ArgumentError) as error:
+            with pytest.raises(regard.ArgumentError, match="crop to 3, but a Cross cache holds a"):
                 cache.crop(3)
-            assert str(error.value) == (
-                "crop to 3, but a Cross cache holds a source of 4 positions, which cannot be "
-                "shortened; crop the caches of the target, or reset() this one"
-            )
             assert len(cache) == 4
         cache.crop(0)
         assert not cache.written
@@ -84,19 +80,13 @@ def test_crop_is_for_targets() -> None:
 
 def test_a_second_write_and_an_early_read_are_refused() -> None:
     cache = Cross()
-    with pytest.raises(
-        regard.ArgumentError, match=r"^a Cross cache holds no source yet; call store"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"^a Cross cache holds no source yet; call"):
         cache.read()
     with pytest.raises(regard.ArgumentError, match="it must be"):
         cache.store(source(), Span(0, 3))
     assert not cache.written
     cache.store(source(), PADDED)
     for again in (cache.store, cache.update):
-        with pytest.raises(regard.ArgumentError) as error:
+        with pytest.raises(regard.ArgumentError, match="a Cross cache is written once, and holds"):
             again(source(1), PADDED)
-        assert str(error.value) == (
-            "a Cross cache is written once, and holds 4 slots of a source already; read() them, "
-            "or reset() it for another source"
-        )
         assert torch.equal(cache.read()[0][0], source()[0])

@@ -362,12 +362,8 @@ def test_parts_that_stay_exact() -> None:
 def test_gradients_are_refused_not_lost() -> None:
     k, v = tokens(3)
     cache = Quantised(8, group=GROUP)
-    with pytest.raises(regard.ArgumentError) as error:
+    with pytest.raises(regard.ArgumentError, match="memory 1 requires a gradient, which codes do"):
         cache.update((k, v.requires_grad_()), Span(0, 3))
-    assert str(error.value) == (
-        "memory 1 requires a gradient, which codes do not have; use a Growing cache, or "
-        "torch.no_grad()"
-    )
     with torch.no_grad():
         cache.update((k, v), Span(0, 3))
 
@@ -560,60 +556,22 @@ def test_errors() -> None:
     k, v = tokens(3)
     cases = [
         (lambda: Quantised(3), "bits is 3; it must be 8, 4 or 2"),
-        (
-            lambda: Quantised(4, group=3),
-            "group is 3; it must be a multiple of 2, since 2 codes of 4 bits fill a byte",
-        ),
-        (
-            lambda: Quantised(8, group=0),
-            "group is 0; it must be a multiple of 1, since 1 codes of 8 bits fill a byte",
-        ),
+        (lambda: Quantised(4, group=3), "group is 3; it must be a multiple of 2, since 2 codes of"),
+        (lambda: Quantised(8, group=0), "group is 0; it must be a multiple of 1, since 1 codes of"),
         (lambda: Quantised(8, residual=-1), "residual is -1; it must be 0 or more"),
-        (
-            lambda: Quantised(axes=()),
-            'axes are (); name "channel", "token" or "exact" for each part of the memory',
-        ),
-        (
-            lambda: Quantised(axes=("row",)),
-            'axes are (\'row\',); name "channel", "token" or "exact" for each part of the memory',
-        ),
-        (
-            lambda: Quantised().update((k,), Span(0, 3)),
-            "memory has 1 part for axes ('channel', 'token'); name an axis for each part",
-        ),
-        (
-            lambda: Quantised(4, group=6).update((k, v), Span(0, 3)),
-            (
-                "memory 1 has 8 channels, which do not divide into groups of 6 codes of 4 bits; "
-                "allowed "
-                "groups: 2, 4, 8"
-            ),
-        ),
-        (
-            lambda: Quantised(4).update((k, v[..., :3]), Span(0, 3)),
-            (
-                "memory 1 has 3 channels, which do not divide into groups of 3 codes of 4 bits; "
-                "allowed "
-                "groups: none"
-            ),
-        ),
-        (
-            lambda: Quantised().fill({"positions": Span(0, 3), "recent.0": k}),
-            (
-                "codes of 0 parts and recent slots of 1 for axes ('channel', 'token'); there must "
-                "be one of each per axis"
-            ),
-        ),
+        (lambda: Quantised(axes=()), 'axes are (); name "channel", "token" or "exact" for each'),
+        (lambda: Quantised(axes=("row",)), 'axes are (\'row\',); name "channel", "token" or'),
+        (lambda: Quantised().update((k,), Span(0, 3)), "memory has 1 part for axes"),
+        (lambda: Quantised(4, group=6).update((k, v), Span(0, 3)), "memory 1 has 8 channels"),
+        (lambda: Quantised(4).update((k, v[..., :3]), Span(0, 3)), "memory 1 has 3 channels"),
+        (lambda: Quantised().fill({"positions": Span(0, 3), "recent.0": k}), "codes of 0 parts"),
     ]
     for call, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             call()
-        assert str(error.value) == message
-    with pytest.raises(regard.ArgumentTypeError) as wrong:
+        assert message in str(error.value)
+    with pytest.raises(regard.ArgumentTypeError, match=r"memory 1 is torch\.int64; only floating"):
         Quantised().update((k, torch.ones(2, 3, 3, 8, dtype=torch.int64)), Span(0, 3))
-    assert str(wrong.value) == (
-        'memory 1 is torch.int64; only floating dtypes can be quantized: name its axis "exact"'
-    )
     cache = Quantised(4, group=GROUP, residual=0)
     cache.update(tokens(8), Span(0, 8))
     for name in ("scale.1", "codes.0", "zero.0", "odd.1"):
@@ -655,9 +613,7 @@ def test_exceptions_behind_their_slots_are_refused() -> None:
     cache.update((x, x), Span(0, 12))
     held = dict(cache.contents())
     held["odd_at.0"] = torch.full_like(held["odd_at.0"], 10**6)
-    with pytest.raises(
-        regard.ArgumentError, match=r"outliers at 1000000 to 1000000; 8 slots of 2 x 4"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"outliers at 1000000 to 1000000; 8 slots of 2"):
         Quantised(bits=8, group=4, residual=4).fill(held)
 
 

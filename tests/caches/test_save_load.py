@@ -157,9 +157,7 @@ def test_a_failed_write_leaves_the_old_file(
     for module, place in ((save_load, "save_file"), (atomic_write, "sync_to_disk")):
         with monkeypatch.context() as patch:
             patch.setattr(module, place, full)
-            with pytest.raises(
-                regard.FileError, match=r"a: cannot write the cache: .*No space left"
-            ):
+            with pytest.raises(regard.FileError, match=r"a: cannot write the cache: .*No space"):
                 save(cache, path)
         assert path.read_bytes() == before
         assert [p.name for p in tmp_path.iterdir()] == ["a"], "no temporary file is left"
@@ -252,17 +250,9 @@ def streaming() -> Cache:
 
 
 FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | None]] = {
-    "unknown class": (
-        lambda h, t: h.update({"class": "os.system"}),
-        "the class 'os.system' is unknown; known: AdaptiveHeadCache, BoundedPages, Cross, ",
-        None,
-    ),
+    "unknown class": (lambda h, t: h.update({"class": "os.system"}), "the class 'os.system'", None),
     "a protocol": (lambda h, t: h.update({"class": "Cache"}), "the class 'Cache' is unknown", None),
-    "missing": (
-        lambda h, t: (h.update(keep=True), t.pop("memory.1")),
-        "lists 'memory.1' as [2, 1, 3, 4], and the file holds None; save it again",
-        None,
-    ),
+    "missing": (lambda h, t: (h.update(keep=True), t.pop("memory.1")), "lists 'memory.1' as", None),
     "unexpected": (
         lambda h, t: (h.update(keep=True), t.update(x=torch.ones(1))),
         "lists 'x' as None, and the file holds [1]; save it again",
@@ -283,11 +273,7 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
         "do not form a Growing: memory.3 is unexpected",
         None,
     ),
-    "no positions": (
-        lambda h, t: t.pop("positions"),
-        "do not form a Growing: memory.0 is unexpected",
-        None,
-    ),
+    "no positions": (lambda h, t: t.pop("positions"), "do not form a Growing: memory.0 is", None),
     "fewer positions": (
         lambda h, t: t.update(positions=torch.zeros(2, 2, dtype=torch.int64)),
         "memory.0 is (2, 1, 3, 2) for 2 positions; it must be [batch, heads, slots, dim]",
@@ -304,26 +290,14 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
         None,
     ),
     "another format": (lambda h, t: h.update(format=2), "has format 2; this version reads 1", None),
-    "no class": (
-        lambda h, t: h.pop("class"),
-        "the header of its cache has None as class; it must be a str; save it again",
-        None,
-    ),
-    "settings that are none": (
-        lambda h, t: h.update(settings=[1]),
-        "has [1] as settings; it must be a dict",
-        None,
-    ),
+    "no class": (lambda h, t: h.pop("class"), "the header of its cache has None as class", None),
+    "settings that are none": (lambda h, t: h.update(settings=[1]), "has [1] as settings", None),
     "spans that are none": (
         lambda h, t: h.update(spans={"positions": [0, 1.5]}),
         "has the span [0, 1.5] of 'positions'; it must be a start and a length",
         None,
     ),
-    "spans of one": (
-        lambda h, t: h.update(spans={"positions": [0]}),
-        "has the span [0] of 'positions'; it must be a start and a length",
-        None,
-    ),
+    "spans of one": (lambda h, t: h.update(spans={"positions": [0]}), "has the span [0] of", None),
     "a setting it does not know": (
         lambda h, t: h["settings"].update(capacity=3),
         "do not form a Growing: ",
@@ -442,14 +416,10 @@ def test_files_that_are_no_caches(tmp_path: Path) -> None:
     with pytest.raises(regard.FileError, match="is not a whole safetensors file"):
         load(path)
     save_file({"x": torch.ones(1)}, path)
-    with pytest.raises(
-        regard.FileError, match=r"holds no cache: its header has no 'regard\.cache'"
-    ):
+    with pytest.raises(regard.FileError, match=r"holds no cache: its header has no"):
         load(path)
     save_file({"x": torch.ones(1)}, path, metadata={"regard.cache": "["})
-    with pytest.raises(
-        regard.FileError, match=r"the header of its cache is not JSON: Expecting value: line 1"
-    ):
+    with pytest.raises(regard.FileError, match=r"the header of its cache is not JSON: Expecting"):
         load(path)
     cache = Growing()
     cache.update((torch.ones(1, 1, 9, 9),), Span(0, 9))
@@ -477,19 +447,12 @@ def test_files_that_would_hang_or_fill_the_memory(tmp_path: Path) -> None:
     cache = Fixed(9)
     cache.update((torch.ones(1, 2, 6, 4),), Span(0, 6))
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=300_000_000), cache)
-    with pytest.raises(
-        regard.FileError, match="has 300000000 as 'capacity'; it must be an integer"
-    ):
+    with pytest.raises(regard.FileError, match="has 300000000 as 'capacity'; it must be an"):
         load(path)
     path = forged(tmp_path / "a", lambda h, t: h["settings"].update(capacity=1000), cache)
-    with pytest.raises(
-        regard.FileError,
-        match=r"reserve 32,000 bytes, more than 31,999; to allow it, call load\(path, max_bytes",
-    ):
+    with pytest.raises(regard.FileError, match=r"reserve 32,000 bytes, more than 31,999; to allow"):
         load(path, max_bytes=31_999)
     assert load(path, max_bytes=32_000).settings == {"capacity": 1000}
     path = forged(tmp_path / "a", lambda h, t: h["spans"].update(positions=[2**62, 6]), cache)
-    with pytest.raises(
-        regard.FileError, match=r"has the span \[4611686018427387904, 6\] of 'positions'"
-    ):
+    with pytest.raises(regard.FileError, match=r"has the span \[4611686018427387904, 6\] of"):
         load(path)

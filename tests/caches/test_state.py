@@ -67,9 +67,7 @@ def test_a_state_forgets_everything_or_nothing() -> None:
         cache.store(sums(1.0), positions)
         cache.crop(5)
         assert len(cache) == 1
-        with pytest.raises(
-            regard.ArgumentError, match="crop to 4, but the state sums over 5 posit"
-        ):
+        with pytest.raises(regard.ArgumentError, match="crop to 4, but the state sums over 5"):
             cache.crop(4)
         fork = cache.fork()
         cache.crop(0)
@@ -131,11 +129,7 @@ def test_a_memory_is_cropped_to_its_open_segment() -> None:
             regard.ArgumentError,
             "a State cache keeps a recurrence's state, not tokens",
         ),
-        (
-            lambda: [State().crop(-1)],
-            regard.ArgumentError,
-            "crop length is -1; it must be 0 or more",
-        ),
+        (lambda: [State().crop(-1)], regard.ArgumentError, "crop length is -1; it must be 0 or"),
         (lambda: Memory(0), regard.ArgumentError, "segment is 0; it must be at least 1"),
         (lambda: Memory(True), regard.ArgumentTypeError, "segment is bool; it must be an int"),
         (

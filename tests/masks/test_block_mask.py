@@ -211,23 +211,12 @@ def test_what_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"(?s)cannot be evaluated: .*not a slice of it"):
         masks.from_block_mask(whole[0])
     for call, message in (
-        (
-            lambda: masks.from_block_mask(torch.ones(2, 2)),
-            (
-                "block_mask is Tensor; it must be a BlockMask of "
-                "torch.nn.attention.flex_attention, as create_block_mask returns it"
-            ),
-        ),
-        (
-            lambda: masks.to_block_mask(_causal, Span(0, 4), Span(0, 4)),
-            "mask is function; it must be a mask of regard.masks, such as Dense(tensor)",
-        ),
+        (lambda: masks.from_block_mask(torch.ones(2, 2)), "block_mask is Tensor; it must be a"),
+        (lambda: masks.to_block_mask(_causal, Span(0, 4), Span(0, 4)), "mask is function; it must"),
     ):
-        with pytest.raises(ArgumentTypeError, match=f"^{re.escape(message)}$"):
+        with pytest.raises(ArgumentTypeError, match=f"^{re.escape(message)}"):
             call()
     with pytest.raises(ArgumentError, match="block_size is 0; it must be 1 or more"):
         masks.to_block_mask(Causal(), Span(0, 4), Span(0, 4), block_size=0)
-    with pytest.raises(
-        ArgumentError, match="a BlockMask needs queries and keys, but there are 0 and 4"
-    ):
+    with pytest.raises(ArgumentError, match="a BlockMask needs queries and keys, but there are 0"):
         masks.to_block_mask(Causal(), Span(0, 0), Span(0, 4))

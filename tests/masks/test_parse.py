@@ -125,32 +125,14 @@ def test_meaning(text: str, mask: Mask | None) -> None:
         ("heads((causal, 3))", "Heads masks[1] is int; it takes masks of regard.masks"),
         ("heads(causal)", "Heads masks is Causal; it must be a sequence of masks"),
         ("document(((0, 2), 3))", "Document bounds is int 3; it must be a sequence of ints"),
-        (
-            "padding(3)",
-            "Padding runs is int 3; it must be one tuple of (start, stop) pairs per batch row",
-        ),
-        (
-            "padding((3, 4))",
-            (
-                "Padding runs is tuple (3, 4); it must be one tuple of (start, stop) pairs per "
-                "batch row"
-            ),
-        ),
-        (
-            "causal|" * 9400 + "full",
-            "the expression has 65804 characters; at most 65536 are allowed",
-        ),
-        (
-            "heads((" + "full," * 520 + "))",
-            "the expression has more than 512 masks",
-        ),
+        ("padding(3)", "Padding runs is int 3; it must be one tuple of (start, stop) pairs per"),
+        ("padding((3, 4))", "Padding runs is tuple (3, 4); it must be one tuple of (start, stop)"),
+        ("causal|" * 9400 + "full", "the expression has 65804 characters; at most 65536 are"),
+        ("heads((" + "full," * 520 + "))", "the expression has more than 512 masks"),
         ("window(9007199254740993)", "the number is larger than 9007199254740992\n  window(900719"),
         ("~" * 60 + "causal", "the expression is nested deeper than 50 levels"),
         ("(" * 300 + "causal" + ")" * 300, "not a mask expression: "),
-        (
-            "window(" + "(" * 60 + "1" + ",)" * 60 + ")",
-            "the expression is nested deeper than 50 levels",
-        ),
+        ("window(" + "(" * 60 + "1" + ",)" * 60 + ")", "the expression is nested deeper than 50"),
     ],
 )
 def test_refused_with_the_place(text: str, message: str) -> None:

@@ -43,9 +43,10 @@ from regard.nn import (
 from regard.nn.blocks import NormedResidual, OutputNorm
 from regard.nn.embedding import ScaledLogits
 from regard.nn.feed_forward import ReLUSquared
+from regard.nn.fused_projections import ClippedQKV
+from regard.nn.head_steps import Clip
 from regard.nn.linear import Linear
 from regard.nn.norms import OffsetLayerNorm
-from regard.nn.projections import Clip, ClippedQKV
 from regard.ops.stored_weights import Int4Weight, Int8Weight
 from regard.positions import Rotary
 from tests.cost.test_built import family, parse

@@ -20,9 +20,9 @@ from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models.checkpoint.stored_forms import weight_form
 from regard.models.convert import ConversionOptions, convert
 from regard.nn import RMSNorm
+from regard.nn.fused_projections import FusedQKV
 from regard.nn.linear import Linear
 from regard.nn.mixer import count_weights
-from regard.nn.projections import FusedQKV
 from regard.nn.stored import (
     StoredEmbedding,
     count_parameters,

@@ -159,7 +159,7 @@ def test_refusals() -> None:
         ConvolvedQKV(q, flat, v, CausalConvolution(16, 4))
     with pytest.raises(regard.ArgumentError, match=r"channels=3, kernel=0\): each must be at leas"):
         CausalConvolution(3, 0)
-    with pytest.raises(regard.ArgumentError, match="activation is 'gelu'; it must be 'silu' or No"):
+    with pytest.raises(regard.ArgumentError, match="activation is 'gelu'; it must be one of silu"):
         CausalConvolution(3, 2, activation="gelu")  # type: ignore[arg-type]
     convolution = CausalConvolution(3, 2, bias=True, activation=None)
     assert convolution.extra_repr() == "3 channels, kernel=2, activation=None"

@@ -332,7 +332,7 @@ def heads() -> tuple[HeadProjection, HeadProjection, HeadProjection]:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"gate is 'tanh'; it must be sigmoid or softplus"):
+    with pytest.raises(ArgumentError, match=r"gate is 'tanh'; it must be one of sigmoid"):
         ForgettingProjection(*heads(), 32, gate="tanh")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match=r"left is -1 and right is 0; each must be at least 0"):
         RelativeKeyProjection(*heads(), left=-1, right=0)

@@ -14,14 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard
-from regard.caches import Growing, State
 from regard.nn import HeadProjection, SeparateQKV
 from regard.nn.delta_rules import DeltaRule, LogDecay
 from regard.nn.head_steps import Swish
 from regard.nn.norms import L2Norm
 from regard.nn.recurrent import Recurrent
-from regard.nn.variants import build, delta_net, gated_delta_net
-from regard.span import Span
+from regard.nn.variants import delta_net, gated_delta_net
 from tests.oracles.delta import delta
 from tests.rules import assert_close_rule
 
@@ -100,63 +98,6 @@ def test_a_missing_gate_or_decay_is_caught() -> None:
         setattr(owner, name, part)
 
 
-@pytest.mark.parametrize("make", BOTH)
-def test_a_cache_in_any_chunks_is_one_pass(make: Any) -> None:
-    """Longer than a chunk of the op, so that states pass on inside a call and between calls."""
-    module = random(make(12, 4, **SIZES)).double().requires_grad_(False)
-    x = torch.randn(2, 150, 12, dtype=torch.float64)
-    whole = module(x)
-    for explicit in (True, False):
-        for sizes in ((1, 70, 2, 0, 76, 1), (149, 1), (64, 64, 22)):
-            cache, parts, start = module.new_cache(), [], 0
-            for n in sizes:
-                positions = Span(start, n) if explicit else None
-                parts.append(module(x[:, start : start + n], positions, cache))
-                start += n
-            assert float((torch.cat(parts, 1) - whole).abs().max()) < 1e-12
-            assert cache.next(1) == Span(150, 1)
-            assert cache.bytes == 2 * module.describe().state.value * 8, (
-                "G D E numbers, fp64, 2 rows"
-            )
-
-
-@pytest.mark.parametrize("make", BOTH)
-def test_padding_changes_nothing_and_never_enters_the_state(make: Any) -> None:
-    module = random(make(12, 4, **SIZES)).double().requires_grad_(False)
-    x = torch.randn(1, 9, 12, dtype=torch.float64)
-    alone, held = module(x), module.new_cache()
-    module(x, cache=held)
-    for slots in ([-1, -1, *range(9)], [*range(9), -1], [0, -1, 1, 2, -1, *range(3, 9)]):
-        positions = torch.tensor([slots])
-        padded = torch.full((1, len(slots), 12), float("nan"), dtype=torch.float64)
-        padded[positions >= 0] = x[0]
-        cache = module.new_cache()
-        out = module(padded, positions, cache)
-        assert float((out[positions >= 0] - alone[0]).abs().max()) < 1e-13
-        assert float((cache.state[0] - held.state[0]).abs().max()) < 1e-13
-        assert int(torch.as_tensor(cache.next(1)[0, 0])) == 9
-
-
-@pytest.mark.parametrize("make", BOTH)
-def test_a_refused_call_changes_no_cache(make: Any) -> None:
-    module = random(make(12, 4, **SIZES)).requires_grad_(False)
-    cache, x = module.new_cache(), torch.randn(1, 3, 12)
-    module(x, cache=cache)
-    before, state = copy.deepcopy(cache.contents()), cache.state[0]
-    with pytest.raises(regard.ArgumentError, match="form is 'sdpa'; it must be one of auto, recu"):
-        module(x, cache=cache, backend="sdpa")
-    with pytest.raises(regard.ArgumentError, match=r"k_positions is \(1, 2\); it must be"):
-        module(x, torch.tensor([[3, 4]]), cache)
-    with pytest.raises(regard.ArgumentError, match=r"state is torch.float32 \(1, 2, 4, 6\); it mu"):
-        module(torch.cat([x, x]), cache=cache)
-    assert cache.state[0] is state
-    assert str(cache.contents()) == str(before)
-    with pytest.raises(regard.ArgumentTypeError) as error:
-        module(x, cache=Growing())
-    assert str(error.value) == "the cache is Growing; a recurrence needs a State: use new_cache()"
-    assert isinstance(module.new_cache(), State)
-
-
 def test_describe() -> None:
     """At the sizes of a Qwen3-Next layer with equal heads: H = G = 16, D = E = 128."""
     layer = gated_delta_net(2048, 16).describe(context=100_000)
@@ -200,33 +141,6 @@ def test_steps() -> None:
     half = torch.full((1, 4), 300.0, dtype=torch.float16)  # its squares overflow in fp16
     assert torch.equal(L2Norm()(half), torch.full((1, 4), 0.5, dtype=torch.float16))
     assert repr(unit) == "L2Norm(eps=0.01)"
-
-
-@pytest.mark.full
-def test_copies_compile_and_names() -> None:
-    torch._dynamo.reset()
-    x = torch.randn(1, 5, 12)
-    for make in BOTH:
-        module = random(make(12, 4, **SIZES)).requires_grad_(False)
-        out = module(x)
-        assert set(module.state_dict()) == {name for name, _ in module.named_parameters()}
-        twin = copy.deepcopy(module)
-        again = make(12, 4, **SIZES).requires_grad_(False)  # with a gradient other kernels run
-        again.load_state_dict(module.state_dict())
-        twin.output.weight.data.zero_()
-        assert torch.equal(module(x), out)
-        assert torch.equal(again(x), out)
-        assert make(12, 4).project.shape.G == 4
-        assert build(make.__name__, 12, 4, **SIZES).project.shape == (4, 2, 4, 6, (8, 12))
-    cache, plain = module.new_cache(), module.new_cache()
-    step = torch.compile(module, fullgraph=True, backend="eager")
-    for i in range(4):
-        token = x[:, i : i + 1]
-        graph, usual = step(token, None, cache), module(token, None, plain)
-        bound = (
-            4 * torch.finfo(torch.float32).eps * usual.abs().max()
-        )  # other kernels, other roundings
-        assert (graph - usual).abs().max() <= bound
 
 
 def test_gated_delta_net_is_the_layer_of_qwen3_next_without_its_convolution() -> None:
@@ -276,33 +190,18 @@ def test_errors() -> None:
     cases = [
         (lambda: LogDecay(8, 0), "LogDecay(dim=8, groups=0): each must be at least 1"),
         (lambda: DeltaRule(0, 1), "DeltaRule(dim=0, groups=1): each must be at least 1"),
-        (
-            lambda: DeltaRule(8, 2, max_beta=2.5),
-            "max_beta is 2.5; it must be greater than 0 and at most 2",
-        ),
-        (
-            lambda: DeltaRule(8, 2, max_beta=0.0),
-            "max_beta is 0.0; it must be greater than 0 and at most 2",
-        ),
+        (lambda: DeltaRule(8, 2, max_beta=2.5), "max_beta is 2.5; it must be greater than 0 and"),
+        (lambda: DeltaRule(8, 2, max_beta=0.0), "max_beta is 0.0; it must be greater than 0 and"),
         (lambda: L2Norm(eps=-1.0), "L2Norm(eps=-1.0): eps must be at least 0"),
         (lambda: L2Norm(eps=math.nan), "L2Norm(eps=nan): eps must be at least 0"),
         (
             lambda: Recurrent(project, DeltaRule(8, 2), output, gate=HeadProjection(8, 4, 2)),
             "gate is 4 heads of 2; it must be 4 heads of 3, as the rule returns",
         ),
-        (
-            lambda: delta_net(12, 4, groups=3),
-            (
-                "4 query heads are not divisible by 3 key/value heads; allowed key/value heads: 1, "
-                "2, 4"
-            ),
-        ),
-        (
-            lambda: gated_delta_net(10, 4),
-            "dim 10 is not divisible by 4 heads; give head_dim, or heads among 1, 2, 5, 10",
-        ),
+        (lambda: delta_net(12, 4, groups=3), "4 query heads are not divisible by 3 key/value"),
+        (lambda: gated_delta_net(10, 4), "dim 10 is not divisible by 4 heads; give head_dim, or"),
     ]
     for make, message in cases:
         with pytest.raises(regard.ArgumentError) as error:
             make()
-        assert str(error.value) == message
+        assert message in str(error.value)

@@ -200,32 +200,24 @@ def test_refusals() -> None:
         BottleneckProjection(0, 1, 1, 1)
     with pytest.raises(regard.ArgumentError, match=r"CombaRule\(dim=8, heads=0, groups=1\): each"):
         CombaRule(8, 0, 1)
-    with pytest.raises(
-        regard.ArgumentError, match=r"bound is 3\.0; it must be above 1 and at most 2"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"bound is 3\.0; it must be above 1 and at"):
         PreconditionedDeltaRule(M, H, decay=decay(), bound=3.0)
     with pytest.raises(regard.ArgumentError, match=r"MesaRule\(dim=8, heads=2, head_dim=0\): each"):
         MesaRule(8, 2, 0)
     with pytest.raises(regard.ArgumentError, match="least_ridge is 0; it must be above 0"):
         MesaRule(8, 2, 4, least_ridge=0)
-    with pytest.raises(
-        regard.ArgumentError, match=r"TitansRule\(dim=8, heads=0\): each must be at"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"TitansRule\(dim=8, heads=0\): each must be"):
         TitansRule(8, 0)
     with pytest.raises(regard.ArgumentError, match="max_step is 0; it must be above 0"):
         TitansRule(8, 1, max_step=0)
-    with pytest.raises(
-        regard.ArgumentError, match=r"GatedConvolution\(dim=0\): each must be at leas"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"GatedConvolution\(dim=0\): each must be at"):
         GatedConvolution(0)
     layer, x = GatedConvolution(M), torch.zeros(1, 3, M)
     with pytest.raises(regard.ArgumentError, match="backend is 'sdpa'; a convolution has one form"):
         layer(x, backend="sdpa")
     with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a recurrence needs"):
         layer(x, cache=Growing())
-    with pytest.raises(
-        regard.ArgumentError, match=r"groups=2, writes=0\): each must be at least 1"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"groups=2, writes=0\): each must be at least"):
         DeltaProductRule(M, H, writes=0)
     heads = convolved_qkv(M, H, H, None, D, E, 4)
     with pytest.raises(regard.ArgumentError, match="with 2 writes per token, keys and values must"):
@@ -233,13 +225,9 @@ def test_refusals() -> None:
     with pytest.raises(regard.ArgumentError, match="value heads"):
         comba(M, H, value_heads=3)
     part = convolved_qkv(M, H, H, None, D, E, 4)
-    with pytest.raises(
-        regard.ArgumentError, match="value_gate is 2 heads of 4; it must be 2 heads"
-    ):
+    with pytest.raises(regard.ArgumentError, match="value_gate is 2 heads of 4; it must be 2"):
         type(part)(part.q, part.k, part.v, part.convolution, value_gate=part.q)
-    with pytest.raises(
-        regard.ArgumentError, match="gate_activation is 'tanh'; it must be one of si"
-    ):
+    with pytest.raises(regard.ArgumentError, match="gate_activation is 'tanh'; it must be one of"):
         regard.nn.Recurrent(part, MesaRule(M, H, D), layer.output, gate_activation="tanh")  # type: ignore[arg-type]
     first = torch.nn.functional.softplus(mesa(M, H).rule.ridge.detach()) + 0.25
     assert float((first - 1).abs().max()) < 1e-6, "the ridge at the start"

@@ -4,7 +4,6 @@ generation with them.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.caches import Growing, load, save
+from regard.caches import Growing
 from regard.caches.eviction import (
     AcrossHeads,
     EvictionRule,
@@ -29,7 +28,8 @@ from regard.caches.eviction import (
 from regard.errors import ArgumentError
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn import EvictingAttention
-from regard.nn.projections import IdentityProjection, Projection, ProjectionShape
+from regard.nn.fused_projections import IdentityProjection
+from regard.nn.projections import Projection, ProjectionShape
 from regard.nn.variants import VARIANTS, build
 from regard.nn.variants.projections import separate_qkv
 from regard.positions import Rotary
@@ -318,17 +318,6 @@ def test_generation_with_a_budget(kind: str) -> None:
     assert all(cache.bytes < 4 * other.bytes for cache, other in zip(caches, full, strict=True))
     held = (caches[0].state[2] >= 0).sum((1, 2)) / whole.layers[0].attention.project.shape.G
     assert held.max() < 16
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_saved_cache_goes_on(name: str, tmp_path: Path) -> None:
-    layer, x = small(VARIANTS[name]), tokens(14)
-    cache = layer.new_cache()
-    with torch.no_grad():
-        layer(x[:, :9], None, cache)
-        save(cache, tmp_path / "cache")
-        again = load(tmp_path / "cache")
-        assert torch.equal(layer(x[:, 9:], None, again), layer(x[:, 9:], None, cache))
 
 
 def test_what_cannot_evict_is_refused() -> None:

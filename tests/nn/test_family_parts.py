@@ -18,7 +18,7 @@ from regard.nn import FusedQKV, SwiGLU
 from regard.nn.blocks import NormedResidual, PreNorm
 from regard.nn.embedding import CappedLogits
 from regard.nn.feed_forward import GatedFeedForward
-from regard.nn.projections import ClippedQKV
+from regard.nn.fused_projections import ClippedQKV
 from regard.positions import Rotary
 from tests.rules import assert_close_rule
 
@@ -181,10 +181,7 @@ def test_clipped(order: Any) -> None:
 
 def test_a_limit_must_be_above_zero() -> None:
     for limit in (0.0, -1.0):
-        with pytest.raises(
-            ArgumentError,
-            match=r"limit is .*; it must be above 0; use FusedQKV for no clipping",
-        ):
+        with pytest.raises(ArgumentError, match=r"limit is .*; it must be above 0; use FusedQKV"):
             ClippedQKV(M, 2, 2, 4, limit=limit)
 
 

@@ -342,14 +342,8 @@ def test_steps_need_what_they_read() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: HeadGate(8, 0),
-            r"HeadGate\(dim=8, heads=0, channels=1\): each must be at least 1",
-        ),
-        (
-            lambda: HeadGate(8, 4, activation=cast("Any", "relu")),
-            "activation is 'relu'; it must be",
-        ),
+        (lambda: HeadGate(8, 0), r"HeadGate\(dim=8, heads=0, channels=1\): each must be at least"),
+        (lambda: HeadGate(8, 4, activation=cast("Any", "relu")), "activation is 'relu'; it must"),
         (lambda: PairDifference(8, 0), "dim=8, heads=0.: each must be at least 1"),
         (lambda: OwnValueRemoval(0), "heads is 0; it must be at least 1"),
         (lambda: QueryTemperature(cast("Any", "yarn")), "form is 'yarn'; it must be one of llama4"),

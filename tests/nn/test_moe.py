@@ -456,22 +456,10 @@ def test_it_prints_copies_and_keeps_parameters_only() -> None:
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (
-            lambda: SoftmaxRouter(0, 4, 1),
-            ArgumentError,
-            r"SoftmaxRouter\(dim=0, experts=4, k=1\): each",
-        ),
+        (lambda: SoftmaxRouter(0, 4, 1), ArgumentError, r"SoftmaxRouter\(dim=0, experts=4, k=1\)"),
         (lambda: SigmoidRouter(2, 4, 0), ArgumentError, "k=0.*at least 1"),
-        (
-            lambda: SoftmaxRouter(2, 4, 5),
-            ArgumentError,
-            "k is 5; it must be at most the number of experts, 4",
-        ),
-        (
-            lambda: SoftmaxRouter(2, 4, 1, scale=0.0),
-            ArgumentError,
-            "scale is 0.0; it must be a finite number above 0",
-        ),
+        (lambda: SoftmaxRouter(2, 4, 5), ArgumentError, "k is 5; it must be at most the number of"),
+        (lambda: SoftmaxRouter(2, 4, 1, scale=0.0), ArgumentError, "scale is 0.0; it must be a"),
         (lambda: SoftmaxRouter(2, 4, 1, scale="2"), ArgumentTypeError, "scale is str"),
         (
             lambda: SoftmaxRouter(2, 6, 1, groups=ExpertGroups(4, 2)),

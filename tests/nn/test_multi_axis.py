@@ -206,21 +206,12 @@ def test_parity_with_qwen() -> None:
             lambda: MultiAxisRotary(8, sections=(2, 2), order="interleaved", own_frequencies=True),
             "own_frequencies needs the order chunks",
         ),
-        (
-            lambda: MultiAxisRotary(8, sections=(1, 3), order="interleaved"),
-            "has room for at most 2 pairs of each axis after the first",
-        ),
+        (lambda: MultiAxisRotary(8, sections=(1, 3), order="interleaved"), "has room for at most"),
         (lambda: multi_axis_positions([]), "got no rows; give the parts of at least one"),
         (lambda: multi_axis_positions([[-1]]), "a part of a row is -1; its numbers must not be"),
         (lambda: multi_axis_positions([[(0, 1, 1)]]), "its numbers must not be negative or 0"),
-        (
-            lambda: multi_axis_positions([[1]], padding=cast("Any", "top")),
-            "padding is 'top'; it must be left or right",
-        ),
-        (
-            lambda: next_text_positions(torch.zeros(2, 3)),
-            r"they must be \[1 \+ axes, batch, length",
-        ),
+        (lambda: multi_axis_positions([[1]], padding=cast("Any", "top")), "padding is 'top'; it"),
+        (lambda: next_text_positions(torch.zeros(2, 3)), r"they must be \[1 \+ axes, batch"),
         (
             lambda: MultiAxisRotary(8, sections=(2, 2))(
                 torch.zeros(1, 1, 3, 8), torch.zeros(4, 1, 3)
@@ -247,8 +238,6 @@ def test_what_is_refused(make: Any, message: str) -> None:
 def test_wrong_types_are_refused() -> None:
     with pytest.raises(ArgumentTypeError, match="a part of a row is 'x'; it must be a number of"):
         multi_axis_positions([cast("Any", ["x"])])
-    with pytest.raises(
-        ArgumentTypeError, match="project is SeparateQKV; it must be a MultiAxisPro"
-    ):
+    with pytest.raises(ArgumentTypeError, match="project is SeparateQKV; it must be a"):
         MultiAxisAttention(cast("Any", separate_qkv(8, 4, 2, 2)), torch.nn.Identity())
     assert math.isfinite(layer().describe(9).cached_values)

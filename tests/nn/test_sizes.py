@@ -60,24 +60,16 @@ def test_a_norm_of_other_features(ways: None, size: int, norm: type[nn.RMSNorm])
 
 def test_a_mechanism_of_other_features(ways: None) -> None:
     attention = build("gqa", 256, 8, groups=2)
-    with pytest.raises(
-        regard.ArgumentError, match=r"^x is \(1, 3, 64\); its last dimension must be 256"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"^x is \(1, 3, 64\); its last dimension must"):
         attention(torch.randn(1, 3, 64))
-    with pytest.raises(
-        regard.ArgumentError,
-        match=r"^x is \(3, 256\); it must be \[batch, length, dim\]: use x\[None\]$",
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"^x is \(3, 256\); it must be \[batch, length"):
         attention(torch.randn(3, 256))
 
 
 @pytest.mark.parametrize(
     "x, message",
     [
-        (
-            torch.ones(1, 256, dtype=torch.bfloat16),
-            r"^x is bfloat16 and weight is float32; all must have one dtype: convert",
-        ),
+        (torch.ones(1, 256, dtype=torch.bfloat16), r"^x is bfloat16 and weight is float32; all"),
         (torch.ones(1, 256, dtype=torch.int64), r"^x is int64 and weight is float32"),
         ([1.0], r"^x is list; it must be a torch tensor \[\.\.\., features\]$"),
     ],
@@ -88,13 +80,9 @@ def test_a_linear_map_of_another_dtype(ways: None, x: Tensor, message: str) -> N
 
 
 def test_a_linear_map_elsewhere(ways: None) -> None:
-    with pytest.raises(
-        regard.ArgumentError, match=r"^x is on meta and weight on cpu; move one with \.to\(\)$"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"^x is on meta and weight on cpu; move one"):
         nn.Linear(256, 256)(torch.ones(1, 256, device="meta"))
-    with pytest.raises(
-        regard.ArgumentError, match=r"^x is on meta and weight on cpu; move one with \.to\(\)$"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"^x is on meta and weight on cpu; move one"):
         nn.RMSNorm(4)(torch.ones(1, 4, device="meta"))
 
 
@@ -145,7 +133,5 @@ def test_what_torch_would_broadcast_or_convert() -> None:
     ],
 )
 def test_what_compiled_code_cannot_read(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    with pytest.raises(
-        regard.ArgumentError, match=r"^gemv was given x float.*use regard\.nn\.linear\.linear$"
-    ):
+    with pytest.raises(regard.ArgumentError, match=r"^gemv was given x float.*use"):
         gemv(x, weight, bias)

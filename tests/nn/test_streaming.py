@@ -17,7 +17,7 @@ import regard
 from regard import masks
 from regard.caches import Growing, Streaming
 from regard.nn import Attention, HeadProjection, SeparateQKV, StreamingAttention
-from regard.nn.variants import VARIANTS, streaming
+from regard.nn.variants import streaming
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Span
 from tests.oracles import infini as oracle
@@ -170,11 +170,6 @@ def test_a_rotary_with_a_factor_turns_back_without_it() -> None:
     assert near(module(x)[:, 11:], exact)
 
 
-def test_gradients() -> None:
-    module, x = build(1, 1), tokens(1, 4).requires_grad_()
-    assert torch.autograd.gradcheck(module, (x,))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounds_no_worse_than_the_mask_alone(dtype: torch.dtype) -> None:
     """Plain math: the same module without renumbering, whose error against its own definition is
@@ -200,16 +195,6 @@ def test_a_compiled_pass_has_no_graph_break() -> None:
     assert near(compiled(x, padded)[:, 2:], module(x, padded)[:, 2:])
 
 
-def test_a_copy_and_a_state_dict_are_the_module() -> None:
-    module, x = build(), tokens()
-    out, other = module(x), copy.deepcopy(module)
-    assert torch.equal(other(x), out)
-    other.output.weight.data.zero_()
-    other.load_state_dict(module.state_dict())
-    assert torch.equal(other(x), out)
-    assert "mask=causal & (window(5) | sinks(2))" in repr(module)
-
-
 def test_what_it_costs() -> None:
     module = streaming(64, 8, groups=2, sinks=4, recent=20)
     told = module.describe(1000)
@@ -220,14 +205,6 @@ def test_what_it_costs() -> None:
     assert isinstance(cache, Streaming)
     module(torch.randn(1, 100, 64), cache=cache)
     assert cache.bytes == 4 * told.cached_values
-
-
-def test_the_catalogue() -> None:
-    module: Any = VARIANTS["streaming"].example()
-    x = torch.randn(2, 20, 32)
-    out = module(x)
-    x[:, 12:] = float("nan")
-    assert torch.allclose(module(x)[:, :12], out[:, :12], atol=1e-6)
 
 
 def test_errors() -> None:
@@ -246,16 +223,8 @@ def test_errors() -> None:
     same = "both must be the same Rotary object, which rotates queries back for the sinks"
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: build(-1), regard.ArgumentError, "sinks is -1; it must be 0 or more"),
-        (
-            lambda: build(1, 0),
-            regard.ArgumentError,
-            "recent is 0; it must be 1 or more: a query always sees itself",
-        ),
-        (
-            lambda: build(1.5),
-            regard.ArgumentTypeError,
-            "sinks is float 1.5; it must be an int, 0 or more",
-        ),
+        (lambda: build(1, 0), regard.ArgumentError, "recent is 0; it must be 1 or more: a query"),
+        (lambda: build(1.5), regard.ArgumentTypeError, "sinks is float 1.5; it must be an int, 0"),
         (lambda: build(softcap=0.0), regard.ArgumentError, "softcap is 0.0"),
         (lambda: build(rotary=follows), regard.ArgumentError, "give it a fixed length=<number>"),
         (

@@ -96,9 +96,7 @@ def test_is_explained(name: str, head: int) -> None:
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
     q, k, v = (HeadProjection(8, heads, 2) for heads in (2, 2, 4))
-    with pytest.raises(
-        ArgumentError, match="value heads 3 must be a multiple of key heads 2, because each"
-    ):
+    with pytest.raises(ArgumentError, match="value heads 3 must be a multiple of key heads 2"):
         build("delta_net", 32, 4, groups=2, value_heads=3)
     with pytest.raises(ArgumentError, match="query heads 3 and value heads 2 do not fit; one must"):
         build("gated_delta_net", 33, 3, groups=1, value_heads=2)

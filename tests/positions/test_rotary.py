@@ -345,9 +345,7 @@ def test_which_length(scaling):
     assert (stale - current(x, Span(L, 12))[:, :, :5]).abs().max() > 1e-3 or isinstance(
         scaling, LongRoPE
     )
-    with pytest.raises(
-        ArgumentError, match=r"length is None, but .* depends on it; pass a number, which fixes"
-    ):
+    with pytest.raises(ArgumentError, match=r"length is None, but .* depends on it; pass a number"):
         Rotary(8, scaling=scaling)
 
 
@@ -380,65 +378,21 @@ F = rope_frequencies(8).inv_freq
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (
-            lambda: rotate(X, Span(0, 3), F, layout="neox"),
-            ArgumentError,
-            "layout is 'neox'; it must be \"half\"",
-        ),
+        (lambda: rotate(X, Span(0, 3), F, layout="neox"), ArgumentError, "layout is 'neox'; it"),
         (lambda: rotate(X[0], Span(0, 3), F), ArgumentError, r"x has 3 dimensions, \(1, 3, 8\)"),
-        (
-            lambda: rotate(X.long(), Span(0, 3), F),
-            ArgumentTypeError,
-            "x is int64; it must be float64",
-        ),
-        (
-            lambda: rotate([1.0], Span(0, 3), F),
-            ArgumentTypeError,
-            "x is list; it must be a torch tensor",
-        ),
-        (
-            lambda: rotate(X, Span(0, 3), F[None]),
-            ArgumentError,
-            r"inv_freq is \(1, 4\); it must be 1-D",
-        ),
-        (
-            lambda: rotate(X, Span(0, 3), torch.ones(5)),
-            ArgumentError,
-            r"inv_freq is \(5,\); it must be 1-D, of at most 4 pairs",
-        ),
-        (
-            lambda: rotate(X, Span(0, 4), F),
-            ArgumentError,
-            "positions is Span.* but there are 3 slots",
-        ),
-        (
-            lambda: rotate(X, torch.zeros(2, 3), F),
-            ArgumentTypeError,
-            "positions is float32; positions are integers",
-        ),
-        (
-            lambda: rotate(X, torch.zeros(3, 3).long(), F),
-            ArgumentError,
-            r"positions is \(3, 3\); it must be \(2, 3\) or \(1, 3\)",
-        ),
+        (lambda: rotate(X.long(), Span(0, 3), F), ArgumentTypeError, "x is int64; it must be"),
+        (lambda: rotate([1.0], Span(0, 3), F), ArgumentTypeError, r"x is list; it must be a torch"),
+        (lambda: rotate(X, Span(0, 3), F[None]), ArgumentError, r"inv_freq is \(1, 4\); it must"),
+        (lambda: rotate(X, Span(0, 3), torch.ones(5)), ArgumentError, r"inv_freq is \(5,\); it"),
+        (lambda: rotate(X, Span(0, 4), F), ArgumentError, "positions is Span.* but there are 3"),
+        (lambda: rotate(X, torch.zeros(2, 3), F), ArgumentTypeError, "positions is float32"),
+        (lambda: rotate(X, torch.zeros(3, 3).long(), F), ArgumentError, r"positions is \(3, 3\)"),
         (lambda: rotate(X, None, F), ArgumentTypeError, "positions is NoneType"),
-        (
-            lambda: rotate(X, Span(0, 3), F, factor=math.inf),
-            ArgumentError,
-            "factor is inf; it must be finite",
-        ),
+        (lambda: rotate(X, Span(0, 3), F, factor=math.inf), ArgumentError, "factor is inf; it"),
         (lambda: Rotary(8)(X[..., :6], Span(0, 3)), ArgumentError, "inv_freq is|x has head dim 6"),
-        (
-            lambda: Rotary(4)(X, Span(0, 3)),
-            ArgumentError,
-            "x has head dim 8; it must be 4, the dim of this Rotary",
-        ),
+        (lambda: Rotary(4)(X, Span(0, 3)), ArgumentError, "x has head dim 8; it must be 4, the"),
         (lambda: Rotary(8, layout="gptj"), ArgumentError, "layout is 'gptj'"),
-        (
-            lambda: Rotary(8, length="max"),
-            ArgumentError,
-            "length is 'max'; it must be a number or \"current\"",
-        ),
+        (lambda: Rotary(8, length="max"), ArgumentError, "length is 'max'; it must be a number or"),
         (lambda: Rotary(8, scaling="yarn"), ArgumentTypeError, "scaling is str"),
     ],
 )

@@ -91,16 +91,8 @@ def test_learned():
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (
-            lambda: LearnedPositions(4, 3)(Span(2, 3)),
-            ArgumentError,
-            "position 4 has no vector: .* positions 0 to 3",
-        ),
-        (
-            lambda: LearnedPositions(4, 3, offset=2)(Span(4, 1)),
-            ArgumentError,
-            "position 4 has no vector",
-        ),
+        (lambda: LearnedPositions(4, 3)(Span(2, 3)), ArgumentError, "position 4 has no vector"),
+        (lambda: LearnedPositions(4, 3, offset=2)(Span(4, 1)), ArgumentError, r"position 4 has no"),
         (
             lambda: LearnedPositions(4, 3)(torch.tensor([[0, 7]])),
             ArgumentError,
@@ -118,19 +110,11 @@ def test_learned():
         ),
         (lambda: LearnedPositions(4, 3)(torch.tensor(1)), ArgumentError, r"positions is \(\)"),
         (lambda: LearnedPositions(4, 3)(3), ArgumentTypeError, "positions is int"),
-        (
-            lambda: LearnedPositions(0, 3),
-            ArgumentError,
-            r"LearnedPositions\(0, 3, offset=0\): max_len and dim",
-        ),
+        (lambda: LearnedPositions(0, 3), ArgumentError, r"LearnedPositions\(0, 3, offset=0\)"),
         (lambda: sinusoidal(-1, 4), ArgumentError, "Span length is -1"),
         (lambda: sinusoidal(3, 0), ArgumentError, "dim is 0; it must be at least 1"),
         (lambda: sinusoidal(3, 4, base=0.0), ArgumentError, "base is 0.0; it must be above 0"),
-        (
-            lambda: sinusoidal(3, 4, layout="half"),
-            ArgumentError,
-            "layout is 'half'; it must be one of interleaved",
-        ),
+        (lambda: sinusoidal(3, 4, layout="half"), ArgumentError, "layout is 'half'; it must be"),
         (lambda: sinusoidal("3", 4), ArgumentTypeError, "positions is str"),
     ],
 )

@@ -42,6 +42,13 @@ from regard.nn.evicting_attention import EvictingAttention
 from regard.nn.experts import MoE, stack_experts
 from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
 from regard.nn.feed_forward import ClippedSwiGLU, FeedForward, GatedFeedForward, SwiGLU
+from regard.nn.fused_projections import (
+    ClippedQKV,
+    EncoderStateProjection,
+    FusedQKV,
+    IdentityProjection,
+    PerHeadProjection,
+)
 from regard.nn.head_finishes import (
     DifferentialProjection,
     FinishedProjection,
@@ -58,16 +65,7 @@ from regard.nn.linear import Linear, set_fp32_product
 from regard.nn.multi_axis_attention import MultiAxisAttention, MultiAxisProjection
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
 from regard.nn.nsa import NSA
-from regard.nn.projections import (
-    ClippedQKV,
-    EncoderStateProjection,
-    FusedQKV,
-    HeadProjection,
-    IdentityProjection,
-    PerHeadProjection,
-    Projection,
-    SeparateQKV,
-)
+from regard.nn.projections import HeadProjection, Projection, SeparateQKV
 from regard.nn.recurrent import Recurrent
 from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
 from regard.nn.remapped_attention import (

@@ -37,7 +37,7 @@ class AltUpSizes(NamedTuple):
         [B, T, n M + L P].
         """
         width = self.streams * self.dim
-        streams = x[..., :width].unflatten(-1, (self.streams, self.dim))
+        streams = x[..., :width].unflatten(-1, (self.streams, self.dim))  # [B,T,n M] -> [B,T,n,M]
         return streams.movedim(-2, 0), x[..., width:]
 
     def join(self, streams: Float[Tensor, "n B T M"], for_layers: Tensor) -> Tensor:

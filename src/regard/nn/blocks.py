@@ -53,7 +53,15 @@ class Residual(nn.Module, ABC):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """Apply the sublayer with its residual connection."""
+        """Apply the sublayer with its residual connection.
+
+        Args:
+            x: hidden states [B,T,M].
+            sublayer: a function [B,T,M] -> [B,T,M].
+
+        Returns:
+            The new hidden states [B,T,M].
+        """
 
 
 class PreNorm(Residual):
@@ -61,9 +69,7 @@ class PreNorm(Residual):
 
     A stack of pre-norm blocks needs one more norm after its last block.
 
-    Args:
-        norm: a module [B,T,M] -> [B,T,M].
-        dropout: the dropout probability on the sublayer's output, in training only.
+    The arguments are those of `Residual`.
 
     >>> import torch
     >>> PreNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: x.round())
@@ -120,9 +126,7 @@ class ScaledPreNorm(PreNorm):
 class PostNorm(Residual):
     """Post-norm residual connection: the sum is normalised, norm(x + sublayer(x)).
 
-    Args:
-        norm: a module [B,T,M] -> [B,T,M].
-        dropout: the dropout probability on the sublayer's output, in training only.
+    The arguments are those of `Residual`.
 
     >>> import torch
     >>> PostNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), torch.zeros_like).round()
@@ -186,9 +190,7 @@ class NormedResidual(Residual):
 class OutputNorm(Residual):
     """Residual connection in which only the sublayer's output is normalised: x + norm(sublayer(x)).
 
-    Args:
-        norm: a module [B,T,M] -> [B,T,M].
-        dropout: the dropout probability on the sublayer's output, in training only.
+    The arguments are those of `Residual`.
 
     >>> import torch
     >>> OutputNorm(nn.LayerNorm(2))(torch.tensor([[[2.0, 4.0]]]), lambda x: 3 * x).round()
@@ -279,7 +281,17 @@ class Block(nn.Module):
         cache: Cache | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """Apply the block to hidden states [B,T,M]."""
+        """Apply the block to hidden states [B,T,M].
+
+        Args:
+            x: hidden states [B,T,M].
+            positions: positions of their tokens; by default they continue the cache.
+            cache: the cache of this block's attention, or None.
+            backend: the name of a kernel; "auto" selects one.
+
+        Returns:
+            The new hidden states [B,T,M].
+        """
         if is_tracing():
             return self._traced_forward(x, positions, cache, backend)
         parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
@@ -494,7 +506,20 @@ class DecoderBlock(nn.Module):
         memory_positions: Positions | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """Apply the block to target states [B,T,M]."""
+        """Apply the block to target states [B,T,M].
+
+        Args:
+            x: hidden states of the target [B,T,M].
+            positions: positions of the target tokens; by default they continue the cache.
+            caches: the caches of this block, or None.
+            memory: states of the source [B,S,M3], given in the first call with caches, and in every
+                call without.
+            memory_positions: positions of the source tokens; -1 marks padding.
+            backend: the name of a kernel; "auto" selects one.
+
+        Returns:
+            The new hidden states [B,T,M].
+        """
         if caches is None or is_compiling():
             return self._forward(x, positions, caches, memory, memory_positions, backend)
         # Both caches are restored: the cross-attention may raise after the self-attention has

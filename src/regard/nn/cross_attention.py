@@ -153,7 +153,7 @@ class AdditiveAttention(Explainable, nn.Module):
         ArgumentError: when called, if memory is neither passed nor in the cache, or it is passed
             although the cache holds one.
 
-    >>> from regard.nn.projections import EncoderStateProjection
+    >>> from regard.nn.fused_projections import EncoderStateProjection
     >>> project = EncoderStateProjection(nn.Linear(6, 10), 8, key=nn.Linear(8, 10, bias=False))
     >>> AdditiveAttention(project)(torch.zeros(1, 1, 6), memory=torch.zeros(1, 7, 8)).shape
     torch.Size([1, 1, 8])
@@ -177,7 +177,19 @@ class AdditiveAttention(Explainable, nn.Module):
         memory: Float[Tensor, "B S M3"] | None = None,
         memory_positions: Positions | None = None,
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds."""
+        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds.
+
+        Args:
+            x: hidden states [B,T,M] of the sequence that gives the queries.
+            positions: positions of x; 0..T-1 by default.
+            cache: a `regard.caches.Cross` cache, or None.
+            memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
+                without a cache.
+            memory_positions: positions of memory; -1 marks padding.
+
+        Returns:
+            The contexts [B,T,M2].
+        """
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(
                 self,

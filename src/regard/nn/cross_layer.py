@@ -18,12 +18,7 @@ from regard.errors import ArgumentError
 from regard.nn.attention import Attention
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery, first_rotary
 from regard.nn.mixer import AcrossRanks, MaskVisibility, count_weights
-from regard.nn.projections import (
-    HeadProjection,
-    Projection,
-    ProjectionShape,
-    SeparateQKV,
-)
+from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
 from regard.span import Positions
 
 

@@ -46,7 +46,7 @@ from regard.units import plural
 
 def _by_head(x: Float[Tensor, "B T n"], heads: int) -> Float[Tensor, "B G T d"]:
     """Split the channels of tokens into heads, in fp32 or better."""
-    return torch.unflatten(wide(x), -1, (heads, -1)).transpose(1, 2)
+    return torch.unflatten(wide(x), -1, (heads, -1)).transpose(1, 2)  # [B,T,n] -> [B,G,T,d]
 
 
 class LinearAttentionRule(RecurrenceRule):

@@ -370,7 +370,7 @@ class DeltaProductRule(RecurrenceRule):
         n = self.writes
         beta = self.max_beta * wide(self.beta_proj(x)).sigmoid()
         beta = beta.unflatten(-1, (-1, n)).transpose(1, 2)  # [B,N,T,n]
-        keys, values = (y.unflatten(-1, (n, -1)) for y in (k, v))
+        keys, values = (y.unflatten(-1, (n, -1)) for y in (k, v))  # [B,G,T,n D] -> [B,G,T,n,D]
         keys = self.normalise(keys)
         return delta_product(q, keys, values, beta, self.decay(x), **call)
 

@@ -101,7 +101,16 @@ class InputEmbedding(nn.Module):
         positions: Positions | None = None,
         segments: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T M"]:
-        """Embed token ids."""
+        """Embed token ids.
+
+        Args:
+            ids: token ids [B,T]; the id at position -1 (an empty slot) is ignored.
+            positions: positions of the tokens; 0..T-1 by default.
+            segments: segment ids [B,T]; 0 by default.
+
+        Returns:
+            The embeddings [B,T,M].
+        """
         self._check_ids("ids", ids)
         if ids.ndim != 2:
             raise ArgumentError(

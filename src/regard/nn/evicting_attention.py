@@ -16,10 +16,15 @@ from regard.errors import ArgumentError
 from regard.masks import Causal, Dense
 from regard.nn.attention import Attention
 from regard.nn.mixer import AcrossRanks, count_weights
-from regard.nn.projections import Projection, SeparateQKV, check_adds_no_bias
-from regard.nn.windowed_attention import check_shared_rotary
+from regard.nn.projections import (
+    Projection,
+    SeparateQKV,
+    check_adds_no_bias,
+    check_shared_rotary,
+    shared_rotary,
+)
 from regard.ops.softmax import Partial, attend, attend_partial, attention_weights, merge
-from regard.positions import Rotary, rotate
+from regard.positions import rotate
 from regard.positions.rotary import apply_rotary, cos_sin
 from regard.process_state import is_compiling
 from regard.span import Positions, Span, as_tensor
@@ -267,7 +272,7 @@ class EvictingAttention(Attention):
         """Return the tokens of a piece as rows of one key/value head each; `sums` is empty."""
         B, G, P, _ = k.shape
         where = positions.expand(B, -1)[:, None].expand(B, G, P).flatten(0, 1)
-        queries = torch.unflatten(q, 1, (G, -1)).flatten(0, 1)
+        queries = torch.unflatten(q, 1, (G, -1)).flatten(0, 1)  # [B,H,P,D] -> [R,n,P,D]
         sums = torch.zeros(B * G, P, dtype=_sum_dtype(k), device=k.device)
         moments = _no_moments(queries, stored=False)
         return _Slots(k.flatten(0, 1), v.flatten(0, 1), where, sums, queries, where, *moments)
@@ -340,7 +345,7 @@ class EvictingAttention(Attention):
         """Return the number of queries so far, their mean before the rotation, and their spread,
         with those of a piece.
         """
-        rotary = self._rotary
+        rotary = shared_rotary(self.project)
         q = own.q.detach().to(before.mean.dtype)
         q = rotate(q, -own.q_positions, rotary.inv_freq, layout=rotary.layout)
         counts = own.q_positions >= self.rule.sinks  # [R,P]
@@ -356,7 +361,7 @@ class EvictingAttention(Attention):
 
     def _expected(self, slots: _Slots) -> QueryMoments:
         """Return the moments of the queries at the next positions, times the scale."""
-        rotary, newest = self._rotary, slots.positions.amax(1, keepdim=True)
+        rotary, newest = shared_rotary(self.project), slots.positions.amax(1, keepdim=True)
         later = newest + torch.arange(1, self.rule.future + 1, device=newest.device)
         double = torch.float64 if newest.device.type != "mps" else torch.float32
         cos, sin = cos_sin(later, rotary.inv_freq, double, newest.device)
@@ -366,14 +371,6 @@ class EvictingAttention(Attention):
         for _ in range(2):  # R C R^T: first the columns, then the rows
             covariance = apply_rotary(covariance, cos[:, None], sin[:, None], rotary.layout).mT
         return QueryMoments(mean * self._scale, covariance * self._scale**2)
-
-    @property
-    def _rotary(self) -> Rotary:
-        """The last step on queries and keys, which the constructor has checked."""
-        assert isinstance(self.project, SeparateQKV)
-        rotary = self.project.q.steps[-1]
-        assert isinstance(rotary, Rotary)
-        return rotary
 
     def _weights(self, q: Tensor, q_positions: Tensor, slots: _Slots) -> Tensor:
         """Return the weights that queries [R,n,w,D] give to the slots, summed over both: [R,S]."""

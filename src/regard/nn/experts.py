@@ -79,7 +79,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
         """Map hidden states [..., M] to [..., M]."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])  # [N,M]
         y = torch.zeros_like(rows, dtype=torch.promote_types(x.dtype, torch.float32))
         shares, chosen = self.router(rows)
         stacked = self.stacked

@@ -29,12 +29,7 @@ from regard.nn.explainable import (
 )
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
-from regard.nn.projections import (
-    HeadProjection,
-    Projection,
-    ProjectionShape,
-    cache_unsafe_reason,
-)
+from regard.nn.projections import HeadProjection, Projection, ProjectionShape, cache_unsafe_reason
 from regard.positions import Rotary
 from regard.span import Positions
 from regard.units import plural
@@ -68,7 +63,7 @@ class TensorProductHeads(nn.Module):
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B 1 L F"]:
         """Compute both factors, as one part that a cache stores."""
-        b = self.b(x, positions).transpose(1, 2).flatten(2)
+        b = self.b(x, positions).transpose(1, 2).flatten(2)  # [B,R,L,D] -> [B,L,R D]
         return torch.cat((self.a(x), b), dim=-1)[:, None]
 
     def multiply(self, factors: Float[Tensor, "B 1 L F"]) -> Float[Tensor, "B n L d"]:
@@ -236,7 +231,7 @@ class TiedProjection(Projection, nn.Module):
         """Return the values of all groups in one head [B,1,S,G*D], and the rotated half of the keys
         [B,1,S,D/2].
         """
-        v = self.v(x, positions).transpose(1, 2).flatten(2)
+        v = self.v(x, positions).transpose(1, 2).flatten(2)  # [B,G,S,D] -> [B,S,G D]
         return v[:, None], self.rotary(self.rotated(x, positions), positions)
 
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
@@ -332,7 +327,7 @@ class KeysAsValues(Projection, nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         """Return the projected keys [B,G,S,D] before any step."""
         y: Tensor = self.k.flat(self.k.linear(x))
-        return torch.unflatten(y, -1, (self.k.heads, self.k.head_dim)).transpose(1, 2)
+        return torch.unflatten(y, -1, (self.k.heads, self.k.head_dim)).transpose(1, 2)  # [B,G,S,D]
 
     @property
     def shape(self) -> ProjectionShape:

@@ -109,9 +109,7 @@ class SwiGLU(GatedFeedForward):
     y = W_down (silu(W_gate x) * W_up x)
 
     Args:
-        dim: the model dim M.
-        hidden: the hidden size; 8/3 M keeps the number of parameters of a plain layer of size 4 M.
-        bias: whether the three linear maps have a bias.
+        dim, hidden, bias: as for `GatedFeedForward`.
 
     >>> import torch
     >>> SwiGLU(8, 16)(torch.zeros(1, 2, 8)).abs().sum().item()

@@ -1,5 +1,5 @@
 """Steps on the heads of a `HeadProjection`: factors that depend on the position of the query, norms
-without a learned weight, and limits on the length of a vector.
+without a learned weight, limits and activations.
 """
 
 from __future__ import annotations
@@ -244,3 +244,23 @@ class Swish(nn.Module):
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
         """Apply the activation to x [..., D]; positions are ignored."""
         return F.silu(x)
+
+
+class Clip(nn.Module):
+    """Clip numbers to [-limit, limit], as a step of a `HeadProjection`.
+
+    Source: Groeneveld et al. 2024 (arXiv 2402.00838): `clip_qkv` of the released code.
+    """
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        check_number("limit", limit, 0, float("inf"), "above 0")
+        self.limit = limit
+
+    def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
+        """Clip x [..., D]; positions are ignored."""
+        return x.clamp(-self.limit, self.limit)
+
+    def extra_repr(self) -> str:
+        """Return the limit of the absolute values."""
+        return f"limit={self.limit:g}"

@@ -31,12 +31,7 @@ from regard.nn.explainable import (
 )
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
-from regard.nn.projections import (
-    HeadProjection,
-    Projection,
-    ProjectionShape,
-    cache_unsafe_reason,
-)
+from regard.nn.projections import HeadProjection, Projection, ProjectionShape, cache_unsafe_reason
 from regard.positions import Rotary
 from regard.span import Positions
 from regard.units import plural
@@ -65,7 +60,7 @@ class LowRankProjection(nn.Module):
 class LatentHeads(Projection, nn.Module):
     """What projections through latents share: queries with and without positions, and two forms."""
 
-    q: nn.Module
+    q: HeadProjection | LowRankProjection
     rotary: Rotary
     form: Form
     kv_rank: int
@@ -485,7 +480,7 @@ class GroupedLatentProjection(LatentHeads):
         [B,1,S,d_rope].
         """
         c, rotated = self.kv_down(x).split((self.latents * self.kv_rank, self.rotary.dim), dim=-1)
-        c = torch.unflatten(c, -1, (self.latents, self.kv_rank)).unbind(-2)
+        c = torch.unflatten(c, -1, (self.latents, self.kv_rank)).unbind(-2)  # n times [B,S,r]
         normed = [norm(y) for norm, y in zip(self.kv_norms, c, strict=True)]
         return torch.cat(normed, dim=-1)[:, None], self.rotary(rotated[:, None], positions)
 
@@ -507,7 +502,7 @@ class GroupedLatentProjection(LatentHeads):
         """Add the branches: [B,bH,T,E] -> [B,H,T,E], times 1/sqrt(b)."""
         if self.branches == 1:
             return z
-        total: Tensor = torch.unflatten(z, 1, (self.branches, self.heads)).sum(1)
+        total: Tensor = torch.unflatten(z, 1, (self.branches, self.heads)).sum(1)  # [B,H,T,E]
         return total * float(self.branches**-0.5)
 
     def up_maps(self) -> list[nn.Linear]:

@@ -42,7 +42,15 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim]."""
+        """Normalise x [..., dim].
+
+        Args:
+            x: a tensor [..., dim].
+            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
+
+        Returns:
+            The normalised tensor [..., dim].
+        """
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(self, RMSNorm.forward, x)
         # Reading the dictionary is faster than `self.weight`, which only a parametrization needs.
@@ -62,11 +70,7 @@ class OffsetRMSNorm(RMSNorm):
     y = x / sqrt(mean(x^2) + eps) * (1 + weight), computed in fp32 or better
 
     Args:
-        dim: the size of the last dimension.
-        eps: added to the mean square.
-
-    Raises:
-        ArgumentError: dim is less than 1, or eps is negative.
+        dim, eps: as for `RMSNorm`.
 
     >>> OffsetRMSNorm(4, eps=0.0)(torch.tensor([3.0, 4.0, 0.0, 0.0])).tolist()
     [1.2000000476837158, 1.600000023841858, 0.0, 0.0]
@@ -141,7 +145,19 @@ class HeadNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "B H T E"], positions: object = None
     ) -> Float[Tensor, "B H T E"]:
-        """Normalise each head of each token separately."""
+        """Normalise each head of each token separately.
+
+        Args:
+            x: heads [B,H,T,E].
+            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
+
+        Returns:
+            The normalised heads [B,H,T,E].
+
+        Raises:
+            ArgumentError, ArgumentTypeError: x is not a floating-point tensor [batch, heads,
+                length, dim] with these heads and this dim.
+        """
         check_tensor("x", x)
         check_device("x", x, self.weight, "weight")
         heads, dim = self.weight.shape
@@ -186,12 +202,12 @@ class JoinedHeadsRMSNorm(RMSNorm):
                 f"x is {tuple(x.shape)}; this norm needs [batch, {self.heads}, length, "
                 f"{self.head_dim}]"
             )
-        joined = x.transpose(1, 2).flatten(2)
+        joined = x.transpose(1, 2).flatten(2)  # [B,H,T,E] -> [B,T,H E]
         if self.groups == 1:
             joined = super().forward(joined)
         else:
             wide = joined.to(torch.promote_types(x.dtype, torch.float32))
-            grouped = wide.unflatten(2, (self.groups, -1))
+            grouped = wide.unflatten(2, (self.groups, -1))  # [B,T,groups,H E / groups]
             grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
             joined = (grouped.flatten(2) * self.weight).to(x.dtype)
         heads: Tensor = joined.unflatten(2, (self.heads, self.head_dim))

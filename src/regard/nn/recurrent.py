@@ -108,7 +108,7 @@ class RecurrenceRule(nn.Module):
     def run(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
     ) -> tuple[Tensor, Parts]:
-        """Compute `forward`."""
+        """Compute what `forward` returns, with its last arguments in `call`."""
         raise NotImplementedError
 
     def written_keys(self, k: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T D"]:

@@ -71,7 +71,16 @@ class CausalConvolution(nn.Module):
     def forward(
         self, x: Float[Tensor, "B T c"], state: Parts | None, positions: Positions | None
     ) -> tuple[Float[Tensor, "B T c"], Parts]:
-        """Convolve the tokens of a call."""
+        """Convolve the tokens of a call.
+
+        Args:
+            x: the channels of the tokens [B,T,c].
+            state: the state after the tokens before; None at the start of a text.
+            positions: positions of the tokens; slots at -1 are empty.
+
+        Returns:
+            The convolved channels [B,T,c], and the state after the last token.
+        """
         return _convolve(self, x, state, positions)
 
     @property
@@ -335,7 +344,7 @@ class ConvolvedQKV(StatefulQKV):
         parts = [self._part(letter) for letter in self.order]
         split = y.split([part.heads * part.head_dim for part in parts], -1)
         heads = {
-            letter: own.unflatten(-1, (part.heads, part.head_dim)).transpose(1, 2)
+            letter: own.unflatten(-1, (part.heads, part.head_dim)).transpose(1, 2)  # [B,n,T,d]
             for letter, part, own in zip(self.order, parts, split, strict=True)
         }
         return [heads[letter] for letter in "qkv"]

@@ -19,10 +19,9 @@ from regard.masks import Causal, Chunk, EarlierChunks, Mask, Sinks, Window
 from regard.masks.base import check_int
 from regard.nn.attention import Attention
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
-from regard.nn.projections import SeparateQKV
-from regard.nn.windowed_attention import check_shared_rotary
+from regard.nn.projections import SeparateQKV, check_shared_rotary, shared_rotary
 from regard.ops.softmax import attend_partial, merge
-from regard.positions import Rotary, rotate
+from regard.positions import rotate
 from regard.process_state import is_exporting
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import named_scope, requested_taps
@@ -338,6 +337,7 @@ class RemappedAttention(Attention):
             or its frequencies follow the length; distances is not a `DistanceMap`.
 
     >>> from regard.nn.variants.projections import separate_qkv
+    >>> from regard.positions import Rotary
     >>> project = separate_qkv(8, 4, 2, 2, Rotary(2))
     >>> attention = RemappedAttention(project, nn.Linear(8, 8), ReRoPE(4))
     >>> attention(torch.zeros(1, 50, 8)).shape
@@ -420,7 +420,8 @@ class RemappedAttention(Attention):
         if to is None:
             return x
         own = as_tensor(positions, x.device).to(x.device)
-        return rotate(x, to(own) - own, self._rotary.inv_freq, layout=self._rotary.layout)
+        rotary = shared_rotary(self.project)
+        return rotate(x, to(own) - own, rotary.inv_freq, layout=rotary.layout)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the steps of the projection, and the rotation to the positions of the part."""
@@ -446,14 +447,6 @@ class RemappedAttention(Attention):
         moved = self._moved(steps[-1].values[None], positions, to)[0]
         equation = f"R(other position - own position) {what}"
         return (*steps, MechanismStep("rotated further", equation, moved))
-
-    @property
-    def _rotary(self) -> Rotary:
-        """The rotary embedding that is the last step on queries and keys."""
-        assert isinstance(self.project, SeparateQKV), "the constructor accepts only a SeparateQKV"
-        step = self.project.q.steps[-1]
-        assert isinstance(step, Rotary), "the constructor checks that the last step is a Rotary"
-        return step
 
     def extra_repr(self) -> str:
         """Return the map of distances, and what differs from the defaults."""

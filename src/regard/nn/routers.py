@@ -76,7 +76,7 @@ class ExpertGroups:
         Returns:
             Whether each expert is in one of the token's best groups [N,n].
         """
-        by_group = scores.unflatten(-1, (self.count, -1))
+        by_group = scores.unflatten(-1, (self.count, -1))  # [N,n] -> [N,groups,n / groups]
         groups = _stable_topk(by_group.topk(self.best).values.sum(-1), self.topk)
 
         is_allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, groups, 1)
@@ -126,7 +126,14 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "N M"]) -> Routing:
-        """Choose experts for tokens."""
+        """Choose experts for tokens.
+
+        Args:
+            x: hidden states [N,M].
+
+        Returns:
+            The weights [N,k] and the indices of the chosen experts [N,k].
+        """
 
     def logits(self, x: Float[Tensor, "N M"]) -> Float[Tensor, "N n"]:
         """Compute the logits of the experts, in fp32 or better.
@@ -217,13 +224,7 @@ class SigmoidRouter(Router):
     Groups are compared by their corrected scores.
 
     Args:
-        dim: the model dim M.
-        experts: the number of experts n.
-        k: how many experts are chosen per token.
-        normalise: whether the weights of a token sum to `scale`.
-        bias: whether the linear map has a bias.
-        groups: restricts the choice to the best groups of experts; None allows all.
-        scale: a factor on the weights.
+        dim, experts, k, normalise, bias, groups, scale: as for `Router`.
 
     Raises:
         ArgumentError: an argument does not suit `Router`.

@@ -63,7 +63,7 @@ class SelectiveQKV(StatefulQKV):
     def project(self, x: Tensor, positions: Positions | None, state: Parts | None) -> ProjectedQKV:
         """Compute the queries, keys and values of tokens, with the state of the convolution."""
         y, state = self.convolution(self.v.linear(x), state, positions)
-        v = y.unflatten(-1, (self.v.heads, 1)).transpose(1, 2)
+        v = y.unflatten(-1, (self.v.heads, 1)).transpose(1, 2)  # [B,T,N] -> [B,N,T,1]
         return ProjectedQKV(self.q(y, positions), self.k(y, positions), v, state)
 
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:

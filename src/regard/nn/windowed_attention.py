@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from regard.biases import Bias
 from regard.caches import Cache, Growing, Parts
 from regard.cost.softmax import SoftmaxSpec
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.errors import ArgumentError
 from regard.masks import Causal, Dilated, Global, Mask, Sinks, Window
 from regard.masks.base import check_int
 from regard.nn.attention import Attention
 from regard.nn.explainable import Explainable, InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
-from regard.nn.projections import Projection, SeparateQKV
+from regard.nn.projections import Projection, SeparateQKV, check_shared_rotary, shared_rotary
 from regard.ops.softmax import attend, attend_partial, merge
-from regard.positions import Rotary, rotate
+from regard.positions import rotate
 from regard.process_state import is_exporting, is_jit_tracing
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import requested_taps, tap
@@ -55,6 +55,7 @@ class StreamingAttention(Attention):
             follow the length; scale or softcap is out of range.
 
     >>> from regard.nn.variants.projections import separate_qkv
+    >>> from regard.positions import Rotary
     >>> project = separate_qkv(8, 4, 2, 2, Rotary(2))
     >>> attention = StreamingAttention(project, nn.Linear(8, 8), sinks=2, recent=4)
     >>> cache = attention.new_cache()
@@ -113,7 +114,8 @@ class StreamingAttention(Attention):
         evicted = self._evicted(q, positions)
         if evicted is None:
             return super()._attend(q, k, v, None, positions, k_positions, backend)
-        q_sinks = rotate(q, -evicted, self._rotary.inv_freq, layout=self._rotary.layout)
+        rotary = shared_rotary(self.project)
+        q_sinks = rotate(q, -evicted, rotary.inv_freq, layout=rotary.layout)
         if not requested_taps().isdisjoint(("scores", "pattern")):
             # A trace needs the scores of both parts in one call.
             q, k = stack_query_forms(q, q_sinks, k, k_positions, self.sinks)
@@ -151,19 +153,10 @@ class StreamingAttention(Attention):
             return steps
         evicted = (as_tensor(query.positions) - (self.sinks + self.recent - 1)).clamp(min=0)
         q = steps.q[-1].values[None]
-        rotated = rotate(
-            q, -evicted.to(q.device), self._rotary.inv_freq, layout=self._rotary.layout
-        )
+        rotary = shared_rotary(self.project)
+        rotated = rotate(q, -evicted.to(q.device), rotary.inv_freq, layout=rotary.layout)
         equation = f"q_i ← R(-{int(evicted[0, query.row])}) q_i, by the number of evicted tokens"
         return steps._replace(q=(*steps.q, MechanismStep("rotated back", equation, rotated[0])))
-
-    @property
-    def _rotary(self) -> Rotary:
-        """The rotary embedding that is the last step on queries and keys."""
-        assert isinstance(self.project, SeparateQKV), "the constructor accepts only a SeparateQKV"
-        step = self.project.q.steps[-1]
-        assert isinstance(step, Rotary), "the constructor checks that the last step is a Rotary"
-        return step
 
 
 def slots_below(
@@ -197,26 +190,6 @@ def stack_query_forms(
     is_sink = (k_positions < n)[:, None, :, None]
     halves = (torch.where(is_sink, 0, k), torch.where(is_sink, k, 0))
     return torch.cat((q, q_sinks), -1), torch.cat(halves, -1)
-
-
-def check_shared_rotary(project: SeparateQKV) -> None:
-    """Check that the last step on queries and keys is the same rotary of fixed frequencies."""
-    if not isinstance(project, SeparateQKV):
-        raise ArgumentTypeError(f"project is {type(project).__name__}; it must be a SeparateQKV")
-
-    last_steps = [heads.steps[-1] if len(heads.steps) else None for heads in (project.q, project.k)]
-    if not isinstance(last_steps[0], Rotary) or last_steps[0] is not last_steps[1]:
-        raise ArgumentError(
-            f"the last step on queries is {last_steps[0]}, and on keys {last_steps[1]}; both "
-            "must be the same Rotary object, which rotates queries back for the sinks"
-        )
-    if project.key_transform is not None:
-        raise ArgumentError(
-            f"project has key_transform={project.key_transform}; it must be None, because the "
-            "cache stores rotated keys"
-        )
-    if project.cache_unsafe_reason:
-        raise ArgumentError(project.cache_unsafe_reason)
 
 
 class Longformer(Mixer):

@@ -15,8 +15,8 @@ from torch import nn
 import regard
 from regard.masks import Causal, Window
 from regard.nn import Block, PreNorm
+from regard.nn.head_steps import Clip
 from regard.nn.norms import OffsetLayerNorm
-from regard.nn.projections import Clip
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.changes import Change, each, named

@@ -22,8 +22,8 @@ from regard.models.assembly.building_blocks import embedding_and_head, initializ
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
+from regard.nn.fused_projections import ClippedQKV
 from regard.nn.linear import Linear
-from regard.nn.projections import ClippedQKV
 
 Config = MptConfig
 

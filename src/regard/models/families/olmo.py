@@ -12,7 +12,7 @@ from regard.configs.layer_norm_decoders import OlmoConfig
 from regard.models.assembly import llama_like
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, PreNorm, SeparateQKV, SwiGLU
-from regard.nn.projections import Clip
+from regard.nn.head_steps import Clip
 from regard.positions import Rotary
 
 Config = OlmoConfig

@@ -9,8 +9,9 @@ from torch import nn
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
 from regard.nn.cross_attention import AdditiveAttention, CrossAttention
+from regard.nn.fused_projections import EncoderStateProjection
 from regard.nn.linear import Linear
-from regard.nn.projections import EncoderStateProjection, HeadProjection, SeparateQKV
+from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 

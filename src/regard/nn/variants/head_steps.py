@@ -12,6 +12,7 @@ from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
 from regard.nn.attention import Attention
 from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
+from regard.nn.fused_projections import ClippedQKV
 from regard.nn.head_finishes import FinishedProjection, InverseRotary
 from regard.nn.head_steps import (
     L2Clip,
@@ -21,7 +22,7 @@ from regard.nn.head_steps import (
     WeightlessRMSNorm,
 )
 from regard.nn.norms import RMSNorm
-from regard.nn.projections import ClippedQKV, HeadProjection, SeparateQKV
+from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary

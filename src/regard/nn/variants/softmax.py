@@ -16,17 +16,11 @@ from regard.cost.latent import Form
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.nn.attention import Attention
+from regard.nn.fused_projections import FusedQKV, IdentityProjection, PerHeadProjection, QKVRowOrder
 from regard.nn.head_finishes import DifferentialProjection, GatedProjection
 from regard.nn.latent_projection import LatentProjection, NaiveLatentProjection
 from regard.nn.norms import RMSNorm
-from regard.nn.projections import (
-    FusedQKV,
-    HeadProjection,
-    IdentityProjection,
-    PerHeadProjection,
-    QKVRowOrder,
-    SeparateQKV,
-)
+from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary, Scaling
