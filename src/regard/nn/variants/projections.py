@@ -28,19 +28,8 @@ def separate_qkv(
     value_dim: int | None = None,
     bias: bool = False,
 ) -> SeparateQKV:
-    """Build separate projections to queries, keys and values.
-
-    Args:
-        dim: the model dim M.
-        heads: the query heads H.
-        groups: the key/value heads G.
-        head_dim: the head dim D.
-        *steps: steps on query and key heads, such as a `Rotary`.
-        value_dim: the value dim E; None is D.
-        bias: whether the linear maps have a bias.
-
-    Returns:
-        The projection.
+    """Build separate projections to queries, keys and values, with steps on query and key heads,
+    such as a `Rotary`.
     """
     return SeparateQKV(
         HeadProjection(dim, heads, head_dim, *steps, bias=bias),
@@ -60,15 +49,9 @@ CAUSAL = Causal()
 class Start:
     """The sizes and maps of grouped-query attention, from which most entries start.
 
-    Args:
-        dim: the model dim M.
-        heads: the query heads H.
-        groups: the key/value heads G; None is H.
-        head_dim: the head dim D; None is M / H.
-        base: the base of the rotary positions on queries and keys; None applies none.
-        layout: which dims form a rotary pair.
-        bias: whether the linear maps have a bias.
-        value_dim: the value dim E; None is D.
+    Its arguments are options of the sets in `options`. Without groups there are H, without a head
+    dim it is M / H, without a value dim it is the head dim, and without a base there are no rotary
+    positions.
     """
 
     def __init__(
@@ -123,13 +106,8 @@ class Start:
 
 
 class ValueHeadStart(Start):
-    """The sizes and maps of a recurrence, whose value heads may be more than its key heads.
-
-    Args:
-        dim: the model dim M.
-        heads: the query heads H.
-        value_heads: the value heads N, each with its own state; None is G.
-        **sizes: groups, head_dim, base and value_dim of `Start`.
+    """The sizes and maps of a recurrence, whose N value heads, each with a state, may be more than
+    its G key heads.
     """
 
     def __init__(

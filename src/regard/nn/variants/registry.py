@@ -21,8 +21,13 @@ from regard.argument_checks import check_keyword_names
 from regard.configs.suggested_sizes import ALIASES
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.variants.help_text import described_options, help_text
-from regard.nn.variants.options import Option, find_option, shared_options
+from regard.nn.variants.options import (
+    Option,
+    described_options,
+    find_option,
+    help_text,
+    shared_options,
+)
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
@@ -236,7 +241,7 @@ def variant(
 
 def _signature(entry: Callable[..., object]) -> inspect.Signature:
     """Return the signature of an entry with the options of its set one by one; those without a
-    default come first.
+    default come first, and groups before the others.
     """
     hints = typing.get_type_hints(entry, include_extras=True)
     signature = inspect.signature(entry)
@@ -249,7 +254,10 @@ def _signature(entry: Callable[..., object]) -> inspect.Signature:
         else:
             part = own if parameter.kind is Parameter.KEYWORD_ONLY else sizes
             part.append(parameter.replace(annotation=hints[name]))
-    options = sorted([*shared, *own], key=lambda each: each.default is not Parameter.empty)
+    options = sorted(
+        [*shared, *own],
+        key=lambda each: (each.default is not Parameter.empty, each.name != "groups"),
+    )
     return signature.replace(parameters=[*sizes, *options], return_annotation=hints["return"])
 
 
@@ -273,9 +281,8 @@ def _bind(
     for option, value in arguments.arguments.items():
         expected = signature.parameters[option].annotation
         if value is None and not _fits(None, expected):
-            kind = inspect.formatannotation(expected)
             raise ArgumentTypeError(
-                f"{option} of {name} is None; it must be {kind}", argument=option
+                f"{option} of {name} is None; it must be {_type_name(expected)}", argument=option
             )
     return arguments
 
@@ -300,9 +307,6 @@ def _values(options: Mapping[str, Option], use: str) -> dict[str, object]:
 def in_teaching_order() -> list[Variant]:
     """Return every mechanism of the catalogue in the order in which it is taught.
 
-    Returns:
-        The mechanisms, group by group.
-
     >>> from regard.nn.variants.registry import in_teaching_order
     >>> [variant.name for variant in in_teaching_order()][:5]
     ['bahdanau', 'luong', 'weightless', 'single_head', 'causal']
@@ -311,10 +315,8 @@ def in_teaching_order() -> list[Variant]:
 
 
 def find_variant(name: str) -> Variant:
-    """Return the mechanism of this name, or of a short name such as `linear`.
-
-    Args:
-        name: in upper or lower case, with - or _ between words.
+    """Return the mechanism of this name, in upper or lower case, with - or _ between words, or of a
+    short name such as `linear`.
 
     Raises:
         ArgumentError: no mechanism has this name.
@@ -379,14 +381,7 @@ def required_options(entry: Variant) -> tuple[str, ...]:
 
 
 def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
-    """Parse options written as name=value. A value is a Python literal, or else a string.
-
-    Args:
-        settings: the texts.
-        entry: the mechanism whose options they are.
-
-    Returns:
-        Option name to value.
+    """Return the values of options written as name=value, each a Python literal, or else a string.
 
     Raises:
         ArgumentError: an entry is not name=value, or the constructor has no such option.
@@ -421,13 +416,6 @@ def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, ob
     """Check the names and types of options, and convert lists to tuples. The constructor itself
     checks their values.
 
-    Args:
-        entry: the mechanism.
-        options: option name to value, for example from a config file.
-
-    Returns:
-        The options.
-
     Raises:
         ArgumentError: an option is unknown, missing, or of another type than the constructor's
             signature says.
@@ -450,9 +438,15 @@ def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, ob
     for name, value in options.items():
         expected = parameters[name].annotation
         if not _fits(value, expected):
-            kind = inspect.formatannotation(expected)
-            raise ArgumentError(f"{name} of {entry.name} is {value!r}; it must be {kind}")
+            raise ArgumentError(
+                f"{name} of {entry.name} is {value!r}; it must be {_type_name(expected)}"
+            )
     return {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+
+
+def _type_name(annotation: object) -> str:
+    """Return how a person writes a type."""
+    return inspect.formatannotation(annotation).replace("collections.abc.", "")
 
 
 def _fits(value: object, expected: object) -> bool:
