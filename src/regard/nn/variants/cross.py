@@ -11,10 +11,7 @@ from regard.errors import ArgumentError
 from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.linear import Linear
 from regard.nn.projections import EncoderStateProjection, HeadProjection, SeparateQKV
-from regard.nn.variants.options import (
-    Biased,
-    OptionalGroups,
-)
+from regard.nn.variants.options import Biased, OptionalGroups
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 

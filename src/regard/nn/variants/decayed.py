@@ -23,12 +23,7 @@ from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.nn.recurrent_projections import ConvolvedQKV, TokenShiftQKV
 from regard.nn.selective_scan import SelectiveQKV, SelectiveScanRule
-from regard.nn.variants.options import (
-    HeadSize,
-    Option,
-    SharedHeads,
-    Valued,
-)
+from regard.nn.variants.options import HeadSize, Option, SharedHeads, Valued
 from regard.nn.variants.projections import Start, ValueHeadStart, half_head_dim, output_projection
 from regard.nn.variants.registry import variant
 

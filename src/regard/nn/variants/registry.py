@@ -191,8 +191,7 @@ def variant(
         signature = _signature(entry)
         options = {n: find_option(p.annotation) for n, p in signature.parameters.items()}
         text = inspect.getdoc(entry) or ""
-        meanings = SIZES | {n: x.meaning for n, x in options.items() if x.meaning}
-        meanings |= described_options(text)
+        meanings = {n: x.meaning for n, x in options.items()} | SIZES | described_options(text)
         names = list(signature.parameters)
         small = _values(options, "example") | dict(example or {})
         plain = {

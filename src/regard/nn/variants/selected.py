@@ -12,9 +12,7 @@ from regard.nn.block_selectors import BlockMaximum, Quest, QuestAttention
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import HeadProjection
 from regard.nn.selected_attention import NSA, BlockCompressor, Indexer, MoBA, SelectedAttention
-from regard.nn.variants.options import (
-    Rotated,
-)
+from regard.nn.variants.options import Rotated
 from regard.nn.variants.projections import Start
 from regard.nn.variants.registry import variant
 from regard.ops.selection.nsa import NSABlocks
