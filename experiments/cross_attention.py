@@ -31,7 +31,7 @@ from regard.train.losses import Seq2SeqLoss, padded_positions
 from regard.train.tasks import TASKS
 from regard.train.tasks.evaluate import accuracy_by_length, answer_examples
 from regard.train.tasks.task import EOS, Example, pad
-from regard.train.tasks.task_models import Recipe, build
+from regard.train.tasks.task_training import Recipe, build
 from regard.view.charts import Line, Picture
 
 TASK = replace(TASKS["translate"], lengths=(1, 24, 48))

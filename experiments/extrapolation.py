@@ -23,8 +23,8 @@ from torch import nn
 import regard
 from experiments.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
 from experiments.small_training import answer_accuracy, small_decoder, train_on_task
+from regard.compare.context_extension import losses_by_length
 from regard.compare.experiment import Numbers
-from regard.compare.long_context import losses_by_length
 from regard.language import Phrase
 from regard.models.convert.attention_maps import Checkpoint
 from regard.models.convert.rotary_positions import Extension, extend_context

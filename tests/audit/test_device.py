@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import regard
 from regard.audit import Audit, audit
-from regard.audit.adapters.run_device import is_moved, placed, run_on, to_checks
+from regard.audit.adapters.base import is_moved, placed, run_on, to_checks
 from regard.errors import ArgumentError
 from regard.nn.variants import gqa
 from tests.pretended_device import PretendedTensor, pretended_cuda

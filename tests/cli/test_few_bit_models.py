@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import regard
-from regard.cli import COMMANDS
-from regard.cli.app import run
+from regard.cli.app import COMMANDS, run
 from regard.cli.inspect import TASKS
 from regard.files.gguf_writer import TensorToWrite, write_gguf
 from regard.models.families import llama

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.compare.long_context import losses_by_length, needle_in_haystack, perplexity
+from regard.compare.context_extension import losses_by_length, needle_in_haystack, perplexity
 from regard.errors import ArgumentError
 
 

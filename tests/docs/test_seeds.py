@@ -17,8 +17,7 @@ from typer.exceptions import TyperException
 
 from experiments import CLAIMS
 from experiments.__main__ import parser
-from regard.cli import COMMANDS
-from regard.cli.app import load, run
+from regard.cli.app import COMMANDS, load, run
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "seeds.md"

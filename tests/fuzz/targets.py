@@ -299,7 +299,7 @@ def _task(folder: Path) -> None:
     from safetensors.torch import save_model
 
     from regard.train.tasks import find_task
-    from regard.train.tasks.task_models import Recipe, build, recipe
+    from regard.train.tasks.task_training import Recipe, build, recipe
 
     task = find_task("copy")
     sizes = recipe(task, "gru").with_overrides({"dim": 8})

@@ -180,7 +180,7 @@ def test_a_trained_task_is_explained_in_its_own_words(
     from safetensors.torch import save_model
 
     from regard.train.tasks import find_task
-    from regard.train.tasks.task_models import build, recipe
+    from regard.train.tasks.task_training import build, recipe
 
     known = find_task(task)
     sizes = recipe(known, name).with_overrides({"dim": 16, "hidden": 16, "layers": 1})

@@ -21,7 +21,7 @@ from regard.train.losses import Seq2SeqLoss
 from regard.train.tasks import Example
 from regard.train.tasks.evaluate import alignment, answer_examples
 from regard.train.tasks.task import Task, TaskBatches, Vocabulary
-from regard.train.tasks.task_models import Recipe, build
+from regard.train.tasks.task_training import Recipe, build
 
 # --- "The cat is on the mat.", and where a translation looks at "mat"
 

@@ -30,8 +30,8 @@ from experiments.claim import VERDICTS, Role
 from regard.audit import FAULTS
 from regard.bench.cases import CASES
 from regard.bench.render import COLUMNS
-from regard.cli import COMMANDS
 from regard.cli import app as application
+from regard.cli.app import COMMANDS
 from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.configs.reader import NOT_COUNTED
 from regard.cost.evidence import QUALITY_EVIDENCE

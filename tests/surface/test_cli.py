@@ -11,8 +11,9 @@ from unittest.mock import patch
 import pytest
 
 import regard
-from regard.cli import COMMANDS, main
 from regard.cli import app as application
+from regard.cli import main
+from regard.cli.app import COMMANDS
 
 FOLDER = Path(application.__file__).parent
 NAMES = sorted(COMMANDS)

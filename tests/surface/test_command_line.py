@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import regard
-from regard.cli import COMMANDS, main
-from regard.cli.app import _command, language_of_arguments, load
+from regard.cli import main
+from regard.cli.app import COMMANDS, _command, language_of_arguments, load
 from regard.language import use_language
 from regard.text_table import display_width
 
@@ -332,10 +332,10 @@ def test_a_mistyped_model_comes_before_options_that_do_not_fit(
 
 
 @pytest.mark.full(keep=["regard.notation"])  # it starts without torch
-@pytest.mark.parametrize("program", [*PROGRAMS, "experiments"])
+@pytest.mark.parametrize("program", [*PROGRAMS, "docs.tiny_text", "experiments"])
 @pytest.mark.skipif(os.name == "nt", reason="pipes close differently there")
 def test_a_reader_that_leaves_is_no_failure(program: str) -> None:
-    arguments = {"regard": ["--help"], "regard.train.chinese_text": ["--help"]}
+    arguments = {"regard": ["--help"], "docs.tiny_text": ["--help"]}
     arguments["experiments"] = ["--list"]
     reader, writer = os.pipe()
     os.close(reader)

@@ -16,7 +16,7 @@ import pytest
 import regard
 from experiments import CLAIMS
 from regard import biases, masks, scores
-from regard.cli import COMMANDS
+from regard.cli.app import COMMANDS
 from regard.configs import LOADABLE
 from regard.nn.variants.registry import VARIANTS
 from regard.ops.softmax import dispatch

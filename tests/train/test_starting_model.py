@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import regard
+from docs.tiny_text import chinese_documents, clean_page, split_stories, write_folder
 from regard.cli import main
 from regard.errors import ArgumentError, FileError
 from regard.models import Model
 from regard.models.tokenizer import Tokenizer
-from regard.train.chinese_text import chinese_documents, clean_page, split_stories, write_folder
-from regard.train.starting_model import extended_model, extended_tokenizer, load_starting_model
+from regard.train.pretraining import extended_model, extended_tokenizer, load_starting_model
 
 TEXT = "我打他。他不打我。我们都知道他说的是什么。\n" * 40
 

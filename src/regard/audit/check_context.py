@@ -18,10 +18,10 @@ from regard.audit.adapters.base import (
     CheckNotApplicable,
     CheckNotPossible,
     TargetAdapter,
+    influence,
 )
 from regard.audit.adapters.functions import FunctionAdapter
 from regard.audit.adapters.mask_formats import MaskBehavior
-from regard.audit.influence import influence
 from regard.tolerance import allowed_error
 
 LONG_LENGTHS = (293, 149, 75, 37)
@@ -33,14 +33,7 @@ T = 6
 
 
 class Mismatch(NamedTuple):
-    """The largest difference of an output from its reference, if the error rule does not allow it.
-
-    Attributes:
-        position: the index of the difference.
-        expected: the reference there.
-        got: the output there.
-        allowed: the largest allowed error.
-    """
+    """The largest difference of an output from its reference that the error rule does not allow."""
 
     position: tuple[int, ...]
     expected: float
@@ -52,10 +45,6 @@ def worst_mismatch(x: Tensor, plains: Sequence[Tensor], ref64: Tensor) -> Mismat
     """Return where x differs most from ref64 if the error rule does not allow it, else None.
 
     max|x - ref64| <= 2 max|plain - ref64| + 2 max|((ref + 0.3) - 0.3) - ref|
-
-    >>> worst_mismatch(torch.ones(2), [torch.ones(2)], torch.ones(2).double())
-    >>> worst_mismatch(torch.tensor([1.0, 3.0]), [torch.ones(2)], torch.ones(2).double())[:3]
-    ((1,), 1.0, 3.0)
     """
     if x.shape != ref64.shape:
         return Mismatch((), float(ref64.numel()), float(x.numel()), 0.0)
@@ -81,21 +70,7 @@ OTHER_TEXTS = 16
 
 @dataclass
 class CheckContext:
-    """The code under audit, and how it must be called.
-
-    Attributes:
-        adapter: calls the code.
-        causal: whether no query may see later tokens.
-        masked: whether the causal mask must be passed to each call.
-        seed: the seed of all random numbers.
-        strict: whether the code must also meet what `regard` itself guarantees.
-        notes: results that checks share: "mask_behavior" (what each mask argument does), "flag"
-            (the adapter with its causal flag set), "unclear" (without a mask, some outputs
-            depend on later tokens and others do not), and those of the definition check:
-            "interpretation" and "variant" (they reproduce the output), "softcap", "differs"
-            (nothing reproduces the output), "checked by operations" and "long definition holds".
-        float64_adapter: the same code in float64, or None if it cannot run there.
-    """
+    """The code under audit, and how it must be called."""
 
     adapter: TargetAdapter
     causal: bool

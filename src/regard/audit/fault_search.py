@@ -57,14 +57,7 @@ TRIED_IN_PAIRS = {
 
 @dataclass
 class WeightInterpretation:
-    """One interpretation of the code: which linear map is which, and whether it is causal.
-
-    Attributes:
-        maps: the projections.
-        causal: whether later keys are hidden.
-        search_faults: whether faults are searched under it. Other interpretations are only compared
-            with the correct definition.
-    """
+    """One interpretation of the code: which linear map is which, and whether it is causal."""
 
     maps: Projections
     causal: bool

@@ -496,22 +496,13 @@ FAULTS: dict[str, Fault] = {
 def finding(
     name: str, sentence: str, example: dict[str, Any], expected: float | str, got: float | str
 ) -> Finding:
-    """Make a finding; its severity and the places to look at come from `FAULTS`.
-
-    >>> finding("scale-missing", "Scores are not scaled.", {"T": 2}, 0.1, 0.3).look_at
-    '1/sqrt(head dim)'
-    """
+    """Make a finding; its severity and the places to look at come from `FAULTS`."""
     fault = FAULTS[name]
     return Finding(name, fault.severity, sentence, example, expected, got, fault.look_at)
 
 
 def root_causes(findings: list[Finding]) -> list[Finding]:
-    """Return the findings that no other one implies, each name once, errors first.
-
-    >>> leak = finding("future-leak", "", {}, 0.0, 1.0)
-    >>> [f.name for f in root_causes([leak, finding("mask-polarity", "", {}, 0.0, 1.0)])]
-    ['mask-polarity']
-    """
+    """Return the findings that no other one implies, each name once, errors first."""
     by_name = {f.name: f for f in reversed(findings)}
     implied = {name for f in by_name for name in FAULTS[f].implies}
     causes = [f for name, f in reversed(by_name.items()) if name not in implied]

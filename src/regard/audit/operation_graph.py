@@ -78,17 +78,7 @@ TOLERANCE = 1e-6
 
 @dataclass(eq=False)
 class OperationNode:
-    """One operation with one of its results, or a leaf: a parameter, a constant or the tokens.
-
-    Attributes:
-        name: the operation, such as "bmm", without the trailing underscore of an in-place form.
-        value: a copy of the result at that time.
-        inputs: the nodes of the tensor arguments, in their order.
-        scalars: the positional arguments that are numbers, in their order.
-        options: the keyword arguments.
-        tokens: whether it depends on the tokens.
-        weights: the names of the parameters that it depends on.
-    """
+    """One operation with one of its results, or a leaf: a parameter, a constant or the tokens."""
 
     name: str
     value: Tensor
@@ -180,19 +170,7 @@ def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
 
 @dataclass(eq=False)
 class AttentionNodes:
-    """One attention in the graph: a softmax, what leads to it, and the values that it weights.
-
-    Attributes:
-        query, key, value: the operands, [N, T, D].
-        out: the product with the values.
-        products: (node, factor applied after it) of each q k^T; several if a head is computed in
-            parts.
-        biases: (node, sign) of each term of the scores that depends on no token.
-        scale_free_reason: why the scale is not checked, or None.
-        weights: the attention weights [N, T, S]; None inside a fused operation.
-        softmax: the node of the softmax, or None.
-        additive: whether the scores are learned functions instead of products.
-    """
+    """One attention in the graph: a softmax, what leads to it, and the values that it weights."""
 
     query: OperationNode
     key: OperationNode

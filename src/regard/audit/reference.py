@@ -14,26 +14,7 @@ from regard.audit.adapters.base import LinearMap, Projections
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """One way to compute attention: each field is one step, and its default is correct.
-
-    Attributes:
-        roles: "named" if each map has the role of its name, or the two roles that are exchanged.
-        rotary: "none", a layout ("half", "interleaved"), or a faulty rotation.
-        base: the rotary base.
-        rotary_divisor: n if only the first 1/n of each head is rotated.
-        scale: "head_dim" for 1/sqrt(D), or a wrong factor; "fitted" uses `factor`.
-        factor: the factor on the scores if `scale` is "fitted".
-        bias: "none", "alibi", or a bias with the wrong sign.
-        sink: "right", or "renormalised" if the sink's share is given back to the keys.
-        groups: "adjacent" query heads share a key head; "tiled" is the fault.
-        mask: "right", or a faulty mask.
-        softmax: "keys", or what replaces the softmax over the keys.
-        split, join: "heads", or "rows" if heads are split or joined without a transpose.
-        output: "mapped", or "absent" if the output projection is not applied.
-
-    >>> AttentionVariant(scale="none").faults
-    ('scale',)
-    """
+    """One way to compute attention: each field is one step, and its default is correct."""
 
     roles: str = "named"
     rotary: str = "none"
@@ -116,19 +97,7 @@ split, join: "rows": a reshape without the transpose.
 
 @dataclass(eq=False)
 class ReferenceInputs:
-    """The inputs of the reference, and intermediate results that several variants share.
-
-    Attributes:
-        x: the tokens, [B, T, M].
-        maps: the linear maps, which are converted to the dtype of x.
-        keep: the correct mask, bool [T, T].
-        scale: the correct factor on the scores; None means 1/sqrt(D).
-        window: the window, or None.
-        bias: a bias [1, H, T, T] that the code was given, or None.
-        rounded: whether rotary angles are computed in float32, as most code does.
-        softcap: c in c tanh(scores / c), or None.
-        memo: intermediate results by key.
-    """
+    """The inputs of the reference, and intermediate results that several variants share."""
 
     x: Tensor
     maps: Projections
@@ -248,9 +217,6 @@ def alibi_slopes(H: int) -> Tensor:
     """Return ALiBi's slopes for H heads: a geometric series, interleaved if H is not a power of 2.
 
     Source: Press, Smith and Lewis 2022 (arXiv 2108.12409), section 3.
-
-    >>> alibi_slopes(2)
-    tensor([0.0625, 0.0039], dtype=torch.float64)
     """
 
     def series(n: int) -> list[float]:
@@ -413,11 +379,7 @@ def _rotate_heads(
 def rotate(
     x: Tensor, base: float, layout: str, axis: int, sign: int = 1, *, rounded: bool = False
 ) -> Tensor:
-    """Rotate the features of x by the positions along an axis: x cos + turn(x) sin.
-
-    >>> rotate(torch.ones(1, 1, 2, 4), 10000.0, "half", 2)[0, 0, 0]
-    tensor([1., 1., 1., 1.])
-    """
+    """Rotate the features of x by the positions along an axis: x cos + turn(x) sin."""
     D = x.shape[-1]
     if D % 2:
         raise ValueError("rotary needs an even head dim")

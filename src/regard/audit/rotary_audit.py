@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.audit.adapters.base import AuditClaims
+from regard.audit.adapters.base import AuditClaims, moved_function, to_device
 from regard.audit.adapters.call_arguments import parameters
 from regard.audit.adapters.resolve_target import import_target
-from regard.audit.adapters.run_device import moved_function, to_device
 from regard.audit.findings import Audit, Finding, NotTried, PassedCheck, finding, root_causes
 from regard.audit.reference import rotate
 from regard.errors import ArgumentError

@@ -12,18 +12,16 @@ import torch
 
 from regard.argument_checks import check_keyword_names, check_usable_device
 from regard.audit import rotary_audit
-from regard.audit.adapters.base import AuditClaims, CheckNotApplicable, CheckNotPossible
+from regard.audit.adapters.base import AuditClaims, CheckNotApplicable, CheckNotPossible, run_on
 from regard.audit.adapters.resolve_target import DtypeOverflow, resolve_target
-from regard.audit.adapters.run_device import run_on
 from regard.audit.check_context import CheckContext, make_context, with_adapter
 from regard.audit.checks import (
-    caches,
     definition,
     leaks,
-    long_sequences,
     masks,
     numerics,
     repeatability,
+    sequences,
 )
 from regard.audit.checks.masks import overflow_finding
 from regard.audit.findings import FAULTS, Audit, Finding, NotTried, PassedCheck, root_causes
@@ -56,14 +54,7 @@ CHECKS_WITH_LENGTH = (
 
 
 class AuditCheck(NamedTuple):
-    """One check of the audit.
-
-    Attributes:
-        name: the name of the check.
-        description: what is true of correct code, as a sentence.
-        run: the check itself, run(context, T) -> findings. T is the number of tokens; without it
-            the check uses its own default.
-    """
+    """One check of the audit."""
 
     name: str
     description: str
@@ -91,7 +82,7 @@ CHECKS = (
     AuditCheck(
         "long texts",
         "the definition holds at 293 tokens, and with more keys than queries",
-        long_sequences.check_long_sequences,
+        sequences.check_long_sequences,
     ),
     AuditCheck("keys", "every visible key is used", leaks.check_keys_used),
     AuditCheck("batch", "the rows of a batch do not affect one another", leaks.check_batch_rows),
@@ -109,9 +100,11 @@ CHECKS = (
         masks.check_empty_rows,
     ),
     AuditCheck("weights", "the returned weights sum to 1", numerics.check_weight_sums),
-    AuditCheck("positions", "shifting all positions changes nothing", caches.check_position_shift),
-    AuditCheck("cache", "cached chunks give the result of one pass", caches.check_cache),
-    AuditCheck("cache size", "the cache of a window stops growing", caches.check_cache_growth),
+    AuditCheck(
+        "positions", "shifting all positions changes nothing", sequences.check_position_shift
+    ),
+    AuditCheck("cache", "cached chunks give the result of one pass", sequences.check_cache),
+    AuditCheck("cache size", "the cache of a window stops growing", sequences.check_cache_growth),
     AuditCheck("large scores", "large scores do not overflow", numerics.check_large_scores),
     AuditCheck("parameters", "every weight is finite", numerics.check_finite_parameters),
     AuditCheck(

@@ -20,16 +20,7 @@ NAME_WIDTH = 28
 
 
 def help_page(command: Any, context: Any, commands: Mapping[str, str] | None = None) -> str:
-    """Return the help page of a command or of the group.
-
-    Args:
-        command: a command of typer, whose texts are in the reader's language.
-        context: the context in which its usage line is written.
-        commands: for the group: each command with one line of help.
-
-    Returns:
-        The text, with colours if standard output is a terminal.
-    """
+    """Return the help page of a command or of the group."""
     width = min(line_width(), MAX_WIDTH)
     blocks = [wrap(command.get_usage(context), width, hang="  ")]
     blocks += [wrap(text, width) for text in (command.help or "").split("\n\n") if text]

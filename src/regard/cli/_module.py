@@ -5,9 +5,7 @@ builds it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-import typer
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regard.cli.options import usage_error
 from regard.errors import ArgumentError
@@ -17,36 +15,9 @@ if TYPE_CHECKING:
 
     from regard.inspect import Explanation, Recording
 
-Module = Annotated[
-    str | None,
-    typer.Option(
-        "--module",
-        metavar="PACKAGE.MODULE:FUNCTION",
-        help=(
-            "Instead of a text: your own function, which is imported and called without arguments. "
-            "It returns (model, inputs) or (model, inputs, labels): any torch.nn.Module, its "
-            "inputs, and texts for its tokens, as regard.inspect.record takes them."
-        ),
-        show_default="none",
-        rich_help_panel="A module of your own",
-    ),
-]
-Batch = Annotated[
-    int,
-    typer.Option(
-        help="Row of the batch of --module.", min=0, rich_help_panel="A module of your own"
-    ),
-]
-
 
 class ModuleRun(NamedTuple):
-    """A recorded run of a user's module.
-
-    Attributes:
-        name: what built it, as package.module:function.
-        model: the module.
-        recording: its attention.
-    """
+    """A recorded run of a user's module."""
 
     name: str
     model: nn.Module
@@ -57,13 +28,6 @@ def run_module(name: str) -> ModuleRun:
     """Import a function, call it, and record the module that it returns with its inputs.
 
     The module runs in evaluation mode; its mode is restored.
-
-    Args:
-        name: the function as package.module:function; the current folder is searched, too.
-
-    Raises:
-        ArgumentError: it cannot be imported.
-        typer.BadParameter: it is not a function, raises an error, or returns something else.
     """
     from torch import nn
 
@@ -133,19 +97,7 @@ def choose_module_head(
     head: int | None,
     batch: int,
 ) -> ModuleTarget:
-    """Return the place and head that were named, or where the query has the largest weight.
-
-    Args:
-        run: the recorded run.
-        query: row of a place, or its label; places without it are passed over.
-        key: column of a place, or its label; None means any.
-        place: name or index of the place; None chooses among all.
-        head: query head; None chooses among all.
-        batch: row of the batch.
-
-    Raises:
-        ArgumentError: there is no such place or head, or no place has the query and the key.
-    """
+    """Return the place and head that were named, or where the query has the largest weight."""
     import torch
 
     from regard.inspect import explain

@@ -14,7 +14,6 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from regard import __version__
-from regard.cli import COMMANDS
 from regard.cli._help_page import argument_name, help_page
 from regard.did_you_mean import did_you_mean, suggest
 from regard.errors import ArgumentError, ArgumentTypeError, RegardError
@@ -28,6 +27,25 @@ from regard.language import (
 from regard.text_table import line_width, wrap
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
+COMMANDS = {
+    "audit": "Test other people's attention code for faults.",
+    "bench": "Time regard against other installed implementations.",
+    "compare": "Compare attention mechanisms: cost, memory, speed, quality.",
+    "convert": "Convert a checkpoint: heads, latents, positions, dtype.",
+    "cost": "Compute parameters, FLOPs, cache bytes and least time of a model.",
+    "describe": "List the attention mechanisms, or describe one of them.",
+    "explain": "Explain one attention weight of a text, number by number.",
+    "extend": "Test context extensions beyond the trained length.",
+    "generate": "Continue a prompt with a model, and report speed and memory.",
+    "inspect": "Ablate, patch and attribute heads, and measure them.",
+    "layer": "Run one attention layer on random tokens, and print its tensors.",
+    "show": "Draw any attention mask, with its counts.",
+    "train": "Train a small model and its tokenizer on any text.",
+    "view": "Look at the attention of a model or a recording, at any length.",
+}
+"""Name -> one line of help. The module `regard.cli.<name>` has the function `<name>`, annotated for
+typer.
+"""
 ABOUT = "Build, run, inspect and compare attention mechanisms."
 EXAMPLE = 'For example: regard explain "a fluffy blue creature roamed the forest"'
 HELP = "Print this help, and exit."
@@ -81,7 +99,13 @@ class Command(_Localised, TyperCommand):
             raise typer.BadParameter(str(error), ctx, wrong_option(ctx, error)) from error
 
 
-OTHER_NAMES = {"groups": "kv_heads", "heads": "head", "length": "context", "places": "layer"}
+OTHER_NAMES = {
+    "groups": "kv_heads",
+    "heads": "head",
+    "length": "context",
+    "option": "settings",
+    "places": "layer",
+}
 """Arguments of the package, to the name that options of the same meaning have in some commands."""
 
 
@@ -90,10 +114,6 @@ def wrong_option(context: Any, error: RegardError) -> Any:
 
     It has the name of the error's argument, and holds the value if this is a text; or else holds
     the value, or `name=value` for that name; or has another name for the argument.
-
-    Args:
-        context: the context of the command.
-        error: an error that a function of the package raised.
     """
     values = {x: context.params.get(x.name) for x in context.command.params}
     texts = {
@@ -162,9 +182,6 @@ def load(name: str) -> Any:
 def paragraphs(docstring: str | None) -> list[str]:
     """Return the paragraphs of a docstring, each as one line, which typer fills to the width of the
     terminal.
-
-    >>> paragraphs("A sentence\\n    goes on.\\n\\n    Another one.")
-    ['A sentence goes on.', 'Another one.']
     """
     blocks = inspect.cleandoc(docstring or "").split("\n\n")
     return [" ".join(block.split()) for block in blocks]
@@ -175,12 +192,6 @@ def language_of_arguments(arguments: Sequence[str]) -> str:
 
     It is read before the rest of the command line, because help and errors are in this language,
     too.
-
-    Args:
-        arguments: the arguments of the command.
-
-    >>> language_of_arguments(["cost", "--lang", "zh"]), language_of_arguments(["--lang=en"])
-    ('zh', 'en')
     """
     chosen = language_of_locale()
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments

@@ -7,17 +7,23 @@ import json as json_format
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from regard.cli.options import (
-    Ignore,
+    COLOR,
+    IGNORE,
+    JSON,
+    REVISION,
     LoadOptions,
-    Revision,
+    argument,
     check_device_option,
     console_of,
+    grouped,
     load,
+    option,
     usage_error,
 )
 from regard.errors import ArgumentError, RegardError
@@ -119,169 +125,96 @@ UNTRIED = 3
 FROM_CODE = "from the code, or a small size"
 SIZES, CLAIMS, CALL = "Sizes", "What the code is claimed to be", "How the code is called"
 
-Target = Annotated[
-    str | None,
-    typer.Argument(
-        help="The code to audit, as package.module:name. It is a module class, a function that "
-        "builds a module, a module, or a function attend(q, k, v, ...).",
-        show_default="the model of --model",
-    ),
-]
-Folder = Annotated[
-    str | None,
-    typer.Option(
-        help='Audit a model instead: "tiny", a Hugging Face folder, or org/name on the hub.',
-        show_default="none",
-    ),
-]
-Dim = Annotated[
-    int | None, typer.Option(help="Model width.", show_default=FROM_CODE, rich_help_panel=SIZES)
-]
-Heads = Annotated[
-    int | None,
-    typer.Option(help="Number of query heads.", show_default=FROM_CODE, rich_help_panel=SIZES),
-]
-KvHeads = Annotated[
-    int | None,
-    typer.Option(help="Number of key/value heads.", show_default=FROM_CODE, rich_help_panel=SIZES),
-]
-HeadDim = Annotated[
-    int | None,
-    typer.Option(help="Width of one head.", show_default=FROM_CODE, rich_help_panel=SIZES),
-]
-Causal = Annotated[
-    bool | None,
-    typer.Option(
+
+@dataclass(frozen=True)
+class ClaimOptions:
+    """What the code is claimed to be, and how it is called: see `regard.audit.AuditClaims`."""
+
+    dim: int | None = option("Model width.", shown=FROM_CODE, panel=SIZES)
+    heads: int | None = option("Number of query heads.", shown=FROM_CODE, panel=SIZES)
+    kv_heads: int | None = option("Number of key/value heads.", shown=FROM_CODE, panel=SIZES)
+    head_dim: int | None = option("Width of one head.", shown=FROM_CODE, panel=SIZES)
+    causal: bool | None = option(
+        "Whether the code must hide later tokens.",
         "--causal/--bidirectional",
-        help="Whether the code must hide later tokens.",
-        show_default="what the code does",
-        rich_help_panel=CLAIMS,
-    ),
-]
-Window = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of keys that a query attends to, its own included.", rich_help_panel=CLAIMS
-    ),
-]
-Scale = Annotated[
-    float | None,
-    typer.Option(
-        help="Factor on the scores.", show_default="1/sqrt(head dim)", rich_help_panel=CLAIMS
-    ),
-]
-Mask = Annotated[
-    str | None,
-    typer.Option(
-        help="Mask convention: keep (True = may attend), block (True = hidden) or additive.",
-        show_default="the convention under which the checks pass",
-        rich_help_panel=CLAIMS,
-    ),
-]
-Layout = Annotated[
-    str,
-    typer.Option(
-        help="Dimension order of the tensors that a function takes: BHTD (batch, heads, tokens, "
+        shown="what the code does",
+        panel=CLAIMS,
+    )
+    window: int | None = option(
+        "Number of keys that a query attends to, its own included.", panel=CLAIMS
+    )
+    scale: float | None = option("Factor on the scores.", shown="1/sqrt(head dim)", panel=CLAIMS)
+    mask: str | None = option(
+        "Mask convention: keep (True = may attend), block (True = hidden) or additive.",
+        shown="the convention under which the checks pass",
+        panel=CLAIMS,
+    )
+    layout: str = option(
+        "Dimension order of the tensors that a function takes: BHTD (batch, heads, tokens, "
         "head dim) or BTHD.",
-        rich_help_panel=CALL,
-    ),
-]
-Rotary = Annotated[
-    bool,
-    typer.Option(
-        "--rotary",
-        help="The target is a function rotate(x) or rotate(x, positions).",
-        rich_help_panel=CALL,
-    ),
-]
-Adapter = Annotated[
-    str | None,
-    typer.Option(
-        help="Your own function that calls the target, as package.module:name. Its signature is "
-        "adapter(target, x, ...) -> output.",
-        rich_help_panel=CALL,
-    ),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Argument of the constructor, as name=value. Repeatable.",
-        rich_help_panel=CALL,
-    ),
-]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="Number format in which the code runs: float32, float16, bfloat16 or float64.",
-        rich_help_panel=CALL,
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="Device on which the code runs: cpu, cuda, ... The checks compute on the CPU.",
-        show_default="the CPU",
-        rich_help_panel=CALL,
-    ),
-]
-Strict = Annotated[
-    bool,
-    typer.Option(
-        "--strict",
-        help="Also require that NaN at a masked key reaches no output, and that the output of a "
-        "query whose keys are all masked is 0.",
-    ),
-]
-Accept = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Name of a known fault, which is listed but does not change the exit code. Repeatable."
-    ),
-]
-Untried = Annotated[
-    bool,
-    typer.Option(
-        "--allow-untried", help="Exit with 0 even if a check that applies could not be made."
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Random seed for weights and inputs.")]
-List = Annotated[
-    bool, typer.Option("--list", help="List all faults that the audit can name, and exit.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
-Color = Annotated[
-    bool | None,
-    typer.Option("--color/--no-color", help="Colour the output.", show_default="on a terminal"),
-]
+        default="BHTD",
+        panel=CALL,
+    )
 
 
+@grouped
 def audit(
-    target: Target = None,
-    model: Folder = None,
-    dim: Dim = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    causal: Causal = None,
-    window: Window = None,
-    scale: Scale = None,
-    mask: Mask = None,
-    layout: Layout = "BHTD",
-    rotary: Rotary = False,
-    adapter: Adapter = None,
-    settings: Set = None,
-    dtype: Dtype = "float32",
-    device: Device = None,
-    revision: Revision = None,
-    ignore: Ignore = None,
-    strict: Strict = False,
-    accept: Accept = None,
-    allow_untried: Untried = False,
-    seed: Seed = 0,
-    list_faults: List = False,
-    json: Json = False,
-    color: Color = None,
+    target: str | None = argument(
+        "The code to audit, as package.module:name. It is a module class, a function that "
+        "builds a module, a module, or a function attend(q, k, v, ...).",
+        shown="the model of --model",
+    ),
+    model: str | None = option(
+        'Audit a model instead: "tiny", a Hugging Face folder, or org/name on the hub.'
+    ),
+    rotary: bool = option(
+        "The target is a function rotate(x) or rotate(x, positions).",
+        "--rotary",
+        default=False,
+        panel=CALL,
+    ),
+    adapter: str | None = option(
+        "Your own function that calls the target, as package.module:name. Its signature is "
+        "adapter(target, x, ...) -> output.",
+        panel=CALL,
+    ),
+    settings: list[str] | None = option(
+        "Argument of the constructor, as name=value. Repeatable.", "--set", panel=CALL
+    ),
+    dtype: str = option(
+        "Number format in which the code runs: float32, float16, bfloat16 or float64.",
+        default="float32",
+        panel=CALL,
+    ),
+    device: str | None = option(
+        "Device on which the code runs: cpu, cuda, ... The checks compute on the CPU.",
+        shown="the CPU",
+        panel=CALL,
+    ),
+    revision: str | None = REVISION,
+    ignore: list[str] | None = IGNORE,
+    strict: bool = option(
+        "Also require that NaN at a masked key reaches no output, and that the output of a "
+        "query whose keys are all masked is 0.",
+        "--strict",
+        default=False,
+    ),
+    accept: list[str] | None = option(
+        "Name of a known fault, which is listed but does not change the exit code. Repeatable."
+    ),
+    allow_untried: bool = option(
+        "Exit with 0 even if a check that applies could not be made.",
+        "--allow-untried",
+        default=False,
+    ),
+    seed: int = option("Random seed for weights and inputs.", default=0),
+    list_faults: bool = option(
+        "List all faults that the audit can name, and exit.", "--list", default=False
+    ),
+    json: bool = JSON,
+    color: bool | None = COLOR,
+    *,
+    claims: ClaimOptions,
 ) -> None:
     """Find faults in attention code: masks, leaks, scale, heads, rotary, windows, caches, padding.
 
@@ -300,17 +233,6 @@ def audit(
     if model is None and (ignore or revision):
         hint = "--ignore" if ignore else "--revision"
         raise usage_error(hint, "only applies to a model that --model loads; leave it out")
-    claims = {
-        "dim": dim,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "causal": causal,
-        "window": window,
-        "scale": scale,
-        "mask": mask,
-        "layout": layout,
-    }
     try:
         if rotary and adapter:
             raise usage_error(
@@ -326,7 +248,7 @@ def audit(
             accept=accept or (),
             seed=seed,
             device=device,
-            **claims,
+            **vars(claims),
         )
     except RegardError as error:  # 1 means faults
         raise ArgumentError(str(error), argument=error.argument, value=error.value) from error

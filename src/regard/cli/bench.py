@@ -206,16 +206,7 @@ def _run(
     plot: Path | None,
     memory: dict[str, Any] | None,
 ) -> int:
-    """Measure the cases, print and write the results, and return the exit code.
-
-    Args:
-        jobs: case, sizes and dtype of each measurement.
-        device: the device to measure on.
-        budget: the limits of rounds and time.
-        json: the name of the JSON file, or "-".
-        plot: the name of the chart.
-        memory: the options --size, --length and --batch by name if memory is measured, or None.
-    """
+    """Measure the cases, print and write the results, and return the exit code."""
     from regard.bench import Ceilings, measure
     from regard.bench.render import (
         accelerated_table,

@@ -7,11 +7,21 @@ from __future__ import annotations
 import json as json_format
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from regard.cli.options import check_device_option, check_files, note, usage_error
+from regard.cli.options import (
+    HTML_PAGE,
+    JSON,
+    THREADS,
+    argument,
+    check_device_option,
+    check_files,
+    note,
+    option,
+    usage_error,
+)
 from regard.language import Phrase, translate
 from regard.text_table import line_width, wrap
 
@@ -19,168 +29,6 @@ if TYPE_CHECKING:
     from regard.compare.comparison import Comparison, ComparisonPlan
 
 _SIZES, _TIME, _QUALITY, _OUT = "Sizes", "Measurements", "Quality (training)", "Output"
-
-
-def _option(panel: str, text: str, *names: str, **more: Any) -> object:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="MECHANISM",
-        help=(
-            "Mechanisms: names that --list shows, or names of the catalogue (regard "
-            "describe) with options: gqa:groups=1, retention."
-        ),
-        show_default="those of --list",
-    ),
-]
-Dim = Annotated[int, _option(_SIZES, "Model width M.", min=2)]
-Layers = Annotated[int, _option(_SIZES, "Number of layers.", min=1)]
-Heads = Annotated[int, _option(_SIZES, "Number of query heads H.", min=1)]
-Like = Annotated[
-    str | None,
-    _option(
-        _SIZES,
-        (
-            "Model whose sizes are used, such as qwen2-0.5b (regard cost --list names them), or a "
-            "config.json; it replaces --dim, --layers, --heads and --hidden."
-        ),
-        metavar="MODEL",
-        show_default="the sizes below",
-    ),
-]
-Hidden = Annotated[
-    int | None,
-    _option(_SIZES, "Width of the feed-forward layers.", min=1, show_default="8/3 of dim"),
-]
-Window = Annotated[
-    int,
-    _option(
-        _SIZES,
-        "Number of tokens in a sliding window, in a segment of Infini-attention, and in the cache "
-        "of the mechanism sinks.",
-        min=1,
-    ),
-]
-Same = Annotated[
-    str,
-    _option(
-        _SIZES,
-        (
-            "What all models have in common: sizes, or parameters, where the "
-            "feed-forward width is chosen to match."
-        ),
-    ),
-]
-Context = Annotated[
-    list[int] | None,
-    _option(
-        _TIME,
-        (
-            "Context length: tokens of the timed prompt, and of the sequence whose last token is "
-            "decoded. Repeatable."
-        ),
-        min=1,
-        show_default="512, 2048, 8192",
-    ),
-]
-Length = Annotated[int, _option(_TIME, "Number of tokens of a row in training.", min=2)]
-Training = Annotated[
-    bool,
-    _option(
-        _TIME,
-        "Whether to time a training step, which needs 16 bytes for each parameter.",
-        "--training/--no-training",
-    ),
-]
-Batch = Annotated[int, _option(_TIME, "Number of rows of a training step.", min=1)]
-Rounds = Annotated[int, _option(_TIME, "Number of rounds; each times every mechanism once.", min=1)]
-Seconds = Annotated[
-    float, _option(_TIME, "Time limit of the rounds of each measurement, in seconds.", min=0.01)
-]
-Memory = Annotated[
-    bool,
-    _option(
-        _TIME,
-        ("Whether to measure peak memory, in a separate process for each mechanism."),
-        "--memory/--no-memory",
-    ),
-]
-Threads = Annotated[
-    int | None, _option(_TIME, "Number of CPU threads.", min=1, show_default="torch's number")
-]
-Device = Annotated[
-    str | None,
-    _option(
-        _TIME, "Device on which models run and are trained: cpu or cuda.", show_default="the CPU"
-    ),
-]
-Quality = Annotated[
-    bool,
-    _option(_QUALITY, "Also train each mechanism, on the same text and recall tasks.", "--quality"),
-]
-Tasks = Annotated[
-    list[str] | None,
-    _option(
-        _QUALITY,
-        "Task to train on and test with: text, mqar or passkey. Repeatable.",
-        "--task",
-        show_default="all three",
-    ),
-]
-Text = Annotated[
-    str,
-    _option(_QUALITY, "Text to train on, read as bytes: a UTF-8 file, a folder, or python-docs."),
-]
-Minutes = Annotated[
-    float,
-    _option(
-        _QUALITY, "Time limit for the whole run in minutes; training is shortened to fit.", min=0.1
-    ),
-]
-Steps = Annotated[
-    int | None,
-    _option(
-        _QUALITY,
-        "Number of optimiser steps, whatever time they take.",
-        min=1,
-        show_default="as many as fit",
-    ),
-]
-Rates = Annotated[
-    list[float] | None,
-    _option(
-        _QUALITY,
-        "Learning rate for all mechanisms. Repeatable: the rate with the lowest validation loss is "
-        "used.",
-        "--lr",
-        show_default="0.003; for recurrent mechanisms 0.001, 0.003 and 0.01",
-    ),
-]
-Seeds = Annotated[
-    int, _option(_QUALITY, "Number of random seeds 0, 1, ...; a model is trained with each.", min=1)
-]
-Out = Annotated[
-    Path | None,
-    _option(
-        _OUT,
-        ("Folder in which measurements are saved; a later run with the same folder continues."),
-    ),
-]
-Json = Annotated[bool, _option(_OUT, "Print the results as JSON.", "--json")]
-Csv = Annotated[
-    Path | None,
-    _option(_OUT, "Write a line of CSV for each mechanism to this file.", metavar="FILE"),
-]
-Html = Annotated[
-    Path | None, _option(_OUT, "Write an HTML page with plots to this file.", metavar="FILE")
-]
-List = Annotated[
-    bool,
-    _option(_OUT, "List the default mechanisms and the tasks, and exit.", "--list"),
-]
 
 
 EPILOG = (
@@ -191,35 +39,126 @@ EPILOG = (
 
 def compare(
     ctx: typer.Context,
-    names: Names = None,
-    like: Like = None,
-    dim: Dim = 128,
-    layers: Layers = 2,
-    heads: Heads = 4,
-    hidden: Hidden = None,
-    window: Window = 16,
-    same: Same = "sizes",
-    context: Context = None,
-    length: Length = 256,
-    batch: Batch = 8,
-    training: Training = True,
-    rounds: Rounds = 7,
-    seconds: Seconds = 20.0,
-    memory: Memory = True,
-    threads: Threads = None,
-    device: Device = None,
-    quality: Quality = False,
-    task: Tasks = None,
-    text: Text = "python-docs",
-    minutes: Minutes = 30.0,
-    steps: Steps = None,
-    lr: Rates = None,
-    seeds: Seeds = 1,
-    out: Out = None,
-    json: Json = False,
-    csv: Csv = None,
-    html: Html = None,
-    list_: List = False,
+    names: list[str] | None = argument(
+        "Mechanisms: names that --list shows, or names of the catalogue (regard describe) "
+        "with options: gqa:groups=1, retention.",
+        shown="those of --list",
+        metavar="MECHANISM",
+    ),
+    like: str | None = option(
+        "Model whose sizes are used, such as qwen2-0.5b (regard cost --list names them), or a "
+        "config.json; it replaces --dim, --layers, --heads and --hidden.",
+        shown="the sizes below",
+        panel=_SIZES,
+        metavar="MODEL",
+    ),
+    dim: int = option("Model width M.", default=128, panel=_SIZES, min=2),
+    layers: int = option("Number of layers.", default=2, panel=_SIZES, min=1),
+    heads: int = option("Number of query heads H.", default=4, panel=_SIZES, min=1),
+    hidden: int | None = option(
+        "Width of the feed-forward layers.", shown="8/3 of dim", panel=_SIZES, min=1
+    ),
+    window: int = option(
+        "Number of tokens in a sliding window, in a segment of Infini-attention, and in the "
+        "cache of the mechanism sinks.",
+        default=16,
+        panel=_SIZES,
+        min=1,
+    ),
+    same: str = option(
+        "What all models have in common: sizes, or parameters, where the feed-forward width "
+        "is chosen to match.",
+        default="sizes",
+        panel=_SIZES,
+    ),
+    context: list[int] | None = option(
+        "Context length: tokens of the timed prompt, and of the sequence whose last token is "
+        "decoded. Repeatable.",
+        shown="512, 2048, 8192",
+        panel=_TIME,
+        min=1,
+    ),
+    length: int = option("Number of tokens of a row in training.", default=256, panel=_TIME, min=2),
+    batch: int = option("Number of rows of a training step.", default=8, panel=_TIME, min=1),
+    training: bool = option(
+        "Whether to time a training step, which needs 16 bytes for each parameter.",
+        "--training/--no-training",
+        default=True,
+        panel=_TIME,
+    ),
+    rounds: int = option(
+        "Number of rounds; each times every mechanism once.", default=7, panel=_TIME, min=1
+    ),
+    seconds: float = option(
+        "Time limit of the rounds of each measurement, in seconds.",
+        default=20.0,
+        panel=_TIME,
+        min=0.01,
+    ),
+    memory: bool = option(
+        "Whether to measure peak memory, in a separate process for each mechanism.",
+        "--memory/--no-memory",
+        default=True,
+        panel=_TIME,
+    ),
+    threads: int | None = THREADS,
+    device: str | None = option(
+        "Device on which models run and are trained: cpu or cuda.", shown="the CPU", panel=_TIME
+    ),
+    quality: bool = option(
+        "Also train each mechanism, on the same text and recall tasks.",
+        "--quality",
+        default=False,
+        panel=_QUALITY,
+    ),
+    task: list[str] | None = option(
+        "Task to train on and test with: text, mqar or passkey. Repeatable.",
+        "--task",
+        shown="all three",
+        panel=_QUALITY,
+    ),
+    text: str = option(
+        "Text to train on, read as bytes: a UTF-8 file, a folder, or python-docs.",
+        default="python-docs",
+        panel=_QUALITY,
+    ),
+    minutes: float = option(
+        "Time limit for the whole run in minutes; training is shortened to fit.",
+        default=30.0,
+        panel=_QUALITY,
+        min=0.1,
+    ),
+    steps: int | None = option(
+        "Number of optimiser steps, whatever time they take.",
+        shown="as many as fit",
+        panel=_QUALITY,
+        min=1,
+    ),
+    lr: list[float] | None = option(
+        "Learning rate for all mechanisms. Repeatable: the rate with the lowest validation "
+        "loss is used.",
+        "--lr",
+        shown="0.003; for recurrent mechanisms 0.001, 0.003 and 0.01",
+        panel=_QUALITY,
+    ),
+    seeds: int = option(
+        "Number of random seeds 0, 1, ...; a model is trained with each.",
+        default=1,
+        panel=_QUALITY,
+        min=1,
+    ),
+    out: Path | None = option(
+        "Folder in which measurements are saved; a later run with the same folder continues.",
+        panel=_OUT,
+    ),
+    json: bool = JSON,
+    csv: Path | None = option(
+        "Write a line of CSV for each mechanism to this file.", panel=_OUT, metavar="FILE"
+    ),
+    html: Path | None = HTML_PAGE,
+    list_: bool = option(
+        "List the default mechanisms and the tasks, and exit.", "--list", default=False, panel=_OUT
+    ),
 ) -> None:
     """Measure attention mechanisms as decoders of one shape: cache size, time of a prompt, a token
     and a training step, and peak memory.

@@ -10,11 +10,20 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from regard.cli.options import Ignore, Revision, note, report_ignored, usage_error
+from regard.cli.options import (
+    IGNORE,
+    JSON,
+    REVISION,
+    argument,
+    note,
+    option,
+    report_ignored,
+    usage_error,
+)
 from regard.errors import FileError
 from regard.files.regular_files import read_text
 from regard.language import translate, translate_count
@@ -214,161 +223,86 @@ MAX_TEXT_BYTES = 1 << 30
 """The maximum size in bytes of a text to measure on."""
 HEADS, POSITIONS, MEASURING, HEALING = "Attention", "Positions", "Measurement", "Finetuning"
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        help=('The checkpoint to convert: a Hugging Face folder, "tiny", or org/name on the hub.'),
-        metavar="FOLDER",
-    ),
-]
-Out = Annotated[
-    Path, typer.Argument(help="The folder to write; it must be new or empty.", metavar="OUT")
-]
-To = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "Attention of the new checkpoint: mha, gqa (with --kv-heads), mqa, or mla "
-            "(with --rank)."
-        ),
-        rich_help_panel=HEADS,
-        show_default="unchanged",
-    ),
-]
-KvHeads = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of key/value heads. For fewer heads, heads are pooled; for more, heads are "
-        "repeated.",
-        min=1,
-        rich_help_panel=HEADS,
-    ),
-]
-Groups = Annotated[
-    str,
-    typer.Option(
-        help=(
-            "How heads are pooled: mean, or svd, which moves the differences into the "
-            "query and output matrices."
-        ),
-        rich_help_panel=HEADS,
-    ),
-]
-Rank = Annotated[
-    int | None,
-    typer.Option(
-        help="Size of the MLA latent, kv_lora_rank.",
-        min=2,
-        rich_help_panel=HEADS,
-        show_default="full rank, which is exact",
-    ),
-]
-RotaryLayout = Annotated[
-    str | None,
-    typer.Option(
-        help=("Which dims form a rotary pair in the new checkpoint: half or interleaved."),
-        rich_help_panel=POSITIONS,
-    ),
-]
-StoredLayout = Annotated[
-    str | None,
-    typer.Option(
-        help=("The rotary layout of the stored weights, if config.json has the wrong one."),
-        rich_help_panel=POSITIONS,
-    ),
-]
-Context = Annotated[
-    int | None,
-    typer.Option(
-        help="Context length to reach by scaling rotary positions, in tokens.",
-        min=1,
-        rich_help_panel=POSITIONS,
-    ),
-]
-Scaling = Annotated[
-    str,
-    typer.Option(
-        help="Method of --context: linear, ntk, dynamic, yarn or llama3.", rich_help_panel=POSITIONS
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Number format of the weights: float32, float16, bfloat16 or float64.",
-        show_default="unchanged",
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        help="Store the weights of linear maps, head and embedding as int8 or int4.",
-        show_default="unchanged",
-    ),
-]
-Text = Annotated[
-    Path | None,
-    typer.Option(
-        help="Text file on which both models are measured.",
-        show_default="the topics of pydoc",
-        rich_help_panel=MEASURING,
-    ),
-]
-Tokens = Annotated[
-    int,
-    typer.Option(help="Maximum number of tokens to measure on.", min=2, rich_help_panel=MEASURING),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of tokens in a window of the text.",
-        min=2,
-        show_default="the trained length, at most 512",
-        rich_help_panel=MEASURING,
-    ),
-]
-HealSteps = Annotated[
-    int | None,
-    typer.Option(
-        "--heal",
-        help=("Finetune all weights on the text for this many steps after the conversion."),
-        min=1,
-        rich_help_panel=HEALING,
-    ),
-]
-Lr = Annotated[float, typer.Option(help="Peak learning rate of --heal.", rich_help_panel=HEALING)]
-Batch = Annotated[
-    int, typer.Option(help="Number of windows in a step of --heal.", min=1, rich_help_panel=HEALING)
-]
-Seed = Annotated[
-    int,
-    typer.Option(help="Random seed for the order of the data in --heal.", rich_help_panel=HEALING),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
-
 
 def convert(
-    folder: Source,
-    out: Out,
-    to: To = None,
-    kv_heads: KvHeads = None,
-    groups: Groups = "mean",
-    rank: Rank = None,
-    rotary_layout: RotaryLayout = None,
-    stored_layout: StoredLayout = None,
-    context: Context = None,
-    scaling: Scaling = "yarn",
-    dtype: Dtype = None,
-    weights: Weights = None,
-    revision: Revision = None,
-    ignore: Ignore = None,
-    text: Text = None,
-    tokens: Tokens = 4096,
-    length: Length = None,
-    heal: HealSteps = None,
-    lr: Lr = 3e-4,
-    batch: Batch = 4,
-    seed: Seed = 0,
-    json: Json = False,
+    folder: str = argument(
+        'The checkpoint to convert: a Hugging Face folder, "tiny", or org/name on the hub.',
+        default=...,
+        metavar="FOLDER",
+    ),
+    out: Path = argument(
+        "The folder to write; it must be new or empty.", default=..., metavar="OUT"
+    ),
+    to: str | None = option(
+        "Attention of the new checkpoint: mha, gqa (with --kv-heads), mqa, or mla (with --rank).",
+        shown="unchanged",
+        panel=HEADS,
+    ),
+    kv_heads: int | None = option(
+        "Number of key/value heads. For fewer heads, heads are pooled; for more, heads are "
+        "repeated.",
+        panel=HEADS,
+        min=1,
+    ),
+    groups: str = option(
+        "How heads are pooled: mean, or svd, which moves the differences into the query and "
+        "output matrices.",
+        default="mean",
+        panel=HEADS,
+    ),
+    rank: int | None = option(
+        "Size of the MLA latent, kv_lora_rank.",
+        shown="full rank, which is exact",
+        panel=HEADS,
+        min=2,
+    ),
+    rotary_layout: str | None = option(
+        "Which dims form a rotary pair in the new checkpoint: half or interleaved.", panel=POSITIONS
+    ),
+    stored_layout: str | None = option(
+        "The rotary layout of the stored weights, if config.json has the wrong one.",
+        panel=POSITIONS,
+    ),
+    context: int | None = option(
+        "Context length to reach by scaling rotary positions, in tokens.", panel=POSITIONS, min=1
+    ),
+    scaling: str = option(
+        "Method of --context: linear, ntk, dynamic, yarn or llama3.",
+        default="yarn",
+        panel=POSITIONS,
+    ),
+    dtype: str | None = option(
+        "Number format of the weights: float32, float16, bfloat16 or float64.", shown="unchanged"
+    ),
+    weights: str | None = option(
+        "Store the weights of linear maps, head and embedding as int8 or int4.", shown="unchanged"
+    ),
+    revision: str | None = REVISION,
+    ignore: list[str] | None = IGNORE,
+    text: Path | None = option(
+        "Text file on which both models are measured.", shown="the topics of pydoc", panel=MEASURING
+    ),
+    tokens: int = option(
+        "Maximum number of tokens to measure on.", default=4096, panel=MEASURING, min=2
+    ),
+    length: int | None = option(
+        "Number of tokens in a window of the text.",
+        shown="the trained length, at most 512",
+        panel=MEASURING,
+        min=2,
+    ),
+    heal: int | None = option(
+        "Finetune all weights on the text for this many steps after the conversion.",
+        "--heal",
+        panel=HEALING,
+        min=1,
+    ),
+    lr: float = option("Peak learning rate of --heal.", default=3e-4, panel=HEALING),
+    batch: int = option("Number of windows in a step of --heal.", default=4, panel=HEALING, min=1),
+    seed: int = option(
+        "Random seed for the order of the data in --heal.", default=0, panel=HEALING
+    ),
+    json: bool = JSON,
 ) -> None:
     """Write a checkpoint with other heads, latents, positions, dtype or weights of fewer bits,
     and report what the conversion loses.

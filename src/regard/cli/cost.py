@@ -7,11 +7,11 @@ from __future__ import annotations
 import json as json_format
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from regard.cli.options import note, usage_error
+from regard.cli.options import JSON, argument, grouped, note, option, usage_error
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.model import ModelSpec, StoredSize
 from regard.cost.ranks import METHODS, RanksReport
@@ -34,193 +34,6 @@ if TYPE_CHECKING:
     from regard.configs.base import Raw
     from regard.configs.suggested_sizes import BaseModel, CountedLayer, MechanismChoice
 
-Source = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help=(
-            "A model: a name that --list shows, a config.json or its folder, a GGUF file, or "
-            "org/name on the hub."
-        ),
-        show_default="sizes given as options",
-    ),
-]
-Revision = Annotated[
-    str | None,
-    typer.Option(help="The branch, tag or commit of MODEL on the hub.", show_default="main branch"),
-]
-Context = Annotated[
-    str | None,
-    typer.Option(help="Number of tokens in the context: 4096, 8k, 1M.", show_default="4096"),
-]
-Batch = Annotated[int, typer.Option(help="Number of sequences at once.", min=1)]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Number format of weights: fp32, bf16, fp16, fp8, int8, int4 or int2.",
-        show_default="that of config.json, or bf16",
-    ),
-]
-KvDtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Number format of the KV cache, named as for --dtype.",
-        show_default="that of weights, but at least 16 bits",
-    ),
-]
-MachineOption = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "Also print lower bounds of the times on a machine: a name that --list shows, or "
-            "here, which measures the machine that runs this command."
-        ),
-        show_default="none",
-    ),
-]
-Bandwidth = Annotated[
-    float | None,
-    typer.Option(
-        help="Memory bandwidth of another machine in bytes per second, with --flops.",
-        show_default=False,
-    ),
-]
-Flops = Annotated[
-    float | None,
-    typer.Option(help="FLOPs per second of another machine, with --bandwidth.", show_default=False),
-]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        help="Also plan the model over this many ranks of the machine, by each method.",
-        min=1,
-        show_default="one process",
-    ),
-]
-Link = Annotated[
-    float | None,
-    typer.Option(
-        help="Bytes per second that a rank sends to others, with --ranks.",
-        show_default="that of the machine",
-    ),
-]
-Method = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "With --ranks: show one method only: exchange, gather, heads, tensor or "
-            "'tensor x exchange'."
-        ),
-        show_default="all",
-    ),
-]
-Versus = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--vs",
-        help="Another model to compare with, named as for MODEL. Repeatable.",
-        show_default=False,
-    ),
-]
-Mechanisms = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAMES",
-        help=(
-            "Print one row for each of these mechanisms in place of the model's attention, such "
-            "as mha,gqa:8,mla,window:4096,local_global,linear; `regard describe` lists them all. "
-            "Sizes that are not given are those of published models of that width."
-        ),
-        show_default=False,
-    ),
-]
-Sweep = Annotated[
-    str | None,
-    typer.Option(
-        help=("Print a row for each context in a range, doubled from row to row: context=1k..1M."),
-        show_default=False,
-    ),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help=("Draw the range of --sweep (default: 1k..128k) to this .svg, .png or .pdf file."),
-        show_default=False,
-    ),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="With --mechanisms: write the tables, the charts and their sources to this HTML file.",
-        show_default=False,
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
-List = Annotated[bool, typer.Option("--list", help="List the known models and machines, and exit.")]
-
-Layers = Annotated[int | None, typer.Option(help="Number of layers.", show_default=False)]
-Dim = Annotated[int | None, typer.Option(help="Model width M.", show_default=False)]
-Heads = Annotated[int | None, typer.Option(help="Number of query heads H.", show_default=False)]
-KvHeads = Annotated[int | None, typer.Option(help="Number of key/value heads G.", show_default="H")]
-HeadDim = Annotated[int | None, typer.Option(help="Width D of a head.", show_default="M / H")]
-Attention = Annotated[
-    str | None,
-    typer.Option(
-        help="Attention mechanism, by its name in regard describe.",
-        show_default="mha or gqa, depending on G",
-    ),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Another option of the mechanism, such as kv_rank=512. Repeatable.",
-        show_default=False,
-    ),
-]
-Window = Annotated[
-    int | None,
-    typer.Option(help="Maximum number of keys that a query attends to.", show_default="no limit"),
-]
-GlobalEvery = Annotated[
-    int | None,
-    typer.Option(help="With --window: every n-th layer has no window.", show_default=False),
-]
-FF = Annotated[
-    int | None,
-    typer.Option("--ff", help="Hidden width F of the feed-forward layers.", show_default="4 M"),
-]
-Gated = Annotated[
-    bool | None,
-    typer.Option(
-        "--gated/--plain", help="Whether the feed-forward layers have a gate.", show_default="gated"
-    ),
-]
-Vocab = Annotated[int | None, typer.Option(help="Vocabulary size V.", show_default="32000")]
-Tied = Annotated[
-    bool | None,
-    typer.Option(
-        "--tied/--untied", help="Whether the output head is the embedding.", show_default="untied"
-    ),
-]
-Experts = Annotated[int | None, typer.Option(help="Number of experts.", show_default=False)]
-Active = Annotated[
-    int | None, typer.Option(help="Number of experts that a token uses.", show_default=False)
-]
-ExpertFF = Annotated[
-    int | None,
-    typer.Option("--expert-ff", help="Hidden width F of an expert.", show_default="--ff"),
-]
-Shared = Annotated[
-    int | None,
-    typer.Option(help="Number of shared experts, which all tokens use.", show_default=False),
-]
-DenseLayers = Annotated[
-    int | None, typer.Option(help="Number of first layers without experts.", show_default=False)
-]
-
 
 EPILOG = "For example: regard cost llama-3-8b --context 32k --machine h100-sxm --vs deepseek-v3"
 DEFAULT_CONTEXT, DEFAULT_RANGE = 4096, "context=1k..128k"
@@ -228,44 +41,111 @@ DEFAULT_CONTEXT, DEFAULT_RANGE = 4096, "context=1k..128k"
 Rows = dict[str, list[dict[str, object]]]
 
 
+@dataclass(frozen=True)
+class SizeOptions:
+    """The sizes of a model that is not named."""
+
+    layers: int | None = option("Number of layers.")
+    dim: int | None = option("Model width M.")
+    heads: int | None = option("Number of query heads H.")
+    attention: str | None = option(
+        "Attention mechanism, by its name in regard describe.", shown="mha or gqa, depending on G"
+    )
+    global_every: int | None = option("With --window: every n-th layer has no window.")
+    ff: int | None = option("Hidden width F of the feed-forward layers.", "--ff", shown="4 M")
+    gated: bool | None = option(
+        "Whether the feed-forward layers have a gate.", "--gated/--plain", shown="gated"
+    )
+    vocab: int | None = option("Vocabulary size V.", shown="32000")
+    tied: bool | None = option(
+        "Whether the output head is the embedding.", "--tied/--untied", shown="untied"
+    )
+    experts: int | None = option("Number of experts.")
+    active: int | None = option("Number of experts that a token uses.")
+    expert_ff: int | None = option("Hidden width F of an expert.", "--expert-ff", shown="--ff")
+    shared: int | None = option("Number of shared experts, which all tokens use.")
+    dense_layers: int | None = option("Number of first layers without experts.")
+
+
+@dataclass(frozen=True)
+class MechanismOptions:
+    """The options of the attention of a model that is not named."""
+
+    kv_heads: int | None = option("Number of key/value heads G.", shown="H")
+    head_dim: int | None = option("Width D of a head.", shown="M / H")
+    settings: list[str] | None = option(
+        "Another option of the mechanism, such as kv_rank=512. Repeatable.", "--set"
+    )
+    window: int | None = option("Maximum number of keys that a query attends to.", shown="no limit")
+
+
+@grouped
 def cost(
-    source: Source = None,
-    revision: Revision = None,
-    context: Context = None,
-    batch: Batch = 1,
-    dtype: Dtype = None,
-    kv_dtype: KvDtype = None,
-    machine: MachineOption = None,
-    bandwidth: Bandwidth = None,
-    flops: Flops = None,
-    ranks: Ranks = None,
-    link: Link = None,
-    method: Method = None,
-    vs: Versus = None,
-    mechanisms: Mechanisms = None,
-    sweep: Sweep = None,
-    plot: Plot = None,
-    html: Html = None,
-    json: Json = False,
-    list_: List = False,
-    layers: Layers = None,
-    dim: Dim = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    attention: Attention = None,
-    option: Set = None,
-    window: Window = None,
-    global_every: GlobalEvery = None,
-    ff: FF = None,
-    gated: Gated = None,
-    vocab: Vocab = None,
-    tied: Tied = None,
-    experts: Experts = None,
-    active: Active = None,
-    expert_ff: ExpertFF = None,
-    shared: Shared = None,
-    dense_layers: DenseLayers = None,
+    source: str | None = argument(
+        "A model: a name that --list shows, a config.json or its folder, a GGUF file, or "
+        "org/name on the hub.",
+        shown="sizes given as options",
+        metavar="MODEL",
+    ),
+    revision: str | None = option(
+        "The branch, tag or commit of MODEL on the hub.", shown="main branch"
+    ),
+    context: str | None = option("Number of tokens in the context: 4096, 8k, 1M.", shown="4096"),
+    batch: int = option("Number of sequences at once.", default=1, min=1),
+    dtype: str | None = option(
+        "Number format of weights: fp32, bf16, fp16, fp8, int8, int4 or int2.",
+        shown="that of config.json, or bf16",
+    ),
+    kv_dtype: str | None = option(
+        "Number format of the KV cache, named as for --dtype.",
+        shown="that of weights, but at least 16 bits",
+    ),
+    machine: str | None = option(
+        "Also print lower bounds of the times on a machine: a name that --list shows, or "
+        "here, which measures the machine that runs this command."
+    ),
+    bandwidth: float | None = option(
+        "Memory bandwidth of another machine in bytes per second, with --flops."
+    ),
+    flops: float | None = option("FLOPs per second of another machine, with --bandwidth."),
+    ranks: int | None = option(
+        "Also plan the model over this many ranks of the machine, by each method.",
+        shown="one process",
+        min=1,
+    ),
+    link: float | None = option(
+        "Bytes per second that a rank sends to others, with --ranks.", shown="that of the machine"
+    ),
+    method: str | None = option(
+        "With --ranks: show one method only: exchange, gather, heads, tensor or 'tensor x "
+        "exchange'.",
+        shown="all",
+    ),
+    vs: list[str] | None = option(
+        "Another model to compare with, named as for MODEL. Repeatable.", "--vs"
+    ),
+    mechanisms: str | None = option(
+        "Print one row for each of these mechanisms in place of the model's attention, such "
+        "as mha,gqa:8,mla,window:4096,local_global,linear; `regard describe` lists them all. "
+        "Sizes that are not given are those of published models of that width.",
+        metavar="NAMES",
+    ),
+    sweep: str | None = option(
+        "Print a row for each context in a range, doubled from row to row: context=1k..1M."
+    ),
+    plot: Path | None = option(
+        "Draw the range of --sweep (default: 1k..128k) to this .svg, .png or .pdf file.",
+        metavar="FILE",
+    ),
+    html: Path | None = option(
+        "With --mechanisms: write the tables, the charts and their sources to this HTML file.",
+        metavar="FILE",
+    ),
+    json: bool = JSON,
+    list_: bool = option("List the known models and machines, and exit.", "--list", default=False),
+    *,
+    size_options: SizeOptions,
+    mechanism: MechanismOptions,
 ) -> None:
     """Print the parameters of a model by part, the FLOPs of a prompt and of a token, the bytes of
     its cache, and the least time on a machine.
@@ -278,31 +158,15 @@ def cost(
     if list_:
         typer.echo(text.listing(json=json))
         return
-    sizes = {
-        "layers": layers,
-        "dim": dim,
-        "heads": heads,
-        "attention": attention,
-        "global_every": global_every,
-        "ff": ff,
-        "gated": gated,
-        "vocab": vocab,
-        "tied": tied,
-        "experts": experts,
-        "active": active,
-        "expert_ff": expert_ff,
-        "shared": shared,
-        "dense_layers": dense_layers,
-    }
-    mechanism_flags = {"groups": kv_heads, "head_dim": head_dim, "window": window}
-    options = _mechanism_options(mechanism_flags, option or [])
+    sizes = vars(size_options)
+    options = _mechanism_options(mechanism)
     base = Setting(1, batch, dtype or "bf16", kv_dtype)
     on_machine = _machine(machine, bandwidth, flops)
     over_ranks = _RanksOptions(ranks, link, method)
     alone = vs is None and mechanisms is None and sweep is None and plot is None
     over_ranks.check(on_machine, alone=alone)
     if mechanisms is not None:
-        if vs is not None or sweep is not None or attention is not None:
+        if vs is not None or sweep is not None or size_options.attention is not None:
             raise usage_error(
                 "--mechanisms",
                 "compares mechanisms in one model; leave out --vs, --sweep and --attention",
@@ -324,7 +188,7 @@ def cost(
         raise usage_error("--html", "belongs to --mechanisms; give the mechanisms to compare")
     models = [_model(source, revision, dtype, sizes, options)]
     models += [_find_model(name, None, dtype) for name in vs or []]
-    settings = [replace(base, dtype=dtype or model.dtype) for model in models]
+    conditions = [replace(base, dtype=dtype or model.dtype) for model in models]
     if sweep is not None or plot is not None:
         if context is not None:
             raise usage_error(
@@ -332,12 +196,12 @@ def cost(
                 "--context is one length, but --sweep and --plot take a range; leave one of them "
                 "out",
             )
-        _show_range(models, settings, on_machine, sweep or DEFAULT_RANGE, plot, json=json)
+        _show_range(models, conditions, on_machine, sweep or DEFAULT_RANGE, plot, json=json)
         return
     context_length = _context(context, models)
     reports = [
         CostReport(model, replace(setting, context=context_length))
-        for model, setting in zip(models, settings, strict=True)
+        for model, setting in zip(models, conditions, strict=True)
     ]
     if over_ranks.ranks is not None and on_machine is not None:
         plan = RanksReport(reports[0], on_machine, over_ranks.ranks, link)
@@ -357,10 +221,6 @@ class _RanksOptions:
     def check(self, machine: Machine | None, *, alone: bool) -> None:
         """Raise if the options do not fit together; `alone` is False with options that take several
         models or contexts.
-
-        Args:
-            machine: the machine of the ranks.
-            alone: whether the command prints one model at one context.
         """
         if self.ranks is None:
             if self.link is not None or self.method is not None:
@@ -572,10 +432,15 @@ def _flag_of(name: str) -> str:
     return flags.get(name, f"--{name.replace('_', '-')}")
 
 
-def _mechanism_options(mechanism_flags: dict[str, Any], settings: list[str]) -> dict[str, object]:
+def _mechanism_options(mechanism: MechanismOptions) -> dict[str, object]:
     """Collect the options of the mechanism from its flags and from `--set name=value`."""
-    options = {name: value for name, value in mechanism_flags.items() if value is not None}
-    for setting in settings:
+    named = {
+        "groups": mechanism.kv_heads,
+        "head_dim": mechanism.head_dim,
+        "window": mechanism.window,
+    }
+    options: dict[str, object] = {name: x for name, x in named.items() if x is not None}
+    for setting in mechanism.settings or []:
         name, sign, value = setting.partition("=")
         if not sign or not (value.isdecimal() or name == "form"):
             raise usage_error(

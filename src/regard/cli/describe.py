@@ -7,12 +7,12 @@ from __future__ import annotations
 import json as json_format
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from regard import units
-from regard.cli.options import usage_error
+from regard.cli.options import JSON, SET, argument, option, usage_error
 from regard.language import translate
 from regard.text_table import display_width, line_width, wrap
 
@@ -24,42 +24,22 @@ if TYPE_CHECKING:
 
 EPILOG = "For example: regard describe mla --context 8192"
 
-Name = Annotated[
-    str | None,
-    typer.Argument(help="A mechanism of the catalogue.", show_default="list all of them"),
-]
-Dim = Annotated[int, typer.Option(help="Model width M.", min=1)]
-Heads = Annotated[int, typer.Option(help="Number of query heads H.", min=1)]
-FigureFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--figure",
-        metavar="FILE",
-        help=(
-            "Draw the heads and the cache beside those of mha, gqa, mqa and mla, or the mask, to "
-            "this .svg, .png or .pdf file."
-        ),
-        show_default=False,
-    ),
-]
-Context = Annotated[
-    int, typer.Option(help="Number of tokens up to and including the decoded one.", min=1)
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Option of the mechanism, such as window=512. Repeatable."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
-
 
 def describe(
-    name: Name = None,
-    dim: Dim = 4096,
-    heads: Heads = 32,
-    context: Context = 4096,
-    option: Set = None,
-    figure: FigureFile = None,
-    json: Json = False,
+    name: str | None = argument("A mechanism of the catalogue.", shown="list all of them"),
+    dim: int = option("Model width M.", default=4096, min=1),
+    heads: int = option("Number of query heads H.", default=32, min=1),
+    context: int = option(
+        "Number of tokens up to and including the decoded one.", default=4096, min=1
+    ),
+    settings: list[str] | None = SET,
+    figure: Path | None = option(
+        "Draw the heads and the cache beside those of mha, gqa, mqa and mla, or the mask, to "
+        "this .svg, .png or .pdf file.",
+        "--figure",
+        metavar="FILE",
+    ),
+    json: bool = JSON,
 ) -> None:
     """List the mechanisms, or describe one: its equation with every symbol, its options, who uses
     it, when to choose it, and what it caches and computes.
@@ -77,7 +57,7 @@ def describe(
         typer.echo(json_format.dumps(mechanisms) if json else _list())
         return
     entry = find_variant(name)
-    options = {**entry.published_options, **parse_options(option or [], entry)}
+    options = {**entry.published_options, **parse_options(settings or [], entry)}
     module = _build(entry, dim, heads, options)
     description = _describe(module, context)
     if figure is not None:

@@ -5,28 +5,28 @@ numbers that the kernel computed.
 from __future__ import annotations
 
 import json as json_format
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from regard import units
-from regard.cli._module import Batch, Module
 from regard.cli.options import (
-    AllowMissing,
-    Device,
-    Dtype,
-    Finite,
-    Ignore,
+    COLOR,
+    JSON,
+    LANG,
+    SET,
+    SOURCE,
+    TEXT_FILE,
     LoadOptions,
-    Revision,
-    Source,
-    TextFile,
+    argument,
     check_files,
+    console_of,
     given_text,
+    grouped,
     load,
+    option,
     usage_error,
     working,
 )
@@ -44,203 +44,101 @@ EPILOG = (
     "creature"
 )
 USAGE = "TEXT"  # or --file, or --module
-WHERE, OUT, MECHANISM = "What to explain", "Output", "A mechanism with random weights"
+WHERE, OUT = "What to explain", "Output"
+MECHANISM, MODULE = "A mechanism with random weights", "A module of your own"
 MAX_TOKENS = 1 << 14
 """The maximum number of tokens of a text; a small model takes half a minute for that many."""
 
-Text = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="TEXT",
-        help="The text, with at least one token; none with --module.",
-        show_default="that of --file",
-    ),
-]
-Layer = Annotated[
-    int | None,
-    typer.Option(
-        help="Layer, from 0; negative numbers count from the end.",
-        show_default="chosen by the weights",
-        rich_help_panel=WHERE,
-    ),
-]
-Head = Annotated[
-    int | None,
-    typer.Option(
-        help="Query head, from 0; negative numbers count from the end.",
-        show_default="chosen by the weights",
-        rich_help_panel=WHERE,
-    ),
-]
-Query = Annotated[
-    str,
-    typer.Option(
-        help=(
-            "Query token: its index (-1 is the last token), or a word of the text, "
-            "which means its last token."
-        ),
-        rich_help_panel=WHERE,
-    ),
-]
-Key = Annotated[
-    str | None,
-    typer.Option(
-        help="Key token, named as for --query.",
-        show_default="the key with the largest weight, not the query",
-        rich_help_panel=WHERE,
-    ),
-]
-Place = Annotated[
-    str | None,
-    typer.Option(
-        help=("Attention module, by its path such as decoder.layers.0.cross, instead of --layer."),
-        show_default="by --layer",
-        rich_help_panel=WHERE,
-    ),
-]
-Call = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "Which call of the module, if it computes attention several times (branches, passes): "
-            "a name or a number."
-        ),
-        show_default="the one with the largest weight",
-        rich_help_panel=WHERE,
-    ),
-]
-Target = Annotated[
-    str | None,
-    typer.Option(
-        help="Target text of an encoder-decoder.",
-        show_default="the text that it generates",
-        rich_help_panel=WHERE,
-    ),
-]
-Attention = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "Explain this mechanism of the catalogue (regard describe) with random "
-            "weights, instead of a model."
-        ),
-        show_default="none",
-        rich_help_panel=MECHANISM,
-    ),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Option of the mechanism, as name=value. Repeatable.",
-        show_default="those of a small example",
-        rich_help_panel=MECHANISM,
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Random seed for the weights.", rich_help_panel=MECHANISM)]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        help=("Write one self-contained HTML page to this file, instead of printing text."),
-        show_default="none",
-        rich_help_panel=OUT,
-    ),
-]
-Figure = Annotated[
-    Path | None,
-    typer.Option(
-        help=(
-            "Draw the head's attention pattern and the query's row to this .svg, .png or .pdf file."
-        ),
-        show_default="none",
-        rich_help_panel=OUT,
-    ),
-]
-Lang = Annotated[
-    str | None,
-    typer.Option(
-        help="Language of the printed screen and of the page: en or zh.",
-        show_default="that of the locale",
-        rich_help_panel=OUT,
-    ),
-]
-Beside = Annotated[
-    str | None,
-    typer.Option(
-        help="Another text to compare with on the page (--html).",
-        show_default="none",
-        rich_help_panel=OUT,
-    ),
-]
-BesideModel = Annotated[
-    str | None,
-    typer.Option(
-        help="Another model to compare with on the page (--html): a name or a folder.",
-        show_default="the same model",
-        rich_help_panel=OUT,
-    ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print all numbers as JSON.", rich_help_panel=OUT)
-]
-Full = Annotated[
-    bool,
-    typer.Option(
-        "--full",
-        help="Print every step with all numbers, instead of one screen.",
-        rich_help_panel=OUT,
-    ),
-]
-List = Annotated[
-    bool,
-    typer.Option(
-        "--list",
-        help=("List the key with the largest weight in every head for this query, and exit."),
-        rich_help_panel=OUT,
-    ),
-]
-Color = Annotated[
-    bool | None,
-    typer.Option(
-        "--color/--no-color",
-        help="Print in colour.",
-        show_default="on a terminal",
-        rich_help_panel=OUT,
-    ),
-]
 
-
+@grouped
 def explain(
-    text: Text = None,
-    file: TextFile = None,
-    layer: Layer = None,
-    head: Head = None,
-    query: Query = "-1",
-    key: Key = None,
-    place: Place = None,
-    call: Call = None,
-    target: Target = None,
-    model: Source = "tiny",
-    attention: Attention = None,
-    settings: Set = None,
-    seed: Seed = 0,
-    module: Module = None,
-    batch: Batch = 0,
-    html: Html = None,
-    lang: Lang = None,
-    beside: Beside = None,
-    beside_model: BesideModel = None,
-    figure: Figure = None,
-    json: Json = False,
-    full: Full = False,
-    list_heads: List = False,
-    color: Color = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    revision: Revision = None,
-    allow_missing: AllowMissing = None,
-    ignore: Ignore = None,
-    finite: Finite = False,
+    text: str | None = argument(
+        "The text, with at least one token; none with --module.",
+        shown="that of --file",
+        metavar="TEXT",
+    ),
+    file: str | None = TEXT_FILE,
+    layer: int | None = option(
+        "Layer, from 0; negative numbers count from the end.",
+        shown="chosen by the weights",
+        panel=WHERE,
+    ),
+    head: int | None = option(
+        "Query head, from 0; negative numbers count from the end.",
+        shown="chosen by the weights",
+        panel=WHERE,
+    ),
+    query: str = option(
+        "Query token: its index (-1 is the last token), or a word of the text, which means "
+        "its last token.",
+        default="-1",
+        panel=WHERE,
+    ),
+    key: str | None = option(
+        "Key token, named as for --query.",
+        shown="the key with the largest weight, not the query",
+        panel=WHERE,
+    ),
+    place: str | None = option(
+        "Attention module, by its path such as decoder.layers.0.cross, instead of --layer.",
+        shown="by --layer",
+        panel=WHERE,
+    ),
+    call: str | None = option(
+        "Which call of the module, if it computes attention several times (branches, passes): "
+        "a name or a number.",
+        shown="the one with the largest weight",
+        panel=WHERE,
+    ),
+    target: str | None = option(
+        "Target text of an encoder-decoder.", shown="the text that it generates", panel=WHERE
+    ),
+    model: str = SOURCE,
+    attention: str | None = option(
+        "Explain this mechanism of the catalogue (regard describe) with random weights, "
+        "instead of a model.",
+        panel=MECHANISM,
+    ),
+    settings: list[str] | None = SET,
+    seed: int = option("Random seed for the weights.", default=0, panel=MECHANISM),
+    module: str | None = option(
+        "Instead of a text: your own function, which is imported and called without arguments. "
+        "It returns (model, inputs) or (model, inputs, labels): any torch.nn.Module, its "
+        "inputs, and texts for its tokens, as regard.inspect.record takes them.",
+        panel=MODULE,
+        metavar="PACKAGE.MODULE:FUNCTION",
+    ),
+    batch: int = option("Row of the batch of --module.", default=0, panel=MODULE, min=0),
+    html: Path | None = option(
+        "Write one self-contained HTML page to this file, instead of printing text.", panel=OUT
+    ),
+    lang: str | None = LANG,
+    beside: str | None = option("Another text to compare with on the page (--html).", panel=OUT),
+    beside_model: str | None = option(
+        "Another model to compare with on the page (--html): a name or a folder.",
+        shown="the same model",
+        panel=OUT,
+    ),
+    figure: Path | None = option(
+        "Draw the head's attention pattern and the query's row to this .svg, .png or .pdf file.",
+        panel=OUT,
+    ),
+    json: bool = JSON,
+    full: bool = option(
+        "Print every step with all numbers, instead of one screen.",
+        "--full",
+        default=False,
+        panel=OUT,
+    ),
+    list_heads: bool = option(
+        "List the key with the largest weight in every head for this query, and exit.",
+        "--list",
+        default=False,
+        panel=OUT,
+    ),
+    color: bool | None = COLOR,
+    *,
+    load_options: LoadOptions,
 ) -> None:
     """Follow one query and one key through one attention head, number by number: inputs, scores,
     softmax, values and output.
@@ -254,7 +152,6 @@ def explain(
     check_files({"--html": html}, pictures={"--figure": figure})
     if html is None and (beside or beside_model):
         raise usage_error("--beside", "compares two runs on the page; add --html FILE")
-    load_options = LoadOptions(dtype, allow_missing, ignore, finite, revision, device=device)
     if module is not None:
         others: dict[str, Any] = {
             "TEXT": text,
@@ -283,13 +180,15 @@ def explain(
             run = read_text(text, model, load_options, target=target)
     target_head = ExplainTarget(run, query, key, layer, head, place)
     if list_heads:
-        print_heads(target_head, json, _console(color), lang)
+        print_heads(target_head, json, console_of(color), lang)
         return
     explanation = target_head.explained(call)
     beside_run = None
     if beside or beside_model:
         # --revision, --allow-missing, --ignore and --finite apply to the folder of --model only
-        beside_options = LoadOptions(dtype, device=device) if beside_model else load_options
+        beside_options = load_options
+        if beside_model:
+            beside_options = LoadOptions(load_options.dtype, load_options.device)
         beside_run = read_text(beside or text, beside_model or model, beside_options, target=target)
 
     def page_of(data: dict[str, Any]) -> str:
@@ -391,29 +290,9 @@ def _write_output(
         from regard.view.explanation_text import show
 
         if full:
-            show(data, _console(color))
+            show(data, console_of(color))
         else:
-            show_summary(data, _console(color), lang or language())
-
-
-def _console(color: bool | None) -> Console:
-    """Return a console of at most 80 columns, with colours as requested or as the terminal
-    supports.
-    """
-    from rich.console import Console
-
-    from regard.text_table import line_width
-    from regard.view.terminal import WIDTH
-
-    width = min(line_width(), WIDTH)
-
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a glyph shows "?"
-    if color is None:
-        return Console(width=width)
-    if color:
-        return Console(width=width, force_terminal=True, no_color=False, color_system="truecolor")
-    return Console(width=width, force_terminal=False, no_color=True, color_system=None)
+            show_summary(data, console_of(color), lang or language())
 
 
 def read_text(
@@ -456,11 +335,7 @@ def mechanism(
 
 
 def _check_length(run: PreparedRun) -> None:
-    """Raise an error for a text that is too long, before the network runs.
-
-    Raises:
-        ArgumentError: it has more than `MAX_TOKENS` tokens.
-    """
+    """Raise an error for a text that is too long, before the network runs."""
     longest = max(len(side.ids) for side in run.sequences.values())
     if longest > MAX_TOKENS:
         raise usage_error(
@@ -478,10 +353,7 @@ def check_options(
     mechanism_options: dict[str, object],
     load_options: LoadOptions,
 ) -> None:
-    """Raise an error for options of a mechanism where there is a model, and the other way round.
-
-    >>> check_options("mqa", "tiny", {"--set": None}, LoadOptions())
-    """
+    """Raise an error for options of a mechanism where there is a model, and the other way round."""
     if attention is None:
         for flag, value in mechanism_options.items():
             if value:

@@ -8,11 +8,23 @@ import json as json_format
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from regard.cli.options import Device, Dtype, Ignore, Revision, check_files, note
+from regard.cli.options import (
+    DEVICE,
+    DTYPE,
+    HTML_PAGE,
+    IGNORE,
+    JSON,
+    REVISION,
+    THREADS,
+    argument,
+    check_files,
+    note,
+    option,
+)
 from regard.errors import FileError
 from regard.language import Phrase
 
@@ -25,76 +37,42 @@ EPILOG = (
     "extended.html"
 )
 
-Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help='The model: "tiny", a Hugging Face folder, or org/name on the hub.'
-    ),
-]
-Length = Annotated[
-    int | None,
-    typer.Option(
-        help="Context length to reach, in tokens.",
-        min=2,
-        show_default="four times the trained length",
-    ),
-]
-Methods = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--method",
-        help=(
-            "Extension method: linear, ntk, dynamic, yarn or llama3. Repeatable. The "
-            "model without extension is always included."
-        ),
-        show_default="all",
-    ),
-]
-Text = Annotated[
-    str,
-    typer.Option(
-        help=("Text to test on: a UTF-8 file, a folder, or python-docs (its held-out part).")
-    ),
-]
-Windows = Annotated[int, typer.Option(help="Number of windows of text for each length.", min=1)]
-Trials = Annotated[int, typer.Option(help="Number of passages for each length and depth.", min=1)]
-Steps = Annotated[
-    int,
-    typer.Option(help="Number of tokens decoded with a cache across the trained length.", min=1),
-]
-Seed = Annotated[int, typer.Option(help="Random seed for passages and texts.", min=0)]
-Threads = Annotated[
-    int | None, typer.Option(help="Number of CPU threads.", min=1, show_default="torch's number")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
-Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write an HTML page with plots to this file.")
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Draw perplexity against length to this .svg, .png or .pdf file."
-    ),
-]
-
 
 def extend(
-    source: Source = "tiny",
-    length: Length = None,
-    method: Methods = None,
-    text: Text = "python-docs",
-    windows: Windows = 8,
-    trials: Trials = 6,
-    steps: Steps = 24,
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    device: Device = None,
-    revision: Revision = None,
-    ignore: Ignore = None,
-    threads: Threads = None,
-    json: Json = False,
-    html: Html = None,
-    plot: Plot = None,
+    source: str = argument(
+        'The model: "tiny", a Hugging Face folder, or org/name on the hub.',
+        default="tiny",
+        metavar="MODEL",
+    ),
+    length: int | None = option(
+        "Context length to reach, in tokens.", shown="four times the trained length", min=2
+    ),
+    method: list[str] | None = option(
+        "Extension method: linear, ntk, dynamic, yarn or llama3. Repeatable. The model "
+        "without extension is always included.",
+        "--method",
+        shown="all",
+    ),
+    text: str = option(
+        "Text to test on: a UTF-8 file, a folder, or python-docs (its held-out part).",
+        default="python-docs",
+    ),
+    windows: int = option("Number of windows of text for each length.", default=8, min=1),
+    trials: int = option("Number of passages for each length and depth.", default=6, min=1),
+    steps: int = option(
+        "Number of tokens decoded with a cache across the trained length.", default=24, min=1
+    ),
+    seed: int = option("Random seed for passages and texts.", default=0, min=0),
+    dtype: str | None = DTYPE,
+    device: str | None = DEVICE,
+    revision: str | None = REVISION,
+    ignore: list[str] | None = IGNORE,
+    threads: int | None = THREADS,
+    json: bool = JSON,
+    html: Path | None = HTML_PAGE,
+    plot: Path | None = option(
+        "Draw perplexity against length to this .svg, .png or .pdf file.", metavar="FILE"
+    ),
 ) -> None:
     """Test a model far beyond its trained length under each extension of rotary positions; no
     weight is changed.

@@ -8,24 +8,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from regard import units
 from regard.cli.options import (
-    AllowMissing,
-    Device,
-    Dtype,
-    Finite,
-    Ignore,
+    JSON,
+    MODEL,
+    SOURCE,
     LoadOptions,
-    Revision,
-    Source,
-    Weights,
+    argument,
+    grouped,
     load,
     note,
+    option,
     usage_error,
 )
 from regard.errors import ArgumentError, FileError
@@ -205,177 +204,104 @@ MAX_PROMPT_BYTES = 64 << 20
 """The maximum size in bytes of a prompt."""
 CHOICE, SEARCH, CONTEXT = "Sampling", "Beam search", "Context and cache"
 
-Prompts = Annotated[
-    list[str] | None,
-    typer.Argument(help="Texts to continue, as one batch; none may be empty.", metavar="PROMPT"),
-]
-PromptFile = Annotated[
-    Path | None, typer.Option(help="Text file to continue; - is standard input.")
-]
-MaxTokens = Annotated[int, typer.Option(help="Maximum number of new tokens.", min=0)]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=(
-            "Stop the text before this string. Repeatable. A line break is $'\\n' in most shells."
-        )
-    ),
-]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        help="0 takes the most likely token; larger values are more random.",
-        min=0,
-        rich_help_panel=CHOICE,
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        help="Sample only from the k most likely tokens.",
-        min=1,
-        show_default="all tokens",
-        rich_help_panel=CHOICE,
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample only from the most likely tokens whose probabilities sum to p.",
-        min=0,
-        max=1,
-        show_default="all tokens",
-        rich_help_panel=CHOICE,
-    ),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        help=(
-            "Sample only from tokens with at least p times the probability of the most likely one."
-        ),
-        min=0,
-        max=1,
-        show_default="all tokens",
-        rich_help_panel=CHOICE,
-    ),
-]
-Penalty = Annotated[
-    float,
-    typer.Option(
-        help="Values above 1 make tokens that are already in the text less likely.",
-        min=0,
-        rich_help_panel=CHOICE,
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        help="Random seed of the first prompt; each further prompt has the next seed.",
-        rich_help_panel=CHOICE,
-    ),
-]
-Beams = Annotated[
-    int | None,
-    typer.Option(
-        help=("Use beam search with this many beams, which looks for the most likely whole text."),
-        min=1,
-        show_default="off",
-        rich_help_panel=SEARCH,
-    ),
-]
-LengthPenalty = Annotated[
-    float,
-    typer.Option(
-        help="Values above 0 favour long texts: the score is sum of log p / n^penalty.",
-        rich_help_panel=SEARCH,
-    ),
-]
-Chunk = Annotated[
-    int,
-    typer.Option(
-        help="Maximum number of prompt tokens that are processed at once.",
-        min=1,
-        rich_help_panel=CONTEXT,
-    ),
-]
-MaxContext = Annotated[
-    int | None,
-    typer.Option(
-        help="Maximum number of tokens, prompt included.",
-        min=1,
-        show_default="no limit",
-        rich_help_panel=CONTEXT,
-    ),
-]
-CacheKind = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "Kind of KV cache: growing, fixed, paged, quantised or fp8, which refuse more "
-            "tokens than --max-context; ring or streaming, which drop old tokens; h2o, tova, "
-            "snapkv, key_norm, keydiff, adakv, pyramidkv or expected_attention, which drop the "
-            "tokens that a rule finds least important; quest, which keeps all and reads some."
-        ),
-        show_default="growing",
-        rich_help_panel=CONTEXT,
-    ),
-]
-CudaGraph = Annotated[
-    bool,
-    typer.Option(
-        "--cuda-graph",
-        help=(
-            "Capture the step that decodes a token as a CUDA graph, and run it again for every "
-            "token; needs --device cuda."
-        ),
-        rich_help_panel=CONTEXT,
-    ),
-]
-Parallel = Annotated[
-    Literal["context"] | None,
-    typer.Option(
-        help=(
-            "Divide the tokens of the prompt and the cache among the processes that torchrun "
-            "starts: torchrun --standalone --nproc-per-node 4 -m regard generate ... --parallel "
-            "context."
-        ),
-        show_default="one process",
-        rich_help_panel=CONTEXT,
-    ),
-]
-Stream = Annotated[bool, typer.Option(help="Print each word as soon as it is generated.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the texts and the figures as JSON.")]
 
-
+@grouped
 def generate(
-    prompts: Prompts = None,
-    prompt_file: PromptFile = None,
-    model: Source = "tiny",
-    max_tokens: MaxTokens = 64,
-    stop: Stop = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: Penalty = 1.0,
-    seed: Seed = 0,
-    beams: Beams = None,
-    length_penalty: LengthPenalty = 1.0,
-    chunk: Chunk = 512,
-    max_context: MaxContext = None,
-    cache: CacheKind = None,
-    cuda_graph: CudaGraph = False,
-    parallel: Parallel = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    weights: Weights = None,
-    revision: Revision = None,
-    allow_missing: AllowMissing = None,
-    ignore: Ignore = None,
-    finite: Finite = False,
-    stream: Stream = True,
-    json: Json = False,
+    prompts: list[str] | None = argument(
+        "Texts to continue, as one batch; none may be empty.", metavar="PROMPT"
+    ),
+    prompt_file: Path | None = option("Text file to continue; - is standard input."),
+    model: str = SOURCE,
+    max_tokens: int = option("Maximum number of new tokens.", default=64, min=0),
+    stop: list[str] | None = option(
+        "Stop the text before this string. Repeatable. A line break is $'\\n' in most shells."
+    ),
+    temperature: float = option(
+        "0 takes the most likely token; larger values are more random.",
+        default=0.0,
+        panel=CHOICE,
+        min=0,
+    ),
+    top_k: int | None = option(
+        "Sample only from the k most likely tokens.", shown="all tokens", panel=CHOICE, min=1
+    ),
+    top_p: float | None = option(
+        "Sample only from the most likely tokens whose probabilities sum to p.",
+        shown="all tokens",
+        panel=CHOICE,
+        min=0,
+        max=1,
+    ),
+    min_p: float | None = option(
+        "Sample only from tokens with at least p times the probability of the most likely one.",
+        shown="all tokens",
+        panel=CHOICE,
+        min=0,
+        max=1,
+    ),
+    repetition_penalty: float = option(
+        "Values above 1 make tokens that are already in the text less likely.",
+        default=1.0,
+        panel=CHOICE,
+        min=0,
+    ),
+    seed: int = option(
+        "Random seed of the first prompt; each further prompt has the next seed.",
+        default=0,
+        panel=CHOICE,
+    ),
+    beams: int | None = option(
+        "Use beam search with this many beams, which looks for the most likely whole text.",
+        shown="off",
+        panel=SEARCH,
+        min=1,
+    ),
+    length_penalty: float = option(
+        "Values above 0 favour long texts: the score is sum of log p / n^penalty.",
+        default=1.0,
+        panel=SEARCH,
+    ),
+    chunk: int = option(
+        "Maximum number of prompt tokens that are processed at once.",
+        default=512,
+        panel=CONTEXT,
+        min=1,
+    ),
+    max_context: int | None = option(
+        "Maximum number of tokens, prompt included.", shown="no limit", panel=CONTEXT, min=1
+    ),
+    cache: str | None = option(
+        "Kind of KV cache: growing, fixed, paged, quantised or fp8, which refuse more tokens "
+        "than --max-context; ring or streaming, which drop old tokens; h2o, tova, snapkv, "
+        "key_norm, keydiff, adakv, pyramidkv or expected_attention, which drop the tokens "
+        "that a rule finds least important; quest, which keeps all and reads some.",
+        shown="growing",
+        panel=CONTEXT,
+    ),
+    cuda_graph: bool = option(
+        "Capture the step that decodes a token as a CUDA graph, and run it again for every "
+        "token; needs --device cuda.",
+        "--cuda-graph",
+        default=False,
+        panel=CONTEXT,
+    ),
+    parallel: Literal["context"] | None = option(
+        "Divide the tokens of the prompt and the cache among the processes that torchrun "
+        "starts: torchrun --standalone --nproc-per-node 4 -m regard generate ... --parallel "
+        "context.",
+        shown="one process",
+        panel=CONTEXT,
+    ),
+    weights: str | None = option(
+        "Store the weights of linear maps in fewer bits: int8 or int4, or float16 or bfloat16 "
+        "under float32.",
+        panel=MODEL,
+        shown="as the checkpoint",
+    ),
+    stream: bool = option("Print each word as soon as it is generated.", default=True),
+    json: bool = JSON,
+    *,
+    load_options: LoadOptions,
 ) -> None:
     """Continue a prompt, or answer it with an encoder-decoder. The text goes to standard output;
     speed and cache size go to standard error.
@@ -401,10 +327,7 @@ def generate(
             CacheConfig(cache or "growing", max_context),
             cuda_graph,
         )
-        loaded = load(
-            model,
-            LoadOptions(dtype, allow_missing, ignore, finite, revision, weights, device),
-        )
+        loaded = load(model, replace(load_options, weights=weights))
         if not isinstance(loaded, Model):
             if cuda_graph:
                 raise usage_error(

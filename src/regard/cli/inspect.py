@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from regard.cli.options import (
-    AllowMissing,
-    Device,
-    Dtype,
-    Finite,
-    Ignore,
+    JSON,
+    SOURCE,
     LoadOptions,
-    Revision,
-    Source,
+    argument,
     check_files,
+    grouped,
     load,
+    option,
     usage_error,
 )
 from regard.did_you_mean import suggest
@@ -58,174 +57,79 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
 }
 """Task -> the options that apply to it, besides those of the model and of the output."""
 
-Task = Annotated[
-    str, typer.Argument(metavar="TASK", help="; ".join(f"{k}: {v}" for k, v in TASKS.items()) + ".")
-]
-Texts = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="TEXT", help="The text; measure takes several.", show_default=False),
-]
-Answer = Annotated[
-    str | None,
-    typer.Option(
-        help="The token whose probability is measured, with its space; for a text encoder a text.",
-        show_default="the model's own most likely token",
-        rich_help_panel=WHAT,
-    ),
-]
-Versus = Annotated[
-    str | None,
-    typer.Option(
-        help="Measure the logit of --answer minus that of this token.",
-        show_default="none",
-        rich_help_panel=WHAT,
-    ),
-]
-Corrupt = Annotated[
-    str | None,
-    typer.Option(
-        help="The other text, with as many tokens.", show_default="none", rich_help_panel=WHAT
-    ),
-]
-Other = Annotated[
-    str | None,
-    typer.Option(
-        help="compare: another text with as many tokens.",
-        show_default="none",
-        rich_help_panel=WHAT,
-    ),
-]
-MethodOption = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "ablate: zero, mean, resample; attribute: direct, gradient, integrated_gradients; "
-            "rollout: rollout, flow."
-        ),
-        show_default="the first",
-        rich_help_panel=WHAT,
-    ),
-]
-Reference = Annotated[
-    str | None,
-    typer.Option(
-        help="ablate: the text whose outputs mean and resample use.",
-        show_default="TEXT",
-        rich_help_panel=WHAT,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="ablate: random seed of resample.", show_default="0", rich_help_panel=WHAT),
-]
-WhatOption = Annotated[
-    str | None,
-    typer.Option(
-        help="patch: residual, mlp, out, heads or paths.",
-        show_default="residual",
-        rich_help_panel=WHAT,
-    ),
-]
-ReceiverOption = Annotated[
-    str | None,
-    typer.Option(
-        help="patch --what paths: the end of the paths, LAYER:HEAD:q, k or v.",
-        show_default="the logits",
-        rich_help_panel=WHAT,
-    ),
-]
-ByKey = Annotated[
-    bool,
-    typer.Option(
-        "--by-key", help="attribute: split heads by the key they read.", rich_help_panel=WHAT
-    ),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        help="attribute: points of integrated gradients.", show_default="8", rich_help_panel=WHAT
-    ),
-]
-Query = Annotated[
-    int | None,
-    typer.Option(
-        help="rollout --method flow: the row to compute.",
-        show_default="all",
-        rich_help_panel=WHAT,
-    ),
-]
-MetricOption = Annotated[
-    str | None,
-    typer.Option(
-        help="measure: the metric to print, such as induction or previous_token.",
-        show_default="entropy",
-        rich_help_panel=WHAT,
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        help="Also write the table (.csv, .json, .npy) or its map (.svg, .png, .pdf) to this file.",
-        show_default="none",
-        rich_help_panel=OUT,
-    ),
-]
-Top = Annotated[int, typer.Option(help="Number of cells to print.", min=1, rich_help_panel=OUT)]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print all numbers as JSON.", rich_help_panel=OUT)
-]
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """The options that apply to some of the tasks."""
+
+    answer: str | None = option(
+        "The token whose probability is measured, with its space; for a text encoder a text.",
+        shown="the model's own most likely token",
+        panel=WHAT,
+    )
+    versus: str | None = option(
+        "Measure the logit of --answer minus that of this token.", panel=WHAT
+    )
+    corrupt: str | None = option("The other text, with as many tokens.", panel=WHAT)
+    other: str | None = option("compare: another text with as many tokens.", panel=WHAT)
+    method: str | None = option(
+        "ablate: zero, mean, resample; attribute: direct, gradient, integrated_gradients; "
+        "rollout: rollout, flow.",
+        shown="the first",
+        panel=WHAT,
+    )
+    reference: str | None = option(
+        "ablate: the text whose outputs mean and resample use.", shown="TEXT", panel=WHAT
+    )
+    seed: int | None = option("ablate: random seed of resample.", shown="0", panel=WHAT)
+    what: str | None = option(
+        "patch: residual, mlp, out, heads or paths.", shown="residual", panel=WHAT
+    )
+    receiver: str | None = option(
+        "patch --what paths: the end of the paths, LAYER:HEAD:q, k or v.",
+        shown="the logits",
+        panel=WHAT,
+    )
+    by_key: bool = option(
+        "attribute: split heads by the key they read.", "--by-key", default=False, panel=WHAT
+    )
+    steps: int | None = option("attribute: points of integrated gradients.", shown="8", panel=WHAT)
+    query: int | None = option(
+        "rollout --method flow: the row to compute.", shown="all", panel=WHAT
+    )
+    metric: str | None = option(
+        "measure: the metric to print, such as induction or previous_token.",
+        shown="entropy",
+        panel=WHAT,
+    )
 
 
+@grouped
 def inspect(
-    task: Task,
-    texts: Texts = None,
-    model: Source = "tiny",
-    answer: Answer = None,
-    versus: Versus = None,
-    corrupt: Corrupt = None,
-    other: Other = None,
-    method: MethodOption = None,
-    reference: Reference = None,
-    seed: Seed = None,
-    what: WhatOption = None,
-    receiver: ReceiverOption = None,
-    by_key: ByKey = False,
-    steps: Steps = None,
-    query: Query = None,
-    metric: MetricOption = None,
-    out: Out = None,
-    top: Top = 10,
-    json: Json = False,
-    dtype: Dtype = None,
-    device: Device = None,
-    revision: Revision = None,
-    allow_missing: AllowMissing = None,
-    ignore: Ignore = None,
-    finite: Finite = False,
+    task: str = argument(
+        "; ".join((f"{k}: {v}" for k, v in TASKS.items())) + ".", default=..., metavar="TASK"
+    ),
+    texts: list[str] | None = argument("The text; measure takes several.", metavar="TEXT"),
+    model: str = SOURCE,
+    out: Path | None = option(
+        "Also write the table (.csv, .json, .npy) or its map (.svg, .png, .pdf) to this file.",
+        panel=OUT,
+    ),
+    top: int = option("Number of cells to print.", default=10, panel=OUT, min=1),
+    json: bool = JSON,
+    *,
+    task_options: TaskOptions,
+    load_options: LoadOptions,
 ) -> None:
     """Change what a model computes and measure the effect, or measure its heads: ablation,
     activation patching, attribution, the logit lens, rollout, metrics.
     """
-    values = {
-        "answer": answer,
-        "versus": versus,
-        "corrupt": corrupt,
-        "other": other,
-        "method": method,
-        "reference": reference,
-        "seed": seed,
-        "what": what,
-        "receiver": receiver,
-        "by_key": by_key or None,
-        "steps": steps,
-        "query": query,
-        "metric": metric,
-    }
-    options = {name: value for name, value in values.items() if value is not None}
+    values = vars(task_options)
+    options = {name: x for name, x in values.items() if x is not None and x is not False}
     _check(task, texts or [], options, out)
-    loaded = load(model, LoadOptions(dtype, allow_missing, ignore, finite, revision, device=device))
+    loaded = load(model, load_options)
     result = _RUNS[task](loaded, texts or [], options)
-    _print(result, metric, out, top, json=json)
+    _print(result, task_options.metric, out, top, json=json)
 
 
 def _check(task: str, texts: list[str], options: Mapping[str, Any], out: Path | None) -> None:

@@ -8,12 +8,20 @@ import json as json_format
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from regard import units
-from regard.cli.options import check_device_option, check_files, usage_error
+from regard.cli.options import (
+    JSON,
+    SET,
+    argument,
+    check_device_option,
+    check_files,
+    option,
+    usage_error,
+)
 from regard.language import counted, translate
 from regard.text_table import line_width, wrap
 from regard.untrusted_text import escape_controls
@@ -23,59 +31,27 @@ if TYPE_CHECKING:
 
 EPILOG = "For example: regard layer mha gpt mla --tokens 64"
 
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="MECHANISM",
-        help=("Mechanisms of the catalogue (regard describe); several are printed side by side."),
-        show_default="mha",
-    ),
-]
-Dim = Annotated[int, typer.Option(help="Model width M.", min=1)]
-Heads = Annotated[int, typer.Option(help="Number of query heads H.", min=1)]
-Batch = Annotated[int, typer.Option(help="Number of sequences B.", min=1, max=64)]
-Tokens = Annotated[int, typer.Option(help="Number of tokens T of each sequence.", min=1, max=1024)]
-MaskOf = Annotated[str, typer.Option("--mask", help="Mask expression, as in regard show.")]
-Seed = Annotated[int, typer.Option(help="Random seed for the tokens and the weights.", min=0)]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Option of the mechanism, as name=value. Repeatable."),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(help="Device on which the layer runs: cpu, cuda, ...", show_default="the CPU"),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        "--html", help="Also write the tensors as an HTML page to this file.", show_default="none"
-    ),
-]
-Figure = Annotated[
-    Path | None,
-    typer.Option(
-        help="Draw the attention weights of one head to this .svg, .png or .pdf file.",
-        show_default="none",
-    ),
-]
-Head = Annotated[int, typer.Option(help="Index of the head that --figure draws.", min=0)]
-Json = Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")]
-
 
 def layer(
-    names: Names = None,
-    dim: Dim = 512,
-    heads: Heads = 8,
-    batch: Batch = 2,
-    tokens: Tokens = 4,
-    mask: MaskOf = "causal",
-    seed: Seed = 0,
-    option: Set = None,
-    device: Device = None,
-    html: Html = None,
-    figure: Figure = None,
-    head: Head = 0,
-    json: Json = False,
+    names: list[str] | None = argument(
+        "Mechanisms of the catalogue (regard describe); several are printed side by side.",
+        shown="mha",
+        metavar="MECHANISM",
+    ),
+    dim: int = option("Model width M.", default=512, min=1),
+    heads: int = option("Number of query heads H.", default=8, min=1),
+    batch: int = option("Number of sequences B.", default=2, min=1, max=64),
+    tokens: int = option("Number of tokens T of each sequence.", default=4, min=1, max=1024),
+    mask: str = option("Mask expression, as in regard show.", "--mask", default="causal"),
+    seed: int = option("Random seed for the tokens and the weights.", default=0, min=0),
+    settings: list[str] | None = SET,
+    device: str | None = option("Device: cpu, cuda, ...", shown="the CPU"),
+    html: Path | None = option("Also write the tensors as an HTML page to this file.", "--html"),
+    figure: Path | None = option(
+        "Draw the attention weights of one head to this .svg, .png or .pdf file."
+    ),
+    head: int = option("Index of the head that --figure draws.", default=0, min=0),
+    json: bool = JSON,
 ) -> None:
     """Run one layer of attention on random tokens, and print everything that it computes.
 
@@ -85,7 +61,7 @@ def layer(
     """
     check_files({"--html": html}, pictures={"--figure": figure})
     check_device_option(device)
-    layers = _run_layers(names or ["mha"], dim, heads, batch, tokens, mask, seed, option, device)
+    layers = _run_layers(names or ["mha"], dim, heads, batch, tokens, mask, seed, settings, device)
     if figure is not None:
         _draw(layers[0], head, figure)
     results = [one.as_dict() for one in layers]

@@ -4,14 +4,26 @@ to write.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 import typer
+from typer.models import ParameterInfo
 
 from regard.errors import FileError
 from regard.files.atomic_write import check_is_file_name, check_writable
@@ -26,92 +38,69 @@ if TYPE_CHECKING:
     from regard.models import Model, Seq2Seq, TextEncoder
 
 LoadedModel = TypeVar("LoadedModel")
-PANEL = "The model"
-
-Source = Annotated[
-    str,
-    typer.Option(
-        help=(
-            'The model: "tiny", which comes with the package, a Hugging Face folder, '
-            "or org/name on the hub."
-        ),
-        rich_help_panel=PANEL,
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Number format to compute in: float32, float16, bfloat16 or float64.",
-        show_default="the checkpoint's dtype",
-        rich_help_panel=PANEL,
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="Device: cpu, cuda, ...",
-        show_default="the CPU",
-        rich_help_panel=PANEL,
-    ),
-]
-Weights = Annotated[
-    str | None,
-    typer.Option(
-        help=(
-            "Store the weights of linear maps in fewer bits: int8 or int4, or float16 or bfloat16 "
-            "under float32."
-        ),
-        show_default="as the checkpoint",
-        rich_help_panel=PANEL,
-    ),
-]
-AllowMissing = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=(
-            "Names of weights that the folder may lack (* and ? match); they are then "
-            "random, not trained. Repeatable."
-        ),
-        rich_help_panel=PANEL,
-    ),
-]
-Finite = Annotated[
-    bool,
-    typer.Option(
-        "--finite", help="Refuse weights that are NaN or infinite.", rich_help_panel=PANEL
-    ),
-]
 
 
-Ignore = Annotated[
-    list[str] | None,
-    typer.Option(
-        help=(
-            "Unknown keys of config.json and names of stored tensors (* and ? match) "
-            "to ignore, because they change nothing. Repeatable."
-        ),
-        rich_help_panel=PANEL,
-    ),
-]
-Revision = Annotated[
-    str | None,
-    typer.Option(
-        help="The branch, tag or commit of a repository on the hub.",
-        show_default="main branch",
-        rich_help_panel=PANEL,
-    ),
-]
+def option(
+    text: str,
+    *flags: str,
+    default: object = None,
+    panel: str | None = None,
+    shown: str | bool = True,
+    **limits: Any,
+) -> Any:
+    """Return an option of a command: its help, its flags if they differ from the parameter's name,
+    its default, the group on the help page, and what the page shows as the default.
+    """
+    names: tuple[Any, ...] = (default, *flags)
+    return typer.Option(*names, help=text, show_default=shown, rich_help_panel=panel, **limits)
 
 
-TextFile = Annotated[
-    str | None,
-    typer.Option(
-        "--file",
-        metavar="PATH",
-        help="Read the text from this file (UTF-8) instead; - is standard input.",
-        show_default="none",
-    ),
-]
+def argument(
+    text: str, default: object = None, metavar: str | None = None, shown: str | bool = True
+) -> Any:
+    """Return an argument of a command, as `option` returns an option; ... is required."""
+    return typer.Argument(default, help=text, metavar=metavar, show_default=shown)
+
+
+MODEL = "The model"
+"""The group of the options with which a model is loaded."""
+
+SOURCE = option(
+    'The model: "tiny", which comes with the package, a Hugging Face folder, or org/name on the '
+    "hub.",
+    default="tiny",
+    panel=MODEL,
+)
+DTYPE = option(
+    "Number format to compute in: float32, float16, bfloat16 or float64.",
+    panel=MODEL,
+    shown="the checkpoint's dtype",
+)
+DEVICE = option("Device: cpu, cuda, ...", panel=MODEL, shown="the CPU")
+REVISION = option(
+    "The branch, tag or commit of a repository on the hub.", panel=MODEL, shown="main branch"
+)
+ALLOW_MISSING = option(
+    "Names of weights that the folder may lack (* and ? match); they are then random, not "
+    "trained. Repeatable.",
+    panel=MODEL,
+)
+IGNORE = option(
+    "Unknown keys of config.json and names of stored tensors (* and ? match) to ignore, because "
+    "they change nothing. Repeatable.",
+    panel=MODEL,
+)
+FINITE = option("Refuse weights that are NaN or infinite.", "--finite", default=False, panel=MODEL)
+TEXT_FILE = option(
+    "Read the text from this file (UTF-8) instead; - is standard input.", "--file", metavar="PATH"
+)
+SET = option("Option of the mechanism, as name=value. Repeatable.", "--set")
+THREADS = option("Number of CPU threads.", min=1, shown="torch's number")
+HTML_PAGE = option("Write an HTML page with plots to this file.", metavar="FILE")
+JSON = option("Print the results as JSON.", "--json", default=False)
+COLOR = option("Print in colour.", "--color/--no-color", shown="on a terminal")
+LANG = option("Language of the output: en or zh.", shown="that of the locale")
+
 MAX_TEXT_BYTES = 1 << 28
 """The largest text that a command reads from a file: 256 MiB."""
 CONSOLE_WIDTH = 80
@@ -121,34 +110,61 @@ LONG_TEXT = 20_000
 
 
 def usage_error(option: str | None, text: str, /, **values: object) -> typer.BadParameter:
-    """Return the error that an option of a command is wrong, in the reader's language.
-
-    Args:
-        option: the flag, or the name of the argument; None if the text names several.
-        text: what is wrong and what is allowed, in English; it must be in the catalogue.
-        values: the value of each placeholder of the text.
-
-    >>> usage_error("--memory", "peak memory can only be measured on a CPU").param_hint
-    '--memory'
-    """
+    """Return the error that an option of a command is wrong, in the reader's language."""
     return typer.BadParameter(translate(text, **values), param_hint=option)
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups of options: typer sees one option for each field of a parameter
+    whose type is a dataclass, and the command gets the dataclass.
+
+    The option of a field is its default, or what its type is annotated with.
+    """
+    hints = get_type_hints(command)
+    kinds: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    groups = {name: (kind, _options_of(kind)) for name, kind in kinds.items()}
+    parameters: dict[str, tuple[Any, object]] = {}
+    for name, own in inspect.signature(command).parameters.items():
+        own_option = {name: (hints[name], own.default)}
+        parameters |= groups[name][1] if name in groups else own_option
+
+    @wraps(command)
+    def call(**values: Any) -> None:
+        for name, (group, options) in groups.items():
+            values[name] = group(**{x: values.pop(x) for x in options})
+        command(**values)
+
+    call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
+            )
+            for name, (kind, default) in parameters.items()
+        ]
+    )
+    call.__annotations__ = {name: kind for name, (kind, _) in parameters.items()}
+    del call.__wrapped__  # its signature is another one
+    return call
+
+
+def _options_of(group: Any) -> dict[str, tuple[Any, object]]:
+    """Return the type and the option of each field that is one: its default, or what its type is
+    annotated with.
+    """
+    types = get_type_hints(group, include_extras=True)
+    options = {
+        x.name: get_args(types[x.name])
+        if get_origin(types[x.name]) is Annotated
+        else (types[x.name], x.default)
+        for x in fields(group)
+    }
+    return {name: x for name, x in options.items() if isinstance(x[1], ParameterInfo)}
 
 
 def given_text(text: str | None, file: str | None) -> str:
     """Return the text of a command: the argument, the contents of `--file`, or standard input.
 
     Prints a hint on standard error if the argument is the path of a file.
-
-    Args:
-        text: the argument, or None.
-        file: the value of `--file`, or None.
-
-    Raises:
-        typer.BadParameter: neither or both were given, or the file is not UTF-8 or is empty.
-        FileError: the file is missing, not regular, too large, or cannot be read.
-
-    >>> given_text("a text", None)
-    'a text'
     """
     if (text is None) == (file is None):
         state = Phrase("both were given" if text is not None else "neither was given")
@@ -195,10 +211,6 @@ def _is_file(text: str) -> bool:
 def console_of(color: bool | None, widest: int = CONSOLE_WIDTH) -> Console:
     """Return a console as wide as the terminal, or as the variable COLUMNS says.
 
-    Args:
-        color: whether the output is coloured; None is as the terminal supports.
-        widest: the number of columns in a file, a pipe or a wider terminal.
-
     >>> console_of(False).no_color
     True
     """
@@ -218,12 +230,7 @@ def console_of(color: bool | None, widest: int = CONSOLE_WIDTH) -> Console:
 
 
 def note(message: str, start: str = "") -> None:
-    """Print a remark on standard error, in the reader's language and within the terminal.
-
-    Args:
-        message: the remark in English, as the catalogue has it.
-        start: what stands before the remark, such as "... " before what is being done.
-    """
+    """Print a remark on standard error, in the reader's language and within the terminal."""
     typer.echo(wrap(start + translate(message), line_width()), err=True)
 
 
@@ -231,13 +238,6 @@ def note(message: str, start: str = "") -> None:
 def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
     """Show on standard error that work goes on, and for how long: a moving bar on a terminal, and
     otherwise one line if the text is long.
-
-    Args:
-        what: what is being done.
-        characters: length of the text.
-
-    Yields:
-        A function that replaces the description, for example by a count.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -258,24 +258,15 @@ def working(what: str, characters: int) -> Iterator[Callable[[str], None]]:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The options with which a command loads a model, as `regard.load` takes them.
+    """The options with which a command loads a model, as `regard.load` takes them."""
 
-    Attributes:
-        dtype: the name of a floating-point dtype, or None.
-        allow_missing, ignore: patterns of names, or None.
-        finite: whether NaN and infinity are refused.
-        revision: the branch, tag or commit of a repository on the hub, or None.
-        weights: the form in which weights are stored, such as int8, or None.
-        device: where the model computes, or None for the CPU.
-    """
-
-    dtype: str | None = None
-    allow_missing: Sequence[str] | None = None
-    ignore: Sequence[str] | None = None
-    finite: bool = False
-    revision: str | None = None
+    dtype: Annotated[str | None, DTYPE] = None
+    device: Annotated[str | None, DEVICE] = None
+    revision: Annotated[str | None, REVISION] = None
+    allow_missing: Annotated[list[str] | None, ALLOW_MISSING] = None
+    ignore: Annotated[list[str] | None, IGNORE] = None
+    finite: Annotated[bool, FINITE] = False
     weights: str | None = None
-    device: str | None = None
 
     def flags_given(self) -> list[str]:
         """Return the flags of the options that were given, for errors of commands that load no
@@ -296,17 +287,6 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
 
     Prints on standard error which weights are randomly initialised, because the folder lacks them,
     and which keys and tensors were ignored.
-
-    Args:
-        source: "tiny", a Hugging Face folder, or org/name on the hub.
-        options: the options of the command.
-        kind: the class that the model must have; None allows any of the three classes.
-
-    Returns:
-        The loaded model.
-
-    Raises:
-        typer.BadParameter: the dtype is unknown, or the device cannot be used.
     """
     import torch
 
@@ -351,9 +331,6 @@ def load(source: str, options: LoadOptions, kind: type[object] | None = None) ->
 def check_device_option(device: str | None) -> None:
     """Raise unless the device of --device can be used; None is the CPU.
 
-    Raises:
-        ArgumentError: it cannot be used; the message has torch's reason.
-
     >>> check_device_option("cpu")
     """
     if device is None:
@@ -375,21 +352,7 @@ def report_ignored(names: Sequence[str]) -> None:
 def check_files(
     files: Mapping[str, Path | None], *, pictures: Mapping[str, Path | None] | None = None
 ) -> None:
-    """Raise an error for files that cannot be written, before anything is computed.
-
-    Args:
-        files: flag -> the file that it names; None if the flag was not given.
-        pictures: the same for charts, whose names must end in .svg, .png or .pdf.
-
-    Raises:
-        typer.BadParameter: the name is not that of a file or picture, or its folder is missing:
-            wrong usage, exit code 2.
-        FileError: the disk or the permissions do not allow it: a failure, exit code 1.
-
-    >>> check_files({"--html": Path("no such folder/page.html")})
-    Traceback (most recent call last):
-    typer.BadParameter: no such folder/page.html: there is no folder 'no such folder'; make it first
-    """
+    """Raise an error for files that cannot be written, before anything is computed."""
     pictures = pictures or {}
     for flag, path in {**files, **pictures}.items():
         if path is None:

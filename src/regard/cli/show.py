@@ -5,11 +5,11 @@ from __future__ import annotations
 import json as json_format
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from regard.cli.options import console_of, usage_error
+from regard.cli.options import COLOR, JSON, argument, console_of, option, usage_error
 from regard.did_you_mean import suggest
 from regard.language import counted, translate, translate_count
 from regard.span import Span
@@ -39,86 +39,43 @@ MAX_RANKS = 256
 MAX_DRAWN = 4
 """The maximum number of drawings, one for each batch row and head."""
 
-Expression = Annotated[
-    str,
-    typer.Argument(
+
+def show(
+    expression: str = argument(
+        "A mask: full, causal, window(W), chunk(n), prefix(n), document((0, 3, 7)), sinks(n), "
+        "global((0, 1)), dilated(n, step), strided(n), blockcausal(n), neighborhood((height, "
+        "width), n), bigbird(block, blocks) and others, joined by &, |, ~ and parentheses.",
+        default=...,
         metavar="MASK",
-        help=(
-            "A mask: full, causal, window(W), chunk(n), prefix(n), document((0, 3, "
-            "7)), sinks(n), global((0, 1)), dilated(n, step), strided(n), blockcausal(n), "
-            "neighborhood((height, width), n), bigbird(block, blocks) and others, joined by "
-            "&, |, ~ and parentheses."
-        ),
     ),
-]
-Queries = Annotated[int, typer.Option(help="Number of queries.", min=1, max=MAX_TOKENS)]
-Keys = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of keys, at positions from 0.",
-        min=1,
-        max=MAX_TOKENS,
-        show_default="up to the last query",
+    queries: int = option("Number of queries.", default=16, min=1, max=MAX_TOKENS),
+    keys: int | None = option(
+        "Number of keys, at positions from 0.", shown="up to the last query", min=1, max=MAX_TOKENS
     ),
-]
-Start = Annotated[
-    int | None,
-    typer.Option(
-        help="Position of the first query.",
-        show_default="the last query is at the last key",
+    start: int | None = option(
+        "Position of the first query.", shown="the last query is at the last key"
     ),
-]
-Tiles = Annotated[
-    str | None,
-    typer.Option(
-        help="Also draw the tiles of this size: 16, or 16x32 for queries x keys.",
-        show_default="tiles are only counted",
+    tiles: str | None = option(
+        "Also draw the tiles of this size: 16, or 16x32 for queries x keys.",
+        shown="tiles are only counted",
     ),
-]
-FigureFile = Annotated[
-    Path | None,
-    typer.Option(
+    figure: Path | None = option(
+        f"Also draw the mask, at most {MAX_FIGURE} x {MAX_FIGURE} pairs, to this .svg, .png "
+        "or .pdf file.",
         "--figure",
         metavar="FILE",
-        help=(
-            f"Also draw the mask, at most {MAX_FIGURE} x {MAX_FIGURE} pairs, to this .svg, .png "
-            "or .pdf file."
-        ),
-        show_default=False,
     ),
-]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        help="Also cut the sequence among this number of ranks, and draw which positions each one "
+    ranks: int | None = option(
+        "Also cut the sequence among this number of ranks, and draw which positions each one "
         "holds (regard.parallel.Shards).",
         min=1,
         max=MAX_RANKS,
-        show_default=False,
     ),
-]
-Cut = Annotated[
-    str,
-    typer.Option("--shards", help="How --ranks cuts the sequence: balanced, zigzag or even."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")]
-Color = Annotated[
-    bool | None,
-    typer.Option("--color/--no-color", help="Print in colour.", show_default="on a terminal"),
-]
-
-
-def show(
-    expression: Expression,
-    queries: Queries = 16,
-    keys: Keys = None,
-    start: Start = None,
-    tiles: Tiles = None,
-    figure: FigureFile = None,
-    ranks: Ranks = None,
-    shards: Cut = "balanced",
-    json: Json = False,
-    color: Color = None,
+    shards: str = option(
+        "How --ranks cuts the sequence: balanced, zigzag or even.", "--shards", default="balanced"
+    ),
+    json: bool = JSON,
+    color: bool | None = COLOR,
 ) -> None:
     """Draw any mask: which keys each query may attend to, the number of pairs, the key intervals,
     and the tiles that a kernel skips.
@@ -263,11 +220,7 @@ def _lines(
 
 
 def rank_figures(mask: Mask, q: Span, k: Span, ranks: int, cut: str) -> dict[str, Any]:
-    """Return which positions each rank holds, its visible pairs, and the keys that others send it.
-
-    Raises:
-        ArgumentError: the cut is not known, or queries and keys are not one sequence from 0.
-    """
+    """Return the positions of each rank, its visible pairs, and the keys that others send it."""
     from regard.parallel import Shards
     from regard.parallel.shards import needed_keys
 

@@ -8,12 +8,13 @@ import json as json_format
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 
-from regard.cli.options import note, usage_error
+from regard.cli.options import JSON, argument, grouped, note, option, usage_error
 from regard.did_you_mean import suggest
 from regard.errors import FileError
 from regard.files.regular_files import read_text
@@ -67,44 +68,13 @@ TASKS = ("translate", "translate-back", "dates", "copy", "induction", "mqar", "p
 test compares the two.
 """
 
-SHARED_OPTIONS = (
-    "out",
-    "steps",
-    "batch",
-    "dim",
-    "layers",
-    "heads",
-    "hidden",
-    "lr",
-    "warmup",
-    "accumulate",
-    "seed",
-    "save_every",
-    "resume",
-    "threads",
-    "bf16",
-    "device",
-    "json",
-    "clip",
-    "weight_decay",
-    "attention",
-    "kv_heads",
-    "position",
-    "window",
-    "set",
-)
-"""Options that apply to training on text and to training on tasks."""
-
-TASK_OPTIONS = ("model", "dropout", "smoothing", "beams", "examples", "beside")
-"""Options that apply to training on tasks only."""
-
 
 def listing(value: str | None) -> str | None:
     """Print every task with its sentence and its models for `--task list`, and end the command."""
     if value != "list":
         return value
     from regard.train.tasks import TASKS as KNOWN
-    from regard.train.tasks.task_models import models_for
+    from regard.train.tasks.task_training import models_for
 
     for task in KNOWN.values():
         about, models = translate(task.description), ", ".join(models_for(task))
@@ -141,7 +111,7 @@ def check(options: dict[str, object], given_names: set[str]) -> None:
             "--model",
             "a task needs a model: lstm, lstm+bahdanau, transformer, ... (--task list shows them)",
         )
-    for name in sorted(given_names - {*SHARED_OPTIONS, *TASK_OPTIONS, "task"}):
+    for name in sorted(given_names & {*TEXT_OPTIONS, *_names_in(_DATA)}):
         raise usage_error(
             flag(name),
             "applies to training on text, but --task generates its own data; leave one of them out",
@@ -190,238 +160,169 @@ def flag(name: str) -> str:
 
 
 _MODEL, _STEPS, _DATA, _RUN = "Model", "Steps", "Data", "Output and machine"
+_TASKS = "Tasks with generated data, instead of text"
 
 
-def _option(panel: str, text: str, **more: Any) -> object:
-    return typer.Option(help=text, rich_help_panel=panel, **more)
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of `regard train`."""
 
-
-def _count(panel: str, text: str, default: str | None = None) -> object:
-    return _option(panel, text, min=1, show_default=default or True)
-
-
-Source = Annotated[
-    str,
-    typer.Argument(help="Text to train on: a UTF-8 file, a folder of text files, or python-docs."),
-]
-Out = Annotated[Path, _option(_RUN, "Folder for all files that are written.")]
-Config = Annotated[
-    Path | None,
-    _option(
-        _RUN,
-        (
-            "TOML file of options, in the sections model, train and data; options on "
-            "the command line take precedence."
-        ),
-        exists=True,
-        dir_okay=False,
-    ),
-]
-Dim = Annotated[int, _count(_MODEL, "Model width M.")]
-Layers = Annotated[int, _count(_MODEL, "Number of layers.")]
-Heads = Annotated[int, _count(_MODEL, "Number of query heads H.")]
-KvHeads = Annotated[
-    int | None, _count(_MODEL, "Number of key/value heads G; must divide H.", "2, if needed")
-]
-Hidden = Annotated[int | None, _count(_MODEL, "Width of the feed-forward layers.", "8/3 of dim")]
-Vocab = Annotated[
-    int | None,
-    _option(
-        _MODEL,
-        (
-            "Number of tokens in the vocabulary. With --start-from, the tokens that are added are "
-            "the most frequent Chinese characters of the text."
-        ),
+    out: Path = option("Folder for all files that are written.", default=..., panel=_RUN)
+    source: str = argument(
+        "Text to train on: a UTF-8 file, a folder of text files, or python-docs.",
+        default="python-docs",
+    )
+    dim: int = option("Model width M.", default=256, panel=_MODEL, min=1)
+    layers: int = option("Number of layers.", default=6, panel=_MODEL, min=1)
+    heads: int = option("Number of query heads H.", default=8, panel=_MODEL, min=1)
+    kv_heads: int | None = option(
+        "Number of key/value heads G; must divide H.", shown="2, if needed", panel=_MODEL, min=1
+    )
+    hidden: int | None = option(
+        "Width of the feed-forward layers.", shown="8/3 of dim", panel=_MODEL, min=1
+    )
+    vocab: int | None = option(
+        "Number of tokens in the vocabulary. With --start-from, the tokens that are added are "
+        "the most frequent Chinese characters of the text.",
+        shown="4096, or that of --start-from",
+        panel=_MODEL,
         min=257,
-        show_default="4096, or that of --start-from",
-    ),
-]
-StartFrom = Annotated[
-    str | None,
-    _option(
-        _MODEL,
+    )
+    start_from: str | None = option(
         "Model whose weights and tokenizer are trained further: tiny, a folder or a hub name.",
-        show_default="a new model",
-    ),
-]
-Tie = Annotated[bool, _option(_MODEL, "Use one matrix for embedding and output head.")]
-Attention = Annotated[
-    str | None,
-    _option(
-        _MODEL,
+        shown="a new model",
+        panel=_MODEL,
+    )
+    tie: bool = option("Use one matrix for embedding and output head.", default=False, panel=_MODEL)
+    attention: str | None = option(
         "Mechanism of the catalogue (regard describe).",
-        show_default="a Llama: gqa with rope",
-    ),
-]
-Position = Annotated[
-    str | None,
-    _option(
-        _MODEL,
+        shown="a Llama: gqa with rope",
+        panel=_MODEL,
+    )
+    position: str | None = option(
         "With --attention: rope, alibi, learned, sinusoidal, none or catalogue.",
-        show_default="catalogue, the mechanism's own",
-    ),
-]
-Window = Annotated[
-    int | None,
-    _count(
-        _MODEL,
-        ("With --attention: number of keys that a query attends to, its own included."),
-        "no limit",
-    ),
-]
-Set = Annotated[
-    list[str] | None,
-    _option(_MODEL, "Option of the mechanism, such as base=50000. Repeatable."),
-]
-Steps = Annotated[int, _count(_STEPS, "Number of optimiser steps.")]
-Batch = Annotated[int, _count(_STEPS, "Rows per batch.")]
-Lr = Annotated[float, _option(_STEPS, "Peak learning rate.")]
-Warmup = Annotated[int, _option(_STEPS, "Number of steps of linear warm-up.", min=0)]
-Accumulate = Annotated[int, _count(_STEPS, "Batches per optimiser step.")]
-Clip = Annotated[float, _option(_STEPS, "Maximum 2-norm of the gradient.")]
-WeightDecay = Annotated[
-    float, _option(_STEPS, "Weight decay of matrices; norms and biases have none.")
-]
-Bf16 = Annotated[bool, _option(_STEPS, "Compute in bfloat16 where that is safe (autocast).")]
-Compile = Annotated[
-    bool,
-    _option(
-        _STEPS,
-        (
-            "Compile the model and its loss with torch.compile, which takes a minute or more at "
-            "the first step."
-        ),
-    ),
-]
-Seed = Annotated[int, _option(_STEPS, "Random seed for the weights and the order of the data.")]
-Context = Annotated[int, _count(_DATA, "Number of tokens that a row predicts.")]
-Repeat = Annotated[
-    float,
-    _option(
-        _DATA,
-        ("Share of rows that contain a segment twice, which makes induction heads form."),
+        shown="catalogue, the mechanism's own",
+        panel=_MODEL,
+    )
+    window: int | None = option(
+        "With --attention: number of keys that a query attends to, its own included.",
+        shown="no limit",
+        panel=_MODEL,
+        min=1,
+    )
+    set: list[str] | None = option(
+        "Option of the mechanism, such as base=50000. Repeatable.", panel=_MODEL
+    )
+    steps: int = option("Number of optimiser steps.", default=4000, panel=_STEPS, min=1)
+    batch: int = option("Rows per batch.", default=16, panel=_STEPS, min=1)
+    lr: float = option("Peak learning rate.", default=1e-3, panel=_STEPS)
+    warmup: int = option("Number of steps of linear warm-up.", default=200, panel=_STEPS, min=0)
+    accumulate: int = option("Batches per optimiser step.", default=1, panel=_STEPS, min=1)
+    clip: float = option("Maximum 2-norm of the gradient.", default=1.0, panel=_STEPS)
+    weight_decay: float = option(
+        "Weight decay of matrices; norms and biases have none.", default=0.1, panel=_STEPS
+    )
+    context: int = option("Number of tokens that a row predicts.", default=256, panel=_DATA, min=1)
+    repeat: float = option(
+        "Share of rows that contain a segment twice, which makes induction heads form.",
+        default=0.0,
+        panel=_DATA,
         min=0,
         max=1,
-    ),
-]
-RepeatFirst = Annotated[
-    int,
-    _option(
-        _DATA,
-        (
-            "Number of first steps whose rows all contain a segment twice, which makes induction "
-            "heads form early."
-        ),
+    )
+    repeat_first: int = option(
+        "Number of first steps whose rows all contain a segment twice, which makes induction "
+        "heads form early.",
+        default=0,
+        panel=_DATA,
         min=0,
-    ),
-]
-SaveEvery = Annotated[int, _count(_RUN, "Steps between checkpoints.")]
-Resume = Annotated[
-    bool,
-    typer.Option(
-        "--resume", help="Continue from the last checkpoint in --out.", rich_help_panel=_RUN
-    ),
-]
-Threads = Annotated[int | None, _count(_RUN, "Number of CPU threads.", "all cores")]
-Device = Annotated[str, _option(_RUN, "Device: cpu, cuda, ...")]
-Parallel = Annotated[
-    Literal["context"] | None,
-    _option(
-        _RUN,
-        (
-            "Divide the tokens of each row among the processes that torchrun starts: torchrun "
-            "--standalone --nproc-per-node 4 -m regard train ... --parallel context."
-        ),
-        show_default="one process",
-    ),
-]
-Dtype = Annotated[
-    str, _option(_RUN, "Number format of the final weights: float32, float16 or bfloat16.")
-]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print the final figures as JSON.", rich_help_panel=_RUN),
-]
-
-_TASKS = "Tasks with generated data, instead of text"
-Task = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Task: {', '.join(TASKS)}; or list, which describes them.",
+    )
+    seed: int = option(
+        "Random seed for the weights and the order of the data.", default=0, panel=_STEPS
+    )
+    save_every: int = option("Steps between checkpoints.", default=500, panel=_RUN, min=1)
+    resume: bool = option(
+        "Continue from the last checkpoint in --out.", "--resume", default=False, panel=_RUN
+    )
+    threads: int | None = option("Number of CPU threads.", shown="all cores", panel=_RUN, min=1)
+    bf16: bool = option(
+        "Compute in bfloat16 where that is safe (autocast).", default=False, panel=_STEPS
+    )
+    compile: bool = option(
+        "Compile the model and its loss with torch.compile, which takes a minute or more at "
+        "the first step.",
+        default=False,
+        panel=_STEPS,
+    )
+    device: str = option("Device: cpu, cuda, ...", default="cpu", panel=_RUN)
+    dtype: str = option(
+        "Number format of the final weights: float32, float16 or bfloat16.",
+        default="float32",
+        panel=_RUN,
+    )
+    parallel: Literal["context"] | None = option(
+        "Divide the tokens of each row among the processes that torchrun starts: torchrun "
+        "--standalone --nproc-per-node 4 -m regard train ... --parallel context.",
+        shown="one process",
+        panel=_RUN,
+    )
+    task: str | None = option(
+        f"Task: {', '.join(TASKS)}; or list, which describes them.",
+        panel=_TASKS,
         callback=listing,
         is_eager=True,
-        rich_help_panel=_TASKS,
-    ),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
+    )
+    model: str | None = option(
+        "Model of the task: transformer, or lstm, gru or rnn, alone or with +bahdanau or "
+        "+luong; for induction, mqar and passkey: decoder, lstm, gru or rnn.",
         "--model",
-        help=(
-            "Model of the task: transformer, or lstm, gru or rnn, alone or with +bahdanau or "
-            "+luong; for induction, mqar and passkey: decoder, lstm, gru or rnn."
-        ),
-        rich_help_panel=_TASKS,
-    ),
-]
-Dropout = Annotated[float, _option(_TASKS, "Dropout of the transformer.", min=0, max=0.99)]
-Smoothing = Annotated[float, _option(_TASKS, "Label smoothing.", min=0, max=0.99)]
-Beams = Annotated[int, _count(_TASKS, "Number of beams in generation; 1 is greedy.")]
-Examples = Annotated[int, _count(_TASKS, "Number of test examples per split at the end.")]
-Beside = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="Folder of another run whose accuracy is drawn in the same chart. Repeatable.",
-        rich_help_panel=_TASKS,
-    ),
-]
+        panel=_TASKS,
+    )
+    dropout: float = option(
+        "Dropout of the transformer.", default=0.0, panel=_TASKS, min=0, max=0.99
+    )
+    smoothing: float = option("Label smoothing.", default=0.0, panel=_TASKS, min=0, max=0.99)
+    beams: int = option(
+        "Number of beams in generation; 1 is greedy.", default=1, panel=_TASKS, min=1
+    )
+    examples: int = option(
+        "Number of test examples per split at the end.", default=400, panel=_TASKS, min=1
+    )
+    beside: list[Path] | None = option(
+        "Folder of another run whose accuracy is drawn in the same chart. Repeatable.", panel=_TASKS
+    )
+    config: Path | None = option(
+        "TOML file of options, in the sections model, train and data; options on the command "
+        "line take precedence.",
+        panel=_RUN,
+        exists=True,
+        dir_okay=False,
+    )
+    json: bool = JSON
 
 
-def train(
-    ctx: typer.Context,
-    out: Out,
-    source: Source = "python-docs",
-    dim: Dim = 256,
-    layers: Layers = 6,
-    heads: Heads = 8,
-    kv_heads: KvHeads = None,
-    hidden: Hidden = None,
-    vocab: Vocab = None,
-    start_from: StartFrom = None,
-    tie: Tie = False,
-    attention: Attention = None,
-    position: Position = None,
-    window: Window = None,
-    set: Set = None,
-    steps: Steps = 4000,
-    batch: Batch = 16,
-    lr: Lr = 1e-3,
-    warmup: Warmup = 200,
-    accumulate: Accumulate = 1,
-    clip: Clip = 1.0,
-    weight_decay: WeightDecay = 0.1,
-    context: Context = 256,
-    repeat: Repeat = 0.0,
-    repeat_first: RepeatFirst = 0,
-    seed: Seed = 0,
-    save_every: SaveEvery = 500,
-    resume: Resume = False,
-    threads: Threads = None,
-    bf16: Bf16 = False,
-    compile: Compile = False,
-    device: Device = "cpu",
-    dtype: Dtype = "float32",
-    parallel: Parallel = None,
-    task: Task = None,
-    model: ModelName = None,
-    dropout: Dropout = 0.0,
-    smoothing: Smoothing = 0.0,
-    beams: Beams = 1,
-    examples: Examples = 400,
-    beside: Beside = None,
-    config: Config = None,
-    json: Json = False,
-) -> None:
+def _names_in(*panels: str) -> tuple[str, ...]:
+    """Return the names of the options in these groups of the help page."""
+    options = ((x.name, x.default) for x in fields(TrainOptions))
+    return tuple(name for name, own in options if getattr(own, "rich_help_panel", "") in panels)
+
+
+TASK_OPTIONS = tuple(name for name in _names_in(_TASKS) if name != "task")
+"""The options that apply to training on tasks only."""
+TEXT_OPTIONS = ("source", "config", "vocab", "start_from", "tie", "compile", "dtype", "parallel")
+"""The options, besides those of the data, that apply to training on text only."""
+SECTIONS = {
+    "model": tuple(name for name in _names_in(_MODEL) if name != "set"),
+    "train": (*_names_in(_STEPS), "save_every", "threads", "device", "dtype"),
+    "data": ("source", *_names_in(_DATA)),
+}
+"""Section of the config file -> the options of the command that it may contain. [model.options] has
+the options of the mechanism, like --set.
+"""
+
+
+@grouped
+def train(ctx: typer.Context, train_options: TrainOptions) -> None:
     """Train a decoder on text and write a checkpoint folder that `regard` can load.
 
     Writes tokenizer.json, config.json, model.safetensors, train.csv, command.txt and checkpoints/
@@ -439,13 +340,13 @@ def train(
 
     Example: regard train --out numbers --task translate --model lstm+bahdanau
     """
-    options = {name: value for name, value in locals().items() if name != "ctx"}
+    options = dict(vars(train_options))
     given_names = options_on_command_line(ctx, options)
     check(options, given_names)
-    if config is not None:
-        options = merge_config(ctx, options, given_names, config)
+    if train_options.config is not None:
+        options = merge_config(ctx, options, given_names, train_options.config)
     _check(options)
-    if task is not None:
+    if train_options.task is not None:
         train_task(options, given_names)
         return
     other_options = ("task", "config", *TASK_OPTIONS)
@@ -460,7 +361,7 @@ def train(
     figures, stopped_by = run.run()
     if not run.writes:
         pass  # the first rank prints the figures
-    elif json:
+    elif train_options.json:
         typer.echo(json_format.dumps(figures))
     else:
         typer.echo("  ".join(f"{name} {value}" for name, value in figures.items()))
@@ -505,58 +406,11 @@ def _check(options: dict[str, Any]) -> None:
 
 MAX_CONFIG_BYTES = 1 << 20
 """The maximum size in bytes of a config file."""
-SECTIONS = {
-    "model": (
-        "dim",
-        "layers",
-        "heads",
-        "kv_heads",
-        "hidden",
-        "vocab",
-        "tie",
-        "attention",
-        "position",
-        "window",
-        "start_from",
-    ),
-    "train": (
-        "steps",
-        "batch",
-        "lr",
-        "warmup",
-        "accumulate",
-        "clip",
-        "weight_decay",
-        "seed",
-        "save_every",
-        "bf16",
-        "compile",
-        "threads",
-        "device",
-        "dtype",
-    ),
-    "data": ("source", "context", "repeat", "repeat_first"),
-}
-"""Section of the config file -> the options of the command that it may contain. [model.options] has
-the options of the mechanism, like --set.
-"""
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return the options in a config file as name -> text, written as on the command line; "option"
     has the name=value settings of [model.options].
-
-    Raises:
-        FileError: the file cannot be read, or is not TOML.
-        ArgumentError: a section or a key is unknown or in the wrong place, or a value is not a
-            plain one.
-
-    >>> import tempfile
-    >>> file = Path(tempfile.mkdtemp()) / "small.toml"
-    >>> model = "[model]\\nattention = 'gqa'\\nkv-heads = 2\\noptions.base = 5e4\\n"
-    >>> _ = file.write_text(model + "[train]\\nbf16 = true")
-    >>> read_config(file)
-    {'attention': 'gqa', 'kv_heads': '2', 'option': ['base=50000.0'], 'bf16': 'True'}
     """
     try:
         content = tomllib.loads(read_text(path, MAX_CONFIG_BYTES))

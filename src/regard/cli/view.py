@@ -5,24 +5,22 @@ on this machine.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from regard import units
 from regard.cli.options import (
-    AllowMissing,
-    Device,
-    Dtype,
-    Finite,
-    Ignore,
+    LANG,
+    TEXT_FILE,
     LoadOptions,
-    Revision,
-    TextFile,
+    argument,
     check_files,
     given_text,
+    grouped,
     load,
     note,
+    option,
     usage_error,
     working,
 )
@@ -37,102 +35,46 @@ if TYPE_CHECKING:
 EPILOG = "For example: regard view tiny --file long.txt, or regard view run.safetensors"
 RECORD, SERVE = "What to record", "The server"
 
-Of = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECORDING|MODEL",
-        help='A file that regard.inspect.save wrote, or a model: "tiny", a folder, or org/name.',
-    ),
-]
-Text = Annotated[
-    str | None, typer.Argument(help="The text, for a model.", show_default="that of --file")
-]
-Layers = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--layer",
-        help="Record this layer. Repeatable.",
-        show_default="all",
-        rich_help_panel=RECORD,
-    ),
-]
-Heads = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--head",
-        help="Record this query head of each layer. Repeatable.",
-        show_default="all",
-        rich_help_panel=RECORD,
-    ),
-]
-Beside = Annotated[
-    Path | None,
-    typer.Option(
-        help="A second recording: its heads are shown too, beside or minus those of the first.",
-        show_default="none",
-        rich_help_panel=SERVE,
-    ),
-]
-Save = Annotated[
-    Path | None,
-    typer.Option(
-        help="Also write the recording to this .safetensors file.",
-        show_default="none",
-        rich_help_panel=RECORD,
-    ),
-]
-Memory = Annotated[
-    float,
-    typer.Option(help="GiB that recorded queries and keys may take.", rich_help_panel=RECORD),
-]
-Port = Annotated[
-    int,
-    typer.Option(
-        help="Port of the server; 0 is a free one.", min=0, max=65535, rich_help_panel=SERVE
-    ),
-]
-Host = Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=SERVE)]
-AllowRemote = Annotated[
-    bool,
-    typer.Option(
-        "--allow-remote",
-        help="Allow an address that other machines can reach; nothing is encrypted.",
-        rich_help_panel=SERVE,
-    ),
-]
-Open = Annotated[
-    bool, typer.Option("--open", help="Open the link in the browser.", rich_help_panel=SERVE)
-]
-Lang = Annotated[
-    str | None,
-    typer.Option(
-        help="Language of the output: en or zh.",
-        show_default="that of the locale",
-        rich_help_panel=SERVE,
-    ),
-]
 
-
+@grouped
 def view(
-    of: Of,
-    text: Text = None,
-    file: TextFile = None,
-    layer: Layers = None,
-    head: Heads = None,
-    save: Save = None,
-    beside: Beside = None,
-    memory: Memory = 4.0,
-    port: Port = 0,
-    host: Host = "127.0.0.1",
-    allow_remote: AllowRemote = False,
-    open_browser: Open = False,
-    lang: Lang = None,
-    dtype: Dtype = None,
-    device: Device = None,
-    revision: Revision = None,
-    allow_missing: AllowMissing = None,
-    ignore: Ignore = None,
-    finite: Finite = False,
+    of: str = argument(
+        'A file that regard.inspect.save wrote, or a model: "tiny", a folder, or org/name.',
+        default=...,
+        metavar="RECORDING|MODEL",
+    ),
+    text: str | None = argument("The text, for a model.", shown="that of --file"),
+    file: str | None = TEXT_FILE,
+    layer: list[int] | None = option(
+        "Record this layer. Repeatable.", "--layer", shown="all", panel=RECORD
+    ),
+    head: list[int] | None = option(
+        "Record this query head of each layer. Repeatable.", "--head", shown="all", panel=RECORD
+    ),
+    save: Path | None = option("Also write the recording to this .safetensors file.", panel=RECORD),
+    beside: Path | None = option(
+        "A second recording: its heads are shown too, beside or minus those of the first.",
+        panel=SERVE,
+    ),
+    memory: float = option(
+        "GiB that recorded queries and keys may take.", default=4.0, panel=RECORD
+    ),
+    port: int = option(
+        "Port of the server; 0 is a free one.", default=0, panel=SERVE, min=0, max=65535
+    ),
+    host: str = option("Address to listen on.", default="127.0.0.1", panel=SERVE),
+    allow_remote: bool = option(
+        "Allow an address that other machines can reach; nothing is encrypted.",
+        "--allow-remote",
+        default=False,
+        panel=SERVE,
+    ),
+    open_browser: bool = option(
+        "Open the link in the browser.", "--open", default=False, panel=SERVE
+    ),
+    lang: str | None = LANG,
+    *,
+    load_options: LoadOptions,
 ) -> None:
     """Look at exact attention of up to 131,072 tokens and more, in a browser on this machine.
 
@@ -140,7 +82,6 @@ def view(
     at it. The server answers only requests with the token of the printed link. Ctrl-C ends it.
     """
     check_files({"--save": save})
-    options = LoadOptions(dtype, allow_missing, ignore, finite, revision, device=device)
     serving = _serving(port, host, allow_remote, open_browser, lang)
     if beside is not None:
         from regard.inspect import load as load_recording
@@ -153,7 +94,7 @@ def view(
             of,
             text,
             file,
-            options,
+            load_options,
             save,
             layer,
             head,
@@ -161,7 +102,7 @@ def view(
         )
     else:
         words = given_text(text, file)
-        recording, overviews = record_text(of, words, options, layer, head, memory)
+        recording, overviews = record_text(of, words, load_options, layer, head, memory)
         if save is not None:
             from regard.inspect import save as save_recording
 
@@ -232,9 +173,6 @@ def record_text(
 ) -> tuple[Recording, Overviews]:
     """Run a model on a text, keep queries and keys of the chosen heads, and reduce every head to
     its overview while the model runs.
-
-    Raises:
-        ArgumentError: the chosen heads would take more memory than is allowed.
     """
     from regard.inspect import OverviewRecorder, record
 

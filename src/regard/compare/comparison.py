@@ -171,17 +171,7 @@ chance that all times of one lie below all times of the other is one in three.
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """Everything that is compared.
-
-    Attributes:
-        candidates: the mechanisms; the others are compared with the first.
-        configs: name -> config of the model.
-        shape: the sizes of the models.
-        matched_by: what all models have in common, "sizes" or "parameters".
-        timing: how long times are measured.
-        tasks: the evaluation tasks; if there is none, nothing is trained.
-        training: how models are trained.
-    """
+    """Everything that one run compares, and under which budget."""
 
     candidates: Sequence[Candidate]
     configs: Mapping[str, Config]
@@ -251,13 +241,6 @@ def with_overlap(rows: Mapping[str, TimeRow], name: str) -> TimeRow:
 
     Two times overlap if the ranges between their quartiles do, or if either has fewer than
     `MIN_ROUNDS` rounds.
-
-    >>> first = {"seconds": 2.0, "quartiles": [1, 3], "rounds": 7}
-    >>> rows = {"a": first, "b": {"seconds": 4.0, "quartiles": [3, 5], "rounds": 7}}
-    >>> with_overlap(rows, "b")["overlaps_first"]
-    True
-    >>> with_overlap({**rows, "a": {**first, "quartiles": [1, 2]}}, "b")["overlaps_first"]
-    False
     """
     row, first = rows[name], next(iter(rows))
     if "seconds" not in row:
@@ -271,11 +254,7 @@ def with_overlap(rows: Mapping[str, TimeRow], name: str) -> TimeRow:
 
 
 def cost_of(entry: ComparisonEntry, cost: str, context: int) -> float | None:
-    """Return a cost in `COSTS` of an entry at a context, or None if it was not measured.
-
-    >>> cost_of({"decode": {"512": {"kv_bytes": 64, "seconds": 0.5}}}, "kv_bytes", 512)
-    64
-    """
+    """Return a cost in `COSTS` of an entry at a context, or None if it was not measured."""
     row = entry["decode"].get(str(context), {})
     return row.get("kv_bytes") if cost == "kv_bytes" else row.get("seconds")
 
@@ -379,31 +358,7 @@ def _csv_columns(entry: ComparisonEntry, plan: ComparisonPlan) -> dict[str, obje
 
 
 class Comparison:
-    """A comparison that measures everything in a plan; `notes` has remarks about the results.
-
-    Args:
-        plan: what is compared.
-        session: where measurements are stored.
-        machine: the facts that `regard.timing.machine.describe_machine` returns.
-        minutes: the time limit of the whole comparison; if training would exceed it, all mechanisms
-            are trained for fewer steps, and a note about that is added.
-        steps: optimiser steps of every task, whatever time they take; None is each task's own
-            number, as far as the time allows.
-        with_memory: whether peak memory is measured.
-
-    >>> from regard.compare.experiment import ExperimentStore
-    >>> from regard.compare.mechanisms import Shape, candidates
-    >>> from regard.compare.mechanisms import configs
-    >>> shape = Shape(dim=16, layers=1, heads=2, window=8)
-    >>> found = candidates(["mqa"], shape)
-    >>> from regard.compare.speed_and_memory import Timing
-    >>> timing = Timing(contexts=(4,), length=4, batch=1, rounds=1, sample=0.0)
-    >>> plan = ComparisonPlan(found, configs(found, shape), shape, "sizes", timing)
-    >>> session = Session(ExperimentStore(None))
-    >>> Comparison(plan, session, {}, with_memory=False).run()
-    >>> sorted(session.results)
-    ['decode/4', 'prefill/4', 'training/4']
-    """
+    """A comparison that measures everything in a plan; `notes` has remarks about the results."""
 
     def __init__(
         self,

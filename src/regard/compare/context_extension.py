@@ -5,16 +5,17 @@ frequencies, and consistency of cached decoding.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
-from jaxtyping import Int
+import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.compare.experiment import Numbers, ReportProgress, ignore_progress
-from regard.compare.long_context import losses_by_length, needle_in_haystack, perplexity
 from regard.errors import ArgumentError
 from regard.models.convert.attention_maps import Checkpoint
 from regard.models.convert.rotary_positions import Extension, extend_context
@@ -37,12 +38,6 @@ METHODS = (UNSCALED, *get_args(Extension))
 class LengthTest:
     """The context lengths at which a model is tested, and the sizes of the tests.
 
-    Attributes:
-        lengths: context lengths in tokens.
-        counted, windows: as in `regard.compare.long_context.losses_by_length`.
-        depths, trials, key, mark: as in `regard.compare.long_context.needle_in_haystack`.
-        seed: random seed for the passages.
-
     >>> LengthTest((128, 256)).depths
     (0.0, 0.25, 0.5, 0.75, 1.0)
     """
@@ -58,12 +53,7 @@ class LengthTest:
 
 
 def rotary_of(network: nn.Module) -> Rotary:
-    """Return the first rotary embedding of a network.
-
-    >>> import regard
-    >>> rotary_of(regard.load("tiny").decoder).dim
-    32
-    """
+    """Return the first rotary embedding of a network."""
     for module in network.modules():
         if isinstance(module, Rotary):
             return module
@@ -73,13 +63,7 @@ def rotary_of(network: nn.Module) -> Rotary:
 
 
 def extended_decoder(model: Model, method: str, target: int) -> Decoder:
-    """Return the decoder of a model with its context extended by a method; it shares the weights.
-
-    >>> import regard
-    >>> tiny = regard.load("tiny")
-    >>> rotary_of(extended_decoder(tiny, "linear", 1024)).scaling
-    LinearScaling(factor=4.0)
-    """
+    """Return a decoder with the weights of a model and a context that a method extends."""
     if method not in METHODS:
         raise ArgumentError(
             f"the method is {method!r}; it must be one of {', '.join(METHODS)}",
@@ -98,11 +82,6 @@ def rotary_spectrum(network: nn.Module, length: int) -> Numbers:
 
     theta_i in radians per position; decay(m) = f^2 (2 / d) sum_i cos(m theta_i) with the rotary
     factor f
-
-    >>> import regard
-    >>> found = rotary_spectrum(regard.load("tiny").decoder, 256)
-    >>> found["theta"][0], found["decay"][0]
-    (1.0, [0, 1.0])
     """
     rotary = rotary_of(network)
     theta, factor, _ = rope_frequencies(
@@ -167,10 +146,6 @@ def evaluate_lengths(
 def rotary_metadata(model: Model) -> dict[str, Any]:
     """Return the properties that an extension starts from: the trained length, the rotary width,
     the base, and how many dims turn at least once within the trained length.
-
-    >>> import regard
-    >>> rotary_metadata(regard.load("tiny"))["critical_dimension"]
-    14
     """
     rotary, trained = rotary_of(model.decoder), int(model.config.max_position_embeddings)
     turning = 2 * len(rotary.inv_freq)
@@ -185,9 +160,6 @@ def rotary_metadata(model: Model) -> dict[str, Any]:
 def default_lengths(trained: int, target: int) -> tuple[int, ...]:
     """Return half the trained length, the trained length, its doubles below the target, and the
     target.
-
-    >>> default_lengths(256, 1024), default_lengths(256, 600)
-    ((128, 256, 512, 1024), (128, 256, 512, 600))
     """
     lengths: Sequence[int] = [trained // 2, trained]
     while lengths[-1] * 2 < target:
@@ -255,13 +227,7 @@ def _rotary_of_length(old: Rotary, length: int | None) -> Rotary:
 
 @torch.inference_mode()
 def cache_consistency(network: Decoder, ids: Int[Tensor, "1 N"], start: int) -> Numbers:
-    """Compare cached decoding with a pass over the whole sequence, for each token from `start` on.
-
-    >>> import regard
-    >>> tiny = regard.load("tiny")
-    >>> cache_consistency(tiny.decoder, torch.arange(12)[None], 8)["agreement"]
-    1.0
-    """
+    """Compare cached decoding with one pass over the sequence, for each token from `start` on."""
     if not 1 <= start < ids.shape[1]:
         raise ArgumentError(
             f"start is {start}; it must be 1 to {ids.shape[1] - 1}, for "
@@ -312,15 +278,7 @@ def consistency_by_policy(
 
 @dataclass(frozen=True)
 class ExtensionOptions:
-    """The options of `regard extend`.
-
-    Attributes:
-        length: the context length to reach; None is four times the trained length.
-        methods: the extensions to compare; an empty tuple means all. The model without extension is
-            always included.
-        windows, trials, seed: as in `LengthTest`.
-        steps: how many tokens are decoded one by one across the trained length.
-    """
+    """The options of `regard extend`."""
 
     length: int | None = None
     methods: tuple[str, ...] = ()
@@ -332,13 +290,7 @@ class ExtensionOptions:
 
 @dataclass(frozen=True)
 class ExtensionResults:
-    """The results of all extensions.
-
-    Attributes:
-        metadata: model, text, trained length, rotary dims, base, critical dimension, machine, and
-            the sizes of the tests.
-        methods: name -> by_length, theta, rotary_factor, decay, cache.
-    """
+    """The results of all extensions."""
 
     metadata: Mapping[str, Any]
     methods: Mapping[str, Numbers]
@@ -417,3 +369,134 @@ def _length_test(lengths: tuple[int, ...], options: ExtensionOptions) -> LengthT
         mark=passage - key,
         seed=options.seed,
     )
+
+
+class NeedleResult(NamedTuple):
+    """How well a model retrieves a passage from one depth of a text.
+
+    >>> NeedleResult(0.5, 0.75, 0.25, 1.5).saved
+    1.5
+    """
+
+    depth: float
+    right: float
+    guessed: float
+    saved: float
+
+
+@torch.inference_mode()
+def losses_by_length(
+    model: nn.Module,
+    ids: Int[Tensor, " N"],
+    lengths: Sequence[int],
+    *,
+    counted: int = 32,
+    windows: int = 8,
+) -> Float[Tensor, " n"]:
+    """Return the mean loss in nats of the same tokens after contexts of each length.
+
+    loss(L) = mean over ends e, i < counted of  -log p(x_{e-i} | x_{e-L} .. x_{e-i-1})
+
+    The targets are the last `counted` tokens of windows that end at the same positions, so that
+    lengths differ only in the tokens before them. Sums are in fp64.
+    """
+    if min(lengths) < counted or counted < 1 or windows < 1:
+        raise ArgumentError(
+            f"lengths are {list(lengths)}, counted is {counted} and windows is {windows}; each "
+            "length must be at least counted, and counted and windows must be at least 1",
+            argument="lengths",
+        )
+    longest = max(lengths)
+    if len(ids) <= longest:
+        raise ArgumentError(
+            f"the text has {plural(len(ids), 'token')}, but a context of {longest} needs "
+            f"{longest + 1}; give a longer text, or shorter lengths"
+        )
+    window_ends = sorted(set(torch.linspace(longest, len(ids) - 1, windows).long().tolist()))
+    totals = torch.zeros(len(lengths), dtype=torch.float64)
+    for i, length in enumerate(lengths):
+        for end in window_ends:
+            row = ids[end - length : end + 1][None]
+            logits = model(row[:, :-1])[0, -counted:].double()
+            totals[i] += F.cross_entropy(logits, row[0, -counted:])
+    return totals / len(window_ends)
+
+
+@torch.inference_mode()
+def needle_in_haystack(
+    model: nn.Module,
+    ids: Int[Tensor, " N"],
+    length: int,
+    depths: Sequence[float],
+    *,
+    trials: int = 8,
+    key: int = 8,
+    mark: int = 12,
+    seed: int = 0,
+) -> list[NeedleResult]:
+    """Test whether a model retrieves a passage from each depth: how often it is right, and how much
+    that lowers the loss.
+
+    with the passage:    text .. cue answer .. text cue -> answer
+    without the passage: text .. text cue -> answer
+
+    The passage is a cue of `mark` tokens and an answer of `key` tokens. It is a piece of the text
+    itself, so that a model that was never trained on passkeys can be tested. Each token of the
+    answer is predicted from all tokens before it. The share of right tokens without the passage is
+    the share that the model can guess.
+    """
+    passage_length = key + mark
+    text_length = length - 2 * passage_length + 1
+    if (
+        text_length < passage_length
+        or len(ids) < length
+        or not all(0 <= depth <= 1 for depth in depths)
+    ):
+        raise ArgumentError(
+            f"a passage of {plural(passage_length, 'token')} cannot be placed twice in {length} of "
+            f"{plural(len(ids), 'token')} at the depths {list(depths)}; the length must be at "
+            "least "
+            f"{3 * passage_length - 1} and at most that of the text, and depths must be in 0..1"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(
+        len(ids) - text_length - passage_length + 1, (trials,), generator=generator
+    )
+    pieces = [
+        (ids[s : s + text_length], ids[s + text_length : s + text_length + passage_length])
+        for s in starts.tolist()
+    ]
+    passage_starts = torch.randint(
+        len(ids) - passage_length + 1, (trials,), generator=generator
+    ).tolist()
+    passages = [ids[a : a + passage_length] for a in passage_starts]
+    without_passage = torch.stack(
+        [torch.cat((*piece, passage)) for piece, passage in zip(pieces, passages, strict=True)]
+    )
+    without, guessed = _loss_and_accuracy(model, without_passage, key)
+    results = []
+    for depth in depths:
+        split = round(depth * text_length)
+        with_passage = torch.stack(
+            [
+                torch.cat((text[:split], passage, text[split:], passage))
+                for (text, _), passage in zip(pieces, passages, strict=True)
+            ]
+        )
+        nats, right = _loss_and_accuracy(model, with_passage, key)
+        results.append(NeedleResult(depth, right, guessed, without - nats))
+    return results
+
+
+def _loss_and_accuracy(model: nn.Module, rows: Tensor, key: int) -> tuple[float, float]:
+    """Return the mean loss in nats of the last `key` tokens of each row, and the share of them that
+    are the model's first choice.
+    """
+    logits = model(rows[:, :-1])[:, -key:].double()
+    right = (logits.argmax(-1) == rows[:, -key:]).double().mean()
+    return float(F.cross_entropy(logits.flatten(0, 1), rows[:, -key:].flatten())), float(right)
+
+
+def perplexity(loss: float) -> float:
+    """Return exp of a loss in nats per token; infinity if no float can hold it."""
+    return math.exp(loss) if loss < 700 else math.inf

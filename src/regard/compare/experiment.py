@@ -257,11 +257,7 @@ class Session:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as minutes and seconds, or as hours, minutes and seconds.
-
-    >>> format_duration(75), format_duration(3725)
-    ('1:15', '1:02:05')
-    """
+    """Return a duration as minutes and seconds, or as hours, minutes and seconds."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

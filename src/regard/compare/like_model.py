@@ -33,12 +33,7 @@ gradient.
 
 
 def shape_like(name: str, window: int | None = None) -> Shape:
-    """Return the sizes of a published model, or of a config.json, for a comparison.
-
-    >>> shape = shape_like("qwen2-0.5b")
-    >>> shape.dim, shape.layers, shape.heads, shape.groups, shape.width, shape.vocabulary
-    (896, 24, 14, 2, 4864, 151936)
-    """
+    """Return the sizes of a published model, or of a config.json, for a comparison."""
     model = model_of(name)
     feeds = {layer.feed_forward for layer in model.layers}
     (feed,) = feeds if len(feeds) == 1 else (None,)
@@ -93,12 +88,6 @@ def needed_memory(configs: Mapping[str, Config], timing: Timing) -> int:
     All models are in memory together, because they are timed in turns: 4 bytes for each parameter,
     or 16 in a training step, whose logits are added for one model. Caches and activations of
     prompts are not counted.
-
-    >>> from regard.compare.mechanisms import candidates, configs
-    >>> shape = Shape(dim=32, layers=1)
-    >>> made = configs(candidates(["mqa"], shape), shape)
-    >>> needed_memory(made, Timing(training=False)) == 4 * count_parameters(made["mqa"])
-    True
     """
     parameters = sum(map(count_parameters, configs.values()))
     if not timing.training:

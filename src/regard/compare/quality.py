@@ -52,16 +52,7 @@ Recall tasks have four times as many examples.
 
 
 class EvalTask(ABC):
-    """Something that models are trained on and tested with.
-
-    Attributes:
-        name: its name.
-        settings: plain values that identify its data.
-        metric: the name of the number in `score` that plots show.
-        better: "lower" or "higher", whichever is better.
-        steps: the number of optimiser steps, unless the caller gives another or the time is too
-            short.
-    """
+    """Something that models are trained on and tested with."""
 
     name: str
     metric: str
@@ -92,24 +83,7 @@ class EvalTask(ABC):
 
 @dataclass(frozen=True)
 class TextTask(EvalTask):
-    """Prediction of the next byte of a text.
-
-    Args:
-        documents: documents as `regard.train.corpus` reads them.
-        context: how many bytes a row predicts.
-        batch: rows per batch.
-        source: the name of the documents.
-        validation_rows: rows by which a learning rate is chosen.
-        test_rows: rows by which the model is tested.
-
-    Raises:
-        ArgumentError: there is too little text.
-
-    >>> documents = [TextDocument("a", "abc " * 400), TextDocument("b", "dcba " * 400)]
-    >>> task = TextTask(documents, context=8, batch=2)
-    >>> round(task.score(nn.Embedding.from_pretrained(torch.zeros(256, 256)))["bits_per_byte"], 4)
-    8.0
-    """
+    """Prediction of the next byte of a text."""
 
     documents: Sequence[TextDocument]
     context: int
@@ -174,22 +148,7 @@ class TextTask(EvalTask):
 
 @dataclass(frozen=True)
 class RecallTask(EvalTask):
-    """A task in which the model must repeat what the row contains at an earlier place.
-
-    Args:
-        name: "mqar" or "passkey", or another causal task of `regard.train.tasks`.
-        length: tokens of the longest row in training.
-        batch: rows per batch.
-        steps: optimiser steps.
-        validation_rows: a quarter of the number of examples by which a learning rate is chosen.
-        test_rows: a quarter of the number of examples by which the model is tested.
-
-    Raises:
-        ArgumentError: the rows of the task cannot be so short.
-
-    >>> RecallTask("mqar", 32, 4).task.lengths
-    (7, 32, 64)
-    """
+    """A task in which the model must repeat what the row contains at an earlier place."""
 
     name: str
     length: int
@@ -263,11 +222,7 @@ class RecallTask(EvalTask):
 def eval_tasks(
     names: Sequence[str], *, source: str = DEFAULT_SOURCE, length: int = 256, batch: int = 8
 ) -> list[EvalTask]:
-    """Return the evaluation tasks of these names.
-
-    >>> [(one.length, one.batch) for one in eval_tasks(["mqar", "passkey"], length=256, batch=8)]
-    [(32, 64), (64, 32)]
-    """
+    """Return the evaluation tasks of these names."""
     known = ("text", *RECALL_TASKS)
     if unknown := [name for name in names if name not in known]:
         raise ArgumentError(
@@ -311,23 +266,7 @@ instead.
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """How all models are trained.
-
-    Args:
-        seeds: random seeds of the weights and of the data order; each seed trains a model of its
-            own.
-        rates: learning rates for all models; None is `LEARNING_RATES`, and
-            `RECURRENT_LEARNING_RATES` for mechanisms with a recurrent state.
-        weight_decay: the weight decay of AdamW.
-        clip: the maximum norm of the gradient.
-        device: where the models are trained.
-
-    Raises:
-        ArgumentError: there is no seed or rate, or one is given twice.
-
-    >>> TrainingSettings().learning_rates_for(recurrent=True)
-    (0.001, 0.003, 0.01)
-    """
+    """How all models are trained."""
 
     seeds: tuple[int, ...] = (0,)
     rates: tuple[float, ...] | None = None
@@ -404,10 +343,6 @@ def steps_that_fit(
 
     f = min(1, seconds_left / sum_{task, mechanism} steps seconds runs)
     steps' = max(20, floor(f steps))
-
-    >>> seconds, runs = {"text": {"mha": 0.1, "linear": 0.1}}, {"mha": 1, "linear": 3}
-    >>> steps_that_fit({"text": 600}, seconds, runs, 120.0)
-    ({'text': 300}, 240.0)
     """
     total_seconds = sum(
         steps * seconds[task][name] * runs[name]
@@ -451,11 +386,7 @@ def training_experiments(
 
 
 def run_name(task: str, name: str, rate: float, seed: int) -> str:
-    """Return the name of a training run.
-
-    >>> run_name("text", "mha", 0.003, 0)
-    'text/mha/lr 0.003/seed 0'
-    """
+    """Return the name of a training run."""
     return f"{task}/{name}/lr {rate:g}/seed {seed}"
 
 

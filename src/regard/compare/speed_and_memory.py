@@ -67,12 +67,7 @@ class KernelRecorder(Trace):
 
 
 def random_ids(config: Config, batch: int, length: int) -> Int[Tensor, "batch length"]:
-    """Return random token ids [B,T]; the seed is the length, so equal sizes give equal ids.
-
-    >>> from regard.compare.mechanisms import Candidate, Shape
-    >>> random_ids(Candidate("mqa", "mqa").config(Shape(dim=32)), 2, 3).shape
-    torch.Size([2, 3])
-    """
+    """Return random token ids [B,T]; the seed is the length, so equal sizes give equal ids."""
     generator = torch.Generator().manual_seed(length)
     return torch.randint(config.vocab_size, (batch, length), generator=generator)
 
@@ -106,11 +101,6 @@ def prefill_caches(
 def prefill_step(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
     """Return a function that reads a prompt of `context` tokens into new caches and computes the
     logits after its last token.
-
-    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
-    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> len(prefill_step(build_decoder(config), config, 5)())
-    1
     """
     prompt = _ids_on(model, random_ids(config, batch, context))
     return lambda: prefill_caches(model, prompt)
@@ -119,12 +109,6 @@ def prefill_step(model: Decoder, config: Config, context: int, batch: int = 1) -
 def decode_step(model: Decoder, config: Config, context: int, batch: int = 1) -> Step:
     """Return a function that decodes the token at position context - 1 with caches of all earlier
     tokens, and then restores the caches, so that it can be called again.
-
-    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
-    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> step = decode_step(build_decoder(config), config, 5)
-    >>> bool((step() == step()).all())
-    True
     """
     prompt = _ids_on(model, random_ids(config, batch, context))
     caches = (
@@ -148,12 +132,6 @@ def decode_step(model: Decoder, config: Config, context: int, batch: int = 1) ->
 def training_step(model: Decoder, config: Config, length: int, batch: int) -> Step:
     """Return a function that makes one optimiser step on rows of `length` predicted tokens:
     forward, backward, AdamW.
-
-    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
-    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> step = training_step(build_decoder(config), config, 5, 2)
-    >>> step() > step()
-    True
     """
     rows = _ids_on(model, random_ids(config, batch, length + 1))
     update = make_optimizer(model, Settings(steps=1, lr=LEARNING_RATE))
@@ -171,9 +149,6 @@ def training_step(model: Decoder, config: Config, length: int, batch: int) -> St
 def kernels_used(step: Step) -> list[str]:
     """Return the kernels of softmax attention that a step runs; the list is empty if it runs none,
     as for a recurrence.
-
-    >>> kernels_used(lambda: None)
-    []
     """
     with KernelRecorder() as recorder:
         step()
@@ -183,11 +158,6 @@ def kernels_used(step: Step) -> list[str]:
 def cache_bytes(model: Decoder, config: Config, context: int, batch: int = 1) -> int:
     """Return the bytes that the caches of all layers take after `context` tokens, measured on
     caches of the default kind of each layer.
-
-    >>> from regard.compare.mechanisms import Candidate, Shape, build_decoder
-    >>> config = Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))
-    >>> cache_bytes(build_decoder(config), config, 10)  # a key and a value of 8 x 4 bytes each
-    640
     """
     caches = model.new_caches()
     with torch.inference_mode():
@@ -216,23 +186,7 @@ MACHINE_KEYS = ("processor", "cores", "threads", "capability", "torch", "regard"
 
 @dataclass(frozen=True)
 class Timing:
-    """How long and at which sizes times are measured.
-
-    Args:
-        contexts: the lengths of prompts, and of sequences whose last token is decoded.
-        length, batch: tokens per row and rows of a training step.
-        rounds: the number of rounds; each times every mechanism once.
-        seconds: the limit of the rounds of one experiment; no new round starts after it.
-        sample: the least seconds of one timing; calls that are shorter are repeated.
-        training: whether a training step is timed too.
-        device: where the models run.
-
-    Raises:
-        ArgumentError: there is no context, or a number is less than 1.
-
-    >>> Timing(contexts=(512,)).rounds
-    7
-    """
+    """How long and at which sizes times are measured."""
 
     contexts: tuple[int, ...] = (512, 2048, 8192)
     length: int = 256
@@ -262,11 +216,6 @@ def timing_experiments(
 
     Within each experiment all mechanisms are timed in turns, so that a drift of the machine affects
     all of them. If a mechanism is added, all mechanisms are therefore measured again.
-
-    >>> from regard.compare.mechanisms import Candidate, Shape
-    >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
-    >>> [one.name for one in timing_experiments(made, Timing(contexts=(4, 8)), {})]
-    ['prefill/4', 'decode/4', 'prefill/8', 'decode/8', 'training/256']
     """
     machine_facts = _machine_facts(machine)
     shared = {
@@ -306,13 +255,7 @@ def _machine_facts(machine: Mapping[str, object]) -> dict[str, object]:
 
 
 def time_in_turns(configs: Mapping[str, Config], kind: str, length: int, timing: Timing) -> Numbers:
-    """Time one kind of work of all mechanisms in turns.
-
-    >>> from regard.compare.mechanisms import Candidate, Shape
-    >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
-    >>> time_in_turns(made, "decode", 10, Timing(rounds=2, sample=0.0))["rows"]["mqa"]["kv_bytes"]
-    640
-    """
+    """Time one kind of work of all mechanisms in turns."""
     if kind not in KINDS:
         raise ArgumentError(
             f"kind is {kind!r}; it must be one of {', '.join(KINDS)}", argument="kind"
@@ -388,11 +331,6 @@ def memory_experiments(
 ) -> list[Experiment]:
     """Return an experiment for each mechanism: the peak memory of a prompt of the longest context,
     and of a training step.
-
-    >>> from regard.compare.mechanisms import Candidate, Shape
-    >>> made = {"mqa": Candidate("mqa", "mqa").config(Shape(dim=32, layers=1))}
-    >>> [one.name for one in memory_experiments(made, Timing(contexts=(4, 8)), {})]
-    ['memory/mqa']
     """
     sizes: Numbers = {
         "context": max(timing.contexts),

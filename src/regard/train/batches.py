@@ -248,12 +248,7 @@ class ExampleBatch(Protocol):
 
 
 class BatchSource(Protocol):
-    """Endless batches for `fit`, with a state from which a run resumes.
-
-    Attributes:
-        batch: examples per batch.
-        context: predicted tokens per example, on average.
-    """
+    """Endless batches for `fit`, with a state from which a run resumes."""
 
     batch: int
     context: int
@@ -272,10 +267,6 @@ class BatchSource(Protocol):
 def token_stream(documents: Sequence[TextDocument], tokenizer: Tokenizer) -> Int[Tensor, " N"]:
     """Return the token ids of all documents in order, with an end-of-text token after each
     document.
-
-    >>> tokenizer = Tokenizer.train(["ab"], vocab_size=257)
-    >>> token_stream([TextDocument("1", "a"), TextDocument("2", "b")], tokenizer).tolist()
-    [65, 0, 66, 0]
     """
     end = tokenizer.end_of_text
     if end is None:

@@ -32,11 +32,6 @@ def catch_signals() -> Iterator[list[int]]:
 
     A second signal exits with 128 + its number. In a thread other than the main one, which receives
     no signals, nothing is caught. The former handlers are restored afterwards.
-
-    >>> with catch_signals() as caught:
-    ...     signal.raise_signal(signal.SIGTERM)
-    ...     print([signal.Signals(number).name for number in caught])
-    ['SIGTERM']
     """
     caught: list[int] = []
 
@@ -150,17 +145,7 @@ def fit(
 
 
 class _TrainingLoop:
-    """One run: its state, of which a checkpoint stores `_SAVED_ATTRIBUTES`, and its clock.
-
-    Attributes:
-        step: the last completed step.
-        saved_step: the step of the last checkpoint; -1 before the first one.
-        pending: the losses of the steps since the last row of the log.
-        last, norm: the loss and the gradient norm of the last step.
-        validation: the last validation loss, or None.
-        clock, clock_step: the time and the step of the last row of the log, for the speed.
-        writes: whether this process writes the files.
-    """
+    """One run: its state, of which a checkpoint stores `_SAVED_ATTRIBUTES`, and its clock."""
 
     def __init__(
         self,

@@ -6,8 +6,8 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from regard.argument_checks import check_usable_device
+from regard.configs.base import ModelConfig
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import folder_locked, sync_to_disk, temporary_folder, write_user_file
 from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
 from regard.models.families import family, llama, model_type_of, regard
+from regard.models.load import load
 from regard.models.model import Model
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
+from regard.nn.stored import stored_modules
 from regard.nn.variants import VARIANTS
 from regard.nn.variants.registry import option_names, parse_options, required_options
 from regard.process_state import seeded
@@ -34,7 +37,6 @@ from regard.train.loop import TrainResult, fit
 from regard.train.losses import next_token_loss
 from regard.train.progress import make_progress
 from regard.train.settings import Settings
-from regard.train.starting_model import extended_model, extended_tokenizer, load_starting_model
 from regard.units import plural
 from regard.untrusted_text import MULTILINE, error_text, escape_controls
 
@@ -65,11 +67,6 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
     Without `attention` the model is a Llama. With it, it is a decoder of this package with that
     mechanism: `kv_heads` becomes the mechanism's option `groups`, `window` its option of that name
     if it has one, and `set` has its other options as "name=value".
-
-    >>> options = dict(dim=32, layers=2, heads=4, hidden=None, context=16, tie=False)
-    >>> options |= {"attention": "gqa", "kv_heads": 1, "window": 8}
-    >>> make_config(options, 257).attention_options
-    {'groups': 1}
     """
     sizes = {
         "vocab_size": vocab_size,
@@ -102,13 +99,7 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
 
 
 def make_model(config: Any, seed: int) -> nn.Module:
-    """Return a model of a config with random weights; the global random state is set to the seed.
-
-    >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
-    >>> config = make_config(sizes, 257)
-    >>> sum(p.numel() for p in make_model(config, 0).parameters())
-    28832
-    """
+    """Return a model of a config with random weights; this seeds the global random state."""
     model_family = family(model_type_of(config))
     assert model_family is not None
     torch.manual_seed(seed)
@@ -120,11 +111,6 @@ def parameters_without_gradient(model: nn.Module, vocab_size: int, length: int) 
 
     Such parameters keep their initial values. An example is the indexer of "dsa": it selects keys,
     which has no gradient, and its paper trains it with a separate loss.
-
-    >>> sizes = dict(dim=32, layers=1, heads=4, hidden=None, context=16, tie=False)
-    >>> config = make_config(sizes, 257)
-    >>> parameters_without_gradient(make_model(config, 0), 257, 8)
-    ()
     """
     device = next(model.parameters()).device
     with seeded(None, [device] if device.type == "cuda" else ()):
@@ -167,11 +153,7 @@ def _attention_options(options: Mapping[str, Any]) -> tuple[dict[str, object], i
 
 
 class PretrainingRun:
-    """One run of `regard train`, from the options of the command to the folder that it writes.
-
-    Args:
-        options: the options of the command by name.
-    """
+    """One run of `regard train`, from the options of the command to the folder that it writes."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = dict(options)
@@ -372,3 +354,55 @@ def config_metadata(config: Any) -> dict[str, object]:
 def print_status(text: str) -> None:
     """Print a line on standard error."""
     print(escape_controls(text, keep=MULTILINE), file=sys.stderr, flush=True)
+
+
+def load_starting_model(source: str | Path) -> Model:
+    """Load a decoder in float32, to train it further."""
+    model = load(source, dtype=torch.float32)
+    if not isinstance(model, Model) or model.tokenizer is None:
+        raise ArgumentError(
+            f"{source} cannot be trained further: only a decoder with a tokenizer can; give the "
+            "folder of another model"
+        )
+    return model
+
+
+def extended_tokenizer(tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Return the tokenizer of a model, with the Chinese characters of some texts if `vocab_size` is
+    larger than its vocabulary.
+    """
+    if vocab_size < tokenizer.vocab_size:
+        raise ArgumentError(
+            f"vocab is {vocab_size} and the model has {plural(tokenizer.vocab_size, 'token')}, "
+            f"which it keeps; give {tokenizer.vocab_size} or more"
+        )
+    if vocab_size == tokenizer.vocab_size:
+        return tokenizer
+    return tokenizer.with_chinese(texts, vocab_size)
+
+
+def extended_model(model: Model, vocab_size: int, seed: int) -> tuple[nn.Module, ModelConfig]:
+    """Return a copy of a model with more tokens, and its config.
+
+    The weights of the old tokens and of all layers are copied; those that are stored in fewer bits
+    are dequantized. Rows of new tokens are normally distributed, with the mean and the standard
+    deviation of the old rows of their matrix. The global random state is set to the seed.
+    """
+    config = replace(model.config, vocab_size=vocab_size)
+    model_family = family(model_type_of(config))
+    assert model_family is not None  # it was loaded
+    torch.manual_seed(seed)
+    network = model_family.build(config)
+    old = model.decoder.state_dict()
+    old |= {name: record.dequantize() for name, record in stored_modules(model.decoder)}
+    new = network.state_dict()
+    network.load_state_dict({name: _extended(old[name], new[name]) for name in new})
+    return network, config
+
+
+def _extended(old: Tensor, new: Tensor) -> Tensor:
+    """Return the old tensor with rows added until it has the shape of the new one."""
+    if old.shape == new.shape:
+        return old
+    rows = torch.randn(new.shape[0] - old.shape[0], *old.shape[1:], dtype=old.dtype)
+    return torch.cat([old, rows * old.std(0) + old.mean(0)])

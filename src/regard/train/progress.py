@@ -21,20 +21,7 @@ from regard.untrusted_text import error_text, parse_integer
 
 @dataclass(frozen=True)
 class LogRow:
-    """One row of the log: the mean training loss in nats since the previous row, and the state.
-
-    Attributes:
-        step: the optimizer step.
-        loss: the mean training loss since the previous row, in nats.
-        validation: the validation loss in nats; None if it was not measured at this step.
-        lr: the learning rate.
-        grad_norm: the 2-norm of the gradient before clipping.
-        tokens: the tokens trained on so far.
-        tokens_per_second: the speed since the previous row.
-
-    >>> LogRow(1, 2.0, None, lr=0.1, grad_norm=1.0, tokens=64, tokens_per_second=9.0).loss
-    2.0
-    """
+    """One row of the log: the mean training loss in nats since the previous row, and the state."""
 
     step: int
     loss: float
@@ -55,13 +42,6 @@ class CsvLog:
 
     When a run resumes, the rows after the step of its checkpoint are removed, so that a run in
     several parts has every row once. The columns are the attributes of `LogRow`.
-
-    Args:
-        path: the file; its folder is created.
-        after_step: the step from which the run resumes; 0 starts a new log.
-
-    Raises:
-        FileError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, *, after_step: int = 0) -> None:

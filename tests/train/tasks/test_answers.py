@@ -28,7 +28,7 @@ from regard.train.tasks.evaluate import (
     generate_ids,
 )
 from regard.train.tasks.task import pad
-from regard.train.tasks.task_models import (
+from regard.train.tasks.task_training import (
     CAUSAL_MODELS,
     SEQ2SEQ_MODELS,
     Recipe,

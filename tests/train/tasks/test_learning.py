@@ -10,7 +10,7 @@ from regard.train.losses import AnswerLoss, Seq2SeqLoss
 from regard.train.tasks import TASKS, Example
 from regard.train.tasks.evaluate import alignment, answer_examples
 from regard.train.tasks.task import TaskBatches
-from regard.train.tasks.task_models import Recipe, build
+from regard.train.tasks.task_training import Recipe, build
 
 
 def learned(

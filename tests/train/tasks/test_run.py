@@ -28,8 +28,7 @@ from regard.train.tasks import TASKS
 from regard.train.tasks.evaluate import answer_examples
 from regard.train.tasks.report import read_accuracy
 from regard.train.tasks.task import TaskBatches
-from regard.train.tasks.task_models import build
-from regard.train.tasks.task_training import TaskTrainingRun, load
+from regard.train.tasks.task_training import TaskTrainingRun, build, load
 
 SMALL = [
     "--task",

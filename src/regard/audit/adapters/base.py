@@ -5,12 +5,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from regard.errors import ArgumentError
 from regard.language import Phrase
@@ -89,16 +92,7 @@ NEW_CACHE = object()
 
 
 class CallInputs(NamedTuple):
-    """The inputs of one call, besides the tokens.
-
-    Attributes:
-        keep: a mask, bool [B or 1, T, S], True = may attend, or None.
-        tokens: a padding mask, bool [B, S], False = padding, or None.
-        positions: the positions of the tokens, int [B, T]; None means the code's own.
-        memory: a cache that holds the earlier tokens; None means no cache, `NEW_CACHE` an empty
-            one.
-        weights: whether the attention weights should be returned.
-    """
+    """The inputs of one call, besides the tokens."""
 
     keep: Tensor | None = None
     tokens: Tensor | None = None
@@ -137,23 +131,7 @@ LinearMap: TypeAlias = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, eq=False)
 class Projections:
-    """The linear maps of an attention module, as read from its parameters.
-
-    Attributes:
-        q, k, v: the maps from tokens to queries, keys and values: weight [out, in], and bias [out]
-            or None.
-        o: the output map, or None if the module has none.
-        heads: the number of query heads H.
-        groups: the number of key/value heads G.
-        bases: rotary bases that the module may use.
-        named: whether the parameter names tell queries, keys and values apart, so that exchanging
-            them is a fault.
-        sinks: one sink logit for each head, [H], or None.
-        norm: weight, bias and eps of a layer norm over the sum of output and input, as in BERT, or
-            None.
-        search_faults: whether faults are searched under this interpretation. Other orders of a
-            fused map are only compared with the correct definition.
-    """
+    """The linear maps of an attention module, as read from its parameters."""
 
     q: LinearMap
     k: LinearMap
@@ -174,18 +152,7 @@ class Projections:
 
 
 class TargetAdapter(ABC):
-    """Base class of the adapters: each calls one kind of attention code.
-
-    Attributes:
-        name: the name of the code.
-        called: how the code is called, for the report.
-        claims: what the code is claimed to be.
-        accepts: the inputs that the code accepts, of "mask", "rows" (a mask for each row of the
-            batch), "padding", "positions", "memory" and "weights".
-        dtype: the dtype in which the code runs.
-        width: the model dimension M, or the size of the vocabulary.
-        relative: whether the results should depend on differences of positions only.
-    """
+    """Base class of the adapters: each calls one kind of attention code."""
 
     name: str
     called: str
@@ -279,3 +246,121 @@ def count_elements(x: object, visited_ids: set[int] | None = None) -> int:
         return sum(count_elements(value, visited_ids) for value in x)
     attributes = getattr(x, "__dict__", None)
     return count_elements(attributes, visited_ids) if isinstance(attributes, dict) else 0
+
+
+M = TypeVar("M", bound=nn.Module)
+
+_CPU = torch.device("cpu")
+_device: ContextVar[torch.device] = ContextVar("device", default=_CPU)
+
+
+@contextmanager
+def run_on(device: torch.device | str | None) -> Iterator[None]:
+    """Run audited code on a device in the block; None is the CPU."""
+    token = _device.set(_CPU if device is None else torch.device(device))
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+def is_moved() -> bool:
+    """Return whether audited code runs on another device than the CPU."""
+    return _device.get() != _CPU
+
+
+def to_run_device(x: Any) -> Any:
+    """Return the tensors in x on the device where audited code runs."""
+    return _moved(x, _device.get())
+
+
+def to_checks(x: Any) -> Any:
+    """Return the tensors in x on the CPU, where the checks compute."""
+    return _moved(x, _CPU)
+
+
+def placed(module: M) -> M:
+    """Move a module to the device where audited code runs.
+
+    Its calls take tensors of the CPU and return such tensors. A cache that is an object of its own
+    stays where the module made it.
+    """
+    device = _device.get()
+    to_device(module)
+    if device == _CPU:
+        return module
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _moved(args, device), _moved(kwargs, device)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(lambda _, __, result: to_checks(result))
+    return module
+
+
+def to_device(module: M) -> M:
+    """Move a module to the device where audited code runs, and return it."""
+    return module.to(_device.get())
+
+
+def moved_function(function: Callable[..., object]) -> Callable[..., object]:
+    """Return a function that runs on the device, with tensors of the CPU as its arguments and
+    results.
+    """
+    device = _device.get()
+    if device == _CPU:
+        return function
+
+    def run(*args: object, **kwargs: object) -> object:
+        return to_checks(function(*_moved(args, device), **_moved(kwargs, device)))
+
+    return run
+
+
+def _moved(x: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda y: y.to(device), x)
+
+
+class Influence(NamedTuple):
+    """How much each output changes when each token is replaced."""
+
+    amount: Tensor
+    threshold: float
+
+    @property
+    def visible(self) -> Tensor:
+        """Whether token j reaches output i, bool [T, S]. NaN counts as a change."""
+        return ~(self.amount <= self.threshold)
+
+    def strongest(self, where: Tensor) -> tuple[int, int, float]:
+        """Return the first output with an influence inside `where`, its strongest token, and the
+        amount.
+        """
+        amounts = torch.where(where & self.visible, self.amount, 0.0)
+        i = int((amounts > 0).any(1).to(torch.int64).argmax())
+        j = int(amounts[i].argmax())
+        return i, j, float(amounts[i, j])
+
+
+def influence(
+    run: Callable[[Tensor], Tensor],
+    x: Tensor,
+    changed: Callable[[Tensor, int], Tensor],
+    tokens: Sequence[int] | None = None,
+) -> Influence:
+    """Measure the influence of each token: run on x, and on x with each token replaced.
+
+    A change counts if it exceeds sqrt(eps) of the dtype times the largest output. This is larger
+    than rounding and smaller than any weight that a softmax over moderate scores gives.
+    """
+    base = run(x)
+    columns = []
+    for j in range(x.shape[1]) if tokens is None else tokens:
+        other = run(changed(x, j))
+        difference = (other - base).abs().double()
+        # NaN in both outputs does not show that the token has an influence
+        difference = torch.where(other.isnan() & base.isnan(), 0.0, difference)
+        columns.append(difference.transpose(0, 1).flatten(1).amax(1))
+    finite = base[base.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 1.0
+    return Influence(torch.stack(columns, 1), scale * torch.finfo(base.dtype).eps ** 0.5)

@@ -244,11 +244,6 @@ def _documented(function: Callable[..., object]) -> dict[str, inspect.Parameter]
 class MaskFormat:
     """The format in which code expects a mask.
 
-    Attributes:
-        shape: "TS", "BTS", "B1TS", or "BS" for a mask of keys only.
-        kind: "keep" (True = may attend), "block" (True = hidden), "ones" (1.0 = may attend), or
-            "additive" (0, and the lowest number of the dtype, as in transformers).
-
     >>> MaskFormat("TS", "block").write(torch.tensor([[[True, False]]]), torch.float32)
     tensor([[False,  True]])
     """
@@ -281,25 +276,7 @@ class MaskFormat:
 
 @dataclass(frozen=True)
 class CallKeywords:
-    """The names of a callable's arguments by their role; None if it has none for that role.
-
-    Attributes:
-        mask: a mask of queries and keys.
-        padding: a mask of keys only.
-        positions: the positions of the tokens.
-        start: the position of the first token.
-        memory: the cache.
-        use: a flag that asks for a cache.
-        weights: a flag that asks for the attention weights.
-        causal: a flag for causal attention.
-        bias: a bias on the scores.
-        sinks: the sink logits.
-        mask_format, padding_format: the formats of the masks; None if no format works, so that no
-            mask can be given.
-        fixed: arguments with the same value in every call.
-        required: the names of parameters without a default.
-        passed: the names of the arguments that were passed in any call so far.
-    """
+    """The names of a callable's arguments by their role; None if it has none for that role."""
 
     mask: str | None = None
     padding: str | None = None
@@ -409,9 +386,6 @@ class CallKeywords:
 @dataclass(frozen=True)
 class OutputFormat:
     """The format of what a call returns.
-
-    Attributes:
-        weights: the index of the attention weights in the returned sequence, or None.
 
     >>> import torch
     >>> x = torch.ones(2, 3, 4)

@@ -19,6 +19,10 @@ from regard.audit.adapters.base import (
     CheckNotPossible,
     Projections,
     TargetAdapter,
+    is_moved,
+    moved_function,
+    run_on,
+    to_device,
 )
 from regard.audit.adapters.call_arguments import (
     BIAS_NAMES,
@@ -33,7 +37,6 @@ from regard.audit.adapters.call_arguments import (
     token_arguments,
 )
 from regard.audit.adapters.projections import read_projections
-from regard.audit.adapters.run_device import is_moved, moved_function, run_on, to_device
 from regard.caches import Growing
 from regard.errors import ArgumentError
 from regard.language import Phrase
@@ -61,17 +64,6 @@ class FunctionAdapter(TargetAdapter):
 
     The projections are random and known. If the function takes the number of heads as an argument,
     it is called with joined heads, [B, T, H*D].
-
-    Args:
-        function: the code; a module without parameters counts as one.
-        claims: what the code is claimed to be. Without sizes there are 4 heads of 6 features,
-            because for these sizes all wrong scales that an audit can name are different.
-        name: the name of the code.
-        dtype: the dtype in which it runs.
-        keywords: the names of its arguments; None reads them from its signature.
-        output_format: the format of its results.
-        causal_flag: whether its own causal flag is set in each call.
-        single_head: whether it takes one head, [B, T, D].
     """
 
     def __init__(
@@ -317,9 +309,6 @@ class CustomAdapter(TargetAdapter):
 
     It returns the output [B, T, N]; (output, weights) if weights is True; or (output, memory) if
     there is a cache.
-
-    Raises:
-        ArgumentError: the adapter has an argument with another name.
     """
 
     def __init__(

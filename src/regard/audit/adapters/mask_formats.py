@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.audit.adapters.base import CallInputs, TargetAdapter
+from regard.audit.adapters.base import CallInputs, TargetAdapter, influence
 from regard.audit.adapters.call_arguments import CallKeywords, MaskFormat, OutputFormat
 from regard.audit.adapters.functions import FunctionAdapter
 from regard.audit.adapters.modules import ModuleAdapter
-from regard.audit.influence import influence
 from regard.process_state import ignore_warnings
 
 T = 5

@@ -24,6 +24,11 @@ from regard.audit.adapters.base import (
     Projections,
     TargetAdapter,
     count_elements,
+    is_moved,
+    placed,
+    run_on,
+    to_checks,
+    to_run_device,
 )
 from regard.audit.adapters.call_arguments import (
     NEW_CACHE_METHOD_NAMES,
@@ -38,7 +43,6 @@ from regard.audit.adapters.call_arguments import (
     token_arguments,
 )
 from regard.audit.adapters.projections import read_projections
-from regard.audit.adapters.run_device import is_moved, placed, run_on, to_checks, to_run_device
 from regard.errors import ArgumentTypeError
 from regard.masks import Mask
 from regard.models import Model, Seq2Seq, TextEncoder
@@ -56,17 +60,6 @@ class ModuleAdapter(TargetAdapter):
 
     The call is forward(x), or forward(x, x, x) if the module takes query, key and value, or
     forward(x_t, x) for each token t if it takes one query and all keys.
-
-    Args:
-        module: the code; a copy in evaluation mode runs.
-        claims: what the code is claimed to be.
-        width: the model dimension M.
-        name: the name of the code.
-        dtype: the dtype in which it runs.
-        keywords: the names of its arguments; None reads them from its signature.
-        output_format: the format of its results.
-        rebuild: makes the same module with other sizes, (dim, heads, kv_heads) -> module; None if
-            its sizes are fixed.
     """
 
     relative = (

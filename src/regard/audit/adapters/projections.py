@@ -30,11 +30,7 @@ SINK_NAME = "sink"
 
 
 def read_projections(module: nn.Module, claims: AuditClaims, width: int) -> tuple[Projections, ...]:
-    """Return the interpretations of a module's q, k, v and output maps, the most likely first.
-
-    >>> read_projections(nn.MultiheadAttention(8, 2), AuditClaims(), 8)[0].heads
-    2
-    """
+    """Return the interpretations of a module's q, k, v and output maps, the most likely first."""
     head_modules = _modules_per_head(module)
     if head_modules:
         return _join_heads(module, head_modules, width)
@@ -68,16 +64,7 @@ def read_projections(module: nn.Module, claims: AuditClaims, width: int) -> tupl
 
 
 def unused_parameters(module: nn.Module, interpretations: Sequence[Projections]) -> list[str]:
-    """Return the names of the parameters that belong to none of the projections.
-
-    >>> names = ("q", "k", "v", "out", "gate")
-    >>> module = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in names})
-    >>> unused_parameters(module, read_projections(module, AuditClaims(heads=2), 8))
-    ['gate.weight']
-    >>> fused = nn.MultiheadAttention(8, 2, bias=False)
-    >>> unused_parameters(fused, read_projections(fused, AuditClaims(heads=2), 8))
-    []
-    """
+    """Return the names of the parameters that belong to none of the projections."""
     tensors: list[Tensor | None] = []
     for maps in interpretations:
         tensors += [t for m in (maps.q, maps.k, maps.v, maps.o) if m is not None for t in m]

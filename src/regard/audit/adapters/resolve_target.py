@@ -46,11 +46,7 @@ ADAPTER_HINT = (
 
 
 def import_target(path: str) -> Any:
-    """Import the object that "package.module:name" names; the current folder is searched, too.
-
-    >>> import_target("torch.nn:MultiheadAttention").__name__
-    'MultiheadAttention'
-    """
+    """Import the object that "package.module:name" names; the current folder is searched, too."""
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
         raise ArgumentError(
@@ -84,11 +80,7 @@ def import_target(path: str) -> Any:
 def construct_module(
     maker: Callable[..., nn.Module], claims: AuditClaims, options: dict[str, object]
 ) -> nn.Module:
-    """Build a module from a class or factory, with the claimed sizes under its own argument names.
-
-    >>> construct_module(nn.MultiheadAttention, AuditClaims(dim=8, heads=2), {}).num_heads
-    2
-    """
+    """Build a module from a class or factory, with the claimed sizes under its argument names."""
     signature_parameters = parameters(maker)
     arguments = {**_sizes(signature_parameters, claims), **options}
     missing = [
@@ -228,13 +220,7 @@ def resolve_target(
     options: dict[str, object] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[TargetAdapter, dict[str, MaskBehavior]]:
-    """Import or construct the target, and find the adapter that can call it.
-
-    >>> target = nn.MultiheadAttention(8, 2, batch_first=True)
-    >>> called = resolve_target(target, AuditClaims())[0].called
-    >>> called.partition(", attn_mask")[0]
-    'forward(query, key, value'
-    """
+    """Import or construct the target, and find the adapter that can call it."""
     name = target if isinstance(target, str) else target_name(target)
     target = import_target(target) if isinstance(target, str) else target
     adapter_function = (

@@ -78,11 +78,7 @@ LONGEST_WINDOW = 64
 
 
 def name_of(field: str, value: str) -> str:
-    """Return the name of the fault for a faulty value of a field of `AttentionVariant`.
-
-    >>> name_of("rotary", "values-half"), name_of("scale", "none")
-    ('rotary-values', 'scale-missing')
-    """
+    """Return the name of the fault for a faulty value of a field of `AttentionVariant`."""
     if (field, value) in FAULT_NAMES:
         return FAULT_NAMES[field, value]
     return _ROTARY_FAULTS[value.partition("-")[0]]

@@ -13,13 +13,14 @@ from regard.audit.adapters.base import (
     NEW_CACHE,
     CheckNotApplicable,
     CheckNotPossible,
+    Influence,
     TargetAdapter,
+    influence,
 )
 from regard.audit.adapters.functions import CustomAdapter, FunctionAdapter
 from regard.audit.adapters.modules import ModuleAdapter
 from regard.audit.check_context import LONG_LENGTHS, CheckContext
 from regard.audit.findings import Finding, finding
-from regard.audit.influence import Influence, influence
 from regard.language import Phrase, counted
 
 FUTURE_LENGTH = 9

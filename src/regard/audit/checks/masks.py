@@ -16,12 +16,12 @@ from regard.audit.adapters.base import (
     CheckNotApplicable,
     CheckNotPossible,
     TargetAdapter,
+    influence,
 )
 from regard.audit.adapters.call_arguments import CallKeywords, MaskFormat
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
 from regard.audit.graph_checks import mask_sets_scores_to_zero
-from regard.audit.influence import influence
 from regard.language import Phrase
 
 _FAULT_BY_VERDICT = {

@@ -13,11 +13,11 @@ from regard.audit.adapters.base import (
     CheckNotApplicable,
     CheckNotPossible,
     TargetAdapter,
+    influence,
 )
 from regard.audit.adapters.call_arguments import MEMORY_NAMES, POSITIONS_NAMES, START_NAMES
 from regard.audit.check_context import CheckContext
 from regard.audit.findings import Finding, finding
-from regard.audit.influence import influence
 from regard.language import Phrase, counted
 from regard.process_state import seeded
 

@@ -8,20 +8,21 @@ import math
 from typing import Annotated, Unpack
 
 from regard.errors import ArgumentError
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.decay_rules import (
     HGRN2Rule,
     LightNetRule,
     Mamba2Rule,
     MLSTMRule,
+    RetentionRule,
     RWKV4Rule,
     RWKV6Rule,
     SlotRule,
 )
-from regard.nn.linear_recurrence import Recurrent, RetentionRule, Swish
+from regard.nn.head_steps import Swish
 from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.projections import HeadProjection, SeparateQKV
-from regard.nn.recurrent_projections import ConvolvedQKV, TokenShiftQKV
+from regard.nn.recurrent import Recurrent
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, TokenShiftQKV
 from regard.nn.selective_scan import SelectiveQKV, SelectiveScanRule
 from regard.nn.variants.options import HeadSize, Option, SharedHeads, Valued
 from regard.nn.variants.projections import Start, ValueHeadStart, half_head_dim, output_projection

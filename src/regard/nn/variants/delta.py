@@ -8,22 +8,23 @@ from typing import Annotated, Any, TypeAlias, Unpack
 
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
-from regard.nn.causal_convolution import CausalConvolution
-from regard.nn.delta_product import DeltaProductRule, SeveralKeysQKV
 from regard.nn.delta_rules import (
     BottleneckProjection,
     ChannelLogDecay,
     CombaRule,
+    DeltaProductRule,
+    DeltaRule,
     EraseRule,
+    MesaRule,
     PreconditionedDeltaRule,
+    SeveralKeysQKV,
+    TitansRule,
 )
-from regard.nn.gated_convolution import GatedConvolution
-from regard.nn.linear_recurrence import DeltaRule, L2Norm, RecurrenceRule, Recurrent
-from regard.nn.norms import RMSNorm
+from regard.nn.norms import L2Norm, RMSNorm
 from regard.nn.projections import HeadProjection
-from regard.nn.recurrent_projections import ConvolvedQKV
-from regard.nn.regression_rules import MesaRule, TitansRule
-from regard.nn.rwkv7 import RWKV7
+from regard.nn.recurrent import GatedConvolution, RecurrenceRule, Recurrent
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV
+from regard.nn.rwkv import RWKV7
 from regard.nn.variants.options import HeadSize, Option, Valued
 from regard.nn.variants.projections import ValueHeadStart, is_first_layer
 from regard.nn.variants.registry import variant

@@ -21,7 +21,6 @@ from regard.masks import (
     Window,
 )
 from regard.nn.attention import Attention
-from regard.nn.longformer import Longformer
 from regard.nn.multi_axis_attention import MultiAxisAttention, MultiAxisProjection
 from regard.nn.remapped_attention import (
     DistanceMap,
@@ -34,6 +33,7 @@ from regard.nn.remapped_attention import (
 from regard.nn.variants.options import Bias, Biased, HeadSize, Rotated
 from regard.nn.variants.projections import Start, is_last_of_period
 from regard.nn.variants.registry import variant
+from regard.nn.windowed_attention import Longformer
 from regard.positions.multi_axis import MultiAxisRotary
 
 

@@ -11,10 +11,9 @@ from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
 from regard.nn.attention import Attention
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.linear import Linear
 from regard.nn.projections import HeadProjection, Projection, SeparateQKV
-from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
 

@@ -16,12 +16,13 @@ from regard.nn.data_bias import (
     DisentangledProjection,
     DynamicMaskProjection,
     ForgettingProjection,
+    PathProjection,
     RelativeKeyProjection,
     RelativeLogitProjection,
+    SelectiveProjection,
     SinusoidKeyProjection,
 )
 from regard.nn.norms import RMSNorm
-from regard.nn.path_projection import PathProjection, SelectiveProjection
 from regard.nn.projections import HeadProjection
 from regard.nn.variants.options import Grouped, HeadSize, Rotated
 from regard.nn.variants.projections import Start

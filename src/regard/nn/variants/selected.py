@@ -8,10 +8,17 @@ from typing import Unpack
 
 from torch import nn
 
-from regard.nn.block_selectors import BlockMaximum, Quest, QuestAttention
 from regard.nn.norms import RMSNorm
+from regard.nn.nsa import NSA, BlockCompressor
 from regard.nn.projections import HeadProjection
-from regard.nn.selected_attention import NSA, BlockCompressor, Indexer, MoBA, SelectedAttention
+from regard.nn.selected_attention import (
+    BlockMaximum,
+    Indexer,
+    MoBA,
+    Quest,
+    QuestAttention,
+    SelectedAttention,
+)
 from regard.nn.variants.options import Rotated
 from regard.nn.variants.projections import Start
 from regard.nn.variants.registry import variant

@@ -29,14 +29,17 @@ from regard.nn.factored_projections import (
     TensorProductProjection,
     TiedProjection,
 )
-from regard.nn.grouped_latent_projection import GroupedLatentProjection
 from regard.nn.infini_attention import InfiniAttention
-from regard.nn.latent_projection import LatentProjection, NaiveLatentProjection
+from regard.nn.latent_projection import (
+    GroupedLatentProjection,
+    LatentProjection,
+    NaiveLatentProjection,
+)
 from regard.nn.projections import HeadProjection, SeparateQKV
-from regard.nn.streaming_attention import StreamingAttention
 from regard.nn.variants.options import Base, HeadSize, Option, Rotated, RotatedShared, SharedHeads
 from regard.nn.variants.projections import Start, output_projection
 from regard.nn.variants.registry import variant
+from regard.nn.windowed_attention import StreamingAttention
 from regard.ops.memory import EmptyMemoryRule, UpdateRule
 from regard.positions import Rotary, Scaling
 

@@ -13,7 +13,7 @@ from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi, T5Relative
 from regard.masks import Causal
 from regard.nn.attention import Attention
-from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.head_finishes import DifferentialProjection, GatedProjection
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
     FusedQKV,

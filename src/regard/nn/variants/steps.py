@@ -10,6 +10,8 @@ from typing import Unpack
 from regard.argument_checks import check_groups, resolve_head_dim
 from regard.masks import Causal, Window
 from regard.nn.attention import Attention
+from regard.nn.cross_layer import ValueResidualQKV
+from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
 from regard.nn.head_finishes import (
     FinishedProjection,
     HeadFinish,
@@ -27,8 +29,6 @@ from regard.nn.head_steps import (
 )
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import ClippedQKV, SeparateQKV
-from regard.nn.tied_values import KeysAsValues, SharedKeyValue
-from regard.nn.value_residual import ValueResidualQKV
 from regard.nn.variants.options import Base, Grouped, HeadSize, Rotated
 from regard.nn.variants.projections import (
     Start,

@@ -25,18 +25,7 @@ Seq2SeqModel = EncoderDecoder | RecurrentEncoderDecoder
 
 
 class IncrementalDecoder:
-    """A model with the state between two tokens of its output, for `greedy` and `beam_search`.
-
-    Args:
-        model: the model.
-        source: ids `[B, S]`, padded with `PAD`.
-
-    >>> from regard.models import recurrent
-    >>> model = recurrent(7, 4, 4, attention="bahdanau")
-    >>> decoder = IncrementalDecoder(model, torch.tensor([[3, 4, 2]]))
-    >>> decoder.step(torch.tensor([[1]])).shape
-    torch.Size([1, 1, 7])
-    """
+    """A model with the state between two tokens of its output, for `greedy` and `beam_search`."""
 
     def __init__(self, model: Seq2SeqModel, source: Int[Tensor, "B S"]) -> None:
         self.model, positions = model, padded_positions(source)
@@ -73,12 +62,7 @@ class IncrementalDecoder:
 def generate_ids(
     model: Seq2SeqModel, source: Int[Tensor, "B S"], *, limit: int, beams: int = 1
 ) -> list[list[int]]:
-    """Return the output of a model for each source: greedy, or the best of a beam search.
-
-    >>> from regard.models import recurrent
-    >>> len(generate_ids(recurrent(7, 4, 4), torch.tensor([[3, 4, 2]]), limit=2))
-    1
-    """
+    """Return the output of a model for each source: greedy, or the best of a beam search."""
     decoder = IncrementalDecoder(model, source)
     first = torch.full((len(source),), BOS, device=source.device)
     if beams == 1:
@@ -92,16 +76,7 @@ def generate_ids(
 
 @dataclass(frozen=True)
 class TaskAnswer:
-    """The output of a model for an example. For a "causal" task it has the predicted tokens only.
-
-    Attributes:
-        example: the example.
-        predicted: the words that the model gave.
-        expected: the right words.
-
-    >>> TaskAnswer(Example(("a",), ("a",)), ("b",), ("a",)).correct
-    False
-    """
+    """The output of a model for an example; for a "causal" task, the predicted tokens only."""
 
     example: Example
     predicted: tuple[str, ...]
@@ -178,18 +153,7 @@ def _predicted_words(model: nn.Module, task: Task, rows: PaddedBatch) -> list[li
 
 @dataclass(frozen=True)
 class AccuracyBin:
-    """How many of the sources of `low` to `high` tokens were answered correctly.
-
-    Attributes:
-        split: the split of the examples.
-        low, high: the shortest and the longest source, in tokens.
-        examples: the number of examples.
-        correct: how many of them were answered correctly.
-
-    >>> whole = AccuracyBin("validation", 1, 4, 20, 20)
-    >>> whole.share, [round(x, 3) for x in whole.interval]
-    (1.0, [0.839, 1.0])
-    """
+    """How many of the sources of `low` to `high` tokens were answered correctly."""
 
     split: str
     low: int
@@ -239,16 +203,7 @@ def accuracy_by_length(
 
 @dataclass(frozen=True, eq=False)
 class Alignment:
-    """The weights of one head, with a row for each output token and a column for each source token.
-
-    Attributes:
-        outcome: the answer of the model.
-        head: the name of the head.
-        label: the name of the head, with how it was chosen.
-        source: the words of the columns.
-        predicted: the words of the rows.
-        weights: `[predicted, source]`; each row sums to 1.
-    """
+    """The weights of one head: a row for each output token, a column for each source token."""
 
     outcome: TaskAnswer
     head: str

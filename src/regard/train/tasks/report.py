@@ -47,15 +47,7 @@ ALIGNMENT_LENGTHS = (8, 18)
 
 @dataclass(frozen=True)
 class TaskReport:
-    """The evaluation of a trained model on a task.
-
-    Attributes:
-        task: the task.
-        model: the name of the model.
-        bins: the accuracy by length, of "validation" and then of "longer".
-        answers: all answers, "validation" first.
-        alignments: alignments of a few examples; empty for a model without attention.
-    """
+    """The evaluation of a trained model on a task."""
 
     task: Task
     model: str

@@ -287,19 +287,7 @@ POOL_BATCHES = 16
 
 @dataclass(frozen=True, eq=False)
 class PaddedBatch:
-    """Examples as token ids, padded on the right.
-
-    Attributes:
-        source: `[B, S]`. For a "seq2seq" task the words and `EOS`, for a "causal" task the
-            sequence.
-        target: `[B, T]`. For a "seq2seq" task `BOS`, the words and `EOS`. For a "causal" task the
-            token that must come next, or `IGNORE_INDEX`.
-
-    >>> from regard.train.tasks import TASKS
-    >>> examples = [Example(("a",), ("a",)), Example(("b", "c"), ("b", "c"))]
-    >>> pad(TASKS["copy"], examples).source.tolist()
-    [[3, 2, 0], [4, 5, 2]]
-    """
+    """Examples as token ids, padded on the right."""
 
     source: Int[Tensor, "B S"]
     target: Int[Tensor, "B T"]
@@ -342,22 +330,6 @@ class TaskBatches:
     `POOL_BATCHES` batches are drawn together, sorted by the length of source and target, cut into
     batches, and shuffled, so that a batch has little padding. Batch i depends only on the seed and
     i.
-
-    Args:
-        task: the task to learn.
-        batch: examples per batch.
-        seed: the seed of the examples and of their order.
-        examples: examples to repeat in place of the task's own, for tests and for over-fitting.
-
-    Attributes:
-        context: the mean number of predicted tokens per example.
-
-    Raises:
-        ArgumentError: batch is less than 1, or `load_state_dict` is given a state of other data.
-
-    >>> from regard.train.tasks import TASKS
-    >>> next(TaskBatches(TASKS["copy"], batch=8)).source.shape[0]
-    8
     """
 
     def __init__(

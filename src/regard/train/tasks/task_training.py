@@ -8,25 +8,32 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from rich.text import Text
 from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import Tensor, nn
 
 from regard.argument_checks import check_usable_device
+from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import folder_locked, write_user_file
 from regard.files.regular_files import checked_path
 from regard.files.safetensors_files import load_tensors
 from regard.files.strict_json import read_json
+from regard.models import recurrent, transformer
+from regard.models.families import family, model_type_of
+from regard.models.rnn import CELLS
+from regard.nn.blocks import PreNorm
 from regard.train import checkpoints
 from regard.train.loop import TrainResult, fit
 from regard.train.losses import AnswerLoss, Seq2SeqLoss
+from regard.train.pretraining import make_config
 from regard.train.progress import make_progress
 from regard.train.settings import Settings
 from regard.train.tasks import find_task
@@ -38,7 +45,6 @@ from regard.train.tasks.report import (
     write_report,
 )
 from regard.train.tasks.task import Task, TaskBatches, pad
-from regard.train.tasks.task_models import Recipe, build, recipe
 from regard.units import plural
 from regard.untrusted_text import MULTILINE, error_text, escape_controls, short_repr
 from regard.view.charts import Accuracy
@@ -54,15 +60,6 @@ WEIGHTS_FILE = "model.safetensors"
 class TaskTrainingRun:
     """One run of `regard train --task`, from the options of the command to the folder that it
     writes.
-
-    Args:
-        options: the options of the command by name: out, task and model; and accumulate, seed,
-            save_every, bf16, device, examples, beams, beside, and the attributes of `Recipe`, whose
-            values replace those of the recipe unless they are None.
-
-    Raises:
-        ArgumentError: the task or the model does not exist, the model cannot learn the task, or a
-            number is out of range.
     """
 
     def __init__(self, options: dict[str, object]) -> None:
@@ -301,3 +298,146 @@ def _check_shapes(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 def print_status(text: str) -> None:
     """Print lines on standard error."""
     print(escape_controls(text, keep=MULTILINE), file=sys.stderr, flush=True)
+
+
+ATTENTIONS = ("bahdanau", "luong")
+SEQ2SEQ_MODELS = (
+    *CELLS,
+    *(f"{cell}+{attention}" for cell in CELLS for attention in ATTENTIONS),
+    "transformer",
+)
+"""Models for "seq2seq" tasks, which map a source to a target."""
+
+CAUSAL_MODELS = ("decoder", *CELLS)
+"""Models for "causal" tasks, which predict the next token."""
+
+ATTENTION_OPTIONS = ("attention", "kv_heads", "position", "window", "set")
+"""Attributes of a recipe that choose the attention of model "decoder"."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The sizes of a model, and how it is trained."""
+
+    dim: int = 128
+    hidden: int = 256
+    layers: int = 2
+    heads: int = 4
+    dropout: float = 0.0
+    steps: int = 1000
+    batch: int = 64
+    lr: float = 2e-3
+    warmup: int = 100
+    smoothing: float = 0.0
+    attention: str | None = None
+    kv_heads: int | None = None
+    position: str | None = None
+    window: int | None = None
+    set: tuple[str, ...] = ()
+
+    def with_overrides(self, overrides: Mapping[str, Any]) -> Recipe:
+        """Return the recipe with other values, for those that are not None."""
+        known = {f.name for f in fields(self)}
+        values = {k: v for k, v in overrides.items() if k in known and v is not None}
+        return replace(self, **values | ({"set": tuple(values["set"])} if "set" in values else {}))
+
+
+def models_for(task: Task) -> tuple[str, ...]:
+    """Return the names of the models that can learn a task."""
+    return SEQ2SEQ_MODELS if task.kind == "seq2seq" else CAUSAL_MODELS
+
+
+def check_model(task: Task, name: str) -> None:
+    """Check that a model can learn a task."""
+    allowed = models_for(task)
+    if name in allowed:
+        return
+    if name in (*SEQ2SEQ_MODELS, *CAUSAL_MODELS):
+        reason = (
+            "predicts the next token of one sequence and has no source for an encoder"
+            if task.kind == "causal"
+            else "maps a source to a target, and a model of one sequence does not separate them"
+        )
+        raise ArgumentError(
+            f"task {task.name!r} {reason}: model {name!r} cannot learn it; choose "
+            f"{', '.join(allowed)}"
+        )
+    hint = suggest(name, allowed, most=2, otherwise=f"; choose {', '.join(allowed)}")
+    raise ArgumentError(f"there is no model {name!r}{hint}")
+
+
+def recipe(task: Task, name: str) -> Recipe:
+    """Return sizes and steps with which a model learns a task in minutes on two cores."""
+    check_model(task, name)
+    if name == "transformer":
+        return Recipe(hidden=256, lr=1.5e-3, warmup=200, steps=2000)
+    if name == "decoder":
+        return Recipe(hidden=352, lr=3e-3, steps=1000)
+    steps = 1000 if name.endswith("bahdanau") else 2000 if name.endswith("luong") else 4000
+    return Recipe(dim=64, hidden=128, layers=1, lr=3e-3, steps=steps)
+
+
+def build(task: Task, name: str, sizes: Recipe) -> nn.Module:
+    """Return a model for a task with random weights, from torch's global random state."""
+    check_model(task, name)
+    for option in ATTENTION_OPTIONS:
+        if name != "decoder" and getattr(sizes, option):
+            raise ArgumentError(
+                f"--{option.replace('_', '-')} is an option of model 'decoder', and the model is "
+                f"{name!r}; leave it out"
+            )
+    V = len(task.vocabulary)
+    if name == "transformer":
+        return transformer(
+            V,
+            sizes.dim,
+            sizes.heads,
+            sizes.layers,
+            hidden=sizes.hidden,
+            residual=PreNorm,
+            dropout=sizes.dropout,
+        )
+    if name == "decoder":
+        return _decoder(task, V, sizes)
+    cell, _, attention = name.partition("+")
+    if task.kind == "causal":
+        return RecurrentLanguageModel(cell, V, sizes.dim, sizes.hidden, sizes.layers)
+    return recurrent(
+        V, sizes.dim, sizes.hidden, cell=cell, layers=sizes.layers, attention=attention or None
+    )
+
+
+def _decoder(task: Task, vocabulary: int, sizes: Recipe) -> nn.Module:
+    """Return a Llama with as many key/value heads as heads, or a decoder with `sizes.attention`."""
+    options = asdict(sizes) | {"context": task.lengths[1], "tie": False}
+    if sizes.attention is None:
+        if sizes.dim % (2 * sizes.heads):
+            raise ArgumentError(
+                f"dim {sizes.dim} / heads {sizes.heads} is the dim of a head and must be even"
+            )
+        options["kv_heads"] = sizes.kv_heads or sizes.heads
+    config = make_config(options, vocabulary)
+    model_family = family(model_type_of(config))
+    assert model_family is not None
+    return model_family.build(config)
+
+
+class RecurrentLanguageModel(nn.Module):
+    """A recurrent language model without attention: ids -> embedding -> recurrent network ->
+    logits.
+
+    >>> import torch
+    >>> RecurrentLanguageModel("gru", 11, 8, 16, 1)(torch.tensor([[1, 2]])).shape
+    torch.Size([1, 2, 11])
+    """
+
+    def __init__(self, cell: str, vocabulary: int, dim: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.network = CELLS[cell](dim, hidden, layers, batch_first=True)
+        self.head = nn.Linear(hidden, vocabulary)
+
+    def forward(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T V"]:
+        """Return the logits `[B, T, V]` of the token after each of `ids`, `[B, T]`."""
+        logits: Tensor = self.head(self.network(self.embedding(ids))[0])
+        return logits

@@ -47,11 +47,7 @@ CHINESE = (*DIGITS, *PLACES[1:], *MYRIADS[1:])
 
 
 def english_words(number: int) -> list[str]:
-    """Return a number as English words, without hyphens and without "and".
-
-    >>> " ".join(english_words(427_016))
-    'four hundred twenty seven thousand sixteen'
-    """
+    """Return a number as English words, without hyphens and without "and"."""
     _check(number)
     if number == 0:
         return [UNITS[0]]
@@ -79,9 +75,6 @@ def chinese_numerals(number: int) -> list[str]:
     Digits are read in groups of four, followed by 万 (10^4) or 亿 (10^8). A run of zeros between
     digits is read as one 零; zeros at the end of a group are not read; a whole group of zeros
     before other digits is read as one 零. A number that would begin with 一十 begins with 十.
-
-    >>> ["".join(chinese_numerals(n)) for n in (10, 12, 110, 427_016, 100_500, 300_000_007)]
-    ['十', '十二', '一百一十', '四十二万七千零一十六', '十万零五百', '三亿零七']
     """
     _check(number)
     if number == 0:
