@@ -276,13 +276,6 @@ def test_copies_and_state_dicts(name: str) -> None:
     assert torch.equal(forward(twin, x), out)
 
 
-@pytest.mark.full(keep=13)
-@pytest.mark.parametrize("name", MIXERS)
-def test_evaluation_is_the_same_twice(name: str) -> None:
-    module, x = example(MIXERS[name], dtype=torch.float32), tokens(T, dtype=torch.float32)
-    assert torch.equal(forward(module, x), forward(module, x))
-
-
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("name", MIXERS)
 def test_compiles_without_a_graph_break(name: str) -> None:

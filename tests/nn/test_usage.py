@@ -92,7 +92,8 @@ def traits(entry: Variant, options: dict[str, object]) -> list[object]:
         for key, x in vars(part).items()
         if key not in vars(nn.Module()) and " at 0x" not in repr(x)
     ]
-    return [*plain, *((name, x.shape, float(x.sum())) for name, x in module.named_parameters())]
+    weights = [(name, x.shape, float(x.sum())) for name, x in module.state_dict().items()]
+    return [*plain, *weights]
 
 
 VALUES = [*range(1, 9), 16, 40, None, True, False, 0.25, 0.5, 2.0, -1.0, (1,), (0, 3), (1, 2, 1)]
