@@ -296,7 +296,7 @@ def public_modules() -> list[str]:
 
 def exports(path: Path) -> list[str]:
     """The names in the `__all__` of a source, if it has one."""
-    for node in ast.parse(path.read_text("utf-8")).body:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return [each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)]
     return []
@@ -385,7 +385,7 @@ def configuration(stage: Stage, api: list[dict[str, str]]) -> dict[str, Any]:
                         "paths": [str(ROOT / "src")],
                         "options": {
                             "docstring_style": "google",
-                            "extensions": [str(ROOT / "docs" / "doctest_fences.py")],
+                            "extensions": [str(ROOT / "docs" / "griffe_extensions.py")],
                             # tests/surface checks docstrings: `a, b: text` describes two arguments
                             "docstring_options": {"warnings": False},
                             "docstring_section_style": "list",

@@ -118,8 +118,8 @@ _modules: dict[Any, types.ModuleType] = {}  # a function that is checked -> wher
 
 def checked(function: Callable[..., Any], module: types.ModuleType) -> Callable[..., Any]:
     """The function, with its arguments and result held against its annotations when it returns."""
-    if hasattr(function, "__wrapped__"):  # decorated: the annotations speak of something else
-        return function
+    if hasattr(function, "__wrapped__") and not hasattr(function, "__signature__"):
+        return function  # decorated: the annotations speak of something else
     _modules[function] = module
 
     # It closes over the function alone: the compiler must be able to trace whatever stands in a
@@ -294,7 +294,7 @@ def _say(x: Any) -> str:
 
 def resolve(function: Callable[..., Any], module: types.ModuleType) -> dict[str, Any]:
     """The annotations as types; {} where they cannot be resolved, which `unresolved` records."""
-    function = inspect.unwrap(function)
+    function = inspect.unwrap(function, stop=lambda each: hasattr(each, "__signature__"))
     names = {**_names_for_types(module), **function.__globals__, "Positions": _positions()}
     names = {**_names_of_bases(function, module), **names}
     owner = getattr(module, function.__qualname__.partition(".")[0], None)

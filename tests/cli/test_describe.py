@@ -11,8 +11,7 @@ from regard.cli import main
 from regard.cli.app import run
 from regard.configs.suggested_sizes import ALIASES
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.teaching_order import GROUPS, in_teaching_order
-from regard.nn.variants.usage import USAGE
+from regard.nn.variants.registry import GROUPS, in_teaching_order
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +69,8 @@ def test_options_symbols_and_advice_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = said(capsys, "sliding_window")
-    usage = USAGE["sliding_window"]
-    for text in (usage.models, usage.choose, usage.avoid, "the window: how many", "(here 4096)"):
+    entry = VARIANTS["sliding_window"]
+    for text in (entry.users, entry.choose, entry.avoid, "the window: how many", "(here 4096)"):
         assert text in out
     monkeypatch.setenv("COLUMNS", "60")
     narrow = said(capsys, "sliding_window")

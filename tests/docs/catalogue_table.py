@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from regard.language import translate, use_language
-from regard.nn.variants.teaching_order import GROUPS
+from regard.nn.variants.registry import GROUPS
 
 PAGES = {
     language: Path(__file__).parents[2] / "docs" / name

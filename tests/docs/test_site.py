@@ -13,12 +13,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import unquote, urljoin, urlparse
 
 import pytest
 
+from regard.nn import variants
 from tests.surface.api_reference import modules
 from tests.view.browser import CHROMIUM, WHY_NOT, Browser, BrowserError, chromium
 
@@ -39,6 +41,20 @@ def builder() -> ModuleType:
 
 def test_the_reference_has_the_public_modules_without_importing_them() -> None:
     assert builder().public_modules() == sorted(module.__name__ for module in modules())
+
+
+@pytest.mark.full
+def test_the_reference_has_the_constructors_as_python_shows_them() -> None:
+    griffe = pytest.importorskip("griffe")
+    extensions = griffe.load_extensions(str(ROOT / "docs" / "griffe_extensions.py"))
+    loader = griffe.GriffeLoader(search_paths=[ROOT / "src"], extensions=extensions)
+    package = loader.load("regard")
+    loader.resolve_aliases(implicit=False)
+    gqa = package["nn.variants"].members["gqa"]
+    assert gqa.is_exported
+    assert [each.name for each in gqa.parameters] == list(signature(variants.gqa).parameters)
+    assert "groups: the key/value heads G" in gqa.docstring.value
+    assert "```pycon" in gqa.docstring.value
 
 
 def test_every_page_of_docs_is_in_the_navigation() -> None:

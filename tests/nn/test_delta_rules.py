@@ -27,7 +27,7 @@ from regard.nn.delta_rules import (
 )
 from regard.nn.recurrent import GatedConvolution
 from regard.nn.variants import comba, gated_delta_2, mesa
-from regard.nn.variants.linear_recurrence import convolved_qkv
+from regard.nn.variants.projections import ValueHeadStart
 from tests.nn.catalogue import randomise
 from tests.oracles.generalised_delta import generalised_delta, mesa_loop, titans_loop
 
@@ -219,12 +219,12 @@ def test_refusals() -> None:
         layer(x, cache=Growing())
     with pytest.raises(regard.ArgumentError, match=r"groups=2, writes=0\): each must be at least"):
         DeltaProductRule(M, H, writes=0)
-    heads = convolved_qkv(M, H, H, None, D, E, 4)
+    heads = ValueHeadStart(M, H, head_dim=D, value_dim=E).convolved(4)
     with pytest.raises(regard.ArgumentError, match="with 2 writes per token, keys and values must"):
         SeveralKeysQKV(heads.q, heads.k, heads.v, heads.convolution, writes=2)
     with pytest.raises(regard.ArgumentError, match="value heads"):
         comba(M, H, value_heads=3)
-    part = convolved_qkv(M, H, H, None, D, E, 4)
+    part = ValueHeadStart(M, H, head_dim=D, value_dim=E).convolved(4)
     with pytest.raises(regard.ArgumentError, match="value_gate is 2 heads of 4; it must be 2"):
         type(part)(part.q, part.k, part.v, part.convolution, value_gate=part.q)
     with pytest.raises(regard.ArgumentError, match="gate_activation is 'tanh'; it must be one of"):

@@ -28,8 +28,7 @@ from regard.nn.selected_attention import (
     SelectedAttention,
     indexer_losses,
 )
-from regard.nn.variants import VARIANTS
-from regard.nn.variants.selected_keys import dsa, moba, nsa
+from regard.nn.variants import VARIANTS, dsa, moba, nsa
 from regard.ops.selection import NSABlocks
 from regard.positions import Rotary, rope_frequencies
 from regard.span import Positions, Span, as_tensor

@@ -5,6 +5,7 @@ one another.
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -308,29 +309,25 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gqa(DIM, 4, groups=3), "4 query heads are not divisible by 3 key/value heads"),
+        (lambda: gqa(DIM, 4, groups=3), "allowed key/value heads: 1, 2, 4"),
         (lambda: mha(30, 4), "dim 30 is not divisible by 4 heads; give head_dim, or heads among 1"),
-        (lambda: mha(30, 0), "dim 30 is not divisible by 0 heads; give head_dim, or heads among 1"),
-        (lambda: mha(0, 4, head_dim=2), "HeadProjection(dim=0, heads=4, head_dim=2): each must be"),
-        (lambda: mha(8, 2, dropout=1.0), "dropout is 1.0; it must be at least 0 and less than 1"),
-        (lambda: weightless(0), "dim is 0; it must be at least 1"),
+        (lambda: mha(30, 0), "dim 30 is not divisible by 0 heads"),
+        (lambda: mha(0, 4, head_dim=2), "HeadProjection(dim=0, heads=4, head_dim=2): each must"),
+        (lambda: mha(8, 2, dropout=1.0), "dropout is 1.0"),
+        (lambda: weightless(0), "dim is 0"),
         (lambda: gpt(8, 4, groups=2, order="heads"), 'order "heads" has one key and value per'),
-        (lambda: gpt(8, 4, order="qkv"), "order is 'qkv'; it must be one of parts, heads, groups"),
-        (lambda: FusedQKV(0, 2, 2, 2), "dim is 0 and head_dim 2; each must be at least 1"),
+        (lambda: gpt(8, 4, order="qkv"), "order is 'qkv'"),
+        (lambda: FusedQKV(0, 2, 2, 2), "dim is 0 and head_dim 2"),
         (lambda: local_global(8, 4, groups=2, window=2, every=0), "layer is 0 and every is 0"),
-        (lambda: sliding_window(8, 4, groups=2, window=0), "Window size is 0; it must be 1 or"),
-        (lambda: longformer(8, 4, window=4, step=-1), "Dilated step is -1; it must be 1 or more"),
-        (lambda: longformer(8, 4, window=3), "window is 3; it is the total width and must be even"),
-        (lambda: differential(8, 2, depth=-1), "q is 4 heads of 2, k is 4 heads of 2, v is 2"),
+        (lambda: sliding_window(8, 4, groups=2, window=0), "Window size is 0"),
+        (lambda: longformer(8, 4, window=4, step=-1), "Dilated step is -1"),
+        (lambda: longformer(8, 4, window=3), "window is 3; it is the total width"),
+        (lambda: differential(8, 2, depth=-1), "depth is -1; q must have an even number of heads"),
         (
             lambda: DifferentialProjection(
                 HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 2, 2)
             ),
-            (
-                "q is 4 heads of 2, k is 2 heads of 2, v is 2 heads of 2, depth is 0; q "
-                "must have an even number of heads, k must have twice the heads of v and the head "
-                "dim of q, and depth must be at least 0"
-            ),
+            "k is 2 heads of 2, v is 2 heads of 2, depth is 0; q must have",
         ),
         (
             lambda: GatedProjection(
@@ -339,14 +336,13 @@ def test_bigbird_draws_the_same_blocks_in_training_and_evaluation_and_at_every_l
                 ),
                 HeadProjection(8, 4, 1),
             ),
-            "gate is 4 heads of 1; it must be 4 heads of 2, as attention returns",
+            "gate is 4 heads of 1; it must be 4 heads of 2",
         ),
     ],
 )
 def test_bad_sizes_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(ArgumentError) as error:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
         make()
-    assert message in str(error.value)
 
 
 def test_two_projections_of_other_shapes_make_no_longformer() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from regard.nn import variants
 from regard.nn.decay_rules import RetentionRule
-from regard.nn.variants.decayed_state import lightning_rates
+from regard.nn.variants.decayed import lightning_rates
 
 transformers = pytest.importorskip("transformers")
 

@@ -38,9 +38,8 @@ from regard.configs.published import PUBLISHED_MODELS, SIZES_NOT_PUBLISHED
 from regard.configs.reader import NOT_COUNTED
 from regard.cost.evidence import QUALITY_EVIDENCE
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.registry import option_meanings
-from regard.nn.variants.teaching_order import GROUPS
-from regard.nn.variants.usage import USAGE, equation_symbols
+from regard.nn.variants.registry import GROUPS
+from regard.nn.variants.symbols import equation_symbols
 from regard.notation import GLOSSARY
 from regard.train.tasks import TASKS
 from regard.view import attention_diagram, cost_text, layer_text
@@ -120,10 +119,9 @@ def data_texts() -> Iterator[str]:
     yield from SIZES_NOT_PUBLISHED.values()
     yield from (model.note for model in PUBLISHED_MODELS.values() if model.note)
     for entry in VARIANTS.values():
-        usage = USAGE[entry.name]
-        yield from (entry.summary, usage.models, usage.choose, usage.avoid)
-        yield from option_meanings(entry).values()
-        yield from equation_symbols(entry.name, entry.equation).values()
+        yield from (entry.summary, entry.users, entry.choose, entry.avoid)
+        yield from entry.option_meanings.values()
+        yield from equation_symbols(entry).values()
     for group in GROUPS:
         yield from (f"{group.family} attention", group.title)
     yield from STEP_NAMES

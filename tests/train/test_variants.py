@@ -327,7 +327,7 @@ def test_windows_that_are_refused() -> None:
     ):
         config("retention", window=4)
     with pytest.raises(
-        ArgumentError, match=r"streaming does not support window 4: .* are sinks, rec"
+        ArgumentError, match=r"streaming does not support window 4: .* sinks, recent"
     ):
         config("streaming", window=4)
     with pytest.raises(ArgumentError, match=r"^NSA does not support an additional window"):
@@ -379,7 +379,7 @@ def test_layers_have_their_own_numbers() -> None:
             {"decay": 0.5},
             "decay of retention is 0.5; it must be Sequence[float] | None",
         ),
-        ("infini", {"empty": "none"}, "empty of infini is 'none'; it must be Empty"),
+        ("infini", {"empty": "none"}, "empty of infini is 'none'; it must be Literal['zero'"),
         ("linear_attention", {"feature_map": "x"}, "x"),
         (
             "causal",

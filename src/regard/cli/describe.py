@@ -47,9 +47,7 @@ def describe(
     The figures are those of one layer at the given sizes; options that are not set have the values
     of a published model.
     """
-    from regard.nn.variants.registry import find_variant, parse_options
-    from regard.nn.variants.teaching_order import in_teaching_order
-    from regard.nn.variants.usage import USAGE
+    from regard.nn.variants.registry import find_variant, in_teaching_order, parse_options
 
     if name is None:
         mechanisms = {
@@ -59,8 +57,7 @@ def describe(
         typer.echo(json_format.dumps(mechanisms) if json else _list())
         return
     entry = find_variant(name)
-    published = USAGE[entry.name].options
-    options = {**published, **parse_options(settings or [], entry)}
+    options = {**entry.published_options, **parse_options(settings or [], entry)}
     module = _build(entry, dim, heads, options)
     description = _describe(module, context)
     if figure is not None:
@@ -74,7 +71,7 @@ def describe(
 def _list() -> str:
     """Return the mechanisms by groups; lines are wrapped at the width of the terminal."""
     from regard.nn.variants import VARIANTS
-    from regard.nn.variants.teaching_order import GROUPS
+    from regard.nn.variants.registry import GROUPS
 
     columns = line_width()
     name_width = max(map(len, VARIANTS)) + 4
@@ -182,10 +179,8 @@ def _description_text(
     options: dict[str, object],
     description: Description | None,
 ) -> str:
-    from regard.nn.variants.registry import option_meanings
-    from regard.nn.variants.usage import USAGE, equation_symbols
+    from regard.nn.variants.symbols import equation_symbols
 
-    usage = USAGE[entry.name]
     columns = line_width()
 
     def listed(title: str, rows: dict[str, str]) -> list[str]:
@@ -205,13 +200,13 @@ def _description_text(
         )
         if name in options
         else translate(meaning)
-        for name, meaning in option_meanings(entry).items()
+        for name, meaning in entry.option_meanings.items()
     }
-    symbols = equation_symbols(entry.name, entry.equation)
+    symbols = equation_symbols(entry)
     usage_rows = {
-        translate("used by"): translate(usage.models),
-        translate("choose if"): translate(usage.choose),
-        translate("avoid if"): translate(usage.avoid),
+        translate("used by"): translate(entry.users),
+        translate("choose if"): translate(entry.choose),
+        translate("avoid if"): translate(entry.avoid),
     }
     head = translate("{name}: {summary}", name=entry.name, summary=translate(entry.summary))
     lines = [

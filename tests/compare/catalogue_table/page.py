@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from regard.language import catalogue
 from regard.nn.variants import VARIANTS
-from regard.nn.variants.usage import USAGE
 from tests.compare.catalogue_table import behaviour
 from tests.compare.catalogue_table.kept import DOCS, QUALITY, read
 from tests.compare.catalogue_table.quality import MOST_USED, STEPS
@@ -102,7 +101,7 @@ def mechanism_table(language: Language) -> str:
                 number(row.token_flops, 1e9),
                 number(row.prompt_seconds, 1e-3),
                 number(row.token_seconds, 1e-3),
-                language.printed(USAGE[row.name].models),
+                language.printed(VARIANTS[row.name].users),
             ]
             for row in cost_rows()
         ],

@@ -9,6 +9,7 @@ from typing import Any
 
 from regard.compare.quality import RecallTask, TextTask, run_name
 from regard.nn.variants import VARIANTS
+from regard.nn.variants.registry import in_teaching_order
 from tests.compare.catalogue_table.kept import QUALITY, SPEED, read
 from tests.compare.catalogue_table.quality import MOST_USED, RATE, SEEDS, STEPS
 from tests.compare.catalogue_table.sizes import decodes, reference_report
@@ -48,7 +49,7 @@ def speeds(path: Path = SPEED) -> tuple[dict[str, Any], dict[str, dict[str, Any]
 def cost_rows() -> Iterator[Row]:
     """One row for each mechanism of the catalogue: first the most used, then the others by kind."""
     _, measured = speeds()
-    others = [name for name in VARIANTS if name not in MOST_USED]
+    others = [entry.name for entry in in_teaching_order() if entry.name not in MOST_USED]
     for name in (*MOST_USED, *sorted(others, key=lambda name: KINDS.index(VARIANTS[name].family))):
         report, line = reference_report(name), measured[name]
         if not decodes(name):

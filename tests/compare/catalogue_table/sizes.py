@@ -18,7 +18,6 @@ from regard.models.assembly.catalogue_mixer import CAUSAL_OPTIONS, decoder_varia
 from regard.nn.mixer import MaskVisibility
 from regard.nn.variants import VARIANTS, Variant
 from regard.nn.variants.registry import option_names
-from regard.nn.variants.usage import USAGE
 
 MODEL, CONTEXT = "llama-3.1-8b", 32768
 """The model whose attention is replaced, and the context at which costs are counted."""
@@ -131,7 +130,7 @@ def reference_report(name: str) -> CostReport:
         return mechanism_costs([name], base, setting)[0].report
     entry = VARIANTS[name]
     groups = {"groups": base.groups} if name in SHARED_HEADS else {}
-    options = {**USAGE[name].options, **groups, **causal_options(entry)}
+    options = {**entry.published_options, **groups, **causal_options(entry)}
     with torch.device("meta"):
         module = entry.build(base.model.dim, base.heads, **options)
     spec = module.spec

@@ -21,7 +21,6 @@ from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.models.assembly.catalogue_mixer import build_mixer, find_decoder_variant
 from regard.nn.variants.registry import find_variant, option_names
-from regard.nn.variants.usage import USAGE
 
 WITHOUT_SIZE = OPTIONS_WITHOUT_COST | {"depth"}
 """Options whose value is no size of the layer."""
@@ -38,7 +37,7 @@ def count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
     (8192, 8192)
     """
     entry = find_decoder_variant(find_variant(choice.name).name)
-    for name, value in USAGE[entry.name].options.items():
+    for name, value in entry.published_options.items():
         if not isinstance(value, int):
             raise ArgumentError(
                 f"the cost of {entry.name} depends on {name}, which every text has of its own; "
@@ -58,8 +57,7 @@ def count_layer(choice: MechanismChoice, base: BaseModel) -> CountedLayer:
         if type(parameter.default) is int and name in known and name not in WITHOUT_SIZE
     }
     published = {
-        name: (value, catalogue)
-        for name, value in {**defaults, **USAGE[entry.name].options}.items()
+        name: (value, catalogue) for name, value in {**defaults, **entry.published_options}.items()
     }
     if "groups" in known:
         published.update(suggested_groups(base.model.dim, base.heads, base.groups))

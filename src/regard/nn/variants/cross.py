@@ -1,8 +1,8 @@
-"""Constructors of attention between two sequences: cross-attention, Bahdanau's and Luong's
-attention.
-"""
+"""Attention between two sequences: cross-attention, Bahdanau's and Luong's attention."""
 
 from __future__ import annotations
+
+from typing import Unpack
 
 from torch import nn
 
@@ -12,94 +12,77 @@ from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.fused_projections import EncoderStateProjection
 from regard.nn.linear import Linear
 from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.variants.options import Biased, OptionalGroups
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 
 
 @variant(
-    family="cross",
-    equation="z_h = softmax(q_h k_g^T / sqrt(D)) v_g; q = W_q x; k, v = W_k m, W_v m of a memory m",
-    source="Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3",
-    causal=True,
+    "cross",
+    "z_h = softmax(q_h k_g^T / sqrt(D)) v_g; q = W_q x; k, v = W_k m, W_v m of a memory m",
+    "Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3",
+    users="the decoders of T5, BART, Marian and Whisper; image models that read a text",
+    choose="one sequence is read while another one is written, and the first one is complete",
+    avoid="a decoder alone is enough: it reads prompt and answer as one sequence",
+    shapes="x [B,T,M], memory [B,S,M3] -> [B,T,M]",
 )
 def cross_attention(
     dim: int,
     heads: int,
     *,
-    groups: int | None = None,
+    groups: OptionalGroups = None,
     memory_dim: int | None = None,
-    head_dim: int | None = None,
-    bias: bool = False,
+    **options: Unpack[Biased],
 ) -> CrossAttention:
     """Cross-attention: queries come from one sequence, keys and values from another.
 
-    x [B,T,M], memory [B,S,M3] -> [B,T,M]; a cache is written once and stores 2 G D values per token
-    of memory.
+    A cache is written once and stores 2 G D values per token of memory.
 
     Args:
-        dim: the model dim M.
-        heads: the query heads H.
-        groups: the key/value heads G, which divide H; None is H.
         memory_dim: the size M3 of a token of memory; None is M.
-        head_dim: the head dim D; None is M / H.
         bias: whether the four linear maps have a bias.
-
-    Returns:
-        The module.
-
-    Raises:
-        ArgumentError: a size is less than 1, groups does not divide heads, or head_dim is None and
-            M / H is not whole.
-
-    >>> import torch
-    >>> cross_attention(32, 4)(torch.zeros(1, 2, 32), memory=torch.zeros(1, 5, 32)).shape
-    torch.Size([1, 2, 32])
-
-    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.3.
     """
-    D = resolve_head_dim(dim, heads, head_dim)
+    D = resolve_head_dim(dim, heads, options["head_dim"])
     G, M3 = groups or heads, memory_dim or dim
     project = SeparateQKV(
-        HeadProjection(dim, heads, D, bias=bias),
-        HeadProjection(M3, G, D, bias=bias),
-        HeadProjection(M3, G, D, bias=bias),
+        HeadProjection(dim, heads, D, bias=options["bias"]),
+        HeadProjection(M3, G, D, bias=options["bias"]),
+        HeadProjection(M3, G, D, bias=options["bias"]),
     )
-    return CrossAttention(project, output_projection(dim, heads, D, bias=bias))
+    return CrossAttention(project, output_projection(dim, heads, D, bias=options["bias"]))
 
 
 SCORES = ("dot", "general", "concat")
 
 
 @variant(
-    family="additive",
-    equation="e_ij = v . tanh(W s_{i-1} + U h_j); a_i = softmax(e_i); c_i = sum_j a_ij h_j",
-    source="Bahdanau et al. 2015 (arXiv 1409.0473), equations 5 and 6, appendix A.1.2",
+    "translation",
+    "e_ij = v . tanh(W s_{i-1} + U h_j); a_i = softmax(e_i); c_i = sum_j a_ij h_j",
+    "Bahdanau et al. 2015 (arXiv 1409.0473), equations 5 and 6, appendix A.1.2",
+    users="RNNsearch, the first neural translation with attention",
+    choose="a recurrent decoder reads a recurrent encoder of another width",
+    avoid="a transformer is possible: its dot products are faster, and as good with a scale",
+    where=(
+        "U: learned matrix of the encoder states; W: learned matrix of the decoder state; a: "
+        "weights over the encoder steps; c: context: the weighted sum of the encoder states; e: "
+        "score of a decoder step and an encoder step; h: states of the encoder; s: state of the "
+        "decoder; v: learned vector"
+    ),
+    shapes="s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]",
 )
 def bahdanau(
     dim: int, heads: int = 1, *, memory_dim: int | None = None, hidden: int | None = None
 ) -> AdditiveAttention:
     """Additive attention: a small network scores each encoder state against the decoder's state.
 
-    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache stores h and U h. In the paper the
-    query is the previous state of the decoder, and h concatenates both directions of the encoder.
+    A cache stores h and U h. In the paper the query is the previous state of the decoder, and h
+    concatenates both directions of the encoder.
 
     Args:
         dim: the size M of a decoder state.
         heads: the number of heads H, which share the hidden layer and the states; the paper has 1.
         memory_dim: the size M3 of an encoder state; None is M.
         hidden: the size A of the hidden layer; None is M.
-
-    Returns:
-        The module.
-
-    Raises:
-        ArgumentError: a size is less than 1 or not a multiple of heads.
-
-    >>> import torch
-    >>> bahdanau(32)(torch.zeros(1, 1, 32), memory=torch.zeros(1, 5, 32)).shape
-    torch.Size([1, 1, 32])
-
-    Source: Bahdanau et al. 2015 (arXiv 1409.0473), equations 5 and 6, appendix A.1.2.
     """
     M3, A = _sizes(dim, memory_dim, hidden)
     query, key = Linear(dim, A, bias=False), Linear(M3, A, bias=False)
@@ -107,10 +90,19 @@ def bahdanau(
 
 
 @variant(
-    family="additive",
-    equation="e_ij = s_i . h_j (dot) | s_i^T W h_j (general) | v . tanh(W [s_i; h_j]) (concat); "
-    "c_i = sum_j softmax(e_i)_j h_j",
-    source="Luong et al. 2015 (arXiv 1508.04025), equations 7 and 8",
+    "translation",
+    "e_ij = s_i . h_j (dot) | s_i^T W h_j (general) | v . tanh(W [s_i; h_j]) (concat); c_i = "
+    "sum_j softmax(e_i)_j h_j",
+    "Luong et al. 2015 (arXiv 1508.04025), equations 7 and 8",
+    users="the recurrent translation models of 2015 to 2017",
+    choose="a recurrent decoder reads an encoder of the same width, with one product a step",
+    avoid="a transformer is possible",
+    where=(
+        "W: learned matrix of the general and the concat score; c: context: the weighted sum of "
+        "the encoder states; e: score of a decoder step and an encoder step; h: states of the "
+        "encoder; s: state of the decoder; v: learned vector"
+    ),
+    shapes="s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]",
 )
 def luong(
     dim: int,
@@ -123,9 +115,8 @@ def luong(
     """Multiplicative (global) attention: encoder states are scored by a product with the decoder's
     current state.
 
-    s [B,T,M], memory h [B,S,M3] -> context c [B,T,M3]; a cache stores h. It is cross-attention
-    whose keys and values are the states themselves, with scale 1. The score "concat" is additive
-    attention.
+    A cache stores h. It is cross-attention whose keys and values are the states themselves, with
+    scale 1. The score "concat" is additive attention.
 
     Args:
         dim: the size M of a decoder state.
@@ -133,18 +124,6 @@ def luong(
         memory_dim: the size M3 of an encoder state; None is M, which "dot" requires.
         score: "dot", "general" or "concat".
         hidden: the size of the hidden layer of "concat"; None is M.
-
-    Returns:
-        The module.
-
-    Raises:
-        ArgumentError: score is unknown, or a size does not suit it.
-
-    >>> import torch
-    >>> luong(32, score="dot")(torch.zeros(1, 2, 32), memory=torch.zeros(1, 5, 32)).shape
-    torch.Size([1, 2, 32])
-
-    Source: Luong et al. 2015 (arXiv 1508.04025), section 3.1.
     """
     M3, _ = _sizes(dim, memory_dim, hidden)
     if score == "concat":  # W [s; h] = W_1 s + W_2 h

@@ -1,11 +1,21 @@
-"""The standard projection and output map, which most constructors of the catalogue use."""
+"""The standard projections and output maps, from which the entries of the catalogue start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from torch import nn
 
+from regard.argument_checks import resolve_head_dim
+from regard.errors import ArgumentError
+from regard.masks import Causal, Mask
+from regard.nn.attention import Attention
 from regard.nn.linear import Linear
-from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.projections import HeadProjection, Projection, SeparateQKV
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
+from regard.positions import Rotary
+from regard.positions.rotary import Layout
 
 
 def separate_qkv(
@@ -17,19 +27,8 @@ def separate_qkv(
     value_dim: int | None = None,
     bias: bool = False,
 ) -> SeparateQKV:
-    """Build separate projections to queries, keys and values.
-
-    Args:
-        dim: the model dim M.
-        heads: the query heads H.
-        groups: the key/value heads G.
-        head_dim: the head dim D.
-        *steps: steps on query and key heads, such as a `Rotary`.
-        value_dim: the value dim E; None is D.
-        bias: whether the linear maps have a bias.
-
-    Returns:
-        The projection.
+    """Build separate projections to queries, keys and values, with steps on query and key heads,
+    such as a `Rotary`.
     """
     return SeparateQKV(
         HeadProjection(dim, heads, head_dim, *steps, bias=bias),
@@ -41,3 +40,143 @@ def separate_qkv(
 def output_projection(dim: int, heads: int, value_dim: int, *, bias: bool = False) -> nn.Linear:
     """Build the output map [B,T,H*E] -> [B,T,M]."""
     return Linear(heads * value_dim, dim, bias=bias)
+
+
+CAUSAL = Causal()
+
+
+class Start:
+    """The sizes and maps of grouped-query attention, from which most entries start.
+
+    Its arguments are options of the sets in `options`. Without groups there are H, without a head
+    dim it is M / H, without a value dim it is the head dim, and without a base there are no rotary
+    positions.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        groups: int | None = None,
+        head_dim: int | None = None,
+        base: float | None = None,
+        layout: Layout = "half",
+        bias: bool = False,
+        value_dim: int | None = None,
+    ) -> None:
+        self.dim, self.heads, self.bias = dim, heads, bias
+        self.groups = heads if groups is None else groups
+        self.D = resolve_head_dim(dim, heads, head_dim)
+        self.E = self.D if value_dim is None else value_dim
+        self.rotary: tuple[Rotary, ...] = (
+            () if base is None else (Rotary(self.D, base, layout=layout),)
+        )
+
+    def q(self, *steps: nn.Module) -> HeadProjection:
+        """Return the map to query heads, with these steps on each."""
+        return HeadProjection(self.dim, self.heads, self.D, *steps, bias=self.bias)
+
+    def kv(self, *steps: nn.Module) -> HeadProjection:
+        """Return the map to key heads or to value heads, with these steps on each."""
+        return HeadProjection(self.dim, self.groups, self.D, *steps, bias=self.bias)
+
+    def maps(self) -> tuple[HeadProjection, HeadProjection, HeadProjection]:
+        """Return the maps to queries, keys and values; the first two rotate if there is a base."""
+        return self.q(*self.rotary), self.kv(*self.rotary), self.kv()
+
+    def qkv(self) -> SeparateQKV:
+        """Return the three maps as one projection, with values of size E."""
+        q, k = self.q(*self.rotary), self.kv(*self.rotary)
+        return SeparateQKV(q, k, HeadProjection(self.dim, self.groups, self.E, bias=self.bias))
+
+    def output(self) -> nn.Linear:
+        """Return the map from the heads to the model dim."""
+        return output_projection(self.dim, self.heads, self.E, bias=self.bias)
+
+    def attention(
+        self, project: Projection | None = None, *, mask: Mask | None = CAUSAL, **parts: Any
+    ) -> Attention:
+        """Return softmax attention, causal and with `qkv()` if nothing else is given, with other
+        parts of `Attention`.
+        """
+        project = self.qkv() if project is None else project
+        return Attention(project, self.output(), mask=mask, **parts)
+
+
+class ValueHeadStart(Start):
+    """The sizes and maps of a recurrence, whose N value heads, each with a state, may be more than
+    its G key heads.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, *, value_heads: int | None = None, **sizes: Any
+    ) -> None:
+        super().__init__(dim, heads, **sizes)
+        self.value_heads = self.groups if value_heads is None else value_heads
+        self.outputs = max(heads, self.value_heads)
+
+    def values(self, *steps: nn.Module) -> HeadProjection:
+        """Return the map to value heads, with these steps on each."""
+        return HeadProjection(self.dim, self.value_heads, self.E, *steps)
+
+    def separate(self, *steps: nn.Module, value_steps: Sequence[nn.Module] = ()) -> GroupedValueQKV:
+        """Return the three maps, with steps on queries and keys and others on values."""
+        return GroupedValueQKV(self.q(*steps), self.kv(*steps), self.values(*value_steps))
+
+    def convolved(self, kernel: int, *steps: nn.Module) -> ConvolvedQKV:
+        """Return the three maps with a short convolution and a swish activation, then steps on
+        queries and keys.
+        """
+        q, k, v = self.q(*steps), self.kv(*steps), self.values()
+        channels = (self.heads + self.groups) * self.D + self.value_heads * self.E
+        return ConvolvedQKV(q, k, v, CausalConvolution(channels, kernel))
+
+    def gate(self, *, bias: bool = False) -> HeadProjection:
+        """Return the map to the output gates."""
+        return HeadProjection(self.dim, self.outputs, self.E, bias=bias)
+
+    def output(self) -> nn.Linear:
+        """Return the map from the heads to the model dim."""
+        return output_projection(self.dim, self.outputs, self.E)
+
+
+def half_head_dim(dim: int, heads: int) -> int:
+    """Return the head dim M / 2H of a mechanism whose keys are half as wide as usual.
+
+    Raises:
+        ArgumentError: M / 2H is not whole.
+    """
+    if heads < 1 or dim % (2 * heads):
+        raise ArgumentError(
+            f"dim is {dim}; it must be divisible by 2 * heads = {2 * heads}, or give head_dim, "
+            "which is dim / (2 heads) in the paper",
+            argument="dim",
+        )
+    return dim // (2 * heads)
+
+
+def is_first_layer(layer: int) -> bool:
+    """Return whether the index of a layer is that of the first one.
+
+    Raises:
+        ArgumentError: the index is negative.
+    """
+    if layer < 0:
+        raise ArgumentError(f"layer is {layer}; it must be at least 0", argument="layer")
+    return layer == 0
+
+
+def is_last_of_period(layer: int, every: int) -> bool:
+    """Return whether a layer is the last one of a period of n layers.
+
+    Raises:
+        ArgumentError: the index is negative, or the period is less than 1.
+    """
+    if layer < 0 or every < 1:
+        raise ArgumentError(
+            f"layer is {layer} and every is {every}; layer must be at least 0, and every at "
+            "least 1",
+            argument="layer",
+        )
+    return (layer + 1) % every == 0

@@ -1,22 +1,33 @@
-"""The registry of the catalogue: `VARIANTS` has the constructor of each mechanism by name, with its
-summary, equation, source and options.
+"""The registry of the catalogue: `VARIANTS` has every mechanism by name, with what its entry says
+of it; `variant` makes the constructor that a user calls from an entry.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, ParamSpec, TypeAlias, TypeVar
+from inspect import Parameter
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from torch import nn
 
+from regard.argument_checks import check_keyword_names
 from regard.configs.suggested_sizes import ALIASES
 from regard.did_you_mean import suggest
-from regard.errors import ArgumentError
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.nn.variants.options import (
+    Option,
+    described_options,
+    find_option,
+    help_text,
+    shared_options,
+)
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
@@ -29,35 +40,104 @@ cache."""
 
 
 @dataclass(frozen=True)
+class Group:
+    """Mechanisms of one family that have an idea in common.
+
+    Attributes:
+        name: how an entry names it.
+        family: the kind of the mechanisms.
+        title: what they have in common, in a few words.
+
+    >>> from regard.nn.variants.registry import GROUPS
+    >>> [variant.name for variant in GROUPS[0].variants()]
+    ['bahdanau', 'luong']
+    """
+
+    name: str
+    family: VariantFamily
+    title: str
+
+    def variants(self) -> Iterator[Variant]:
+        """Yield the mechanisms of the group in the order of their definition."""
+        return (entry for entry in VARIANTS.values() if entry.group is self)
+
+
+GROUPS = (
+    Group("translation", "additive", "recurrent encoders and decoders"),
+    Group("heads", "softmax", "one head, many heads, shared keys and values"),
+    Group("masks", "softmax", "sparse masks"),
+    Group("streaming", "softmax", "a cache of fixed size"),
+    Group("small_cache", "softmax", "fewer cached values per token"),
+    Group("head_steps", "softmax", "steps on queries, keys and values"),
+    Group("first_values", "softmax", "values of the first layer in every layer"),
+    Group("head_results", "softmax", "steps on the results of heads"),
+    Group("biases", "softmax", "biases on the scores"),
+    Group("weights", "softmax", "other steps from scores to weights"),
+    Group("coordinates", "softmax", "positions with several coordinates"),
+    Group("distances", "softmax", "other distances, for texts longer than in training"),
+    Group("cross", "cross", "two sequences"),
+    Group("latents", "latent", "keys and values computed from latents"),
+    Group("selection", "selected", "keys that each query chooses"),
+    Group("eviction", "selected", "tokens that a full cache keeps"),
+    Group("sums", "linear", "sums in a state of fixed size"),
+    Group("decays", "linear", "decays and gates"),
+    Group("delta_rules", "linear", "delta rules"),
+    Group("feature_maps", "linear", "feature maps instead of the exponential function"),
+    Group("regression", "linear", "regression while reading, and convolution"),
+    Group("memory", "memory", "a compressive memory"),
+)
+"""Every group, in the order in which they are taught: from the first attention of recurrent
+networks to compressive memories. `regard describe` and docs/catalogue.md list the mechanisms so."""
+
+
+@dataclass(frozen=True)
 class Variant:
     """One mechanism of the catalogue.
 
     Args:
         name: the constructor's name.
-        family: the kind of mechanism.
+        group: the mechanisms with which it has an idea in common.
         equation: the equation of the mechanism, as text.
         source: the paper, with section or equation.
+        users: public models that use it.
+        choose: when it is a good choice.
+        avoid: when it is not.
+        symbols: symbols of the equation that have another meaning in other equations.
         causal: whether the result at a position is independent of later positions.
+        summary: the mechanism in one sentence.
         build: the constructor, build(dim, heads, **options) -> a module.
+        option_meanings: what each option of the constructor means.
         example_options: options of a small example with dim 32 and 4 heads, for tests and drawings.
+        published_options: sizes of a published model, for the options that have no default.
 
     >>> from regard.nn.variants import VARIANTS
     >>> VARIANTS["gqa"].summary
     'Grouped-query attention: H/G query heads share each key/value head.'
+    >>> VARIANTS["mqa"].users
+    'PaLM, StarCoder, Falcon 7B, Gemma 2B'
+    >>> VARIANTS["gqa"].option_meanings["groups"]
+    'the key/value heads G, which divide H.'
     """
 
     name: str
-    family: VariantFamily
+    group: Group
     equation: str
     source: str
+    users: str
+    choose: str
+    avoid: str
+    symbols: Mapping[str, str]
     causal: bool
+    summary: str
     build: Callable[..., nn.Module]
-    example_options: dict[str, object]
+    option_meanings: Mapping[str, str]
+    example_options: Mapping[str, object]
+    published_options: Mapping[str, object]
 
     @property
-    def summary(self) -> str:
-        """The description of the mechanism in one sentence."""
-        return (inspect.getdoc(self.build) or "").split("\n\n")[0].replace("\n", " ")
+    def family(self) -> VariantFamily:
+        """The kind of the mechanism."""
+        return self.group.family
 
     def example(self, **options: object) -> nn.Module:
         """Build a small example: dim 32, 4 heads, and the example options.
@@ -75,40 +155,167 @@ VARIANTS: dict[str, Variant] = {}
 """Every mechanism by name, in the order of definition."""
 
 
+SIZES = {"dim": "the model dim M.", "heads": "the query heads H."}
+"""The meanings of the sizes that every constructor takes."""
+
+
 def variant(
-    *,
-    family: VariantFamily,
+    group: str,
     equation: str,
     source: str,
+    *,
+    users: str,
+    choose: str,
+    avoid: str,
+    where: str = "",
+    example: Mapping[str, object] | None = None,
+    published: Mapping[str, object] | None = None,
     causal: bool = True,
-    **example_options: object,
+    shapes: str = "x [B,T,M] -> [B,T,M]",
 ) -> Callable[[Callable[P, M]], Callable[P, M]]:
-    """Register a constructor in the catalogue.
+    """Register an entry of the catalogue, and make the constructor that users call.
 
-    Args:
-        family: the kind of mechanism.
-        equation: the equation of the mechanism, as text.
-        source: the paper, with section or equation.
-        causal: whether the result at a position is independent of later positions.
-        **example_options: the options of the small example that `Variant.example` builds.
+    The entry's function has `**options: Unpack[...]` of a set of options, and options of its own
+    beside it, whose meanings stand below `Args:` in its docstring; a line there for an option of
+    the set replaces the set's meaning. The constructor has all of them in its signature, with their
+    defaults, and a docstring with equation, options, errors, an example and the source.
 
-    Returns:
-        A decorator that returns the constructor unchanged.
+    The other arguments are what `Variant` says of them. `where` has symbols of the equation that
+    have another meaning in other equations, as "s: score; p: weight"; `example` and `published`
+    have values beside those of the set.
     """
+    (own_group,) = (each for each in GROUPS if each.name == group)
 
-    def register(build: Callable[P, M]) -> Callable[P, M]:
-        name = build.__name__
-        VARIANTS[name] = Variant(name, family, equation, source, causal, build, example_options)
-        return build
+    def register(entry: Callable[P, M]) -> Callable[P, M]:
+        name = entry.__name__
+        signature = _signature(entry)
+        options = {n: find_option(p.annotation) for n, p in signature.parameters.items()}
+        text = inspect.getdoc(entry) or ""
+        meanings = {n: x.meaning for n, x in options.items()} | SIZES | described_options(text)
+        names = list(signature.parameters)
+        small = _values(options, "example") | dict(example or {})
+        plain = {
+            n: p.replace(annotation=_plain(p.annotation)) for n, p in signature.parameters.items()
+        }
+        shown = signature.replace(parameters=list(plain.values()))
+
+        @functools.wraps(entry)
+        def construct(*args: P.args, **keywords: P.kwargs) -> M:
+            arguments = _bind(name, shown, args, keywords)
+            return cast("Callable[..., M]", entry)(*arguments.args, **arguments.kwargs)
+
+        construct.__doc__ = help_text(
+            text,
+            name,
+            shown,
+            meanings,
+            equation=equation,
+            source=source,
+            shapes=shapes,
+            example=small,
+        )
+        construct.__dict__["__signature__"] = shown
+        construct.__annotations__ = {n: p.annotation for n, p in plain.items()}
+        construct.__annotations__["return"] = signature.return_annotation
+        VARIANTS[name] = Variant(
+            name,
+            own_group,
+            equation,
+            source,
+            users,
+            choose,
+            avoid,
+            _symbols(where),
+            causal,
+            text.split("\n\n")[0].replace("\n", " "),
+            construct,
+            {n: meanings[n] for n in names[2:]},
+            small,
+            _values(options, "published") | dict(published or {}),
+        )
+        return construct
 
     return register
 
 
-def find_variant(name: str) -> Variant:
-    """Return the mechanism of this name, or of a short name such as `linear`.
+def _signature(entry: Callable[..., object]) -> inspect.Signature:
+    """Return the signature of an entry with the options of its set one by one; those without a
+    default come first, and groups before the others.
+    """
+    hints = typing.get_type_hints(entry, include_extras=True)
+    signature = inspect.signature(entry)
+    sizes: list[Parameter] = []
+    own: list[Parameter] = []
+    shared: list[Parameter] = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            shared += shared_options(typing.get_args(hints[name])[0]).values()
+        else:
+            part = own if parameter.kind is Parameter.KEYWORD_ONLY else sizes
+            part.append(parameter.replace(annotation=hints[name]))
+    options = sorted(
+        [*shared, *own],
+        key=lambda each: (each.default is not Parameter.empty, each.name != "groups"),
+    )
+    return signature.replace(parameters=[*sizes, *options], return_annotation=hints["return"])
 
-    Args:
-        name: in upper or lower case, with - or _ between words.
+
+def _bind(
+    name: str, signature: inspect.Signature, args: Sequence[object], keywords: Mapping[str, object]
+) -> inspect.BoundArguments:
+    """Return the arguments of a constructor with its defaults.
+
+    Raises:
+        ArgumentTypeError: an argument is unknown or missing, or None where None has no meaning.
+    """
+    check_keyword_names(name, keywords, list(signature.parameters))
+    try:
+        arguments = signature.bind_partial(*args, **keywords)
+    except TypeError as error:
+        raise ArgumentTypeError(f"{name}(): {error}") from None
+    arguments.apply_defaults()
+    missing = [n for n in signature.parameters if n not in arguments.arguments]
+    if missing:
+        raise ArgumentTypeError(f"{name}() needs a value for {', '.join(missing)}")
+    for option, value in arguments.arguments.items():
+        expected = signature.parameters[option].annotation
+        if value is None and not _fits(None, expected):
+            raise ArgumentTypeError(
+                f"{option} of {name} is None; it must be {_type_name(expected)}", argument=option
+            )
+    return arguments
+
+
+def _plain(annotation: Any) -> Any:
+    """Return an annotation without what `Option` says of it."""
+    return typing.get_args(annotation)[0] if hasattr(annotation, "__metadata__") else annotation
+
+
+def _symbols(where: str) -> dict[str, str]:
+    """Return the symbols of a text such as "s: score; p: weight" with their meanings."""
+    parts = re.split(r"; (?=[^\s:]+: )", where) if where else []
+    return {symbol: meaning for symbol, _, meaning in (part.partition(": ") for part in parts)}
+
+
+def _values(options: Mapping[str, Option], use: str) -> dict[str, object]:
+    """Return the values for the example, or of a published model, that options have."""
+    values = {name: getattr(option, use) for name, option in options.items()}
+    return {name: value for name, value in values.items() if value is not ...}
+
+
+def in_teaching_order() -> list[Variant]:
+    """Return every mechanism of the catalogue in the order in which it is taught.
+
+    >>> from regard.nn.variants.registry import in_teaching_order
+    >>> [variant.name for variant in in_teaching_order()][:5]
+    ['bahdanau', 'luong', 'weightless', 'single_head', 'causal']
+    """
+    return [entry for group in GROUPS for entry in group.variants()]
+
+
+def find_variant(name: str) -> Variant:
+    """Return the mechanism of this name, in upper or lower case, with - or _ between words, or of a
+    short name such as `linear`.
 
     Raises:
         ArgumentError: no mechanism has this name.
@@ -172,40 +379,8 @@ def required_options(entry: Variant) -> tuple[str, ...]:
     )
 
 
-def option_meanings(entry: Variant) -> dict[str, str]:
-    """Return what each option of a constructor means, from its docstring.
-
-    >>> from regard.nn.variants import VARIANTS
-    >>> option_meanings(VARIANTS["gqa"])["groups"]
-    'the key/value heads G, which divide H.'
-    """
-    text = inspect.getdoc(entry.build) or ""
-    arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
-    meanings: dict[str, str] = {}
-    names: list[str] = []
-    for line in arguments.splitlines():
-        if not line.startswith("     "):  # a new argument; its later lines are indented further
-            head, _, meaning = line.strip().partition(": ")
-            names = [name.strip() for name in head.split(",")]
-            meanings |= dict.fromkeys(names, meaning)
-        else:
-            meanings |= {name: f"{meanings[name]} {line.strip()}" for name in names}
-    named = {name: meanings[name] for name in option_names(entry)}
-    for name, meaning in named.items():
-        if meaning.startswith("as for `"):  # the meaning stands at another mechanism
-            named[name] = option_meanings(VARIANTS[meaning.split("`")[1]])[name]
-    return named
-
-
 def parse_options(settings: Sequence[str], entry: Variant) -> dict[str, object]:
-    """Parse options written as name=value. A value is a Python literal, or else a string.
-
-    Args:
-        settings: the texts.
-        entry: the mechanism whose options they are.
-
-    Returns:
-        Option name to value.
+    """Return the values of options written as name=value, each a Python literal, or else a string.
 
     Raises:
         ArgumentError: an entry is not name=value, or the constructor has no such option.
@@ -240,13 +415,6 @@ def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, ob
     """Check the names and types of options, and convert lists to tuples. The constructor itself
     checks their values.
 
-    Args:
-        entry: the mechanism.
-        options: option name to value, for example from a config file.
-
-    Returns:
-        The options.
-
     Raises:
         ArgumentError: an option is unknown, missing, or of another type than the constructor's
             signature says.
@@ -265,16 +433,19 @@ def check_options(entry: Variant, options: Mapping[str, object]) -> dict[str, ob
             )
     if missing := [name for name in required_options(entry) if name not in options]:
         raise ArgumentError(f"{entry.name} needs a value for {', '.join(missing)}")
-    hints, parameters = (
-        typing.get_type_hints(entry.build),
-        inspect.signature(entry.build).parameters,
-    )
+    parameters = inspect.signature(entry.build).parameters
     for name, value in options.items():
-        if not _fits(value, hints[name]):
+        expected = parameters[name].annotation
+        if not _fits(value, expected):
             raise ArgumentError(
-                f"{name} of {entry.name} is {value!r}; it must be {parameters[name].annotation}"
+                f"{name} of {entry.name} is {value!r}; it must be {_type_name(expected)}"
             )
     return {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+
+
+def _type_name(annotation: object) -> str:
+    """Return how a person writes a type."""
+    return inspect.formatannotation(annotation).replace("collections.abc.", "")
 
 
 def _fits(value: object, expected: object) -> bool:
