@@ -96,9 +96,7 @@ def test_json_has_text_ids_and_figures(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_one_token_has_no_decoding_speed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["generate", PROMPT, "--max-tokens", "1"]) == 0
-    assert (
-        "tokens/s, no token was decoded after the first, growing cache" in capsys.readouterr().err
-    )
+    assert "tokens/s, no token was decoded after the first, growing" in capsys.readouterr().err
     assert run(["generate", PROMPT, "--max-tokens", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["decode_tokens_per_second"] is None

@@ -58,9 +58,7 @@ def test_a_text_that_is_none(tmp_path: Path) -> None:
 def test_long_work_says_that_it_works(capsys: pytest.CaptureFixture[str]) -> None:
     with working("running the model", 112_500) as say:
         say("more")
-    assert "running the model: 112,500 characters" in capsys.readouterr().err.replace(
-        "112500", "112,500"
-    )
+    assert "running the model: 112,500" in capsys.readouterr().err.replace("112500", "112,500")
     with working("running the model", 10):
         pass
     assert capsys.readouterr().err == ""
