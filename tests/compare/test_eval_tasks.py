@@ -74,7 +74,7 @@ def test_text_is_cut_in_three_that_share_no_byte_of_the_source() -> None:
 
 
 def test_too_little_text_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="text here leaves .* bytes for validation, but rows"):
+    with pytest.raises(ArgumentError, match=r"text here leaves .* bytes for validation, but rows"):
         TextTask([TextDocument("a", "b" * 2000)], 100, 2, "here").batches(0)
 
 

@@ -82,7 +82,7 @@ def _with(config: object, hidden: int) -> int:
 
 def test_parameters_that_cannot_be_met() -> None:
     config = Candidate("mha", "gqa", {"groups": 4}).config(SHAPE)
-    with pytest.raises(ArgumentError, match="gqa has .* with a feed-forward width of 1.*no width"):
+    with pytest.raises(ArgumentError, match=r"gqa has .* with a feed-forward width of 1.*no width"):
         same_parameters(config, 10_000)
     with pytest.raises(ArgumentError, match="same is 'size'; it must be sizes or parameters"):
         configs(candidates(["mha"], SHAPE), SHAPE, "size")

@@ -247,7 +247,7 @@ def test_a_new_cache(toys: types.SimpleNamespace, tmp_path: Path) -> None:
     held, asked = model(), {"max_tokens": 6, "temperature": 0.0}
     usual = held.generate(TEXT, **asked).text
     assert held.generate(TEXT, cache="listed", **asked).text == usual
-    with pytest.raises(ArgumentError, match="cache is 'listd'; it must be growing, .*, listed, .*"):
+    with pytest.raises(ArgumentError, match="cache is 'listd'"):
         held.generate(TEXT, cache="listd", **asked)
     cache = toys.Listed()
     cache.update((torch.randn(1, 2, 3, 4),), Span(0, 3))

@@ -143,7 +143,7 @@ def test_which_mechanisms_a_decoder_can_have() -> None:
         "single_head",
         "weightless",
     ]
-    with pytest.raises(ArgumentError, match="^bahdanau attends to a second sequence, .* and"):
+    with pytest.raises(ArgumentError, match=r"^bahdanau attends to a second sequence, .* and"):
         find_decoder_variant("bahdanau")
     with pytest.raises(ArgumentError, match=r"^prefix_lm attends to later tokens, so it"):
         config("prefix_lm")
@@ -262,7 +262,7 @@ def test_which_positions_a_mechanism_takes(name: str) -> None:
 def test_why_positions_are_refused() -> None:
     with pytest.raises(ArgumentError, match="the two patterns of differential attention need one"):
         config("differential", position="alibi")
-    with pytest.raises(ArgumentError, match="^this Attention gets its positions from the bias"):
+    with pytest.raises(ArgumentError, match=r"^this Attention gets its positions from the bias"):
         with_positions(t5(32, 4), "none")
     with pytest.raises(ArgumentError, match="rotary positions are part of this InfiniAttention"):
         with_positions(infini(32, 4, segment=4), "none")
@@ -310,9 +310,9 @@ def test_a_window_over_any_softmax_attention(name: str) -> None:
 
 
 def test_windows_that_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="^retention does not support window 4: Recurrent does"):
+    with pytest.raises(ArgumentError, match=r"^retention does not support window 4: Recurrent"):
         config("retention", window=4)
-    with pytest.raises(ArgumentError, match="streaming does not support window 4: .* are sinks"):
+    with pytest.raises(ArgumentError, match=r"streaming does not support window 4: .* are sinks"):
         config("streaming", window=4)
     with pytest.raises(ArgumentError, match=r"^NSA does not support an additional window"):
         with_window(build_mixer("nsa", 32, 4, VARIANTS["nsa"].example_options), 4)

@@ -296,9 +296,9 @@ def test_every_model_can_be_built_and_says_what_it_cannot() -> None:
             assert (sizes.dim, sizes.steps) == (8, recipe(task, name).steps)
             assert sum(p.numel() for p in build(task, name, sizes).parameters()) > 0
     assert len(SEQ2SEQ_MODELS) == 10
-    with pytest.raises(ArgumentError, match="'mqar' .*has no source for an encoder"):
+    with pytest.raises(ArgumentError, match=r"'mqar' .*has no source for an encoder"):
         check_model(MQAR, "lstm+luong")
-    with pytest.raises(ArgumentError, match="task 'copy' maps a source to a target.*'decoder'"):
+    with pytest.raises(ArgumentError, match=r"task 'copy' maps a source to a target.*'decoder'"):
         check_model(COPY, "decoder")
     with pytest.raises(ArgumentError, match=r"no model 'lstm\+bahdnau'; did you mean"):
         build(COPY, "lstm+bahdnau", SMALL)

@@ -249,7 +249,7 @@ def test_another_run_stands_beside(made: Path, tmp_path: Path) -> None:
 
 
 def test_a_table_that_is_none_is_refused(made: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="accuracy.csv is missing; give a folder that `regard"):
+    with pytest.raises(FileError, match=r"accuracy.csv is missing; give a folder that `regard"):
         read_accuracy(tmp_path)
     (tmp_path / "accuracy.csv").write_text("split,shortest\nvalidation,x\n")
     with pytest.raises(FileError, match=r"accuracy.csv: not a table with columns split, shortest"):
@@ -264,7 +264,7 @@ def test_a_folder_that_is_no_run_is_refused(made: Path, tmp_path: Path) -> None:
     content = json.loads((made / "task.json").read_text())
     (tmp_path / "task.json").write_text(json.dumps(content | {"model": "lstm"}))
     (tmp_path / "model.safetensors").write_bytes((made / "model.safetensors").read_bytes())
-    with pytest.raises(FileError, match="cannot load a trained task: .* in the file and None in"):
+    with pytest.raises(FileError, match=r"cannot load a trained task: .* in the file and None in"):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     with pytest.raises(FileError, match="cannot load a trained task"):
