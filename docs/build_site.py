@@ -75,6 +75,7 @@ SECTIONS = (
         "Guides",
         "指南",
         (
+            "docs/tour.md",
             "docs/command-line.md",
             "docs/models.md",
             "docs/weights.md",

@@ -19,7 +19,6 @@ from regard.compare.experiment import Numbers
 from regard.language import Phrase, counted
 from regard.masks import Causal
 from regard.nn import Attention
-from regard.nn.projections import select_form
 from regard.nn.variants import mha, mla
 from regard.span import Span
 from regard.view.charts import Line, Picture
@@ -81,7 +80,7 @@ def _measure_counts(_budget: float, seed: int) -> Numbers:
 @torch.inference_mode()
 def _measure(budget: float, seed: int) -> Numbers:
     heads, latent = _pair(seed)
-    naive, absorbed = latent.project, select_form(latent.project, 1, LENGTHS[-1])
+    naive, absorbed = latent.project, latent.project.select_form(1, LENGTHS[-1])
     rows = []
     for length in LENGTHS:
         x = torch.randn(1, length, DIM)

@@ -14,6 +14,7 @@ from regard.span import (
     as_tensor,
     concat_positions,
     find_empty_slots,
+    next_positions,
     slice_positions,
     slot_count,
 )
@@ -66,6 +67,13 @@ def test_follow() -> None:
     other = concat_positions(Span(0, 1), rows + 1)
     assert isinstance(other, torch.Tensor)
     assert other.tolist() == [[0, 0, 1], [0, 1, 2]]
+
+
+def test_next_positions_follow_the_last_token() -> None:
+    rows = torch.tensor([[-3, -2], [-1, 4]])
+    assert as_tensor(next_positions(rows, 2)).tolist() == [[0, 1], [5, 6]]
+    assert next_positions(rows[:, :0], 2) == next_positions(Span(-2, 0), 2) == Span(0, 2)
+    assert next_positions(Span(3, 4), 2) == Span(7, 2)
 
 
 def test_errors() -> None:

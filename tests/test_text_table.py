@@ -26,6 +26,13 @@ def test_wide_characters_take_two_columns() -> None:
     assert lines == ["名   1", "ab  22"]
     assert {display_width(line) for line in lines} == {6}
     assert display_width("名") != len("名"), "negative control"
+    assert (display_width("Ａ"), display_width("ｱ"), display_width("e\u0301")) == (2, 1, 1)
+
+
+def test_columns_that_do_not_fit_stand_below() -> None:
+    rows = [["", "a", "b", "c"], ["x", "10", "20", "30"]]
+    assert format_table(rows, width=13) == "    a   b   c\nx  10  20  30"
+    assert format_table(rows, width=12) == "    a   b\nx  10  20\n\n    c\nx  30"
 
 
 def test_a_short_row_ends_early() -> None:

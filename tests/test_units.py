@@ -63,6 +63,14 @@ def test_durations(t: float | None, words: str) -> None:
     assert units.seconds(t) == words
 
 
+@pytest.mark.parametrize(
+    ("n", "words"),
+    [(512, "512"), (1024, "1k"), (1536, "1,536"), (3 << 20, "3M"), ((1 << 20) + 1, "1,048,577")],
+)
+def test_counts_of_tokens(n: int, words: str) -> None:
+    assert units.tokens(n) == words
+
+
 def test_a_span_has_one_unit() -> None:
     assert units.span(0.0012, 0.0345) == "1.20..34.5 ms"
     assert units.span(0.0009, 0.0011) == "0.90..1.10 ms"

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from regard.untrusted_text import MULTILINE, error_text, escape_controls, short_repr
+from regard.untrusted_text import (
+    MULTILINE,
+    error_text,
+    escape_controls,
+    parse_integer,
+    short_repr,
+)
 
 HOSTILE = "\x1b[2J\x1b]0;t\x07\u202eb\u2066\r\x00\x9b\u200f\ud800\ufeff"
 
@@ -37,6 +43,11 @@ ENDLESS = {
 def test_nothing_is_endless(value: object) -> None:
     assert len(short_repr(value)) < 120
     assert len(error_text("x" * 10**6)) < 620
+
+
+def test_integers_fit_in_64_bits() -> None:
+    assert parse_integer("-" + "9" * 18) == 1 - 10**18
+    assert parse_integer("9" * 19) is parse_integer("+1") is parse_integer("１") is None
 
 
 def test_plain_values_are_as_python_writes_them() -> None:

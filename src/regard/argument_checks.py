@@ -8,7 +8,7 @@ functions of `ops` check their arguments; internal functions rely on this.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -308,6 +308,21 @@ def check_number(name: str, x: float | None, low: float, high: float, allowed: s
         raise ArgumentError(
             f"{name} is {x}; it must be {allowed}", argument=name, value=x, allowed=allowed
         )
+
+
+def check_positive_sizes(name: str, **sizes: int) -> None:
+    """Raise unless all sizes that `name` got are at least 1."""
+    if min(sizes.values()) < 1:
+        given = ", ".join(f"{key}={size}" for key, size in sizes.items())
+        raise ArgumentError(f"{name}({given}): each must be at least 1")
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise unless a value is one of those that are allowed."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        words = ", ".join(map(str, allowed))
+        raise ArgumentError(f"{name} is {value!r}; it must be one of {words}")
 
 
 def check_sizes(**tensors: tuple[Tensor, str]) -> dict[str, int]:

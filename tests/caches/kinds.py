@@ -22,6 +22,7 @@ from regard.caches import (
     Streaming,
 )
 from regard.caches.ring import RingBase
+from regard.caches.static import StaticForm
 from regard.masks import Mask
 from regard.registry import is_builtin
 
@@ -213,10 +214,10 @@ NO_TOKENS = {
         ("StaticSlots", "StaticState"),
         "the static form of another cache, which takes single tokens (test_static.py)",
     ),
-    "Shared": "the memory of an earlier layer, which is lent for one call",
+    "CrossLayer": "the memory of an earlier layer, which is lent for one call",
     "Joined": "the caches of several mechanisms in one layer, which update their parts",
-    "Recorded": "another cache, for the length of one call",
-    "Carrying": "another cache, for the length of one call, with the values of the first layer",
+    "LendingCache": "another cache, for the length of one call",
+    "WithFirstValues": "another cache for one call, with the values of the first layer",
 }
 """Public caches that are not in the suite, and why."""
 
@@ -234,5 +235,5 @@ def builtin_caches() -> list[type[Cache]]:
 
 def stored() -> set[str]:
     """The classes of caches of the package that store tokens."""
-    public = {x.__name__ for x in builtin_caches() if x not in (Cache, RingBase)}
+    public = {x.__name__ for x in builtin_caches() if x not in (Cache, RingBase, StaticForm)}
     return {name for name in public if not name.startswith("_")} - set(NO_TOKENS)

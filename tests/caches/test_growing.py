@@ -151,3 +151,23 @@ def test_a_first_update_is_checked_as_well() -> None:
         ):
             cache.update(parts, Span(0, 3))
         assert len(cache) == 0
+
+
+def test_what_a_mark_has_is_not_written_by_steps_after_a_crop() -> None:
+    cache = Growing()
+    cache.update((torch.zeros(1, 1, 3, 2),), Span(0, 3))
+
+    def step() -> None:
+        slot = cache.open_slot(cache.next(1))
+        assert slot is not None
+        slot.buffers[0][:, :, slot.slot] = slot.slot
+        cache.fill_slot(slot, Span(0, slot.slot + 1))
+
+    step()
+    before, mark = cache.contents()["memory.0"], cache.mark()
+    assert isinstance(before, Tensor)
+    before = before.clone()
+    cache.crop(1)
+    step()
+    cache.restore(mark)
+    assert torch.equal(cache.contents()["memory.0"], before)  # type: ignore[arg-type]

@@ -42,9 +42,12 @@ def update(driver: Run) -> None:
     driver.cache.update(driver.tokens(positions), positions)
 
 
-def held(driver: Run) -> tuple[Any, int, list[int]]:
+def held(driver: Run) -> tuple[Any, int, list[Any]]:
     back = 2 if driver.kind.rewind is None else min(2, driver.kind.rewind)
-    return driver.seen(back=back), len(driver.cache), as_tensor(driver.cache.next(1)).tolist()
+    contents = driver.cache.contents()
+    shapes = {name: tuple(x.shape) for name, x in contents.items() if isinstance(x, Tensor)}
+    following = as_tensor(driver.cache.next(1)).tolist()
+    return driver.seen(back=back), len(driver.cache), [shapes, following]
 
 
 def layer(driver: Run, *, fails: bool = False) -> None:

@@ -372,6 +372,11 @@ FORGED: dict[str, tuple[Callable[[Any, Any], Any], str, Callable[[], Cache] | No
         "positions is (2, 3) in the file, but (2, 2) in the loaded cache",
         paged,
     ),
+    "a span beyond all positions": (
+        lambda h, t: h.update(spans={"positions": [0, 1 << 40]}),
+        "has the span [0, 1099511627776] of 'positions'; it must be",
+        latent,
+    ),
     "a negative length": (
         lambda h, t: h.update(spans={"positions": [0, -2]}),
         "has the span [0, -2] of 'positions'; it must be",

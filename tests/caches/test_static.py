@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.caches import Cache, Fixed, Growing, Latent, Memory, Ring, Shared, State, Streaming
+from regard.caches import Cache, CrossLayer, Fixed, Growing, Latent, Memory, Ring, State, Streaming
 from regard.caches.base import StaticSize
 from regard.caches.joined import Joined
-from regard.caches.static import StaticSlots, StaticState, to_static
+from regard.caches.state import StaticState
+from regard.caches.static import StaticSlots, to_static
 from regard.errors import ArgumentError
 from regard.span import Positions, Span, as_tensor
 
@@ -91,7 +92,7 @@ def test_a_state_is_overwritten_in_place(positions: Positions) -> None:
 
 
 def test_layers_share_the_table_of_their_positions() -> None:
-    caches: list[Cache] = [Growing(), Joined([Growing(), State()]), Ring(4), Shared(), Ring(4)]
+    caches: list[Cache] = [Growing(), Joined([Growing(), State()]), Ring(4), CrossLayer(), Ring(4)]
     for cache in (caches[0], caches[1].parts[0], caches[2], caches[4]):  # type: ignore[attr-defined]
         cache.update((part(PROMPT, 0),), PADDED)
     caches[1].parts[1].store((part(1, 0),), PADDED)  # type: ignore[attr-defined]

@@ -20,8 +20,7 @@ from regard.models.checkpoint.config import read_config
 from regard.models.families import FAMILIES, family
 from regard.nn import Attention, Block, CausalConvolution
 from regard.nn.mixer import Mixer
-from regard.nn.mixer_block import Tokenwise
-from regard.nn.parallel_mixers import ParallelMixers
+from regard.nn.mixer_block import ParallelMixers, Tokenwise
 from regard.positions import LearnedPositions
 from tests.cost.tiny import ENCODER_DECODERS, ENCODERS, TINY
 

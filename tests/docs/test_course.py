@@ -27,7 +27,7 @@ INDEX_ROW = re.compile(r"^\| (\d+)\.(\d+) \|.*\| ([^|]+) \|$", re.MULTILINE)
 SEEDS = ROOT / "docs" / "seeds.md"
 WALKTHROUGH = ROOT / "docs" / "walkthrough.md"
 EVERY_PAGE = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
-EVERY_PAGE = [page for page in EVERY_PAGE if page.name not in {"LOG.md", "CHANGELOG.md"}]
+EVERY_PAGE = [page for page in EVERY_PAGE if page.parent.name != "log"]
 PROGRAMS = ("regard ", "python -m experiments ")
 CHINESE = re.compile("[\u4e00-\u9fff]")
 

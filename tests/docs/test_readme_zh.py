@@ -33,21 +33,21 @@ def test_chinese_pages_that_are_linked_exist() -> None:
         assert (ROOT / link).is_file(), link
 
 
-def table(text: str) -> list[str]:
-    """What stands in the first column of each table, as code."""
-    return list(re.findall(r"^\| (`[^|]*?(?:\\\|[^|]*?)*`) \|", text, re.MULTILINE))
+def rows(text: str) -> list[str]:
+    """The rows of the tables, without their first columns."""
+    return re.findall(r"^\|[^|]*\|(.*)", text, re.MULTILINE)
 
 
 def test_the_code_is_the_same() -> None:
     assert code(ZH) == code(EN)
-    assert len(code(EN)) > 5
+    assert len(code(EN)) > 3
 
 
 def test_headings_tables_and_links_are_the_same() -> None:
     assert [len(x) for x in re.findall("^#+", FENCE.sub("", ZH), re.MULTILINE)] == [
         len(x) for x in re.findall("^#+", FENCE.sub("", EN), re.MULTILINE)
     ]
-    assert table(ZH) == table(EN)
+    assert rows(ZH) == rows(EN)
     assert links(ZH) == links(EN)
     for link in links(EN):  # where there is a Chinese page, the Chinese text links to it
         chinese = link.replace(".md", ".zh-CN.md")
@@ -75,6 +75,5 @@ def test_chinese_marks_are_full_width(mark: str) -> None:
     assert re.findall(rf"[\u4e00-\u9fff]{re.escape(mark)}", text) == []
 
 
-def test_a_forgotten_command_would_be_found() -> None:
-    less = ZH.replace("| `regard describe [NAME]` |", "| ... |")
-    assert table(less) != table(EN)
+def test_a_forgotten_link_would_be_found() -> None:
+    assert links(ZH.replace("](docs/cost.zh-CN.md)", "]")) != links(EN)

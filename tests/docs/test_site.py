@@ -43,6 +43,7 @@ def test_the_reference_has_the_public_modules_without_importing_them() -> None:
 
 def test_every_page_of_docs_is_in_the_navigation() -> None:
     pages = {p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md")}
+    pages -= {x for x in pages if x.startswith("docs/log/")}  # experiments: read in the repository
     english, chinese = (builder().site(language).pages for language in ("en", "zh"))
     assert pages - set(english) - set(chinese) == set()
     assert {page for page in english if page.endswith(".zh-CN.md")} == set()

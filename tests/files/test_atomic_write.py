@@ -4,6 +4,7 @@ ones.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import stat
@@ -116,6 +117,39 @@ def test_a_file_is_replaced_whole_and_keeps_its_permissions(tmp_path: Path) -> N
     with write_atomically(tmp_path / ("n" * 255)) as place:
         place.write_text("a name as long as they are")
     assert (tmp_path / ("n" * 255)).exists()
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "a", []
+
+    def fsync(handle: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{handle}").readlink().name, path.exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with write_atomically(path) as place:
+        place.write_text("new")
+        written = place.stat()
+    assert synced == [("a", False), (tmp_path.name, True)]
+    assert os.path.samestat(written, path.stat()), "renamed, not copied"
+
+
+def test_a_link_is_no_workplace(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    link = tmp_path / f"{WRITING_PREFIX}a"
+    link.symlink_to(tmp_path / "other")
+    with pytest.raises(OSError, match=r"Not a directory|symbolic links") as error:
+        try_lock(link)
+    assert error.value.errno in (errno.ENOTDIR, errno.ELOOP)
+
+
+def test_a_folder_of_another_is_not_deleted(tmp_path: Path) -> None:
+    with temporary_folder(tmp_path / "a", alone=True) as place:
+        place.rename(tmp_path / "mine")
+        place.mkdir()
+        (place / "another's").write_text("kept")
+    assert names(place) == ["another's"]
 
 
 def test_a_device_is_not_replaced_by_a_file(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "a partial download": (lambda: content(data=40), "bytes; is it a partial download"),
     "more than the tensors": (lambda: content(data=160), "bytes follow its last tensor"),
-    "an alignment of 3": (lambda: content({"general.alignment": 3}), "general.alignment is 3"),
+    "an alignment of 24": (lambda: content({"general.alignment": 24}), "general.alignment is 24"),
     "a text as alignment": (
         lambda: content({"general.alignment": "32"}),
         "general.alignment is '32'",

@@ -80,6 +80,28 @@ def test_a_header_says_what_is_stored(tmp_path: Path) -> None:
     assert read_header(path).tensors == ()
 
 
+def test_a_file_is_opened_without_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that takes the file's place would otherwise stop the process until it is written."""
+    path, opened, original = tmp_path / "a", [], os.open
+
+    def recorded(name: Any, flags: int, *mode: int) -> int:
+        opened.append((name, bool(flags & os.O_NONBLOCK)))
+        return original(name, flags, *mode)
+
+    path.write_bytes(save({}))
+    monkeypatch.setattr(os, "open", recorded)
+    read_header(path)
+    assert opened == [(path, True)]
+
+
+def test_a_header_longer_than_its_file(tmp_path: Path) -> None:
+    content = struct.pack("<Q", 20) + b"{" + bytes(14)  # 5 of its 20 bytes are lacking
+    message = error_of(tmp_path / "a", content)
+    assert message.startswith("(its header alone needs 28 bytes): it has 23 bytes")
+
+
 def changed(**change: Any) -> dict[str, Any]:
     return {"a": {k: v for k, v in {**A, **change}.items() if v is not None}}
 

@@ -23,7 +23,6 @@ from regard.nn import Attention, HeadProjection, SeparateQKV
 from regard.nn.explainable import (
     CallWeights,
     EffectiveRow,
-    Explainable,
     HeadMix,
     InputSteps,
     LayerRun,
@@ -32,7 +31,7 @@ from regard.nn.explainable import (
     ProjectionQuery,
 )
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
-from regard.nn.projections import ProjectionShape, attention_spec
+from regard.nn.projections import Projection, ProjectionShape
 from regard.span import Positions
 from regard.tracing import named_scope, tap
 from regard.view.explanation_text import page
@@ -66,7 +65,7 @@ class SigmoidAttention(Mixer):
 
     @property
     def spec(self) -> Spec:
-        return attention_spec(self.project, count_weights(self), MaskVisibility(masks.Causal()))
+        return self.project.spec(count_weights(self), MaskVisibility(masks.Causal()))
 
 
 class ExplainedSigmoid(SigmoidAttention):
@@ -154,10 +153,8 @@ def test_a_row_without_taps_is_refused() -> None:
         explained(Untapped())
 
 
-class Mirrored(Explainable, nn.Module):
+class Mirrored(Projection, nn.Module):
     """A projection with steps of its own: keys are queries read backwards."""
-
-    cache_unsafe_reason: str | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,9 +168,6 @@ class Mirrored(Explainable, nn.Module):
 
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
         return memory[0], memory[1]
-
-    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        return z
 
     @property
     def shape(self) -> ProjectionShape:

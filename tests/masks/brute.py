@@ -141,11 +141,11 @@ WITH_INTERVALS = {
         lambda q, k, b, h: _entry(TABLES_ROWS[b][h], 4, q, k) or (h == 1 and k == 0),
     ),
     "all of several": Case(
-        masks.All((masks.Causal(), masks.Window(3) | masks.Sinks(2))),
+        masks.And((masks.Causal(), masks.Window(3) | masks.Sinks(2))),
         lambda q, k, b, h: k <= q and (k > q - 3 or k < 2),
     ),
     "any of several": Case(
-        masks.Any((masks.Causal() & masks.Window(3), masks.Sinks(2))),
+        masks.Or((masks.Causal() & masks.Window(3), masks.Sinks(2))),
         lambda q, k, b, h: q - 3 < k <= q or k < 2,
     ),
     "not": Case(masks.Not(masks.Window(4)), lambda q, k, b, h: k <= q - 4),

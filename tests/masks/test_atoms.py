@@ -14,8 +14,7 @@ import torch
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import (
-    All,
-    Any,
+    And,
     BigBird,
     BlockCausal,
     BlockDiffusion,
@@ -33,6 +32,7 @@ from regard.masks import (
     Mask,
     Neighborhood,
     Not,
+    Or,
     Padding,
     Prefix,
     Sinks,
@@ -323,8 +323,8 @@ REFUSED: list[tuple[Callable[[], object], type, str]] = [
         ArgumentTypeError,
         "Fn fn returned bool; it must return a bool tensor, True = may attend",
     ),
-    (lambda: All(()), ArgumentError, "All got no masks; give at least one"),
-    (lambda: Any((Causal(), 3)), ArgumentTypeError, "Any got int; it takes masks of regard.masks"),
+    (lambda: And(()), ArgumentError, "And got no masks; give at least one"),
+    (lambda: Or((Causal(), 3)), ArgumentTypeError, "Or got int; it takes masks of regard.masks"),
     (lambda: Not(True), ArgumentTypeError, "Not got bool; it takes a mask of regard.masks"),
     (
         lambda: Causal().tiles(Span(0, 2), Span(0, 2), (0, 4)),

@@ -15,10 +15,9 @@ from regard.masks.parse import parsable_masks
 from regard.registry import is_builtin
 
 KNOWN = (
-    "prefix, document, padding, blockcausal, blockdiffusion, heads, full, causal, window, "
-    "chunk, dilated, sinks, global, strided, bigbird, earlierchunks, neighborhood"
+    "prefix, document, padding, blockcausal, blockdiffusion, heads, full, causal, window, chunk, "
+    "earlierchunks, dilated, sinks, global, strided, bigbird, neighborhood"
 )
-"""The masks of this package that text can name."""
 
 
 def known() -> str:

@@ -227,7 +227,7 @@ def test_wrong_masks_are_caught(wrong: Case) -> None:
 
 def test_operators_equal_constructors() -> None:
     a, b = masks.Causal(), masks.Window(3)
-    for made, built in ((a & b, masks.All((a, b))), (a | b, masks.Any((a, b))), (~a, masks.Not(a))):
+    for made, built in ((a & b, masks.And((a, b))), (a | b, masks.Or((a, b))), (~a, masks.Not(a))):
         assert made == built
     for op in (operator.and_, operator.or_):
         with pytest.raises(TypeError, match="unsupported operand"):

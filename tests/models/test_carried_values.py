@@ -14,7 +14,7 @@ from torch import Tensor
 
 import regard
 from regard.caches import Evicting, Growing, Ring, State, load, save
-from regard.caches.shared import Carrying, FirstValues
+from regard.caches.cross_layer import FirstValues, WithFirstValues
 from regard.errors import ArgumentError
 from regard.inspect import explain
 from regard.inspect.explain.random_model import random_model
@@ -303,15 +303,15 @@ def test_what_is_refused() -> None:
         with pytest.raises(ArgumentError, match="mixes its values with those of the first layer"):
             layer(x)
         with pytest.raises(ArgumentError, match="no earlier layer of this call has given any"):
-            layer(x, cache=Carrying(None, FirstValues()))
+            layer(x, cache=WithFirstValues(None, FirstValues()))
         narrow = FirstValues(torch.zeros(1, 3, 6))
         with pytest.raises(ArgumentError, match="the first layer have 6 channels, and this layer"):
-            layer(x, cache=Carrying(None, narrow))
+            layer(x, cache=WithFirstValues(None, narrow))
     first = value_residual(16, 4, groups=2)
     shared = FirstValues()
-    first(x, cache=Carrying(None, shared))
+    first(x, cache=WithFirstValues(None, shared))
     with pytest.raises(ArgumentError, match="two layers of this call give the values of the first"):
-        first(x, cache=Carrying(None, shared))
+        first(x, cache=WithFirstValues(None, shared))
     with pytest.raises(ArgumentError, match="layer is -1; it must be at least 0"):
         value_residual(16, 4, groups=2, layer=-1)
     with pytest.raises(ArgumentError, match="layer is -1; it must be at least 0"):

@@ -177,7 +177,7 @@ def test_a_pool_whose_tensors_another_thread_replaced() -> None:
         for row in range(2):
             x[row, :, pages[row]] = row + 1.0
     cache.pool.parts = tuple(torch.zeros_like(x) for x in cache.pool.parts)
-    cache.fill_slot(opened, Span(0, 4))
+    cache.close_slot(opened, Span(0, 4))
     for name in ("memory.0", "memory.1"):
         numbers = cache.contents()[name]
         assert isinstance(numbers, Tensor)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import regard
 from regard import masks
-from regard.caches import Growing, Ring, Shared
-from regard.caches.shared import Recorded
+from regard.caches import CrossLayer, Growing, Ring
+from regard.caches.cross_layer import LendingCache
 from regard.errors import ArgumentError
 from regard.models import compiled_step
 from regard.models.assembly.shared_memory import (
@@ -27,7 +27,7 @@ from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn import RMSNorm
-from regard.nn.shared_memory import QueryProjection, SharedMemoryAttention, without_own_memory
+from regard.nn.cross_layer import QueryProjection, SharedMemoryAttention, without_own_memory
 from regard.nn.variants import build as build_mechanism
 from regard.span import Span
 
@@ -120,7 +120,7 @@ def test_any_chunks_are_one_pass_even_from_a_ring(sizes: list[int]) -> None:
     """Readers of a ring see, in a long call, what the ring forgets at its end."""
     shared, x = share_memory(plain(window=3), (None, None, 0, 1)), ids()
     caches, out, start = shared.new_caches(), [], 0
-    assert [type(c) for c in caches] == [Ring, Growing, Shared, Shared]
+    assert [type(c) for c in caches] == [Ring, Growing, CrossLayer, CrossLayer]
     with torch.no_grad():
         for n in sizes:
             out.append(shared(x[:, start : start + n], None, caches))
@@ -172,7 +172,7 @@ def test_every_cache_of_generation_serves_shared_layers(kind: str) -> None:
         assert len({str(layer.attention.mask) for layer in narrow.layers}) == 1
         assert (whole - shared(x)).abs().max() > 1e-3
     caches, out = config.new_caches(narrow, 2), []
-    assert [type(c) for c in caches[1::2]] == [Shared, Shared]
+    assert [type(c) for c in caches[1::2]] == [CrossLayer, CrossLayer]
     with torch.no_grad():
         out = [narrow(x[:, :9], None, caches)]
         out += [narrow(x[:, i : i + 1], None, caches) for i in range(9, T)]
@@ -220,14 +220,14 @@ def test_what_cannot_share_is_refused() -> None:
     reader = share_memory(plain(), cross_layer(4, 2)).layers[1].attention
     assert isinstance(reader, SharedMemoryAttention)
     x = torch.zeros(1, 2, 16).double()
-    with pytest.raises(ArgumentError, match="was called without a Shared cache"):
+    with pytest.raises(ArgumentError, match="was called without a CrossLayer cache"):
         reader(x)
-    with pytest.raises(ArgumentError, match="needs a Shared cache: use new_cache"):
+    with pytest.raises(ArgumentError, match="needs a CrossLayer cache: use new_cache"):
         reader(x, None, Growing())
     with pytest.raises(ArgumentError, match="none was lent in this call"):
         reader(x, Span(0, 2), reader.new_cache())
     with pytest.raises(ArgumentError, match="stores no memory"):
-        Shared().update((x[None],), Span(0, 2))
+        CrossLayer().update((x[None],), Span(0, 2))
     with pytest.raises(ArgumentError, match="groups must divide the query heads"):
         QueryProjection(reader.project.q, 3)  # type: ignore[union-attr,arg-type]
     project = plain().layers[0].attention.project
@@ -238,13 +238,13 @@ def test_what_cannot_share_is_refused() -> None:
 
 def test_a_record_is_its_inner_cache() -> None:
     inner = Growing()
-    record, part = Recorded(inner), (torch.ones(1, 1, 3, 2),)
+    record, part = LendingCache(inner), (torch.ones(1, 1, 3, 2),)
     record.update(part, Span(0, 3))
     assert (len(record), record.bytes) == (3, inner.bytes)
     fork = record.fork()
     record.crop(1)
     assert (len(inner), len(fork)) == (1, 3)
-    empty = Recorded(None)
+    empty = LendingCache(None)
     empty.restore(empty.mark())
     empty.crop(0)
     empty.fill({})

@@ -18,7 +18,7 @@ import regard
 from regard import Trace
 from regard.caches import Cross, Growing
 from regard.nn.cross_attention import AdditiveAttention, CrossAttention
-from regard.nn.gated_projections import GatedProjection
+from regard.nn.head_finishes import GatedProjection
 from regard.nn.projections import EncoderStateProjection, HeadProjection, Projection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span

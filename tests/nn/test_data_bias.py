@@ -21,18 +21,18 @@ from regard.nn import HeadProjection
 from regard.nn.data_bias import (
     DisentangledProjection,
     ForgettingProjection,
+    PathProjection,
     RelativeKeyProjection,
     RelativeLogitProjection,
+    SelectiveProjection,
     SinusoidKeyProjection,
-    data_bias,
+    path_scores,
     sums_up_to,
 )
 from regard.nn.evicting_attention import EvictingAttention
-from regard.nn.gated_projections import GatedProjection
-from regard.nn.head_finishes import FinishedProjection, HeadGate
-from regard.nn.path_projection import PathProjection, SelectiveProjection, path_scores
-from regard.nn.streaming_attention import StreamingAttention
+from regard.nn.head_finishes import FinishedProjection, GatedProjection, HeadGate
 from regard.nn.variants import VARIANTS
+from regard.nn.windowed_attention import StreamingAttention
 from regard.positions import Rotary
 from regard.span import Span
 from tests.fixture_f import decays, example, strengths, vectors
@@ -178,7 +178,7 @@ def plainly(m: Any, x: Tensor, *, by_lse: bool, order: int = 0) -> Tensor:
     at, p = Span(0, x.shape[1]), m.project
     q, memory = p.query(x, at), p.remember(x, at)
     k, v = p.recall(memory, at)
-    own, seen = data_bias(p, x, q, memory, at, at), m.mask.block(at, at)
+    own, seen = p.data_bias(x, q, memory, at, at), m.mask.block(at, at)
     if isinstance(own, ForgetBias):  # somebody would sum in the same dtype
         c = memory[2][..., 0].to(x.dtype).cumsum(-1)
         own = ForgetBias(c, c)
@@ -451,7 +451,7 @@ def test_a_finish_keeps_the_bias_of_its_projection() -> None:
     m.project = FinishedProjection(z, gate)
     heads = m.project.query(x, Span(0, 9))
     memory = m.project.remember(x, Span(0, 9))
-    bias = data_bias(m.project, x, heads, memory, Span(0, 9), Span(0, 9))
+    bias = m.project.data_bias(x, heads, memory, Span(0, 9), Span(0, 9))
     assert isinstance(bias, ForgetBias)
     without = copy.deepcopy(m)
     without.project.__class__ = type(

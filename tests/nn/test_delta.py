@@ -16,7 +16,10 @@ from torch import Tensor, nn
 import regard
 from regard.caches import Growing, State
 from regard.nn import HeadProjection, SeparateQKV
-from regard.nn.linear_recurrence import DeltaRule, L2Norm, LogDecay, Recurrent, Swish
+from regard.nn.delta_rules import DeltaRule, LogDecay
+from regard.nn.head_steps import Swish
+from regard.nn.norms import L2Norm
+from regard.nn.recurrent import Recurrent
 from regard.nn.variants import build, delta_net, gated_delta_net
 from regard.span import Span
 from tests.oracles.delta import delta

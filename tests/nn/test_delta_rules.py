@@ -13,17 +13,19 @@ from torch import Tensor
 
 import regard
 from regard.caches import Growing
-from regard.nn.delta_product import DeltaProductRule, SeveralKeysQKV
 from regard.nn.delta_rules import (
     BottleneckProjection,
     ChannelLogDecay,
     CombaRule,
+    DeltaProductRule,
+    DeltaRule,
     EraseRule,
+    MesaRule,
     PreconditionedDeltaRule,
+    SeveralKeysQKV,
+    TitansRule,
 )
-from regard.nn.gated_convolution import GatedConvolution
-from regard.nn.linear_recurrence import DeltaRule
-from regard.nn.regression_rules import MesaRule, TitansRule
+from regard.nn.recurrent import GatedConvolution
 from regard.nn.variants import comba, gated_delta_2, mesa
 from regard.nn.variants.linear_recurrence import convolved_qkv
 from tests.nn.catalogue import randomise
@@ -213,13 +215,13 @@ def test_refusals() -> None:
     with pytest.raises(regard.ArgumentError, match="max_step is 0; it must be above 0"):
         TitansRule(8, 1, max_step=0)
     with pytest.raises(
-        regard.ArgumentError, match=r"GatedConvolution\(dim=0\): it must be at leas"
+        regard.ArgumentError, match=r"GatedConvolution\(dim=0\): each must be at leas"
     ):
         GatedConvolution(0)
     layer, x = GatedConvolution(M), torch.zeros(1, 3, M)
     with pytest.raises(regard.ArgumentError, match="backend is 'sdpa'; a convolution has one form"):
         layer(x, backend="sdpa")
-    with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a convolution needs"):
+    with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a recurrence needs"):
         layer(x, cache=Growing())
     with pytest.raises(
         regard.ArgumentError, match=r"groups=2, writes=0\): each must be at least 1"

@@ -29,7 +29,7 @@ from regard.caches.eviction import (
 from regard.errors import ArgumentError
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn import EvictingAttention
-from regard.nn.projections import IdentityProjection, ProjectionShape
+from regard.nn.projections import IdentityProjection, Projection, ProjectionShape
 from regard.nn.variants import VARIANTS, build
 from regard.nn.variants.projections import separate_qkv
 from regard.positions import Rotary
@@ -49,10 +49,8 @@ RULES: dict[str, tuple[EvictionRule, oracle.Score]] = {
 KINDS = (*RULES, "adakv")
 
 
-class GivenHeads(nn.Module):
+class GivenHeads(Projection, nn.Module):
     """A projection whose queries, keys and values are x itself, one head: D, D and E numbers."""
-
-    cache_unsafe_reason = None
 
     def query(self, x: Tensor, positions: Any) -> Tensor:
         return x[:, None, :, :3]
@@ -62,9 +60,6 @@ class GivenHeads(nn.Module):
 
     def recall(self, memory: Any, positions: Any) -> tuple[Tensor, Tensor]:
         return memory
-
-    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        return z
 
     @property
     def shape(self) -> ProjectionShape:

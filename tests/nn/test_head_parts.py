@@ -15,6 +15,7 @@ import regard
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal
 from regard.nn import HeadProjection
+from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
 from regard.nn.head_finishes import (
     FinishedProjection,
     HeadGate,
@@ -26,7 +27,6 @@ from regard.nn.head_finishes import (
 from regard.nn.head_steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
 from regard.nn.infini_attention import InfiniAttention
 from regard.nn.projections import Projection
-from regard.nn.tied_values import KeysAsValues, SharedKeyValue
 from regard.nn.variants import (
     VARIANTS,
     biased_gate,
@@ -325,8 +325,14 @@ def test_steps_need_what_they_read() -> None:
     with pytest.raises(ArgumentError, match=r"use regard\.nn\.Attention, which does"):
         infini(x)
     latent = mla(DIM, 4, kv_rank=16, nope_dim=8, rope_dim=4, value_dim=8)
-    with pytest.raises(ArgumentError, match="project is LatentProjection, which has several forms"):
-        FinishedProjection(latent.project, HeadGate(DIM, 4))
+    latent.project = FinishedProjection(latent.project, gate := HeadGate(DIM, 4))
+    x8 = torch.randn(1, 40, DIM)
+    whole, cache = latent(x8), latent.new_cache()
+    assert type(latent.project.select_form(1, 40)) is not type(latent.project)
+    chunks = [latent(part, None, cache) for part in x8.split([39, 1], 1)]
+    torch.testing.assert_close(torch.cat(chunks, 1), whole)
+    gate.linear.weight.data.fill_(100.0)
+    assert (latent(x8) - whole).abs().max() > 1e-3
     with pytest.raises(ArgumentError, match="FinishedProjection got no step; use the projection"):
         FinishedProjection(separate_qkv(8, 4, 2, 2))
     with pytest.raises(ArgumentTypeError, match="a QueryTemperature got no positions; pass those"):

@@ -26,7 +26,7 @@ from regard.nn.latent_projection import (
     LowRankProjection,
     NaiveLatentProjection,
 )
-from regard.nn.projections import HasForms, Projection, select_form
+from regard.nn.projections import Projection
 from regard.nn.variants import VARIANTS, mla
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Positions, Span, as_tensor
@@ -316,14 +316,14 @@ def test_auto_takes_the_cheaper_form() -> None:
         chosen.add(absorb)
     assert chosen == {True, False}
     layer = build()
-    assert select_form(layer.project, 40, 40) is layer.project
-    assert isinstance(select_form(layer.project, 1, 40), AbsorbedLatentProjection)
+    assert layer.project.select_form(40, 40) is layer.project
+    assert isinstance(layer.project.select_form(1, 40), AbsorbedLatentProjection)
     for form, kind in (
         ("naive", NaiveLatentProjection),
         ("expand", LatentProjection),
         ("absorb", AbsorbedLatentProjection),
     ):
-        assert {type(select_form(build(form).project, *n)) for n in ((1, 9), (9, 9))} == {kind}
+        assert {type(build(form).project.select_form(*n)) for n in ((1, 9), (9, 9))} == {kind}
 
 
 def test_pairs_are_those_of_the_mask() -> None:
@@ -379,7 +379,7 @@ def test_the_shape_of_v3_without_its_memory() -> None:
     assert sum(naive.project.shape.memory) == 40_960
     matrices = (7168 + 128 * 192) * 1536 + 7168 * 576 + 128 * 256 * 512 + 128 * 128 * 7168
     assert layer.describe(1024).parameters.value == matrices + 1536 + 512
-    form = select_form(layer.project, 1, 1024)
+    form = layer.project.select_form(1, 1024)
     assert form.shape == (128, 1, 576, 512, (576,))
     assert layer.project.shape[:4] == (128, 128, 192, 128)
 
@@ -698,15 +698,15 @@ def test_a_rotary_that_follows_the_length_takes_no_cache() -> None:
         layer(torch.randn(1, 2, M), None, Growing())
 
 
-def test_projections_have_one_protocol() -> None:
+def test_projections_have_one_base_class() -> None:
     latent = build().project
     for project in (latent, AbsorbedLatentProjection(latent), build("naive").project):
         assert isinstance(project, Projection)
-    assert isinstance(latent, HasForms)
+    assert latent.has_forms
     plain_one = VARIANTS["gqa"].example().project
     assert isinstance(plain_one, SeparateQKV)
-    assert not isinstance(plain_one, HasForms)
-    assert select_form(plain_one, 1, 5) is plain_one
+    assert not plain_one.has_forms
+    assert plain_one.select_form(1, 5) is plain_one
     x = torch.randn(1, 3, M)
     assert torch.equal(
         AbsorbedLatentProjection(latent).remember(x, Span(0, 3))[0],

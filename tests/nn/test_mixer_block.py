@@ -45,7 +45,7 @@ def test_a_layer_that_mixes_nothing() -> None:
     assert torch.allclose(torch.cat(parts, 1), layer(x), atol=1e-6)
     assert (cache.next(1), cache.bytes) == (Span(9, 1), 0)
     assert cache.fork().next(1) == Span(9, 1)
-    with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a layer that mixes"):
+    with pytest.raises(regard.ArgumentTypeError, match="the cache is Growing; a recurrence needs"):
         layer(x, None, Growing())
 
 

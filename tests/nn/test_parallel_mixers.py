@@ -12,9 +12,8 @@ from regard.caches.joined import Joined
 from regard.cost.softmax import SoftmaxSpec
 from regard.models.generation.cache_config import CacheConfig
 from regard.models.generation.decode_session import DecodeSession
-from regard.nn.linear import Linear
-from regard.nn.parallel_mixers import ParallelMixers
-from regard.nn.scaled_linear import ScaledLinear, scaled_map
+from regard.nn.linear import Linear, ScaledLinear, scaled_map
+from regard.nn.mixer_block import ParallelMixers
 from regard.nn.variants import gqa, mamba2
 from regard.span import Span
 from tests.models.generation import stacks

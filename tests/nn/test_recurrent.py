@@ -15,13 +15,9 @@ from torch import Tensor, nn
 import regard
 from regard.caches import Growing, State
 from regard.nn import HeadProjection, SeparateQKV
-from regard.nn.linear_recurrence import (
-    GatedLinearRule,
-    LinearAttentionRule,
-    Recurrent,
-    RetentionRule,
-)
+from regard.nn.decay_rules import GatedLinearRule, LinearAttentionRule, RetentionRule
 from regard.nn.norms import HeadNorm
+from regard.nn.recurrent import Recurrent
 from regard.nn.variants import gated_linear, linear_attention, retention
 from regard.span import Span
 from tests.oracles.linear import linear

@@ -19,13 +19,13 @@ import regard
 from regard.caches import Growing
 from regard.cost.selected import block_tokens, compressed_tokens, nsa_tokens
 from regard.nn import HeadProjection, LatentProjection, SeparateQKV
-from regard.nn.block_selectors import BlockMaximum, Quest
+from regard.nn.nsa import NSA, BlockCompressor
 from regard.nn.selected_attention import (
-    NSA,
-    BlockCompressor,
+    BlockMaximum,
     Indexer,
     KeySelector,
     MoBA,
+    Quest,
     SelectedAttention,
     indexer_losses,
 )

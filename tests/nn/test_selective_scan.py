@@ -105,9 +105,9 @@ def test_long_texts_are_computed_in_pieces() -> None:
     rule, sizes = mixer.rule, []
     inner = rule._scan
 
-    def scan(inputs: tuple[Tensor, Tensor, Tensor], *rest: object) -> object:
-        sizes.append(inputs[2].shape[2])
-        return inner(inputs, *rest)
+    def scan(q: Tensor, *rest: object) -> object:
+        sizes.append(q.shape[2])
+        return inner(q, *rest)
 
     rule._scan = scan
     rule.piece = 64

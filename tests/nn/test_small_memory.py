@@ -18,7 +18,7 @@ from regard.nn.factored_projections import (
     TensorProductProjection,
     TiedProjection,
 )
-from regard.nn.grouped_latent_projection import GroupedLatentProjection
+from regard.nn.latent_projection import GroupedLatentProjection
 from regard.nn.projections import HeadProjection
 from regard.nn.variants import VARIANTS, build
 from regard.positions import Rotary

@@ -22,7 +22,8 @@ from regard.nn import (
     SwiGLU,
     stack_experts,
 )
-from regard.nn.input_weighted_experts import InputWeightedMoE, LogitSigmoidRouter
+from regard.nn.experts import InputWeightedMoE
+from regard.nn.routers import LogitSigmoidRouter
 from regard.nn.stored import store_weight
 from regard.ops.stored_weights import Int8Weight
 from tests.pretended_device import HiddenRead, pretended_cuda

@@ -15,9 +15,8 @@ import regard
 from regard import masks
 from regard.errors import ArgumentError
 from regard.nn import Attention, HeadProjection, SeparateQKV
-from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.head_finishes import DifferentialProjection, GatedProjection
 from regard.nn.latent_projection import LatentProjection
-from regard.nn.longformer import Longformer
 from regard.nn.projections import FusedQKV, PerHeadProjection
 from regard.nn.variants import (
     bigbird,
@@ -43,6 +42,7 @@ from regard.nn.variants import (
     stacked,
     weightless,
 )
+from regard.nn.windowed_attention import Longformer
 from regard.positions import Rotary
 from regard.span import Span
 from tests.nn.catalogue import DIM, VARIANTS, example, randomise, tokens

@@ -99,7 +99,7 @@ def test_the_description_has_no_link_that_an_index_cannot_follow(
     assert found["Description-Content-Type"] == "text/markdown"
     text = str(found.get_payload())
     assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == []
-    assert "`docs/models.md`: load checkpoints" in text
+    assert "`docs/models.md`, checkpoints of 70 families" in text
     assert "[docs/models.md](docs/models.md)" in (root / "README.md").read_text("utf-8")
     assert set(text.split()) > {"regard.attend(q,", "Licence:"}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
@@ -45,13 +46,7 @@ class LayerSize(NamedTuple):
 
 
 class StaticSize(NamedTuple):
-    """The sizes for which the static form of a cache is made (`Cache.to_static`).
-
-    Attributes:
-        slots: the largest number of tokens of a row, those that were read included.
-        rows: the number of batch rows.
-        device: where the memory is.
-    """
+    """The sizes for which the static form of a cache is made (`Cache.to_static`)."""
 
     slots: int
     rows: int
@@ -64,18 +59,13 @@ class OpenSlot(NamedTuple):
     Attributes:
         buffers: the buffers, each `[B, n, c, d]` with c larger than `slot`; the same tuple as long
             as they are the same.
-        slot: the slot of the new token.
-        positions: the positions of the slots before it, those of the codes included.
         after: the positions of all slots with the new token, from slot 0 on, where it overwrites
             one of them; None if it follows all others.
-        slots: the slot of the new token in each row, where the rows differ; else None.
         pages: the pages of each row in order, where a buffer consists of pages that all rows share:
             slot s of row r is slot pages[r, s // page_size] * page_size + s % page_size of the
             buffers; else None.
-        page_size: the number of slots of a page.
         coded: the slots before those of the buffers, which are stored as codes; None if there are
             none.
-        state: what `fill_slot` of the cache keeps.
     """
 
     buffers: Parts
@@ -126,12 +116,19 @@ class Cache(ABC):
     """Whether `save` can write the cache, because its settings are plain values."""
     min_context: ClassVar[int] = 1
     """The smallest `max_context` that is allowed."""
+    fields: ClassVar[tuple[str, ...]] = ()
+    """The attributes that an update replaces and does not change in place: `mark` keeps them, and
+    `restore` sets them again. Without any, these use `contents` and `fill`.
+    """
     static_step_refusal: ClassVar[str | None] = (
         "its steps depend on numbers that change and that Python holds"
     )
     """Why a step cannot run again in the same memory without Python, as a CUDA graph does; None if
     `to_static` makes a cache that can.
     """
+
+    _offered_mark: tuple[object] | None = None
+    """The snapshot of an outer `rollback_on_error`, for the next inner block."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -214,13 +211,18 @@ class Cache(ABC):
 
     @property
     def settings(self) -> Mapping[str, object]:
-        """The constructor arguments that create another cache like this one, as plain values."""
-        return {}
+        """The constructor arguments that create another cache like this one, as plain values; by
+        default the attributes of their names.
+        """
+        return {name: getattr(self, name) for name in signature(type(self)).parameters}
 
     @property
     def bytes(self) -> int:
         """Bytes of the memory that is held, without positions."""
-        return sum(_bytes(x) for name, x in self.contents().items() if name != "positions")
+        contents = self.contents().items()
+        return bytes_of(
+            [x for name, x in contents if name != "positions" and isinstance(x, Tensor)]
+        )
 
     @property
     def batch(self) -> int | None:
@@ -310,7 +312,9 @@ class Cache(ABC):
         Returns:
             The snapshot; it is valid until the second update after it.
         """
-        return self.contents()
+        if not self.fields:
+            return self.contents()
+        return tuple(getattr(self, name) for name in self.fields)
 
     def restore(self, mark: Any) -> None:
         """Undo the update that came after a snapshot, if there was one.
@@ -318,7 +322,10 @@ class Cache(ABC):
         Args:
             mark: the result of `mark`.
         """
-        self.fill(mark)
+        if not self.fields:
+            self.fill(mark)
+        for name, value in zip(self.fields, mark, strict=False):
+            setattr(self, name, value)
 
     def to_static(self, size: StaticSize) -> Cache:
         """Return a copy whose steps of one token per row write into memory that stays where it is,
@@ -352,8 +359,8 @@ class Cache(ABC):
     def open_slot(self, positions: Positions) -> OpenSlot | None:
         """Return memory into which a compiled step may write the memory of one new token per row.
 
-        The contents do not change before `fill_slot` is called. None means that this kind of cache,
-        or its present contents, do not allow it; then `update` is to be used.
+        The contents do not change before `close_slot` is called. None means that this kind of
+        cache, or its present contents, do not allow it; then `update` is to be used.
 
         Args:
             positions: the positions of the new tokens.
@@ -363,7 +370,7 @@ class Cache(ABC):
         """
         return None
 
-    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+    def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
         """Count the slot of `open_slot` as written, as `update` would have written it.
 
         Args:
@@ -444,23 +451,19 @@ class rollback_on_error:  # noqa: N801  (a context manager, used like a function
         marks = self._marks = []
         for cache in self._caches:
             if cache is not None:
-                offered = cache.__dict__.pop(_OFFERED_MARK, None)
+                offered, cache._offered_mark = cache._offered_mark, None
                 marks.append((cache, cache.mark() if offered is None else offered[0]))
         if self._layers:  # a cache that is passed twice offers its first mark
             for cache, mark in reversed(marks):
-                cache.__dict__[_OFFERED_MARK] = (mark,)
+                cache._offered_mark = (mark,)
 
     def __exit__(self, kind: type[BaseException] | None, *problem: object) -> None:
         if self._layers:
             for cache, _ in self._marks:
-                cache.__dict__.pop(_OFFERED_MARK, None)
+                cache._offered_mark = None
         if kind is not None:
             for cache, mark in self._marks:
                 cache.restore(mark)
-
-
-_OFFERED_MARK = "_offered_mark"
-"""The attribute by which a cache passes its snapshot to the next inner block: a tuple of one."""
 
 
 def check_update(memory: Parts, positions: Positions) -> None:
@@ -562,8 +565,9 @@ def _layout(memory: Tensor) -> tuple[tuple[int, int, int], torch.dtype]:
     return (memory.shape[0], memory.shape[1], memory.shape[3]), memory.dtype
 
 
-def _bytes(x: Tensor | Span | int) -> int:
-    return x.numel() * x.element_size() if isinstance(x, Tensor) else 0
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the number of bytes of some tensors."""
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def _copy(x: Tensor | Span | int) -> Tensor | Span | int:

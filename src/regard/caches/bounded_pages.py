@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.caches.base import LayerSize, OpenSlot
+from regard.caches.base import LayerSize, OpenSlot, bytes_of
 from regard.caches.contiguous import Growing
 from regard.errors import ArgumentError
 from regard.span import Positions, Span
@@ -68,14 +68,9 @@ class BoundedPages(Growing):
         return cls()
 
     @property
-    def settings(self) -> Mapping[str, object]:
-        """The page size, as a constructor argument."""
-        return {"size": self.size}
-
-    @property
     def bytes(self) -> int:
         """Bytes of the memory and of the bounds that are held."""
-        return super().bytes + sum(x.numel() * x.element_size() for x in self._bounds or ())
+        return super().bytes + bytes_of(self._bounds or ())
 
     def bounds(self) -> tuple[Tensor, Tensor] | None:
         """Return the bounds of all pages, of the first part of the memory.

@@ -16,10 +16,6 @@ def can_write_in_place(buffers: Parts, new: Parts) -> bool:
     """Return whether the buffers may be overwritten in place.
 
     They may not if a gradient needs the old values, or if torch forbids it for inference tensors.
-
-    >>> x = torch.zeros(1, 1, 2, 1)
-    >>> can_write_in_place((x,), (x,)), can_write_in_place((x,), (x.clone().requires_grad_(),))
-    (True, False)
     """
     if any(x.requires_grad for x in buffers):
         return False  # the autograd graph may have saved it
@@ -30,12 +26,7 @@ def can_write_in_place(buffers: Parts, new: Parts) -> bool:
 
 
 def write_slots(buffers: Parts, new: Parts, start: int) -> Parts:
-    """Write new slots `[B, n, T, d]` at slots start, start + 1, ... of the buffers.
-
-    >>> buffers = (torch.zeros(1, 1, 4, 1),)
-    >>> write_slots(buffers, (torch.ones(1, 1, 2, 1),), 1)[0].flatten().tolist()
-    [0.0, 1.0, 1.0, 0.0]
-    """
+    """Write new slots `[B, n, T, d]` at slots start, start + 1, ... of the buffers."""
     if can_write_in_place(buffers, new):
         for old, x in zip(buffers, new, strict=True):
             old[:, :, start : start + x.shape[2]] = x
@@ -49,17 +40,7 @@ def write_slots(buffers: Parts, new: Parts, start: int) -> Parts:
 def scatter_slots(
     buffers: Parts, new: Parts, slots: Int[Tensor, "b T"], real: Bool[Tensor, "b T"]
 ) -> tuple[Parts, OverwrittenSlots | None]:
-    """Write new slots to the slot numbers in `slots`, where `real` is True.
-
-    >>> buffers, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
-    >>> slots, real = torch.tensor([[2, 0]]), torch.tensor([[True, False]])
-    >>> now, before = scatter_slots(buffers, new, slots, real)
-    >>> now[0].flatten().tolist()
-    [0.0, 0.0, 5.0]
-    >>> before.put_back(now)
-    >>> now[0].flatten().tolist()
-    [0.0, 0.0, 0.0]
-    """
+    """Write new slots to the slot numbers in `slots`, where `real` is True."""
     safe, results, before = can_write_in_place(buffers, new), [], []
     for old, x in zip(buffers, new, strict=True):
         index = slots[:, None, :, None].expand(x.shape)
@@ -88,12 +69,7 @@ class OverwrittenSlots:
 
 
 def fill_slots(buffers: Parts, new: Parts, source: Int[Tensor, "b S"]) -> Parts:
-    """Return copies of the buffers with new slot source[b, j] at slot j; -1 keeps the old slot j.
-
-    >>> buffers, new = (torch.zeros(1, 1, 3, 1),), (torch.tensor([[[[5.0], [6.0]]]]),)
-    >>> fill_slots(buffers, new, torch.tensor([[1, -1, 0]]))[0].flatten().tolist()
-    [6.0, 0.0, 5.0]
-    """
+    """Return copies of the buffers with new slot source[b, j] at slot j; -1 keeps the old one."""
     index, is_new = source.clamp(min=0)[:, None, :, None], (source >= 0)[:, None, :, None]
     return tuple(
         torch.where(is_new, x.gather(2, index.expand(old.shape)), old)

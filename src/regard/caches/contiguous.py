@@ -6,7 +6,7 @@ values of an encoder are written once and then only read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from regard.caches.base import (
     OpenSlot,
     Parts,
     StaticSize,
+    bytes_of,
     check_crop,
     check_same_layout,
     check_update,
@@ -27,6 +28,7 @@ from regard.caches.base import (
 )
 from regard.caches.buffer_writes import can_write_in_place, write_slots
 from regard.caches.ring_layout import RingLayout
+from regard.caches.static import StaticSlots
 from regard.errors import ArgumentError
 from regard.huge_pages import empty_like
 from regard.span import Positions, Span, as_tensor, concat_positions, slice_positions, slot_count
@@ -110,8 +112,7 @@ class Growing(StoredParts, Cache):
     @property
     def bytes(self) -> int:
         """Bytes of the memory that is held, with the room for later tokens."""
-        tensors = self._buffers or self._memory or ()
-        return sum(x.numel() * x.element_size() for x in tensors)
+        return bytes_of(self._buffers or self._memory or ())
 
     def open_slot(self, positions: Positions) -> OpenSlot | None:
         """Return buffers with room for one more token per row; None while the cache is empty."""
@@ -129,7 +130,7 @@ class Growing(StoredParts, Cache):
             self._buffers = write_slots(buffers, self._memory, 0)
         return OpenSlot(self._buffers, n, self._positions)
 
-    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+    def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
         """Count the slot as written."""
         self._buffers, self._positions = opened.buffers, positions
 
@@ -166,8 +167,6 @@ class Growing(StoredParts, Cache):
 
 def _static_slots(contents: Contents, size: StaticSize) -> Cache:
     """Return the static form of a cache that keeps every token: token p is in slot p % slots."""
-    from regard.caches.static import StaticSlots
-
     positions = contents["positions"]
     assert not isinstance(positions, int)
     static = StaticSlots(RingLayout(0, size.slots), size, evicts=False)
@@ -209,6 +208,8 @@ class Fixed(Cache):
     kind: ClassVar[str | None] = "fixed"
     static_step_refusal: ClassVar[str | None] = None
     needs_slots: ClassVar[bool] = True
+    # the next update writes only behind these
+    fields: ClassVar[tuple[str, ...]] = ("_buffers", "_table", "_positions")
 
     def __init__(self, capacity: int) -> None:
         if capacity < 1:
@@ -225,14 +226,9 @@ class Fixed(Cache):
         return cls(size.slots)
 
     @property
-    def settings(self) -> Mapping[str, object]:
-        """The capacity, as a constructor argument."""
-        return {"capacity": self.capacity}
-
-    @property
     def bytes(self) -> int:
         """Bytes of the buffers, written or not."""
-        return sum(x.numel() * x.element_size() for x in self._buffers or ())
+        return bytes_of(self._buffers or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Write memory, each part `[B, n, T, d]`, after the last slot; return views of all slots,
@@ -275,7 +271,7 @@ class Fixed(Cache):
             return None
         return OpenSlot(self._buffers, n, self._positions)
 
-    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+    def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
         """Count the slot as written."""
         self._positions = positions
         self._table = None  # `_extend` makes another one if it needs one
@@ -298,14 +294,6 @@ class Fixed(Cache):
 
     def _to_static(self, size: StaticSize) -> Cache:
         return _static_slots(self.contents(), size)
-
-    def mark(self) -> object:
-        """Return the buffers and the positions; the next update writes only after these."""
-        return self._buffers, self._table, self._positions
-
-    def restore(self, mark: Any) -> None:
-        """Undo the update after the snapshot: its slots count as unwritten again."""
-        self._buffers, self._table, self._positions = mark
 
     def __len__(self) -> int:
         return slot_count(self._positions)
@@ -383,11 +371,6 @@ class Latent(Cache):
         return self.rank + self.rotary
 
     @property
-    def settings(self) -> Mapping[str, object]:
-        """The sizes and the capacity, as constructor arguments."""
-        return {"rank": self.rank, "rotary": self.rotary, "capacity": self.capacity}
-
-    @property
     def bytes(self) -> int:
         """Bytes of the memory that is held."""
         return self._store.bytes
@@ -407,11 +390,7 @@ class Latent(Cache):
         return self._store.contents()
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the part and its positions.
-
-        Raises:
-            ArgumentError: the contents are not one part `[B, 1, S, rank + rotary]`.
-        """
+        """Replace the part and its positions."""
         if contents:
             self._check(parts_of(contents))
         self._store.fill(contents)

@@ -8,6 +8,7 @@ match. The tokens that stay keep their positions.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -17,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.argument_checks import check_number
-from regard.caches.base import Parts
+from regard.caches.base import bytes_of
 from regard.caches.state import State
 from regard.errors import ArgumentError
 
@@ -117,9 +118,6 @@ class HeavyHitters(EvictionRule):
     Raises:
         ArgumentError: newest is negative.
 
-    >>> HeavyHitters(2).recent
-    2
-
     Source: Zhang et al. 2023 (arXiv 2306.14048), algorithm 1.
     """
 
@@ -149,9 +147,6 @@ class LastQuery(EvictionRule):
 
     score_j = p_ij for the last query i, summed over the query heads of the key/value head
 
-    >>> LastQuery().observed
-    1
-
     Source: Oren et al. 2024 (arXiv 2401.06104), section 3.2; the paper takes the mean over all
     heads of the layer.
     """
@@ -179,9 +174,6 @@ class ObservedWindow(EvictionRule):
 
     Raises:
         ArgumentError: window is less than 1, or pool is not odd and at least 1.
-
-    >>> ObservedWindow(window=2, pool=3).recent
-    2
 
     Source: Li et al. 2024 (arXiv 2404.14469), section 4.
     """
@@ -222,9 +214,6 @@ class SmallKeyNorm(EvictionRule):
 
     score_j = -|k_j|
 
-    >>> SmallKeyNorm().accumulates
-    False
-
     Source: Devoto et al. 2024 (arXiv 2406.11430), section 3.
     """
 
@@ -239,9 +228,6 @@ class KeyDifference(EvictionRule):
     """KeyDiff: the tokens stay whose keys differ most in direction from the mean direction.
 
     score_j = -cos(k_j, mean of k_l / |k_l| over the held tokens l)
-
-    >>> KeyDifference().recent
-    0
 
     Source: Park et al. 2025 (arXiv 2504.15364), section 3.
     """
@@ -275,9 +261,6 @@ class ExpectedAttention(EvictionRule):
 
     Raises:
         ArgumentError: positions is less than 1, or first or epsilon negative.
-
-    >>> ExpectedAttention(positions=128, first=4).sinks
-    4
 
     Source: Devoto et al. 2025 (arXiv 2510.00636), section 3; softmax over the held tokens and the
     mean over query heads as in its published code, kvpress.
@@ -336,9 +319,6 @@ class AcrossHeads(EvictionRule):
 
     Raises:
         ArgumentError: least is not between 0 and 1, or the rule is already one across heads.
-
-    >>> AcrossHeads(LastQuery(), least=0.5).observed
-    1
 
     Source: Feng et al. 2024 (arXiv 2407.11550), algorithm 1 and section 3.3.
     """
@@ -436,8 +416,7 @@ class Evicting(State):
     @property
     def bytes(self) -> int:
         """Bytes of keys, values, sums and observed queries, without positions."""
-        parts: Parts = self.state or ()
-        return sum(x.numel() * x.element_size() for x in parts if x.is_floating_point())
+        return bytes_of(x for x in self.state or () if x.is_floating_point())
 
     @classmethod
     def rule_for(cls, budget: int) -> EvictionRule:
@@ -474,90 +453,43 @@ class _NamedEviction(Evicting):
 
     evicts: ClassVar[bool] = True
     min_context: ClassVar[int] = 8
-
-
-class HeavyHitterCache(_NamedEviction):
-    """The cache "h2o": half of the budget for the tokens with the most weight so far, half for the
-    newest.
-
-    >>> HeavyHitterCache.rule_for(64)
-    HeavyHitters(newest=32)
-    """
-
-    kind: ClassVar[str | None] = "h2o"
+    rule: ClassVar[Callable[[int], EvictionRule]]
 
     @classmethod
     def rule_for(cls, budget: int) -> EvictionRule:
-        """Return the rule with half of the budget for the newest tokens."""
-        return HeavyHitters(budget // 2)
+        """Return the rule for a number of tokens that stay."""
+        return cls.rule(budget)
 
 
-class LastQueryCache(_NamedEviction):
-    """The cache "tova": the tokens to which the last query gives the most weight.
-
-    >>> LastQueryCache.rule_for(64)
-    LastQuery()
-    """
-
-    kind: ClassVar[str | None] = "tova"
-
-    @classmethod
-    def rule_for(cls, budget: int) -> EvictionRule:  # noqa: ARG003
-        """Return the rule, which has no sizes."""
-        return LastQuery()
+def _named(name: str, kind: str, rule: Callable[[int], EvictionRule]) -> type[_NamedEviction]:
+    """Return the cache class `kind`, with a rule that depends on the budget."""
+    members = {"kind": kind, "rule": staticmethod(rule), "__module__": __name__}
+    return type(name, (_NamedEviction,), members)
 
 
-class ObservedWindowCache(_NamedEviction):
-    """The cache "snapkv": the tokens to which the last queries give the most weight, and their own.
-
-    >>> ObservedWindowCache.rule_for(64)
-    ObservedWindow(window=16, pool=5)
-    """
-
-    kind: ClassVar[str | None] = "snapkv"
-
-    @classmethod
-    def rule_for(cls, budget: int) -> EvictionRule:
-        """Return the rule with a window of a quarter of the budget, at most 32."""
-        return ObservedWindow(min(32, max(1, budget // 4)))
+def _window_rule(budget: int) -> ObservedWindow:
+    """Return the rule with a window of a quarter of the budget, at most 32."""
+    return ObservedWindow(min(32, max(1, budget // 4)))
 
 
-class SmallKeyNormCache(_NamedEviction):
-    """The cache "key_norm": the tokens whose keys have the smallest norm.
-
-    >>> SmallKeyNormCache.rule_for(64)
-    SmallKeyNorm()
-    """
-
-    kind: ClassVar[str | None] = "key_norm"
-
-    @classmethod
-    def rule_for(cls, budget: int) -> EvictionRule:  # noqa: ARG003
-        """Return the rule, which has no sizes."""
-        return SmallKeyNorm()
-
-
-class KeyDifferenceCache(_NamedEviction):
-    """The cache "keydiff": the tokens whose keys differ most from the mean direction.
-
-    >>> KeyDifferenceCache.rule_for(64)
-    KeyDifference()
-    """
-
-    kind: ClassVar[str | None] = "keydiff"
-
-    @classmethod
-    def rule_for(cls, budget: int) -> EvictionRule:  # noqa: ARG003
-        """Return the rule, which has no sizes."""
-        return KeyDifference()
+HeavyHitterCache = _named("HeavyHitterCache", "h2o", lambda budget: HeavyHitters(budget // 2))
+LastQueryCache = _named("LastQueryCache", "tova", lambda _: LastQuery())
+ObservedWindowCache = _named("ObservedWindowCache", "snapkv", _window_rule)
+SmallKeyNormCache = _named("SmallKeyNormCache", "key_norm", lambda _: SmallKeyNorm())
+KeyDifferenceCache = _named("KeyDifferenceCache", "keydiff", lambda _: KeyDifference())
+AdaptiveHeadCache = _named(
+    "AdaptiveHeadCache", "adakv", lambda budget: AcrossHeads(_window_rule(budget))
+)
+ExpectedAttentionCache = _named(
+    "ExpectedAttentionCache",
+    "expected_attention",
+    lambda budget: ExpectedAttention(first=min(4, budget // 2)),
+)
 
 
 class PyramidCache(_NamedEviction):
     """The cache "pyramidkv": as "snapkv", with more tokens in lower layers and fewer in higher
     ones.
-
-    >>> [PyramidCache.layer_budget(64, layer, 3) for layer in range(3)]
-    [117, 64, 11]
     """
 
     kind: ClassVar[str | None] = "pyramidkv"
@@ -578,48 +510,10 @@ class PyramidCache(_NamedEviction):
         return min(8, max(1, budget // 4))
 
 
-class AdaptiveHeadCache(_NamedEviction):
-    """The cache "adakv": as "snapkv", where the heads of a layer share one budget.
-
-    >>> AdaptiveHeadCache.rule_for(64).floor
-    0.2
-    """
-
-    kind: ClassVar[str | None] = "adakv"
-
-    @classmethod
-    def rule_for(cls, budget: int) -> EvictionRule:
-        """Return the rule of "snapkv", across heads."""
-        return AcrossHeads(ObservedWindowCache.rule_for(budget))
-
-
-class ExpectedAttentionCache(_NamedEviction):
-    """The cache "expected_attention": the tokens that count most for the queries that are expected
-    next.
-
-    >>> ExpectedAttentionCache.rule_for(64).sinks
-    4
-    """
-
-    kind: ClassVar[str | None] = "expected_attention"
-
-    @classmethod
-    def rule_for(cls, budget: int) -> EvictionRule:
-        """Return the rule, which keeps 4 first tokens, or half of the budget if that is fewer."""
-        return ExpectedAttention(first=min(4, budget // 2))
-
-
 def tokens_to_keep(
     rule: EvictionRule, tokens: HeldTokens, budget: int, heads: int = 1
 ) -> tuple[Tensor, Int[Tensor, " R"]]:
-    """Return which of the held tokens stay.
-
-    >>> keys = torch.tensor([[[3.0], [1.0], [2.0]]])
-    >>> zeros = torch.zeros(1, 3)
-    >>> tokens = HeldTokens(keys, torch.ones(1, 3, dtype=torch.bool), zeros, zeros)
-    >>> tokens_to_keep(SmallKeyNorm(), tokens, 2)[0].tolist()
-    [[False, True, True]]
-    """
+    """Return which of the held tokens stay."""
     is_held, count = tokens.is_held, tokens.is_held.sum(-1)
     index = torch.arange(is_held.shape[1], device=is_held.device)
     score = rule.score(tokens).double()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, UInt8
@@ -62,7 +62,6 @@ class Float8Vectors(NamedTuple):
     Attributes:
         codes: the bytes of the numbers, uint8 `[B, n, S, d]`.
         scale: a power of two for each vector, `[B, n, S, 1]` in the dtype of x.
-        format: the name of the format.
     """
 
     codes: Tensor
@@ -110,9 +109,6 @@ def from_float8(
     """Return code * scale in the dtype of the scale.
 
     The product is exact, but for numbers below the smallest normal one of the dtype.
-
-    >>> from_float8(torch.tensor([[0x38, 0xB8]], dtype=torch.uint8), torch.ones(1, 1), "e4m3")
-    tensor([[ 1., -1.]])
     """
     wide = torch.promote_types(scale.dtype, torch.float32)
     numbers = codes.view(FORMATS[format].dtype).to(wide) * scale.to(wide)
@@ -125,11 +121,6 @@ class LazyFloat8Tensor(LazyTensor):
 
     The first torch operation computes all numbers, once; `float8` is None from then on. A kernel
     that can read the stored form takes `float8` instead.
-
-    >>> codes, scale = to_float8(torch.ones(1, 2, 3, 4))
-    >>> x = LazyFloat8Tensor.of(Float8Vectors(codes, scale, "e4m3"))
-    >>> x.shape, x.dtype, x.float8 is None, (x + 1).sum().item(), x.float8 is None
-    (torch.Size([1, 2, 3, 4]), torch.float32, False, 48.0, True)
     """
 
     is_inexact: ClassVar[bool] = True
@@ -162,10 +153,7 @@ class LazyFloat8Tensor(LazyTensor):
 
 
 def check_vectors(vectors: Float8Vectors, name: str) -> None:
-    """Raise unless codes and scales fit each other; kernels read them by their address.
-
-    >>> check_vectors(Float8Vectors(*to_float8(torch.ones(1, 1, 2, 3)), "e4m3"), "the memory")
-    """
+    """Raise unless codes and scales fit each other; kernels read them by their address."""
     codes, scale, format = vectors
     check_format(format)
     wanted = (*codes.shape[:-1], 1)
@@ -262,6 +250,7 @@ class Float8(Cache):
 
     kind: ClassVar[str | None] = "fp8"
     needs_widths: ClassVar[bool] = True
+    fields: ClassVar[tuple[str, ...]] = ("_parts", "_positions")
 
     def __init__(self, format: Float8Format = "e4m3") -> None:
         check_format(format)
@@ -277,11 +266,6 @@ class Float8(Cache):
         {'format': 'e4m3'}
         """
         return cls()
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """The format, as a constructor argument."""
-        return {"format": self.format}
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append memory, each part `[B, n, T, d]`; return all memory, rounded to 8 bits."""
@@ -321,11 +305,7 @@ class Float8(Cache):
         return {**codes, **scales, "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the codes, scales and positions.
-
-        Raises:
-            ArgumentError: their shapes are not those of this cache.
-        """
+        """Replace the codes, scales and positions."""
         positions = contents.get("positions")
         if positions is None or isinstance(positions, int):
             self._parts, self._positions = (), None
@@ -344,14 +324,6 @@ class Float8(Cache):
             check_vectors(x, f"part {i}")
         self._parts = tuple(map(_Float8Part.of, vectors))
         self._positions = positions
-
-    def mark(self) -> object:
-        """Return the contents; an update appends to them only."""
-        return self._parts, self._positions
-
-    def restore(self, mark: Any) -> None:
-        """Undo the update that came after the snapshot."""
-        self._parts, self._positions = mark
 
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)

@@ -20,21 +20,6 @@ class Joined(Cache):
 
     The mechanisms update `parts`; every other operation is applied to all of them. A crop that one
     of them refuses changes none.
-
-    Args:
-        parts: the caches, at least one.
-
-    Raises:
-        ArgumentError: there is no part, an update does not go to a part, or a crop is refused by a
-            part.
-
-    >>> import torch
-    >>> from regard.caches import Growing, State
-    >>> cache = Joined([Growing(), State()])
-    >>> _ = cache.parts[0].update((torch.zeros(1, 1, 3, 2),), Span(0, 3))
-    >>> cache.parts[1].store((torch.zeros(1, 2, 2),), Span(0, 3))
-    >>> cache.next(1), cache.bytes, len(cache)
-    (Span(start=3, length=1), 40, 3)
     """
 
     savable: ClassVar[bool] = False

@@ -49,7 +49,6 @@ class PagesOfRows(NamedTuple):
     """The slots of some rows as pages.
 
     Args:
-        pages: the pages of the pool, `[pages + 1, page_size, n, d]`.
         table: the page of each page-sized run of slots of a row, int32 `[B, columns]`; the last
             column, and those behind the end of a row, name the page of zeros.
     """
@@ -64,12 +63,6 @@ class LazyPagedTensor(LazyTensor):
     The first torch operation gathers the slots, once; later operations read and write the result,
     and `paged` is None from then on. A kernel that can read pages takes `paged` instead. Before a
     slot that it needs is given away, the pool gathers it, so that its values never change.
-
-    >>> cache = Paged(page_size=4, pages=8)
-    >>> _ = cache.update((torch.ones(1, 2, 6, 3),), Span(0, 6))
-    >>> (k,), _ = cache.lazy_memory()
-    >>> k.shape, k.paged.table.tolist(), (k + 1).max().item(), k.paged is None
-    (torch.Size([1, 2, 6, 3]), [[0, 1, 8]], 2.0, True)
     """
 
     _paged: PagesOfRows
@@ -327,18 +320,7 @@ class PagePool:
 
 
 class PageTable:
-    """The pages of each batch row, in order, and the number of filled slots of each row.
-
-    Args:
-        pool: the pool of the pages.
-        rows: the page numbers of each row; each page gets one more reference.
-        lengths: the number of filled slots of each row.
-
-    >>> table = PageTable(PagePool(4, 8), [[], []], [0, 0])
-    >>> table.grow([5, 2])
-    >>> table.rows, table.lengths
-    ([[0, 1], [2]], [5, 2])
-    """
+    """The pages of each batch row, in order, and the number of filled slots of each row."""
 
     def __init__(self, pool: PagePool, rows: list[list[int]], lengths: list[int]) -> None:
         self.pool, self.rows = pool, [list(row) for row in rows]
@@ -603,7 +585,7 @@ class Paged(Cache):
         after = self._joined(positions, real, slots[:, None], max(lengths) + 1)
         return opened._replace(slots=slots, after=as_tensor(after))
 
-    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+    def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
         """Count the slot of each row as written."""
         table = self._table
         with self.pool.lock:

@@ -30,7 +30,6 @@ class QuantizedGroups(NamedTuple):
         codes: uint8 `[B, n, R, lines, bytes]`, several codes per byte; R is L for "token" and L /
             group for "channel". For "exact", x itself.
         scale: the scale of each group, `[B, n, R, lines, 1]` in the dtype of x.
-        zero: the smallest value of each group, of the same shape and dtype.
         odd_at: the index (slot * n + head) * d + channel of each outlier, int64 `[B, X]`; -1 fills
             rows with fewer outliers.
         odd: the values of the outliers, `[B, X]`.
@@ -89,14 +88,7 @@ def quantize(
 def dequantize(
     groups: QuantizedGroups, axis: Axis, shape: tuple[int, int, int, int], *, bits: int
 ) -> Shaped[Tensor, "B n L d"]:
-    """Return zero + code * scale as `[B, n, L, d]`, computed in fp32 or better.
-
-    >>> x = torch.randn(1, 2, 8, 4)
-    >>> used = torch.ones(1, 8, dtype=torch.bool)
-    >>> groups = quantize(x, used, "channel", bits=8, group=8)
-    >>> bool((dequantize(groups, "channel", (1, 2, 8, 4), bits=8) - x).abs().max() < 0.02)
-    True
-    """
+    """Return zero + code * scale as `[B, n, L, d]`, computed in fp32 or better."""
     if axis == "exact":
         return groups.codes
     wide = torch.promote_types(groups.scale.dtype, torch.float32)
@@ -116,10 +108,6 @@ def dequantize(
 def crop_groups(groups: QuantizedGroups, axis: Axis, rows: int, numbers: int) -> QuantizedGroups:
     """Return the first rows of codes, and the outliers among the first `numbers` values of each
     row.
-
-    >>> used, x = torch.ones(1, 4, dtype=torch.bool), torch.randn(1, 1, 4, 2)
-    >>> crop_groups(quantize(x, used, "token", bits=8, group=2), "token", 3, 6).scale.shape
-    torch.Size([1, 1, 3, 1, 1])
     """
     if axis == "exact":
         return groups._replace(codes=groups.codes[:, :, :rows])
@@ -131,11 +119,7 @@ def crop_groups(groups: QuantizedGroups, axis: Axis, rows: int, numbers: int) ->
 def group_shapes(
     shape: tuple[int, int, int, int], axis: Axis, *, bits: int, group: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of the codes and of the scales of values `[B, n, L, d]`.
-
-    >>> group_shapes((1, 2, 64, 16), "channel", bits=4, group=32)
-    ((1, 2, 2, 16, 16), (1, 2, 2, 16, 1))
-    """
+    """Return the shapes of the codes and of the scales of values `[B, n, L, d]`."""
     B, n, L, d = shape
     if axis == "exact":
         return shape, (B, 0)
@@ -156,12 +140,6 @@ def check_groups(
     """Raise unless the codes hold `slots` slots and fit the recent slots `[B, n, l, d]` after them.
 
     Kernels read codes by their address. With wrong shapes they would read outside the tensors.
-
-    >>> x = torch.randn(1, 2, 8, 4)
-    >>> made = quantize(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
-    >>> check_groups(made, x, "channel", 16, bits=8, group=8)
-    Traceback (most recent call last):
-    regard.errors.ArgumentError: codes and scales of the memory are ((1, 2, 1, 4, 8), ...
     """
     B, n, _, d = recent.shape
     wanted = group_shapes((B, n, slots, d), axis, bits=bits, group=group)
@@ -245,9 +223,6 @@ class QuantizedAndRecent(NamedTuple):
     """The input of a kernel that reads codes: quantized slots, followed by unquantized recent ones.
 
     Attributes:
-        groups: the codes of the older slots.
-        axis: which values share a scale.
-        bits: bits per code.
         recent: the recent slots `[B, n, l, d]`.
     """
 
@@ -262,14 +237,6 @@ class CodedSlots:
     """The older slots of a cache that a compiled step reads as codes, without outliers.
 
     It is the same object as long as the codes are the same.
-
-    Attributes:
-        parts: the codes of each part, as a kernel reads them.
-        slots: the number of slots that are stored as codes.
-
-    >>> made = quantize(torch.ones(1, 2, 8, 4), torch.ones(1, 8).bool(), "token", bits=8, group=4)
-    >>> CodedSlots((QuantizedAndRecent(made, "token", 8, torch.ones(1, 2, 1, 4)),), 8).slots
-    8
     """
 
     parts: tuple[QuantizedAndRecent, ...]
@@ -282,15 +249,6 @@ class LazyDequantizedTensor(LazyTensor):
     Shape, dtype and device are those of the dequantized values. The first torch operation
     dequantizes them, once; later operations read and write the result, and `coded` is None from
     then on. A kernel that can read codes takes `coded` instead.
-
-    >>> from regard.caches.quantization import quantize
-    >>> x = torch.randn(1, 2, 8, 4)
-    >>> made = quantize(x, torch.ones(1, 8, dtype=torch.bool), "channel", bits=8, group=8)
-    >>> packed = LazyDequantizedTensor.of(QuantizedAndRecent(made, "channel", 8, x[:, :, :1]))
-    >>> packed.shape, packed.coded is None
-    (torch.Size([1, 2, 9, 4]), False)
-    >>> type(packed * 1).__name__, packed.coded is None
-    ('Tensor', True)
     """
 
     is_inexact: ClassVar[bool] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast, get_args
+from typing import ClassVar, cast, get_args
 
 import torch
 from jaxtyping import Bool, Shaped
@@ -50,14 +50,8 @@ class GrowingTensor:
     returned keeps its values, unless a shorter `GrowingTensor` of the same buffer is appended to.
 
     Args:
-        memory: the first slots; they are referenced, not copied.
-        length: how many of them are used; None means all.
         inner: whether values of one line are contiguous over the slots `[B, n, L, lines, 1]`, which
             makes loops over slots faster.
-
-    >>> held = GrowingTensor(torch.zeros(1, 1, 2, 1)).append(torch.ones(1, 1, 1, 1), room=5)
-    >>> held.view.flatten().tolist(), held.append(held.view).view.flatten().tolist()
-    ([0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
     """
 
     def __init__(self, memory: Tensor, length: int | None = None, *, inner: bool = False) -> None:
@@ -117,23 +111,6 @@ class QuantizedPart:
     """One part of the memory: quantized older slots, followed by unquantized recent slots.
 
     It is immutable: each operation returns a new one.
-
-    Attributes:
-        axis: which values share a scale.
-        bits: bits per code.
-        group: values per group.
-        rows: codes, scales and zeros, which grow slot by slot.
-        odd_at: the places of the outliers, as in `QuantizedGroups`.
-        odd: the outliers.
-        recent: the recent slots.
-
-    >>> x = torch.randn(1, 2, 10, 4)
-    >>> part = QuantizedPart.of(x, "channel", bits=8, group=8)
-    >>> part = part.with_oldest_quantized(8, torch.ones(1, 8, dtype=torch.bool), 0)
-    >>> part.codes.codes.shape, part.recent.view.shape
-    (torch.Size([1, 2, 1, 4, 8]), torch.Size([1, 2, 2, 4]))
-    >>> part.all_slots()
-    LazyDequantizedTensor((1, 2, 10, 4), torch.float32, stored as codes)
     """
 
     axis: Axis
@@ -264,6 +241,7 @@ class Quantised(Cache):
 
     kind: ClassVar[str | None] = "quantised"
     needs_widths: ClassVar[bool] = True
+    fields: ClassVar[tuple[str, ...]] = ("_parts", "_positions")
     static_step_refusal: ClassVar[str | None] = (
         "Python counts the tokens of a group, and reads its outliers where it is coded"
     )
@@ -317,12 +295,7 @@ class Quantised(Cache):
     @property
     def settings(self) -> Mapping[str, object]:
         """Bits, group, residual and axes, as constructor arguments."""
-        return {
-            "bits": self.bits,
-            "group": self.group,
-            "residual": self.residual,
-            "axes": list(self.axes),
-        }
+        return {**super().settings, "axes": list(self.axes)}
 
     @property
     def quantised(self) -> int:
@@ -377,7 +350,7 @@ class Quantised(Cache):
         coded = self._codes_of(parts, len(self) - slot)
         return OpenSlot(buffers, slot, stored, coded=coded, state=parts)
 
-    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+    def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
         """Count the slot as written."""
         length = opened.slot + 1
         self._parts = tuple(replace(x, recent=x.recent.cut(length)) for x in opened.state)
@@ -409,11 +382,7 @@ class Quantised(Cache):
         return {**groups, **recent, "positions": self._positions}
 
     def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the codes, recent slots and positions.
-
-        Raises:
-            ArgumentError: their shapes are not those of this cache.
-        """
+        """Replace the codes, recent slots and positions."""
         positions, recent = contents.get("positions"), parts_of(contents, "recent")
         self._coded = [], None
         if positions is None or isinstance(positions, int):
@@ -429,14 +398,6 @@ class Quantised(Cache):
             for groups, x, axis in zip(codes, recent, self.axes, strict=True)
         )
         self._positions = positions
-
-    def mark(self) -> object:
-        """Return the contents; an update appends to them only."""
-        return self._parts, self._positions
-
-    def restore(self, mark: Any) -> None:
-        """Undo the update that came after the snapshot."""
-        self._parts, self._positions = mark
 
     def __len__(self) -> int:
         return 0 if self._positions is None else slot_count(self._positions)

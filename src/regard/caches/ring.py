@@ -18,6 +18,7 @@ from regard.caches.base import (
     OpenSlot,
     Parts,
     StaticSize,
+    bytes_of,
     check_crop,
     check_same_layout,
     check_update,
@@ -33,6 +34,7 @@ from regard.caches.buffer_writes import (
 )
 from regard.caches.contiguous import Growing
 from regard.caches.ring_layout import ContiguousRun, RingLayout
+from regard.caches.static import StaticSlots
 from regard.errors import ArgumentError
 from regard.masks import Mask, Reach, Sinks, Window
 from regard.process_state import is_compiling
@@ -57,11 +59,6 @@ class SlotPositions(NamedTuple):
         positions: int64 `[B or 1, size]`.
         lost: int64 `[B or 1, 1]`, the highest position after the sinks that was overwritten; -1 if
             none.
-
-    >>> slots = RingLayout(sinks=0, ring=3)
-    >>> rows = SlotPositions.of(ContiguousRun(first=0, stop=4, lost=0), slots, torch.device("cpu"))
-    >>> rows.step(torch.tensor([[4], [-1]]), slots).positions.tolist()
-    [[3, 4, 2], [3, 1, 2]]
     """
 
     positions: Tensor
@@ -178,11 +175,6 @@ class RingBase(Cache):
     While all rows hold the same contiguous positions, three integers describe them
     (`ContiguousRun`), and no tensor is read. Otherwise a tensor stores the position of each slot
     (`SlotPositions`).
-
-    Args:
-        sinks: how many first positions are never evicted.
-        window: how many of the last keys a query may see, its own included.
-        rewind: how many more tokens are kept.
     """
 
     static_step_refusal: ClassVar[str | None] = None
@@ -196,8 +188,6 @@ class RingBase(Cache):
         self._opened: OverwrittenSlots | None = None  # what the slot of `open_slot` held
 
     def _to_static(self, size: StaticSize) -> Cache:
-        from regard.caches.static import StaticSlots
-
         assert self._memory is not None, "the caller checks it"
         stored = self._stored
         if isinstance(stored, ContiguousRun):
@@ -212,7 +202,7 @@ class RingBase(Cache):
     @property
     def bytes(self) -> int:
         """Bytes of all slots, written or not."""
-        return sum(x.numel() * x.element_size() for x in self._memory or ())
+        return bytes_of(self._memory or ())
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Store memory, each part `[B, n, T, d]`; return it with all old memory that its queries
@@ -255,7 +245,7 @@ class RingBase(Cache):
         after = _positions_after(self._slots, run.extended(run.stop + 1, self._slots))
         return OpenSlot(self._memory, slot, Span(0, 0), after)
 
-    def fill_slot(self, opened: OpenSlot, positions: Positions) -> None:
+    def close_slot(self, opened: OpenSlot, positions: Positions) -> None:
         """Count the slot as written."""
         run = self._stored
         assert isinstance(run, ContiguousRun)
@@ -469,11 +459,6 @@ class Ring(RingBase):
     def narrowing_mask(cls, max_context: int) -> Mask:
         """Return a window of the last `max_context` tokens."""
         return Window(max_context)
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """Window and rewind, as constructor arguments."""
-        return {"window": self.window, "rewind": self.rewind}
 
 
 class Streaming(RingBase):

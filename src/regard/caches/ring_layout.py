@@ -18,16 +18,6 @@ class RingLayout(NamedTuple):
     ones.
 
     slot(p) = p if p < sinks, else sinks + (p - sinks) % ring
-
-    Attributes:
-        sinks: the number of first positions, which are never overwritten.
-        ring: the number of slots of the ring.
-
-    >>> layout = RingLayout(sinks=2, ring=3)
-    >>> layout.slot(torch.tensor([0, 1, 2, 3, 4, 5])).tolist()
-    [0, 1, 2, 3, 4, 2]
-    >>> layout.positions(ContiguousRun(first=0, stop=6, lost=2)).tolist()
-    [[0, 1, 5, 3, 4]]
     """
 
     sinks: int
@@ -50,9 +40,6 @@ class RingLayout(NamedTuple):
         """Return the slots of positions start to stop - 1, in this order, as ranges.
 
         At most `ring` of the positions may come after the sinks.
-
-        >>> RingLayout(2, 3).runs(3, 6)
-        [(3, 5), (2, 3)]
         """
         ranges = [(start, min(stop, self.sinks))]
         start = max(start, self.sinks)
@@ -79,15 +66,6 @@ class RingLayout(NamedTuple):
 class ContiguousRun(NamedTuple):
     """The positions first to stop - 1, the same for all rows; those up to `lost`, except for the
     sinks, are overwritten.
-
-    Attributes:
-        first: the first position.
-        stop: one past the last position.
-        lost: the highest position after the sinks that was overwritten; -1 if none.
-
-    >>> run = ContiguousRun(first=0, stop=6, lost=1)
-    >>> run.extended(8, RingLayout(sinks=0, ring=4))
-    ContiguousRun(first=0, stop=8, lost=3)
     """
 
     first: int

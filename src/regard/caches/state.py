@@ -23,14 +23,17 @@ from regard.caches.base import (
     parts_of,
     positions_before,
 )
+from regard.caches.static import StaticForm
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.process_state import is_compiling
 from regard.span import (
+    EMPTY,
     Positions,
     Span,
     as_tensor,
     concat_positions,
     follow_by_construction,
+    next_positions,
     slot_count,
 )
 from regard.units import plural
@@ -116,8 +119,6 @@ class State(Cache):
         self._positions = None if isinstance(positions, int) else positions
 
     def _to_static(self, size: StaticSize) -> Cache:
-        from regard.caches.static import StaticState
-
         static = StaticState(size)
         static.fill(self.contents())
         return static
@@ -141,6 +142,55 @@ class State(Cache):
             rows = max(old.shape[0], new.shape[0])
             new = torch.cat([old.expand(rows, -1), new.expand(rows, -1)], 1)
         return new.amax(1, keepdim=True) if slot_count(new) else new.new_full((new.shape[0], 1), -1)
+
+
+class StaticState(StaticForm, State):
+    """The static form of a `State`: the state and the last positions are overwritten in place."""
+
+    def __init__(self, size: StaticSize) -> None:
+        StaticForm.__init__(self)
+        State.__init__(self)
+        self.size = size
+        self._last_position = torch.full(
+            (size.rows, 1), EMPTY, dtype=torch.int64, device=size.device
+        )
+        self._positions = self._last_position
+
+    def next(self, length: int) -> Positions:
+        """Return the positions after the last token of each row, computed on the device."""
+        return next_positions(self._last_position, length)
+
+    def store(self, state: Parts, positions: Positions) -> None:
+        """Overwrite the state with the state after one more token per row."""
+        p = self._check_step(positions)
+        self._write(state)
+        self._last_position.copy_(p)
+
+    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
+        """Replace the state and the last positions, in the same memory."""
+        positions = contents.get("positions")
+        if positions is None or isinstance(positions, int):
+            for x in self._state or ():
+                x.zero_()
+            self._last_position.fill_(EMPTY)
+        else:
+            self._write(parts_of(contents, "state"))
+            self._last_position.copy_(as_tensor(positions)[:, -1:])
+        self._is_broken = False
+
+    def _write(self, state: Parts) -> None:
+        if self._state is None:
+            self._state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state)
+            return
+        old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
+        if old != new:
+            raise ArgumentError(
+                f"state {new} does not fit the contents of the cache, {old}; start a "
+                "new cache for another batch or model"
+            )
+        for x, y in zip(self._state, state, strict=True):
+            if x is not y:
+                x.copy_(y)
 
 
 STORED_POSITIONS = "held.positions"
@@ -186,11 +236,6 @@ class Memory(State):
         self.segment = segment
         self._tokens: Parts | None = None
         self._token_positions: Positions | None = None
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """The length of a segment, as a constructor argument."""
-        return {"segment": self.segment}
 
     def update(self, memory: Parts, positions: Positions) -> tuple[Parts, Positions]:
         """Append tokens to the stored ones; return all tokens and their positions."""

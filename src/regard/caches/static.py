@@ -29,13 +29,11 @@ from regard.caches.base import (
 from regard.caches.buffer_writes import fill_slots
 from regard.caches.joined import Joined
 from regard.caches.ring_layout import RingLayout
-from regard.caches.state import State
 from regard.errors import ArgumentError
 from regard.span import (
     EMPTY,
     Positions,
     Span,
-    as_tensor,
     follow_by_construction,
     next_positions,
     slot_count,
@@ -43,7 +41,7 @@ from regard.span import (
 from regard.units import plural
 
 
-class _Static(Cache):
+class StaticForm(Cache):
     """What both static forms share: a step that raises an error cannot be undone, so that the cache
     is refused until `fill` gives it other contents.
     """
@@ -93,21 +91,9 @@ class SlotTable:
     """The position in each slot, and the last position of each row, in memory that stays where it
     is. The static caches of several layers share one, so that a step computes its slots once.
 
-    Args:
-        layout: the slot of each position.
-        rows: the number of batch rows.
-        device: where the tensors are.
-
     Attributes:
-        layout: the argument.
         positions: the position in each slot, int64 `[B, size]`, -1 where there is none.
         last: the last position of each row, int64 `[B, 1]`.
-
-    >>> table = SlotTable(RingLayout(sinks=0, ring=3), 1, torch.device("cpu"))
-    >>> for _ in range(4):
-    ...     slots = table.advance(next_positions(table.last, 1))
-    >>> table.positions.tolist(), slots.tolist()
-    ([[3, 1, 2]], [[0]])
     """
 
     def __init__(self, layout: RingLayout, rows: int, device: torch.device) -> None:
@@ -133,7 +119,7 @@ class SlotTable:
         self.last.copy_(positions.amax(1, keepdim=True))
 
 
-class StaticSlots(_Static):
+class StaticSlots(StaticForm):
     """The static form of a cache of tokens: one token per row and step, in memory that stays where
     it is.
 
@@ -143,26 +129,8 @@ class StaticSlots(_Static):
     the contents in the same memory. `Cache.to_static` makes one.
 
     Args:
-        layout: the slot of each position.
-        size: the rows and the device; `size.slots` is not used.
         evicts: whether a token may overwrite an older one; otherwise the step that would do so
             raises.
-
-    Attributes:
-        table: the position in each slot; the layers of a model share one (`share_tables`).
-
-    Raises:
-        ArgumentError: an update is not one token per row at the positions of `next(1)`, does not
-            fit the contents, or has no room; contents have several tokens for one slot.
-
-    >>> from regard.caches import Growing
-    >>> from regard.span import Span
-    >>> cache = Growing()
-    >>> _ = cache.update((torch.ones(1, 1, 2, 1),), Span(0, 2))
-    >>> static = cache.to_static(StaticSize(4, 1, torch.device("cpu")))
-    >>> (memory,), positions = static.update((torch.full((1, 1, 1, 1), 5.0),), static.next(1))
-    >>> memory.flatten().tolist(), positions.tolist()
-    ([1.0, 1.0, 5.0, 0.0], [[0, 1, 2, -1]])
     """
 
     static_step_refusal: ClassVar[str | None] = None
@@ -170,14 +138,9 @@ class StaticSlots(_Static):
     def __init__(self, layout: RingLayout, size: StaticSize, *, evicts: bool) -> None:
         super().__init__()
         self.table = SlotTable(layout, size.rows, size.device)
-        self._size, self._evicts = size, evicts
+        self.layout, self.size, self.evicts = layout, size, evicts  # type: ignore[misc]
         self._memory: Parts | None = None
         self._room: int | None = None
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """The layout, the sizes, and whether it evicts, as constructor arguments."""
-        return {"layout": self.table.layout, "size": self._size, "evicts": self._evicts}
 
     def next(self, length: int) -> Positions:
         """Return the positions after the last token of each row, computed on the device."""
@@ -201,7 +164,7 @@ class StaticSlots(_Static):
             )
         if self._room == 0:
             raise ArgumentError(
-                f"all {self.table.layout.size} slots of a StaticSlots cache hold tokens; give "
+                f"all {self.layout.size} slots of a StaticSlots cache hold tokens; give "
                 "to_static more slots"
             )
         slots = self.table.advance(self._check_step(positions))
@@ -226,7 +189,7 @@ class StaticSlots(_Static):
             memory = parts_of(contents)
         if self._memory is not None:
             check_same_layout(self._memory, memory)
-        layout, rows = self.table.layout, self._size.rows
+        layout, rows = self.layout, self.size.rows
         if any(x.shape[0] != rows for x in memory):
             raise ArgumentError(
                 f"contents have {plural(memory[0].shape[0], 'row')}, and this StaticSlots cache "
@@ -243,7 +206,7 @@ class StaticSlots(_Static):
                 old.copy_(new)
         self.table.fill(table)
         used = (table >= 0).any(0).sum()
-        self._room = None if self._evicts else layout.size - int(used)
+        self._room = None if self.evicts else layout.size - int(used)
         self._is_broken = False
 
     def __len__(self) -> int:
@@ -267,77 +230,6 @@ def _arranged(positions: Tensor, layout: RingLayout) -> tuple[Tensor, Tensor]:
             "hold positions that follow one another; give to_static more slots"
         )
     return table, empty.scatter(1, where, columns)[:, :-1]
-
-
-class StaticState(_Static, State):
-    """The static form of a `State`: the state and the last positions are overwritten in place.
-
-    Args:
-        size: the rows and the device; `size.slots` is not used.
-
-    Raises:
-        ArgumentError: a state has other shapes than the present one, or does not follow it.
-
-    >>> from regard.caches import State
-    >>> from regard.span import Span
-    >>> cache = State()
-    >>> cache.store((torch.zeros(1, 2),), Span(0, 7))
-    >>> static = cache.to_static(StaticSize(9, 1, torch.device("cpu")))
-    >>> (memory,) = static.state
-    >>> static.store((torch.ones(1, 2),), static.next(1))
-    >>> memory.tolist(), static.next(1).tolist()
-    ([[1.0, 1.0]], [[8]])
-    """
-
-    def __init__(self, size: StaticSize) -> None:
-        _Static.__init__(self)
-        State.__init__(self)
-        self._size = size
-        self._last_position = torch.full(
-            (size.rows, 1), EMPTY, dtype=torch.int64, device=size.device
-        )
-        self._positions = self._last_position
-
-    @property
-    def settings(self) -> Mapping[str, object]:
-        """The sizes of the batch, as a constructor argument."""
-        return {"size": self._size}
-
-    def next(self, length: int) -> Positions:
-        """Return the positions after the last token of each row, computed on the device."""
-        return next_positions(self._last_position, length)
-
-    def store(self, state: Parts, positions: Positions) -> None:
-        """Overwrite the state with the state after one more token per row."""
-        p = self._check_step(positions)
-        self._write(state)
-        self._last_position.copy_(p)
-
-    def fill(self, contents: Mapping[str, Tensor | Span | int]) -> None:
-        """Replace the state and the last positions, in the same memory."""
-        positions = contents.get("positions")
-        if positions is None or isinstance(positions, int):
-            for x in self._state or ():
-                x.zero_()
-            self._last_position.fill_(EMPTY)
-        else:
-            self._write(parts_of(contents, "state"))
-            self._last_position.copy_(as_tensor(positions)[:, -1:])
-        self._is_broken = False
-
-    def _write(self, state: Parts) -> None:
-        if self._state is None:
-            self._state = tuple(x.clone(memory_format=torch.contiguous_format) for x in state)
-            return
-        old, new = ([(tuple(x.shape), x.dtype) for x in xs] for xs in (self._state, state))
-        if old != new:
-            raise ArgumentError(
-                f"state {new} does not fit the contents of the cache, {old}; start a "
-                "new cache for another batch or model"
-            )
-        for x, y in zip(self._state, state, strict=True):
-            if x is not y:
-                x.copy_(y)
 
 
 def share_tables(caches: Iterable[Cache]) -> None:

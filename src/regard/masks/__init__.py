@@ -2,9 +2,15 @@
 
 Masks are combined with `&`, `|` and `~`. In a dense mask, True = may attend: the query
 attends to the keys that are True in its row.
+
+A mask is a frozen dataclass with one rule, `allows(q_positions, k_positions)`, that concerns
+tokens; the public methods of the whole mask exclude empty slots once. It answers every other
+question about itself: its key intervals and tiles, so that kernels skip what is hidden; how far it
+reaches (`reach`), whether it can change (`is_static`), why it hides a key (`refusal`), which wrong
+masks a faulty kernel might use instead (`near_misses`), and its part for some heads.
 """
 
-from regard.masks.base import MASKS, All, Any, Mask, Not, Reach, Refusal, reach
+from regard.masks.base import MASKS, And, Mask, Not, Or, Reach, Refusal, reach
 from regard.masks.batched import Document, Padding, Prefix
 from regard.masks.block_diffusion import BlockCausal, BlockDiffusion
 from regard.masks.block_mask import from_block_mask, to_block_mask
@@ -19,10 +25,19 @@ from regard.masks.convert import (
     to_drop,
 )
 from regard.masks.custom import Dense, Fn, Heads
-from regard.masks.earlier_chunks import EarlierChunks
 from regard.masks.neighborhood import Neighborhood
 from regard.masks.parse import parse
-from regard.masks.patterns import Causal, Chunk, Dilated, Full, Global, Sinks, Strided, Window
+from regard.masks.patterns import (
+    Causal,
+    Chunk,
+    Dilated,
+    EarlierChunks,
+    Full,
+    Global,
+    Sinks,
+    Strided,
+    Window,
+)
 from regard.masks.tiling import EMPTY, FULL, PARTIAL, UNBOUNDED, Intervals
 from regard.registry import import_all
 
@@ -32,8 +47,7 @@ __all__ = [
     "MASKS",
     "PARTIAL",
     "UNBOUNDED",
-    "All",
-    "Any",
+    "And",
     "BigBird",
     "BlockCausal",
     "BlockDiffusion",
@@ -52,6 +66,7 @@ __all__ = [
     "Mask",
     "Neighborhood",
     "Not",
+    "Or",
     "Padding",
     "Prefix",
     "Reach",

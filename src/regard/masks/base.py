@@ -1,5 +1,5 @@
-"""The base class `Mask`, the types `Reach` and `Refusal`, and the combinations `&` (`All`), `|`
-(`Any`) and `~` (`Not`).
+"""The base class `Mask`, the types `Reach` and `Refusal`, and the combinations `&` (`And`), `|`
+(`Or`) and `~` (`Not`).
 """
 
 from __future__ import annotations
@@ -41,15 +41,7 @@ from regard.untrusted_text import short_repr
 
 
 class CallSlice(NamedTuple):
-    """Some queries (rows) and keys (columns) of one attention call, and the device to compute on.
-
-    Attributes:
-        q_positions: the positions of all queries of the call.
-        k_positions: the positions of all keys of the call.
-        rows: the slice of the queries.
-        columns: the slice of the keys.
-        device: the device on which the mask is computed.
-    """
+    """Some queries (rows) and keys (columns) of one attention call, and where to compute."""
 
     q_positions: Positions
     k_positions: Positions
@@ -77,16 +69,7 @@ class CallSlice(NamedTuple):
 
 
 class SlotPair(NamedTuple):
-    """One query slot and one key slot of a call, as scalar tensors.
-
-    Attributes:
-        b: the batch row.
-        h: the query head.
-        q_idx: the index of the query in the call.
-        kv_idx: the index of the key in the call.
-        q: the position of the query.
-        k: the position of the key.
-    """
+    """One query slot and one key slot of a call, as scalar tensors."""
 
     b: Tensor
     h: Tensor
@@ -614,7 +597,7 @@ class Mask(Serializable, ABC):
         """Return the masks that are combined by `&`.
 
         Returns:
-            The members of an `All`; for any other mask, the mask alone.
+            The members of an `And`; for any other mask, the mask alone.
         """
         return (self,)
 
@@ -656,10 +639,10 @@ class Mask(Serializable, ABC):
         return replace(self, **new) if any(new[name] is not old[name] for name in old) else self
 
     def __and__(self, other: Mask) -> Mask:
-        return All((self, other)) if isinstance(other, Mask) else NotImplemented
+        return And((self, other)) if isinstance(other, Mask) else NotImplemented
 
     def __or__(self, other: Mask) -> Mask:
-        return Any((self, other)) if isinstance(other, Mask) else NotImplemented
+        return Or((self, other)) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> Mask:
         return Not(self)
@@ -779,12 +762,12 @@ class _Combination(Mask):
 
 
 @dataclass(frozen=True, eq=False)
-class All(_Combination):
+class And(_Combination):
     """The intersection of masks: a key is visible if every member allows it. `a & b & c` creates
     it.
 
     Args:
-        masks: the members; a member that is an `All` is flattened.
+        masks: the members; a member that is an `And` is flattened.
 
     Raises:
         ArgumentError, ArgumentTypeError: no members, or members that are not masks.
@@ -793,6 +776,8 @@ class All(_Combination):
     >>> print(Causal() & (Window(4) | Sinks(1)))
     causal & (window(4) | sinks(1))
     """
+
+    kind = "all"  # in recordings, too
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return the logical and of the members' rules."""
@@ -827,18 +812,16 @@ class All(_Combination):
         return min(bounds, key=lambda x: float("inf") if x.tokens is None else x.tokens)
 
     def __str__(self) -> str:
-        return " & ".join(
-            f"({mask})" if isinstance(mask, Any) else str(mask) for mask in self.masks
-        )
+        return " & ".join(f"({mask})" if isinstance(mask, Or) else str(mask) for mask in self.masks)
 
 
 @dataclass(frozen=True, eq=False)
-class Any(_Combination):
+class Or(_Combination):
     """The union of masks: a key is visible if at least one member allows it. `a | b | c` creates
     it.
 
     Args:
-        masks: the members; a member that is an `Any` is flattened.
+        masks: the members; a member that is an `Or` is flattened.
 
     Raises:
         ArgumentError, ArgumentTypeError: no members, or members that are not masks.
@@ -847,6 +830,8 @@ class Any(_Combination):
     >>> print(Causal() & Window(4) | Sinks(1))
     causal & window(4) | sinks(1)
     """
+
+    kind = "any"  # in recordings, too
 
     def allows(self, q: Int[Tensor, "*q"], k: Int[Tensor, "*k"]) -> Bool[Tensor, "*qk"]:
         """Return the logical or of the members' rules."""

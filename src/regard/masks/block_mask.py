@@ -172,11 +172,7 @@ def from_block_mask(block_mask: BlockMask) -> Mask:
 
 
 class _Blocks:
-    """The visible pairs of a `BlockMask`, some rows at a time.
-
-    Attributes:
-        shape: batch rows or 1, heads or 1, queries, and keys.
-    """
+    """The visible pairs of a `BlockMask`, some rows at a time."""
 
     def __init__(self, block_mask: BlockMask) -> None:
         self._mod, self._size = block_mask.mask_mod, block_mask.BLOCK_SIZE

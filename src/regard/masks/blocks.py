@@ -59,6 +59,24 @@ def visible_block_ranges(table: Tensor, size: int, q: Tensor) -> Intervals:
     return Intervals(starts[..., :n], stops[..., :n])
 
 
+def _check_bool(name: str, table: object) -> None:
+    """Raise unless the table of a mask is a bool tensor."""
+    if not isinstance(table, Tensor) or table.dtype != torch.bool:
+        got = table.dtype if isinstance(table, Tensor) else type(table).__name__
+        raise ArgumentTypeError(
+            f"{name} table is {got}; it must be a bool tensor: use table.bool()"
+        )
+
+
+def _check_heads(name: str, heads: int, H: int) -> None:
+    """Raise unless there is one table for all H query heads, or one for each."""
+    if heads != 1 and heads != H:
+        raise ArgumentError(
+            f"{name} holds {plural(heads, 'head')}, but the call has {H}; give one table per "
+            "head, or one for all"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Blocks(Mask):
     """A table says which block of queries sees which block of keys: table[b, h, q // size, k //
@@ -88,11 +106,7 @@ class Blocks(Mask):
 
     def __post_init__(self) -> None:
         check_int("Blocks size", self.size, 1)
-        if not isinstance(self.table, Tensor) or self.table.dtype != torch.bool:
-            got = self.table.dtype if isinstance(self.table, Tensor) else type(self.table).__name__
-            raise ArgumentTypeError(
-                f"Blocks table is {got}; it must be a bool tensor: use table.bool()"
-            )
+        _check_bool("Blocks", self.table)
         if self.table.ndim not in (2, 4) or self.table.numel() == 0:
             raise ArgumentError(
                 f"Blocks table is {tuple(self.table.shape)}; it must be [query blocks, key blocks] "
@@ -119,11 +133,7 @@ class Blocks(Mask):
         """Check the number of batch rows and heads, and that the table covers all keys."""
         rows, heads, _, nK = self._table.shape
         check_batch_rows("Blocks", rows, B)
-        if heads != 1 and heads != H:
-            raise ArgumentError(
-                f"Blocks holds {plural(heads, 'head')}, but the call has {H}; give one table per "
-                "head, or one for all"
-            )
+        _check_heads("Blocks", heads, H)
         check_coverage("Blocks", nK, self.size, S)
 
     def __str__(self) -> str:
@@ -261,11 +271,7 @@ class Selected(Mask):
 
     def __post_init__(self) -> None:
         check_int("Selected size", self.size, 1)
-        if not isinstance(self.table, Tensor) or self.table.dtype != torch.bool:
-            got = self.table.dtype if isinstance(self.table, Tensor) else type(self.table).__name__
-            raise ArgumentTypeError(
-                f"Selected table is {got}; it must be a bool tensor: use table.bool()"
-            )
+        _check_bool("Selected", self.table)
         if self.table.ndim != 4 or 0 in (*self.table.shape[:2], self.table.shape[3]):
             raise ArgumentError(
                 f"Selected table is {tuple(self.table.shape)}; it must be [batch or 1, heads or 1, "
@@ -329,11 +335,7 @@ class Selected(Mask):
         """Check that there is one table row per query, for all batch rows and heads or for each."""
         rows, heads, queries, _ = self.table.shape
         check_batch_rows("Selected", rows, B)
-        if heads != 1 and heads != H:
-            raise ArgumentError(
-                f"Selected holds {plural(heads, 'head')}, but the call has {H}; give one table per "
-                "head, or one for all"
-            )
+        _check_heads("Selected", heads, H)
         if queries != T:
             raise ArgumentError(
                 f"Selected holds {plural(queries, 'query')}, but the call has {T}; compute a "

@@ -11,25 +11,20 @@ import math
 
 import torch
 
-from regard.masks.base import All, Any, Mask, Not
+from regard.masks.base import And, Mask, Not, Or
 from regard.masks.patterns import Causal, Chunk, Dilated, Full, Strided, Window
 from regard.span import Span
 
 
 def period(mask: Mask) -> int | None:
-    """Return the number of positions by which a query and a key may move together.
-
-    >>> from regard.masks import Causal, Sinks, Strided
-    >>> period(Causal() & Strided(8)), period(Causal() & Strided(8, fixed=1)), period(Sinks(1))
-    (1, 8, None)
-    """
+    """Return the number of positions by which a query and a key may move together."""
     if isinstance(mask, Full | Causal | Window | Dilated):
         return 1
     if isinstance(mask, Strided):
         return 1 if mask.fixed is None else mask.stride
     if isinstance(mask, Chunk):
         return mask.size
-    if not isinstance(mask, All | Any | Not):
+    if not isinstance(mask, And | Or | Not):
         return None
     periods = [period(member) for member in mask.members()]
     known = [P for P in periods if P is not None]
@@ -37,12 +32,7 @@ def period(mask: Mask) -> int | None:
 
 
 def count_pairs(mask: Mask, n: int) -> int:
-    """Count the visible pairs of the first n positions, in the head that has the most.
-
-    >>> from regard.masks import Causal, Strided
-    >>> count_pairs(Causal() & Strided(8), 64)
-    708
-    """
+    """Count the visible pairs of the first n positions, in the head that has the most."""
     P = period(mask)
     has_ranges = mask.intervals(Span(0, 1)) is not None  # counted from the bounds of each row
     if P is None or has_ranges or n <= 2 * P:

@@ -34,11 +34,6 @@ class VisibleRows:
 
     Args:
         read: a function from a slice of the queries to their mask, bool `[B or 1, H or 1, t, S]`.
-        B: the number of batch rows, 1 if all share the mask.
-        H: the number of heads, 1 if all share the mask.
-        T: the number of queries.
-        S: the number of keys.
-        device: where the mask is computed.
     """
 
     read: Callable[[slice], Tensor]
@@ -97,24 +92,14 @@ class VisibleRows:
 
 
 class RecognizedRule(NamedTuple):
-    """A rule that equals a mask of T queries and S keys.
-
-    Args:
-        mask: the rule.
-        q_positions: the positions of the queries; the keys are at 0..S-1.
-    """
+    """A rule that equals a mask of T queries and S keys."""
 
     mask: Mask
     q_positions: Span
 
 
 def recognize(rows: VisibleRows, *, any_start: bool = False) -> RecognizedRule | None:
-    """Return a rule that equals a mask, or None if no known rule does.
-
-    >>> table = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-    >>> print(recognize(VisibleRows.of(table)).mask)
-    causal
-    """
+    """Return a rule that equals a mask, or None if no known rule does."""
     if rows.T == 0 or rows.S == 0:
         return None
     rows = rows.shared()
@@ -160,9 +145,6 @@ class RecognizedMask:
     """The meaning of a dense mask in a call with T queries and S keys.
 
     Attributes:
-        mask: the rule; `Dense` if no rule fits; None if every query sees every key.
-        q_positions: the positions of the queries; the keys are at 0..S-1.
-        bias: what a float mask adds to the scores, or None.
         uniform_rows: True if the mask hides every key of a row, and by a finite number such as
             finfo.min instead of -inf. torch then returns the mean of all values, which no rule
             expresses, so that torch must run such a call.
@@ -175,12 +157,7 @@ class RecognizedMask:
 
 
 def recognize_mask(mask: Tensor, T: int, S: int) -> RecognizedMask:
-    """Find the rule behind a mask in the convention of `F.scaled_dot_product_attention`.
-
-    >>> recognized = recognize_mask(torch.ones(3, 5, dtype=torch.bool).tril(2), 3, 5)
-    >>> print(recognized.mask, recognized.q_positions)
-    causal Span(start=2, length=3)
-    """
+    """Find the rule behind a mask in the convention of `F.scaled_dot_product_attention`."""
     mask = unexpanded(mask.detach())
     mask = mask[(None,) * (4 - mask.ndim)]
     mask = mask.expand(*mask.shape[:2], T, S)
@@ -211,9 +188,6 @@ def _recognize_table(visible: Tensor) -> RecognizedMask:
 
 class _Outline:
     """What the candidates are derived from, each part read when it is asked for.
-
-    Args:
-        rows: a mask without heads.
 
     Attributes:
         last_row: the mask of the last query, bool `[B, S]`.

@@ -33,10 +33,6 @@ def normalize_intervals(raw: Intervals) -> Intervals:
 
     Columns that are empty for every query are dropped. With ranges sorted by start, start_i =
     max(start_i, stop_0, ..., stop_{i-1}) removes what earlier ranges cover.
-
-    >>> ranges = Intervals(torch.tensor([[[[2, -3, 7]]]]), torch.tensor([[[[6, 3, 7]]]]))
-    >>> normalize_intervals(ranges)[:2]
-    (tensor([[[[0, 3]]]]), tensor([[[[3, 6]]]]))
     """
     starts, stops = _sort(raw.starts.clamp(min=0), raw.stops)
     if starts.shape[-1] > 1:
@@ -67,9 +63,6 @@ def broadcast_shape(*shapes: Sequence[int]) -> torch.Size:
 
     `torch.broadcast_shapes` makes 60 Python calls for this, and kernels need it for each block of
     queries.
-
-    >>> broadcast_shape((2, 1, 5), (3, 1))
-    torch.Size([2, 3, 5])
     """
     dims = max(map(len, shapes))
     padded = [(*(1,) * (dims - len(shape)), *shape) for shape in shapes]
@@ -101,12 +94,7 @@ def complement(a: Intervals) -> Intervals:
 
 
 def clear_rows(intervals: Intervals, rows: Bool[Tensor, "#B t"]) -> Intervals:
-    """Return the intervals with all ranges of some queries made empty.
-
-    >>> two = Intervals(torch.tensor([[[[0], [0]]]]), torch.tensor([[[[2], [3]]]]))
-    >>> (clear_rows(two, torch.tensor([[True, False]])).starts == UNBOUNDED).tolist()
-    [[[[True], [False]]]]
-    """
+    """Return the intervals with all ranges of some queries made empty."""
     cleared = rows[:, None, :, None]
     return Intervals(*(x.masked_fill(cleared, UNBOUNDED) for x in intervals))
 

@@ -33,7 +33,7 @@ from regard.caches import Cache
 from regard.caches.base import OpenSlot
 from regard.caches.quantization import CodedSlots
 from regard.models.step_reader import ModelReader, Unsupported
-from regard.nn.as_written import classes_of, methods_of
+from regard.nn.module_calls import classes_of, methods_of
 from regard.nn.stored import StoredWeightMixin
 from regard.ops.decode_step import (
     DecodeStep,
@@ -271,7 +271,7 @@ class _Plan:
             )
         )
         for cache, slot, i in zip(caches, opened, place_of, strict=True):
-            cache.fill_slot(slot, joined[i])
+            cache.close_slot(slot, joined[i])
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def why_not_rows(self, B: int, opened: list[OpenSlot]) -> str | None:

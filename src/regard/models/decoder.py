@@ -8,13 +8,13 @@ from typing import cast
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from regard.caches import Cache, Shared, rollback_on_error
-from regard.caches.shared import Carrying, FirstValues, Recorded
+from regard.caches import Cache, CrossLayer, rollback_on_error
+from regard.caches.cross_layer import FirstValues, LendingCache, WithFirstValues
 from regard.errors import ArgumentError
 from regard.models.compiled_step import try_step
 from regard.nn import Block, InputEmbedding
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.nn.mixer import Mixer
+from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.process_state import is_compiling
 from regard.sequence_scope import current_scope
 from regard.span import Positions, Span
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
     ) -> Tensor:
         x, is_traced = self.embed(ids, positions), is_tracing()
         x = tap("embed", x) if is_traced else x
-        lent: dict[int, Recorded] = {}
+        lent: dict[int, LendingCache] = {}
         first = FirstValues()
         if (self._lenders or self._carriers) and current_scope() is not None:
             raise ArgumentError(
@@ -163,7 +163,7 @@ class Decoder(nn.Module):
             if self._lenders:
                 cache = self._shared_cache(i, cache, lent)
             if i in self._carriers:
-                cache = Carrying(cache, first)
+                cache = WithFirstValues(cache, first)
             if not is_traced:
                 x = layer(x, positions, cache, backend=backend)
                 continue
@@ -178,7 +178,9 @@ class Decoder(nn.Module):
         logits: Tensor = head(x)
         return tap("logits", logits) if is_traced else logits
 
-    def _shared_cache(self, i: int, cache: Cache | None, lent: dict[int, Recorded]) -> Cache | None:
+    def _shared_cache(
+        self, i: int, cache: Cache | None, lent: dict[int, LendingCache]
+    ) -> Cache | None:
         """Return the cache of layer i with the memory of the earlier layer that it reads, or with a
         record for the layers that read it.
         """
@@ -186,10 +188,10 @@ class Decoder(nn.Module):
         if source is None:
             if i not in self._lenders:
                 return cache
-            lent[i] = Recorded(cache)
+            lent[i] = LendingCache(cache)
             return lent[i]
-        shared, states = Shared() if cache is None else cache, lent[source].returned
-        if not isinstance(shared, Shared) or states is None:
+        shared, states = CrossLayer() if cache is None else cache, lent[source].returned
+        if not isinstance(shared, CrossLayer) or states is None:
             raise ArgumentError(
                 f"layer {i} reads the memory of layer {source}, but its cache is a "
                 f"{type(shared).__name__}, or layer {source} stores none; use new_caches()"

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.nn.blocks import Block
-from regard.nn.embedding import InputEmbedding
-from regard.nn.speech_embedding import LogMelEmbedding
+from regard.nn.embedding import InputEmbedding, LogMelEmbedding
 from regard.span import Positions, Span
 from regard.tracing import named_scope, tap
 

@@ -34,13 +34,14 @@ from regard.nn import (
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.as_written import why_not_as_written
 from regard.nn.blocks import Residual
 from regard.nn.embedding import CappedLogits, ScaledLogits
-from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, ReLUSquared, Router
+from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, ReLUSquared
 from regard.nn.linear import Linear
+from regard.nn.module_calls import why_not_as_written
 from regard.nn.norms import OffsetLayerNorm
 from regard.nn.projections import Clip, ClippedQKV
+from regard.nn.routers import Router
 from regard.nn.stored import plain_class
 from regard.ops.decode_step import (
     ACTIVATIONS,

@@ -24,7 +24,7 @@ from regard.models.sentence_settings import (
 )
 from regard.models.text_model import TextModel, as_text_list, pad_right
 from regard.models.tokenizer import Tokenizer
-from regard.nn.as_written import why_not_as_written
+from regard.nn.module_calls import why_not_as_written
 from regard.span import Positions, as_tensor
 from regard.units import plural
 from regard.untrusted_text import short_repr

@@ -1,5 +1,17 @@
 """Parts of models: projections, norms, attention, feed-forward and blocks; `variants` is the
 catalogue of mechanisms.
+
+A projection computes queries (`query`), the tensors that a cache stores (`remember`), keys and
+values from the stored tensors and their positions (`recall`), and the last step on the result of
+attention (`postprocess`). The steps of a head (norm, rotary, temperature) are an ordered list. A
+projection may have a state (a short convolution), a bias that it computes from the tokens, and
+several forms that are equal in exact arithmetic (MLA with expanded or absorbed latents):
+`select_form` chooses by the numbers of queries and keys.
+
+A residual path (`PreNorm`, `PostNorm`, ...) is a part around a sublayer, so that one `Block` serves
+every family; a block of one sublayer is a `MixerBlock`, several mechanisms in one layer are
+`ParallelMixers`. What a mechanism shows of itself stands in `explainable`; how it runs over several
+ranks, in `across_ranks`.
 """
 
 from __future__ import annotations
@@ -9,7 +21,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from regard.nn.attention import Attention
-from regard.nn.block_selectors import QuestAttention
 from regard.nn.blocks import (
     Block,
     BlockCaches,
@@ -24,26 +35,17 @@ from regard.nn.blocks import (
     ScaledPreNorm,
     SharedNormBlock,
 )
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.cross_attention import AdditiveAttention, CrossAttention
 from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
 from regard.nn.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
 from regard.nn.evicting_attention import EvictingAttention
-from regard.nn.feed_forward import (
-    ClippedSwiGLU,
-    ExpertGroups,
-    FeedForward,
-    GatedFeedForward,
-    MoE,
-    Router,
-    SigmoidRouter,
-    SoftmaxRouter,
-    SwiGLU,
-    stack_experts,
-)
-from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.experts import MoE, stack_experts
+from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
+from regard.nn.feed_forward import ClippedSwiGLU, FeedForward, GatedFeedForward, SwiGLU
 from regard.nn.head_finishes import (
+    DifferentialProjection,
     FinishedProjection,
+    GatedProjection,
     HeadGate,
     InverseRotary,
     OwnValueRemoval,
@@ -53,10 +55,9 @@ from regard.nn.head_steps import L2Clip, QueryTemperature, UnitNorm, WeightlessR
 from regard.nn.infini_attention import InfiniAttention
 from regard.nn.latent_projection import LatentProjection
 from regard.nn.linear import Linear, set_fp32_product
-from regard.nn.linear_recurrence import Recurrent
-from regard.nn.longformer import Longformer
 from regard.nn.multi_axis_attention import MultiAxisAttention, MultiAxisProjection
 from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
+from regard.nn.nsa import NSA
 from regard.nn.projections import (
     ClippedQKV,
     EncoderStateProjection,
@@ -67,7 +68,8 @@ from regard.nn.projections import (
     Projection,
     SeparateQKV,
 )
-from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV
+from regard.nn.recurrent import Recurrent
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
 from regard.nn.remapped_attention import (
     DistanceMap,
     DualChunk,
@@ -76,9 +78,9 @@ from regard.nn.remapped_attention import (
     ReRoPE,
     SelfExtend,
 )
-from regard.nn.selected_attention import NSA, SelectedAttention
-from regard.nn.streaming_attention import StreamingAttention
-from regard.nn.tied_values import KeysAsValues, SharedKeyValue
+from regard.nn.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
+from regard.nn.selected_attention import QuestAttention, SelectedAttention
+from regard.nn.windowed_attention import Longformer, StreamingAttention
 
 if TYPE_CHECKING:
     from regard.nn import variants

@@ -25,14 +25,7 @@ from regard.tracing import named_scope, tap
 
 
 class AltUpSizes(NamedTuple):
-    """The sizes of a decoder with alternating updates.
-
-    Attributes:
-        dim: the width M of a stream.
-        streams: the number n of streams; the first one is what a block computes.
-        layers: the number of layers L.
-        layer_dim: the width P of a token's embedding for one layer.
-    """
+    """The sizes of a decoder with alternating updates."""
 
     dim: int
     streams: int
@@ -65,16 +58,8 @@ class AltUpEmbedding(InputEmbedding):
     layer_l = (norm(W e / sqrt(M))_l + sqrt(P) E'[id]_l) / sqrt(2)
 
     Args:
-        embedding: an `nn.Embedding` [V, M].
         layer_embedding: an `nn.Embedding` [V', L P] for the layers; an id of V' or more reads row
             0.
-        sizes: M, n, L and P.
-        eps: the epsilon of the norm.
-
-    >>> sizes = AltUpSizes(4, 3, 2, 5)
-    >>> embed = AltUpEmbedding(nn.Embedding(7, 4), nn.Embedding(6, 10), sizes)
-    >>> embed(torch.tensor([[1, 6]])).shape
-    torch.Size([1, 2, 22])
 
     Source: Gemma 3n, the released code; streams: Baykal et al. 2023 (arXiv 2301.13310).
     """
@@ -119,13 +104,6 @@ class AltUpMerge(nn.Module):
     y = norm(mean(stream_0, W_1 stream_1, ..., W_{n-1} stream_{n-1})), all at the magnitude of
     stream_0
 
-    Args:
-        sizes: M, n, L and P.
-        eps: the epsilon of the norm.
-
-    >>> AltUpMerge(AltUpSizes(4, 3, 2, 5))(torch.ones(1, 2, 22)).shape
-    torch.Size([1, 2, 4])
-
     Source: Gemma 3n, the released code.
     """
 
@@ -152,16 +130,6 @@ class AltUp(nn.Module):
     r(x) = tanh(W_r norm(x) / M)
     predict:  p_i = x_i + sum_j C(r(x_0))_ij x_j
     correct:  y_i = p_i + (1 + c(r(b))_i) (b - p_0), where b is what the block made of p_0
-
-    Args:
-        dim: the width M of a stream.
-        streams: the number n of streams.
-        eps: the epsilon of the norm.
-
-    >>> altup = AltUp(4, 3)
-    >>> p = altup.predict(torch.zeros(3, 1, 2, 4))
-    >>> altup.correct(p, torch.ones(1, 2, 4)).shape
-    torch.Size([3, 1, 2, 4])
 
     Source: Baykal et al. 2023 (arXiv 2301.13310), algorithm 1; the coefficients that depend on the
     token are those of Gemma 3n's released code.
@@ -198,14 +166,6 @@ class AltUp(nn.Module):
 class LowRankResidual(nn.Module):
     """A learned low-rank branch of the residual path (LAuReL): x + norm(B A x).
 
-    Args:
-        dim: the width M.
-        rank: the rank r.
-        eps: the epsilon of the norm.
-
-    >>> LowRankResidual(8, 2)(torch.zeros(1, 3, 8)).shape
-    torch.Size([1, 3, 8])
-
     Source: Menghani et al. 2024 (arXiv 2411.07501), section 2.1, "LAuReL-LR".
     """
 
@@ -224,15 +184,6 @@ class LayerInput(nn.Module):
     """What a block adds to all streams but the first, from the token's embedding for this layer.
 
     y = norm(W_2 (gelu(W_1 (s * x)) * e)), where s is a learned vector and e the embedding
-
-    Args:
-        dim: the width M.
-        layer_dim: the width P of the embedding.
-        scaled: whether there is a vector s.
-        eps: the epsilon of the norm.
-
-    >>> LayerInput(8, 3)(torch.zeros(1, 2, 8), torch.zeros(1, 2, 3)).shape
-    torch.Size([1, 2, 8])
 
     Source: Gemma 3n, the released code ("per-layer embeddings").
     """
@@ -266,12 +217,6 @@ class AltUpBlock(Block):
     Args:
         attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
         feed_forward: a module [B,T,M] -> [B,T,M].
-        attention_residual, feed_forward_residual: the norms around each sublayer.
-        altup: the predictions and corrections.
-        laurel: the low-rank branch.
-        layer_input: what the token's embedding for this layer adds.
-        sizes: M, n, L and P.
-        index: the number of this layer, which chooses its embedding.
 
     Source: Gemma 3n, the released code.
     """

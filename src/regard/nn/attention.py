@@ -8,23 +8,15 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number
+from regard.argument_checks import check_number, check_positions
 from regard.biases import Bias
 from regard.caches import Cache, Parts, for_reach
-from regard.caches.shared import own_cache
+from regard.caches.cross_layer import split_first_values
 from regard.cost import Spec
 from regard.errors import ArgumentError
 from regard.masks import Mask, reach
-from regard.nn.data_bias import data_bias
 from regard.nn.mixer import AcrossRanks, MaskVisibility, Mixer, count_weights
-from regard.nn.projections import (
-    Projection,
-    adjust_query,
-    attention_spec,
-    postprocess,
-    remember_carried,
-    select_form,
-)
+from regard.nn.projections import Projection
 from regard.ops.softmax import attend
 from regard.scores import ScoreRule
 from regard.span import Positions, slot_count
@@ -38,7 +30,7 @@ class Attention(Mixer):
     k, v = recall(memory, k_positions);
     z = postprocess(attend(q, k, v), x);  out = output(heads of z concatenated)
 
-    A projection with several equivalent forms (`regard.nn.projections.HasForms`) is used in the
+    A projection with several equivalent forms (`Projection.has_forms`) is used in the
     form that it selects for the number of queries and keys of the call.
 
     Args:
@@ -118,10 +110,10 @@ class Attention(Mixer):
         """Return what a cache stores for x [B,T,M], and the layer's own cache, which may have come
         with the values of the first layer.
         """
-        own, first = own_cache(cache)
+        own, first = split_first_values(cache)
         if first is None:
             return self.project.remember(x, positions), own
-        return remember_carried(self.project, x, positions, first), own
+        return self.project.remember_carried(x, positions, first), own
 
     @property
     def static_step_refusal(self) -> str | None:
@@ -136,7 +128,7 @@ class Attention(Mixer):
     @property
     def carries_values(self) -> bool:
         """Whether the projection gives or reads the values of the first layer."""
-        return hasattr(type(self.project), "remember_carried")
+        return self.project.carries_values
 
     def _attend_and_project(
         self, x: Tensor, positions: Positions, memory: Parts, k_positions: Positions, backend: str
@@ -144,21 +136,21 @@ class Attention(Mixer):
         """Attend from x [B,T,M] to `memory`, whose tokens are at `k_positions`, and apply the
         output map.
         """
-        project, is_traced = self.project, is_tracing()
-        if hasattr(type(project), "select_form"):
-            project = select_form(project, x.shape[1], slot_count(k_positions))
-        q = project.query(x, positions)
-        if hasattr(type(project), "adjust_query"):
-            q = adjust_query(project, q, positions, k_positions)
+        is_traced = is_tracing()
+        project = self.project.select_form(x.shape[1], slot_count(k_positions))
+        q = project.adjust_query(project.query(x, positions), positions, k_positions)
         q = tap("q", q) if is_traced else q
         k, v = project.recall(memory, k_positions)
         if is_traced:
             k, v = tap("k", k), tap("v", v)
         bias = self._bias()
-        if (own := data_bias(project, x, q, memory, positions, k_positions)) is not None:
-            bias = own if bias is None else bias + own
+        if project.adds_bias:
+            check_positions("positions", positions, q.shape[0], q.shape[2])
+            check_positions("k_positions", k_positions, q.shape[0], memory[0].shape[2])
+            own = project.data_bias(x, q, memory, positions, k_positions)
+            bias = own if bias is None or own is None else bias + own
         z = self._attend(q, k, v, bias, positions, k_positions, backend)
-        z = postprocess(project, z, x, positions)
+        z = project.postprocess_at(z, x, positions)
         z = tap("z", z) if is_traced else z
         out: Tensor = self.output(z.transpose(1, 2).flatten(2))
         return tap("out", out) if is_traced else out
@@ -205,7 +197,7 @@ class Attention(Mixer):
         """The cost of this layer: its parameters, the values that a cache stores, and the FLOPs for
         the keys that the mask lets a query see.
         """
-        return attention_spec(self.project, count_weights(self), MaskVisibility(self.mask))
+        return self.project.spec(count_weights(self), MaskVisibility(self.mask))
 
     def _bias(self) -> Bias | None:
         """Return the bias with the present parameters of this module, because copying or moving a

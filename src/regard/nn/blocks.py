@@ -53,15 +53,7 @@ class Residual(nn.Module, ABC):
     def forward(
         self, x: Float[Tensor, "B T M"], sublayer: Callable[[Tensor], Tensor]
     ) -> Float[Tensor, "B T M"]:
-        """Apply the sublayer with its residual connection.
-
-        Args:
-            x: hidden states [B,T,M].
-            sublayer: a function [B,T,M] -> [B,T,M].
-
-        Returns:
-            The new hidden states [B,T,M].
-        """
+        """Apply the sublayer with its residual connection."""
 
 
 class PreNorm(Residual):
@@ -287,17 +279,7 @@ class Block(nn.Module):
         cache: Cache | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """Apply the block to hidden states [B,T,M].
-
-        Args:
-            x: hidden states [B,T,M].
-            positions: positions of their tokens; by default they continue the cache.
-            cache: the cache of this block's attention, or None.
-            backend: the name of a kernel; "auto" selects one.
-
-        Returns:
-            The new hidden states [B,T,M].
-        """
+        """Apply the block to hidden states [B,T,M]."""
         if is_tracing():
             return self._traced_forward(x, positions, cache, backend)
         parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
@@ -512,20 +494,7 @@ class DecoderBlock(nn.Module):
         memory_positions: Positions | None = None,
         backend: str = "auto",
     ) -> Float[Tensor, "B T M"]:
-        """Apply the block to target states [B,T,M].
-
-        Args:
-            x: hidden states of the target [B,T,M].
-            positions: positions of the target tokens; by default they continue the cache.
-            caches: the caches of this block, or None.
-            memory: states of the source [B,S,M3], given in the first call with caches, and in every
-                call without.
-            memory_positions: positions of the source tokens; -1 marks padding.
-            backend: the name of a kernel; "auto" selects one.
-
-        Returns:
-            The new hidden states [B,T,M].
-        """
+        """Apply the block to target states [B,T,M]."""
         if caches is None or is_compiling():
             return self._forward(x, positions, caches, memory, memory_positions, backend)
         # Both caches are restored: the cross-attention may raise after the self-attention has

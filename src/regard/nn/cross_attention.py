@@ -15,9 +15,9 @@ from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.attention import Attention
 from regard.nn.explainable import EffectiveRow, Explainable, LayerRun, MechanismStep
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
 from regard.nn.mixer import check_recorded_graph, count_weights
-from regard.nn.projections import Projection
+from regard.nn.module_calls import call_as_leaf, is_proxy
+from regard.nn.projections import Projection, unwrapped
 from regard.ops.additive_attention import additive_attention
 from regard.process_state import is_compiling
 from regard.sequence_scope import current_scope
@@ -60,20 +60,7 @@ class CrossAttention(Attention):
         memory: Float[Tensor, "B S M3"] | None = None,
         memory_positions: Positions | None = None,
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x to memory, or to the memory that the cache holds.
-
-        Args:
-            x: hidden states [B,T,M] of the sequence that gives the queries.
-            positions: positions of x; 0..T-1 by default.
-            cache: a `regard.caches.Cross` cache, or None.
-            backend: the name of a kernel; "auto" selects one.
-            memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
-                without a cache.
-            memory_positions: positions of memory; 0..S-1 by default, -1 marks padding.
-
-        Returns:
-            The output [B,T,M2].
-        """
+        """Attend from x to memory, or to the memory that the cache holds."""
         if (scope := current_scope()) is not None:
             refused: Tensor = scope.run_mixer(self, x, positions, cache, backend)
             return refused
@@ -147,10 +134,7 @@ def count_cross_weights(module: nn.Module, project: Projection) -> ParameterCoun
     """Count the parameters of a cross-attention layer, with the key and value maps counted
     separately: one decoding step does not apply them.
     """
-    # Unwrap projections that contain another one, such as a gated projection.
-    inner: object = project
-    while isinstance(wrapped := getattr(inner, "project", None), Projection):
-        inner = wrapped
+    inner = unwrapped(project)
     parts = [getattr(inner, name, None) for name in ("k", "v")]
     return count_weights(module, *(part for part in parts if isinstance(part, nn.Module)))
 
@@ -193,19 +177,7 @@ class AdditiveAttention(Explainable, nn.Module):
         memory: Float[Tensor, "B S M3"] | None = None,
         memory_positions: Positions | None = None,
     ) -> Float[Tensor, "B T M2"]:
-        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds.
-
-        Args:
-            x: hidden states [B,T,M] of the sequence that gives the queries.
-            positions: positions of x; 0..T-1 by default.
-            cache: a `regard.caches.Cross` cache, or None.
-            memory: states [B,S,M3] of the other sequence, passed once per cache, or in every call
-                without a cache.
-            memory_positions: positions of memory; -1 marks padding.
-
-        Returns:
-            The contexts [B,T,M2].
-        """
+        """Attend from x [B,T,M] to memory [B,S,M3], or to the memory that the cache holds."""
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(
                 self,

@@ -1,19 +1,16 @@
-"""Biases that a projection computes from the tokens: the seam `HasDataBias`, and projections for
-forget gates, dynamic masks and relative positions.
-
-A bias from data is an ordinary bias of the attention call, so every kernel that takes one serves
-these mechanisms, and recordings and explanations show it.
+"""Projections that compute a bias from the tokens (`Projection.data_bias`): forget gates, dynamic
+masks, relative positions, products of reflections (PaTH) and keys that earlier queries masked.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, TypeAlias, cast, get_args, runtime_checkable
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number, check_positions
+from regard.argument_checks import check_choice, check_number, check_positions
 from regard.biases import Bias, DenseBias, ForgetBias
 from regard.biases.relative_logits import RelativeLogits
 from regard.caches import Parts
@@ -21,48 +18,11 @@ from regard.errors import ArgumentError
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.linear import Linear
 from regard.nn.mixer import check_recorded_graph
-from regard.nn.projections import HeadProjection, Projection, ProjectionShape, SeparateQKV
+from regard.nn.projections import HeadProjection, ProjectionShape, SeparateQKV
+from regard.process_state import is_exporting_onnx
 from regard.scores.base import stable_argsort
 from regard.span import Positions, Span, as_tensor
 from regard.units import plural
-
-
-@runtime_checkable
-class HasDataBias(Projection, Protocol):
-    """Interface of a projection that computes a bias on the scores from the tokens of a call."""
-
-    def data_bias(
-        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
-    ) -> Bias | None:
-        """Compute the bias of a call."""
-
-
-def data_bias(
-    project: Projection,
-    x: Tensor,
-    q: Tensor,
-    memory: Parts,
-    positions: Positions,
-    k_positions: Positions,
-) -> Bias | None:
-    """Compute the bias of a call, if the projection has one (`HasDataBias`)."""
-    if not hasattr(type(project), "data_bias"):
-        return None
-    check_positions("positions", positions, q.shape[0], q.shape[2])
-    check_positions("k_positions", k_positions, q.shape[0], memory[0].shape[2])
-    return cast("HasDataBias", project).data_bias(x, q, memory, positions, k_positions)
-
-
-def refuse_data_bias(project: Projection, mechanism: str) -> None:
-    """Check that a projection computes no bias, for a mechanism that would not add it."""
-    inner: Projection = project
-    while isinstance(wrapped := getattr(inner, "project", None), Projection):
-        inner = wrapped  # a gate or a finish around another projection
-    if hasattr(type(inner), "data_bias"):
-        raise ArgumentError(
-            f"project is {type(inner).__name__}, which computes a bias from the tokens, and "
-            f"{mechanism} adds none; use regard.nn.Attention, which does"
-        )
 
 
 class ProjectionWithMemory(SeparateQKV):
@@ -92,20 +52,6 @@ class ForgettingProjection(ProjectionWithMemory):
     A cache stores g of each token, in fp32 or better, beside its key and value. It does not store
     the sum, so that a cache may drop old tokens, and cropped and joined caches remain right.
 
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        dim: the model dim M.
-        gate: "sigmoid" or "softplus".
-
-    Raises:
-        ArgumentError: the gate is unknown, or the heads do not fit one another.
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> project = ForgettingProjection(q, k, v, 8)
-    >>> [tuple(part.shape) for part in project.remember(torch.zeros(1, 5, 8), Span(0, 5))]
-    [(1, 2, 5, 2), (1, 2, 5, 2), (1, 4, 5, 1)]
-
     Source: Lin et al. 2025 (arXiv 2503.02130), equations 6 to 8; Veisi et al. 2025 (arXiv
     2503.08067).
     """
@@ -120,8 +66,7 @@ class ForgettingProjection(ProjectionWithMemory):
         gate: ForgetGate = "sigmoid",
     ) -> None:
         super().__init__(q, k, v)
-        if gate not in get_args(ForgetGate):
-            raise ArgumentError(f"gate is {gate!r}; it must be {' or '.join(get_args(ForgetGate))}")
+        check_choice("gate", gate, get_args(ForgetGate))
         self.gate = gate
         self.f = Linear(dim, q.heads, bias=True)
 
@@ -150,12 +95,7 @@ class ForgettingProjection(ProjectionWithMemory):
 
 
 def sums_up_to(g: Tensor, positions: Positions, k_positions: Positions) -> tuple[Tensor, Tensor]:
-    """Return for each query and for each key the sum of g over the keys up to its position.
-
-    >>> q, k = sums_up_to(torch.tensor([[[1.0, 2.0, 4.0]]]), Span(1, 1), Span(0, 3))
-    >>> q.tolist(), k.tolist()
-    ([[[3.0]]], [[[1.0, 3.0, 7.0]]])
-    """
+    """Return for each query and for each key the sum of g over the keys up to its position."""
     g = g.double()
     if isinstance(k_positions, Span) and isinstance(positions, Span) and k_positions.start >= 0:
         c, first = g.cumsum(-1), positions.start - k_positions.start
@@ -178,19 +118,6 @@ class RelativeKeyProjection(SeparateQKV):
     """A projection with a learned vector for every distance, which is added to the key.
 
     s_ij = scale q_i . (k_j + a[clip(j - i, -left, right)])
-
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        left: the largest distance back with a vector of its own.
-        right: the largest distance forward with a vector of its own; 0 under a causal mask.
-
-    Raises:
-        ArgumentError: left or right is negative, or the heads do not fit one another.
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> RelativeKeyProjection(q, k, v, left=3, right=0).table.shape
-    torch.Size([4, 2])
 
     Source: Shaw et al. 2018 (arXiv 1803.02155), equations 4 and 5, without relative values.
     """
@@ -221,20 +148,6 @@ class RelativeLogitProjection(SeparateQKV):
 
     s_ij = scale q_i . k_j + (r_i P)[i - j] for 0 <= i - j < extent, without the second term
     beyond, r_i = W_r x_i
-
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        r: a `HeadProjection` to H heads of R.
-        extent: the number of distances with a bias.
-
-    Raises:
-        ArgumentError: r does not have H heads, extent is below 1, or the heads do not fit one
-            another.
-
-    >>> q, k, v, r = (HeadProjection(8, heads, 2) for heads in (4, 2, 2, 4))
-    >>> RelativeLogitProjection(q, k, v, r, extent=6).profiles.shape
-    torch.Size([2, 6])
 
     Source: Inkling 2026, `InklingRelativeLogits` of transformers.
     """
@@ -279,19 +192,6 @@ class DisentangledProjection(SeparateQKV):
 
     d is `deberta_bucket`, clipped to the table: distances up to buckets / 2 are their own bucket,
     and larger ones share logarithmic buckets. Attention has the scale 1 / sqrt(3 D).
-
-    Args:
-        q, k, v: `HeadProjection`s to the same number of heads H.
-        dim: the model dim M, the size of a relative embedding.
-        buckets: the number of buckets of one direction; the table has twice as many rows.
-        max_distance: the distance of the last bucket.
-
-    Raises:
-        ArgumentError: q and k differ in heads, or buckets and max_distance do not fit.
-
-    >>> q, k, v = (HeadProjection(8, 4, 2) for _ in range(3))
-    >>> DisentangledProjection(q, k, v, 8, buckets=4, max_distance=16).embedding.shape
-    torch.Size([8, 8])
 
     Source: He et al. 2020 (arXiv 2006.03654), equation 4; log buckets: the released DeBERTa-v2.
     """
@@ -360,20 +260,6 @@ class SinusoidKeyProjection(SeparateQKV):
     second term is itself a dot product of a vector of the query and a vector of the key's position,
     and both are appended to query and key. Every kernel then computes the mechanism with heads of D
     + R instead of D. There is no largest distance, and a cache stores keys and values only.
-
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        size: R, an even number; that of the paper is the model dim.
-        base: the base of the frequencies.
-
-    Raises:
-        ArgumentError: size is not even or below 2, or the heads do not fit one another.
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> project = SinusoidKeyProjection(q, k, v, size=8)
-    >>> project.query(torch.zeros(1, 5, 8), Span(0, 5)).shape
-    torch.Size([1, 4, 5, 10])
 
     Source: Dai et al. 2019 (arXiv 1901.02860), section 3.3.
     """
@@ -458,18 +344,6 @@ class DynamicMaskProjection(SeparateQKV):
     The selection knows positions and empty slots, but no mask of the module: with several
     documents in one row, keys of other documents are counted, too.
 
-    Args:
-        q: a `HeadProjection` to H query heads.
-        k, v: `HeadProjection`s to G key and value heads.
-        keep: the number of keys that a query sees.
-
-    Raises:
-        ArgumentError: keep is below 1, or the heads do not fit one another.
-
-    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
-    >>> DynamicMaskProjection(q, k, v).a.shape
-    torch.Size([2])
-
     Source: Shi et al. 2025 (arXiv 2508.02124); `DogeAttention` of transformers.
     """
 
@@ -519,3 +393,163 @@ def _largest(bias: Tensor, visible: Tensor, keep: int) -> Tensor:
         order = among.sort(dim=-1, descending=True, stable=True).indices[..., :keep]
         is_kept = torch.zeros_like(among, dtype=torch.bool).scatter(-1, order, True)
     return torch.where(is_kept | ~visible, bias, -torch.inf)
+
+
+def path_scores(
+    q: Tensor, k: Tensor, w: Tensor, beta: Tensor, q_at: Tensor, k_at: Tensor
+) -> Tensor:
+    """Compute the scores of PaTH without the scale: q_i^T H_i ... H_{j+1} k_j, with the reflections
+    H_t = I - beta_t w_t w_t^T of the tokens after j up to i.
+
+    The product is never formed. The vectors w of all tokens are made independent of one another by
+    one triangular system X (I + L) = Q W^T, where L has the products beta_t w_t . w_l of earlier
+    tokens l; X Diag(beta) W K^T is what the reflections take from the scores.
+
+    >>> one = torch.ones(1, 1, 2, 1)
+    >>> q_at = torch.arange(2)[None]
+    >>> path_scores(one, one, one, torch.full((1, 1, 2), 0.5), q_at, q_at)[0, 0].tolist()
+    [[1.0, 1.0], [0.5, 1.0]]
+
+    Source: Yang et al. 2025 (arXiv 2505.16381), section 3.2.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, w, beta = (x.to(wide) for x in (q, k, w, beta))
+    S = k.shape[2]
+    system = (beta[..., None] * (w @ w.transpose(-1, -2))).tril(-1) + torch.eye(
+        S, dtype=wide, device=q.device
+    )
+    # what token l takes from key j on the way to later tokens, j before l
+    taken = (beta[..., None] * (w @ k.transpose(-1, -2))).tril(-1)
+    is_visible = k_at[:, None, None, :] <= q_at[:, None, :, None]
+    of_query = torch.where(is_visible, q @ w.transpose(-1, -2), 0)
+    # the system is solved for the queries, of which a decoding step has one
+    solved = torch.linalg.solve_triangular(
+        system, of_query, upper=False, left=False, unitriangular=True
+    )
+    scores: Tensor = q @ k.transpose(-1, -2) - solved @ taken
+    return scores
+
+
+class PathProjection(ProjectionWithMemory):
+    """A projection with PaTH positions: every token reflects the keys before it.
+
+    s_ij = scale q_i^T H_i ... H_{j+1} k_j, H_t = I - beta_t w_t w_t^T,
+    w_t = W_w x_t normed to length 1, beta_t = 2 sigmoid(W_b x_t + b)
+
+    A cache stores w and beta of each token beside its key and value, so that it can be cropped,
+    forked and joined as any other. A decoded token solves one triangular system over all keys; the
+    paper instead rewrites all cached keys in each step.
+
+    Source: Yang et al. 2025 (arXiv 2505.16381), equations 2 and 3.
+    """
+
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, v: HeadProjection, w: HeadProjection, dim: int
+    ) -> None:
+        super().__init__(q, k, v)
+        if (w.heads, w.head_dim) != (k.heads, k.head_dim):
+            raise ArgumentError(
+                f"w is {w.extra_repr()} and k is {k.extra_repr()}; both must have the same heads"
+            )
+        self.w, self.beta = w, Linear(dim, k.heads, bias=True)
+
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
+        """Return the keys, the values, the unit vectors [B,G,S,D] and beta [B,G,S,1]."""
+        w = F.normalize(self.w(x, positions), dim=-1)
+        beta = 2 * torch.sigmoid(self.beta(x)).transpose(-1, -2)[..., None]
+        return *super().remember(x, positions), w, beta
+
+    def data_bias(
+        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
+    ) -> Bias:
+        """Return what the reflections add to the scores, [B,H,T,S]."""
+        if is_exporting_onnx():
+            raise ArgumentError(
+                "torch.onnx.export was given a PathProjection, which solves triangular systems: "
+                "ONNX has no such operator; use torch.export.export, or another mechanism"
+            )
+        k, _, w, beta = memory
+        B, (H, G) = q.shape[0], (q.shape[1], k.shape[1])
+        q_at, k_at = (as_tensor(p, q.device).expand(B, -1) for p in (positions, k_positions))
+        order = stable_argsort(k_at)
+        empty = (k_at < 0)[:, None, :, None]
+        k, w, beta = (
+            _in_order(torch.where(empty, 0, y), order).repeat_interleave(H // G, dim=1)
+            for y in (k, w, beta)
+        )
+        k_at = k_at.gather(-1, order)
+        q = torch.where((q_at < 0)[:, None, :, None], 0, q)
+        (k, w, beta), bad = _without_non_finite(k, w, beta)
+        scores = path_scores(q, k, w, beta[..., 0], q_at, k_at)
+        added = scores - (q.to(scores.dtype) @ k.to(scores.dtype).transpose(-1, -2))
+        added = _with_nan(added, bad, k_at[:, None, :] <= q_at[:, :, None])
+        back = stable_argsort(order)[:, None, None, :].expand(added.shape)
+        return DenseBias(added.gather(-1, back) * q.shape[-1] ** -0.5)
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """The sizes of `SeparateQKV`; a cache stores G D + G more values per token."""
+        own = super().shape
+        return own._replace(memory=(*own.memory, own.G * own.D, own.G))
+
+
+class SelectiveProjection(ProjectionWithMemory):
+    """A projection in which a token may hide earlier tokens from all later ones.
+
+    s'_ij = s_ij - sum over j < l < i of max(0, s0_lj),  s0 = scale q0_l . k0_j of the first head;
+    the first token is never hidden
+
+    A cache stores the queries of the first head beside keys and values, from which the sums of all
+    earlier tokens are computed again.
+
+    Source: Leviathan et al. 2024 (arXiv 2410.02703), section 3.
+    """
+
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
+        """Return the keys, the values, and the queries of the first head [B,1,S,D]."""
+        return *super().remember(x, positions), self.query(x, positions)[:, :1]
+
+    def data_bias(
+        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
+    ) -> Bias:
+        """Return what earlier tokens take from the score of each key, [B,1,T,S]."""
+        k, _, q0 = memory
+        B, scale = q.shape[0], q.shape[-1] ** -0.5
+        q_at, k_at = (as_tensor(p, q.device).expand(B, -1) for p in (positions, k_positions))
+        empty = (k_at < 0)[:, None, :, None]
+        k0, q0 = torch.where(empty, 0, k[:, :1]), torch.where(empty, 0, q0)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        (k0, q0), bad = _without_non_finite(k0, q0)
+        hidden = F.relu(
+            q0.to(wide) * scale @ k0.to(wide).transpose(-1, -2)
+        )  # [B,1,S,S]: token l, key j
+        before = (k_at[:, None, :] < k_at[:, :, None]) & (k_at > 0)[:, None, :]
+        hidden = torch.where(before[:, None], hidden, 0)
+        earlier = (k_at[:, None, :] < q_at[:, :, None]) & (k_at >= 0)[:, None, :]  # [B,T,S]
+        return DenseBias(_with_nan(-(earlier[:, None].to(wide) @ hidden), bad, earlier))
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """The sizes of `SeparateQKV`; a cache stores D more values per token."""
+        own = super().shape
+        return own._replace(memory=(*own.memory, own.D))
+
+
+def _in_order(x: Tensor, order: Tensor) -> Tensor:
+    """Return x [B,G,S,d] with its keys in the order [B,S]."""
+    return x.gather(2, order[:, None, :, None].expand(x.shape))
+
+
+def _without_non_finite(*parts: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the parts [B,n,S,d] with 0 in the tokens that have a NaN or an infinity, and a bool
+    [B,S] that says which these are: 0 times NaN would bring them to earlier queries.
+    """
+    finite = torch.stack([y.isfinite().all(-1).all(1) for y in parts]).all(0)
+    return tuple(torch.where(finite[:, None, :, None], y, 0) for y in parts), ~finite
+
+
+def _with_nan(bias: Tensor, bad: Tensor, reads: Tensor) -> Tensor:
+    """Return the bias [B,H,T,S] with NaN in the rows that read a bad token [B,S]; reads: which
+    tokens each query reads [B,T,S].
+    """
+    return bias.masked_fill((reads & bad[:, None]).any(-1)[:, None, :, None], torch.nan)

@@ -1,11 +1,12 @@
-"""Rules of recurrences whose state is a decayed sum: HGRN2, LightNet, RWKV-4, RWKV-6, Mamba-2, the
-matrix memory of xLSTM, gated slots, and cosFormer. `regard.nn.linear_recurrence.Recurrent` runs
-them.
+"""Rules of recurrences whose state is a decayed sum: linear attention, retention, gated linear
+attention, HGRN2, LightNet, RWKV-4, RWKV-6, Mamba-2, the matrix memory of xLSTM, gated slots, and
+cosFormer. `regard.nn.Recurrent` runs them.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number
+from regard.argument_checks import check_choice, check_number, check_positive_sizes
 from regard.caches import Parts
 from regard.cost.decayed_state import (
     lightnet_spec,
@@ -26,26 +27,192 @@ from regard.cost.fixed_state import CountedSpec, LinearSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.linear import Linear
-from regard.nn.linear_recurrence import LinearAttentionRule
+from regard.nn.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
 from regard.ops.linear.feature_maps import cosine_features
 from regard.ops.linear.gated_slots import gated_slots, log_sum_exp_gates
-from regard.ops.linear.linear_attention import gated_linear, linear_attention
+from regard.ops.linear.linear_attention import (
+    FeatureMap,
+    feature_map_of,
+    gated_linear,
+    linear_attention,
+    retention,
+)
 from regard.ops.linear.mlstm import mlstm
 from regard.ops.linear.rwkv import rwkv4, rwkv6
-from regard.span import Positions, Span
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Convert a tensor to float32, unless it is float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from regard.positions.constant_tensor import ConstantTensor
+from regard.span import Span
+from regard.units import plural
 
 
 def _by_head(x: Float[Tensor, "B T n"], heads: int) -> Float[Tensor, "B G T d"]:
     """Split the channels of tokens into heads, in fp32 or better."""
-    return torch.unflatten(_wide(x), -1, (heads, -1)).transpose(1, 2)
+    return torch.unflatten(wide(x), -1, (heads, -1)).transpose(1, 2)
 
 
-class HGRN2Rule(nn.Module):
+class LinearAttentionRule(RecurrenceRule):
+    """Linear attention with a feature map, with or without a normaliser.
+
+    Args:
+        feature_map: a name in `regard.linear.FEATURE_MAPS`, or a function or module that keeps the
+            shape.
+
+    Source: Katharopoulos et al. 2020 (arXiv 2006.16236), section 3.4.
+    """
+
+    scale: float
+
+    def __init__(
+        self, feature_map: FeatureMap = "elu+1", *, normalise: bool = True, scale: float = 1.0
+    ) -> None:
+        super().__init__()
+        feature_map_of(feature_map)
+        check_number("scale", scale, float("-inf"), float("inf"), "finite")
+        self.feature_map, self.normalise, self.scale = feature_map, normalise, scale
+
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
+        """Return the results [B,max(H,N),T,E] and the state after the last token: (S, z), or (S,)
+        without a normaliser.
+        """
+        return linear_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            normalise=self.normalise,
+            scale=self.scale,
+            **call,
+        )
+
+    def unnormalised(self) -> LinearAttentionRule:
+        """Return this rule without the division by the sum of the weights."""
+        return LinearAttentionRule(self.feature_map, normalise=False)
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
+        """Return the cost of a layer with this rule."""
+        count = getattr(self.feature_map, "feature_count", None)
+        features = None if count is None else count(shape.head_dim)
+        return LinearSpec(weights, (), shape, normalised=self.normalise, features=features)
+
+    def extra_repr(self) -> str:
+        """Return the feature map, and whether the weights are normalised."""
+        name = self.feature_map if isinstance(self.feature_map, str) else "a function"
+        return f"{name}, normalise={self.normalise}"
+
+
+class RetentionRule(RecurrenceRule):
+    """Retention: the state of each key/value head decays at a fixed rate.
+
+    Source: Sun et al. 2023 (arXiv 2307.08621), equations 6 and 8.
+    """
+
+    def __init__(
+        self, groups: int, decay: Sequence[float] | None = None, *, scale: float | None = None
+    ) -> None:
+        super().__init__()
+        check_number("scale", scale, float("-inf"), float("inf"), "finite")
+        if groups < 1:
+            raise ArgumentError(f"RetentionRule(groups={groups}): groups must be at least 1")
+        if decay is not None:
+            if len(decay) != groups:
+                raise ArgumentError(
+                    f"decay has length {len(decay)}; it must have one number for each of the "
+                    f"{plural(groups, 'key/value head')}, or be None"
+                )
+            for g, gamma in enumerate(decay):
+                if not 0 <= gamma <= 1:
+                    raise ArgumentError(
+                        f"decay of head {g} is {gamma}; it must be from 0 (forget at once) to 1 "
+                        "(never forget)"
+                    )
+        self.decay = decay
+        self.scale = scale
+
+    @property
+    def decay(self) -> tuple[float, ...] | None:
+        """The decay factor of each key/value head; None is 1 - 2^(-5-g)."""
+        return self._decay
+
+    @decay.setter
+    def decay(self, decay: Sequence[float] | None) -> None:
+        self._decay = None if decay is None else tuple(float(gamma) for gamma in decay)
+        self._decay_tensor = ConstantTensor(
+            torch.tensor(self._decay or (), dtype=torch.float64, device="cpu")
+        )
+
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
+        """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
+        decay = None
+        if self.decay is not None:
+            decay = self._decay_tensor.on(k.device)
+        return retention(
+            q,
+            k,
+            v,
+            decay=decay,
+            scale=self.scale,
+            **call,
+        )
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
+        """Return the cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, "retention", decayed=True)
+
+    def extra_repr(self) -> str:
+        """Return the decays, if they are not those of the paper."""
+        return "" if self.decay is None else f"decay={list(self.decay)}"
+
+
+class GatedLinearRule(RecurrenceRule):
+    """Gated linear attention: each token decays every channel of the state by a gate, which a
+    low-rank map computes from the token.
+
+    g = log sigmoid(W_2 W_1 x + b) / temperature, in fp32 or better
+
+    Args:
+        temperature: a larger temperature keeps gates closer to 1, so that the state decays more
+            slowly.
+
+    Source: Yang et al. 2023 (arXiv 2312.06635), section 4.4.
+    """
+
+    def __init__(
+        self, dim: int, groups: int, head_dim: int, *, rank: int = 16, temperature: float = 16.0
+    ) -> None:
+        super().__init__()
+        check_positive_sizes(
+            "GatedLinearRule", dim=dim, groups=groups, head_dim=head_dim, rank=rank
+        )
+        check_number("temperature", temperature, 0, float("inf"), "greater than 0")
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, groups * head_dim)
+        self.groups, self.temperature = groups, temperature
+
+    def log_decay(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T D"]:
+        """Return the logarithms of the gates [B,G,T,D] for tokens x [B,T,M]; they are at most 0."""
+        gates = torch.unflatten(self.up(self.down(x)), -1, (self.groups, -1)).transpose(1, 2)
+        return F.logsigmoid(wide(gates)) / self.temperature
+
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
+        """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
+        g = self.log_decay(x)
+        return gated_linear(q, k, v, g, **call)
+
+    def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
+        """Return the cost of a layer with this rule."""
+        return LinearSpec(weights, (), shape, "gated linear attention", decayed=True)
+
+    def extra_repr(self) -> str:
+        """Return the temperature of the gates."""
+        return f"temperature={self.temperature}"
+
+
+class HGRN2Rule(RecurrenceRule):
     """The rule of HGRN2: gated linear attention whose key is what the forget gate leaves free.
 
     f = b + (1 - b) sigmoid(k);  S <- diag(f) S + (1 - f) v^T;  z = S^T q / sqrt(D)
@@ -53,13 +220,6 @@ class HGRN2Rule(nn.Module):
     Args:
         lower_bound: b, the smallest forget gate, at least 0 and below 1; upper layers of the paper
             have a larger one.
-
-    Raises:
-        ArgumentError: lower_bound is not at least 0 and below 1.
-
-    >>> k = torch.zeros(1, 1, 3, 1)  # all gates are 1/2
-    >>> HGRN2Rule()(k[0], k + 1, k, k + 1, None, None, "auto")[0].flatten().tolist()
-    [0.5, 0.75, 0.875]
 
     Source: Qin et al. 2024 (arXiv 2404.07904), equation 5; lower bounds: arXiv 2311.04823.
     """
@@ -71,26 +231,17 @@ class HGRN2Rule(nn.Module):
 
     def written_keys(self, k: Float[Tensor, "B G T D"]) -> Float[Tensor, "B G T D"]:
         """Return the keys 1 - f that the state receives, from the logits of the gates."""
-        return (1 - self.lower_bound) * torch.sigmoid(-_wide(k))
+        return (1 - self.lower_bound) * torch.sigmoid(-wide(k))
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B N T E"],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
         """Return the results [B,H,T,E] and the state (S,) after the last token."""
-        g = F.logsigmoid(_wide(k))
+        g = F.logsigmoid(wide(k))
         if self.lower_bound:
             g = torch.log(self.lower_bound + (1 - self.lower_bound) * g.exp())
         keys = self.written_keys(k)
-        z, state = gated_linear(
-            _wide(q), keys, _wide(v), g, state=state, k_positions=positions, form=form
-        )
+        z, state = gated_linear(wide(q), keys, wide(v), g, **call)
         return z.to(q.dtype), state
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
@@ -102,38 +253,25 @@ class HGRN2Rule(nn.Module):
         return f"lower_bound={self.lower_bound}"
 
 
-class LightNetRule(nn.Module):
+class LightNetRule(RecurrenceRule):
     """The rule of LightNet: gated linear attention whose decays come from a running log-sum-exp, so
     that in each channel of the keys the weights of all tokens are a softmax.
 
     L_t = log(exp(k_1) + ... + exp(k_t));  S <- diag(exp(L_{t-1} - L_t)) S + exp(k_t - L_t) v_t^T
 
-    >>> k = torch.zeros(1, 1, 3, 1)
-    >>> v = torch.tensor([3.0, 5.0, 10.0])[None, None, :, None]
-    >>> z, _ = LightNetRule()(k[0], k + 1, k, v, None, None, "auto")
-    >>> z.round(decimals=5).flatten().tolist()  # equal weights: the mean
-    [3.0, 4.0, 6.0]
-
     Source: Qin et al. 2024 (arXiv 2405.21022), section 3.
     """
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B N T E"],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
         """Return the results [B,H,T,E] and the state (S, L) after the last token."""
+        state = call["state"]
         sums, total = (None, None) if state is None else (state[:1], state[1:])
-        g, total = log_sum_exp_gates(k, state=total, k_positions=positions)
+        g, total = log_sum_exp_gates(k, state=total, k_positions=call["k_positions"])
         keys = -torch.expm1(g)
-        z, sums = gated_linear(
-            _wide(q), keys, _wide(v), g, state=sums, k_positions=positions, form=form
-        )
+        call = {**call, "state": sums}
+        z, sums = gated_linear(wide(q), keys, wide(v), g, **call)
         return z.to(q.dtype), (*sums, *total)
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
@@ -141,24 +279,11 @@ class LightNetRule(nn.Module):
         return lightnet_spec(weights, shape)
 
 
-class RWKV6Rule(nn.Module):
+class RWKV6Rule(RecurrenceRule):
     """The rule of RWKV-6: each token computes a decay for every channel by a low-rank map, and
     reads itself with a learned weight.
 
     z = S^T q + (q . (u k)) v;  S <- diag(exp(g)) S + k v^T;  g = -exp(w + W_2 tanh(W_1 x))
-
-    Args:
-        dim: the model dim M.
-        heads: the heads H.
-        head_dim: the head dim D.
-        rank: the rank of the map from M to H D.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
-    >>> rule = RWKV6Rule(8, 2, 3)
-    >>> rule.log_decay(torch.zeros(1, 5, 8)).shape
-    torch.Size([1, 2, 5, 3])
 
     Source: Peng et al. 2024 (arXiv 2404.05892), section 4.
     """
@@ -167,11 +292,7 @@ class RWKV6Rule(nn.Module):
 
     def __init__(self, dim: int, heads: int, head_dim: int, *, rank: int = 64) -> None:
         super().__init__()
-        if min(dim, heads, head_dim, rank) < 1:
-            raise ArgumentError(
-                f"RWKV6Rule(dim={dim}, heads={heads}, head_dim={head_dim}, rank={rank}): each must "
-                "be at least 1"
-            )
+        check_positive_sizes("RWKV6Rule", dim=dim, heads=heads, head_dim=head_dim, rank=rank)
         self.down = nn.Linear(dim, rank, bias=False)
         self.up = nn.Linear(rank, heads * head_dim, bias=False)
         # channels start with memories of different lengths
@@ -180,46 +301,27 @@ class RWKV6Rule(nn.Module):
 
     def log_decay(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B G T D"]:
         """Return the logarithms of the decays [B,H,T,D] for tokens x [B,T,M]; they are below 0."""
-        rate = _wide(self.decay) + _wide(self.up(torch.tanh(self.down(x))))
+        rate = wide(self.decay) + wide(self.up(torch.tanh(self.down(x))))
         return -_by_head(rate, self.bonus.shape[0]).exp()
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B N T E"],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
         """Return the results [B,H,T,E] and the state (S,) after the last token."""
         g = self.log_decay(x)
-        return rwkv6(q, k, v, g, self.bonus, state=state, k_positions=positions, form=form)
+        return rwkv6(q, k, v, g, self.bonus, **call)
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
         """Return the cost of a layer with this rule."""
         return rwkv6_spec(weights, shape)
 
 
-class RWKV4Rule(nn.Module):
+class RWKV4Rule(RecurrenceRule):
     """The rule of RWKV-4: in each channel a mean of the values, with weights that decay at a
     learned rate; the query, called receptance, is a gate.
 
     z = sigmoid(q) (a + exp(u + k) v) / (b + exp(u + k));  a <- exp(-exp(w)) a + exp(k) v,
     b <- exp(-exp(w)) b + exp(k)
-
-    Args:
-        heads: the heads H; the channels of a head do not interact.
-        head_dim: the head dim D.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
-    >>> x, k = torch.zeros(1, 3, 2), torch.zeros(1, 1, 3, 2)
-    >>> z, _ = RWKV4Rule(1, 2)(x, k + 100, k, k + 7, None, None, "auto")
-    >>> z.round(decimals=5).unique().tolist()
-    [7.0]
 
     Source: Peng et al. 2023 (arXiv 2305.13048), equations 14 to 18.
     """
@@ -232,27 +334,17 @@ class RWKV4Rule(nn.Module):
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__()
-        if min(heads, head_dim) < 1:
-            raise ArgumentError(
-                f"RWKV4Rule(heads={heads}, head_dim={head_dim}): each must be at least 1"
-            )
+        check_positive_sizes("RWKV4Rule", heads=heads, head_dim=head_dim)
         # channels start with memories of different lengths
         self.decay = nn.Parameter(torch.linspace(-5, 3, heads * head_dim).view(heads, head_dim))
         self.bonus = nn.Parameter(torch.full((heads, head_dim), math.log(0.3)))
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B N T E"],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
         """Return the results [B,H,T,D] and the state (a, b, m) after the last token."""
-        g = -_wide(self.decay).exp()
-        z, state = rwkv4(k, v, g, self.bonus, state=state, k_positions=positions, form=form)
+        g = -wide(self.decay).exp()
+        z, state = rwkv4(k, v, g, self.bonus, **call)
         return torch.sigmoid(q) * z, state
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
@@ -260,7 +352,7 @@ class RWKV4Rule(nn.Module):
         return rwkv4_spec(weights, shape)
 
 
-class Mamba2Rule(nn.Module):
+class Mamba2Rule(RecurrenceRule):
     """The rule of Mamba-2 (SSD): one decay per head from a step size, which also scales what a
     token writes, and a skip from the value to the result.
 
@@ -268,18 +360,6 @@ class Mamba2Rule(nn.Module):
 
     Here k, q and v are the paper's B, C and x. The limits hold in every form; the reference
     implementations leave them out when they decode token by token.
-
-    Args:
-        dim: the model dim M.
-        heads: the value heads N.
-        bias: whether W has a bias of its own besides b, as in checkpoints with one input map.
-        step_limits: the smallest and the largest step size.
-
-    Raises:
-        ArgumentError: a size is less than 1, or the limits are not 0 <= smallest <= largest.
-
-    >>> Mamba2Rule(8, 2, step_limits=(0.5, 0.5)).step(torch.zeros(1, 3, 8))[0, 0].tolist()
-    [0.5, 0.5, 0.5]
 
     Source: Dao and Gu 2024 (arXiv 2405.21060), section 7 and listing 2.
     """
@@ -295,8 +375,7 @@ class Mamba2Rule(nn.Module):
         step_limits: tuple[float, float] = (0.0, math.inf),
     ) -> None:
         super().__init__()
-        if min(dim, heads) < 1:
-            raise ArgumentError(f"Mamba2Rule(dim={dim}, heads={heads}): each must be at least 1")
+        check_positive_sizes("Mamba2Rule", dim=dim, heads=heads)
         if not 0 <= step_limits[0] <= step_limits[1]:
             raise ArgumentError(
                 f"step_limits is {step_limits}; it must be two numbers, at least 0, the smaller "
@@ -304,42 +383,31 @@ class Mamba2Rule(nn.Module):
             )
         self.linear = Linear(dim, heads, bias=bias)
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(1, 16).log())
-        step = torch.empty(heads).uniform_(math.log(0.001), math.log(0.1)).exp()
-        # This is the inverse of softplus: softplus(dt_bias) = step.
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+        self.dt_bias = nn.Parameter(initial_step_bias(heads))
         self.skip = nn.Parameter(torch.ones(heads))
         self.step_limits = step_limits
 
     def step(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B N T"]:
         """Return the step sizes s [B,N,T] of tokens x [B,T,M]."""
-        step = F.softplus(_wide(self.linear(x)) + _wide(self.dt_bias)).transpose(1, 2)
+        step = F.softplus(wide(self.linear(x)) + wide(self.dt_bias)).transpose(1, 2)
         smallest, largest = self.step_limits
         return step if largest == math.inf and smallest == 0 else step.clamp(smallest, largest)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B N T E"],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
         """Return the results [B,max(H,N),T,E] and the state (S,) after the last token."""
         step = self.step(x)[..., None]
-        g = -_wide(self.A_log).exp()[:, None, None] * step
+        g = -wide(self.A_log).exp()[:, None, None] * step
         z, state = gated_linear(
-            _wide(q),
-            _wide(k),
-            _wide(v) * step,
+            wide(q),
+            wide(k),
+            wide(v) * step,
             g,
             scale=1.0,
-            state=state,
-            k_positions=positions,
-            form=form,
+            **call,
         )
-        skip = _wide(self.skip)[:, None, None] * _wide(v)
+        skip = wide(self.skip)[:, None, None] * wide(v)
         z = z + skip.repeat_interleave(z.shape[1] // v.shape[1], 1)
         return z.to(q.dtype), state
 
@@ -348,24 +416,12 @@ class Mamba2Rule(nn.Module):
         return LinearSpec(weights, (), shape, "Mamba-2", decayed=True)
 
 
-class MLSTMRule(nn.Module):
+class MLSTMRule(RecurrenceRule):
     """The rule of the matrix memory of xLSTM: exponential input gates, sigmoid forget gates, and a
     running sum of keys that bounds the result.
 
     C <- f C + i k v^T, n <- f n + i k;  z = C^T q / max(|n . q|, 1) with q / sqrt(D);
     i = exp(cap(W_i x + b_i)), f = sigmoid(cap(W_f x + b_f)), cap(y) = c tanh(y / c)
-
-    Args:
-        dim: the model dim M.
-        heads: the heads H.
-        gate_cap: c, the bound of the gates' logits; None applies none.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, or gate_cap is not above 0.
-
-    >>> log_input, log_forget = MLSTMRule(8, 2).gates(torch.zeros(1, 5, 8))
-    >>> log_input.shape, bool((log_forget < 0).all())
-    (torch.Size([1, 2, 5]), True)
 
     Source: Beck et al. 2024 (arXiv 2405.04517), section 2.3; the cap: Beck et al. 2025 (arXiv
     2503.13427), section 3.2.
@@ -373,8 +429,7 @@ class MLSTMRule(nn.Module):
 
     def __init__(self, dim: int, heads: int, *, gate_cap: float | None = 15.0) -> None:
         super().__init__()
-        if min(dim, heads) < 1:
-            raise ArgumentError(f"MLSTMRule(dim={dim}, heads={heads}): each must be at least 1")
+        check_positive_sizes("MLSTMRule", dim=dim, heads=heads)
         if gate_cap is not None:
             check_number("gate_cap", gate_cap, 0, float("inf"), "greater than 0")
         self.input_gate, self.forget_gate = nn.Linear(dim, heads), nn.Linear(dim, heads)
@@ -385,23 +440,16 @@ class MLSTMRule(nn.Module):
 
     def gates(self, x: Float[Tensor, "B T M"]) -> tuple[Tensor, Tensor]:
         """Return the logarithms of the input and the forget gates [B,H,T] of tokens x [B,T,M]."""
-        logits = [_wide(gate(x)).transpose(1, 2) for gate in (self.input_gate, self.forget_gate)]
+        logits = [wide(gate(x)).transpose(1, 2) for gate in (self.input_gate, self.forget_gate)]
         if self.gate_cap is not None:
             logits = [self.gate_cap * torch.tanh(y / self.gate_cap) for y in logits]
         return logits[0], F.logsigmoid(logits[1])
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B N T E"],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
         """Return the results [B,H,T,E] and the state (C, n, m) after the last token."""
-        return mlstm(q, k, v, *self.gates(x), state=state, k_positions=positions, form=form)
+        return mlstm(q, k, v, *self.gates(x), **call)
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
         """Return the cost of a layer with this rule."""
@@ -412,7 +460,7 @@ class MLSTMRule(nn.Module):
         return f"gate_cap={self.gate_cap}"
 
 
-class SlotRule(nn.Module):
+class SlotRule(RecurrenceRule):
     """The rule of gated slot attention, and of attention with bounded memory (ABC): a softmax over
     a few slots, into which every token is written.
 
@@ -420,22 +468,6 @@ class SlotRule(nn.Module):
 
     With gates "sigmoid", a = sigmoid(W x)^(1/temperature). With "softmax", 1 - a is the share of
     the token in the sum of exp(W x) over all tokens up to it, so that a slot is a weighted mean.
-
-    Args:
-        dim: the model dim M.
-        groups: the key/value heads G.
-        slots: the slots m of each head.
-        gates: "sigmoid" (gated slot attention) or "softmax" (ABC).
-        temperature: a larger temperature keeps sigmoid gates closer to 1.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: a size is less than 1, gates is unknown, or temperature is
-            not above 0.
-
-    >>> x, k = torch.zeros(1, 3, 8), torch.ones(1, 1, 3, 2)
-    >>> z, _ = SlotRule(8, 1, 4, gates="softmax")(x, k, k, k, None, None, "auto")
-    >>> z.round(decimals=5).unique().tolist()
-    [1.0]
 
     Source: Zhang et al. 2024 (arXiv 2409.07146), section 3; ABC: Peng et al. 2021 (arXiv
     2110.02488), section 3.
@@ -451,38 +483,29 @@ class SlotRule(nn.Module):
         temperature: float = 8.0,
     ) -> None:
         super().__init__()
-        if min(dim, groups, slots) < 1:
-            raise ArgumentError(
-                f"SlotRule(dim={dim}, groups={groups}, slots={slots}): each must be at least 1"
-            )
-        if gates not in ("sigmoid", "softmax"):
-            raise ArgumentError(f"gates is {gates!r}; it must be 'sigmoid' or 'softmax'")
+        check_positive_sizes("SlotRule", dim=dim, groups=groups, slots=slots)
+        check_choice("gates", gates, ("sigmoid", "softmax"))
         check_number("temperature", temperature, 0, float("inf"), "greater than 0")
         self.linear = nn.Linear(dim, groups * slots, bias=False)
         self.groups, self.slots = groups, slots
         self.gates, self.temperature = gates, temperature
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B N T E"],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
         """Return the results [B,H,T,E] and the state after the last token: (K, V), and the running
         log-sum-exp with gates "softmax".
         """
         logits = _by_head(self.linear(x), self.groups)
+        state = call["state"]
         slots, total = (None, None) if state is None else (state[:2], state[2:])
         sums: Parts = ()
         if self.gates == "sigmoid":
             g = F.logsigmoid(logits) / self.temperature
         else:
-            g, sums = log_sum_exp_gates(logits, state=total, k_positions=positions)
-        z, slots = gated_slots(q, k, v, g, state=slots, k_positions=positions, form=form)
+            g, sums = log_sum_exp_gates(logits, state=total, k_positions=call["k_positions"])
+        call = {**call, "state": slots}
+        z, slots = gated_slots(q, k, v, g, **call)
         return z, (*slots, *sums)
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> CountedSpec:
@@ -502,15 +525,6 @@ class CosineRule(LinearAttentionRule):
     Args:
         period: the distance at which a weight reaches 0, in tokens; texts must not be longer,
             because weights beyond it are negative.
-        normalise: whether the weights are divided by their sum.
-
-    Raises:
-        ArgumentError: period is less than 1.
-
-    >>> x = torch.ones(1, 1, 3, 2)
-    >>> z, _ = CosineRule(8)(x[0], x, x, x, None, None, "auto")
-    >>> z.round(decimals=5).unique().tolist()
-    [1.0]
 
     Source: Qin et al. 2022 (arXiv 2202.08791), section 3.
     """
@@ -521,28 +535,20 @@ class CosineRule(LinearAttentionRule):
             raise ArgumentError(f"period is {period}; it must be at least 1")
         self.period = period
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B N T E"],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
         """Return the results [B,H,T,E] and the state after the last token."""
+        positions = call["k_positions"]
         where = Span(0, q.shape[2]) if positions is None else positions
-        queries, keys = (cosine_features(_wide(part), where, self.period) for part in (q, k))
+        queries, keys = (cosine_features(wide(part), where, self.period) for part in (q, k))
         z, state = linear_attention(
             queries,
             keys,
-            _wide(v),
+            wide(v),
             feature_map="identity",
             normalise=self.normalise,
-            state=state,
-            k_positions=positions,
-            form=form,
+            **call,
         )
         return z.to(q.dtype), state
 

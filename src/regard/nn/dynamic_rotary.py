@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from regard.argument_checks import check_choice
 from regard.caches import Cache, Parts
 from regard.errors import ArgumentError
 from regard.nn.projections import HeadProjection, ProjectionShape, SeparateQKV
@@ -26,11 +27,7 @@ RowLengths: TypeAlias = tuple[int, ...]
 
 
 def row_lengths(positions: Positions) -> RowLengths:
-    """Return one more than the largest position of each row, at least 0.
-
-    >>> row_lengths(Span(3, 4)), row_lengths(torch.tensor([[-1, 0, 1], [4, 5, 6]]))
-    ((7,), (2, 7))
-    """
+    """Return one more than the largest position of each row, at least 0."""
     if isinstance(positions, Span):
         return (max(0, positions.stop) if positions.length else 0,)
     if not positions.shape[1]:
@@ -39,23 +36,13 @@ def row_lengths(positions: Positions) -> RowLengths:
 
 
 def broadcast_lengths(lengths: RowLengths, rows: int) -> RowLengths:
-    """Repeat a single length for every row.
-
-    >>> broadcast_lengths((5,), 2)
-    (5, 5)
-    """
+    """Repeat a single length for every row."""
     return lengths * rows if len(lengths) == 1 else lengths
 
 
 def frequencies_change(module: nn.Module, old: RowLengths, new: RowLengths) -> bool:
     """Return whether any rotary embedding of a module has other frequencies for the new lengths
     than for the old ones.
-
-    >>> from regard.positions import LongRoPE
-    >>> scaling = LongRoPE((1.0, 2.0), (4.0, 8.0), 16, 2.0)
-    >>> rotary = PerRowRotary(Rotary(4, scaling=scaling, length="current"))
-    >>> [frequencies_change(rotary, (n,), (n + 1,)) for n in (8, 16, 17)]
-    [False, True, False]
     """
     rows = max(len(old), len(new))
     pairs = set(zip(broadcast_lengths(old, rows), broadcast_lengths(new, rows), strict=True))
@@ -68,16 +55,6 @@ class PerRowRotary(nn.Module):
     not from one length for the whole batch.
 
     angle = position * inv_freq_i(length of the row)
-
-    Args:
-        rotary: the rotary embedding to apply; its own `length` is not used.
-
-    >>> from regard.positions import DynamicNTK
-    >>> rotary = PerRowRotary(Rotary(4, scaling=DynamicNTK(2.0, 4), length="current"))
-    >>> x = torch.ones(2, 1, 2, 4)
-    >>> both = rotary(x, torch.tensor([[2, 3], [8, 9]]))
-    >>> torch.equal(both[:1], rotary(x[:1], torch.tensor([[2, 3]])))
-    True
     """
 
     static_step_refusal = "reads the length of each row, on which its frequencies depend"
@@ -215,10 +192,7 @@ def rotary_projection(
 
     Source: section 3.3 of Peng et al. 2023 (arXiv 2309.00071): cache keys before they are rotated.
     """
-    if policy not in get_args(KeyPolicy):
-        raise ArgumentError(
-            f"policy is {policy!r}; it must be one of {', '.join(get_args(KeyPolicy))}"
-        )
+    check_choice("policy", policy, get_args(KeyPolicy))
     if rotary.dim != head_dim:
         raise ArgumentError(f"rotary has dim {rotary.dim}; it must be the head_dim {head_dim}")
     needs_length = rotary.scaling is not None and rotary.scaling.needs_length
@@ -241,17 +215,6 @@ class PreRopeQKV(SeparateQKV):
 
     In a single layer, the result of the last query is then the same as if the whole text had been
     run in one call.
-
-    Args:
-        q, k, v: `HeadProjection`s without a rotary.
-        rotary: the rotary embedding of queries and keys.
-
-    >>> from regard.span import Span
-    >>> q, k, v = (HeadProjection(8, heads, 4) for heads in (4, 2, 2))
-    >>> project = PreRopeQKV(q, k, v, PerRowRotary(Rotary(4)))
-    >>> x = torch.randn(1, 3, 8)
-    >>> torch.equal(project.remember(x, Span(5, 3))[0], project.k(x, None))
-    True
     """
 
     key_transform: PerRowRotary
@@ -288,15 +251,6 @@ class ReRotatedQKV(PreRopeQKV):
     This equals `PreRopeQKV` in real arithmetic. It costs nothing while the frequencies are
     unchanged, that is up to the trained length. Cached keys are never overwritten, so rounding
     errors do not accumulate.
-
-    Args:
-        q, k, v, rotary: as for `PreRopeQKV`.
-
-    >>> from regard.span import Span
-    >>> q, k, v = (HeadProjection(8, heads, 4) for heads in (4, 2, 2))
-    >>> project = ReRotatedQKV(q, k, v, PerRowRotary(Rotary(4)))
-    >>> [m.shape for m in project.remember(torch.randn(1, 3, 8), Span(5, 3))]
-    [torch.Size([1, 2, 3, 4]), torch.Size([1, 2, 3, 4]), torch.Size([1, 1, 3, 1])]
     """
 
     def remember(self, x: Tensor, positions: Positions | None) -> Parts:
@@ -328,20 +282,6 @@ class ReRotatedQKV(PreRopeQKV):
 class RecomputedQKV(ReRotatedQKV):
     """A projection that caches rotated keys, and raises an error once their frequencies are out of
     date: the prefix must then be run again (`regard.nn.PrefixRecomputer`).
-
-    Args:
-        q, k, v, rotary: as for `PreRopeQKV`.
-
-    Raises:
-        ArgumentError: from `recall`, if a key was rotated with frequencies other than those of the
-            present length.
-
-    >>> from regard.span import Span
-    >>> q, k, v = (HeadProjection(8, heads, 4) for heads in (4, 2, 2))
-    >>> project = RecomputedQKV(q, k, v, PerRowRotary(Rotary(4)))
-    >>> memory = project.remember(torch.randn(1, 3, 8), Span(0, 3))
-    >>> torch.equal(project.recall(memory, Span(0, 3))[0], memory[0])
-    True
     """
 
     def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,9 @@
-"""The input and the output of a model: token embeddings with positions, and the linear maps from
-hidden states to logits.
-"""
+"""Input embeddings of tokens and of log-mel features, added positions, and capped logits."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -102,16 +101,7 @@ class InputEmbedding(nn.Module):
         positions: Positions | None = None,
         segments: Int[Tensor, "B T"] | None = None,
     ) -> Float[Tensor, "B T M"]:
-        """Embed token ids.
-
-        Args:
-            ids: token ids [B,T]; the id at position -1 (an empty slot) is ignored.
-            positions: positions of the tokens; 0..T-1 by default.
-            segments: segment ids [B,T]; 0 by default.
-
-        Returns:
-            The embeddings [B,T,M].
-        """
+        """Embed token ids."""
         self._check_ids("ids", ids)
         if ids.ndim != 2:
             raise ArgumentError(
@@ -195,18 +185,6 @@ class ScaledLogits(Linear):
 
     logits = W (scale x)
 
-    Args:
-        dim: the model dim M.
-        vocabulary: the number of logits V.
-        scale: a finite factor, M^-0.5 in T5.
-
-    Raises:
-        ArgumentError: scale is not finite.
-
-    >>> head = ScaledLogits(4, 1, scale=0.5)
-    >>> torch.nn.init.ones_(head.weight).sum().item(), head(torch.ones(4)).tolist()
-    (4.0, [2.0])
-
     Source: Raffel et al. 2020 (arXiv 1910.10683), the released code.
     """
 
@@ -222,3 +200,56 @@ class ScaledLogits(Linear):
     def extra_repr(self) -> str:
         """Return the sizes of the matrix and the factor."""
         return f"{super().extra_repr()}, scale={self.scale:g}"
+
+
+class LogMelEmbedding(nn.Module):
+    """The input embedding of Whisper's encoder: two convolutions over time, and positions.
+
+    x = gelu(conv2(gelu(conv1(features)))) + P[position]
+
+    Both convolutions have three columns; the second takes every other frame, so that L frames
+    become (L + 1) // 2 states.
+
+    Args:
+        positional: a module from positions [B, S] to vectors [B or 1, S, M].
+
+    Source: Radford et al. 2022 (arXiv 2212.04356), section 2.2.
+    """
+
+    def __init__(self, bins: int, dim: int, positional: nn.Module) -> None:
+        super().__init__()
+        self.bins = bins
+        self.conv1 = nn.Conv1d(bins, dim, 3, padding=1)
+        self.conv2 = nn.Conv1d(dim, dim, 3, stride=2, padding=1)
+        self.positional = positional
+
+    @staticmethod
+    def states(features: Float[Tensor, "B F L"]) -> int:
+        """Return the number of states that become of features [B, F, L]: (L + 1) // 2."""
+        return (features.shape[-1] + 1) // 2
+
+    def forward(
+        self,
+        features: Float[Tensor, "B F L"],
+        positions: Positions | None = None,
+    ) -> Float[Tensor, "B S M"]:
+        """Embed log-mel features as encoder states."""
+        if not isinstance(features, Tensor) or not features.is_floating_point():
+            got = getattr(features, "dtype", type(features).__name__)
+            raise ArgumentTypeError(
+                f"features are {got}; they must be floating-point log-mel features "
+                "[batch, bins, frames]"
+            )
+        if features.ndim != 3 or features.shape[1] != self.bins or not features.shape[2]:
+            raise ArgumentError(
+                f"features are {tuple(features.shape)}; they must be [batch, {self.bins}, frames], "
+                "with at least one frame"
+            )
+        S = self.states(features)
+        positions = Span(0, S) if positions is None else positions
+        check_positions("positions", positions, features.shape[0], S)
+        x = F.gelu(self.conv2(F.gelu(self.conv1(features)))).mT
+        if (empty := find_empty_slots(positions, x.device)) is not None:
+            x = x.masked_fill(empty[..., None], 0)
+        out: Tensor = x + self.positional(positions).to(x)
+        return out

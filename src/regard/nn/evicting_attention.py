@@ -15,10 +15,9 @@ from regard.cost.bounded import EvictingSpec
 from regard.errors import ArgumentError
 from regard.masks import Causal, Dense
 from regard.nn.attention import Attention
-from regard.nn.data_bias import refuse_data_bias
 from regard.nn.mixer import AcrossRanks, count_weights
-from regard.nn.projections import Projection, SeparateQKV
-from regard.nn.streaming_attention import check_shared_rotary
+from regard.nn.projections import Projection, SeparateQKV, check_adds_no_bias
+from regard.nn.windowed_attention import check_shared_rotary
 from regard.ops.softmax import Partial, attend, attend_partial, attention_weights, merge
 from regard.positions import Rotary, rotate
 from regard.positions.rotary import apply_rotary, cos_sin
@@ -117,7 +116,7 @@ class EvictingAttention(Attention):
                 f"{type(project).__name__} stores parts of {memory} per token; eviction needs keys "
                 f"and values per head, ({G * D}, {G * E}), whose rotation is final"
             )
-        refuse_data_bias(project, "EvictingAttention")
+        check_adds_no_bias(project, "EvictingAttention")
         if rule.future:
             check_shared_rotary(cast("SeparateQKV", project))  # it checks the class, too
             if softcap is not None:

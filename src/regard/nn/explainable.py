@@ -183,10 +183,6 @@ class CallWeights(NamedTuple):
     def by_position(self, length: int) -> Tensor:
         """Return the weights [H,length] in the order of positions; a position without a key has
         weight 0.
-
-        >>> call = CallWeights("", torch.tensor([[0.25, 0.75]]), torch.tensor([2, 0]))
-        >>> call.by_position(3).tolist()
-        [[0.75, 0.0, 0.25]]
         """
         ordered = self.weights.new_zeros(len(self.weights), length)
         is_used = (self.positions >= 0) & (self.positions < length)
@@ -275,9 +271,6 @@ class Explainable:
 def explainable(module: nn.Module) -> Explainable:
     """Return the module itself if it is `Explainable`, otherwise a wrapper that gives the default
     explanations.
-
-    >>> explainable(nn.Linear(2, 2)).has_own_row
-    False
     """
     return module if isinstance(module, Explainable) else _DefaultExplainable(module)
 
@@ -295,9 +288,6 @@ class _DefaultExplainable(Explainable):
 def find_rotary(step: nn.Module) -> Rotary | None:
     """Return the rotary embedding that a step of a `HeadProjection` is or contains (as its
     attribute `rotary`), or None.
-
-    >>> find_rotary(nn.Identity()) is None, find_rotary(Rotary(4)).dim
-    (True, 4)
     """
     inner = getattr(step, "rotary", step)
     return inner if isinstance(inner, Rotary) else None
@@ -314,13 +304,7 @@ def run_steps(
     positions: Positions,
     letter: Literal["q", "k", "v"],
 ) -> MechanismSteps:
-    """Run the steps of a `HeadProjection` one after the other and record the result of each.
-
-    >>> from regard.span import Span
-    >>> before = (MechanismStep("projected", "", torch.zeros(1, 3, 4)),)
-    >>> [step.name for step in run_steps([Rotary(4)], before, Span(0, 3), "q")]
-    ['projected', 'rotated']
-    """
+    """Run the steps of a `HeadProjection` one after the other and record the result of each."""
     results, index = list(previous), "i" if letter == "q" else "j"
     for step in steps:
         y = step(results[-1].values[None], positions)[0]
@@ -338,9 +322,6 @@ def projection_step(
 ) -> MechanismStep:
     """Return the step "projected", the first of queries, keys or values: a linear map of the hidden
     states.
-
-    >>> projection_step("k", torch.zeros(1, 3, 4), nn.Linear(4, 4), "rmsnorm").equation
-    'k_j = rmsnorm(W_K x_j + b_K)'
     """
     index, upper = "i" if letter == "q" else "j", letter.upper()
     product = f"W_{upper} x_{index}"
@@ -362,10 +343,6 @@ def effective_row(
     If a mechanism is linear in the values, z_i = sum_j a_ij v_j, it can be applied to unit vectors
     instead of the values. The result for query i is then the row a_i. This is done for one block of
     keys at a time.
-
-    >>> pattern = torch.tensor([[1.0, 0.0], [0.25, 0.75]])
-    >>> effective_row(lambda v: pattern @ v, torch.zeros(1, 1, 2, 3), 0, 1).tolist()
-    [0.25, 0.75]
     """
     _, G, S, _ = v.shape
 

@@ -1,16 +1,18 @@
 """Projections that cache fewer values than one key and one value per head: tensor products of small
-factors (TPA), one wide head with low-rank queries (MFA), and keys tied to values (GTA).
+factors (TPA), one wide head with low-rank queries (MFA), keys tied to values (GTA), keys as values
+(Gemma 4), and one vector that is key and value (DeepSeek-V4).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_groups
+from regard.argument_checks import check_groups, check_positive_sizes
 from regard.caches import Parts
 from regard.cost.factored import FactoredSpec
 from regard.cost.softmax import VisibleKeys
@@ -21,6 +23,7 @@ from regard.nn.explainable import (
     MechanismStep,
     MechanismSteps,
     ProjectionQuery,
+    first_rotary,
     projection_step,
     run_steps,
 )
@@ -29,7 +32,6 @@ from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
     HeadProjection,
     Projection,
-    ProjectionModule,
     ProjectionShape,
     cache_unsafe_reason,
 )
@@ -43,20 +45,6 @@ class TensorProductHeads(nn.Module):
 
     head_h = 1/R sum_r a_rh b_r, with a = W_A x [R,H] and b = rotary(W_B x) [R,D]
 
-    Args:
-        dim: the model dim M.
-        heads: the number of heads n.
-        head_dim: the size of one head d.
-        rank: the number of products R.
-        rotary: the rotary embedding of the factors b_r; None applies none.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
-    >>> heads = TensorProductHeads(8, 4, 6, 2)
-    >>> heads(torch.zeros(1, 5, 8), None).shape, heads.factors(torch.zeros(1, 5, 8), None).shape
-    (torch.Size([1, 4, 5, 6]), torch.Size([1, 1, 5, 20]))
-
     Source: Zhang et al. 2025 (arXiv 2501.06425), equations 3.1 to 3.3; its code divides by R.
     """
 
@@ -64,11 +52,9 @@ class TensorProductHeads(nn.Module):
         self, dim: int, heads: int, head_dim: int, rank: int, rotary: Rotary | None = None
     ) -> None:
         super().__init__()
-        if min(dim, heads, head_dim, rank) < 1:
-            raise ArgumentError(
-                f"TensorProductHeads(dim={dim}, heads={heads}, head_dim={head_dim}, rank={rank}): "
-                "each must be at least 1"
-            )
+        check_positive_sizes(
+            "TensorProductHeads", dim=dim, heads=heads, head_dim=head_dim, rank=rank
+        )
         self.heads, self.head_dim, self.rank = heads, head_dim, rank
         self.a = Linear(dim, rank * heads, bias=False)
         self.b = HeadProjection(dim, rank, head_dim, *([] if rotary is None else [rotary]))
@@ -116,23 +102,12 @@ class TensorProductHeads(nn.Module):
         return f"{plural(self.heads, 'head')} of {self.head_dim}, rank={self.rank}"
 
 
-class TensorProductProjection(ProjectionModule):
+class TensorProductProjection(Projection, nn.Module):
     """The projection of tensor product attention (TPA): queries, keys and values are sums of
     products of two factors. A cache stores the factors of keys and values.
 
     k_h = 1/R sum_r a_rh R_s b_r, and q_h and v_h likewise, v without rotation; stored: all a_rh and
     the rotated b_r of k and v, (R_k + R_v)(H + D) values
-
-    Args:
-        q: `TensorProductHeads` or a `HeadProjection` to H query heads of D.
-        k, v: `TensorProductHeads` to H heads of D and of E.
-
-    Raises:
-        ArgumentError: the heads do not fit one another.
-
-    >>> q, k, v = (TensorProductHeads(8, 4, 6, rank) for rank in (3, 2, 2))
-    >>> TensorProductProjection(q, k, v).shape.memory
-    (20, 20)
 
     Source: Zhang et al. 2025 (arXiv 2501.06425), section 3.
     """
@@ -178,10 +153,6 @@ class TensorProductProjection(ProjectionModule):
         parts = tuple((1, size) for size in self.shape.memory)
         return FactoredSpec(weights, parts, self.shape.heads, visible, ranks=R)
 
-    def select_form(self, queries: int, keys: int) -> Projection:
-        """Return this projection, which has only one form."""
-        return self
-
     def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
         """Return the factors and the products of queries, keys and values."""
         steps = self.k.b.steps
@@ -194,17 +165,7 @@ class TensorProductProjection(ProjectionModule):
 
 
 class LowRankMap(nn.Module):
-    """A linear map through a smaller space, with a norm there: W_up norm(W_down x).
-
-    Args:
-        dim: the size of x.
-        rank: the size between both maps.
-        out: the size of the result.
-        eps: the epsilon of the norm; None applies no norm.
-
-    >>> LowRankMap(8, 4, 6)(torch.zeros(1, 5, 8)).shape
-    torch.Size([1, 5, 6])
-    """
+    """A linear map through a smaller space, with a norm there: W_up norm(W_down x)."""
 
     def __init__(self, dim: int, rank: int, out: int, *, eps: float | None = 1e-6) -> None:
         super().__init__()
@@ -220,18 +181,6 @@ class LowRankMap(nn.Module):
 class LowRankHeads(HeadProjection):
     """A `HeadProjection` whose linear map goes through a smaller space: W_up norm(W_down x), split
     into heads.
-
-    Args:
-        dim, heads, head_dim: as for `HeadProjection`.
-        *steps: as for `HeadProjection`.
-        rank: the size between both maps.
-        eps: the epsilon of the norm there; None applies no norm.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
-    >>> LowRankHeads(8, 4, 6, rank=3)(torch.zeros(1, 5, 8), None).shape
-    torch.Size([1, 4, 5, 6])
 
     Source: Hu et al. 2024 (arXiv 2412.19255), section 3.2.
     """
@@ -253,25 +202,12 @@ class LowRankHeads(HeadProjection):
         self.linear = LowRankMap(dim, rank, heads * head_dim, eps=eps)
 
 
-class TiedProjection(ProjectionModule):
+class TiedProjection(Projection, nn.Module):
     """The projection of grouped-tied attention (GTA): the first half of a key is the first half of
     its value, and the second half is one rotary key that all heads share.
 
     v_g = W_v,g x;  k_g = [first half of v_g; R_s W_r x];  q_h = [W_q,h x; R_t W_q',h x]; stored:
     v_g of each group and the rotated half, G D + D/2 values
-
-    Args:
-        q: a `HeadProjection` to H heads of D without steps.
-        v: a `HeadProjection` to G heads of D without steps.
-        rotated: a `HeadProjection` to one head of D/2, without steps.
-        rotary: the rotary embedding of the second half of queries and keys, of D/2 dims.
-
-    Raises:
-        ArgumentError: the heads do not fit one another.
-
-    >>> heads = HeadProjection(8, 4, 8), HeadProjection(8, 2, 8), HeadProjection(8, 1, 4)
-    >>> TiedProjection(*heads, Rotary(4)).shape.memory
-    (16, 4)
 
     Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.1.
     """
@@ -343,3 +279,149 @@ class TiedProjection(ProjectionModule):
         return torch.cat(
             (q[..., : self.half_dim], self.rotary(q[..., self.half_dim :], positions)), dim=-1
         )
+
+
+class KeysAsValues(Projection, nn.Module):
+    """A projection whose values are the projected keys before the steps on keys, with steps of
+    their own: the matrix of the values is left out.
+
+    y = W_k x;  k = key steps(y);  v = value steps(y)
+
+    A cache stores both, because the steps on keys, such as a rotation, change them.
+
+    Args:
+        q: a `HeadProjection` to H query heads of D.
+        k: a `HeadProjection` to G key heads of D, with the steps on keys.
+        value_steps: modules called as step(y [B,G,S,D], positions).
+
+    Raises:
+        ArgumentError: G does not divide H, or q and k differ in head dim.
+
+    >>> import torch
+    >>> project = KeysAsValues(HeadProjection(8, 4, 2), HeadProjection(8, 2, 2))
+    >>> k, v = project.remember(torch.randn(1, 3, 8), None)
+    >>> torch.equal(k, v), project.shape.memory
+    (True, (4, 4))
+
+    Source: the code of Gemma 4 in transformers (`attention_k_eq_v`).
+    """
+
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, *, value_steps: Sequence[nn.Module] = ()
+    ) -> None:
+        super().__init__()
+        _check_heads(q, k)
+        self.q, self.k, self.value_steps = q, k, nn.ModuleList(value_steps)
+        self.cache_unsafe_reason = cache_unsafe_reason(k)
+
+    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
+        """Return the queries [B,H,T,D] of hidden states x."""
+        q: Tensor = self.q(x, positions)
+        return q
+
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
+        """Return the keys and the values [B,G,S,D], from one linear map."""
+        y = self._heads(x)
+        return _run(self.k.steps, y, positions), _run(self.value_steps, y, positions)
+
+    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
+        """Return the stored keys and values."""
+        k, v = memory
+        return k, v
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Return the projected keys [B,G,S,D] before any step."""
+        y: Tensor = self.k.flat(self.k.linear(x))
+        return torch.unflatten(y, -1, (self.k.heads, self.k.head_dim)).transpose(1, 2)
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """H, G and D, with E = D; a cache stores 2 G D values per token."""
+        G, D = self.k.heads, self.k.head_dim
+        return ProjectionShape(self.q.heads, G, D, D, (G * D, G * D))
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of queries, keys and values; the values start from the projected
+        keys.
+        """
+        first = projection_step("k", self._heads(query.memory)[0], self.k.linear)
+        first = first._replace(equation=f"v_{first.equation.partition('_')[2]}, the projected key")
+        return InputSteps(
+            self.q.explain_steps(query.x, query.positions, "q"),
+            self.k.explain_steps(query.memory, query.k_positions, "k"),
+            run_steps(self.value_steps, (first,), query.k_positions, "v"),
+            first_rotary(self.q.steps),
+        )
+
+
+class SharedKeyValue(Projection, nn.Module):
+    """A projection with one vector per group that is key and value, which a cache stores once.
+
+    k = v = steps(W_kv x)
+
+    If the steps rotate it, the result of attention is rotated by all positions of the keys; the
+    step `InverseRotary` on the result makes it depend on distances only.
+
+    Args:
+        q: a `HeadProjection` to H query heads of D.
+        kv: a `HeadProjection` to G heads of D.
+
+    Raises:
+        ArgumentError: G does not divide H, or q and kv differ in head dim.
+
+    >>> SharedKeyValue(HeadProjection(8, 4, 2), HeadProjection(8, 1, 2)).shape.memory
+    (2,)
+
+    Source: the code of DeepSeek-V4 in transformers.
+    """
+
+    def __init__(self, q: HeadProjection, kv: HeadProjection) -> None:
+        super().__init__()
+        _check_heads(q, kv)
+        self.q, self.kv = q, kv
+        self.cache_unsafe_reason = cache_unsafe_reason(kv)
+
+    def query(self, x: Tensor, positions: Positions | None) -> Tensor:
+        """Return the queries [B,H,T,D] of hidden states x."""
+        q: Tensor = self.q(x, positions)
+        return q
+
+    def remember(self, x: Tensor, positions: Positions | None) -> Parts:
+        """Return the vectors [B,G,S,D] that are keys and values."""
+        return (self.kv(x, positions),)
+
+    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
+        """Return the stored vectors as keys and as values."""
+        return memory[0], memory[0]
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """H, G and D, with E = D; a cache stores G D values per token."""
+        G, D = self.kv.heads, self.kv.head_dim
+        return ProjectionShape(self.q.heads, G, D, D, (G * D,))
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of queries, and the same steps for keys and for values."""
+        kv, memory, k_positions = self.kv, query.memory, query.k_positions
+        return InputSteps(
+            self.q.explain_steps(query.x, query.positions, "q"),
+            kv.explain_steps(memory, k_positions, "k"),
+            kv.explain_steps(memory, k_positions, "v"),
+            first_rotary(self.q.steps),
+        )
+
+
+def _check_heads(q: HeadProjection, k: HeadProjection) -> None:
+    """Check that the heads of queries and keys fit one another."""
+    check_groups(q.heads, k.heads)
+    if q.head_dim != k.head_dim:
+        raise ArgumentError(
+            f"q is {q.extra_repr()} and k is {k.extra_repr()}; they must have the same head dim"
+        )
+
+
+def _run(steps: nn.ModuleList, y: Tensor, positions: Positions | None) -> Tensor:
+    """Apply the steps to heads y [B,n,L,d]."""
+    for step in steps:
+        y = step(y, positions)
+    return y

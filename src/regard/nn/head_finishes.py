@@ -1,10 +1,10 @@
-"""Steps on the result of attention before the output map (`FinishedProjection`): gates of heads and
-of channels, the difference of pairs of heads, the removal of a token's own value, and the inverse
-rotation of rotated values.
+"""What changes the result of attention before the output map: gates of heads and of channels,
+differences of heads, the removal of a token's own value, and the rotation back of rotated values.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
@@ -12,21 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.biases import Bias
+from regard.argument_checks import check_choice, check_groups, check_positive_sizes
 from regard.caches import Parts
-from regard.cost.softmax import VisibleKeys
-from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
-from regard.nn.data_bias import data_bias
 from regard.nn.explainable import CallWeights, Explainable, HeadMix, LayerRun, MixTerm
 from regard.nn.linear import Linear
+from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
+    HeadProjection,
     Projection,
-    ProjectionModule,
     ProjectionShape,
     SeparateQKV,
-    adjust_query,
-    attention_spec,
+    WrappedProjection,
+    cache_unsafe_reason,
 )
 from regard.positions import Rotary, rotate
 from regard.span import Positions, as_tensor
@@ -38,8 +36,6 @@ class QueryTokens(NamedTuple):
 
     Attributes:
         x: the hidden states [B,T,M] that the queries were computed from.
-        positions: positions of their tokens; None if the mixer passes none.
-        project: the projection of the layer.
     """
 
     x: Tensor
@@ -77,17 +73,55 @@ class HeadFinish(nn.Module):
         return H
 
 
-class FinishedProjection(ProjectionModule):
+class GatedProjection(WrappedProjection):
+    """A projection with an output gate: every element of the heads is multiplied by a gate that is
+    computed from the hidden state of the query.
+
+    z' = z * sigmoid(gate(x))
+
+    Args:
+        project: the projection to wrap; any `Projection`.
+        gate: a `HeadProjection` of x to H heads of E, which is one gate per head and channel.
+
+    Raises:
+        ArgumentError: the gate does not have the heads that attention returns.
+
+    >>> q, k, v = (HeadProjection(8, heads, 2) for heads in (4, 2, 2))
+    >>> gated = GatedProjection(SeparateQKV(q, k, v), HeadProjection(8, 4, 2))
+    >>> gated.postprocess(torch.ones(1, 4, 3, 2), torch.zeros(1, 3, 8))[0, 0, 0]
+    tensor([0.5000, 0.5000], grad_fn=<SelectBackward0>)
+
+    Source: Qiu et al. 2025 (arXiv 2505.06708), section 3 (G1: after the weighted sum, per channel
+    and head).
+    """
+
+    def __init__(self, project: Projection, gate: HeadProjection) -> None:
+        super().__init__(project)
+        H, _, _, E, _ = project.shape
+        if (gate.heads, gate.head_dim) != (H, E):
+            raise ArgumentError(
+                f"gate is {gate.extra_repr()}; it must be {plural(H, 'head')} of {E}, as attention "
+                "returns"
+            )
+        self.gate = gate
+
+    def finish(self, z: Tensor, x: Tensor, positions: Positions | None) -> Tensor:
+        """Multiply heads z [B,H,T,E] by the gate."""
+        result: Tensor = z * self.gate(x, None).sigmoid()
+        return result
+
+
+class FinishedProjection(WrappedProjection):
     """A projection with steps on the result of attention, in the given order.
 
     z' = step_n(... step_1(z, tokens) ..., tokens), where tokens are those of the queries
 
     Args:
-        project: the projection to wrap; any `Projection` without other forms (`HasForms`).
+        project: the projection to wrap; any `Projection`.
         *steps: `HeadFinish` modules.
 
     Raises:
-        ArgumentError: the projection has several forms, or there is no step.
+        ArgumentError: there is no step.
 
     >>> from regard.nn.variants.projections import separate_qkv
     >>> project = FinishedProjection(separate_qkv(8, 4, 2, 2), HeadGate(8, 4))
@@ -97,87 +131,17 @@ class FinishedProjection(ProjectionModule):
     """
 
     def __init__(self, project: Projection, *steps: HeadFinish) -> None:
-        super().__init__()
-        if hasattr(type(project), "select_form"):
-            raise ArgumentError(
-                f"project is {type(project).__name__}, which has several forms; "
-                "FinishedProjection takes a projection with one form, such as SeparateQKV (a gate "
-                "for MLA is GatedProjection)"
-            )
+        super().__init__(project)
         if not steps:
             raise ArgumentError("FinishedProjection got no step; use the projection itself")
-        self.project, self.finishes = project, nn.ModuleList(steps)
+        self.finishes = nn.ModuleList(steps)
 
-    def query(self, x: Tensor, positions: Positions) -> Tensor:
-        """Return the queries [B,H,T,D] of the wrapped projection."""
-        return self.project.query(x, positions)
-
-    def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return the memory parts of the wrapped projection."""
-        return self.project.remember(x, positions)
-
-    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of the wrapped projection."""
-        return self.project.recall(memory, positions)
-
-    def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
-        """Adjust queries to the positions of the keys, if the wrapped projection does so.
-
-        Args:
-            q: queries [B,H,T,D].
-            positions: positions of the queries.
-            k_positions: positions of the keys.
-
-        Returns:
-            The adjusted queries.
-        """
-        return adjust_query(self.project, q, positions, k_positions)
-
-    def data_bias(
-        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
-    ) -> Bias | None:
-        """Return the bias of the wrapped projection, if it computes one from tokens.
-
-        Args:
-            x, q, memory, positions, k_positions: as for `regard.nn.data_bias.HasDataBias`.
-
-        Returns:
-            The bias, or None.
-        """
-        return data_bias(self.project, x, q, memory, positions, k_positions)
-
-    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """Run the steps without positions; a step that needs them raises an `ArgumentError`."""
-        return self.postprocess_at(z, x, None)
-
-    def postprocess_at(self, z: Tensor, x: Tensor, positions: Positions | None) -> Tensor:
-        """Run the steps on the result of attention.
-
-        Args:
-            z: the result of attention [B,H,T,E].
-            x: the hidden states [B,T,M] of the queries.
-            positions: positions of their tokens.
-
-        Returns:
-            The heads [B,H',T,E] that the output map concatenates and projects.
-        """
+    def finish(self, z: Tensor, x: Tensor, positions: Positions | None) -> Tensor:
+        """Run the steps; one that needs positions refuses to run without."""
         tokens = QueryTokens(x, positions, self.project)
-        z = self.project.postprocess(z, x)
         for step in self.finishes:
             z = step(z, tokens)
         return z
-
-    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention through this projection.
-
-        Args:
-            weights: the number of parameters of the layer, those of the steps included.
-            visible: the number of keys that a query sees.
-
-        Returns:
-            The cost specification.
-        """
-        return attention_spec(self.project, weights, visible)
 
     def explain_mix(
         self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
@@ -189,16 +153,6 @@ class FinishedProjection(ProjectionModule):
             if isinstance(step, Explainable):
                 return step.explain_mix(run, calls, call_index, head, row)
         return super().explain_mix(run, calls, call_index, head, row)
-
-    @property
-    def shape(self) -> ProjectionShape:
-        """The sizes of the wrapped projection."""
-        return self.project.shape
-
-    @property
-    def cache_unsafe_reason(self) -> str | None:
-        """The reason why a cache must not store the memory of the wrapped projection, or None."""
-        return self.project.cache_unsafe_reason
 
 
 GateActivation: TypeAlias = Literal["sigmoid", "softplus"]
@@ -240,15 +194,8 @@ class HeadGate(HeadFinish):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if min(dim, heads, channels) < 1:
-            raise ArgumentError(
-                f"HeadGate(dim={dim}, heads={heads}, channels={channels}): each must be at least 1"
-            )
-        if activation not in get_args(GateActivation):
-            raise ArgumentError(
-                f"activation is {activation!r}; it must be one of "
-                f"{', '.join(get_args(GateActivation))}"
-            )
+        check_positive_sizes("HeadGate", dim=dim, heads=heads, channels=channels)
+        check_choice("activation", activation, get_args(GateActivation))
         self.head_count, self.channels, self.activation = heads, channels, activation
         self.linear = Linear(dim, heads * channels, bias=False)
         self.bias = nn.Parameter(torch.zeros(heads)) if bias else None
@@ -290,10 +237,7 @@ class PairDifference(Explainable, HeadFinish):
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
-        if min(dim, heads) < 1:
-            raise ArgumentError(
-                f"PairDifference(dim={dim}, heads={heads}): each must be at least 1"
-            )
+        check_positive_sizes("PairDifference", dim=dim, heads=heads)
         self.linear = Linear(dim, heads, bias=False)
 
     def heads(self, H: int) -> int:
@@ -323,18 +267,12 @@ class PairDifference(Explainable, HeadFinish):
         pair, first = head // 2, head - head % 2
         factor = float(self.factor(run.x)[0, pair, row, 0])
         rows = calls[call_index].by_position(run.k.shape[2])
-        return HeadMix(
+        text = (
             f"the pattern of output head {pair} is the softmax of query head {first} minus λ times "
             f"that of query head {first + 1}, λ = {factor:.4f} for this token: weights may be "
-            "negative, and the row sums to 1 - λ",
-            (
-                MixTerm(f"head {first}", 1.0, float(rows[first].sum()), head == first),
-                MixTerm(
-                    f"head {first + 1}", -factor, float(rows[first + 1].sum()), head == first + 1
-                ),
-            ),
-            rows[first] - factor * rows[first + 1],
+            "negative, and the row sums to 1 - λ"
         )
+        return _difference(text, rows, (first, first + 1), factor, head)
 
 
 class OwnValueRemoval(HeadFinish):
@@ -417,3 +355,105 @@ class InverseRotary(HeadFinish):
         factor = 1 / rotary.rotary_factor
         moved: Tensor = rotate(z, -positions, rotary.inv_freq, layout=rotary.layout, factor=factor)
         return moved
+
+
+class DifferentialProjection(SeparateQKV):
+    """The projection of differential attention: each head has two attention patterns over the same
+    values, and the second is subtracted from the first.
+
+    z_h = (1 - l0) norm((softmax(q1 k1^T / sqrt(D)) - l softmax(q2 k2^T / sqrt(D))) v),
+    l = exp(a1 . b1) - exp(a2 . b2) + l0,  l0 = 0.8 - 0.6 exp(-0.3 depth)
+
+    l and l0 are lambda and lambda_init of the paper; a1, b1, a2 and b2 are its lambda_q1,
+    lambda_k1, lambda_q2 and lambda_k2.
+
+    Attention computes 2 H query heads and 2 G key heads: first those of the first pattern, then
+    those of the second.
+
+    Args:
+        q: a `HeadProjection` to 2 H heads of D.
+        k: a `HeadProjection` to 2 G heads of D.
+        v: a `HeadProjection` to G heads of E.
+        depth: the index of the layer, from 0, which determines l0.
+
+    Raises:
+        ArgumentError: the heads do not fit one another, or depth is negative.
+
+    >>> q, k, v = HeadProjection(8, 4, 2), HeadProjection(8, 2, 2), HeadProjection(8, 1, 4)
+    >>> DifferentialProjection(q, k, v).shape
+    ProjectionShape(H=4, G=2, D=2, E=4, memory=(4, 4))
+
+    Source: Ye et al. 2024 (arXiv 2410.05258), equations 1 to 3.
+    """
+
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, v: HeadProjection, *, depth: int = 0
+    ) -> None:
+        nn.Module.__init__(self)
+        if q.heads % 2 or k.heads != 2 * v.heads or q.head_dim != k.head_dim or depth < 0:
+            raise ArgumentError(
+                f"q is {q.extra_repr()}, k is {k.extra_repr()}, v is {v.extra_repr()}, "
+                f"depth is {depth}; q must have an even number of heads, k must have twice the "
+                "heads of v and the head dim of q, and depth must be at least 0"
+            )
+        check_groups(q.heads // 2, v.heads)
+        self.q, self.k, self.v, self.key_transform = q, k, v, None
+        self.cache_unsafe_reason = cache_unsafe_reason(k)
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * depth)
+        self.a1, self.b1, self.a2, self.b2 = (
+            nn.Parameter(0.1 * torch.randn(q.head_dim)) for _ in range(4)
+        )
+        self.norm = RMSNorm(v.head_dim, eps=1e-5)
+
+    def recall(self, memory: Parts, positions: Positions | None) -> tuple[Tensor, Tensor]:
+        """Return the keys of both patterns [B,2G,S,D], and the values repeated for both
+        [B,2G,S,E].
+        """
+        k, v = super().recall(memory, positions)
+        return k, v.repeat(1, 2, 1, 1)
+
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
+        """Subtract the second pattern's heads from the first's and normalise: [B,2H,T,E] ->
+        [B,H,T,E].
+        """
+        first, second = z.chunk(2, dim=1)
+        out: Tensor = self.norm(first - self.lambda_full.to(z.dtype) * second)
+        return out * (1 - self.lambda_init)
+
+    @property
+    def lambda_full(self) -> Tensor:
+        """The factor l of the second pattern, a scalar tensor."""
+        return (self.a1 @ self.b1).exp() - (self.a2 @ self.b2).exp() + self.lambda_init
+
+    def explain_mix(
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
+    ) -> HeadMix:
+        """Return the difference of the two attention patterns as a mix of two rows."""
+        H, factor = run.q.shape[1] // 2, float(self.lambda_full)
+        first, second = head % H, head % H + H
+        rows = calls[call_index].by_position(run.k.shape[2])
+        text = (
+            f"the pattern of output head {first} is the first softmax minus λ times the second, "
+            f"λ = {factor:.4f}: weights may be negative, and the row sums to 1 - λ; a norm and the "
+            "factor 1 - λ₀ follow"
+        )
+        return _difference(text, rows, (first, second), factor, head)
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """2 H query heads and 2 G key heads of D, values of E; a cache stores 2 G D + G E values
+        per token.
+        """
+        D, G, E = self.k.head_dim, self.v.heads, self.v.head_dim
+        return ProjectionShape(self.q.heads, 2 * G, D, E, (2 * G * D, G * E))
+
+
+def _difference(
+    text: str, rows: Tensor, pair: tuple[int, int], factor: float, head: int
+) -> HeadMix:
+    """Return the mix of one row of weights minus `factor` times another one of `rows` [H,S]."""
+    terms = tuple(
+        MixTerm(f"head {h}", share, float(rows[h].sum()), head == h)
+        for h, share in zip(pair, (1.0, -factor), strict=True)
+    )
+    return HeadMix(text, terms, rows[pair[0]] - factor * rows[pair[1]])

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_number
+from regard.argument_checks import check_choice, check_number, check_positive_sizes
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.span import Positions, as_tensor
 
@@ -70,10 +72,7 @@ class QueryTemperature(nn.Module):
         heads: int | None = None,
     ) -> None:
         super().__init__()
-        if form not in get_args(TemperatureForm):
-            raise ArgumentError(
-                f"form is {form!r}; it must be one of {', '.join(get_args(TemperatureForm))}"
-            )
+        check_choice("form", form, get_args(TemperatureForm))
         check_number("scale", scale, -math.inf, math.inf, "finite")
         check_number("length", length, 0, math.inf, "above 0")
         if form == "mistral_large4" and (heads is None or heads < 1):
@@ -219,8 +218,7 @@ class UnitNorm(nn.Module):
 
     def __init__(self, heads: int, dim: int, *, initial: float = 1.0, stored: float = 1.0) -> None:
         super().__init__()
-        if min(heads, dim) < 1:
-            raise ArgumentError(f"UnitNorm(heads={heads}, dim={dim}): each must be at least 1")
+        check_positive_sizes("UnitNorm", heads=heads, dim=dim)
         check_number("initial", initial, 0, math.inf, "above 0")
         check_number("stored", stored, 0, math.inf, "above 0")
         self.ratio = initial / stored
@@ -229,9 +227,20 @@ class UnitNorm(nn.Module):
     def forward(self, x: Tensor, positions: object = None) -> Tensor:
         """Normalise heads x [B,n,L,d]; positions are ignored."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        unit = nn.functional.normalize(wide, dim=-1)
+        unit = F.normalize(wide, dim=-1)
         return (unit * (self.weight.to(wide.dtype) * self.ratio)[:, None]).to(x.dtype)
 
     def extra_repr(self) -> str:
         """Return the heads and their size."""
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}"
+
+
+class Swish(nn.Module):
+    """The activation x sigmoid(x), as a step on heads.
+
+    Source: Ramachandran et al. 2017 (arXiv 1710.05941), equation 1 with beta 1.
+    """
+
+    def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
+        """Apply the activation to x [..., D]; positions are ignored."""
+        return F.silu(x)

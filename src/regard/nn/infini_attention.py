@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from regard.caches import Cache, Memory
 from regard.cost.fixed_state import InfiniSpec
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.data_bias import refuse_data_bias
 from regard.nn.explainable import (
     CallWeights,
     HeadMix,
@@ -26,7 +25,7 @@ from regard.nn.explainable import (
     run_steps,
 )
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
-from regard.nn.projections import Projection
+from regard.nn.projections import Projection, check_adds_no_bias
 from regard.ops.memory import (
     CompressiveState,
     EmptyMemoryRule,
@@ -120,7 +119,7 @@ class InfiniAttention(Mixer):
         update: UpdateRule = "linear",
         empty: EmptyMemoryRule = "zero",
     ) -> None:
-        refuse_data_bias(project, "InfiniAttention")
+        check_adds_no_bias(project, "InfiniAttention")
         super().__init__()
         check_options(segment, update, empty)
         check_unrotated(project, "the memory is written without positions")
@@ -130,12 +129,7 @@ class InfiniAttention(Mixer):
         self.segment, self.update, self.empty = segment, update, empty
 
     def check_cache(self, cache: Cache) -> None:
-        """Check that the cache is a `Memory` for segments of this length.
-
-        Raises:
-            ArgumentTypeError: the cache is not a `regard.caches.Memory`.
-            ArgumentError: its segments have another length.
-        """
+        """Check that the cache is a `Memory` for segments of this length."""
         if not isinstance(cache, Memory):
             raise ArgumentTypeError(
                 f"the cache is {type(cache).__name__}; Infini-attention needs a Memory: use "

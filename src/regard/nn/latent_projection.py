@@ -1,9 +1,11 @@
-"""Multi-head latent attention (MLA): a cache stores one latent and one rotary key per token, from
-which every head computes its keys and values.
+"""Projections through latents: multi-head latent attention (MLA), of which a cache stores one
+latent and one rotary key per token, and its relatives with several latents (grouped latent
+attention, MLRA).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -11,18 +13,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from regard.argument_checks import check_choice
 from regard.caches import Parts
+from regard.cost.factored import GroupedLatentSpec
 from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
 from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import ParameterCounts, Spec
 from regard.errors import ArgumentError
-from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
+from regard.nn.explainable import (
+    CallWeights,
+    HeadMix,
+    InputSteps,
+    LayerRun,
+    MechanismStep,
+    MixTerm,
+    ProjectionQuery,
+)
 from regard.nn.linear import Linear
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (
     HeadProjection,
     Projection,
-    ProjectionModule,
     ProjectionShape,
     cache_unsafe_reason,
 )
@@ -33,17 +44,6 @@ from regard.units import plural
 
 class LowRankProjection(nn.Module):
     """A projection to heads through a low-rank latent: up(norm(W x)).
-
-    Args:
-        dim: the model dim M.
-        rank: the size of the latent.
-        up: a `HeadProjection` from the latent to the heads.
-        bias: whether the map to the latent has a bias.
-        eps: the epsilon of the norm.
-
-    >>> import torch
-    >>> LowRankProjection(8, 4, HeadProjection(4, 2, 3))(torch.zeros(1, 5, 8), None).shape
-    torch.Size([1, 2, 5, 3])
 
     Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 and 38.
     """
@@ -62,7 +62,132 @@ class LowRankProjection(nn.Module):
         return q
 
 
-class LatentProjection(ProjectionModule):
+class LatentHeads(Projection, nn.Module):
+    """What projections through latents share: queries with and without positions, and two forms."""
+
+    q: nn.Module
+    rotary: Rotary
+    form: Form
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+
+    def up_maps(self) -> list[nn.Linear]:
+        """Return the maps from latents to the keys and values of heads."""
+        raise NotImplementedError
+
+    def absorbed_memory(self, memory: Parts) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of the absorbed form, with a head for each latent."""
+        raise NotImplementedError
+
+    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Compute the two parts of the queries: the one without positions [B,H,T,d_nope], and the
+        rotated one [B,H,T,d_rope].
+        """
+        q = self.q(x, positions)
+        return q[..., : self.nope_dim], self.rotary(q[..., self.nope_dim :], positions)
+
+    def query(self, x: Tensor, positions: Positions) -> Tensor:
+        """Return the queries [B,H,T,d_nope+d_rope] of hidden states x."""
+        return torch.cat(self.parts(x, positions), dim=-1)
+
+    @property
+    def has_forms(self) -> bool:
+        """True: there are an expanded and an absorbed form."""
+        return True
+
+    def select_form(self, queries: int, keys: int) -> Projection:
+        """Return this projection (expanded), or its `AbsorbedLatentProjection`."""
+        absorb = self.form == "absorb"
+        # another layer in its place, such as torch's quantised one, may have no matrix to absorb
+        if self.form == "auto" and all(isinstance(m.weight, Tensor) for m in self.up_maps()):
+            absorb = absorbing_is_cheaper(
+                queries,
+                keys,
+                kv_rank=self.kv_rank,
+                nope_dim=self.nope_dim,
+                value_dim=self.value_dim,
+            )
+        return AbsorbedLatentProjection(self) if absorb else self
+
+    def up(self) -> tuple[Float[Tensor, "H d r"], Float[Tensor, "H E r"]]:
+        """Return the two parts of the matrices that expand latents: W_uk [H,d_nope,r] of keys and
+        W_uv [H,E,r] of values; views, if there is one matrix.
+        """
+        weights: list[object] = [m.weight for m in self.up_maps()]
+        tensors = [w for w in weights if isinstance(w, Tensor)]
+        if len(tensors) < len(weights):
+            raise ArgumentError(
+                f"the map from latents to heads is a {type(self.up_maps()[0]).__name__} without a "
+                f"weight tensor, so that it cannot be absorbed; build the {type(self).__name__} "
+                'with form="expand"'
+            )
+        heads = [torch.unflatten(w, 0, (-1, self.nope_dim + self.value_dim)) for w in tensors]
+        weight = heads[0] if len(heads) == 1 else torch.cat(heads)  # [H,d_nope+E,r]
+        return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
+
+    @property
+    def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
+        """The reason why a cache must not store the rotated key; None unless the rotary frequencies
+        follow the length.
+        """
+        return cache_unsafe_reason(self.rotary)
+
+
+def check_latent_sizes(form: str, **sizes: int | None) -> None:
+    """Check the sizes of a projection through latents, and the name of its form."""
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            alternative = "; None computes queries without a latent" if name == "q_rank" else ""
+            raise ArgumentError(f"{name} is {size}; it must be at least 1{alternative}")
+    check_choice("form", form, get_args(Form))
+
+
+class AbsorbedLatentProjection(Projection):
+    """The absorbed form of a projection through latents: the queries are multiplied by the key map,
+    and each stored latent is the key/value head of the heads that it serves.
+
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.2.
+    """
+
+    def __init__(self, project: LatentHeads) -> None:
+        self.project = project
+
+    def query(self, x: Tensor, positions: Positions) -> Tensor:
+        """Return the absorbed queries [B,H,T,r+d_rope]."""
+        nope, rotated = self.project.parts(x, positions)
+        w_k, _ = self.project.up()
+        return torch.cat((torch.einsum("bhtd,hdr->bhtr", nope, w_k), rotated), dim=-1)
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the same memory as the expanded form, so that both can share a cache."""
+        return self.project.remember(x, positions)
+
+    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Return the latents and rotary keys as keys [B,n,S,r+d_rope], and the latents as values
+        [B,n,S,r].
+        """
+        return self.project.absorbed_memory(memory)
+
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
+        """Expand the weighted means of the latents [B,H,T,r] to heads [B,H,T,E]."""
+        _, w_v = self.project.up()
+        return self.project.postprocess(torch.einsum("bhtr,her->bhte", z, w_v), x)
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """H query heads, and one key and value head for each latent."""
+        r, own = self.project.kv_rank, self.project.shape
+        G = len(self.project.up_maps())
+        return ProjectionShape(own.H, G, r + self.project.rotary.dim, r, own.memory)
+
+    @property
+    def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
+        """The reason why a cache must not store the memory of the projection, or None."""
+        return self.project.cache_unsafe_reason
+
+
+class LatentProjection(LatentHeads):
     """The projection of multi-head latent attention (MLA): queries, keys and values through
     low-rank latents. A cache stores the latent and the rotary key of each token.
 
@@ -123,14 +248,15 @@ class LatentProjection(ProjectionModule):
         form: Form = "auto",
     ) -> None:
         super().__init__()
-        sizes = {"dim": dim, "heads": heads, "kv_rank": kv_rank, "nope_dim": nope_dim}
-        sizes |= {"value_dim": value_dim, **({} if q_rank is None else {"q_rank": q_rank})}
-        for name, size in sizes.items():
-            if size < 1:
-                alternative = "; None computes queries without a latent" if name == "q_rank" else ""
-                raise ArgumentError(f"{name} is {size}; it must be at least 1{alternative}")
-        if form not in get_args(Form):
-            raise ArgumentError(f"form is {form!r}; it must be one of {', '.join(get_args(Form))}")
+        check_latent_sizes(
+            form,
+            dim=dim,
+            heads=heads,
+            kv_rank=kv_rank,
+            nope_dim=nope_dim,
+            value_dim=value_dim,
+            q_rank=q_rank,
+        )
         self.heads, self.rotary, self.form = heads, rotary, form
         self.kv_rank, self.nope_dim, self.value_dim = kv_rank, nope_dim, value_dim
         up = HeadProjection(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
@@ -139,23 +265,6 @@ class LatentProjection(ProjectionModule):
         self.kv_norm = RMSNorm(kv_rank, eps=eps)
         self.kv_up = HeadProjection(kv_rank, heads, nope_dim + value_dim)
         self.kv_up.linear.reads_whole_weight = True  # `up` reads it for every absorbed query
-
-    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Compute the two parts of the queries.
-
-        Args:
-            x: hidden states [B,T,M].
-            positions: positions of their tokens.
-
-        Returns:
-            The part without positions [B,H,T,d_nope], and the rotated part [B,H,T,d_rope].
-        """
-        q = self.q(x, positions)
-        return q[..., : self.nope_dim], self.rotary(q[..., self.nope_dim :], positions)
-
-    def query(self, x: Tensor, positions: Positions) -> Tensor:
-        """Return the queries [B,H,T,d_nope+d_rope] of hidden states x."""
-        return torch.cat(self.parts(x, positions), dim=-1)
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
         """Return one part [B,1,S,r+d_rope]: the normalised latent and the rotated key."""
@@ -169,45 +278,15 @@ class LatentProjection(ProjectionModule):
         nope, v = self.kv_up(c[:, 0], positions).split((self.nope_dim, self.value_dim), dim=-1)
         return torch.cat((nope, rotated.expand(-1, self.heads, -1, -1)), dim=-1), v
 
-    def select_form(self, queries: int, keys: int) -> Projection:
-        """Return the form for a number of queries and keys.
+    def up_maps(self) -> list[nn.Linear]:
+        """Return the map from the latent to the keys and values of all heads."""
+        return [self.kv_up.linear]
 
-        Args:
-            queries: the number of queries T.
-            keys: the number of keys S in memory.
-
-        Returns:
-            This projection (expanded), or its `AbsorbedLatentProjection`.
+    def absorbed_memory(self, memory: Parts) -> tuple[Tensor, Tensor]:
+        """Return the memory as keys [B,1,S,r+d_rope], and a view of its latents as values
+        [B,1,S,r].
         """
-        absorb = self.form == "absorb"
-        # another layer in its place, such as torch's quantised one, may have no matrix to absorb
-        if self.form == "auto" and isinstance(self.kv_up.linear.weight, Tensor):
-            absorb = absorbing_is_cheaper(
-                queries,
-                keys,
-                kv_rank=self.kv_rank,
-                nope_dim=self.nope_dim,
-                value_dim=self.value_dim,
-            )
-        return AbsorbedLatentProjection(self) if absorb else self
-
-    def up(self) -> tuple[Float[Tensor, "H d r"], Float[Tensor, "H E r"]]:
-        """Return the two parts of the matrix that expands latents: that of keys and that of values.
-
-        Returns:
-            The views W_uk [H,d_nope,r] and W_uv [H,E,r].
-
-        Raises:
-            ArgumentError: `kv_up.linear` was replaced by a layer without a weight tensor.
-        """
-        weight: object = self.kv_up.linear.weight
-        if not isinstance(weight, Tensor):
-            raise ArgumentError(
-                f"kv_up.linear is a {type(self.kv_up.linear).__name__} without a weight tensor, so "
-                'that it cannot be absorbed; build the LatentProjection with form="expand"'
-            )
-        weight = torch.unflatten(weight, 0, (self.heads, -1))
-        return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
+        return memory[0], memory[0][..., : self.kv_rank]
 
     @property
     def shape(self) -> ProjectionShape:
@@ -288,13 +367,6 @@ class LatentProjection(ProjectionModule):
             n,
         )
 
-    @property
-    def cache_unsafe_reason(self) -> str | None:
-        """The reason why a cache must not store the rotated key; None unless the rotary frequencies
-        follow the length.
-        """
-        return cache_unsafe_reason(self.rotary)
-
     def extra_repr(self) -> str:
         """Return the heads, their dims, the rank and the form."""
         sizes = f"{self.nope_dim}+{self.rotary.dim} and {self.value_dim}"
@@ -303,66 +375,12 @@ class LatentProjection(ProjectionModule):
         )
 
 
-class AbsorbedLatentProjection:
-    """The absorbed form of a `LatentProjection`: the queries are multiplied by the key map, and the
-    stored latents serve as the single key/value head of all query heads.
-
-    Args:
-        latent: the `LatentProjection`, whose parameters this form uses.
-
-    >>> project = LatentProjection(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
-    >>> AbsorbedLatentProjection(project).shape
-    ProjectionShape(H=4, G=1, D=20, E=16, memory=(20,))
-
-    Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.2.
-    """
-
-    def __init__(self, latent: LatentProjection) -> None:
-        self.latent = latent
-
-    def query(self, x: Tensor, positions: Positions) -> Tensor:
-        """Return the absorbed queries [B,H,T,r+d_rope]."""
-        nope, rotated_query = self.latent.parts(x, positions)
-        w_k, _ = self.latent.up()
-        return torch.cat((torch.einsum("bhtd,hdr->bhtr", nope, w_k), rotated_query), dim=-1)
-
-    def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Return the same memory as the expanded form, so that both can share a cache."""
-        return self.latent.remember(x, positions)
-
-    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Return the memory as keys [B,1,S,r+d_rope], and a view of its latents as values
-        [B,1,S,r].
-        """
-        return memory[0], memory[0][..., : self.latent.kv_rank]
-
-    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """Expand the weighted mean of the latents [B,H,T,r] to heads [B,H,T,E]."""
-        _, w_v = self.latent.up()
-        return torch.einsum("bhtr,her->bhte", z, w_v)
-
-    @property
-    def shape(self) -> ProjectionShape:
-        """H query heads, and one key and value head."""
-        r, memory = self.latent.kv_rank, self.latent.shape.memory
-        return ProjectionShape(self.latent.heads, 1, memory[0], r, memory)
-
-    @property
-    def cache_unsafe_reason(self) -> str | None:
-        """The reason why a cache must not store the memory of the `LatentProjection`, or None."""
-        return self.latent.cache_unsafe_reason
-
-
 class NaiveLatentProjection(LatentProjection):
     """A `LatentProjection` whose cache stores the expanded keys and values of all heads:
     H (d_nope + d_rope + E) values per token.
 
     It follows the equations literally, as many implementations do, and serves for comparison. It
     has no absorbed form. The arguments are those of `LatentProjection`.
-
-    >>> project = NaiveLatentProjection(32, 4, Rotary(4), kv_rank=16, nope_dim=8, value_dim=8)
-    >>> project.shape.memory
-    (48, 32)
     """
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
@@ -373,6 +391,11 @@ class NaiveLatentProjection(LatentProjection):
         """Return keys and values as they were stored."""
         k, v = memory
         return k, v
+
+    @property
+    def has_forms(self) -> bool:
+        """False: there is only one form."""
+        return False
 
     def select_form(self, queries: int, keys: int) -> Projection:
         """Return this projection, which has only one form."""
@@ -389,3 +412,195 @@ class NaiveLatentProjection(LatentProjection):
         attention.
         """
         return SoftmaxSpec(weights, self.shape.parts, self.shape.heads, visible)
+
+
+class GroupedLatentProjection(LatentHeads):
+    """The projection of latent attention with n latents per token and b branches. A cache stores
+    the latents and one rotary key.
+
+    [c_1; ...; c_n; k_r] = W_dkv x;  stored: norm(c_i) of r values each, and R_s k_r
+    [k_c; v]_jh = W_ukv,jh norm(c_i) for branch j and head h, with i = (j H + h) // (b H / n)
+    k_jh = [k_c,jh; R_s k_r];  z_h = 1/sqrt(b) sum_j softmax(q_h k_jh^T scale) v_jh
+
+    With n latents and one branch, latent i serves H / n heads (grouped latent attention). With n
+    branches, every latent serves all heads (MLRA-4). With one latent it is MLA. As there, the form
+    "expand" computes keys and values of each head, and "absorb" multiplies the queries by the key
+    map; the n latents then serve as key/value heads.
+
+    Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.2; branches: Liu et al. 2026 (arXiv
+    2603.02188), and its published code.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rotary: Rotary,
+        *,
+        latents: int,
+        branches: int = 1,
+        kv_rank: int,
+        nope_dim: int,
+        value_dim: int,
+        q_rank: int | None = None,
+        eps: float = 1e-6,
+        form: Form = "auto",
+    ) -> None:
+        super().__init__()
+        check_latent_sizes(
+            form,
+            dim=dim,
+            heads=heads,
+            latents=latents,
+            branches=branches,
+            kv_rank=kv_rank,
+            nope_dim=nope_dim,
+            value_dim=value_dim,
+            q_rank=q_rank,
+        )
+        if latents % branches or (branches * heads) % latents:
+            raise ArgumentError(
+                f"latents is {latents} for {branches} x {plural(heads, 'head')}; "
+                "branches must divide latents, and latents must divide branches * heads"
+            )
+        self.heads, self.rotary, self.form = heads, rotary, form
+        self.latents, self.branches = latents, branches
+        self.kv_rank, self.nope_dim, self.value_dim = kv_rank, nope_dim, value_dim
+        up = HeadProjection(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
+        self.q = up if q_rank is None else LowRankProjection(dim, q_rank, up, eps=eps)
+        self.kv_down = Linear(dim, latents * kv_rank + rotary.dim, bias=False)
+        self.kv_norms = nn.ModuleList(RMSNorm(kv_rank, eps=eps) for _ in range(latents))
+        each = branches * heads // latents * (nope_dim + value_dim)
+        self.kv_ups = nn.ModuleList(Linear(kv_rank, each, bias=False) for _ in range(latents))
+
+    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Compute the two parts of the queries, repeated for the branches."""
+        nope, rotated = super().parts(x, positions)
+        if self.branches == 1:
+            return nope, rotated
+        return nope.repeat(1, self.branches, 1, 1), rotated.repeat(1, self.branches, 1, 1)
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the normalised latents in one head [B,1,S,n*r], and the rotated key
+        [B,1,S,d_rope].
+        """
+        c, rotated = self.kv_down(x).split((self.latents * self.kv_rank, self.rotary.dim), dim=-1)
+        c = torch.unflatten(c, -1, (self.latents, self.kv_rank)).unbind(-2)
+        normed = [norm(y) for norm, y in zip(self.kv_norms, c, strict=True)]
+        return torch.cat(normed, dim=-1)[:, None], self.rotary(rotated[:, None], positions)
+
+    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Return the expanded keys [B,bH,S,d_nope+d_rope] and values [B,bH,S,E]."""
+        c, rotated = self.latents_of(memory), memory[1]
+        width = self.nope_dim + self.value_dim
+        up = [torch.unflatten(m(c[:, i]), -1, (-1, width)) for i, m in enumerate(self.kv_ups)]
+        heads = torch.cat(up, dim=2).transpose(1, 2)  # [B,S,bH,d_nope+E] -> [B,bH,S,d_nope+E]
+        nope, v = heads.split((self.nope_dim, self.value_dim), dim=-1)
+        rotated = rotated.expand(-1, self.branches * self.heads, -1, -1)
+        return torch.cat((nope, rotated), dim=-1), v
+
+    def latents_of(self, memory: Parts) -> Float[Tensor, "B n S r"]:
+        """Return the stored latents, each in a head of its own."""
+        return torch.unflatten(memory[0][:, 0], -1, (self.latents, -1)).transpose(1, 2)
+
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
+        """Add the branches: [B,bH,T,E] -> [B,H,T,E], times 1/sqrt(b)."""
+        if self.branches == 1:
+            return z
+        total: Tensor = torch.unflatten(z, 1, (self.branches, self.heads)).sum(1)
+        return total * float(self.branches**-0.5)
+
+    def up_maps(self) -> list[nn.Linear]:
+        """Return the map of each latent to the heads that it serves."""
+        return [m for m in self.kv_ups if isinstance(m, nn.Module)]  # type: ignore[misc]
+
+    def absorbed_memory(self, memory: Parts) -> tuple[Tensor, Tensor]:
+        """Return keys [B,n,S,r+d_rope], joined from both parts, and the latents as values
+        [B,n,S,r].
+        """
+        c, rotated = self.latents_of(memory), memory[1]
+        return torch.cat((c, rotated.expand(-1, c.shape[1], -1, -1)), dim=-1), c
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """b H heads of d_nope + d_rope and of E; a cache stores n r + d_rope values per token."""
+        H, D = self.branches * self.heads, self.nope_dim + self.rotary.dim
+        memory = (self.latents * self.kv_rank, self.rotary.dim)
+        return ProjectionShape(H, H, D, self.value_dim, memory)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores, 1/sqrt(d_nope + d_rope)."""
+        return float(self.shape.D**-0.5)
+
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
+        """Return the cost of attention through this projection."""
+        H = self.branches * self.heads
+        separate = self.kv_rank * H * (self.nope_dim + self.value_dim)
+        return GroupedLatentSpec(
+            replace(weights, counted_separately=weights.counted_separately + separate),
+            self.shape.parts,
+            H,
+            self.kv_rank,
+            self.nope_dim,
+            self.rotary.dim,
+            self.value_dim,
+            self.form,
+            visible,
+            latents=self.latents,
+        )
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of queries, keys and values through their latents, in the form whose
+        head dim the recorded keys have.
+        """
+        x, positions, r, n = query.x, query.positions, self.kv_rank, self.nope_dim
+        nope, rotated = self.parts(x, positions)
+        q = MechanismStep(
+            "rotated",
+            "q_i = [q_C; R(p) q_R], once for each branch",
+            torch.cat((nope, rotated), -1)[0],
+        )
+        memory = self.remember(query.memory, query.k_positions)
+        latent = MechanismStep(
+            "latent", "norm(c_j) of each latent, which a cache stores", memory[0][0]
+        )
+        if query.head_dim == r + self.rotary.dim != n + self.rotary.dim:
+            form = AbsorbedLatentProjection(self)
+            k, v = form.recall(memory, query.k_positions)
+            absorbed = form.query(x, positions)[0]
+            equation = "q_i ← [W_UKᵀ q_C; q_R], a query for the latents"
+            key = MechanismStep("remembered", "m_j = [norm(c_j); R(p) k_R]", k[0])
+            value = MechanismStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", v[0])
+            steps = (q, MechanismStep("absorbed", equation, absorbed))
+            return InputSteps(steps, (latent, key), (value,), self.rotary, r)
+        k, v = self.recall(memory, query.k_positions)
+        key = MechanismStep("expanded", "k_j = [W_UK c_j; R(p) k_R]", k[0])
+        value = MechanismStep("expanded", "v_j = W_UV c_j", v[0])
+        return InputSteps((q,), (latent, key), (latent, value), self.rotary, n)
+
+    def explain_mix(
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
+    ) -> HeadMix | None:
+        """Return the sum of the branches as a mix of rows with separate values; None with one."""
+        if self.branches == 1:
+            return None
+        weights, H = calls[call_index].weights, self.heads
+        terms = tuple(
+            MixTerm(f"head {h}", self.branches**-0.5, float(weights[h].sum()), h == head)
+            for h in range(head % H, self.branches * H, H)
+        )
+        return HeadMix(
+            f"the sum of {self.branches} branches with separate keys and values, each times "
+            f"1/sqrt({self.branches}); a weight is a share of its branch, not of the total",
+            terms,
+            None,
+        )
+
+    def extra_repr(self) -> str:
+        """Return the heads, their dims, the latents and the form."""
+        sizes = f"{self.nope_dim}+{self.rotary.dim} and {self.value_dim}"
+        return (
+            f"{plural(self.heads, 'head')} of {sizes}, latents={self.latents} of {self.kv_rank}, "
+            f"branches={self.branches}, form={self.form!r}"
+        )

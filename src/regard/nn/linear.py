@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from regard.argument_checks import check_choice
 from regard.errors import ArgumentError
 from regard.huge_pages import empty_like
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.ops.fp16_linear import fp16_linear
 from regard.ops.gemv import check_linear_map, compiled_kernel_applies, try_gemv
 from regard.ops.onednn import onednn_linear
@@ -44,9 +45,6 @@ def linear(
     Therefore, if x has at least `FP16_MATMUL_ROWS` rows, `regard.ops.fp16_linear` multiplies them
     where the processor has AMX; on other processors the weight is converted to fp32 block by
     block. The result is rounded to fp16 once.
-
-    >>> linear(torch.ones(20, 2).half(), torch.eye(2).half()).dtype
-    torch.float16
     """
     y = try_gemv(x, weight, bias)
     return _linear_by_matmul(x, weight, bias, block) if y is None else y
@@ -182,10 +180,7 @@ def set_fp32_product(module: nn.Module, product: Fp32Product) -> None:
 
     Source: oneDNN developer guide, "Matrix Multiplication".
     """
-    if product not in get_args(Fp32Product):
-        raise ArgumentError(
-            f"product is {product!r}; it must be one of {', '.join(get_args(Fp32Product))}"
-        )
+    check_choice("product", product, get_args(Fp32Product))
     linears = [x for x in module.modules() if isinstance(x, Linear)]
     if not linears:
         raise ArgumentError(
@@ -194,3 +189,30 @@ def set_fp32_product(module: nn.Module, product: Fp32Product) -> None:
         )
     for linear in linears:
         linear.fp32_product = product
+
+
+class ScaledLinear(Linear):
+    """A linear map with a factor on its result: y = scale (W x + b).
+
+    Source: Yang et al. 2022 (arXiv 2203.03466), where widths have such factors; Falcon-H1.
+    """
+
+    def __init__(self, dim: int, out: int, *, scale: float, bias: bool = False) -> None:
+        super().__init__(dim, out, bias=bias)
+        self.scale = scale
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
+        """Return y [..., N] of x [..., M]."""
+        return super().forward(x) * self.scale
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the factor."""
+        return f"{super().extra_repr()}, scale={self.scale:g}"
+
+
+def scaled_map(linear: Linear, scale: float) -> Linear:
+    """Return a linear map of the same sizes with a factor on its result; the map itself for 1."""
+    if scale == 1:
+        return linear
+    bias = linear.bias is not None
+    return ScaledLinear(linear.in_features, linear.out_features, scale=scale, bias=bias)

@@ -12,16 +12,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.caches import Cache, State, rollback_on_error
-from regard.caches.shared import own_cache
+from regard.caches import Cache, rollback_on_error
+from regard.caches.cross_layer import split_first_values
 from regard.cost import Description, Spec
 from regard.cost.spec import ParameterCounts
-from regard.errors import ArgumentError, ArgumentTypeError
+from regard.errors import ArgumentError
 from regard.masks import Causal, Full, Mask, reach
 from regard.masks.pair_counts import count_pairs
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import Explainable
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.nn.module_calls import call_as_leaf, is_proxy
+from regard.nn.recurrent_projections import CausalConvolution
 from regard.nn.stored import count_parameters
 from regard.process_state import (
     drops_conditions,
@@ -67,7 +67,7 @@ class Mixer(Explainable, nn.Module):
     @property
     def carries_values(self) -> bool:
         """Whether the mechanism gives or reads the values of the first layer, which a `Decoder`
-        passes with the cache (`regard.caches.shared.Carrying`).
+        passes with the cache (`regard.caches.cross_layer.WithFirstValues`).
         """
         return False
 
@@ -92,7 +92,7 @@ class Mixer(Explainable, nn.Module):
             )
         if self.recording_refusal is not None:
             check_recorded_graph(self, self.recording_refusal)
-        if (own := own_cache(cache)[0]) is not None:
+        if (own := split_first_values(cache)[0]) is not None:
             self.check_cache(own)
         if (scope := current_scope()) is not None:
             result: Tensor = scope.run_mixer(self, x, positions, cache, backend)
@@ -167,8 +167,6 @@ class Mixer(Explainable, nn.Module):
 def check_recorded_graph(module: nn.Module, refusal: str) -> None:
     """Raise if this thread records a graph without its conditions, for ONNX or `torch.jit.trace`:
     it would give wrong results for other lengths than that of the sample.
-
-    >>> check_recorded_graph(nn.Identity(), "counts chunks")
     """
     if drops_conditions():
         recorder = "torch.onnx.export" if is_exporting_onnx() else "torch.jit.trace"
@@ -179,20 +177,8 @@ def check_recorded_graph(module: nn.Module, refusal: str) -> None:
         )
 
 
-def check_is_state(cache: Cache) -> None:
-    """Check that the cache of a recurrence is a `State`, not a cache of tokens."""
-    if not isinstance(cache, State):
-        raise ArgumentTypeError(
-            f"the cache is {type(cache).__name__}; a recurrence needs a State: use new_cache()"
-        )
-
-
 def count_weights(module: nn.Module, *counted_separately: nn.Module | None) -> ParameterCounts:
-    """Count the parameters of a module by kind.
-
-    >>> count_weights(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
-    ParameterCounts(matrices=6, biases=2, norms=4, counted_separately=0)
-    """
+    """Count the parameters of a module by kind."""
     total = count_parameters(module)
     norms = sum(
         p.numel()
@@ -223,15 +209,6 @@ def _count_matrix_weights(module: nn.Module) -> int:
 class MaskVisibility:
     """The number of keys that a mask lets each query see, for the cost of a layer. It implements
     the protocol `regard.cost.softmax.VisibleKeys`.
-
-    Attributes:
-        mask: the mask; None lets every query see every key.
-        keeps_all: whether the cache stores all tokens, even those that no later query can see.
-
-    >>> from regard.masks import Causal, Window
-    >>> visible = MaskVisibility(Causal() & Window(8))
-    >>> visible.max_tokens, visible.visible_keys(100), visible.pairs(3)
-    (8, 8, 6)
     """
 
     mask: Mask | None

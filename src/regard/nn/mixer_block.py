@@ -1,26 +1,29 @@
-"""Blocks of one sublayer: a mechanism without a feed-forward layer behind it, or a feed-forward
-layer in its place, and a residual stream that stays in fp32 between such blocks.
+"""Layers of other parts than attention and a feed-forward layer: blocks of one sublayer, several
+mechanisms beside each other, and a residual stream that stays in fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from regard.caches import Cache, State
+from regard.caches.joined import Joined
 from regard.cost import Spec
-from regard.cost.summed import TokenwiseSpec
-from regard.errors import ArgumentTypeError
+from regard.cost.summed import SummedSpec, TokenwiseSpec
+from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.blocks import Block, PreNorm
-from regard.nn.feed_forward import MoE
-from regard.nn.mixer import AcrossRanks, Mixer, count_weights
+from regard.nn.experts import MoE
+from regard.nn.mixer import Mixer, count_weights
 from regard.nn.norms import RMSNorm
+from regard.nn.recurrent import StateMixer
 from regard.span import Positions
 from regard.tracing import is_tracing, named_scope, tap
+from regard.units import plural
 
 
 class MixerBlock(Block):
@@ -31,13 +34,6 @@ class MixerBlock(Block):
 
     Args:
         attention: any `Mixer` [B,T,M] -> [B,T,M].
-        residual: the residual connection, such as `PreNorm`.
-
-    >>> import torch
-    >>> from regard.nn.variants import mamba2
-    >>> block = MixerBlock(mamba2(8, 2), PreNorm(RMSNorm(8)))
-    >>> block(torch.zeros(1, 3, 8)).shape
-    torch.Size([1, 3, 8])
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.4 and figure 3.
     """
@@ -63,7 +59,7 @@ class MixerBlock(Block):
         return result
 
 
-class Tokenwise(Mixer):
+class Tokenwise(StateMixer):
     """A module that acts on each token alone, in the place of a mechanism: nothing is mixed.
 
     Its cache stores nothing but the last position.
@@ -71,17 +67,9 @@ class Tokenwise(Mixer):
     Args:
         network: a feed-forward layer [B,T,M] -> [B,T,M].
 
-    >>> import torch
-    >>> layer = Tokenwise(nn.Linear(4, 4))
-    >>> cache = layer.new_cache()
-    >>> layer(torch.zeros(1, 3, 4), cache=cache).shape, cache.bytes, cache.next(1)
-    (torch.Size([1, 3, 4]), 0, Span(start=3, length=1))
-
     Source: NVIDIA 2025, Nemotron-H (arXiv 2504.03624), section 2, where feed-forward layers are
     layers of their own.
     """
-
-    across_ranks: ClassVar[AcrossRanks] = "state"
 
     explain_refusal = (
         "mixes no tokens, so that there is no row of weights; explain a layer of attention"
@@ -91,28 +79,11 @@ class Tokenwise(Mixer):
         super().__init__()
         self.network = network
 
-    def check_cache(self, cache: Cache) -> None:
-        """Check that the cache is a `State`."""
-        if not isinstance(cache, State):
-            raise ArgumentTypeError(
-                f"the cache is {type(cache).__name__}; a layer that mixes no tokens needs a State: "
-                "use new_cache()"
-            )
-
-    @property
-    def static_step_refusal(self) -> str | None:
-        """None: a step depends on tensors only."""
-        return None
-
     def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
         """Apply the network to x [B,T,M]; it is the same for every backend."""
         if isinstance(cache, State):
             cache.store((), positions)
         return tap("mlp", self.network(x))
-
-    def new_cache(self) -> State:
-        """Return an empty cache, which counts positions."""
-        return State()
 
     @property
     def spec(self) -> Spec:
@@ -133,10 +104,6 @@ class WidePreNorm(PreNorm):
     The arguments are those of `PreNorm`. A stack of such blocks needs a `NarrowingRMSNorm` before
     its head.
 
-    >>> path = WidePreNorm(RMSNorm(2).bfloat16())
-    >>> path(torch.ones(1, 1, 2).bfloat16(), lambda normed: normed).dtype
-    torch.float32
-
     Source: Gu and Dao 2023 (arXiv 2312.00752), `residual_in_fp32` of its released code.
     """
 
@@ -154,9 +121,6 @@ class NarrowingRMSNorm(RMSNorm):
 
     The arguments are those of `RMSNorm`.
 
-    >>> NarrowingRMSNorm(2).bfloat16()(torch.ones(2)).dtype
-    torch.bfloat16
-
     Source: Gu and Dao 2023 (arXiv 2312.00752), `residual_in_fp32` of its released code.
     """
 
@@ -169,3 +133,110 @@ def _dtype_of(norm: nn.Module, x: Tensor) -> torch.dtype:
     """Return the dtype of the weight of a norm, or of x if the norm has none."""
     weight = getattr(norm, "weight", None)
     return weight.dtype if isinstance(weight, Tensor) else x.dtype
+
+
+class ParallelMixers(Mixer):
+    """Several mechanisms that read the same input beside each other: the sum of their results.
+
+    y = sum_i out_scales_i mixer_i(in_scales_i x)
+
+    The cache is a `Joined` of the caches of the mechanisms. Their taps are named `mixers.0`,
+    `mixers.1` and so on.
+
+    Source: Dong et al. 2024 (arXiv 2411.13676), section 2.1; Falcon-LLM Team 2025 (arXiv
+    2507.22448), section 3.1, where results are added.
+    """
+
+    explain_refusal = (
+        "adds the results of several mechanisms, so that no row of weights belongs to the layer; "
+        "read the taps of mixers.0, mixers.1 and so on"
+    )
+
+    def __init__(
+        self,
+        mixers: Sequence[Mixer],
+        *,
+        in_scales: Sequence[float] | None = None,
+        out_scales: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__()
+        if not mixers:
+            raise ArgumentError("ParallelMixers needs at least one mechanism")
+        self.mixers = nn.ModuleList(mixers)
+        self.in_scales, self.out_scales = (
+            (1.0,) * len(mixers) if scales is None else tuple(scales)
+            for scales in (in_scales, out_scales)
+        )
+        for name, scales in (("in_scales", self.in_scales), ("out_scales", self.out_scales)):
+            if len(scales) != len(mixers):
+                raise ArgumentError(
+                    f"{name} has {plural(len(scales), 'number')} for "
+                    f"{plural(len(mixers), 'mechanism')}; give one for each"
+                )
+        reasons = (mixer.recording_refusal for mixer in mixers)
+        self.recording_refusal = next((x for x in reasons if x is not None), None)
+
+    @property
+    def static_step_refusal(self) -> str | None:
+        """None: each mechanism has its own reasons."""
+        return None
+
+    def check_cache(self, cache: Cache) -> None:
+        """Check that the cache has a part for each mechanism, which that mechanism accepts."""
+        if not isinstance(cache, Joined):
+            raise ArgumentTypeError(
+                f"the cache is {type(cache).__name__}; {plural(len(self.mixers), 'mechanism')} in "
+                "one layer need a Joined: use new_cache()"
+            )
+        if len(cache.parts) != len(self.mixers):
+            raise ArgumentError(
+                f"the cache has {plural(len(cache.parts), 'part')} for "
+                f"{plural(len(self.mixers), 'mechanism')}; use new_cache()"
+            )
+        for mixer, part in zip(self._every(), cache.parts, strict=True):
+            mixer.check_cache(part)
+
+    def mix(
+        self, x: Float[Tensor, "B T M"], positions: Positions, cache: Cache | None, backend: str
+    ) -> Float[Tensor, "B T M2"]:
+        """Apply all mechanisms to x [B,T,M], each with its part of the cache, and add the results.
+
+        A mechanism gets the kernel `backend` if it is "auto" or "reference", which all have.
+        """
+        if backend not in ("auto", "reference"):
+            raise ArgumentError(
+                f"backend is {backend!r}, and {plural(len(self.mixers), 'mechanism')} in one layer "
+                "have different kernels; use auto or reference"
+            )
+        assert cache is None or isinstance(cache, Joined)
+        parts = (None,) * len(self.mixers) if cache is None else cache.parts
+        total: Tensor | None = None
+        for i, (mixer, part) in enumerate(zip(self._every(), parts, strict=True)):
+            with named_scope(f"mixers.{i}"):
+                y = mixer(_scaled(x, self.in_scales[i]), positions, part, backend=backend)
+            y = _scaled(y, self.out_scales[i])
+            total = y if total is None else total + y
+        assert total is not None, "there is at least one mechanism"
+        return total
+
+    def new_cache(self) -> Joined:
+        """Return an empty cache with a part for each mechanism."""
+        return Joined([mixer.new_cache() for mixer in self._every()])
+
+    @property
+    def spec(self) -> Spec:
+        """The cost of all mechanisms together."""
+        return SummedSpec.of([mixer.spec for mixer in self._every()])
+
+    def extra_repr(self) -> str:
+        """Return the factors that are not 1."""
+        named = {"in_scales": self.in_scales, "out_scales": self.out_scales}
+        return ", ".join(f"{k}={list(v)}" for k, v in named.items() if any(x != 1 for x in v))
+
+    def _every(self) -> list[Mixer]:
+        """Return all mechanisms, in their order."""
+        return [cast("Mixer", mixer) for mixer in self.mixers]
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_device, check_tensor
 from regard.errors import ArgumentError
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.ops.rms_norm import rms_norm
 from regard.units import plural
 
@@ -42,15 +42,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
-        """Normalise x [..., dim].
-
-        Args:
-            x: a tensor [..., dim].
-            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
-
-        Returns:
-            The normalised tensor [..., dim].
-        """
+        """Normalise x [..., dim]."""
         if type(x) is not Tensor and is_proxy(x):
             return call_as_leaf(self, RMSNorm.forward, x)
         # Reading the dictionary is faster than `self.weight`, which only a parametrization needs.
@@ -102,13 +94,6 @@ class OffsetLayerNorm(nn.LayerNorm):
 
     y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * (1 + weight) + bias
 
-    Args:
-        dim: the size of the last dimension.
-        eps: added to the variance.
-
-    >>> OffsetLayerNorm(2, eps=0.0)(torch.tensor([3.0, 7.0])).tolist()
-    [-1.0, 1.0]
-
     Source: NVIDIA's Megatron-LM, "layernorm1p"; Parmar et al. 2024 (arXiv 2402.16819).
     """
 
@@ -156,19 +141,7 @@ class HeadNorm(nn.Module):
     def forward(
         self, x: Float[Tensor, "B H T E"], positions: object = None
     ) -> Float[Tensor, "B H T E"]:
-        """Normalise each head of each token separately.
-
-        Args:
-            x: heads [B,H,T,E].
-            positions: ignored; a norm may be a step of a `HeadProjection`, which passes positions.
-
-        Returns:
-            The normalised heads [B,H,T,E].
-
-        Raises:
-            ArgumentError, ArgumentTypeError: x is not a floating-point tensor [batch, heads,
-                length, dim] with these heads and this dim.
-        """
+        """Normalise each head of each token separately."""
         check_tensor("x", x)
         check_device("x", x, self.weight, "weight")
         heads, dim = self.weight.shape
@@ -191,19 +164,6 @@ class JoinedHeadsRMSNorm(RMSNorm):
     """An `RMSNorm` of all heads of a token together, or of groups of neighbouring heads.
 
     y = x / sqrt(mean(x^2) + eps) * weight, over the H E channels of a token, in fp32 or better
-
-    Args:
-        heads: the number of heads H.
-        head_dim: the size of one head E.
-        groups: the number of groups of H / groups heads, each of which has its own mean.
-        eps: added to the mean square.
-
-    Raises:
-        ArgumentError: a size is less than 1, groups does not divide heads, or eps is negative.
-
-    >>> norm = JoinedHeadsRMSNorm(2, 1, eps=0.0)
-    >>> norm(torch.tensor([7.0, 1.0])[None, :, None, None]).flatten().tolist()
-    [1.399999976158142, 0.20000000298023224]
 
     Source: MiniMax 2025 (arXiv 2501.08313), figure 4; in groups: Dao and Gu 2024 (arXiv
     2405.21060), section 7.3.
@@ -240,3 +200,25 @@ class JoinedHeadsRMSNorm(RMSNorm):
     def extra_repr(self) -> str:
         """Return the number of heads, their size and the epsilon."""
         return f"{plural(self.heads, 'head')} of {self.head_dim}, eps={self.eps}"
+
+
+class L2Norm(nn.Module):
+    """L2 normalisation of the last dimension: x / sqrt(sum(x^2) + eps), computed in fp32 or better.
+
+    Source: Yang et al. 2024 (arXiv 2406.06484), section 3.3.
+    """
+
+    def __init__(self, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        if not eps >= 0:
+            raise ArgumentError(f"L2Norm(eps={eps}): eps must be at least 0")
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*L D"], positions: object = None) -> Float[Tensor, "*L D"]:
+        """Normalise x [..., D]; positions are ignored."""
+        x32 = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        return (x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        """Return the epsilon of the norm."""
+        return f"eps={self.eps}"

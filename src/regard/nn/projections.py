@@ -5,19 +5,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, cast, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_groups, check_number
+from regard.argument_checks import check_choice, check_groups, check_number, check_positive_sizes
+from regard.biases import Bias
 from regard.caches import Parts
-from regard.caches.shared import FirstValues
+from regard.caches.cross_layer import FirstValues
 from regard.cost.softmax import SoftmaxSpec, VisibleKeys
 from regard.cost.spec import HeadShape, ParameterCounts, Spec
 from regard.errors import ArgumentError
-from regard.nn.as_written import is_plain
 from regard.nn.explainable import (
     Explainable,
     InputSteps,
@@ -29,6 +29,7 @@ from regard.nn.explainable import (
     run_steps,
 )
 from regard.nn.linear import Linear, linear
+from regard.nn.module_calls import is_plain
 from regard.ops.stored_linear import stored_linear
 from regard.positions import Rotary
 from regard.positions.constant_tensor import ConstantTensor
@@ -36,11 +37,43 @@ from regard.span import Positions
 from regard.units import plural
 
 
-@runtime_checkable
-class Projection(Protocol):
-    """Interface of a projection, which computes queries and memory from hidden states, and keys and
+class Projection(Explainable):
+    """Base class of projections, which compute queries and memory from hidden states, and keys and
     values from memory.
+
+    A subclass, which is usually also an `nn.Module`, writes `query`, `remember`, `recall` and
+    `shape`. The other methods have defaults for what most projections do not do.
+
+    A projection may have several forms that are equal in exact arithmetic (`has_forms`). That of
+    MLA, for example, either expands the cached latents to keys and values, or multiplies the
+    queries by the expansion matrix and uses the latents as they are. All forms store the same
+    memory, so they can share a cache.
     """
+
+    cache_unsafe_reason: str | None = None
+    """The reason why a cache must not store the result of `remember`; None if it may."""
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether `select_form` may return another projection than this one."""
+        return False
+
+    @property
+    def carries_values(self) -> bool:
+        """Whether the projection gives the values of the first layer to the later layers of a
+        decoder, or mixes them with its own.
+        """
+        return False
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the projection computes a bias from the tokens (`data_bias`)."""
+        return type(self).data_bias is not Projection.data_bias
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """The sizes of its queries, keys, values and memory."""
+        raise NotImplementedError
 
     def query(self, x: Tensor, positions: Positions) -> Tensor:
         """Compute the queries of hidden states.
@@ -52,6 +85,7 @@ class Projection(Protocol):
         Returns:
             The queries [B,H,T,D].
         """
+        raise NotImplementedError
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
         """Compute what a cache stores for hidden states.
@@ -63,6 +97,7 @@ class Projection(Protocol):
         Returns:
             The parts that a cache stores, each [B,n,S,d]: keys and values, or for MLA one latent.
         """
+        raise NotImplementedError
 
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
         """Compute keys and values from stored memory.
@@ -74,6 +109,7 @@ class Projection(Protocol):
         Returns:
             The keys [B,G,S,D] and the values [B,G,S,E].
         """
+        raise NotImplementedError
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
         """Transform the result of attention before the output map, for example by a gate.
@@ -83,116 +119,107 @@ class Projection(Protocol):
             x: the hidden states [B,T,M] that the queries were computed from.
 
         Returns:
-            The heads [B,H',T,E'] that the output map concatenates and projects.
+            The heads [B,H',T,E'] that the output map concatenates and projects; by default z.
         """
-
-    @property
-    def shape(self) -> ProjectionShape:
-        """The sizes of its queries, keys, values and memory."""
-
-    @property
-    def cache_unsafe_reason(self) -> str | None:
-        """The reason why a cache must not store the result of `remember`; None if it may."""
-
-
-@runtime_checkable
-class HasForms(Projection, Protocol):
-    """Interface of a projection that has several forms, which are equal in exact arithmetic. Which
-    form is used depends on the numbers of queries and keys of a call.
-
-    The projection of MLA, for example, either expands the cached latents to keys and values, or
-    multiplies the queries by the expansion matrix and uses the latents as they are. All forms store
-    the same memory, so they can share a cache.
-    """
-
-    def select_form(self, queries: int, keys: int) -> Projection:
-        """Return the form for this number of queries and this number of keys in memory."""
-
-    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-        """Return the cost of attention through this projection, in the form that needs fewer
-        FLOPs.
-        """
-
-
-def select_form(project: Projection, queries: int, keys: int) -> Projection:
-    """Return the form of a projection for this number of queries and keys."""
-    # Look up the method on the class: isinstance with a protocol would evaluate every property.
-    has_forms = hasattr(type(project), "select_form")
-    return cast("HasForms", project).select_form(queries, keys) if has_forms else project
-
-
-@runtime_checkable
-class AdjustsQuery(Projection, Protocol):
-    """Interface of a projection whose queries depend on the positions of the keys in memory, for
-    example because its rotary frequencies change with the length of the text.
-    """
-
-    def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
-        """Return the queries q [B,H,T,D] at `positions`, adjusted to the keys at `k_positions`."""
-
-
-def adjust_query(
-    project: Projection, q: Tensor, positions: Positions, k_positions: Positions
-) -> Tensor:
-    """Adjust queries to the positions of the keys, if the projection does so (`AdjustsQuery`)."""
-    adjusts = hasattr(type(project), "adjust_query")
-    return cast("AdjustsQuery", project).adjust_query(q, positions, k_positions) if adjusts else q
-
-
-@runtime_checkable
-class CarriesValues(Projection, Protocol):
-    """Interface of a projection that gives the values of the first layer to the later layers of a
-    decoder, or mixes them with its own.
-    """
-
-    def remember_carried(self, x: Tensor, positions: Positions, first: FirstValues) -> Parts:
-        """Compute what a cache stores for hidden states x [B,S,M] at `positions`, and give or take
-        the values of the first layer.
-        """
-
-
-def remember_carried(
-    project: Projection, x: Tensor, positions: Positions, first: FirstValues
-) -> Parts:
-    """Compute what a cache stores, with the values of the first layer if the projection uses them
-    (`CarriesValues`).
-    """
-    if hasattr(type(project), "remember_carried"):
-        return cast("CarriesValues", project).remember_carried(x, positions, first)
-    return project.remember(x, positions)
-
-
-@runtime_checkable
-class PostprocessesAtPositions(Projection, Protocol):
-    """Interface of a projection whose last step on the result of attention depends on the positions
-    of the queries, for example because it rotates the result back.
-    """
+        return z
 
     def postprocess_at(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
-        """Return the heads [B,H',T,E'] of the result z [B,H,T,E] for hidden states x [B,T,M] at
-        `positions`.
+        """Transform the result of attention at the positions of the queries, for example by a
+        rotation back.
+
+        Args:
+            z: the result of attention [B,H,T,E].
+            x: the hidden states [B,T,M] that the queries were computed from.
+            positions: positions of their tokens.
+
+        Returns:
+            The heads [B,H',T,E']; by default those of `postprocess`.
         """
+        return self.postprocess(z, x)
+
+    def remember_carried(self, x: Tensor, positions: Positions, first: FirstValues) -> Parts:
+        """Compute what a cache stores, and give or take the values of the first layer.
+
+        Args:
+            x: hidden states [B,S,M].
+            positions: positions of their tokens.
+            first: the values of the first layer in this call.
+
+        Returns:
+            The parts that a cache stores; by default those of `remember`.
+        """
+        return self.remember(x, positions)
+
+    def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
+        """Adjust queries to the positions of the keys in memory, for example because rotary
+        frequencies change with the length of the text.
+
+        Args:
+            q: queries [B,H,T,D].
+            positions: positions of the queries.
+            k_positions: positions of the keys.
+
+        Returns:
+            The adjusted queries; by default q.
+        """
+        return q
+
+    def data_bias(
+        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
+    ) -> Bias | None:
+        """Compute a bias on the scores from the tokens of a call.
+
+        It is an ordinary bias of the attention call, so that every kernel that takes one serves
+        such a projection, and recordings and explanations show it.
+
+        Args:
+            x: the hidden states [B,T,M] of the queries.
+            q: queries [B,H,T,D].
+            memory: the visible memory, parts [B,n,S,d].
+            positions: positions of the queries.
+            k_positions: positions of the keys.
+
+        Returns:
+            The bias; None if the projection has none.
+        """
+        return None
+
+    def select_form(self, queries: int, keys: int) -> Projection:
+        """Select the form for a call.
+
+        Args:
+            queries: the number of queries T.
+            keys: the number of keys S in memory.
+
+        Returns:
+            The form; by default this projection.
+        """
+        return self
+
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
+        """Describe the cost of attention through this projection.
+
+        Args:
+            weights: the number of parameters of the layer.
+            visible: the number of keys that a query sees.
+
+        Returns:
+            The cost, in the form that needs fewer FLOPs; by default that of softmax attention.
+        """
+        return SoftmaxSpec(weights, self.shape.parts, self.shape.heads, visible)
 
 
-def postprocess(project: Projection, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
-    """Run the last step of a projection, with positions if it takes them
-    (`PostprocessesAtPositions`).
-    """
-    if hasattr(type(project), "postprocess_at"):
-        return cast("PostprocessesAtPositions", project).postprocess_at(z, x, positions)
-    return project.postprocess(z, x)
+def check_adds_no_bias(project: Projection, mechanism: str) -> None:
+    """Check that a projection computes no bias, for a mechanism that would not add it."""
+    if project.adds_bias:
+        raise ArgumentError(
+            f"project is {type(unwrapped(project)).__name__}, which computes a bias from the "
+            f"tokens, and {mechanism} adds none; use regard.nn.Attention, which does"
+        )
 
 
 class ProjectionShape(NamedTuple):
-    """The sizes of the tensors that a projection computes.
-
-    Attributes:
-        H, G, D, E: query heads, key/value heads, query/key head dim, value head dim.
-        memory: the values that a cache stores per token, part by part.
-
-    >>> ProjectionShape(H=4, G=2, D=8, E=8, memory=(16, 16)).memory
-    (16, 16)
-    """
+    """The sizes of the tensors that a projection computes."""
 
     H: int
     G: int
@@ -213,13 +240,6 @@ class ProjectionShape(NamedTuple):
         if self.memory == (self.G * self.D, self.G * self.E):
             return self.heads.parts
         return tuple((1, size) for size in self.memory)
-
-
-def attention_spec(project: Projection, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
-    """Return the cost of softmax attention through a projection."""
-    if isinstance(project, HasForms):
-        return project.spec(weights, visible)
-    return SoftmaxSpec(weights, project.shape.parts, project.shape.heads, visible)
 
 
 class HeadProjection(nn.Module):
@@ -257,11 +277,7 @@ class HeadProjection(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        if min(dim, heads, head_dim) < 1:
-            raise ArgumentError(
-                f"HeadProjection(dim={dim}, heads={heads}, head_dim={head_dim}): each must be at "
-                "least 1"
-            )
+        check_positive_sizes("HeadProjection", dim=dim, heads=heads, head_dim=head_dim)
         self.heads, self.head_dim = heads, head_dim
         self.linear = Linear(dim, heads * head_dim, bias=bias)
         self.flat = flat if flat is not None else nn.Identity()
@@ -270,19 +286,7 @@ class HeadProjection(nn.Module):
     def forward(
         self, x: Float[Tensor, "B L M"], positions: Positions | None
     ) -> Float[Tensor, "B n L d"]:
-        """Apply the linear map, split its output into heads, and run the steps.
-
-        Args:
-            x: hidden states [B,L,M].
-            positions: positions of their tokens, for the steps; None if no step needs them.
-
-        Returns:
-            The heads [B,n,L,d].
-
-        Raises:
-            ArgumentError, ArgumentTypeError: x is not [batch, length, dim] with the dim and dtype
-                of the linear map.
-        """
+        """Apply the linear map, split its output into heads, and run the steps."""
         if x.ndim != 3:
             raise ArgumentError(f"x is {tuple(x.shape)}; it must be [batch, length, dim]")
         parts: dict[str, Any] = self._modules  # much faster than nn.Module's attribute access
@@ -319,27 +323,111 @@ class HeadProjection(nn.Module):
         return f"{plural(self.heads, 'head')} of {self.head_dim}"
 
 
-class ProjectionModule(Explainable, nn.Module):
-    """Base class of the projections of this package; `Projection` documents the methods."""
+class WrappedProjection(Projection, nn.Module):
+    """A projection around another one, which changes only the result of attention (`finish`)."""
+
+    def __init__(self, project: Projection) -> None:
+        super().__init__()
+        self.project = project
+
+    def finish(self, z: Tensor, x: Tensor, positions: Positions | None) -> Tensor:
+        """Change heads z [B,H,T,E] behind the last step of the wrapped projection."""
+        raise NotImplementedError
 
     def query(self, x: Tensor, positions: Positions) -> Tensor:
-        """Compute the queries [B,H,T,D] of hidden states x [B,T,M]."""
-        raise NotImplementedError
+        """Return the queries [B,H,T,D] of the wrapped projection."""
+        return self.project.query(x, positions)
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
-        """Compute the parts [B,n,S,d] that a cache stores for hidden states x [B,S,M]."""
-        raise NotImplementedError
+        """Return the memory parts of the wrapped projection."""
+        return self.project.remember(x, positions)
+
+    def remember_carried(self, x: Tensor, positions: Positions, first: FirstValues) -> Parts:
+        """Return the memory parts of the wrapped projection, which gives or takes values."""
+        return self.project.remember_carried(x, positions, first)
 
     def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
-        """Compute keys [B,G,S,D] and values [B,G,S,E] from stored memory."""
-        raise NotImplementedError
+        """Return the keys and values of the wrapped projection."""
+        return self.project.recall(memory, positions)
+
+    def adjust_query(self, q: Tensor, positions: Positions, k_positions: Positions) -> Tensor:
+        """Adjust queries as the wrapped projection does."""
+        return self.project.adjust_query(q, positions, k_positions)
+
+    def data_bias(
+        self, x: Tensor, q: Tensor, memory: Parts, positions: Positions, k_positions: Positions
+    ) -> Bias | None:
+        """Return the bias that the wrapped projection computes from the tokens, or None."""
+        return self.project.data_bias(x, q, memory, positions, k_positions)
 
     def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
-        """Return the heads z [B,H,T,E] unchanged, as attention computed them."""
-        return z
+        """Finish the heads without positions."""
+        return self.finish(self.project.postprocess(z, x), x, None)
+
+    def postprocess_at(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
+        """Finish the heads of queries at these positions."""
+        return self.finish(self.project.postprocess_at(z, x, positions), x, positions)
+
+    def select_form(self, queries: int, keys: int) -> Projection:
+        """Return the form of the wrapped projection, with the same last step."""
+        form = self.project.select_form(queries, keys)
+        return self if form is self.project else FinishedForm(form, self)
+
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
+        """Return the cost of attention through the wrapped projection."""
+        return self.project.spec(weights, visible)
+
+    @property
+    def has_forms(self) -> bool:
+        """Whether the wrapped projection has several forms."""
+        return self.project.has_forms
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether the wrapped projection computes a bias from the tokens."""
+        return self.project.adds_bias
+
+    @property
+    def carries_values(self) -> bool:
+        """Whether the wrapped projection gives or takes the values of the first layer."""
+        return self.project.carries_values
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """The sizes of the wrapped projection."""
+        return self.project.shape
+
+    @property
+    def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
+        """The reason why a cache must not store the memory of the wrapped projection, or None."""
+        return self.project.cache_unsafe_reason
 
 
-class SeparateQKV(ProjectionModule):
+def unwrapped(project: Projection) -> Projection:
+    """Return the projection inside of gates and other wrappers."""
+    while isinstance(project, WrappedProjection):
+        project = project.project
+    return project
+
+
+class FinishedForm(Projection):
+    """One form of a wrapped projection, with the last step of the wrapper on its result."""
+
+    def __init__(self, form: Projection, wrapper: WrappedProjection) -> None:
+        self.form, self.wrapper = form, wrapper
+        self.query, self.recall = form.query, form.recall  # type: ignore[method-assign]
+
+    def postprocess_at(self, z: Tensor, x: Tensor, positions: Positions) -> Tensor:
+        """Postprocess the heads by the form, then finish them."""
+        return self.wrapper.finish(self.form.postprocess_at(z, x, positions), x, positions)
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """The sizes of the form."""
+        return self.form.shape
+
+
+class SeparateQKV(Projection, nn.Module):
     """A projection with separate linear maps for queries, keys and values. A cache stores the keys
     and the values.
 
@@ -439,7 +527,7 @@ queries, the key and the value of each group in turn, as in Falcon-40B. All thre
 the order cannot be inferred from it."""
 
 
-class IdentityProjection(ProjectionModule):
+class IdentityProjection(Projection, nn.Module):
     """A projection without weights: queries, keys and values are the hidden states themselves, in
     one head.
 
@@ -453,8 +541,6 @@ class IdentityProjection(ProjectionModule):
 
     Source: Raschka 2024, "Build a Large Language Model (From Scratch)", section 3.3.
     """
-
-    cache_unsafe_reason: str | None = None
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -535,11 +621,7 @@ class PerHeadProjection(HeadProjection):
 
 
 class ConcatenatedLinears(nn.ModuleList):
-    """Several linear maps of the same input, whose outputs are concatenated.
-
-    >>> ConcatenatedLinears([nn.Linear(3, 2), nn.Linear(3, 4)])(torch.zeros(5, 3)).shape
-    torch.Size([5, 6])
-    """
+    """Several linear maps of the same input, whose outputs are concatenated."""
 
     def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
         """Map x [..., M] to [..., N], where N is the sum of the output widths."""
@@ -550,7 +632,7 @@ class ConcatenatedLinears(nn.ModuleList):
         return [linear for linear in self if isinstance(linear, nn.Linear)]
 
 
-class FusedQKV(ProjectionModule):
+class FusedQKV(Projection, nn.Module):
     """A projection that computes queries, keys and values by one weight matrix.
 
     [q; k; v] = W x + b, with the rows in the given order
@@ -575,8 +657,6 @@ class FusedQKV(ProjectionModule):
     torch.Size([16, 8])
     """
 
-    cache_unsafe_reason: str | None = None
-
     def __init__(
         self,
         dim: int,
@@ -592,10 +672,7 @@ class FusedQKV(ProjectionModule):
         if min(dim, head_dim) < 1:
             raise ArgumentError(f"dim is {dim} and head_dim {head_dim}; each must be at least 1")
         check_groups(heads, groups)
-        if order not in get_args(QKVRowOrder):
-            raise ArgumentError(
-                f"order is {order!r}; it must be one of {', '.join(get_args(QKVRowOrder))}"
-            )
+        check_choice("order", order, get_args(QKVRowOrder))
         if order == "heads" and heads != groups:
             raise ArgumentError(
                 f'order "heads" has one key and value per query head, not {groups} for {heads}; '
@@ -739,16 +816,6 @@ class ClippedQKV(FusedQKV):
 class Clip(nn.Module):
     """Clip numbers to [-limit, limit], as a step of a `HeadProjection`.
 
-    Args:
-        limit: the limit, above 0.
-
-    Raises:
-        ArgumentError: limit is not above 0.
-
-    >>> import torch
-    >>> Clip(0.5)(torch.tensor([-2.0, 0.25])).tolist()
-    [-0.5, 0.25]
-
     Source: Groeneveld et al. 2024 (arXiv 2402.00838): `clip_qkv` of the released code.
     """
 
@@ -766,7 +833,7 @@ class Clip(nn.Module):
         return f"limit={self.limit:g}"
 
 
-class EncoderStateProjection(ProjectionModule):
+class EncoderStateProjection(Projection, nn.Module):
     """A projection for attention to an encoder. The values are the encoder states themselves; the
     keys are the states, or a linear map of them.
 
@@ -789,8 +856,6 @@ class EncoderStateProjection(ProjectionModule):
     Source: Bahdanau et al. 2015 (arXiv 1409.0473), section 3.1; Luong et al. 2015 (arXiv
     1508.04025), equation 8.
     """
-
-    cache_unsafe_reason: str | None = None
 
     def __init__(
         self, query: int | nn.Linear, states: int, *, heads: int = 1, key: nn.Linear | None = None

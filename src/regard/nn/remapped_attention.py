@@ -20,7 +20,7 @@ from regard.masks.base import check_int
 from regard.nn.attention import Attention
 from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
 from regard.nn.projections import SeparateQKV
-from regard.nn.streaming_attention import check_shared_rotary
+from regard.nn.windowed_attention import check_shared_rotary
 from regard.ops.softmax import attend_partial, merge
 from regard.positions import Rotary, rotate
 from regard.process_state import is_exporting
@@ -33,14 +33,6 @@ class PositionMap:
     """The position to which a query or a key at position p is rotated.
 
     min((p mod modulus) // divisor + offset, at_most)
-
-    Attributes:
-        modulus: None is no remainder; 1 sends every position to the offset.
-        divisor, offset: as in the equation.
-        at_most: None is no limit.
-
-    >>> PositionMap(modulus=4, offset=4, at_most=6)(torch.arange(9)).tolist()
-    [4, 5, 6, 6, 4, 5, 6, 6, 4]
     """
 
     modulus: int | None = None
@@ -60,8 +52,6 @@ class RemappedPart:
     """Some of the pairs of a causal mask, with the distances between them.
 
     Attributes:
-        name: its name in a trace and in an explanation.
-        mask: the pairs; no pair is in two parts.
         query, key: the positions to which queries and keys are rotated; None leaves them at their
             own.
     """

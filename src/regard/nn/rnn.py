@@ -115,10 +115,6 @@ class EncodedSource(NamedTuple):
 class DecoderState(NamedTuple):
     """The state of a recurrent decoder between two steps. A step returns a new one and does not
     change it.
-
-    Attributes:
-        hidden: the hidden state of the network.
-        cross: the cached keys and values of the source, or None without attention.
     """
 
     hidden: HiddenState
@@ -128,13 +124,6 @@ class DecoderState(NamedTuple):
 class RecurrentDecoder(nn.Module, ABC):
     """Base class of recurrent decoders, which map each embedded target token to a feature vector. A
     subclass defines how the decoder uses the source.
-
-    Args:
-        rnn: the network, batch_first=True and with one direction.
-        attention: the attention from the decoder's states to the encoder's, or None.
-
-    Raises:
-        ArgumentError: the network is bidirectional, or not batch_first.
     """
 
     def __init__(
@@ -172,20 +161,6 @@ class PlainDecoder(RecurrentDecoder):
 
     s_0 = encoder's last state;  s_t = f(s_{t-1}, y_{t-1});  features s_t
 
-    Args:
-        rnn: the network, batch_first=True and with one direction.
-
-    Raises:
-        ArgumentError: the network is bidirectional, or not batch_first.
-
-    >>> from regard.span import Span
-    >>> decoder = PlainDecoder(nn.GRU(3, 4, batch_first=True))
-    >>> source = EncodedSource(torch.zeros(1, 5, 4), Span(0, 5))
-    >>> state = decoder.begin((torch.zeros(1, 1, 4),), source)
-    >>> features, state = decoder(torch.zeros(1, 2, 3), state)
-    >>> features.shape
-    torch.Size([1, 2, 4])
-
     Source: Sutskever et al. 2014 (arXiv 1409.3215), section 2.
     """
 
@@ -205,24 +180,6 @@ class LuongDecoder(RecurrentDecoder):
 
     Input feeding (section 3.3 of the paper) is left out, since it would make each step depend on
     the one before.
-
-    Args:
-        rnn: the network, batch_first=True and with one direction.
-        attention: the attention from the decoder's states to the encoder's, such as `luong(...)`.
-        states: the size R2 of a context c_t, which is that of an encoder state.
-        features: the size F of the features; None is that of s_t.
-
-    Raises:
-        ArgumentError: the network is bidirectional, or not batch_first.
-
-    >>> from regard.nn.variants import luong
-    >>> from regard.span import Span
-    >>> decoder = LuongDecoder(nn.GRU(3, 4, batch_first=True), luong(4, memory_dim=6), 6)
-    >>> source = EncodedSource(torch.zeros(1, 5, 6), Span(0, 5))
-    >>> state = decoder.begin((torch.zeros(1, 1, 4),), source)
-    >>> features, state = decoder(torch.zeros(1, 2, 3), state)
-    >>> features.shape, len(state.cross)
-    (torch.Size([1, 2, 4]), 5)
 
     Source: Luong et al. 2015 (arXiv 1508.04025), equations 5 to 8.
     """
@@ -255,23 +212,8 @@ class BahdanauDecoder(RecurrentDecoder):
     features maxout(U s_t + V y_{t-1} + C c_t + b)
 
     Args:
-        rnn: the network over [y; c], batch_first=True and with one direction.
         attention: the attention from the decoder's states to the encoder's, such as
             `bahdanau(...)`.
-        states: the size R2 of a context c_t, which is that of an encoder state.
-        features: the size F of the features; None is that of s_t.
-
-    Raises:
-        ArgumentError: the network is bidirectional, or not batch_first.
-
-    >>> from regard.nn.variants import bahdanau
-    >>> from regard.span import Span
-    >>> decoder = BahdanauDecoder(nn.GRU(9, 4, batch_first=True), bahdanau(4, memory_dim=6), 6)
-    >>> source = EncodedSource(torch.zeros(1, 5, 6), Span(0, 5))
-    >>> state = decoder.begin((torch.zeros(1, 1, 4),), source)
-    >>> features, state = decoder(torch.zeros(1, 2, 3), state)
-    >>> features.shape, len(state.cross)
-    (torch.Size([1, 2, 4]), 5)
 
     Source: Bahdanau et al. 2015 (arXiv 1409.0473), equation 4, appendix A.2.2.
     """

@@ -1,41 +1,34 @@
-"""Attention to selected keys. A selector (MoBA, DeepSeek's indexer) chooses the keys that each
-query reads; native sparse attention combines compressed, selected and recent keys.
+"""Attention to the keys that a selector chooses for each query: blocks by their mean key (MoBA), by
+bounds (Quest) or by their best key (MSA), or single keys by a lightning indexer (DSA).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from regard.argument_checks import check_groups
-from regard.caches import Cache, Growing, Parts
-from regard.cost import Description, Quantity
-from regard.cost.selected import BlockSelection, IndexSelection, KeySelection, NSASpec, SelectedSpec
-from regard.cost.spec import HeadShape, Spec
+from regard.caches import BoundedPages, Cache, Growing, Parts
+from regard.cost import Description
+from regard.cost.latent import IndexedLatentSpec, LatentSpec
+from regard.cost.selected import (
+    BlockMaximumSelection,
+    BlockSelection,
+    IndexSelection,
+    KeySelection,
+    PageSelection,
+    SelectedSpec,
+)
+from regard.cost.softmax import ALL_EARLIER_KEYS
+from regard.cost.spec import Spec
 from regard.errors import ArgumentError
-from regard.masks import Causal, Mask, Window
-from regard.nn.data_bias import refuse_data_bias
-from regard.nn.explainable import (
-    CallWeights,
-    HeadMix,
-    InputSteps,
-    LayerRun,
-    MixTerm,
-    ProjectionQuery,
-    first_rotary,
-)
+from regard.masks import Causal, Mask
+from regard.nn.latent_projection import LatentProjection, LowRankProjection
 from regard.nn.mixer import Mixer, count_weights
-from regard.nn.projections import (
-    HeadProjection,
-    Projection,
-    adjust_query,
-    postprocess,
-    select_form,
-)
+from regard.nn.projections import HeadProjection, Projection, check_adds_no_bias
+from regard.ops.selection.block_maximum import block_maximum_mask, check_block_sizes
 from regard.ops.selection.lightning_indexer import (
     check_topk,
     index_mask,
@@ -43,16 +36,10 @@ from regard.ops.selection.lightning_indexer import (
     indexer_loss,
 )
 from regard.ops.selection.moba import check_moba_sizes, moba_mask
-from regard.ops.selection.nsa import (
-    NSABlocks,
-    compression_positions,
-    compression_windows,
-    selection_mask,
-)
-from regard.ops.selection.position_blocks import BlockLayout, block_layout
+from regard.ops.selection.quest import PageBounds, check_page_sizes, quest_mask
 from regard.ops.softmax import attend, attention_weights
 from regard.span import Positions, Span, slot_count
-from regard.tracing import named_scope, tap
+from regard.tracing import tap
 from regard.units import plural
 
 
@@ -83,16 +70,6 @@ class MoBA(nn.Module):
     """The selector of mixture of block attention: a query attends to its own block, and to the past
     blocks whose mean key has the largest dot product with the query
     (`regard.ops.selection.moba_mask`).
-
-    Args:
-        size: the number of positions in a block.
-        topk: the number of blocks per query and query head, its own block included.
-
-    Raises:
-        ArgumentError: size or topk is below 1.
-
-    >>> MoBA(512, 3).spec.tokens(2048).value
-    1536
 
     Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
     """
@@ -140,18 +117,9 @@ class Indexer(nn.Module):
     `regard.nn.selected_attention.indexer_losses`.
 
     Args:
-        q: a `HeadProjection` to J index queries of dim d.
         k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
             the projection.
         weight: a linear map [B,T,M] -> [B,T,J].
-        topk: the number of keys per query, for all heads together.
-
-    Raises:
-        ArgumentError: the heads do not fit one another, or topk is below 1.
-
-    >>> q, k, weight = HeadProjection(8, 4, 2), HeadProjection(8, 1, 2), nn.Linear(8, 4, bias=False)
-    >>> Indexer(q, k, weight, topk=3).spec.tokens(100)
-    Quantity(value=3, formula='min(S, 3)')
 
     Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
     from its published code.
@@ -239,7 +207,7 @@ class SelectedAttention(Mixer):
         *,
         scale: float | None = None,
     ) -> None:
-        refuse_data_bias(project, "SelectedAttention")
+        check_adds_no_bias(project, "SelectedAttention")
         super().__init__()
         self.project, self.selector, self.output, self.scale = project, selector, output, scale
 
@@ -252,8 +220,9 @@ class SelectedAttention(Mixer):
             if self.project.cache_unsafe_reason:
                 raise ArgumentError(f"a cache was given, but {self.project.cache_unsafe_reason}")
             memory, k_positions = cache.update(memory, positions)
-        project = select_form(self.project, x.shape[1], slot_count(k_positions))
-        q = tap("q", adjust_query(project, project.query(x, positions), positions, k_positions))
+        project = self.project.select_form(x.shape[1], slot_count(k_positions))
+        q = project.adjust_query(project.query(x, positions), positions, k_positions)
+        q = tap("q", q)
         k, v = project.recall(memory[:n], k_positions)
         k, v = tap("k", k), tap("v", v)
         chosen_by = self.selector_memory(memory[n:], cache)
@@ -268,7 +237,7 @@ class SelectedAttention(Mixer):
             k_positions=k_positions,
             backend=backend,
         )
-        z = tap("z", postprocess(project, z, x, positions))
+        z = tap("z", project.postprocess_at(z, x, positions))
         return tap("out", self.output(z.transpose(1, 2).flatten(2)))
 
     def selector_memory(self, memory: Parts, cache: Cache | None) -> Parts:
@@ -339,279 +308,290 @@ def indexer_losses(
     return indexer_loss(index_scores(index_q, key, weight), pattern, visible)
 
 
-BRANCHES = ("compressed", "selected", "window")
-"""The names of the branches, in the order of keys, values and gates. The taps of a branch have its
-name as a prefix, as in "window.k"."""
+class Quest(nn.Module):
+    """The selector of Quest: a query attends to its own page, and to the past pages whose bound is
+    largest (`regard.ops.selection.quest_mask`).
 
+    u_i = sum_d max(q_d low_id, q_d high_id) for page i, whose keys have numbers from low to high
 
-class BlockCompressor(nn.Module):
-    """A network that compresses the l tokens of a block into one.
-
-    phi(x) = W2 silu(W1 [x_1 + e_1; ...; x_l + e_l] + b1) + b2
-
-    e_i is a learned embedding of position i inside the block. x [B,G,C,l,D] -> [B,G,C,D] for C
-    blocks,
-    with the same map for every head.
-
-    Args:
-        length: the number of tokens l in a block.
-        dim: the head dim D.
-        hidden: the hidden size; None is D.
-
-    Raises:
-        ArgumentError: a size is below 1.
-
-    >>> BlockCompressor(4, 8)(torch.zeros(1, 2, 5, 4, 8)).shape
-    torch.Size([1, 2, 5, 8])
-
-    Source: Yuan et al. 2025 (arXiv 2502.11089), equation 7; the paper does not specify the network.
+    Source: Tang et al. 2024 (arXiv 2406.10774), section 3.3.
     """
 
-    def __init__(self, length: int, dim: int, hidden: int | None = None) -> None:
+    def __init__(self, size: int, topk: int) -> None:
         super().__init__()
-        hidden = dim if hidden is None else hidden
-        if min(length, dim, hidden) < 1:
-            raise ArgumentError(
-                f"BlockCompressor(length={length}, dim={dim}, hidden={hidden}): each must be at "
-                "least 1"
-            )
-        self.length, self.dim, self.hidden = length, dim, hidden
-        self.places = nn.Parameter(0.02 * torch.randn(length, dim))
-        self.up, self.down = nn.Linear(length * dim, hidden), nn.Linear(hidden, dim)
+        check_page_sizes(size, topk)
+        self.size, self.topk = size, topk
 
-    def forward(self, x: Float[Tensor, "B G C l D"]) -> Float[Tensor, "B G C D"]:
-        """Compress blocks [B,G,C,l,D] to one token each [B,G,C,D]."""
-        hidden = self.up((x + self.places).flatten(-2))
-        compressed: Tensor = self.down(nn.functional.silu(hidden))
-        return compressed
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return no parts, since the bounds are computed from the cached keys."""
+        return ()
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Return the mask of the chosen pages; `memory` may hold the bounds of all pages."""
+        return quest_mask(
+            q,
+            k,
+            size=self.size,
+            topk=self.topk,
+            bounds=PageBounds(*memory) if memory else None,
+            q_positions=positions,
+            k_positions=k_positions,
+        )
+
+    @property
+    def spec(self) -> PageSelection:
+        """The page size and the number of pages, for the cost."""
+        return PageSelection(self.size, self.topk)
 
     def extra_repr(self) -> str:
-        """Return the number of tokens in a block."""
-        return plural(self.length, "token")
+        """Return the page size and the number of pages."""
+        return f"pages of {self.size}, topk={self.topk}"
 
 
-class NSA(Mixer):
-    """Native sparse attention: the gated sum of three branches with separate keys and values.
+class QuestAttention(SelectedAttention):
+    """Softmax attention to the pages that `Quest` chooses, with a cache that stores the bounds of
+    every page beside its keys.
 
-    out = W_o sum_b gate_b(x) * attend(q, k_b, v_b) over the branches b:
-
-    compressed: one key and one value for each block of l tokens. A block starts every d tokens, and
-        queries see it once it is complete;
-    selected: the n blocks of l' tokens, up to that of the query, that have the largest attention
-        weights in the compressed branch;
-    window: the last w tokens
-
-    A cache stores the keys and values of all three branches; the compressed ones are computed again
-    in each call.
+    All keys stay in the cache, and a step reads the bounds, and the keys and values of the chosen
+    pages. A text of at most topk pages is plain attention.
 
     Args:
-        q: a `HeadProjection` to H queries.
-        keys, values: three `HeadProjection`s each to G keys and values, one per branch. The keys of
-            the compressed branch are compressed before positions are applied, so they need no
-            rotary.
-        compress_key, compress_value: modules [B,G,C,l,D] -> [B,G,C,D], such as `BlockCompressor`.
-        key_transform: a module that is applied to compressed keys at the position of the last token
-            of each block, such as a rotary; None applies none. The paper does not specify where
-            positions enter. With a rotary here, a score depends on the distance only.
-        gate: a module [B,T,M] -> [B,T,3 H], before the sigmoid.
+        project: any `Projection`. If it changes keys after they were stored, their bounds are
+            computed at every call.
+        selector: a `Quest`.
         output: a module [B,T,H*E] -> [B,T,M].
-        sizes: the sizes l, d, l', n and w of the blocks and of the window.
+        scale: the factor on the scores; None is 1/sqrt(D).
 
     Raises:
-        ArgumentError: there are not three keys and values, or their heads do not fit one another.
+        ArgumentError: the selector is no `Quest`, the projection has several forms, whose keys have
+            other bounds, or a cache has pages of another size.
 
-    >>> sizes = NSABlocks(compress=4, stride=2, select=4, count=3, window=4)
-    >>> kv = [HeadProjection(8, 1, 4) for _ in range(6)]
-    >>> layer = NSA(HeadProjection(8, 2, 4), kv[:3], kv[3:],
-    ...             compress_key=BlockCompressor(4, 4), compress_value=BlockCompressor(4, 4),
-    ...             gate=nn.Linear(8, 6), output=nn.Linear(8, 8), sizes=sizes)
-    >>> layer(torch.zeros(1, 9, 8)).shape
-    torch.Size([1, 9, 8])
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> layer = QuestAttention(separate_qkv(8, 4, 2, 2), Quest(4, 2), nn.Linear(8, 8))
+    >>> cache = layer.new_cache()
+    >>> layer(torch.zeros(1, 9, 8), cache=cache).shape, cache.bytes  # 9 tokens, 3 pages
+    (torch.Size([1, 9, 8]), 384)
 
-    Source: Yuan et al. 2025 (arXiv 2502.11089), section 3.
+    Source: Tang et al. 2024 (arXiv 2406.10774), section 3.
     """
 
-    recording_refusal = "splits the keys into blocks, whose number depends on the length"
+    def __init__(
+        self,
+        project: Projection,
+        selector: Quest,
+        output: nn.Module,
+        *,
+        scale: float | None = None,
+    ) -> None:
+        if not isinstance(selector, Quest):
+            raise ArgumentError(
+                f"selector is {type(selector).__name__}; QuestAttention needs a Quest: use "
+                "SelectedAttention for others"
+            )
+        if project.has_forms:
+            raise ArgumentError(
+                f"{type(project).__name__} has several forms, whose keys have other bounds, so "
+                "that the pages would depend on the number of queries; Quest needs keys per head"
+            )
+        super().__init__(project, selector, output, scale=scale)
+
+    def check_cache(self, cache: Cache) -> None:
+        """Raise if the cache has pages of another size than the selector."""
+        size = self._quest.size
+        if isinstance(cache, BoundedPages) and cache.size != size:
+            raise ArgumentError(
+                f"the cache has pages of {plural(cache.size, 'position')}, and the selector of "
+                f"{size}; use new_cache()"
+            )
+
+    def selector_memory(self, memory: Parts, cache: Cache | None) -> Parts:
+        """Return the bounds of the pages where the cache has them; else what it stored."""
+        if isinstance(cache, BoundedPages) and self._stores_keys:
+            return cache.bounds() or ()
+        return memory
+
+    def new_cache(self) -> Cache:
+        """Return an empty cache of all tokens, with the bounds of pages where they are those of the
+        keys that it stores.
+        """
+        return BoundedPages(self._quest.size) if self._stores_keys else Growing()
+
+    @property
+    def _quest(self) -> Quest:
+        """The selector of this layer, whose class the constructor has checked."""
+        assert isinstance(self.selector, Quest)
+        return self.selector
+
+    @property
+    def _stores_keys(self) -> bool:
+        """Whether the first part of the memory is the keys as attention uses them."""
+        shape = self.project.shape
+        whole = shape.memory == (shape.G * shape.D, shape.G * shape.E)
+        return whole and getattr(self.project, "key_transform", None) is None
+
+
+class BlockMaximum(nn.Module):
+    """The selector of MSA: index heads score every key, and a query attends to its own block, the
+    local blocks before it, and the past blocks with the largest best score
+    (`regard.ops.selection.block_maximum_mask`).
+
+    s_ji = max over the keys s of block i of q'_jt . k'_s,  q' = norm(W_q x), k' = norm(W_k x)
+
+    Index head j chooses for the query heads j H/J to (j + 1) H/J - 1; MiniMax-M3 has one index head
+    for each key/value head. No gradient passes through the choice, so that the index heads keep
+    their weights in training.
+
+    Args:
+        k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
+            the projection.
+
+    Source: MiniMax 2026 (MiniMax-M3), by its code in transformers, `MiniMaxM3VLIndexer`.
+    """
 
     def __init__(
         self,
         q: HeadProjection,
-        keys: Sequence[HeadProjection],
-        values: Sequence[HeadProjection],
+        k: HeadProjection,
         *,
-        compress_key: nn.Module,
-        compress_value: nn.Module,
-        key_transform: nn.Module | None = None,
-        gate: nn.Module,
-        output: nn.Module,
-        sizes: NSABlocks,
+        heads: int,
+        size: int,
+        topk: int,
+        local: int = 1,
     ) -> None:
         super().__init__()
-        if len(keys) != 3 or len(values) != 3:
+        check_block_sizes(size, topk, local)
+        if k.heads != 1 or q.head_dim != k.head_dim or heads < 1 or heads % q.heads:
             raise ArgumentError(
-                f"keys has length {len(keys)} and values has length {len(values)}; each must have "
-                f"one projection for each branch: {', '.join(BRANCHES)}"
+                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, for "
+                f"{plural(heads, 'query head')}; k must be 1 head of {q.head_dim}, and the index "
+                "heads must divide the query heads"
             )
+        self.q, self.k, self.heads = q, k, heads
+        self.size, self.topk, self.local = size, topk, local
 
-        shapes = {
-            (k.heads, k.head_dim, v.heads, v.head_dim) for k, v in zip(keys, values, strict=True)
-        }
-        (G, D, G_v, _) = next(iter(shapes))
-        if len(shapes) > 1 or G_v != G or q.head_dim != D:
-            raise ArgumentError(
-                f"q is {q.extra_repr()}, keys are {[k.extra_repr() for k in keys]}, values "
-                f"{[v.extra_repr() for v in values]}: all branches must have the same heads and "
-                "dims, and keys the dim of q"
-            )
-        check_groups(q.heads, G)
-        self.q, self.keys, self.values = q, nn.ModuleList(keys), nn.ModuleList(values)
-        self.compress_key, self.compress_value = compress_key, compress_value
-        self.key_transform = key_transform
-        self.gate, self.output, self.sizes = gate, output, sizes
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the index keys [B,1,S,d]."""
+        return (self.k(x, positions),)
 
-    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
-        """Attend from x [B,T,M] to its own tokens and to those in the cache, branch by branch."""
-        q = tap("q", self.q(x, positions))
-        memory: Parts = tuple(heads(x, positions) for heads in (*self.keys, *self.values))
-
-        k_positions = positions
-        if cache is not None:
-            memory, k_positions = cache.update(memory, positions)
-        keys, values = list(memory[:3]), list(memory[3:])
-        token_order = block_layout(k_positions, self.sizes.select, x.device)
-        block_ends = compression_positions(token_order, self.sizes)
-        keys[0], values[0] = self.compressed(keys[0], values[0], token_order, block_ends)
-        chosen = selection_mask(
-            q, keys[0], token_order, self.sizes, q_positions=positions, k_positions=block_ends
-        )
-        masks = (Causal(), chosen, Causal() & Window(self.sizes.window))
-        zs = []
-        for name, k, v, mask, branch_positions in zip(
-            BRANCHES, keys, values, masks, (block_ends, k_positions, k_positions), strict=True
-        ):
-            with named_scope(name):
-                zs.append(
-                    attend(
-                        q,
-                        tap("k", k),
-                        tap("v", v),
-                        mask=mask,
-                        q_positions=positions,
-                        k_positions=branch_positions,
-                        backend=backend,
-                    )
-                )
-        z = tap("z", self.gated(torch.stack(zs), x))
-        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
-
-    def compressed(
+    def choose(
         self,
-        k: Float[Tensor, "B G S D"],
-        v: Float[Tensor, "B G S E"],
-        token_order: BlockLayout,
-        block_ends: Positions,
-    ) -> tuple[Float[Tensor, "B G C D"], Float[Tensor, "B G C E"]]:
-        """Compress keys and values to one per block.
-
-        Args:
-            k: keys [B,G,S,D] of the compressed branch.
-            v: values [B,G,S,E] of the compressed branch.
-            token_order: the order of the tokens by position.
-            block_ends: the position of the last token of each block; -1 for an incomplete block.
-
-        Returns:
-            The compressed keys [B,G,C,D] and values [B,G,C,E]; those of incomplete blocks have no
-            meaning.
-        """
-        k = self.compress_key(compression_windows(k, token_order, self.sizes))
-        v = self.compress_value(compression_windows(v, token_order, self.sizes))
-        return (k if self.key_transform is None else self.key_transform(k, block_ends)), v
-
-    def gated(
-        self, zs: Float[Tensor, "3 B H T E"], x: Float[Tensor, "B T M"]
-    ) -> Float[Tensor, "B H T E"]:
-        """Sum the branches, each times its gate per head and query.
-
-        Args:
-            zs: the results of the branches [3,B,H,T,E].
-            x: the hidden states [B,T,M].
-
-        Returns:
-            The heads [B,H,T,E].
-        """
-        gates = self.gate(x).sigmoid().unflatten(-1, (3, self.q.heads))  # [B,T,3,H]
-        result: Float[Tensor, "B H T E"] = (zs * gates.permute(2, 0, 3, 1)[..., None]).sum(0)
-        return result
-
-    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
-        """Return the steps of the queries, and of the keys and values of the query's branch.
-        Compressed keys stand for blocks of tokens and have no steps.
-        """
-        q = self.q.explain_steps(query.x, query.positions, "q")
-        rotary, branch = first_rotary(self.q.steps), BRANCHES.index(query.branch)
-        if query.branch == "compressed":
-            return InputSteps(q, rotary=rotary, keys_are_blocks=True)
-        keys, values = self.keys[branch], self.values[branch]
-        assert isinstance(keys, HeadProjection)
-        assert isinstance(values, HeadProjection)
-        k = keys.explain_steps(query.memory, query.k_positions, "k")
-        v = values.explain_steps(query.memory, query.k_positions, "v")
-        return InputSteps(q, k, v, rotary)
-
-    def explain_mix(
-        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
-    ) -> HeadMix:
-        """Return the mix of the branches, each multiplied by its gate."""
-        gates = self.gate(run.x[0, row]).sigmoid().unflatten(-1, (3, -1))[:, head].double()
-        terms = tuple(
-            MixTerm(
-                call.branch,
-                float(gates[BRANCHES.index(call.branch)]),
-                float(call.weights[head].sum()),
-                n == call_index,
-            )
-            for n, call in enumerate(calls)
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Return the mask of the chosen blocks."""
+        with torch.no_grad():
+            queries = self.q(x, positions)
+        return block_maximum_mask(
+            queries,
+            memory[0],
+            heads=self.heads,
+            size=self.size,
+            topk=self.topk,
+            local=self.local,
+            q_positions=positions,
+            k_positions=k_positions,
         )
-        return HeadMix(
-            "the sum of three branches with separate keys and values, each times its gate; a "
-            "weight is a share of its branch, not of the total",
-            terms,
-            None,
-        )
-
-    def new_cache(self) -> Cache:
-        """Return an empty cache that stores all tokens, since any block may be selected later."""
-        return Growing()
-
-    def tokens(self, context: int) -> Quantity:
-        """Count the tokens that a decoding step reads from memory, as in table 4 of the paper.
-
-        Args:
-            context: the number of tokens up to and including the decoded one.
-
-        Returns:
-            The number with its formula.
-        """
-        return self.spec.read_by_paper(context)
 
     @property
-    def spec(self) -> NSASpec:
-        """The cost of this layer, which compresses all blocks again for each token."""
-        s, value = self.sizes, self.values[0]
-        assert isinstance(value, HeadProjection)
-        shape = HeadShape(self.q.heads, value.heads, self.q.head_dim, value.head_dim)
-        phi = (self.compress_key, self.compress_value)
-        # The hidden size of another class of network is unknown, so its FLOPs are not counted.
-        widths = [network.hidden if isinstance(network, BlockCompressor) else 0 for network in phi]
-        return NSASpec(
-            count_weights(self, *phi),
-            3 * shape.parts,
-            shape,
-            s.compress,
-            s.stride,
-            s.select,
-            s.count,
-            s.window,
-            hidden=(widths[0], widths[1]),
-            recompress=True,
+    def spec(self) -> BlockMaximumSelection:
+        """The sizes of the index heads and of the blocks, for the cost."""
+        blocks = max(self.topk, self.local)
+        return BlockMaximumSelection(self.q.heads, self.q.head_dim, self.size, blocks)
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the blocks."""
+        return f"blocks of {self.size}, topk={self.topk}, local={self.local}"
+
+
+class LatentIndexer(Indexer):
+    """The lightning indexer beside latent attention: its queries are computed from the latent of
+    the attention's queries, its key and its weights from x.
+
+    c_q = norm(W_dq x);  q_j = W_j c_q;  I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d))
+
+    Args:
+        weight: a linear map [B,T,M] -> [B,T,J], computed in its own dtype.
+        latent: the `LowRankProjection` of the attention's queries. Its parameters belong to the
+            attention: they are neither stored nor trained with the indexer.
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2, and its published code.
+    """
+
+    def __init__(
+        self,
+        q: HeadProjection,
+        k: HeadProjection,
+        weight: nn.Linear,
+        latent: LowRankProjection,
+        *,
+        topk: int,
+    ) -> None:
+        super().__init__(q, k, weight, topk=topk)
+        self._latent = (latent,)  # in a tuple, because a module would be registered here, too
+
+    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Compute the index queries from the latent, and their weights from x, as in
+        `Indexer.parts`.
+        """
+        (latent,) = self._latent
+        with torch.no_grad():  # the loss of the indexer trains only the indexer
+            c = latent.norm(latent.down(x))
+        q = self.q(c, positions) * self.q.head_dim**-0.5
+        return q, self.weight(x.to(self.weight.weight.dtype)) * self.q.heads**-0.5
+
+
+class IndexedLatentAttention(SelectedAttention):
+    """Multi-head latent attention to the keys that an indexer selects (DSA).
+
+    Args:
+        output: a module [B,T,H*E] -> [B,T,M].
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
+    """
+
+    def __init__(
+        self,
+        project: LatentProjection,
+        selector: Indexer,
+        output: nn.Module,
+        *,
+        scale: float | None = None,
+    ) -> None:
+        if not isinstance(project, LatentProjection) or not isinstance(selector, Indexer):
+            raise ArgumentError(
+                f"project is {type(project).__name__} and selector {type(selector).__name__}; they "
+                "must be a LatentProjection and an Indexer: use SelectedAttention for others"
+            )
+        super().__init__(project, selector, output, scale=scale)
+
+    @property
+    def spec(self) -> IndexedLatentSpec:
+        """The cost of this layer in the form "absorb"; a cache stores latents and index keys."""
+        project, selector = self.project, self.selector
+        assert isinstance(project, LatentProjection)
+        assert isinstance(selector, Indexer)
+        latent = project.spec(count_weights(self), ALL_EARLIER_KEYS)
+        assert isinstance(latent, LatentSpec)
+        return IndexedLatentSpec(
+            latent.weights,
+            (*latent.parts, (1, selector.k.head_dim)),
+            latent.heads,
+            latent.kv_rank,
+            latent.nope_dim,
+            latent.rope_dim,
+            latent.value_dim,
+            "absorb",
+            selection=selector.spec,
         )

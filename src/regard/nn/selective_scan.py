@@ -4,22 +4,21 @@ convolution, and the rule of the selective scan.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from regard.argument_checks import check_positive_sizes
 from regard.caches import Parts
 from regard.cost.fixed_state import LinearSpec, ShortConvolution
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.explainable import InputSteps, MechanismStep, MechanismSteps, ProjectionQuery
 from regard.nn.linear import Linear
 from regard.nn.projections import HeadProjection
-from regard.nn.recurrent_projections import ProjectedQKV, StatefulQKV
+from regard.nn.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
+from regard.nn.recurrent_projections import CausalConvolution, ProjectedQKV, StatefulQKV
 from regard.ops.linear.linear_attention import gated_linear
 from regard.process_state import is_compiling
 from regard.span import Positions, slice_positions
@@ -35,20 +34,6 @@ class SelectiveQKV(StatefulQKV):
     v = convolution(W_v x);  q = W_q v;  k = W_k v, then the steps of each head
 
     Here q, k and v are the paper's C, B and x. Each channel of v is a head of size 1.
-
-    Args:
-        q, k: `HeadProjection`s of the N channels to one head of the same size D.
-        v: a `HeadProjection` of hidden states to N heads of size 1.
-        convolution: a `CausalConvolution` over N channels.
-
-    Raises:
-        ArgumentError: the heads or the convolution do not fit together.
-
-    >>> q, k, v = HeadProjection(6, 1, 4), HeadProjection(6, 1, 4), HeadProjection(8, 6, 1)
-    >>> project = SelectiveQKV(q, k, v, CausalConvolution(6, 4))
-    >>> inputs = project.project(torch.zeros(1, 5, 8), None, None)
-    >>> inputs.q.shape, inputs.v.shape, [tuple(part.shape) for part in inputs.state]
-    (torch.Size([1, 1, 5, 4]), torch.Size([1, 6, 5, 1]), [(1, 3, 6)])
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.4 and algorithm 2.
     """
@@ -93,7 +78,7 @@ class SelectiveQKV(StatefulQKV):
         )
 
 
-class SelectiveScanRule(nn.Module):
+class SelectiveScanRule(RecurrenceRule):
     """The rule of Mamba (S6): every channel has a state of D values, each with a decay of its own,
     which depends on the token through the step size of the channel.
 
@@ -104,19 +89,9 @@ class SelectiveScanRule(nn.Module):
     each channel.
 
     Args:
-        channels: the number of channels N.
-        state: the number of values D of the state of a channel.
-        rank: the rank of the map to the step sizes.
         norm: a module [B,T,rank] -> [B,T,rank]; None applies none.
         piece: how many tokens of a long text are computed at a time; None is as many as have
             `MAX_DECAYS` decays, and 64 at least. It does not change the result.
-
-    Raises:
-        ArgumentError: a size is less than 1.
-
-    >>> rule = SelectiveScanRule(6, 4, 2)
-    >>> rule.step(torch.zeros(1, 6, 5, 1)).shape
-    torch.Size([1, 6, 5])
 
     Source: Gu and Dao 2023 (arXiv 2312.00752), section 3.2 and algorithm 2; with a norm: Lieber et
     al. 2024 (arXiv 2403.19887), section 2.
@@ -138,42 +113,29 @@ class SelectiveScanRule(nn.Module):
         piece: int | None = None,
     ) -> None:
         super().__init__()
-        if min(channels, state, rank) < 1:
-            raise ArgumentError(
-                f"SelectiveScanRule(channels={channels}, state={state}, rank={rank}): each must be "
-                "at least 1"
-            )
+        check_positive_sizes("SelectiveScanRule", channels=channels, state=state, rank=rank)
         self.down = Linear(channels, rank, bias=False)
         self.up = Linear(rank, channels, bias=False)
         self.norm, self.piece = norm, piece
         self.A_log = nn.Parameter(torch.arange(1.0, state + 1).log().repeat(channels, 1))
         self.skip = nn.Parameter(torch.ones(channels))
-        step = torch.empty(channels).uniform_(math.log(0.001), math.log(0.1)).exp()
-        # This is the inverse of softplus: softplus(dt_bias) = step.
-        self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
+        self.dt_bias = nn.Parameter(initial_step_bias(channels))
 
     def step(self, v: Float[Tensor, "B N T 1"]) -> Float[Tensor, "B N T"]:
         """Return the step sizes s [B,N,T] of tokens with the values v [B,N,T,1]."""
         low = self.down(v[..., 0].transpose(1, 2))
         low = low if self.norm is None else self.norm(low)
-        return F.softplus(_wide(self.up(low)) + _wide(self.dt_bias)).transpose(1, 2)
+        return F.softplus(wide(self.up(low)) + wide(self.dt_bias)).transpose(1, 2)
 
-    def forward(
-        self,
-        x: Float[Tensor, "B T M"],
-        q: Float[Tensor, "B H T D"],
-        k: Float[Tensor, "B G T D"],
-        v: Float[Tensor, "B N T E"],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Float[Tensor, "B O T E"], Parts]:
+    def run(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, call: RuleCall
+    ) -> tuple[Tensor, Parts]:
         """Return the results [B,N,T,1] and the state (S,) after the last token.
 
         Every token has N D decays, so that long texts are computed in pieces. Without gradients on
         a CPU, "auto" computes the tokens one by one.
         """
-        T = v.shape[2]
+        T, form, state, positions = v.shape[2], call["form"], call["state"], call["k_positions"]
         if form == "auto" and v.device.type == "cpu" and not torch.is_grad_enabled():
             # A head has one value, so that products over a chunk do far more work than the tokens
             # one by one. Autograd would keep each of them, and a compiled graph unrolls them.
@@ -185,40 +147,19 @@ class SelectiveScanRule(nn.Module):
         for start in range(0, max(T, 1), piece):
             where = slice(start, min(start + piece, T))
             own = None if positions is None else slice_positions(positions, where)
-            inputs = (q[:, :, where], k[:, :, where], v[:, :, where])
-            z, state = self._scan(inputs, state, own, form)
+            part: RuleCall = {"state": state, "k_positions": own, "form": form}
+            z, state = self._scan(q[:, :, where], k[:, :, where], v[:, :, where], part)
             results.append(z)
         assert state is not None, "there is at least one piece"
         return torch.cat(results, 2), state
 
-    def _scan(
-        self,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        state: Parts | None,
-        positions: Positions | None,
-        form: str,
-    ) -> tuple[Tensor, Parts]:
-        """Run the recurrence over a piece of the tokens, given as q, k and v."""
-        q, k, v = inputs
+    def _scan(self, q: Tensor, k: Tensor, v: Tensor, call: RuleCall) -> tuple[Tensor, Parts]:
+        """Run the recurrence over a piece of the tokens."""
         step = self.step(v)[..., None]
-        g = -_wide(self.A_log).exp()[:, None] * step
-        z, state = gated_linear(
-            _wide(q),
-            _wide(k),
-            _wide(v) * step,
-            g,
-            scale=1.0,
-            state=state,
-            k_positions=positions,
-            form=form,
-        )
-        return (z + _wide(self.skip)[:, None, None] * _wide(v)).to(q.dtype), state
+        g = -wide(self.A_log).exp()[:, None] * step
+        z, state = gated_linear(wide(q), wide(k), wide(v) * step, g, scale=1.0, **call)
+        return (z + wide(self.skip)[:, None, None] * wide(v)).to(q.dtype), state
 
     def spec(self, weights: ParameterCounts, shape: HeadShape) -> LinearSpec:
         """Return the cost of a layer with this rule."""
         return LinearSpec(weights, (), shape, "Mamba", decayed=True)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Convert a tensor to float32, unless it is float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

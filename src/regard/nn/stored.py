@@ -23,11 +23,7 @@ from regard.ops.stored_weights import StoredWeight
 
 
 class StoredWeightMixin(nn.Module):
-    """The part of a module that replaces its parameter `weight` by a `StoredWeight`.
-
-    Attributes:
-        stored_weight: the record.
-    """
+    """The part of a module that replaces its parameter `weight` by a `StoredWeight`."""
 
     stored_weight: StoredWeight
 
@@ -99,9 +95,6 @@ class StoredEmbedding(StoredWeightMixin, nn.Embedding):  # type: ignore[override
 def can_store_weight(module: nn.Module) -> bool:
     """Return whether a module computes with a stored weight as it is: a `regard.nn.Linear` (or a
     head that derives from it) whose matrix is not read as a whole, or a plain `nn.Embedding`.
-
-    >>> can_store_weight(Linear(2, 3)), can_store_weight(nn.Linear(2, 3))
-    (True, False)
     """
     if isinstance(module, Linear):
         return not module.reads_whole_weight
@@ -109,16 +102,7 @@ def can_store_weight(module: nn.Module) -> bool:
 
 
 def store_weight(module: nn.Module, record: StoredWeight) -> None:
-    """Replace the parameter `weight` of a module by a record, in place.
-
-    >>> from regard.ops.stored_weights import Int8Weight
-    >>> layer = Linear(32, 2, bias=False).requires_grad_(False)
-    >>> store_weight(layer, Int8Weight.quantize(layer.weight))
-    >>> layer
-    Linear(in_features=32, out_features=2, bias=False, weight=int8)
-    >>> list(layer.state_dict())
-    ['weight.codes', 'weight.scales']
-    """
+    """Replace the parameter `weight` of a module by a record, in place."""
     if not can_store_weight(module):
         raise ArgumentTypeError(
             f"module is {type(module).__name__}; only a regard.nn.Linear or an nn.Embedding whose "
@@ -143,14 +127,7 @@ def _stored_class(plain: type[nn.Module]) -> type[nn.Module]:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module had before its weight was stored; its class otherwise.
-
-    >>> from regard.ops.stored_weights import Int8Weight
-    >>> layer = Linear(32, 2).requires_grad_(False)
-    >>> store_weight(layer, Int8Weight.quantize(layer.weight))
-    >>> type(layer) is Linear, plain_class(layer) is Linear
-    (False, True)
-    """
+    """Return the class that a module had before its weight was stored; its class otherwise."""
     own = type(module)
     first, *others = own.__bases__
     if first is StoredWeightMixin and len(others) == 1 and _stored_class(others[0]) is own:
@@ -170,14 +147,6 @@ FREED_BYTES = 1 << 24
 def stored_to_huge_pages(network: nn.Module) -> None:
     """Move the stored weights of a network together into huge pages, in the order of its modules;
     their values do not change. `regard.load` does this.
-
-    >>> from regard.ops.stored_weights import Int8Weight
-    >>> layer = Linear(32, 2).requires_grad_(False)
-    >>> store_weight(layer, Int8Weight.quantize(layer.weight))
-    >>> before = layer.weight
-    >>> stored_to_huge_pages(layer)
-    >>> torch.equal(layer.weight, before)
-    True
     """
     owners: dict[int, list[StoredWeightMixin]] = {}
     for module in network.modules():
@@ -208,9 +177,6 @@ def _is_movable(record: StoredWeight) -> bool:
 def weight_tensors(network: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters of a network and then the stored tensors of its records, each once. A
     network whose weights are all stored in fewer bits may have no parameter.
-
-    >>> [x.shape for x in weight_tensors(nn.Linear(2, 3))]
-    [torch.Size([3, 2]), torch.Size([3])]
     """
     yield from network.parameters()
     for record in {id(record): record for _, record in stored_modules(network)}.values():
@@ -218,21 +184,13 @@ def weight_tensors(network: nn.Module) -> Iterator[Tensor]:
 
 
 def count_parameters(network: nn.Module) -> int:
-    """Return the number of parameters of a network, those that are stored in fewer bits included.
-
-    >>> count_parameters(nn.Linear(2, 3))
-    9
-    """
+    """Return the number of parameters of a network, with those that are stored in fewer bits."""
     records = {id(record): record for _, record in stored_modules(network)}.values()
     return sum(p.numel() for p in network.parameters()) + sum(x.shape.numel() for x in records)
 
 
 def device_of(network: nn.Module) -> torch.device:
-    """Return the device of a network's weights; one without weights computes where its input is.
-
-    >>> device_of(nn.Identity())
-    device(type='cpu')
-    """
+    """Return the device of a network's weights; one without weights computes where its input is."""
     first = next(weight_tensors(network), None)
     return torch.device("cpu") if first is None else first.device
 
@@ -240,9 +198,6 @@ def device_of(network: nn.Module) -> torch.device:
 def stored_modules(network: nn.Module) -> Iterator[tuple[str, StoredWeight]]:
     """Yield the name of each parameter that is stored in fewer bits, and its record; a shared
     record has several names.
-
-    >>> list(stored_modules(nn.Linear(2, 2)))
-    []
     """
     for name, module in network.named_modules(remove_duplicate=False):
         if isinstance(module, StoredWeightMixin):

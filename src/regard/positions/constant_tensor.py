@@ -13,13 +13,6 @@ class ConstantTensor:
 
     `tensor.to(device)` in every layer and step would copy the constant again and wait for the
     device each time.
-
-    Args:
-        tensor: the constant, whose numbers must not change.
-
-    >>> constant = ConstantTensor(torch.ones(2))
-    >>> constant.on(torch.device("cpu")) is constant.tensor
-    True
     """
 
     def __init__(self, tensor: Tensor) -> None:

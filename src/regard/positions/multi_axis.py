@@ -186,18 +186,7 @@ class MultiAxisRotary(Rotary):
     def forward(
         self, x: Float[Tensor, "B H L D"], positions: Positions
     ) -> Float[Tensor, "B H L D"]:
-        """Rotate queries or keys by their coordinates.
-
-        Args:
-            x: queries or keys [B,H,L,D].
-            positions: positions [1 + A,B or 1,L]; or those of text: a `Span`, or [B or 1,L].
-
-        Returns:
-            The rotated queries or keys [B,H,L,D].
-
-        Raises:
-            ArgumentError: x is not [B, H, L, dim], or positions do not fit it.
-        """
+        """Rotate queries or keys by their coordinates."""
         if not isinstance(positions, Tensor) or positions.ndim == 2:
             return super().forward(x, positions)
         check_tensor("x", x)
@@ -227,9 +216,6 @@ class MultiAxisRotary(Rotary):
 def order_of(positions: Positions) -> Positions:
     """Return the order of tokens: the first plane of positions with several axes, and other
     positions as they are.
-
-    >>> order_of(multi_axis_positions([[1, (1, 1, 2)]])).tolist()
-    [[0, 1, 2]]
     """
     return positions[0] if isinstance(positions, Tensor) and positions.ndim == 3 else positions
 

@@ -272,18 +272,7 @@ class Rotary(nn.Module):
     def forward(
         self, x: Float[Tensor, "B H L D"], positions: Positions
     ) -> Float[Tensor, "B H L D"]:
-        """Rotate queries or keys by their positions.
-
-        Args:
-            x: queries or keys [B,H,L,D].
-            positions: a `Span`, or integers [B or 1, L].
-
-        Returns:
-            The rotated queries or keys [B,H,L,D].
-
-        Raises:
-            ArgumentError: x is not [B, H, L, dim], or positions do not fit it.
-        """
+        """Rotate queries or keys by their positions."""
         fits = (
             isinstance(x, Tensor)
             and isinstance(positions, Span)

@@ -43,9 +43,6 @@ class UnscaledFrequencies(NamedTuple):
 
     Attributes:
         theta: the frequencies theta_i = base^(-2i/dim), fp64 [n].
-        base: the base b.
-        dim: the rotary dim d.
-        length: the length of the sequence, or None if it is not known.
     """
 
     theta: Float64[Tensor, " n"]

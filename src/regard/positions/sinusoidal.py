@@ -113,14 +113,7 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Positions) -> Float[Tensor, "B L M"]:
-        """Return the vectors of positions.
-
-        Args:
-            positions: positions [B or 1, L].
-
-        Returns:
-            The vectors [B or 1, L, M].
-        """
+        """Return the vectors of positions."""
         _check_positions(positions)
         if isinstance(positions, Span):
             last = positions.stop - 1 if positions.length else -1

@@ -18,8 +18,7 @@ import regard
 from regard.errors import ArgumentError, FileError
 from regard.masks import Causal, Window
 from regard.models.model import Model
-from regard.nn.feed_forward import SoftmaxRouter
-from regard.nn.sparse_mixer import SparseMixerRouter
+from regard.nn.routers import SoftmaxRouter, SparseMixerRouter
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved, build, count
 

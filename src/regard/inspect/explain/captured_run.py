@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from regard.caches.shared import own_cache
+from regard.caches.cross_layer import split_first_values
 from regard.inspect.explain.explanation import Array
 from regard.inspect.explain.prepared_run import AttentionSite, PreparedRun
 from regard.inspect.record.recorded_place import PatternBlock, Place
@@ -269,7 +269,7 @@ def _hooks(
     def keep_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep("x", args[0])
         keep("memory", kwargs.get("memory"))
-        first = own_cache(args[2] if len(args) > 2 else kwargs.get("cache"))[1]
+        first = split_first_values(args[2] if len(args) > 2 else kwargs.get("cache"))[1]
         keep("first_values", None if first is None else first.values)
 
     hooks.append(attention.register_forward_pre_hook(keep_inputs, with_kwargs=True))

@@ -19,14 +19,12 @@ from torch import Tensor, nn
 
 from regard import Trace, attend, attention_weights
 from regard.caches import Parts
-from regard.caches.shared import FirstValues
+from regard.caches.cross_layer import FirstValues
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.explanation import TensorSummary, to_json_value
 from regard.masks import Mask
 from regard.nn import Attention
 from regard.nn.blocks import PostNorm
-from regard.nn.data_bias import data_bias
-from regard.nn.projections import adjust_query, postprocess, remember_carried, select_form
 from regard.nn.variants.registry import find_variant
 from regard.process_state import seeded
 from regard.span import Span
@@ -121,7 +119,7 @@ def _run_stages(
     attention: Attention, x: Tensor, *, scores: bool, first_values: Tensor | None
 ) -> list[Stage]:
     positions, stages = Span(0, x.shape[1]), []
-    project = select_form(attention.project, x.shape[1], x.shape[1])
+    project = attention.project.select_form(x.shape[1], x.shape[1])
 
     def stage(name: str, equation: str, run: Callable[[], Tensor]) -> Tensor:
         values, seconds = time_stage(run)
@@ -131,11 +129,11 @@ def _run_stages(
     q = stage(
         "q",
         "W_q x, in heads",
-        lambda: adjust_query(project, project.query(x, positions), positions, positions),
+        lambda: project.adjust_query(project.query(x, positions), positions, positions),
     )
 
     def remember() -> Parts:
-        return remember_carried(project, x, positions, FirstValues(first_values))
+        return project.remember_carried(x, positions, FirstValues(first_values))
 
     memory = remember()
     both = project.recall(memory, positions)
@@ -144,7 +142,7 @@ def _run_stages(
     k, v = both
     stages += [Stage("k", "W_k x, in heads", k, seconds), Stage("v", "W_v x, in heads", v, seconds)]
     scale = project.shape.D**-0.5 if attention.scale is None else attention.scale
-    bias, own = attention._bias(), data_bias(project, x, q, memory, positions, positions)
+    bias, own = attention._bias(), project.data_bias(x, q, memory, positions, positions)
     options: dict[str, Any] = {
         "bias": bias if own is None else own if bias is None else bias + own,
         "scale": scale,
@@ -171,8 +169,8 @@ def _run_stages(
     z = stage(
         "z",
         "weights v, by the layer's kernel",
-        lambda: postprocess(
-            project, attend(q, k, v, mask=mask, sink=sink, **options), x, positions
+        lambda: project.postprocess_at(
+            attend(q, k, v, mask=mask, sink=sink, **options), x, positions
         ),
     )
     stage("out", "W_O [z_1 .. z_H]", lambda: attention.output(z.transpose(1, 2).flatten(2)))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from regard.inspect.record.recorded_place import Place, RecordedStep, ScoreInputs
-from regard.masks import All, Mask
+from regard.masks import And, Mask
 from regard.span import as_tensor
 
 PLAIN_ORDERS = 4
@@ -358,7 +358,7 @@ def _mask_faults(mask: Mask) -> Iterator[FaultHypothesis]:
     for i, term in enumerate(terms):
         others = [x for n, x in enumerate(terms) if n != i]
         if others:
-            rest = others[0] if len(others) == 1 else All(tuple(others))
+            rest = others[0] if len(others) == 1 else And(tuple(others))
             yield FaultHypothesis(f"the mask {term} was not applied", _scores_under_mask(rest))
         for other in term.near_misses():
             both = reduce(lambda a, b: a & b, [*terms[:i], other, *terms[i + 1 :]])

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.integrations.pytorch import override
 from regard.integrations.pytorch.module_places import open_places
 from regard.integrations.pytorch.observed_call import leave_to_torch, observe_call
+from regard.integrations.pytorch.torch_functions import contexts, is_observed
 from regard.masks.block_mask import listed_blocks
 from regard.masks.recognition import RecognizedMask, recognize_mask
 from regard.ops.softmax.call import Call, make_call
@@ -121,13 +121,13 @@ def run_flex_call(
             wants_lse=wants_lse,
         )
 
-    if override._is_observed():
+    if is_observed():
         observed = observe_call(tensors, as_call, place=place)
         if isinstance(observed, str):
             return observed
         return FlexResult(observed.z, observed.result.lse if wants_lse else None)
     kernel, call = choose_kernel(as_call(q, k, v))
-    override._contexts.count_kernel(kernel.name)
+    contexts.count_kernel(kernel.name)
     result = run_on_kernel(kernel, call)
     return FlexResult(result.out, result.lse if wants_lse else None)
 
@@ -297,7 +297,7 @@ def run_or_leave(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     invalid = (arguments.return_lse and aux is not None) or (
         not arguments.enable_gqa and q.ndim == k.ndim == 4 and q.shape[1] != k.shape[1]
     )
-    places = open_places() if override._is_observed() else None
+    places = open_places() if is_observed() else None
     place = "" if places is None else places.next_place()
     result: FlexResult | str = UNUSUAL
     if not invalid and not (aux is not None and aux.max_scores):

@@ -16,8 +16,9 @@ from regard.cost import attention_flops
 from regard.ops.jit import has_numba_in_graph
 from regard.process_state import is_exporting, is_in_transform
 
-_LIBRARY = torch.library.Library("regard", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY = torch.library.Library("regard", "FRAGMENT")
+"""The operators of `regard`; `override` gives this one its implementation."""
+LIBRARY.define(
     "torch_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, "
     "float? scale, bool enable_gqa, bool always) -> Tensor"
 )
@@ -67,25 +68,6 @@ def torch_attention(
     return out
 
 
-def _run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,  # noqa: FBT001  (the order of the schema)
-    scale: float | None,
-    enable_gqa: bool,  # noqa: FBT001
-    always: bool,  # noqa: FBT001
-) -> Tensor:
-    """Run the call as outside of a graph."""
-    from regard.integrations.pytorch.override import attention_of_graph
-
-    out = attention_of_graph(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, always=always
-    )
-    return out.contiguous()
-
-
 def _shape(query: Tensor, _key: Tensor, value: Tensor, *_others: object) -> Tensor:
     """Return the output of the operator without values."""
     return query.new_empty(*query.shape[:3], value.shape[3])
@@ -97,6 +79,5 @@ def _flops(query: Tensor, key: Tensor, value: Tensor, *_others: object, **_: obj
     return attention_flops(B * H * T * key.shape[2], D, value.shape[3])
 
 
-_LIBRARY.impl("torch_attention", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("regard::torch_attention", _shape, lib=_LIBRARY)
+torch.library.register_fake("regard::torch_attention", _shape, lib=LIBRARY)
 register_flop_formula(torch.ops.regard.torch_attention, get_raw=True)(_flops)

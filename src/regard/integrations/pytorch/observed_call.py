@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.integrations.pytorch import override
 from regard.integrations.pytorch.module_places import ModulePlaces, open_places
 from regard.integrations.pytorch.torch_calls import NOT_MASKED_ATTENTION, as_attn_mask, as_call
+from regard.integrations.pytorch.torch_functions import TORCH, contexts
 from regard.masks import Dense, Full, Padding
 from regard.ops.softmax.call import Call, KernelResult, make_call
 from regard.ops.softmax.definition import scores
@@ -77,8 +77,7 @@ def observe_attention(
     options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
 
     def in_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = override._torch_attention(q, k, v, attn_mask, dropout_p, **options)
-        return out
+        return TORCH.attention(q, k, v, attn_mask, dropout_p, **options)
 
     z: Tensor
     places = open_places()
@@ -118,7 +117,7 @@ def leave_to_torch(place: str, why: str, function: Callable[..., Any], *tensors:
     places = open_places()
     if places is not None:
         places.unrecorded[place, why] += 1
-    override._contexts.count_torch(why)
+    contexts.count_torch(why)
     with nullcontext() if places is None else places.inside_call():
         return function(*tensors)
 
@@ -236,7 +235,7 @@ def _observe(
             wants_lse = call.wants_lse or _requests.box is not None
             chosen, call = choose_kernel(replace(call, wants_lse=wants_lse))
             result, kernel = run_on_kernel(chosen, call), chosen.name
-        override._contexts.count_kernel(kernel)
+        contexts.count_kernel(kernel)
         if places is not None:
             places.observed += 1
         return ObservedCall(call, result, tap("z", result.out))
@@ -254,7 +253,7 @@ def _with_torch_dropout(call: Call, dropout: float) -> tuple[KernelResult, str]:
     else:
         bias = call.bias.block(call.q_positions, call.k_positions, dtype=call.q.dtype)
         added = bias.masked_fill(~mask, -torch.inf)
-    out = override._torch_attention(
+    out = TORCH.attention(
         call.q, call.k, call.v, added, dropout, scale=call.scale, enable_gqa=call.G != call.H
     )
     result = KernelResult(out, chosen.run(call).lse)
@@ -304,20 +303,19 @@ def observe_multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None
     arguments = bound.arguments
     result: tuple[Tensor, Tensor | None]
     if not arguments["need_weights"]:
-        result = override._torch_mha_forward(*args, **kwargs)
-        return result
+        return TORCH.multi_head_forward(*args, **kwargs)
     if arguments["training"] and arguments["dropout_p"] > 0:
         places = open_places()
         place = "" if places is None else places.next_place()
         result = leave_to_torch(
-            place, WEIGHTS_WITH_DROPOUT, lambda: override._torch_mha_forward(*args, **kwargs)
+            place, WEIGHTS_WITH_DROPOUT, lambda: TORCH.multi_head_forward(*args, **kwargs)
         )
         return result
     outer, box = _requests.box, list[ObservedCall]()
     _requests.box = box
     try:
         # with weights torch applies the mask itself, whatever the hint `is_causal` says
-        out, _ = override._torch_mha_forward(
+        out, _ = TORCH.multi_head_forward(
             **{**arguments, "need_weights": False, "is_causal": False}
         )
     finally:
@@ -325,8 +323,7 @@ def observe_multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None
     if not box:  # the attention was left to torch, and is listed
         places = open_places()
         with nullcontext() if places is None else places.inside_call():
-            result = override._torch_mha_forward(*args, **kwargs)
-        return result
+            return TORCH.multi_head_forward(*args, **kwargs)
     weights, hidden = weights_of(box[0]), box[0].result.lse
     assert hidden is not None, "an observed call asks for its lse"
     is_batched = arguments["query"].ndim == 3

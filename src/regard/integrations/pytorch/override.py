@@ -21,10 +21,9 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, wraps
 from inspect import unwrap
 from typing import Any, TypeVar, overload
@@ -34,8 +33,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.integrations.pytorch.graph_operator import suits_graph, torch_attention
-from regard.integrations.pytorch.module_places import open_places
+from regard.integrations.pytorch.flex_calls import run_or_leave
+from regard.integrations.pytorch.graph_operator import LIBRARY, suits_graph, torch_attention
+from regard.integrations.pytorch.observed_call import (
+    observe_attention,
+    observe_fused_multi_head,
+    observe_multi_head,
+)
 from regard.integrations.pytorch.torch_calls import (
     FAST_KERNELS,
     MIN_PRODUCTS,
@@ -49,6 +53,13 @@ from regard.integrations.pytorch.torch_calls import (
     is_small,
     reason_for_torch,
     skips_more_than_torch,
+)
+from regard.integrations.pytorch.torch_functions import (
+    FLEX_MODULE,
+    TORCH,
+    CallCounts,
+    contexts,
+    is_observed,
 )
 from regard.masks import Causal, Full, Window
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
@@ -70,58 +81,6 @@ without a mask run here: those paths hold all scores in memory, and multiply fas
 """
 
 NESTED = "its input is a nested tensor, as nn.TransformerEncoder makes it of a padded batch"
-
-_torch_attention = F.scaled_dot_product_attention
-_torch_mha = torch._native_multi_head_attention
-_torch_mha_forward = F.multi_head_attention_forward
-_torch_encoder = torch._transformer_encoder_layer_fwd
-
-
-@dataclass(eq=False)
-class CallCounts:
-    """The numbers of attention calls that regard and torch ran; printing it shows them.
-
-    Args:
-        always: whether regard also runs the calls for which torch is as fast.
-        taken: the number of calls that each kernel of regard ran, by its name.
-        left: the number of calls that torch ran, by the reason.
-    """
-
-    always: bool = False
-    taken: Counter[str] = field(default_factory=Counter)
-    left: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        here, left = sum(self.taken.values()), sum(self.left.values())
-        lines = [f"calls that ran in regard: {here}; in torch: {left}"]
-        lines += [f"  {n:>8}  {name}" for name, n in self.taken.most_common()]
-        lines += [f"  {n:>8}  torch: {why}" for why, n in self.left.most_common()]
-        return "\n".join(lines)
-
-
-class _OpenContexts(threading.local):
-    """The `accelerate` contexts that are open in this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.open: list[CallCounts] = []
-
-    @property
-    def always(self) -> bool:
-        """Whether the innermost context takes every call that it can."""
-        return self.open[-1].always
-
-    def count_kernel(self, kernel: str) -> None:
-        """Count a call that a kernel of this package runs."""
-        for calls in self.open:
-            calls.taken[kernel] += 1
-
-    def count_torch(self, why: str) -> None:
-        """Count a call that torch runs."""
-        for calls in self.open:
-            calls.left[why] += 1
-
-
-_contexts = _OpenContexts()
 
 
 @overload
@@ -177,7 +136,7 @@ def accelerate(
         )
     if not any(isinstance(hook, _BeforeForward) for hook in model._forward_pre_hooks.values()):
         # never removed: accelerated models may share the functions of their modules
-        _install_replacements()
+        install_replacements()
         model.register_forward_pre_hook(_BeforeForward(always))
         model.register_forward_hook(_AfterForward(), always_call=True)
     return model
@@ -186,13 +145,13 @@ def accelerate(
 @contextmanager
 def _accelerated(always: bool) -> Iterator[CallCounts]:  # noqa: FBT001
     calls = CallCounts(always)
-    _install_replacements()
-    _contexts.open.append(calls)
+    install_replacements()
+    contexts.open.append(calls)
     try:
         yield calls
     finally:
-        _contexts.open.remove(calls)
-        _remove_replacements()
+        contexts.open.remove(calls)
+        remove_replacements()
 
 
 class _BeforeForward:
@@ -203,11 +162,11 @@ class _BeforeForward:
 
     def __call__(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_dynamo_compiling():
-            _contexts.open.append(self.calls)
+            contexts.open.append(self.calls)
         elif not is_compiling():
             if not _users:  # the model was unpickled in a process without replacements
-                _install_replacements()
-            _contexts.open.append(self.calls)
+                install_replacements()
+            contexts.open.append(self.calls)
 
 
 class _AfterForward:
@@ -215,7 +174,7 @@ class _AfterForward:
 
     def __call__(self, module: nn.Module, args: object, result: object) -> None:
         if torch.compiler.is_dynamo_compiling() or not is_compiling():
-            _contexts.open.pop()
+            contexts.open.pop()
 
 
 _lock = threading.Lock()
@@ -227,7 +186,7 @@ _replaced: list[tuple[dict[str, object], str, object]] = []
 """The replaced functions of torch: the namespace of a module, the name, and the original."""
 
 
-def _install_replacements() -> None:
+def install_replacements() -> None:
     """Replace torch's functions in every loaded module that holds one of them under a name."""
     global _users
     # dynamo keeps tables of torch's functions; were it loaded later, they would hold replacements
@@ -254,7 +213,7 @@ def _install_replacements() -> None:
                     names[name] = function
 
 
-def _remove_replacements() -> None:
+def remove_replacements() -> None:
     """Count one user less; without users put torch's own functions back."""
     global _users
     with _lock:
@@ -278,7 +237,7 @@ def _look_up_graph_rules() -> None:
     if rules is None:
         return
     look_up = rules.get_torch_obj_rule_map
-    if look_up.cache_info().currsize and _torch_attention in look_up():
+    if look_up.cache_info().currsize and TORCH.attention in look_up():
         return
     look_up.cache_clear()
     functions = [names[name] for names, name, _ in _replaced]
@@ -302,12 +261,7 @@ def _with_graph_rules(function: Callable[..., object]) -> Callable[..., object]:
     return run
 
 
-def _is_observed() -> bool:
-    """Whether an open trace of this thread captures, edits or records the calls of torch."""
-    return is_tracing() and bool(_contexts.open or open_places() is not None)
-
-
-@wraps(_torch_attention)
+@wraps(TORCH.attention)
 def _attention(
     query: Tensor,
     key: Tensor,
@@ -318,9 +272,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:
-    if is_tracing() and _is_observed() and not is_compiling():
-        from regard.integrations.pytorch.observed_call import observe_attention
-
+    if is_observed() and not is_compiling():
         return observe_attention(
             query,
             key,
@@ -331,7 +283,7 @@ def _attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    if _contexts.open:
+    if contexts.open:
         z = _run_here(
             query,
             key,
@@ -344,7 +296,7 @@ def _attention(
         )
         if z is not None:
             return z
-    return _torch_attention(
+    return TORCH.attention(
         query,
         key,
         value,
@@ -372,7 +324,7 @@ def _run_here(
         return _attention_over_ranks(
             scope, (q, k, v), mask, dropout, is_causal=is_causal, scale=scale, grouped=grouped
         )
-    always = _contexts.always
+    always = contexts.always
     if is_compiling():
         if not _graph_takes(q, k, v, mask, dropout, grouped):
             return None
@@ -381,7 +333,7 @@ def _run_here(
         )
     # a small call takes torch 3 microseconds: three sizes are compared before anything else
     if not always and is_small(q, k):
-        _contexts.count_torch(SMALL)
+        contexts.count_torch(SMALL)
         return None
     why = reason_for_torch(q, k, v, mask, dropout, always=always)
     call = (
@@ -390,14 +342,14 @@ def _run_here(
         else None
     )
     if call is None:
-        _contexts.count_torch(why or NOT_MASKED_ATTENTION)
+        contexts.count_torch(why or NOT_MASKED_ATTENTION)
         return None
     kernel, call = choose_kernel(call)
     fast = kernel.name in FAST_KERNELS or (mask is not None and skips_more_than_torch(call))
     if not (fast or always):
-        _contexts.count_torch(TORCH_AS_FAST)
+        contexts.count_torch(TORCH_AS_FAST)
         return None
-    _contexts.count_kernel(kernel.name)
+    contexts.count_kernel(kernel.name)
     return run_on_kernel(kernel, call).out
 
 
@@ -430,13 +382,13 @@ def _attention_over_ranks(
             "gets must be causal, a window, or absent"
         )
     result = run_call(replace(call, q_positions=own, k_positions=own))
-    _contexts.count_kernel("over ranks")
+    contexts.count_kernel("over ranks")
     return result.out
 
 
 def _refuse_fused_over_ranks(name: str) -> None:
     """Raise if a fused path of torch would compute attention within `regard.parallel.sequence`."""
-    if _contexts.open and current_scope() is not None:
+    if contexts.open and current_scope() is not None:
         raise ArgumentError(
             f"the fused inference path of {name} cannot run over several ranks; switch it off: "
             "torch.backends.mha.set_fastpath_enabled(False)"
@@ -454,29 +406,28 @@ def _graph_takes(
     """Whether a graph that torch compiles runs this call here, by an operator. The sizes decide
     whether the call is small, so that a graph serves small calls or large ones.
     """
-    if not (torch.compiler.is_dynamo_compiling() and _contexts.open):
+    if not (torch.compiler.is_dynamo_compiling() and contexts.open):
         return False
     if not suits_graph(query, key, value, mask, dropout, grouped=grouped):
         return False
-    return _contexts.always or not is_small(query, key)
+    return contexts.always or not is_small(query, key)
 
 
-def attention_of_graph(
+def _attention_of_graph(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None,
-    is_causal: bool,  # noqa: FBT001
+    is_causal: bool,  # noqa: FBT001  (the order of the schema)
     scale: float | None,
     enable_gqa: bool,  # noqa: FBT001
-    *,
-    always: bool,
+    always: bool,  # noqa: FBT001
 ) -> Tensor:
     """Run a call of a compiled graph when the graph is executed, and count it in the open
     contexts; a compiled model opens none.
     """
-    calls = [] if _contexts.open else [CallCounts(always)]
-    _contexts.open += calls
+    calls = [] if contexts.open else [CallCounts(always)]
+    contexts.open += calls
     try:
         return _attention(
             query,
@@ -486,13 +437,16 @@ def attention_of_graph(
             is_causal=is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
-        )
+        ).contiguous()
     finally:
         if calls:
-            _contexts.open.pop()
+            contexts.open.pop()
 
 
-@wraps(_torch_mha)
+LIBRARY.impl("torch_attention", _attention_of_graph, "CompositeExplicitAutograd")
+
+
+@wraps(TORCH.multi_head)
 def _mha(
     query: Tensor,
     key: Tensor,
@@ -509,9 +463,7 @@ def _mha(
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     _refuse_fused_over_ranks("nn.MultiheadAttention")
-    if is_tracing() and _is_observed() and not is_compiling():
-        from regard.integrations.pytorch.observed_call import observe_fused_multi_head
-
+    if is_observed() and not is_compiling():
         observed = observe_fused_multi_head(
             query,
             key,
@@ -531,7 +483,7 @@ def _mha(
         z = _self_attention(query, num_head, qkv_weight, qkv_bias, mask, mask_type)
         if z is not None:
             return F.linear(z, proj_weight, proj_bias), None
-    return _torch_mha(
+    return TORCH.multi_head(
         query,
         key,
         value,
@@ -548,17 +500,14 @@ def _mha(
     )
 
 
-@wraps(_torch_mha_forward)
+@wraps(TORCH.multi_head_forward)
 def _mha_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    if is_tracing() and _is_observed() and not is_compiling():
-        from regard.integrations.pytorch.observed_call import observe_multi_head
-
+    if is_observed() and not is_compiling():
         return observe_multi_head(*args, **kwargs)
-    result: tuple[Tensor, Tensor | None] = _torch_mha_forward(*args, **kwargs)
-    return result
+    return TORCH.multi_head_forward(*args, **kwargs)
 
 
-@wraps(_torch_encoder)
+@wraps(TORCH.encoder_layer)
 def _encoder(
     src: Tensor,
     embed_dim: int,
@@ -603,7 +552,7 @@ def _encoder(
                 return feed_forward(norm_2(x)).add_(x)
             x = norm_1(x)
             return norm_2(feed_forward(x).add_(x))
-    return _torch_encoder(
+    return TORCH.encoder_layer(
         src,
         embed_dim,
         num_heads,
@@ -631,10 +580,10 @@ def _is_active(x: Tensor) -> bool:
     """Whether calls are accelerated in this thread, and x is not a nested tensor, whose calls are
     counted as torch's.
     """
-    if is_compiling() or not _contexts.open:
+    if is_compiling() or not contexts.open:
         return False
     if x.is_nested:
-        _contexts.count_torch(NESTED)
+        contexts.count_torch(NESTED)
     return not x.is_nested
 
 
@@ -648,16 +597,16 @@ def _self_attention(
 ) -> Tensor | None:
     """Return self-attention of x before the output projection; None if torch must run it."""
     if not x.is_cpu:
-        _contexts.count_torch(NOT_ON_CPU)
+        contexts.count_torch(NOT_ON_CPU)
         return None
     B, T, width = x.shape
     mask = as_attn_mask(mask, mask_type)
-    if not (_contexts.always or is_tracing() or adds_to_scores(mask)):
+    if not (contexts.always or is_tracing() or adds_to_scores(mask)):
         if B * T * T * width * 2 < MIN_PRODUCTS:
-            _contexts.count_torch(SMALL)
+            contexts.count_torch(SMALL)
             return None
         if mask is None and x.dtype in HALF_TYPES and T < MIN_FUSED_QUERIES:
-            _contexts.count_torch(TORCH_AS_FAST)
+            contexts.count_torch(TORCH_AS_FAST)
             return None
     q, k, v = (
         part.unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -666,13 +615,9 @@ def _self_attention(
     return _attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
-_FLEX_MODULE = "torch.nn.attention.flex_attention"
-"""The module of `flex_attention`, which torch imports late."""
-
-
 def _replacements() -> list[tuple[Callable[..., object], Callable[..., object]]]:
     """Return the functions of torch that are replaced, each with its replacement."""
-    flex = sys.modules.get(_FLEX_MODULE)
+    flex = sys.modules.get(FLEX_MODULE)
     if flex is None:
         return list(_REPLACEMENTS)
     original = unwrap(flex.flex_attention)
@@ -685,9 +630,8 @@ def _flex_replacement(original: Callable[..., object]) -> Callable[..., object]:
 
     @wraps(original)
     def replacement(*args: object, **kwargs: object) -> object:
-        if is_compiling() or not (_contexts.open or _is_observed()):
+        if is_compiling() or not (contexts.open or is_observed()):
             return original(*args, **kwargs)
-        from regard.integrations.pytorch.flex_calls import run_or_leave
 
         return run_or_leave(original, *args, **kwargs)
 
@@ -696,15 +640,10 @@ def _flex_replacement(original: Callable[..., object]) -> Callable[..., object]:
 
 _REPLACEMENTS: tuple[tuple[Callable[..., object], Callable[..., object]], ...] = (
     *((x, _with_graph_rules(x)) for x in (torch.compile, torch.export.export)),
-    (_torch_attention, _attention),
-    (_torch_mha, _mha),
-    (_torch_mha_forward, _mha_forward),
-    (_torch_encoder, _encoder),
+    (TORCH.attention, _attention),
+    (TORCH.multi_head, _mha),
+    (TORCH.multi_head_forward, _mha_forward),
+    (TORCH.encoder_layer, _encoder),
 )
-_EXEMPT_MODULES = frozenset(
-    {
-        __name__,
-        "regard.ops.softmax.sdpa",
-    }
-)
+_EXEMPT_MODULES = frozenset({"regard.ops.softmax.sdpa"})
 """Modules that keep torch's own functions, so that calls left to torch do not come back here."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from regard.caches import Cache, Cross, Growing, State
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.fx_leaf import call_as_leaf, is_proxy
+from regard.nn.module_calls import call_as_leaf, is_proxy
 from regard.span import Span
 from regard.units import plural
 

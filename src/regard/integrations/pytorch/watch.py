@@ -14,9 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.errors import ArgumentTypeError
 from regard.integrations.pytorch import override
+from regard.integrations.pytorch.flex_calls import observe_flex_operator
 from regard.integrations.pytorch.module_places import ModulePlaces, opened
 from regard.integrations.pytorch.module_taps import module_taps
 from regard.integrations.pytorch.observed_call import leave_to_torch, observe_attention
+from regard.integrations.pytorch.torch_functions import FLEX_MODULE
 from regard.tracing import is_running_kernel, is_tracing
 
 BY_REFERENCE = (
@@ -78,8 +80,6 @@ class _PastTheFunctions(TorchDispatchMode):
 
     def _flex(self, function: Any, *args: Any, **kwargs: Any) -> object:
         """Observe the operator of `flex_attention`."""
-        from regard.integrations.pytorch.flex_calls import observe_flex_operator
-
         place = self._places.next_place()
         result = observe_flex_operator(*args, **kwargs, place=place)
         if not isinstance(result, str):
@@ -136,10 +136,10 @@ def watch(model: nn.Module) -> Iterator[ModulePlaces]:
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is {type(model).__name__}; it must be an nn.Module")
     places = ModulePlaces(getattr(model, "_orig_mod", model))
-    importlib.import_module(override._FLEX_MODULE)  # a model may import it within the block
+    importlib.import_module(FLEX_MODULE)  # a model may import it within the block
     with ExitStack() as stack:
-        override._install_replacements()
-        stack.callback(override._remove_replacements)
+        override.install_replacements()
+        stack.callback(override.remove_replacements)
         if "torch._dynamo.eval_frame" in sys.modules:  # else nothing can be compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(places.hooks())

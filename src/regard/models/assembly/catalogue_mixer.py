@@ -14,8 +14,13 @@ from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.masks import Mask, Window
 from regard.nn.attention import Attention
-from regard.nn.gated_projections import DifferentialProjection, GatedProjection
-from regard.nn.head_finishes import FinishedProjection, HeadFinish, PairDifference
+from regard.nn.head_finishes import (
+    DifferentialProjection,
+    FinishedProjection,
+    GatedProjection,
+    HeadFinish,
+    PairDifference,
+)
 from regard.nn.mixer import Mixer
 from regard.nn.projections import FusedQKV, HeadProjection, Projection, SeparateQKV
 from regard.nn.variants import VARIANTS, Variant

@@ -19,9 +19,10 @@ from regard.models.assembly.building_blocks import embedding_and_head, initializ
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
-from regard.nn.feed_forward import ExpertGroups, MoE, Router, SigmoidRouter
+from regard.nn.experts import MoE
 from regard.nn.linear import Linear
 from regard.nn.mixer import Mixer
+from regard.nn.routers import ExpertGroups, Router, SigmoidRouter
 from regard.positions import Rotary
 
 PROJECT = MODEL_LAYER + "attention.project."

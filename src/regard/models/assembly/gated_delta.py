@@ -38,12 +38,13 @@ from regard.nn import (
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.causal_convolution import CausalConvolution, JoinedConvolution
+from regard.nn.delta_rules import DeltaRule, LogDecay
 from regard.nn.feed_forward import GatedSharedExpert
-from regard.nn.gated_projections import GatedProjection
+from regard.nn.head_finishes import GatedProjection
 from regard.nn.linear import Linear
-from regard.nn.linear_recurrence import DeltaRule, L2Norm, LogDecay, Recurrent
-from regard.nn.recurrent_projections import ConvolvedQKV
+from regard.nn.norms import L2Norm
+from regard.nn.recurrent import Recurrent
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, JoinedConvolution
 from regard.positions import Rotary
 
 

@@ -21,8 +21,9 @@ from regard.models.checkpoint.family import Family, NameTable, TensorRule, stack
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU
 from regard.nn.embedding import ScaledLogits
-from regard.nn.feed_forward import MoE, Router
+from regard.nn.experts import MoE
 from regard.nn.linear import Linear
+from regard.nn.routers import Router
 from regard.positions import Rotary
 
 STORED_LAYER, MODEL_LAYER = "model.layers.{}.", "layers.{}."

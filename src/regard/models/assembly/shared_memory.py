@@ -11,7 +11,7 @@ from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.nn import Block
 from regard.nn.attention import Attention
-from regard.nn.shared_memory import without_own_memory
+from regard.nn.cross_layer import without_own_memory
 from regard.units import plural
 
 

@@ -13,7 +13,7 @@ from regard.errors import ArgumentError
 from regard.models.assembly import deepseek, llama_like
 from regard.models.checkpoint.family import Family
 from regard.models.decoder import Decoder
-from regard.nn.feed_forward import SoftmaxRouter
+from regard.nn.routers import SoftmaxRouter
 
 Config = DeepseekV2Config
 METHODS = ("greedy", "group_limited_greedy")

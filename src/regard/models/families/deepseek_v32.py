@@ -18,9 +18,9 @@ from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import Family, NameTable
 from regard.models.decoder import Decoder
 from regard.nn import HeadProjection
-from regard.nn.indexed_latent_attention import IndexedLatentAttention, LatentIndexer
 from regard.nn.latent_projection import LatentProjection, LowRankProjection
 from regard.nn.linear import Linear
+from regard.nn.selected_attention import IndexedLatentAttention, LatentIndexer
 from regard.positions import Rotary
 
 Config = DeepseekV32Config

@@ -14,8 +14,8 @@ from regard.models.checkpoint.family import NameTable
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, HeadProjection, PreNorm, Recurrent, SwiGLU
 from regard.nn.decay_rules import Mamba2Rule
-from regard.nn.parallel_mixers import ParallelMixers
-from regard.nn.scaled_linear import scaled_map
+from regard.nn.linear import scaled_map
+from regard.nn.mixer_block import ParallelMixers
 from regard.positions import Rotary
 
 Config = FalconH1Config

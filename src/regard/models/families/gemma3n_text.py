@@ -22,7 +22,6 @@ from regard.models.assembly.shared_memory import last_layers
 from regard.models.checkpoint.family import Family, NameTable
 from regard.models.decoder import Decoder
 from regard.nn import Attention, HeadProjection, RMSNorm, SandwichNorm, SeparateQKV
-from regard.nn.activation_sparsity import GaussianTopK
 from regard.nn.altup import (
     AltUp,
     AltUpBlock,
@@ -32,11 +31,11 @@ from regard.nn.altup import (
     LayerInput,
     LowRankResidual,
 )
+from regard.nn.cross_layer import without_own_memory
 from regard.nn.embedding import CappedLogits
-from regard.nn.feed_forward import GatedFeedForward
+from regard.nn.feed_forward import GatedFeedForward, GaussianTopK
 from regard.nn.head_steps import WeightlessRMSNorm
 from regard.nn.linear import Linear
-from regard.nn.shared_memory import without_own_memory
 from regard.positions import Rotary
 
 Config = Gemma3nConfig

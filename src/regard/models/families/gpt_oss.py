@@ -17,8 +17,10 @@ from regard.models.assembly import building_blocks, llama_like
 from regard.models.checkpoint.family import NameTable, TensorRule
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, PreNorm
-from regard.nn.feed_forward import ClippedSwiGLU, MoE, SoftmaxRouter
+from regard.nn.experts import MoE
+from regard.nn.feed_forward import ClippedSwiGLU
 from regard.nn.linear import Linear
+from regard.nn.routers import SoftmaxRouter
 from regard.positions import Rotary
 
 Config = GptOssConfig

@@ -32,11 +32,11 @@ from regard.nn import (
     SigmoidRouter,
     SwiGLU,
 )
-from regard.nn.causal_convolution import CausalConvolution, JoinedConvolution
-from regard.nn.delta_rules import BottleneckProjection, ChannelLogDecay
+from regard.nn.delta_rules import BottleneckProjection, ChannelLogDecay, DeltaRule
 from regard.nn.linear import Linear
-from regard.nn.linear_recurrence import DeltaRule, L2Norm
 from regard.nn.mixer import Mixer
+from regard.nn.norms import L2Norm
+from regard.nn.recurrent_projections import CausalConvolution, JoinedConvolution
 from regard.positions import Rotary
 
 Config = KimiLinearConfig

@@ -23,8 +23,9 @@ from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import NameTable
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, PreNorm, QueryTemperature, SwiGLU, WeightlessRMSNorm
-from regard.nn.input_weighted_experts import InputWeightedMoE, LogitSigmoidRouter
+from regard.nn.experts import InputWeightedMoE
 from regard.nn.linear import Linear
+from regard.nn.routers import LogitSigmoidRouter
 from regard.positions import Rotary
 
 Config = Llama4Config

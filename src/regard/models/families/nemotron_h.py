@@ -23,7 +23,8 @@ from regard.nn import (
     RMSNorm,
     SigmoidRouter,
 )
-from regard.nn.feed_forward import MoE, ReLUSquared
+from regard.nn.experts import MoE
+from regard.nn.feed_forward import ReLUSquared
 from regard.nn.mixer import Mixer
 from regard.nn.mixer_block import MixerBlock, Tokenwise
 

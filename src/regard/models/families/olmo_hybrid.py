@@ -26,7 +26,7 @@ from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import NameTable, as_stored
 from regard.models.decoder import Decoder
 from regard.nn import Block, OutputNorm, PreNorm, Recurrent, SwiGLU
-from regard.nn.causal_convolution import CausalConvolution, JoinedConvolution
+from regard.nn.recurrent_projections import CausalConvolution, JoinedConvolution
 from regard.positions import Rotary
 
 Config = OlmoHybridConfig

@@ -15,7 +15,7 @@ from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.decoder import Decoder
 from regard.nn import Block, PreNorm
 from regard.nn.linear import Linear
-from regard.nn.sparse_mixer import SparseMixerRouter
+from regard.nn.routers import SparseMixerRouter
 from regard.positions import Rotary
 
 Config = PhimoeConfig

@@ -14,8 +14,8 @@ from regard.models.checkpoint.family import Family, NameTable, weights_and_biase
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.models.speech_to_text import SpeechEncoder
 from regard.nn import InputEmbedding, PreNorm
+from regard.nn.embedding import LogMelEmbedding
 from regard.nn.linear import Linear
-from regard.nn.speech_embedding import LogMelEmbedding
 from regard.positions import LearnedPositions, sinusoidal
 
 Config = WhisperConfig

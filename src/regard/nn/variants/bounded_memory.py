@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from regard.argument_checks import resolve_head_dim
 from regard.nn.infini_attention import InfiniAttention
-from regard.nn.streaming_attention import StreamingAttention
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
+from regard.nn.windowed_attention import StreamingAttention
 from regard.ops.memory import EmptyMemoryRule, UpdateRule
 from regard.positions import Rotary
 

@@ -6,8 +6,8 @@ from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.nn.attention import Attention
+from regard.nn.cross_layer import ValueResidualQKV
 from regard.nn.projections import HeadProjection
-from regard.nn.value_residual import ValueResidualQKV
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary

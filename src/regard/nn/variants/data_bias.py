@@ -16,12 +16,13 @@ from regard.nn.data_bias import (
     DynamicMaskProjection,
     ForgetGate,
     ForgettingProjection,
+    PathProjection,
     RelativeKeyProjection,
     RelativeLogitProjection,
+    SelectiveProjection,
     SinusoidKeyProjection,
 )
 from regard.nn.norms import RMSNorm
-from regard.nn.path_projection import PathProjection, SelectiveProjection
 from regard.nn.projections import HeadProjection
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant

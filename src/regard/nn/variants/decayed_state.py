@@ -10,20 +10,26 @@ from torch import nn
 
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
-from regard.nn.causal_convolution import CausalConvolution
 from regard.nn.decay_rules import (
     HGRN2Rule,
     LightNetRule,
     Mamba2Rule,
     MLSTMRule,
+    RetentionRule,
     RWKV4Rule,
     RWKV6Rule,
     SlotRule,
 )
-from regard.nn.linear_recurrence import Recurrent, RetentionRule, Swish
+from regard.nn.head_steps import Swish
 from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
 from regard.nn.projections import HeadProjection, SeparateQKV
-from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV, TokenShiftQKV
+from regard.nn.recurrent import Recurrent
+from regard.nn.recurrent_projections import (
+    CausalConvolution,
+    ConvolvedQKV,
+    GroupedValueQKV,
+    TokenShiftQKV,
+)
 from regard.nn.selective_scan import SelectiveQKV, SelectiveScanRule
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant

@@ -5,20 +5,21 @@ Attention, Gated DeltaNet-2, Comba and preconditioned Kimi Delta Attention.
 from __future__ import annotations
 
 from regard.argument_checks import resolve_head_dim
-from regard.nn.causal_convolution import CausalConvolution
-from regard.nn.delta_product import DeltaProductRule, SeveralKeysQKV
 from regard.nn.delta_rules import (
     BottleneckProjection,
     ChannelLogDecay,
     CombaRule,
+    DeltaProductRule,
+    DeltaRule,
     EraseRule,
     PreconditionedDeltaRule,
+    SeveralKeysQKV,
 )
-from regard.nn.linear_recurrence import DeltaRule, L2Norm, RecurrenceRule, Recurrent
-from regard.nn.norms import RMSNorm
+from regard.nn.norms import L2Norm, RMSNorm
 from regard.nn.projections import HeadProjection
-from regard.nn.recurrent_projections import ConvolvedQKV
-from regard.nn.rwkv7 import RWKV7
+from regard.nn.recurrent import RecurrenceRule, Recurrent
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV
+from regard.nn.rwkv import RWKV7
 from regard.nn.variants.carried_values import is_first_layer
 from regard.nn.variants.linear_recurrence import convolved_qkv
 from regard.nn.variants.projections import output_projection

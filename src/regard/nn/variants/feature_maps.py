@@ -5,10 +5,10 @@ ReBased, power attention, Performer and cosFormer.
 from __future__ import annotations
 
 from regard.argument_checks import resolve_head_dim
-from regard.nn.decay_rules import CosineRule
-from regard.nn.linear_recurrence import LinearAttentionRule, Recurrent
+from regard.nn.decay_rules import CosineRule, LinearAttentionRule
 from regard.nn.norms import HeadNorm
 from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.recurrent import Recurrent
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.ops.linear.feature_maps import PowerFeatures, RandomFeatures, TaylorFeatures

@@ -11,6 +11,7 @@ from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask, Window
 from regard.nn.attention import Attention
+from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
 from regard.nn.head_finishes import FinishedProjection, InverseRotary
 from regard.nn.head_steps import (
     L2Clip,
@@ -21,7 +22,6 @@ from regard.nn.head_steps import (
 )
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import ClippedQKV, HeadProjection, SeparateQKV
-from regard.nn.tied_values import KeysAsValues, SharedKeyValue
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 from regard.positions import Rotary

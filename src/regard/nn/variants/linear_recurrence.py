@@ -10,20 +10,13 @@ from torch import nn
 
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
-from regard.nn.causal_convolution import CausalConvolution
-from regard.nn.linear_recurrence import (
-    DeltaRule,
-    GatedLinearRule,
-    L2Norm,
-    LinearAttentionRule,
-    LogDecay,
-    Recurrent,
-    RetentionRule,
-    Swish,
-)
-from regard.nn.norms import HeadNorm, RMSNorm
+from regard.nn.decay_rules import GatedLinearRule, LinearAttentionRule, RetentionRule
+from regard.nn.delta_rules import DeltaRule, LogDecay
+from regard.nn.head_steps import Swish
+from regard.nn.norms import HeadNorm, L2Norm, RMSNorm
 from regard.nn.projections import HeadProjection
-from regard.nn.recurrent_projections import ConvolvedQKV, GroupedValueQKV
+from regard.nn.recurrent import Recurrent
+from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
 from regard.ops.linear.linear_attention import FeatureMap
@@ -179,7 +172,7 @@ def gated_linear(
             divides the other. None is G.
         rank: the rank of the map to the gates.
         temperature: a larger temperature keeps gates closer to 1
-            (`regard.nn.linear_recurrence.GatedLinearRule`).
+            (`regard.nn.decay_rules.GatedLinearRule`).
 
     Returns:
         The module.
@@ -244,7 +237,7 @@ def delta_net(
         normalise_keys: whether queries and keys are scaled to length 1, which keeps the state
             bounded.
         max_beta: the upper bound of beta, above 0 and at most 2
-            (`regard.nn.linear_recurrence.DeltaRule`).
+            (`regard.nn.delta_rules.DeltaRule`).
 
     Returns:
         The module.

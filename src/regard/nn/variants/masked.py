@@ -21,9 +21,9 @@ from regard.masks import (
     Window,
 )
 from regard.nn.attention import Attention
-from regard.nn.longformer import Longformer
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
+from regard.nn.windowed_attention import Longformer
 from regard.positions import Rotary
 
 

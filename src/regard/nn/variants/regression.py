@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
-from regard.nn.gated_convolution import GatedConvolution
-from regard.nn.linear_recurrence import L2Norm, Recurrent
-from regard.nn.norms import RMSNorm
-from regard.nn.regression_rules import MesaRule, TitansRule
+from regard.nn.delta_rules import MesaRule, TitansRule
+from regard.nn.norms import L2Norm, RMSNorm
+from regard.nn.recurrent import GatedConvolution, Recurrent
 from regard.nn.variants.linear_recurrence import convolved_qkv
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant

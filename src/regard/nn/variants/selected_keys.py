@@ -7,10 +7,17 @@ from __future__ import annotations
 from torch import nn
 
 from regard.argument_checks import resolve_head_dim
-from regard.nn.block_selectors import BlockMaximum, Quest, QuestAttention
 from regard.nn.norms import RMSNorm
+from regard.nn.nsa import NSA, BlockCompressor
 from regard.nn.projections import HeadProjection
-from regard.nn.selected_attention import NSA, BlockCompressor, Indexer, MoBA, SelectedAttention
+from regard.nn.selected_attention import (
+    BlockMaximum,
+    Indexer,
+    MoBA,
+    Quest,
+    QuestAttention,
+    SelectedAttention,
+)
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
 from regard.ops.selection.nsa import NSABlocks

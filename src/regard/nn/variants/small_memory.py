@@ -15,7 +15,7 @@ from regard.nn.factored_projections import (
     TensorProductProjection,
     TiedProjection,
 )
-from regard.nn.grouped_latent_projection import GroupedLatentProjection
+from regard.nn.latent_projection import GroupedLatentProjection
 from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant

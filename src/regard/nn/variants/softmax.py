@@ -16,7 +16,7 @@ from regard.cost.latent import Form
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.nn.attention import Attention
-from regard.nn.gated_projections import DifferentialProjection, GatedProjection
+from regard.nn.head_finishes import DifferentialProjection, GatedProjection
 from regard.nn.latent_projection import LatentProjection, NaiveLatentProjection
 from regard.nn.norms import RMSNorm
 from regard.nn.projections import (

@@ -1,0 +1,348 @@
+"""Routers of mixtures of experts: which experts compute a token, and with which weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from regard.argument_checks import check_device, check_number, check_positive_sizes, check_tensor
+from regard.errors import ArgumentError
+from regard.ops.gemv import check_linear_map
+from regard.units import plural
+
+
+class Routing(NamedTuple):
+    """The choice of a router for N tokens.
+
+    Attributes:
+        weights: the weight of each chosen expert [N,k], in fp32 or better.
+        experts: the indices of the chosen experts [N,k], int64, the best first and without
+            repetition.
+    """
+
+    weights: Float[Tensor, "N k"]
+    experts: Int[Tensor, "N k"]
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Group-limited routing: experts are in groups of equal size, and a token may use the best
+    groups only.
+
+    The score of a group is the sum of its `best` highest expert scores. A token may use the experts
+    of the `topk` groups with the highest scores; of groups with equal scores the first are taken.
+
+    Args:
+        count: the number of groups; expert e is in group e // (experts / count).
+        topk: how many groups a token may use.
+        best: how many of a group's highest expert scores make up its score: 1 in DeepSeek-V2, 2 in
+            DeepSeek-V3.
+
+    Raises:
+        ArgumentError: a number is less than 1, or topk is larger than count.
+
+    >>> scores = torch.tensor([[0.9, 0.0, 0.5, 0.6]])
+    >>> ExpertGroups(2, 1).allowed(scores).tolist()
+    [[True, True, False, False]]
+    >>> ExpertGroups(2, 1, best=2).allowed(scores).tolist()
+    [[False, False, True, True]]
+
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.2.2; DeepSeek-AI 2024 (arXiv 2412.19437),
+    section 2.1.2.
+    """
+
+    count: int
+    topk: int
+    best: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.count, self.topk, self.best) < 1 or self.topk > self.count:
+            raise ArgumentError(
+                f"{self}: each must be at least 1, and topk at most count, {self.count}"
+            )
+
+    def allowed(self, scores: Float[Tensor, "N n"]) -> Bool[Tensor, "N n"]:
+        """Return which experts a token may use.
+
+        Args:
+            scores: the scores of the experts [N,n].
+
+        Returns:
+            Whether each expert is in one of the token's best groups [N,n].
+        """
+        by_group = scores.unflatten(-1, (self.count, -1))
+        groups = _stable_topk(by_group.topk(self.best).values.sum(-1), self.topk)
+
+        is_allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, groups, 1)
+        return is_allowed[..., None].expand(by_group.shape).flatten(-2)
+
+
+class Router(nn.Module, ABC):
+    """Base class of routers: a linear map computes a logit for each of n experts, and the k experts
+    with the highest scores are chosen.
+
+    Logits are computed in fp32 or better, whatever the model's dtype and also under autocast,
+    because rounding can change the choice. Of experts with equal scores the first are chosen, so
+    that the choice does not depend on the kernel.
+
+    Args:
+        dim: the model dim M.
+        experts: the number of experts n.
+        k: how many experts are chosen per token.
+        normalise: whether the weights of a token sum to `scale`.
+        bias: whether the linear map has a bias.
+        groups: restricts the choice to the best groups of experts; None allows all.
+        scale: a factor on the weights.
+
+    Raises:
+        ArgumentError: a size is less than 1; k is larger than the number of allowed experts; the
+            groups are not of equal size, or smaller than `best`; scale is not a positive number.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        k: int,
+        *,
+        normalise: bool = False,
+        bias: bool = False,
+        groups: ExpertGroups | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        check_positive_sizes(type(self).__name__, dim=dim, experts=experts, k=k)
+        _check_topk(experts, k, groups)
+        check_number("scale", scale, 0, float("inf"), "a finite number above 0")
+        self.experts, self.k, self.normalise = experts, k, normalise
+        self.groups, self.scale = groups, scale
+        self.linear = nn.Linear(dim, experts, bias=bias)
+
+    @abstractmethod
+    def forward(self, x: Float[Tensor, "N M"]) -> Routing:
+        """Choose experts for tokens."""
+
+    def logits(self, x: Float[Tensor, "N M"]) -> Float[Tensor, "N n"]:
+        """Compute the logits of the experts, in fp32 or better.
+
+        Args:
+            x: hidden states [N,M].
+
+        Returns:
+            The logits [N,n].
+        """
+        check_tensor("x", x)
+        check_device("x", x, self.linear.weight, "the router")
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        bias: Tensor | None = self.linear.bias
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.linear.weight.to(dtype), None if bias is None else bias.to(dtype)
+            check_linear_map(x.to(dtype), weight, bias)
+            return F.linear(x.to(dtype), weight, bias)
+
+    def choose(self, scores: Float[Tensor, "N n"], groups_by: Float[Tensor, "N n"]) -> Tensor:
+        """Choose the k experts with the highest scores.
+
+        Args:
+            scores: the scores of the experts [N,n].
+            groups_by: the scores [N,n] by which groups of experts are compared.
+
+        Returns:
+            The indices of the chosen experts [N,k], int64.
+        """
+        if self.groups is not None:
+            scores = scores.masked_fill(~self.groups.allowed(groups_by), -torch.inf)
+        return _stable_topk(scores, self.k)
+
+    def extra_repr(self) -> str:
+        """Return the numbers of chosen and all experts, the groups, `normalise` and the factor."""
+        groups = "" if self.groups is None else f", {self.groups}"
+        normalise = ", normalise" if self.normalise else ""
+        scale = "" if self.scale == 1 else f", scale={self.scale:g}"
+        return f"{self.k} of {self.experts}{groups}{normalise}{scale}"
+
+
+class SoftmaxRouter(Router):
+    """A router whose weights are a softmax of the logits, over all experts or over the chosen ones.
+
+    l = W x + b;  C = the k experts with the highest l
+    w_e = scale exp(l_e) / sum_{j in all} exp(l_j),
+    or with `normalise` w_e = scale exp(l_e) / sum_{j in C} exp(l_j)
+
+    With `normalise` this is both "softmax, choose, divide by the sum" (Mixtral) and "choose, then
+    softmax" (gpt-oss), which give the same numbers. Without it, it is the router of Switch, of
+    DeepSeek-V2, and of Qwen-MoE with norm_topk_prob false.
+
+    Groups are compared by the softmax over all experts. The arguments are those of `Router`.
+
+    >>> router = SoftmaxRouter(1, 3, 2, normalise=True)
+    >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [3.0], [3.0]]).log1p())
+    >>> weights, experts = router(torch.ones(1, 1))
+    >>> experts.tolist(), weights.tolist()
+    ([[1, 2]], [[0.5, 0.5]])
+
+    Source: Shazeer et al. 2017 (arXiv 1701.06538), equations 3 to 5; Jiang et al. 2024 (arXiv
+    2401.04088), section 2.1.
+    """
+
+    def forward(self, x: Float[Tensor, "N M"]) -> Routing:
+        """Choose experts for tokens x [N,M]; return weights [N,k] and indices [N,k]."""
+        logits = self.logits(x)
+        shares = logits.softmax(-1)
+        # Compare logits, because different shares may round to the same number.
+        chosen = self.choose(logits, shares)
+        if self.normalise:
+            weights = logits.gather(-1, chosen).softmax(-1)
+        else:
+            weights = shares.gather(-1, chosen)
+        return Routing(weights * self.scale, chosen)
+
+
+class SigmoidRouter(Router):
+    """A router with a sigmoid score per expert, and a correction per expert that affects the choice
+    but not the weights.
+
+    s = sigmoid(W x);  C = the k experts with the highest s + correction
+    w_e = scale s_e,  or with `normalise`  scale s_e / (sum_{j in C} s_j + 1e-20)
+
+    The correction balances the load: training raises it for experts that are chosen too rarely,
+    without a gradient. It is a parameter with requires_grad=False, and should stay in fp32.
+
+    Groups are compared by their corrected scores.
+
+    Args:
+        dim: the model dim M.
+        experts: the number of experts n.
+        k: how many experts are chosen per token.
+        normalise: whether the weights of a token sum to `scale`.
+        bias: whether the linear map has a bias.
+        groups: restricts the choice to the best groups of experts; None allows all.
+        scale: a factor on the weights.
+
+    Raises:
+        ArgumentError: an argument does not suit `Router`.
+
+    >>> router = SigmoidRouter(1, 2, 1)
+    >>> _ = router.linear.weight.data.copy_(torch.tensor([[0.0], [1.0]]))
+    >>> _ = router.correction.data.copy_(torch.tensor([1.0, 0.0]))
+    >>> weights, experts = router(torch.ones(1, 1))
+    >>> experts.tolist(), weights.tolist()
+    ([[0]], [[0.5]])
+
+    Source: DeepSeek-AI 2024 (arXiv 2412.19437), equations 13 to 16.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        k: int,
+        *,
+        normalise: bool = False,
+        bias: bool = False,
+        groups: ExpertGroups | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        super().__init__(
+            dim, experts, k, normalise=normalise, bias=bias, groups=groups, scale=scale
+        )
+        self.correction = nn.Parameter(torch.zeros(experts), requires_grad=False)
+
+    def forward(self, x: Float[Tensor, "N M"]) -> Routing:
+        """Choose experts for tokens x [N,M]; return weights [N,k] and indices [N,k]."""
+        scores = self.logits(x).sigmoid()
+        corrected = scores.detach() + self.correction.detach()
+        chosen = self.choose(corrected, corrected)
+        weights = scores.gather(-1, chosen)
+        if self.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return Routing(weights * self.scale, chosen)
+
+
+def _check_topk(experts: int, k: int, groups: ExpertGroups | None) -> None:
+    """Check that k experts can be chosen from this number of experts in these groups."""
+    if groups is None:
+        if k > experts:
+            raise ArgumentError(f"k is {k}; it must be at most the number of experts, {experts}")
+        return
+    size, rest = divmod(experts, groups.count)
+    if rest or groups.best > size:
+        raise ArgumentError(
+            f"{plural(experts, 'expert')} cannot be in {groups}: groups must have equal sizes, "
+            "each at least best"
+        )
+    if k > groups.topk * size:
+        raise ArgumentError(
+            f"k is {k}; {groups} allows a token at most {groups.topk * size} of {experts}"
+        )
+
+
+def _stable_topk(scores: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest scores. Of equal scores the first are returned, unlike
+    `torch.topk`; a NaN counts as the largest.
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+class SparseMixerRouter(Router):
+    """A router that chooses the best expert twice; each weight is a softmax over the experts whose
+    score is nearly that of the chosen one.
+
+    e_1 = argmax s;  N_1 = {e: (s_max - s_e) / max(|s_e|, s_max) <= 2 tolerance}
+    w_1 = exp(s_e1) / sum_{e in N_1} exp(s_e);  the second in the same way without e_1
+
+    A weight is 1 where no other expert is near, so that the two weights sum to up to 2. This is the
+    computation of inference; the estimate of gradients with which SparseMixer trains is not built.
+
+    Source: Liu et al. 2024 (arXiv 2409.12136), section 3, and the released code.
+    """
+
+    def __init__(self, dim: int, experts: int, *, tolerance: float) -> None:
+        super().__init__(dim, experts, 2)
+        check_number("tolerance", tolerance, -1e-300, float("inf"), "at least 0")
+        self.tolerance = tolerance
+
+    def forward(self, x: Float[Tensor, "N M"]) -> Routing:
+        """Choose two experts for tokens x [N,M]; return weights [N,2] and indices [N,2]."""
+        scores = self.logits(x)
+        chosen = self.choose(scores, scores)  # the second is the best without the first
+        left, weights = scores, []
+        for expert in chosen.split(1, -1):
+            best = left.gather(-1, expert)
+            # a score that is left out is at -inf, which is far, whatever it is divided by
+            distance = (best - left) / torch.maximum(scores.abs(), best)
+            near_scores = left.masked_fill(distance > 2 * self.tolerance, -torch.inf)
+            weights.append(near_scores.softmax(-1).gather(-1, expert))
+            left = left.scatter(-1, expert, -torch.inf)
+        return Routing(torch.cat(weights, -1), chosen)
+
+    def extra_repr(self) -> str:
+        """Return the numbers of chosen and all experts, and the tolerance."""
+        return f"{super().extra_repr()}, tolerance={self.tolerance:g}"
+
+
+class LogitSigmoidRouter(Router):
+    """A router that chooses by logits, and whose weights are their sigmoids, without a correction
+    and without a division by their sum.
+
+    l = W x + b;  C = the k experts with the highest l;  w_e = scale sigmoid(l_e)
+
+    The choice is by logits, because the sigmoids of large ones round to the same number.
+
+    Source: the code of Llama 4 in transformers, 2025.
+    """
+
+    def __init__(self, dim: int, experts: int, k: int, *, scale: float = 1.0) -> None:
+        super().__init__(dim, experts, k, scale=scale)
+
+    def forward(self, x: Float[Tensor, "N M"]) -> Routing:
+        """Choose experts for tokens x [N,M]; return weights [N,k] and indices [N,k]."""
+        logits = self.logits(x)
+        chosen = self.choose(logits, logits)
+        return Routing(logits.gather(-1, chosen).sigmoid() * self.scale, chosen)

@@ -1,0 +1,56 @@
+"""What a config.json leaves out has the value that transformers gives it."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from transformers import CONFIG_MAPPING
+
+from regard.configs import CONFIGS, config_class
+
+EPS, LENGTH, WINDOW = "layer_norm_eps", "max_position_embeddings", "sliding_window"
+# where the class of transformers has another number than the reader
+DIFFERENT = {
+    "camembert": {EPS},
+    "deepseek_v3": {LENGTH},
+    "deepseek_v32": {LENGTH},
+    "glm4_moe": {LENGTH},
+    "glm_moe_dsa": {"rms_norm_eps", LENGTH, "n_group", "topk_group", "index_n_heads"},
+    "minimax_m2": {"rope_theta", LENGTH},
+    "ministral3": {"rope_theta", LENGTH, "rms_norm_eps"},
+    "nemotron_h": {LENGTH},
+    "olmo_hybrid": {f"linear_{x}" for x in ("key_head_dim", "value_head_dim")}
+    | {f"linear_num_{x}_heads" for x in ("key", "value")},
+    "olmoe": {LENGTH},
+    "roberta": {EPS},
+    "xlm-roberta": {EPS},
+    # its class drops the window where use_sliding_window is False
+    **{name: {WINDOW} for name in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")},
+}
+
+
+def defaults_of(name: str) -> dict[str, Any]:
+    """The settings of transformers' config without arguments, those of its rotary positions too."""
+    found = CONFIG_MAPPING[name]().to_dict()
+    rope = found.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    return {k: rope[k] for k in ("rope_theta", "partial_rotary_factor") if k in rope} | found
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    compared = 0
+    different: dict[str, set[str]] = {}
+    for name in CONFIGS:
+        config = config_class(name)
+        if config is None or name not in CONFIG_MAPPING:
+            continue
+        theirs = defaults_of(name)
+        for field in fields(config):
+            # None stands for a value that other settings decide
+            if isinstance(field.default, int | float | str) and field.name in theirs:
+                compared += 1
+                if theirs[field.name] != field.default:
+                    different.setdefault(name, set()).add(field.name)
+    assert different == DIFFERENT
+    assert compared > 500
