@@ -12,6 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from regard.cli.app import run
+from tests.cli.command import Said
 
 
 def call(*arguments: str, **environment: str) -> Result:
@@ -214,9 +215,8 @@ def test_wrong_counts_are_exit_2() -> None:
         assert call("causal", *arguments).exit_code == 2
 
 
-def test_as_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["show", "causal", "--queries", "2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pairs"] == 3
+def test_as_the_command(capsys: pytest.CaptureFixture[str], said: Said) -> None:
+    assert json.loads(said("show", "causal", "--queries", "2", "--json"))["pairs"] == 3
     assert run(["show", "cause"]) == 2
     message = "unknown mask \"cause\"; did you mean 'causal' or 'blockcausal'?"
     assert message in capsys.readouterr().err

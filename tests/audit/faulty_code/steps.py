@@ -124,3 +124,8 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
     turn = torch.cat([turn, turn], -1)
     other = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
     return x * turn.cos().to(x.dtype) + other * turn.sin().to(x.dtype)
+
+
+def late_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Right in float32; in float16 the scores overflow before they are scaled."""
+    return torch.softmax((q @ k.mT) / math.sqrt(q.shape[-1]), -1) @ v
