@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.audit.faulty_code.base import Right, RightCached, RightPadded, RightRotary
@@ -156,3 +157,7 @@ class Saved(Right):
     def __init__(self, dim: int, heads: int):
         super().__init__(dim, heads)
         self.register_buffer("mask", torch.ones(64, 64).tril())
+
+
+def dropout_on(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.dropout(torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1), 0.2) @ v

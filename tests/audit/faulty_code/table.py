@@ -50,6 +50,7 @@ FAULTY_CODE = (
     wrong(steps.WindowForgotten, "window-ignored", **WINDOW),
     wrong(steps.absolute, "rotary-not-relative", **HALF),
     wrong(steps.half_precision, "rotary-precision", **HALF),
+    wrong(calls.dropout_on, "dropout-in-eval"),
     wrong(calls.FirstLength, "state-kept", **SIZES),
     wrong(calls.Clocked, "not-repeatable", **SIZES),
     wrong(calls.in_place, "input-changed"),
