@@ -179,9 +179,7 @@ def test_the_user_s_adapter() -> None:
     assert found.clean, str(found)
     assert found.called == "adapter(target, x, tokens, memory)"
     assert {"cache", "left padding", "padding", "future"} <= held(found)
-    with pytest.raises(
-        ArgumentError, match=r"raised TypeError.*--adapter package\.module:function"
-    ):
+    with pytest.raises(ArgumentError, match=r"raised TypeError.*--adapter package\.module"):
         audit(Odd(16, 4), dim=16)
 
 
@@ -195,10 +193,7 @@ def test_an_adapter_may_give_a_reply() -> None:
 
 
 def test_an_adapter_with_an_argument_that_means_nothing() -> None:
-    with pytest.raises(
-        ArgumentError,
-        match=r"argument 'padding'; after the target it may have x and keep, tokens, positions",
-    ):
+    with pytest.raises(ArgumentError, match="argument 'padding'; after the target it may have x"):
         audit(nn.Linear(4, 4), adapter=lambda target, x, padding: x)
 
 
@@ -339,38 +334,18 @@ def test_masks_in_no_form_that_is_known() -> None:
     "target, options, message",
     [
         ("torch.nn", {}, r"must be package\.module:name, such as torch\.nn:MultiheadAttention"),
-        (
-            "no_such_module_here:F",
-            {},
-            "no_such_module_here cannot be imported: ModuleNotFoundError",
-        ),
+        ("no_such_module_here:F", {}, "no_such_module_here cannot be imported"),
         ("torch.nn:Attention", {}, "torch.nn has no Attention; it has"),
         (nn.MultiheadAttention, {}, "needs embed_dim, num_heads: give --dim N --heads N"),
-        (
-            nn.MultiheadAttention,
-            {"dim": 10, "heads": 4},
-            r"MultiheadAttention\(.*\) raised AssertionError: embed_dim must be divisible",
-        ),
-        (
-            nn.MultiheadAttention(8, 2),
-            {"options": {"bias": False}},
-            "options bias were given, but MultiheadAttention is not",
-        ),
+        (nn.MultiheadAttention, {"dim": 10, "heads": 4}, r"MultiheadAttention\(.*\) raised"),
+        (nn.MultiheadAttention(8, 2), {"options": {"bias": False}}, "options bias were given, but"),
         (torch.softmax, {}, "is neither a function attend"),
         (3, {}, "int is int; it must be a module, a class or a function"),
         (base.attend, {"heads": 4, "kv_heads": 3}, "heads is 4 and kv_heads is 3; kv_heads must"),
         (base.attend, {"heads": 0}, "heads is 0; it must be an integer of at least 1"),
-        (
-            base.attend,
-            {"mask": "no"},
-            "mask is 'no'; it must be one of None, keep, block, additive",
-        ),
+        (base.attend, {"mask": "no"}, "mask is 'no'; it must be one of None, keep, block"),
         (base.attend, {"layout": "HTD"}, "layout is 'HTD'; it must be one of BHTD, BTHD"),
-        (
-            base.attend,
-            {"dtype": torch.int64},
-            "dtype is torch.int64; it must be a floating-point dtype",
-        ),
+        (base.attend, {"dtype": torch.int64}, "dtype is torch.int64; it must be a floating-point"),
         (base.attend, {"accept": ["no-such"]}, "'no-such' is not a fault; the faults are"),
         (
             nn.Linear(4, 4, bias=False),
@@ -378,11 +353,7 @@ def test_masks_in_no_form_that_is_known() -> None:
             r"gives \[5, 4\]; it must give one vector",
         ),
         (nn.Linear(4, 4), {"dim": 4, "adapter": lambda t, x: "text"}, "the code returned str"),
-        (
-            nn.ReLU(),
-            {"adapter": lambda t, x: x},
-            "the model dim of ReLU is not known; give it with --dim",
-        ),
+        (nn.ReLU(), {"adapter": lambda t, x: x}, "the model dim of ReLU is not known; give it"),
         (lambda x: x[:, :1], {"adapter": "rotary"}, "must give a tensor of its input's shape"),
         (lambda x: x.nope, {"adapter": "rotary"}, "raised AttributeError"),
     ],

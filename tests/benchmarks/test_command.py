@@ -174,15 +174,11 @@ def test_cases_for_a_gpu_are_listed_and_refused_by_name(
     assert "gpu-causal" not in run(capsys, "--list")[0], "only if they are asked for"
     if not torch.cuda.is_available():
         _, err = run(capsys, "gpu-decode", code=2)
-        assert "gpu-decode is measured on cuda only; choose it with --device" in " ".join(
-            err.split()
-        )
+        assert "gpu-decode is measured on cuda only; choose it with" in " ".join(err.split())
         _, err = run(capsys, "gpu", "--device", "cuda", code=2)
         assert "torch finds no CUDA device" in err
         _, err = run(capsys, "--tune", "rows.txt", code=2)
-        assert "torch finds no CUDA device; block sizes are measured on one" in " ".join(
-            err.split()
-        )
+        assert "torch finds no CUDA device; block sizes are measured on" in " ".join(err.split())
         assert not Path("rows.txt").exists()
 
 

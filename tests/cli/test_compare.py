@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from regard.cli import main
 from regard.compare import experiment
 from regard.compare.mechanisms import DEFAULT_NAMES
+from tests.cli.command import Said
 
 SMALL = (
     "--dim",
@@ -47,15 +47,7 @@ def _interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    with pytest.raises(SystemExit) as end:
-        main(["compare", *arguments])
-    found = capsys.readouterr()
-    assert end.value.code == code, found.err
-    return found.out if code in (0, 130) else found.err
-
-
-def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_and_its_files(tmp_path: Path, said: Said) -> None:
     files = (
         "--csv",
         str(tmp_path / "c.csv"),
@@ -64,7 +56,7 @@ def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
         "--out",
         str(tmp_path / "kept"),
     )
-    text = said(capsys, "mha", "linear", *SMALL, *TAUGHT, *files)
+    text = said("compare", "mha", "linear", *SMALL, *TAUGHT, *files)
     assert "1 layer, dim 32, 4 heads, feed-forward width 96 in all" in text
     assert "mqar against cache bytes: " in text
     kept = sorted((tmp_path / "kept").iterdir())
@@ -79,7 +71,7 @@ def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
     ]
     assert (tmp_path / "c.html").read_text("utf-8").count("<svg") == 2 + 2 + 3
     before = {path.name: path.stat().st_mtime_ns for path in kept}
-    told = json.loads(said(capsys, "mha", "linear", *SMALL, *TAUGHT, *files, "--json"))
+    told = json.loads(said("compare", "mha", "linear", *SMALL, *TAUGHT, *files, "--json"))
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "kept").iterdir()} == before
     assert [e["name"] for e in told["mechanisms"]] == ["mha", "linear"]
     assert told["command"].startswith("regard")
@@ -90,7 +82,7 @@ def test_a_comparison_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_ctrl_c_prints_and_writes_what_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = experiment.ExperimentStore.write
 
@@ -101,7 +93,7 @@ def test_ctrl_c_prints_and_writes_what_is_done(
 
     monkeypatch.setattr(experiment.ExperimentStore, "write", write)
     out = ("--out", str(tmp_path / "kept"), "--csv", str(tmp_path / "c.csv"), "--json")
-    told = json.loads(said(capsys, "mqa", *SMALL, *out, code=130))
+    told = json.loads(said("compare", "mqa", *SMALL, *out, code=130))
     assert told["interrupted"] is True
     (entry,) = told["mechanisms"]
     assert list(entry["decode"]) == ["6"]
@@ -109,14 +101,14 @@ def test_ctrl_c_prints_and_writes_what_is_done(
     (row,) = csv.DictReader((tmp_path / "c.csv").read_text().splitlines())
     assert (row["kv_bytes_6"], row["kv_bytes_12"]) == (str(4 * 16 * 6), "")
     monkeypatch.setattr(experiment.ExperimentStore, "write", real)
-    told = json.loads(said(capsys, "mqa", *SMALL, *out))
+    told = json.loads(said("compare", "mqa", *SMALL, *out))
     assert told["interrupted"] is False
     assert list(told["mechanisms"][0]["decode"]) == ["6", "12"]
     assert len(list((tmp_path / "kept").iterdir())) == 5
 
 
-def test_the_same_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    told = json.loads(said(capsys, "mha", "mqa", *SMALL, "--same", "parameters", "--json"))
+def test_the_same_parameters(said: Said) -> None:
+    told = json.loads(said("compare", "mha", "mqa", *SMALL, "--same", "parameters", "--json"))
     a, b = (e["parameters"] for e in told["mechanisms"])
     assert abs(b / a - 1) <= 0.01
     assert (
@@ -124,8 +116,8 @@ def test_the_same_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "--list")
+def test_the_list(said: Said) -> None:
+    out = said("compare", "--list")
     for name in (*DEFAULT_NAMES, "text", "mqar", "passkey"):
         assert any(row.startswith(f"  {name} ") for row in out.splitlines()), name
 
@@ -146,25 +138,23 @@ def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage(
     arguments: tuple[str, ...],
     message: str,
-    capsys: pytest.CaptureFixture[str],
+    said: Said,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    assert message in said(capsys, *arguments, code=2)
+    assert message in said("compare", *arguments, code=2)
 
 
 @pytest.mark.parametrize("flag", ["--csv", "--html"])
 def test_files_that_cannot_be_written_are_refused_first(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flag: str, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
-    err = said(capsys, "mha", flag, str(tmp_path / "none" / "x"), code=2)
+    err = said("compare", "mha", flag, str(tmp_path / "none" / "x"), code=2)
     assert "there is no folder" in err
     assert "\n... " not in err, "nothing is measured before"
     (tmp_path / "file").write_text("")
-    assert "is a file; give a folder" in said(
-        capsys, "mha", "--out", str(tmp_path / "file"), code=1
-    )
+    assert "is a file; give a" in said("compare", "mha", "--out", tmp_path / "file", code=1)
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 import regard
-from regard.cli import main
-from regard.cli.app import run
 from regard.configs.published import PUBLISHED_MODELS, model_of
 from regard.cost.report import CostReport, Setting
 from regard.cost.roofline import MACHINES
+from tests.cli.command import Said
 
 KEYS = {
     "parameters",
@@ -32,23 +31,15 @@ KEYS = {
 }
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    with pytest.raises(SystemExit) as end:
-        main(["cost", *arguments])
-    assert end.value.code == code
-    found = capsys.readouterr()
-    return found.out if code == 0 else found.err
-
-
-def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    found = json.loads(said(capsys, *arguments, "--json"))
+def figures(said: Said, *arguments: str) -> dict[str, Any]:
+    found = json.loads(said("cost", *arguments, "--json"))
     assert isinstance(found, dict)
     return found
 
 
 @pytest.mark.parametrize("name", ["gpt3", "llama-3-8b", "gemma-3-1b", "deepseek-v3", "gpt-oss-20b"])
-def test_the_keys_of_json(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    told = figures(capsys, name, "--context", "2k")
+def test_the_keys_of_json(name: str, said: Said) -> None:
+    told = figures(said, name, "--context", "2k")
     assert set(told) >= KEYS
     report = CostReport(model_of(name), Setting(2048, dtype=model_of(name).dtype))
     for key in KEYS - {"parts"}:
@@ -60,28 +51,25 @@ def test_the_keys_of_json(name: str, capsys: pytest.CaptureFixture[str]) -> None
     assert told["parts"]["attention"]["parameters"] == told["attention_parameters"]
 
 
-def test_gpt3_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "gpt3")
-    assert (
-        "attention of one layer: 603,979,776 = M (H D + G D + G E + H E); of 96 layers: "
-        "57,982,058,496, 33.2% of all" in out
-    )
+def test_gpt3_is_explained(said: Said) -> None:
+    out = said("cost", "gpt3")
+    assert "attention of one layer: 603,979,776 = M (H D + G D + G E + H E); of 96 layers" in out
     assert "57,982,058,496: a third of 175 billion" in out
     assert "5.95 billion of 17.5 billion take the 96 heads of one layer for the whole model" in out
 
 
-def test_gemma_keeps_139_mib(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "gemma-3-1b", "--context", "32k", "--machine", "l4")
+def test_gemma_keeps_139_mib(said: Said) -> None:
+    out = said("cost", "gemma-3-1b", "--context", "32k", "--machine", "l4")
     assert "139 MiB" in out
     assert "22 x MQA 4/1 heads of 256, window 512" in out
     assert "on l4 at best: 300 GB/s, 121 TFLOP/s" in out
 
 
-def test_latents_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
-    told = figures(capsys, "deepseek-v3", "--context", "8192")
+def test_latents_in_both_forms(said: Said) -> None:
+    told = figures(said, "deepseek-v3", "--context", "8192")
     forms = told["decode_flops_by_form"]
     assert forms["expand"] - forms["absorb"] == 61 * (275_548_995_584 - 2_315_255_808)
-    out = said(capsys, "deepseek-v3", "--context", "8192")
+    out = said("cost", "deepseek-v3", "--context", "8192")
     assert "latents, expand" in out
     assert "latents, absorb" in out
 
@@ -89,30 +77,30 @@ def test_latents_in_both_forms(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("dtype", "each"), [("int8", 9 / 8), ("int4", 5 / 8), ("fp8", 1 + 2 / 128), ("fp32", 4)]
 )
-def test_formats_of_the_cache(dtype: str, each: float, capsys: pytest.CaptureFixture[str]) -> None:
-    told = figures(capsys, "llama-3-8b", "--kv-dtype", dtype, "--context", "8k")
+def test_formats_of_the_cache(dtype: str, each: float, said: Said) -> None:
+    told = figures(said, "llama-3-8b", "--kv-dtype", dtype, "--context", "8k")
     assert told["kv_bytes_per_token"] == 65536 * each
     assert told["kv_dtype"] == dtype
     recent = 128 * 65536 * (2 - each) if dtype.startswith("int") else 0
     assert told["kv_bytes"] == 8192 * 65536 * each + recent
 
 
-def test_a_config_and_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_and_its_folder(tmp_path: Path, said: Said) -> None:
     raw = {**PUBLISHED_MODELS["qwen3-0.6b"].config, "torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     for source in (tmp_path, tmp_path / "config.json"):
-        assert figures(capsys, str(source))["parameters"] == 596_049_920
+        assert figures(said, str(source))["parameters"] == 596_049_920
     tiny = Path(regard.__file__).parent / "assets" / "tiny"
     model = regard.load("tiny")
     counted = sum(p.numel() for p in model.decoder.parameters())
-    assert figures(capsys, str(tiny), "--context", "64")["parameters"] == counted
+    assert figures(said, str(tiny), "--context", "64")["parameters"] == counted
 
 
-def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_as_flags(said: Said) -> None:
     sizes = ("--layers", "32", "--dim", "4096", "--heads", "32")
-    told = figures(capsys, *sizes, "--kv-heads", "8", "--ff", "14336", "--vocab", "128256")
+    told = figures(said, *sizes, "--kv-heads", "8", "--ff", "14336", "--vocab", "128256")
     assert told["parameters"] == 8_030_261_248
-    local = figures(capsys, *sizes, "--window", "1024", "--global-every", "6", "--context", "32k")
+    local = figures(said, *sizes, "--window", "1024", "--global-every", "6", "--context", "32k")
     assert local["kv_bytes"] == 3_137_339_392
     latent = [
         f"--set={x}"
@@ -132,11 +120,10 @@ def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
     )
     v2 = ("--layers", "60", "--dim", "5120", "--heads", "128", "--ff", "12288", "--vocab", "102400")
     assert (
-        figures(capsys, *v2, "--attention", "mla", *latent, *experts)["parameters"]
-        == 235_741_434_880
+        figures(said, *v2, "--attention", "mla", *latent, *experts)["parameters"] == 235_741_434_880
     )
     small = figures(
-        capsys,
+        said,
         "--layers",
         "1",
         "--dim",
@@ -149,54 +136,48 @@ def test_sizes_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
         "100",
     )
     assert small["parameters"] == 4 * 32 * 32 + 2 * 32 * 128 + 100 * 32 + 3 * 32
-    memory = figures(capsys, *sizes, "--attention", "infini", "--context", "1M")
+    memory = figures(said, *sizes, "--attention", "infini", "--context", "1M")
     assert memory["state_bytes"] == memory["kv_bytes"] == 4 * 32 * 32 * 128 * 129
 
 
-def test_a_range(capsys: pytest.CaptureFixture[str]) -> None:
-    told = figures(capsys, "llama-3-8b", "--sweep", "context=1k..1M", "--machine", "h100-sxm")
+def test_a_range(said: Said) -> None:
+    told = figures(said, "llama-3-8b", "--sweep", "context=1k..1M", "--machine", "h100-sxm")
     rows = told["sweep"]["llama-3-8b"]
     assert [row["context"] for row in rows] == [2**n for n in range(10, 21)]
     assert [row["kv_bytes"] for row in rows] == [131_072 * 2**n for n in range(10, 21)]
     assert all(row["decode_seconds"] >= row["decode_bytes"] / 3350e9 for row in rows)
-    out = said(capsys, "gpt2", "--sweep", "context=256..2k", "--vs", "mistral-7b")
+    out = said("cost", "gpt2", "--sweep", "context=256..2k", "--vs", "mistral-7b")
     assert [line.split()[0] for line in out.splitlines()[2:5]] == ["256", "512", "1,024"]
     assert "mistral-7b" in out
 
 
-def test_two_models(capsys: pytest.CaptureFixture[str]) -> None:
-    told = figures(capsys, "llama-2-7b", "--vs", "llama-3-8b", "--machine", "l4")
+def test_two_models(said: Said) -> None:
+    told = figures(said, "llama-2-7b", "--vs", "llama-3-8b", "--machine", "l4")
     assert [one["model"] for one in told["models"]] == ["llama-2-7b", "llama-3-8b"]
     assert told["ratios"]["kv_bytes"] == 4
     assert told["models"][0]["roofline"]["machine"] == "l4"
-    out = said(capsys, "llama-2-7b", "--vs", "llama-3-8b")
+    out = said("cost", "llama-2-7b", "--vs", "llama-3-8b")
     row = next(line for line in out.splitlines() if "each token" in line)
     assert row.split() == ["cache,", "for", "each", "token", "512", "KiB", "128", "KiB", "4x"]
-    assert (
-        "the last column is llama-2-7b divided by llama-3-8b: above 1x, llama-2-7b needs more"
-        in out
-    )
+    assert "the last column is llama-2-7b divided by llama-3-8b: above 1x, llama-2-7b needs" in out
     assert "llama-2-7b / llama-3-8b" in out.splitlines()[1]
 
 
-def test_two_models_of_which_one_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_models_of_which_one_does_not_fit(said: Said) -> None:
     """1.2 TiB of weights have no speed on a card of 80 GiB."""
-    out = said(capsys, "deepseek-v3", "--vs", "llama-3-8b", "--machine", "h100-sxm")
+    out = said("cost", "deepseek-v3", "--vs", "llama-3-8b", "--machine", "h100-sxm")
     rows = {line[:22].strip(): line[22:].split() for line in out.splitlines()}
     assert rows["fits h100-sxm"] == ["no", "yes"]
     assert rows["decode on h100-sxm"][:3] == ["does", "not", "fit"]
     assert rows["decode on h100-sxm"][-2:] == ["ms", "-"]
-    assert (
-        "deepseek-v3: weights and cache are 1.22 TiB; its memory is 79.6 GiB: they do not fit"
-        in out
-    )
+    assert "deepseek-v3: weights and cache are 1.22 TiB; its memory is 79.6 GiB: they do not" in out
     assert "memory: 81,559 MiB in all by nvidia-smi, sold as 80 GB" in out
-    swept = said(capsys, "llama-3-8b", "--sweep", "context=512k..1M", "--machine", "h100-sxm")
+    swept = said("cost", "llama-3-8b", "--sweep", "context=512k..1M", "--machine", "h100-sxm")
     assert [line.split()[-1] for line in swept.splitlines()[1:]] == ["fits", "yes", "no"]
 
 
-def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    told = figures(capsys, "llama-3-8b", "--bandwidth", "5e10", "--flops", "1e12")
+def test_a_machine_of_ones_own(said: Said) -> None:
+    told = figures(said, "llama-3-8b", "--bandwidth", "5e10", "--flops", "1e12")
     assert told["roofline"]["decode"] == {
         "seconds": told["decode_bytes"] / 5e10,
         "bound_by": "memory",
@@ -204,9 +185,7 @@ def test_a_machine_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["roofline"]["prefill"]["seconds"] == told["prefill_flops"] / 1e12
 
 
-def test_this_machine_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_this_machine_is_measured(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     from regard.timing import machine
 
     real = machine.Ceilings.measure
@@ -215,26 +194,26 @@ def test_this_machine_is_measured(
         return real(dtypes, device, rounds=1, read_bytes=1 << 20, side=32)
 
     monkeypatch.setattr(machine.Ceilings, "measure", staticmethod(small))
-    told = figures(capsys, "gpt2", "--machine", "here")["roofline"]
+    told = figures(said, "gpt2", "--machine", "here")["roofline"]
     assert told["machine"] == "here"
     assert told["bandwidth"] > 0
     assert told["source"].startswith("measured now")
     assert told["decode"]["seconds"] > 0
 
 
-def test_a_model_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "they do not fit" in said(capsys, "llama-3-70b", "--machine", "h100-sxm")
+def test_a_model_that_does_not_fit(said: Said) -> None:
+    assert "they do not fit" in said("cost", "llama-3-70b", "--machine", "h100-sxm")
     for card in ("mi300x", "h200-sxm"):
-        assert "they fit, with " in said(capsys, "llama-3-70b", "--machine", card)
-    assert "its memory is not known" in said(capsys, "gpt2", "--machine", "xeon-8380")
+        assert "they fit, with " in said("cost", "llama-3-70b", "--machine", card)
+    assert "its memory is not known" in said("cost", "gpt2", "--machine", "xeon-8380")
 
 
 @pytest.mark.full(keep=1)
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
-def test_a_chart(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_chart(kind: str, tmp_path: Path, said: Said) -> None:
     first, second = tmp_path / f"a.{kind}", tmp_path / f"b.{kind}"
     for path in (first, second):
-        said(capsys, "gemma-3-1b", "--vs", "llama-3.2-1b", "--plot", str(path), "--machine", "l4")
+        said("cost", "gemma-3-1b", "--vs", "llama-3.2-1b", "--plot", path, "--machine", "l4")
     assert first.read_bytes() == second.read_bytes()
     if kind == "svg":
         text = first.read_text("utf-8")
@@ -243,12 +222,12 @@ def test_a_chart(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"a.{kind}", f"b.{kind}"]
 
 
-def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, "--list")
+def test_the_list(said: Said) -> None:
+    out = said("cost", "--list")
     for name in (*PUBLISHED_MODELS, *MACHINES):
         assert any(line.split()[:1] == [name] for line in out.splitlines())
     assert all(machine.source in out for machine in MACHINES.values())
-    told = json.loads(said(capsys, "--list", "--json"))
+    told = json.loads(said("cost", "--list", "--json"))
     assert set(told["models"]) == set(PUBLISHED_MODELS)
     assert told["machines"]["l4"]["bandwidth"] == 300e9
 
@@ -263,43 +242,22 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
         (("gpt2", "--vs", "gpt4"), "'gpt4' is neither a known model nor a path"),
         ((), "give a model, or its sizes: --layers, --dim, --heads missing"),
         (("--layers", "2"), "--dim, --heads missing. regard cost --list shows the known models"),
-        (
-            ("gpt2", "--layers", "2", "--window", "4"),
-            "gpt2 already has all sizes, but --layers, --window are given too; leave them out",
-        ),
-        (
-            (*SIZES, "--attention", "mla", "--window", "4"),
-            "attention 'mla' needs a value for kv_rank",
-        ),
-        (
-            (*SIZES, "--attention", "linear_attention", "--window", "4"),
-            "'linear_attention' has no option window",
-        ),
+        (("gpt2", "--layers", "2", "--window", "4"), "gpt2 already has all sizes, but --layers"),
+        ((*SIZES, "--attention", "mla", "--window", "4"), "attention 'mla' needs a value for"),
+        ((*SIZES, "--attention", "linear_attention", "--window", "4"), "'linear_attention' has no"),
         ((*SIZES, "--set", "groups"), "must be name=value"),
         ((*SIZES, "--set", "groups=\u00b2"), "must be name=value"),
         ((*SIZES, "--kv-heads", "2", "--set", "groups=2"), "groups is given twice; give it once"),
-        (
-            (*SIZES, "--kv-heads", "3"),
-            "query heads, 4, is not divisible by the number of key/value heads, 3",
-        ),
+        ((*SIZES, "--kv-heads", "3"), "query heads, 4, is not divisible by the number of"),
         ((*SIZES, "--experts", "8"), "--experts and --active belong together"),
         (("gpt2", "--machine", "h100"), "did you mean 'h100-sxm'"),
         (("gpt2", "--bandwidth", "1e9"), "--bandwidth and --flops need each other"),
-        (
-            ("gpt2", "--machine", "l4", "--bandwidth", "1e9", "--flops", "1e9"),
-            "already has a bandwidth and a rate",
-        ),
+        (("gpt2", "--machine", "l4", "--bandwidth", "1e9", "--flops", "1e9"), "already has a"),
         (("gpt2", "--bandwidth", "0", "--flops", "1e9"), "must be above 0, per second"),
         (("gpt2", "--context", "2k"), "gpt2 has learned positions for 1,024 tokens"),
         (("gpt2", "--context", "many"), "'many' is not a number of tokens"),
-        (
-            ("gpt2", "--context", "1k", "--sweep", "context=1..2"),
-            "--context is one length, but --sweep and --plot take a range",
-        ),
-        (
-            ("gpt2", "--sweep", "heads=1..2"),
-            "is not a range of contexts; write for example context=1k..1M",
-        ),
+        (("gpt2", "--context", "1k", "--sweep", "context=1..2"), "--context is one length, but"),
+        (("gpt2", "--sweep", "heads=1..2"), "is not a range of contexts; write for example"),
         (("gpt2", "--dtype", "fp4"), "dtype is 'fp4'"),
         (("gpt2", "--kv-dtype", "fp4"), "'fp4' is not a number format"),
         (("gpt2", "--plot", "a.gif"), "a.gif is no picture; its name must end in .svg, .png, .pdf"),
@@ -310,17 +268,17 @@ SIZES = ("--layers", "2", "--dim", "32", "--heads", "4")
 def test_wrong_usage(
     arguments: tuple[str, ...],
     message: str,
-    capsys: pytest.CaptureFixture[str],
+    said: Said,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert message in said(capsys, *arguments, code=2)
+    assert message in said("cost", *arguments, code=2)
 
 
-def test_a_broken_file_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_file_is_a_failure(tmp_path: Path, said: Said) -> None:
     (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in said(capsys, str(tmp_path), code=1)
+    assert "is not JSON" in said("cost", tmp_path, code=1)
 
 
 CODE = """
@@ -374,10 +332,7 @@ def test_it_starts_without_torch_and_numpy_and_imports_little() -> None:
     ("name", "reason"),
     [("mistral-medium-3", "has not published the sizes"), ("Gemma-4-31B", "not counted yet")],
 )
-def test_a_model_without_known_sizes_says_why(
-    name: str, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["cost", name]) == 2
-    error = " ".join(capsys.readouterr().err.split())
+def test_a_model_without_known_sizes_says_why(name: str, reason: str, said: Said) -> None:
+    error = " ".join(said("cost", name, code=2).split())
     assert reason in error
     assert "--layers" in error

@@ -95,14 +95,8 @@ def test_a_page_or_figure_on_a_full_disk_leaves_the_old_one(
         (("explain", "x", "--html", "a.html"), "a.html cannot be written: permission denied"),
         (("compare", "--html", "a.html"), "a.html cannot be written: permission denied"),
         (("extend", "--plot", "a.svg"), "a.svg cannot be written: permission denied"),
-        (
-            ("convert", "tiny", "out", "--to", "mqa"),
-            "out: cannot write the folder: Read-only file system; free some",
-        ),
-        (
-            ("train", "--out", "out"),
-            "out: cannot create the folder: Read-only file system; choose another",
-        ),
+        (("convert", "tiny", "out", "--to", "mqa"), "out: cannot write the folder: Read-only file"),
+        (("train", "--out", "out"), "out: cannot create the folder: Read-only file system; choose"),
     ],
 )
 def test_a_read_only_disk_is_told_before_anything_is_computed(
@@ -219,9 +213,7 @@ def test_one_run_at_a_time_writes_into_a_folder(
     Path("out").mkdir()
     with folder_locked(Path("out")):
         assert run(["train", "--out", "out", *more] if more else TRAIN) == 1
-    assert "out is being written by another run; wait until that ends, or give another" in (
-        capsys.readouterr().err
-    )
+    assert "out is being written by another run; wait until that ends" in capsys.readouterr().err
     assert tree(Path("out")) == {}
 
 

@@ -15,6 +15,7 @@ from regard.cli.app import run
 from regard.inspect import strongest_head
 from regard.inspect.explain.head_choice import HEAD_FOR_KEY_RULE, HEAD_RULE
 from regard.view.explanation_figure import draw, recipe
+from tests.cli.command import Said
 from tests.inspect.small_model import TEXT, model
 
 
@@ -25,9 +26,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # messages on one line
 
 
-def test_a_text_gives_a_page_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", TEXT, "--full"]) == 0
-    out = capsys.readouterr().out
+def test_a_text_gives_a_page_of_80_columns(said: Said) -> None:
+    out = said("explain", TEXT, "--full")
     assert "━━ 9 next token" in out
     assert "\x1b" not in out
     assert max(map(len, out.splitlines())) <= 80
@@ -36,17 +36,14 @@ def test_a_text_gives_a_page_of_80_columns(capsys: pytest.CaptureFixture[str]) -
     assert f"chosen: {HEAD_RULE}" in " ".join(out.split())
 
 
-def test_color_can_be_forced(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", TEXT, "--color"]) == 0
-    assert "\x1b[38;2;" in capsys.readouterr().out
-    assert run(["explain", TEXT, "--no-color"]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+def test_color_can_be_forced(said: Said) -> None:
+    assert "\x1b[38;2;" in said("explain", TEXT, "--color")
+    assert "\x1b" not in said("explain", TEXT, "--no-color")
 
 
-def test_json_has_the_numbers_of_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_numbers_of_what_was_asked_for(said: Said) -> None:
     asked = ["--layer", "1", "--head", "-1", "--query", "creature", "--json"]
-    assert run(["explain", TEXT, *asked]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(said("explain", TEXT, *asked))
     assert (found["layer"], found["head"], found["group"]) == (1, 3, 1)
     assert found["model"] == "tiny"
     assert found["chosen_by"] == ""
@@ -56,9 +53,8 @@ def test_json_has_the_numbers_of_what_was_asked_for(capsys: pytest.CaptureFixtur
     assert found == {**expected, "model": "tiny"}
 
 
-def test_half_a_choice_is_completed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", TEXT, "--layer", "2", "--query", "-2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_half_a_choice_is_completed(said: Said) -> None:
+    found = json.loads(said("explain", TEXT, "--layer", "2", "--query", "-2", "--json"))
     choice = strongest_head(model(), model().encode(TEXT), -2, layer=2)
     assert (found["layer"], found["head"]) == (2, choice.head)
     assert found["query"] == found["sizes"]["T"] - 2
@@ -81,13 +77,11 @@ def test_html_is_written_where_it_was_asked_for_and_nowhere_else(
     assert captured.err.splitlines()[-1].startswith("b.html: ")
 
 
-def test_every_head_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", TEXT, "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_every_head_can_be_listed(said: Said) -> None:
+    lines = said("explain", TEXT, "--list").splitlines()
     assert len(lines) == 2 + 3 * 4
     assert sum(line.startswith("▶") for line in lines) == 1
-    assert run(["explain", TEXT, "--list", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(said("explain", TEXT, "--list", "--json"))
     assert [(row["layer"], row["head"]) for row in found["heads"][:5]] == [
         (0, 0),
         (0, 1),
@@ -105,37 +99,19 @@ def test_every_head_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([""], "the text '' has no tokens"),
         (["xy", "--layer", "7"], "layer is 7; there are 3 layers: it must be 0 to 2"),
-        (
-            ["xy", "--layer", "7", "--head", "0"],
-            "layer is 7; there are 3 layers: it must be 0 to 2",
-        ),
+        (["xy", "--layer", "7", "--head", "0"], "layer is 7; there are 3 layers: it must be 0 to"),
         (["xy", "--layer", "0", "--head", "4"], "head is 4; there are 4 heads: it must be 0 to 3"),
         (["xy", "--query", "9"], "query is 9; there are 2 tokens: it must be 0 to 1"),
         (["xy", "--query", "owl"], "query is 'owl', which does not occur in the text"),
         (["xy", "--key", "owl"], "key is 'owl', which does not occur in the text"),
-        (
-            ["xy", "--place", "layers.7"],
-            "place is 'layers.7', which is not the name of an attention; the names are layers.0",
-        ),
-        (
-            ["xy", "--place", "layers.0", "--layer", "0"],
-            "already names the layer; leave --layer out",
-        ),
+        (["xy", "--place", "layers.7"], "place is 'layers.7', which is not the name of an"),
+        (["xy", "--place", "layers.0", "--layer", "0"], "already names the layer; leave --layer"),
         (["xy", "--call", "far"], "call is 'far'; the calls for this query are call 0"),
         (["xy", "--target", "z"], "target is given, but a Model takes no target; leave it out"),
-        (
-            ["xy", "--set", "groups=1"],
-            "applies only to a mechanism with random weights; name one, such as --attention gqa",
-        ),
+        (["xy", "--set", "groups=1"], "applies only to a mechanism with random weights; name one"),
         (["xy", "--attention", "gqq"], "no mechanism is named 'gqq'; did you mean 'gqa'?"),
-        (
-            ["xy", "--attention", "gqa", "--set", "widow=1"],
-            "--set widow=1: gqa has no option widow",
-        ),
-        (
-            ["xy", "--attention", "gqa", "--model", "other"],
-            "builds a network with random weights; leave out --model",
-        ),
+        (["xy", "--attention", "gqa", "--set", "widow=1"], "--set widow=1: gqa has no option"),
+        (["xy", "--attention", "gqa", "--model", "other"], "builds a network with random weights"),
         (["xy", "--attention", "retention", "--list"], "Recurrent ran no softmax for query 1"),
         (["xy", "--figure", "a.jpg"], "a.jpg is no picture; its name must end in .svg, .png, .pdf"),
         (["xy", "--layer", "one"], "Invalid value for '--layer'"),
@@ -164,24 +140,18 @@ def test_a_bad_target_is_refused_before_anything_is_computed(
     assert run(["explain", "xy", "--html", str(tmp_path)]) == 2
 
 
-def test_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", "--help"]) == 0
-    out = capsys.readouterr().out
-    assert (
-        'regard explain "a fluffy blue creature roamed the verdant forest" --query creature'
-        in " ".join(out.split())
-    )
+def test_help_has_an_example_that_runs(said: Said) -> None:
+    out = said("explain", "--help")
+    assert 'regard explain "a fluffy blue creature roamed the verdant' in " ".join(out.split())
     assert run(["explain", TEXT, "--query", "creature"]) == 0
 
 
-def test_the_key_is_chosen_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_key_is_chosen_or_named(said: Said) -> None:
     asked = ["--layer", "1", "--head", "0", "--query", "forest", "--json"]
-    assert run(["explain", TEXT, *asked, "--key", "fluffy"]) == 0
-    named = json.loads(capsys.readouterr().out)
+    named = json.loads(said("explain", TEXT, *asked, "--key", "fluffy"))
     assert named["key_chosen_by"] == ""
     assert named["pieces"][named["key"]].endswith("y")
-    assert run(["explain", TEXT, *asked]) == 0
-    chosen = json.loads(capsys.readouterr().out)
+    chosen = json.loads(said("explain", TEXT, *asked))
     others = {j: p for j, p in enumerate(chosen["weights"]) if j not in (0, chosen["query"])}
     assert chosen["key"] == max(others, key=lambda j: others[j])
     assert "leaving out the query and the first token" in chosen["key_chosen_by"]
@@ -189,9 +159,8 @@ def test_the_key_is_chosen_or_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen["chain"][-1]["value"] == chosen["scores"][-1]["values"][chosen["key"]]
 
 
-def test_a_key_alone_chooses_the_head(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", TEXT, "--key", "blue", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_key_alone_chooses_the_head(said: Said) -> None:
+    found = json.loads(said("explain", TEXT, "--key", "blue", "--json"))
     assert found["chosen_by"] == HEAD_FOR_KEY_RULE
     with torch.inference_mode(), regard.Trace("pattern") as trace:
         model().forward(model().encode(TEXT), backend="reference")
@@ -199,33 +168,29 @@ def test_a_key_alone_chooses_the_head(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["weights"][found["key"]] == pytest.approx(max(weights), rel=1e-4)
 
 
-def test_a_mechanism_with_random_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mechanism_with_random_weights(said: Said) -> None:
     asked = ["--attention", "sliding_window", "--set", "window=3", "--seed", "4", "--json"]
-    assert run(["explain", TEXT, *asked]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(said("explain", TEXT, *asked))
     assert found["model"] == "sliding_window (random)"
     assert sum(not why for why in found["masked"]) == 3
     assert set(found["masked"]) == {"", "outside window 3"}
     assert any("from seed 4" in note for note in found["notes"])
     asked = ["--attention", "nsa", "--call", "window", "--place", "layers.1"]
-    assert run(["explain", TEXT, *asked]) == 0
-    assert "call 'window' of compressed" in capsys.readouterr().out
-    assert run(["explain", TEXT, *asked, "--full"]) == 0
-    out = capsys.readouterr().out
+    assert "call 'window' of compressed" in said("explain", TEXT, *asked)
+    out = said("explain", TEXT, *asked, "--full")
     assert "call 'window' of compressed, selected, window" in " ".join(out.split())
     assert "layers.1: NSA" in out
     asked = ["--attention", "retention", "--head", "2", "--layer", "1"]
-    assert run(["explain", TEXT, *asked]) == 0
-    assert "no score: this mechanism weights each value by a recurrence" in capsys.readouterr().out
-    assert run(["explain", TEXT, *asked, "--full"]) == 0
-    assert "no softmax: the weights of the row are not normalised" in capsys.readouterr().out
+    assert "no score: this mechanism weights each value by a recurrence" in said(
+        "explain", TEXT, *asked
+    )
+    assert "no softmax: the weights of the row are not normalised" in said(
+        "explain", TEXT, *asked, "--full"
+    )
 
 
-def test_heads_of_a_mechanism_without_a_softmax_are_not_compared(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert run(["explain", TEXT, "--attention", "retention", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_heads_of_a_mechanism_without_a_softmax_are_not_compared(said: Said) -> None:
+    found = json.loads(said("explain", TEXT, "--attention", "retention", "--json"))
     assert (found["layer"], found["head"]) == (0, 0)
     assert (
         found["chosen_by"]
@@ -233,13 +198,14 @@ def test_heads_of_a_mechanism_without_a_softmax_are_not_compared(
     )
 
 
-def test_a_page_is_over_recorded_softmax_attention(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_is_over_recorded_softmax_attention(tmp_path: Path, said: Said) -> None:
     target = tmp_path / "a.html"
-    assert run(["explain", TEXT, "--attention", "retention", "--html", str(target)]) == 2
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "the page shows recorded softmax attention, but Recurrent computes none" in said
+    error = " ".join(
+        said("explain", TEXT, "--attention", "retention", "--html", target, code=2)
+        .replace("│", " ")
+        .split()
+    )
+    assert "the page shows recorded softmax attention, but Recurrent computes none" in error
     assert not target.exists()
     for mechanism in ("nsa", "cross_attention", "streaming", "mla"):
         assert run(["explain", TEXT, "--attention", mechanism, "--html", str(target)]) == 0
@@ -247,7 +213,7 @@ def test_a_page_is_over_recorded_softmax_attention(
 
 
 def test_the_page_speaks_the_language_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: Said
 ) -> None:
     target = tmp_path / "a.html"
     assert run(["explain", TEXT, "--html", str(target), "--lang", "zh"]) == 0
@@ -255,19 +221,17 @@ def test_the_page_speaks_the_language_that_is_asked_for(
     assert run(["explain", TEXT, "--html", str(target), "--lang", "en"]) == 0
     assert 'lang="en' in target.read_text("utf-8")
     capsys.readouterr()
-    assert run(["explain", TEXT, "--html", str(target), "--lang", "fr"]) == 2
-    assert "lang is 'fr'; it must be one of en (English), zh" in " ".join(
-        capsys.readouterr().err.split()
+    assert "lang is 'fr'; it must be one of en" in " ".join(
+        said("explain", TEXT, "--html", target, "--lang", "fr", code=2).split()
     )
 
 
 @pytest.mark.parametrize("ending", [".png", ".svg"])
-def test_a_figure_is_drawn_with_its_recipe(
-    ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_figure_is_drawn_with_its_recipe(ending: str, tmp_path: Path, said: Said) -> None:
     target = tmp_path / f"a{ending}"
-    assert run(["explain", TEXT, "--layer", "1", "--head", "2", "--figure", str(target)]) == 0
-    assert capsys.readouterr().out.startswith(f"{target}: ")
+    assert said("explain", TEXT, "--layer", "1", "--head", "2", "--figure", target).startswith(
+        f"{target}: "
+    )
     content = target.read_bytes()
     assert content.startswith(b"\x89PNG" if ending == ".png" else b"<svg")
     assert [file.name for file in tmp_path.iterdir()] == [target.name]
@@ -304,7 +268,9 @@ def test_a_figure_of_hostile_tokens_is_drawn(tmp_path: Path) -> None:
     assert "\x1b" not in text
 
 
-def test_another_text_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_text_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: Said
+) -> None:
     """The page carries both runs and opens at their comparison; without a page there is nothing to
     compare on.
     """
@@ -316,16 +282,13 @@ def test_another_text_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert meta["start"]["view"] == "compare"
     assert len(meta["places"]) == 2 * len(model().decoder.layers)
     capsys.readouterr()
-    assert run(["explain", TEXT, "--beside", "to be"]) == 2
-    assert "add --html FILE" in capsys.readouterr().err
+    assert "add --html FILE" in said("explain", TEXT, "--beside", "to be", code=2)
 
 
-def test_one_screen_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_screen_by_default(said: Said) -> None:
     asked = ["--query", "creature", "--layer", "1", "--head", "2"]
-    assert run(["explain", TEXT, *asked]) == 0
-    out = capsys.readouterr().out
-    assert run(["explain", TEXT, *asked, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out = said("explain", TEXT, *asked)
+    found = json.loads(said("explain", TEXT, *asked, "--json"))
     lines = out.splitlines()
     assert len(lines) <= 26
     assert max(map(len, lines)) <= 80
@@ -353,14 +316,13 @@ def test_the_sections_of_the_walkthrough_exist() -> None:
 
 
 def test_one_screen_in_chinese(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers are those of the English screen, and nothing is left in English."""
     asked = ["explain", TEXT, "--layer", "1", "--head", "2"]
     assert run(asked) == 0
     english = capsys.readouterr().out
-    assert run([*asked, "--lang", "zh"]) == 0
-    chinese = capsys.readouterr().out
+    chinese = said(*asked, "--lang", "zh")
     lines = chinese.splitlines()
     assert len(lines) <= 26
     assert max(map(cell_len, lines)) <= 80
@@ -379,22 +341,18 @@ def numbers_of(text: str) -> list[str]:
     return sorted(re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", text))
 
 
-def test_the_heads_are_listed_in_chinese(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", TEXT, "--list", "--lang", "zh"]) == 0
-    out = capsys.readouterr().out
+def test_the_heads_are_listed_in_chinese(said: Said) -> None:
+    out = said("explain", TEXT, "--list", "--lang", "zh")
     assert "在每个头里的最大权重" in out
-    assert run(["explain", TEXT, "--list"]) == 0
-    rows = capsys.readouterr().out.splitlines()[2:]
+    rows = said("explain", TEXT, "--list").splitlines()[2:]
     assert out.splitlines()[2:] == rows
     assert len(rows) == 12
 
 
-def test_the_full_walk_in_chinese(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_full_walk_in_chinese(said: Said) -> None:
     """Every line of the English walk has its line, no sentence stays English, and none is wide."""
-    assert run(["explain", TEXT, "--full"]) == 0
-    english = capsys.readouterr().out.splitlines()
-    assert run(["explain", TEXT, "--full", "--lang", "zh"]) == 0
-    chinese = capsys.readouterr().out.splitlines()
+    english = said("explain", TEXT, "--full").splitlines()
+    chinese = said("explain", TEXT, "--full", "--lang", "zh").splitlines()
     headings = [[x for x in lines if x.startswith("━━")] for lines in (english, chinese)]
     assert len(headings[0]) == len(headings[1]) > 10
     assert max(map(cell_len, chinese)) <= 80

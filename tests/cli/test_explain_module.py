@@ -14,6 +14,7 @@ from torch import nn
 from regard.cli.app import run
 from regard.inspect import record
 from regard.inspect.explain import head_choice
+from tests.cli.command import Said
 
 SOURCE = '''
 import torch
@@ -59,15 +60,14 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.modules.pop("own_speech", None)
 
 
-def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
-    assert run(["explain", "--module", *arguments, "--json"]) == 0
-    found: dict[str, object] = json.loads(capsys.readouterr().out)
+def made(said: Said, *arguments: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(said("explain", "--module", *arguments, "--json"))
     return found
 
 
-def test_labels_places_and_numbers_are_those_of_record(capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_places_and_numbers_are_those_of_record(said: Said) -> None:
     asked = ["--place", CROSS, "--head", "1", "--query", "be", "--batch", "1"]
-    found = made(capsys, "own_speech:pair", *asked)
+    found = made(said, "own_speech:pair", *asked)
     assert (found["place"], found["head"], found["query"]) == (CROSS, 1, 2)
     torch.manual_seed(0)
     model = nn.Transformer(16, 2, 1, 1, 8, batch_first=True).eval()
@@ -77,8 +77,8 @@ def test_labels_places_and_numbers_are_those_of_record(capsys: pytest.CaptureFix
     assert sys.modules["own_speech"].MADE[0].training  # its mode is restored
 
 
-def test_the_head_with_the_largest_weight_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    found = made(capsys, "own_speech:pair", "--query", "be", "--key", "20 ms")
+def test_the_head_with_the_largest_weight_is_chosen(said: Said) -> None:
+    found = made(said, "own_speech:pair", "--query", "be", "--key", "20 ms")
     assert found["place"] == CROSS  # no other place has both labels
     assert found["chosen_by"] == head_choice.HEAD_FOR_KEY_RULE
     torch.manual_seed(0)
@@ -88,16 +88,21 @@ def test_the_head_with_the_largest_weight_is_chosen(capsys: pytest.CaptureFixtur
     assert found["head"] == by_head.index(max(by_head))
 
 
-def test_places_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["explain", "--module", "own_speech:by_name", "--list", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[-1] == {
+def test_places_are_listed(said: Said) -> None:
+    assert json.loads(said("explain", "--module", "own_speech:by_name", "--list", "--json"))[
+        -1
+    ] == {
         "place": CROSS,
         "heads": 2,
         "queries": 3,
         "keys": 6,
     }
-    assert run(["explain", "--module", "own_speech:pair", "--list"]) == 0
-    assert capsys.readouterr().out.splitlines()[0].split() == ["place", "heads", "queries", "keys"]
+    assert said("explain", "--module", "own_speech:pair", "--list").splitlines()[0].split() == [
+        "place",
+        "heads",
+        "queries",
+        "keys",
+    ]
 
 
 def test_the_page_has_labels_and_names(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -129,9 +134,6 @@ def test_the_page_has_labels_and_names(capsys: pytest.CaptureFixture[str], tmp_p
     ids=str,
 )
 @pytest.mark.full(keep=3)
-def test_what_is_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["explain", *arguments]) == 2
-    error = " ".join(capsys.readouterr().err.replace("│", "").split())
+def test_what_is_refused(arguments: list[str], message: str, said: Said) -> None:
+    error = " ".join(said("explain", *arguments, code=2).replace("│", "").split())
     assert message in error

@@ -13,6 +13,7 @@ import regard
 from regard.cli.app import run
 from regard.units import size
 from regard.untrusted_text import MULTILINE, escape_controls
+from tests.cli.command import Said
 from tests.inspect.small_model import model
 
 PROMPT = "a fluffy"
@@ -52,9 +53,7 @@ def test_the_prompt_and_its_continuation_are_printed(
     assert captured.err.endswith(f" tokens/s, growing cache of {cached}\n")
 
 
-def test_weights_are_stored_in_the_given_form(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_stored_in_the_given_form(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
     def load(source: str, **options: object) -> regard.models.Model:
@@ -62,13 +61,16 @@ def test_weights_are_stored_in_the_given_form(
         return model()
 
     monkeypatch.setattr(regard, "load", load, raising=False)
-    assert run(["generate", PROMPT, "--max-tokens", "1", "--weights", "int8"]) == 0
-    assert run(["generate", PROMPT, "--max-tokens", "1"]) == 0
+    said("generate", PROMPT, "--max-tokens", "1", "--weights", "int8")
+    said("generate", PROMPT, "--max-tokens", "1")
     assert asked == ["int8", None]
     monkeypatch.undo()
-    assert run(["generate", PROMPT, "--max-tokens", "1", "--weights", "int3"]) == 2
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "it must be one of int8, int4, float16" in said
+    error = " ".join(
+        said("generate", PROMPT, "--max-tokens", "1", "--weights", "int3", code=2)
+        .replace("│", " ")
+        .split()
+    )
+    assert "it must be one of int8, int4, float16" in error
 
 
 def test_json_has_text_ids_and_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,13 +96,10 @@ def test_json_has_text_ids_and_figures(capsys: pytest.CaptureFixture[str]) -> No
     assert captured.err == ""
 
 
-def test_one_token_has_no_decoding_speed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_token_has_no_decoding_speed(capsys: pytest.CaptureFixture[str], said: Said) -> None:
     assert run(["generate", PROMPT, "--max-tokens", "1"]) == 0
-    assert (
-        "tokens/s, no token was decoded after the first, growing cache" in capsys.readouterr().err
-    )
-    assert run(["generate", PROMPT, "--max-tokens", "1", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert "tokens/s, no token was decoded after the first, growing" in capsys.readouterr().err
+    found = json.loads(said("generate", PROMPT, "--max-tokens", "1", "--json"))
     assert found["decode_tokens_per_second"] is None
     assert found["decode_seconds"] == 0
 
@@ -130,14 +129,13 @@ def flags(options: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.full
-def test_every_option_does_what_its_argument_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_option_does_what_its_argument_does(said: Said) -> None:
     """Each alone, and all together."""
     for options in (*({name: value} for name, value in OPTIONS.items()), OPTIONS):
         given = {"max_tokens": 7, **options}
         if options == {"cache": "ring"}:
             given["max_context"] = 30
-        assert run(["generate", PROMPT, "--json", *flags(given)]) == 0
-        found = json.loads(capsys.readouterr().out)
+        found = json.loads(said("generate", PROMPT, "--json", *flags(given)))
         right = model().generate(PROMPT, **given)
         assert found["text"] == "".join(right)
         assert (found["finished"], found["cache"]) == (
@@ -146,7 +144,7 @@ def test_every_option_does_what_its_argument_does(capsys: pytest.CaptureFixture[
         )
 
 
-def test_several_prompts_are_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_prompts_are_one_batch(capsys: pytest.CaptureFixture[str], said: Said) -> None:
     prompts = [PROMPT, "the", "blue forest of a creature"]
     texts = [continued_of(prompt, max_tokens=4) for prompt in prompts]
     assert run(["generate", *prompts, "--max-tokens", "4"]) == 0
@@ -155,35 +153,35 @@ def test_several_prompts_are_one_batch(capsys: pytest.CaptureFixture[str]) -> No
     joined = (escape_controls(a + b, keep=MULTILINE) for a, b in zip(prompts, texts, strict=True))
     assert captured.out == "\n---\n".join(joined) + "\n"
     assert captured.err.startswith("12 tokens, ")
-    assert run(["generate", *prompts, "--max-tokens", "4", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(said("generate", *prompts, "--max-tokens", "4", "--json"))
     assert [row["text"] for row in found["rows"]] == texts
     assert [row["prompt"] for row in found["rows"]] == prompts
     assert found["tokens"] == 12
-    assert run(["generate", *prompts, "--max-tokens", "0"]) == 0
-    assert capsys.readouterr().out == "\n---\n".join(prompts) + "\n"
+    assert said("generate", *prompts, "--max-tokens", "0") == "\n---\n".join(prompts) + "\n"
 
 
-def test_a_prompt_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_from_a_file(tmp_path: Path, said: Said) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT, "utf-8")
-    assert run(["generate", "--prompt-file", str(file), "--max-tokens", "3"]) == 0
-    assert capsys.readouterr().out == PROMPT + continued(max_tokens=3) + "\n"
+    assert (
+        said("generate", "--prompt-file", file, "--max-tokens", "3")
+        == PROMPT + continued(max_tokens=3) + "\n"
+    )
     file.write_bytes(b"\xff\xfe")
     for given in (str(file), str(tmp_path / "none.txt")):
-        assert run(["generate", "--prompt-file", given]) == 2
-        assert "Invalid value for '--prompt-file'" in capsys.readouterr().err
+        assert "Invalid value for '--prompt-file'" in said(
+            "generate", "--prompt-file", given, code=2
+        )
 
 
-def test_beams(capsys: pytest.CaptureFixture[str]) -> None:
+def test_beams(capsys: pytest.CaptureFixture[str], said: Said) -> None:
     found = model().beam_search(PROMPT, beams=3, max_tokens=4, length_penalty=0.5)
     given = ["generate", PROMPT, "--beams", "3", "--max-tokens", "4", "--length-penalty", "0.5"]
     assert run(given) == 0
     captured = capsys.readouterr()
     assert captured.out == PROMPT + found[0].text + "\n"
     assert captured.err.startswith(f"{len(found[0].ids)} tokens, score {found[0].score:.3f}, ")
-    assert run([*given, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    told = json.loads(said(*given, "--json"))
     assert [beam["text"] for beam in told["beams"]] == [x.text for x in found]
     assert (told["text"], told["score"]) == (found[0].text, found[0].score)
     assert told["cache_bytes"] > 0
@@ -196,20 +194,16 @@ def test_beams(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_seeds_differ_and_repeat(capsys: pytest.CaptureFixture[str]) -> None:
+def test_seeds_differ_and_repeat(said: Said) -> None:
     texts = []
     for seed in ("1", "1", "2"):
-        assert (
-            run(["generate", PROMPT, "--max-tokens", "8", "--temperature", "1.5", "--seed", seed])
-            == 0
-        )
-        texts.append(capsys.readouterr().out)
+        drawn = ("--max-tokens", "8", "--temperature", "1.5", "--seed", seed)
+        texts.append(said("generate", PROMPT, *drawn))
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_no_new_tokens_is_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", PROMPT, "--max-tokens", "0"]) == 0
-    assert capsys.readouterr().out == PROMPT + "\n"
+def test_no_new_tokens_is_the_prompt(said: Said) -> None:
+    assert said("generate", PROMPT, "--max-tokens", "0") == PROMPT + "\n"
 
 
 @pytest.mark.parametrize(
@@ -240,9 +234,8 @@ def test_wrong_usage_exits_with_2_and_says_why(
     assert captured.out == ""
 
 
-def test_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["generate", "--help"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
+def test_help_has_an_example_that_runs(said: Said) -> None:
+    out = " ".join(said("generate", "--help").split())
     assert 'regard generate "Return the" --max-tokens 40 --temperature 0.8 --seed 1' in out
     assert (
         run(["generate", "Return the", "--max-tokens", "40", "--temperature", "0.8", "--seed", "1"])
@@ -250,12 +243,11 @@ def test_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
-def test_no_prompt_and_no_text_moves_the_cursor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_prompt_and_no_text_moves_the_cursor(tmp_path: Path, said: Said) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("a\x1b[2J\u202eb\tc\nd", "utf-8")
-    assert run(["generate", "--prompt-file", str(file), "--max-tokens", "0"]) == 0
-    assert capsys.readouterr().out == "a‹1B›[2J‹202E›b\tc\nd\n"
-    assert run(["generate", "--prompt-file", str(file), "--max-tokens", "0", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["prompt"] == "a\x1b[2J\u202eb\tc\nd"
+    assert said("generate", "--prompt-file", file, "--max-tokens", "0") == "a‹1B›[2J‹202E›b\tc\nd\n"
+    assert (
+        json.loads(said("generate", "--prompt-file", file, "--max-tokens", "0", "--json"))["prompt"]
+        == "a\x1b[2J\u202eb\tc\nd"
+    )

@@ -96,11 +96,7 @@ def test_explain_takes_16384_tokens_and_no_more(
     assert command.MAX_TOKENS == 16_384
     check = getattr(command._check_length, "__wrapped__", command._check_length)
     check(_reading(16_384))
-    with pytest.raises(
-        typer.BadParameter,
-        match="the text has 16,385 tokens, and every pair of them is computed; the limit is 16,384 "
-        "tokens; give a part",
-    ):
+    with pytest.raises(typer.BadParameter, match="the text has 16,385 tokens, and every pair of"):
         check(_reading(16_385))
     monkeypatch.setenv("COLUMNS", "300")
     for more in ((), ("--attention", "mqa")):

@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 
 import regard
-from regard.cli.app import run
 from regard.cli.inspect import OPTIONS, TASKS
 from regard.inspect import ablate, attribute, logit_lens, patch, record, rollout, taps
+from tests.cli.command import Said
 
 TEXT, OTHER = "to be or not to", "to do or not to"
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert run(["inspect", *arguments]) == 0
-    return capsys.readouterr().out
+def printed(said: Said, *arguments: str) -> str:
+    return said("inspect", *arguments)
 
 
 @pytest.mark.full
-def test_every_task_prints_what_the_function_returns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_task_prints_what_the_function_returns(said: Said) -> None:
     model = regard.load("tiny")
     wanted = {
         ("ablate", TEXT, "--answer", " be", "--method", "mean"): ablate(
@@ -36,26 +35,26 @@ def test_every_task_prints_what_the_function_returns(capsys: pytest.CaptureFixtu
         ("compare", TEXT, "--other", OTHER): record(model, TEXT).compare(record(model, OTHER)),
     }
     for arguments, table in wanted.items():
-        assert printed(capsys, *arguments).rstrip("\n") == table.text()
-        data = json.loads(printed(capsys, *arguments, "--json"))
+        assert printed(said, *arguments).rstrip("\n") == table.text()
+        data = json.loads(printed(said, *arguments, "--json"))
         assert data == json.loads(json.dumps(table.as_dict()))
-    assert printed(capsys, "taps").split() == list(taps(model))
-    measured = json.loads(printed(capsys, "measure", TEXT, "a b a b", "--json"))
+    assert printed(said, "taps").split() == list(taps(model))
+    measured = json.loads(printed(said, "measure", TEXT, "a b a b", "--json"))
     assert len(measured["heads"]) == 32
-    assert "induction" in printed(capsys, "measure", TEXT, "a b a b", "--metric", "induction")
+    assert "induction" in printed(said, "measure", TEXT, "a b a b", "--metric", "induction")
     assert (
         set(TASKS) == {arguments[0] for arguments in wanted} | {"taps", "measure"} == set(OPTIONS)
     )
 
 
-def test_tables_and_maps_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_and_maps_are_written(tmp_path: Path, said: Said) -> None:
     for name in ("t.csv", "t.json", "t.npy"):
-        printed(capsys, "rollout", TEXT, "--out", str(tmp_path / name))
+        printed(said, "rollout", TEXT, "--out", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 20
     pytest.importorskip("matplotlib")
-    printed(capsys, "lens", TEXT, "--out", str(tmp_path / "lens.svg"))
+    printed(said, "lens", TEXT, "--out", str(tmp_path / "lens.svg"))
     assert "logit lens" in (tmp_path / "lens.svg").read_text()
-    printed(capsys, "measure", TEXT, "--out", str(tmp_path / "heads.csv"))
+    printed(said, "measure", TEXT, "--out", str(tmp_path / "heads.csv"))
     assert len((tmp_path / "heads.csv").read_text().splitlines()) == 33
 
 
@@ -74,31 +73,27 @@ def test_tables_and_maps_are_written(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["rollout", TEXT, "--out", "no folder/x.svg"], "there is no folder"),
     ],
 )
-def test_what_is_refused(
-    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["inspect", *arguments]) == 2
-    message = " ".join(capsys.readouterr().err.replace("│", " ").split())
+def test_what_is_refused(arguments: list[str], says: str, said: Said) -> None:
+    message = " ".join(said("inspect", *arguments, code=2).replace("│", " ").split())
     assert says in message
 
 
 @pytest.mark.full
-def test_a_text_encoder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_encoder(said: Said) -> None:
     try:
         regard.load("minilm")
     except regard.FileError as error:
         pytest.skip(str(error))
-    shown = printed(capsys, "ablate", "a good film", "--model", "minilm", "--answer", "a bad film")
+    shown = printed(said, "ablate", "a good film", "--model", "minilm", "--answer", "a bad film")
     assert "cosine with 'a bad film'" in shown
 
 
-def test_a_creature_reads_fluffy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_creature_reads_fluffy(said: Said) -> None:
     """The second example of the README: in a trained model of sentences."""
     text = "a fluffy blue creature roamed the verdant forest"
     try:
         regard.load("minilm")
     except regard.FileError as error:
         pytest.skip(str(error))
-    assert run(["explain", text, "--model", "minilm", "--query", "creature"]) == 0
-    out = capsys.readouterr().out
+    out = said("explain", text, "--model", "minilm", "--query", "creature")
     assert "▶ creature (token 4) reads ◆ fluffy (token 2)" in out

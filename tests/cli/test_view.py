@@ -16,20 +16,19 @@ from regard.cli.app import run
 from regard.cli.options import given_text, working
 from regard.cli.view import _check_memory
 from regard.errors import FileError
+from tests.cli.command import Said
 
 TEXT = "to be or not to be"
 
 
-def test_the_text_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], said: Said) -> None:
     file = tmp_path / "text.txt"
     file.write_text(TEXT, "utf-8")
     assert given_text(None, str(file)) == TEXT
     assert given_text(str(file), None) == str(file)
     assert "to read the file, write --file" in capsys.readouterr().err
-    assert run(["explain", "--file", str(file), "--no-color"]) == 0
-    from_file = capsys.readouterr().out.splitlines()
-    assert run(["explain", TEXT, "--no-color"]) == 0
-    assert capsys.readouterr().out.splitlines()[:3] == from_file[:3]
+    from_file = said("explain", "--file", file, "--no-color").splitlines()
+    assert said("explain", TEXT, "--no-color").splitlines()[:3] == from_file[:3]
 
 
 def test_the_text_of_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,16 +57,14 @@ def test_a_text_that_is_none(tmp_path: Path) -> None:
 def test_long_work_says_that_it_works(capsys: pytest.CaptureFixture[str]) -> None:
     with working("running the model", 112_500) as say:
         say("more")
-    assert "running the model: 112,500 characters" in capsys.readouterr().err.replace(
-        "112500", "112,500"
-    )
+    assert "running the model: 112,500" in capsys.readouterr().err.replace("112500", "112,500")
     with working("running the model", 10):
         pass
     assert capsys.readouterr().err == ""
 
 
 def test_a_model_and_its_recording_are_served(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
@@ -82,8 +79,9 @@ def test_a_model_and_its_recording_are_served(
 
     monkeypatch.setattr("regard.inspect.tile_server.serve.Server.wait", wait)
     file = tmp_path / "run.safetensors"
-    assert run(["view", "tiny", TEXT, "--layer", "1", "--head", "2", "--save", str(file)]) == 0
-    assert capsys.readouterr().out.startswith("http://127.0.0.1:")
+    assert said(
+        "view", "tiny", TEXT, "--layer", "1", "--head", "2", "--save", str(file)
+    ).startswith("http://127.0.0.1:")
     assert served == [[("layers.1", (2,))]]
     assert run(["view", str(file), "--lang", "zh"]) == 0
     assert served == [[("layers.1", (2,))]] * 2
@@ -92,13 +90,11 @@ def test_a_model_and_its_recording_are_served(
     assert len(regard.inspect.load(file).places) == 1
 
 
-def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served(tmp_path: Path, said: Said) -> None:
     file = tmp_path / "run.safetensors"
     regard.inspect.save(regard.inspect.record(regard.load("tiny"), TEXT), file)
-    assert run(["view", str(file), TEXT]) == 2
-    assert "a recording was given" in capsys.readouterr().err.replace("\n", " ")
-    assert run(["view", "tiny", TEXT, "--host", "0.0.0.0"]) == 2
-    assert "allow" in capsys.readouterr().err
+    assert "a recording was given" in said("view", file, TEXT, code=2).replace("\n", " ")
+    assert "allow" in said("view", "tiny", TEXT, "--host", "0.0.0.0", code=2)
     model = SimpleNamespace(
         config=SimpleNamespace(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32),
         encode=lambda text: SimpleNamespace(ids=SimpleNamespace(shape=(1, len(text)))),

@@ -179,10 +179,7 @@ def test_the_table_says_machine_n_and_seeds() -> None:
         "ms",
     ]
     assert line(text, "mha", 1)[1] == "30.0 ms", "the first is what the others are held against"
-    assert (
-        "~ the quartiles overlap those of mha, or there were fewer than 4 rounds: the two may be "
-        "equally fast" in text
-    )
+    assert "~ the quartiles overlap those of mha, or there were fewer than 4 rounds: the" in text
     assert line(text, "linear", 2) == ["linear", "50.0 %", "25.0 % .. 75.0 %", "0.003", "9"]
     assert "mqar against cache bytes: mha, mqa" in text
 

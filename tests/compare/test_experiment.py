@@ -120,9 +120,7 @@ def test_a_file_is_no_folder_and_a_full_disk_is_told(tmp_path: Path) -> None:
 
 
 def test_names_tell_experiments_apart() -> None:
-    with pytest.raises(
-        ArgumentError, match="two experiments are named a; give each experiment a name of its own"
-    ):
+    with pytest.raises(ArgumentError, match="two experiments are named a; give each experiment a"):
         Session(ExperimentStore(None)).run(
             [experiment("a", Counted()), experiment("a", Counted(), n=1)]
         )

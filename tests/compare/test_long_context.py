@@ -102,10 +102,7 @@ def test_losses_refuse(lengths: list[int], size: int, message: str) -> None:
 
 @pytest.mark.parametrize(("length", "depths"), [(19, [0.5]), (90, [0.5]), (40, [1.5])])
 def test_needles_refuse(length: int, depths: list[float]) -> None:
-    with pytest.raises(
-        ArgumentError,
-        match=r"a passage of 7 tokens cannot be placed twice in .*at least 20 and at most",
-    ):
+    with pytest.raises(ArgumentError, match=r"a passage of 7 tokens cannot be placed twice in"):
         needle_in_haystack(Induction(9), torch.arange(80), length, depths, key=4, mark=3)
 
 

@@ -82,10 +82,7 @@ def _with(config: object, hidden: int) -> int:
 
 def test_parameters_that_cannot_be_met() -> None:
     config = Candidate("mha", "gqa", {"groups": 4}).config(SHAPE)
-    with pytest.raises(
-        ArgumentError,
-        match=r"gqa has .* with a feed-forward width of 1.*no width gives 10,000 within 1 %",
-    ):
+    with pytest.raises(ArgumentError, match=r"gqa has .* with a feed-forward width of 1.*no width"):
         same_parameters(config, 10_000)
     with pytest.raises(ArgumentError, match="same is 'size'; it must be sizes or parameters"):
         configs(candidates(["mha"], SHAPE), SHAPE, "size")
@@ -111,10 +108,7 @@ def test_names_of_the_catalogue_with_options() -> None:
         (["mhaa"], "'mhaa' is not a mechanism that a decoder can have; did you mean 'mha'"),
         (["bahdanau"], "'bahdanau' is not a mechanism that a decoder can have"),
         (["mha", "mha"], "mha is given twice; name each mechanism once"),
-        (
-            ["gqa:group=2"],
-            "gqa has no option group; did you mean 'groups'",
-        ),
+        (["gqa:group=2"], "gqa has no option group; did you mean 'groups'"),
         (["gqa"], None),
         (["sliding_window"], "sliding_window needs a value for groups, window"),
         (["gqa:groups=3"], "4 query heads are not divisible by 3"),
@@ -129,9 +123,7 @@ def test_names_that_are_refused(names: list[str], message: str | None) -> None:
 
 
 def test_sizes_that_are_refused() -> None:
-    with pytest.raises(
-        ArgumentError, match="dim 20 / heads 4 is the width of a head and must be an even number"
-    ):
+    with pytest.raises(ArgumentError, match="dim 20 / heads 4 is the width of a head and must be"):
         Shape(dim=20)
     with pytest.raises(ArgumentError, match="window is 7; it must be at least 8"):
         Shape(window=7)

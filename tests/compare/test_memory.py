@@ -26,9 +26,7 @@ def test_an_experiment_asks_the_program() -> None:
         "print(json.dumps({'prefill': s['context']}))"
     )
     assert speed_and_memory.measure_peaks(settings, [sys.executable, "-c", echo]) == {"prefill": 20}
-    with pytest.raises(
-        RegardError, match="ended with exit code 3: no room; --no-memory skips this measurement"
-    ):
+    with pytest.raises(RegardError, match="ended with exit code 3: no room; --no-memory skips"):
         speed_and_memory.measure_peaks(
             settings,
             [sys.executable, "-c", "import sys; print('no room', file=sys.stderr); sys.exit(3)"],

@@ -234,9 +234,7 @@ def test_timings_that_are_refused(change: dict[str, Any], message: str) -> None:
 
 
 def test_an_unknown_kind() -> None:
-    with pytest.raises(
-        ArgumentError, match="kind is 'sleep'; it must be one of prefill, decode, training"
-    ):
+    with pytest.raises(ArgumentError, match="kind is 'sleep'; it must be one of prefill, decode"):
         speed_and_memory.time_in_turns(
             {"mqa": Candidate("mqa", "mqa").config(SHAPE)}, "sleep", 4, TIMING
         )

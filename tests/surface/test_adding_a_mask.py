@@ -203,9 +203,7 @@ def test_a_page_has_a_new_mask_and_a_sentence_for_every_mask(
 
 
 def test_a_name_of_the_package_is_not_given_away(toys: types.SimpleNamespace) -> None:
-    with pytest.raises(
-        ArgumentError, match=r"Causal cannot be the mask 'causal', because regard\."
-    ):
+    with pytest.raises(ArgumentError, match="Causal cannot be the mask 'causal', because"):
 
         class Causal(toys.Band):  # type: ignore[misc,name-defined]
             """A name that is taken."""
@@ -249,9 +247,7 @@ def test_a_new_cache(toys: types.SimpleNamespace, tmp_path: Path) -> None:
     held, asked = model(), {"max_tokens": 6, "temperature": 0.0}
     usual = held.generate(TEXT, **asked).text
     assert held.generate(TEXT, cache="listed", **asked).text == usual
-    with pytest.raises(
-        ArgumentError, match=r"cache is 'listd'; it must be growing, .*, listed, .*"
-    ):
+    with pytest.raises(ArgumentError, match="cache is 'listd'"):
         held.generate(TEXT, cache="listd", **asked)
     cache = toys.Listed()
     cache.update((torch.randn(1, 2, 3, 4),), Span(0, 3))

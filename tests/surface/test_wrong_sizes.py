@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,32 +74,71 @@ LOOSE = (
 )
 """Positions, masks and biases are brought to where the queries are."""
 MIXED = ("q:dtype", "k:dtype", "w:dtype")
-ROWS = {"q": randn(B, H, T, D), "k": randn(B, G, T, D), "v": randn(B, G, T, E)}
-ROW_WORDS = {"k_positions": "B T", "q": "B H T D", "k": "B G T D", "v": "B G T E"}
-BETA, DECAY = randn(B, G, T).sigmoid(), -randn(B, G, T).sigmoid()
-STATE = randn(B, G, D, E)
-ANY_FLOAT = ("beta:dtype", "log_decay:dtype", "decay:dtype", "k_positions:device")
+GATES = (
+    "beta",
+    "log_decay",
+    "decay",
+    "bonus",
+    "log_input",
+    "log_forget",
+    "c",
+    "a",
+    "ridge",
+    "step",
+)
+ANY_FLOAT = (*(f"{x}:dtype" for x in (*GATES, "log_momentum", "q")), "k_positions:device")
+SIZES = dict(zip("BHGTSDEMNnJ", (B, H, G, T, S, D, E, M, 5, 2, H), strict=True)) | {"J1": 1}
 
 
-def softmax(function: Callable[..., Any], *without: str, **more: Any) -> Call:
-    given = {"q": Q, "k": K, "v": V, **SOFTMAX, "sink": randn(H), **more}
+def drawn(name: str, letters: str) -> torch.Tensor:
+    """A tensor of these sizes that the argument of this name may be."""
+    sizes = [SIZES[letter] for letter in letters.split()]
+    if name.endswith("positions"):
+        return at(sizes[-1])
+    if name in ("where", "mask"):
+        return torch.ones(sizes, dtype=torch.bool)
+    x = randn(*sizes)
+    if name in ("beta", "step"):
+        return x.sigmoid()
+    if name in ("tau", "ridge"):
+        return x.abs() + 1
+    return -x.sigmoid() if "decay" in name or name in ("log_forget", "log_momentum") else x
+
+
+def case(
+    function: Callable[..., Any],
+    bound: str = "",
+    loose: tuple[str, ...] = LOOSE,
+    free: tuple[str, ...] = (),
+    **arguments: str | tuple[str, ...],
+) -> Call:
+    """The call of a function with tensors of these letters."""
+    given: dict[str, Any] = {}
+    words: dict[str, str] = {}
+    for name, letters in arguments.items():
+        if isinstance(letters, tuple):
+            given[name] = tuple(drawn(name, x) for x in letters)
+            words |= {f"{name}.{i}": x for i, x in enumerate(letters)}
+        else:
+            given[name], words[name] = drawn(name, letters), letters
+    return Call(function, given, words, bound, free, loose)
+
+
+def softmax(function: Callable[..., Any], *without: str) -> Call:
+    given = {"q": Q, "k": K, "v": V, **SOFTMAX, "sink": randn(H)}
     given = {name: x for name, x in given.items() if name not in without}
     return Call(function, given, WORDS, bound="H", loose=LOOSE)
 
 
-def recurrence(function: Callable[..., Any], **gates: Any) -> Call:
-    given = {**ROWS, "k_positions": at(T), "state": (STATE,), **gates}
-    return Call(
-        function,
-        given,
-        ROW_WORDS | {"state.0": "B G D E"},
-        bound="H",
-        loose=(*ANY_FLOAT, "q:dtype"),
-    )
+def recurrence(function: Callable[..., Any], bound: str = "H", **more: Any) -> Call:
+    rows: dict[str, Any] = {"q": "B H T D", "k": "B G T D", "v": "B G T E", "k_positions": "B T"}
+    return case(function, bound, ANY_FLOAT, **{**rows, "state": ("B G D E",), **more})
 
 
-def with_letters(call: Call, letters: dict[str, str], *loose: str) -> Call:
-    return replace(call, letters=call.letters | letters, loose=(*call.loose, *loose))
+def chosen(function: Callable[..., Any], bound: str = "H", **more: str) -> Call:
+    """A mask of the keys that a query chooses."""
+    rows = {"q": "B H T D", "k": "B G S D", "q_positions": "B T", "k_positions": "B S"}
+    return case(function, bound, (*LOOSE, *MIXED) if "w" in more else LOOSE, **{**rows, **more})
 
 
 def laid_out() -> Call:
@@ -120,67 +159,43 @@ def laid_out() -> Call:
     )
 
 
-def scored(
-    rule: Callable[..., scores.ScoreRule], letters: dict[str, str], **tensors: torch.Tensor
-) -> Call:
+def scored(rule: Callable[..., scores.ScoreRule], **own: str) -> Call:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **own: torch.Tensor) -> torch.Tensor:
         return regard.attend(q, k, v, score=rule(**own))
 
-    sizes = {"q": "B H T D", "k": "B G S D", "v": "B G S E"}
-    loose = tuple(f"{name}:{what}" for name in tensors for what in ("dtype", "device"))
-    given = {"q": Q, "k": K, "v": V, **tensors}
+    loose = tuple(f"{name}:{what}" for name in own for what in ("dtype", "device"))
     free = ("embedding:rank",)  # vectors of all heads, or of each
-    return Call(run, given, sizes | letters, bound="H", free=free, loose=loose)
+    return case(run, "H", loose, free, q="B H T D", k="B G S D", v="B G S E", **own)
 
 
+MERGED = {f"partials.{i}.{j}": x for i in (0, 1) for j, x in enumerate(("B H T E", "B H T"))}
 OPS: dict[Callable[..., Any], Call] = {
     regard.attend: softmax(regard.attend),
     regard.attend_partial: softmax(regard.attend_partial, "sink"),
     regard.attention_weights: softmax(regard.attention_weights, "v"),
     regard.plan: softmax(regard.plan),
-    scores.Temperature: scored(scores.Temperature, {"tau": "H"}, tau=randn(H).abs() + 1),
-    scores.TalkingHeads: scored(
-        scores.TalkingHeads,
-        {"before": "H H", "after": "H H"},
-        before=randn(H, H),
-        after=randn(H, H),
-    ),
-    scores.CoPE: scored(scores.CoPE, {"embedding": "H N D"}, embedding=randn(H, 5, D)),
-    scores.Sigmoid: scored(scores.Sigmoid, {"bias": "H"}, bias=randn(H)),
+    scores.Temperature: scored(scores.Temperature, tau="H"),
+    scores.TalkingHeads: scored(scores.TalkingHeads, before="H H", after="H H"),
+    scores.CoPE: scored(scores.CoPE, embedding="H N D"),
+    scores.Sigmoid: scored(scores.Sigmoid, bias="H"),
     regard.merge: Call(
         regard.merge,
         {
             "partials": [regard.Partial(randn(B, H, T, E), randn(B, H, T)) for _ in "ab"],
             "sink": randn(H),
         },
-        {
-            "partials.0.0": "B H T E",
-            "partials.1.0": "B H T E",
-            "partials.0.1": "B H T",
-            "partials.1.1": "B H T",
-            "sink": "H",
-        },
+        {**MERGED, "sink": "H"},
         loose=LOOSE,
     ),
-    linear.linear_attention: Call(
-        linear.linear_attention,
-        {**ROWS, "k_positions": at(T), "state": (STATE, randn(B, G, D))},
-        ROW_WORDS | {"state.0": "B G D E", "state.1": "B G D"},
-        bound="H",
-        loose=(*ANY_FLOAT, "q:dtype"),
-    ),
-    linear.retention: recurrence(linear.retention, decay=-randn(G).sigmoid()),
-    linear.gated_linear: recurrence(linear.gated_linear, log_decay=-randn(B, G, T, D).sigmoid()),
-    linear.rwkv6: with_letters(
-        recurrence(linear.rwkv6, log_decay=-randn(B, G, T, D).sigmoid(), bonus=randn(G, D)),
-        {"log_decay": "B G T D", "bonus": "G D"},
-        "bonus:dtype",
-    ),
+    linear.linear_attention: recurrence(linear.linear_attention, state=("B G D E", "B G D")),
+    linear.retention: recurrence(linear.retention, decay="G"),
+    linear.gated_linear: recurrence(linear.gated_linear, log_decay="B G T D"),
+    linear.rwkv6: recurrence(linear.rwkv6, log_decay="B G T D", bonus="G D"),
     linear.rwkv4: Call(
         linear.rwkv4,
         {
-            "k": ROWS["k"],
-            "v": ROWS["k"].flip(2),
+            "k": randn(B, G, T, D),
+            "v": randn(B, G, T, D).flip(2),
             "log_decay": -randn(G, D).sigmoid(),
             "bonus": randn(G, D),
             "k_positions": at(T),
@@ -188,107 +203,51 @@ OPS: dict[Callable[..., Any], Call] = {
         },
         {"k": "B G T D", "v": "B G T D", "log_decay": "G D", "bonus": "G D", "k_positions": "B T"}
         | dict.fromkeys(("state.0", "state.1", "state.2"), "B G D"),
-        loose=(*ANY_FLOAT, "bonus:dtype"),
+        loose=ANY_FLOAT,
     ),
-    linear.mlstm: with_letters(
-        recurrence(
-            linear.mlstm,
-            log_input=randn(B, G, T),
-            log_forget=-randn(B, G, T).sigmoid(),
-            state=(STATE, randn(B, G, D), randn(B, G)),
-        ),
-        {"log_input": "B G T", "log_forget": "B G T", "state.1": "B G D", "state.2": "B G"},
-        "log_input:dtype",
-        "log_forget:dtype",
+    linear.mlstm: recurrence(
+        linear.mlstm,
+        log_input="B G T",
+        log_forget="B G T",
+        state=("B G D E", "B G D", "B G"),
     ),
-    linear.gated_slots: with_letters(
-        recurrence(
-            linear.gated_slots,
-            log_decay=-randn(B, G, T, 5).sigmoid(),
-            state=(randn(B, G, D, 5), randn(B, G, 5, E)),
-        ),
-        {"log_decay": "B G T N", "state.0": "B G D N", "state.1": "B G N E"},
+    linear.gated_slots: recurrence(
+        linear.gated_slots, log_decay="B G T N", state=("B G D N", "B G N E")
     ),
-    linear.log_sum_exp_gates: Call(
-        linear.log_sum_exp_gates,
-        {"logits": randn(B, G, T, 5), "k_positions": at(T), "state": (randn(B, G, 5),)},
-        {"logits": "B G T N", "k_positions": "B T", "state.0": "B G N"},
-        loose=("k_positions:device",),
+    linear.log_sum_exp_gates: case(
+        linear.log_sum_exp_gates, logits="B G T N", k_positions="B T", state=("B G N",)
     ),
-    linear.cosine_features: Call(
+    linear.cosine_features: case(
         lambda x, positions: linear.cosine_features(x, positions, 7),
-        {"x": Q, "positions": at(T)},
-        {"x": "B H T D", "positions": "B T"},
         loose=("positions:device", "x:dtype", "x:device"),
+        x="B H T D",
+        positions="B T",
     ),
-    linear.delta_rule: recurrence(linear.delta_rule, beta=BETA),
-    linear.gated_delta_rule: recurrence(linear.gated_delta_rule, beta=BETA, log_decay=DECAY),
-    linear.generalised_delta_rule: Call(
-        linear.generalised_delta_rule,
-        {
-            **ROWS,
-            "c": randn(B, G, T, D),
-            "log_decay": DECAY,
-            "a": randn(B, G, T, D),
-            "k_positions": at(T),
-            "state": (STATE,),
-        },
-        ROW_WORDS | {"state.0": "B G D E", "c": "B G T D", "a": "B G T D", "log_decay": "B G T"},
-        bound="H",
-        loose=(*ANY_FLOAT, "c:dtype", "a:dtype", "q:dtype"),
+    linear.delta_rule: recurrence(linear.delta_rule, beta="B G T"),
+    linear.gated_delta_rule: recurrence(linear.gated_delta_rule, beta="B G T", log_decay="B G T"),
+    linear.generalised_delta_rule: recurrence(
+        linear.generalised_delta_rule, c="B G T D", log_decay="B G T", a="B G T D"
     ),
-    linear.delta_product: Call(
-        linear.delta_product,
-        {
-            "q": ROWS["q"],
-            "k": randn(B, G, T, 2, D),
-            "v": randn(B, G, T, 2, E),
-            "beta": randn(B, G, T, 2),
-            "log_decay": DECAY,
-            "k_positions": at(T),
-            "state": (STATE,),
-        },
-        {
-            "q": "B H T D",
-            "k": "B G T n D",
-            "v": "B G T n E",
-            "beta": "B G T n",
-            "log_decay": "B G T",
-            "k_positions": "B T",
-            "state.0": "B G D E",
-        },
-        bound="H",
-        loose=(*ANY_FLOAT, "q:dtype"),
+    linear.delta_product: recurrence(
+        linear.delta_product, k="B G T n D", v="B G T n E", beta="B G T n", log_decay="B G T"
     ),
-    linear.mesa: Call(
+    linear.mesa: recurrence(
         linear.mesa,
-        {
-            "q": randn(B, G, T, D),
-            "k": ROWS["k"],
-            "v": ROWS["v"],
-            "beta": BETA,
-            "log_decay": DECAY,
-            "ridge": randn(G, D).abs() + 1,
-            "k_positions": at(T),
-            "state": (STATE, randn(B, G, D, D)),
-        },
-        ROW_WORDS | {"q": "B G T D", "ridge": "G D", "state.0": "B G D E", "state.1": "B G D D"},
-        loose=(*ANY_FLOAT, "ridge:dtype", "q:dtype"),
+        "",
+        q="B G T D",
+        beta="B G T",
+        log_decay="B G T",
+        ridge="G D",
+        state=("B G D E", "B G D D"),
     ),
-    linear.titans_memory: Call(
+    linear.titans_memory: recurrence(
         linear.titans_memory,
-        {
-            "q": randn(B, G, T, D),
-            "k": ROWS["k"],
-            "v": ROWS["v"],
-            "step": BETA,
-            "log_decay": DECAY,
-            "log_momentum": DECAY,
-            "k_positions": at(T),
-            "state": (STATE, STATE),
-        },
-        ROW_WORDS | {"q": "B G T D", "state.0": "B G D E", "state.1": "B G D E"},
-        loose=(*ANY_FLOAT, "step:dtype", "log_momentum:dtype", "q:dtype"),
+        "",
+        q="B G T D",
+        step="B G T",
+        log_decay="B G T",
+        log_momentum="B G T",
+        state=("B G D E", "B G D E"),
     ),
     linear.short_convolution: Call(
         linear.short_convolution,
@@ -303,102 +262,41 @@ OPS: dict[Callable[..., Any], Call] = {
         bound="n1",
         loose=("positions:device",),
     ),
-    memory.infini_attention: Call(
-        lambda **given: memory.infini_attention(**given, segment=4),
-        {
-            "q": Q,
-            "k": K,
-            "v": V,
-            "gate": randn(H),
-            "q_rotated": Q,
-            "k_rotated": K,
-            "state": (STATE, randn(B, G, D)),
-            "positions": at(S),
-        },
-        {
-            "q": "B H T D",
-            "k": "B G S D",
-            "v": "B G S E",
-            "gate": "H",
-            "q_rotated": "B H T D",
-            "k_rotated": "B G S D",
-            "state.0": "B G D E",
-            "state.1": "B G D",
-            "positions": "B S",
-        },
+    memory.infini_attention: case(
+        partial(memory.infini_attention, segment=4),
         loose=(*LOOSE, "gate:dtype"),
+        q="B H T D",
+        k="B G S D",
+        v="B G S E",
+        gate="H",
+        q_rotated="B H T D",
+        k_rotated="B G S D",
+        state=("B G D E", "B G D"),
+        positions="B S",
     ),
-    memory.retrieve: Call(
-        memory.retrieve,
-        {"q": Q, "state": (STATE, randn(B, G, D)), "where": torch.ones(B, T, dtype=torch.bool)},
-        {"q": "B H T D", "state.0": "B G D E", "state.1": "B G D", "where": "B T"},
-        bound="H",
+    memory.retrieve: case(
+        memory.retrieve, "H", (), q="B H T D", state=("B G D E", "B G D"), where="B T"
     ),
-    memory.write: Call(
-        memory.write,
-        {
-            "k": K,
-            "v": V,
-            "state": (STATE, randn(B, G, D)),
-            "where": torch.ones(B, S, dtype=torch.bool),
-        },
-        {"k": "B G S D", "v": "B G S E", "state.0": "B G D E", "state.1": "B G D", "where": "B S"},
+    memory.write: case(
+        memory.write, "", (), k="B G S D", v="B G S E", state=("B G D E", "B G D"), where="B S"
     ),
-    additive_attention: Call(
+    additive_attention: case(
         additive_attention,
-        {
-            "query": Q,
-            "keys": K,
-            "values": V,
-            "weight": randn(H, D),
-            "mask": SOFTMAX["mask"],
-            "q_positions": at(T),
-            "k_positions": at(S),
-        },
-        WORDS | {"query": "B H T D", "keys": "B G S D", "values": "B G S E", "weight": "H D"},
-        loose=LOOSE,
+        query="B H T D",
+        keys="B G S D",
+        values="B G S E",
+        weight="H D",
+        mask="T S",
+        q_positions="B T",
+        k_positions="B S",
     ),
-    moba_mask: Call(
-        lambda **given: moba_mask(**given, size=3, topk=2),
-        {"q": Q, "k": K, "q_positions": at(T), "k_positions": at(S)},
-        WORDS | {"q": "B H T D", "k": "B G S D"},
-        bound="H",
-        loose=LOOSE,
+    moba_mask: chosen(partial(moba_mask, size=3, topk=2)),
+    quest_mask: chosen(partial(quest_mask, size=3, topk=2)),
+    block_maximum_mask: chosen(
+        partial(block_maximum_mask, heads=H, size=3, topk=2), "HJ1", k="B J1 S D"
     ),
-    quest_mask: Call(
-        lambda **given: quest_mask(**given, size=3, topk=2),
-        {"q": Q, "k": K, "q_positions": at(T), "k_positions": at(S)},
-        WORDS | {"q": "B H T D", "k": "B G S D"},
-        bound="H",
-        loose=LOOSE,
-    ),
-    block_maximum_mask: Call(
-        lambda **given: block_maximum_mask(**given, heads=H, size=3, topk=2),
-        {"q": Q, "k": randn(B, 1, S, D), "q_positions": at(T), "k_positions": at(S)},
-        WORDS | {"q": "B H T D", "k": "B J1 S D"},
-        bound="HJ1",
-        loose=LOOSE,
-    ),
-    index_scores: Call(
-        index_scores,
-        {"q": Q, "k": randn(B, 1, S, D), "w": randn(B, T, H)},
-        {"k": "B J1 S D"},
-        bound="J1",
-        loose=MIXED,
-    ),
-    index_mask: Call(
-        lambda **given: index_mask(**given, topk=2),
-        {
-            "q": Q,
-            "k": randn(B, 1, S, D),
-            "w": randn(B, T, H),
-            "q_positions": at(T),
-            "k_positions": at(S),
-        },
-        WORDS | {"q": "B J T D", "k": "B J1 S D", "w": "B T J"},
-        bound="J1",
-        loose=(*LOOSE, *MIXED),
-    ),
+    index_scores: case(index_scores, "J1", MIXED, q="B J T D", k="B J1 S D", w="B T J"),
+    index_mask: chosen(partial(index_mask, topk=2), "J1", q="B J T D", k="B J1 S D", w="B T J"),
     indexer_loss: Call(
         indexer_loss,
         {
@@ -512,94 +410,58 @@ def moe(router: type[parts.Router]) -> nn.Module:
     return parts.MoE(router(M, 4, 2), experts).eval()
 
 
-X = {"x": randn(B, T, M)}
-FREE = {"x": "B T M"}
+def with_positions(module: nn.Module) -> Call:
+    return case(module, "M", x="B T M", positions="B T")
+
+
+def rows(module: nn.Module, *loose: str) -> Call:
+    """A module that takes vectors of width M."""
+    given = {"x": randn(2, M)}
+    return Call(module, given, {"x": "R M"}, bound="M", free=("x:rank",), loose=loose)
+
+
+def any_rank(module: nn.Module) -> Call:
+    return case(module, "M", (), ("x:rank",), x="B T M")
+
+
 MODULES: dict[str, Call] = {
     **mixers(),
-    "Block": Call(block(), X | {"positions": at(T)}, {"positions": "B T"}, bound="M", loose=LOOSE),
-    "ParallelBlock": Call(
-        block(parts.ParallelBlock),
-        X | {"positions": at(T)},
-        {"positions": "B T"},
-        bound="M",
-        loose=LOOSE,
-    ),
-    "SharedNormBlock": Call(
-        shared_norm_block(),
-        X | {"positions": at(T)},
-        {"positions": "B T"},
-        bound="M",
-        loose=LOOSE,
-    ),
-    "DecoderBlock": Call(
+    "Block": with_positions(block()),
+    "ParallelBlock": with_positions(block(parts.ParallelBlock)),
+    "SharedNormBlock": with_positions(shared_norm_block()),
+    "DecoderBlock": case(
         decoder_block(),
-        X | {"positions": at(T), "memory": randn(B, S, M), "memory_positions": at(S)},
-        {"positions": "B T", "memory": "B S M", "memory_positions": "B S"},
-        bound="M",
-        loose=(*LOOSE, "memory_positions:device"),
+        "M",
+        (*LOOSE, "memory_positions:device"),
+        x="B T M",
+        positions="B T",
+        memory="B S M",
+        memory_positions="B S",
     ),
-    "Linear": Call(
-        parts.Linear(M, 600).eval(), {"x": randn(2, M)}, {"x": "R M"}, bound="M", free=("x:rank",)
-    ),
-    "CappedLogits": Call(
-        parts.CappedLogits(M, 600, cap=30.0),
-        {"x": randn(2, M)},
-        {"x": "R M"},
-        bound="M",
-        free=("x:rank",),
-    ),
-    "RMSNorm": Call(
-        parts.RMSNorm(M),
-        {"x": randn(2, M)},
-        {"x": "R M"},
-        bound="M",
-        free=("x:rank",),
-        loose=("x:dtype",),
-    ),
-    "OffsetRMSNorm": Call(
-        parts.OffsetRMSNorm(M),
-        {"x": randn(2, M)},
-        {"x": "R M"},
-        bound="M",
-        free=("x:rank",),
-        loose=("x:dtype",),
-    ),
-    "HeadNorm": Call(
-        parts.HeadNorm(H, D),
-        {"x": randn(B, H, T, D)},
-        {"x": "B H T D"},
-        bound="H D",
-        loose=("x:dtype",),
-    ),
+    "Linear": rows(parts.Linear(M, 600).eval()),
+    "CappedLogits": rows(parts.CappedLogits(M, 600, cap=30.0)),
+    "RMSNorm": rows(parts.RMSNorm(M), "x:dtype"),
+    "OffsetRMSNorm": rows(parts.OffsetRMSNorm(M), "x:dtype"),
+    "HeadNorm": case(parts.HeadNorm(H, D), "H D", ("x:dtype",), x="B H T D"),
     "CausalConvolution": Call(
         parts.CausalConvolution(M, 4),
-        X | {"state": (randn(B, 3, M),), "positions": at(T)},
+        {"x": randn(B, T, M), "state": (randn(B, 3, M),), "positions": at(T)},
         {"state.0": "B n1 M", "x": "B T M", "positions": "B T"},
         bound="n1 M",
         loose=LOOSE,
     ),
-    "HeadProjection": Call(parts.HeadProjection(M, H, D), X | {"positions": None}, bound="M"),
-    "PerHeadProjection": Call(parts.PerHeadProjection(M, H, D), X | {"positions": None}, bound="M"),
     **{
-        kind.__name__: Call(path(kind), X, FREE, bound="M", free=("x:rank",))
+        kind.__name__: Call(kind(M, H, D), {"x": randn(B, T, M), "positions": None}, bound="M")
+        for kind in (parts.HeadProjection, parts.PerHeadProjection)
+    },
+    **{
+        kind.__name__: any_rank(path(kind))
         for kind in (parts.PreNorm, parts.PostNorm, parts.OutputNorm, parts.NormedResidual)
     },
-    "SandwichNorm": Call(
-        path(lambda norm: parts.SandwichNorm(norm, parts.RMSNorm(M))),
-        X,
-        FREE,
-        bound="M",
-        free=("x:rank",),
-    ),
-    "ScaledPreNorm": Call(
-        path(lambda norm: parts.ScaledPreNorm(norm, 0.5)),
-        X,
-        FREE,
-        bound="M",
-        free=("x:rank",),
-    ),
-    "MoE": Call(moe(parts.SoftmaxRouter), X, FREE, bound="M", free=("x:rank",)),
-    "MoE, sigmoid": Call(moe(parts.SigmoidRouter), X, FREE, bound="M", free=("x:rank",)),
+    "SandwichNorm": any_rank(path(lambda norm: parts.SandwichNorm(norm, parts.RMSNorm(M)))),
+    "ScaledPreNorm": any_rank(path(lambda norm: parts.ScaledPreNorm(norm, 0.5))),
+    "MoE": any_rank(moe(parts.SoftmaxRouter)),
+    "MoE, sigmoid": any_rank(moe(parts.SigmoidRouter)),
     "InputEmbedding": Call(
         parts.InputEmbedding(
             nn.Embedding(11, M), parts.SinusoidalPositions(M), segments=nn.Embedding(2, M)

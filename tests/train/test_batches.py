@@ -126,9 +126,7 @@ def test_validation_rows_are_spread_over_the_whole_stream() -> None:
     assert validation_rows(TOKENS[:25], context=9, limit=7).shape == (2, 10)
     with pytest.raises(ArgumentError, match="limit is 0"):
         validation_rows(TOKENS, context=9, limit=0)
-    with pytest.raises(
-        ArgumentError, match=r"the validation stream has 9 tokens; a row needs context [+] 1 = 10"
-    ):
+    with pytest.raises(ArgumentError, match="the validation stream has 9 tokens; a row needs"):
         validation_rows(TOKENS[:9], context=9, limit=1)
 
 

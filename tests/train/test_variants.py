@@ -143,9 +143,7 @@ def test_which_mechanisms_a_decoder_can_have() -> None:
         "single_head",
         "weightless",
     ]
-    with pytest.raises(
-        ArgumentError, match=r"^bahdanau attends to a second sequence, .* and gated_delta_net$"
-    ):
+    with pytest.raises(ArgumentError, match=r"^bahdanau attends to a second sequence, .* and"):
         find_decoder_variant("bahdanau")
     with pytest.raises(ArgumentError, match=r"^prefix_lm attends to later tokens, so it"):
         config("prefix_lm")
@@ -262,20 +260,13 @@ def test_which_positions_a_mechanism_takes(name: str) -> None:
 
 
 def test_why_positions_are_refused() -> None:
-    with pytest.raises(
-        ArgumentError, match="the two patterns of differential attention need one slope"
-    ):
+    with pytest.raises(ArgumentError, match="the two patterns of differential attention need one"):
         config("differential", position="alibi")
-    with pytest.raises(
-        ArgumentError,
-        match=r"^this Attention gets its positions from the bias t5_relative.*; leave",
-    ):
+    with pytest.raises(ArgumentError, match=r"^this Attention gets its positions from the bias"):
         with_positions(t5(32, 4), "none")
     with pytest.raises(ArgumentError, match="rotary positions are part of this InfiniAttention"):
         with_positions(infini(32, 4, segment=4), "none")
-    with pytest.raises(
-        ArgumentError, match="queries and keys of this Recurrent are not plain heads"
-    ):
+    with pytest.raises(ArgumentError, match="queries and keys of this Recurrent are not plain"):
         config("linear_attention", position="rope")
     with pytest.raises(ArgumentError, match="scheme is 'learned'; it is one of rope, alibi, none"):
         with_positions(gqa(32, 4, groups=2), "learned")  # type: ignore[arg-type]
@@ -319,22 +310,13 @@ def test_a_window_over_any_softmax_attention(name: str) -> None:
 
 
 def test_windows_that_are_refused() -> None:
-    with pytest.raises(
-        ArgumentError,
-        match=r"^retention does not support window 4: Recurrent does not support an additional "
-        r"window; its options "
-        "are groups, head_dim, value_dim, value_heads, base, decay",
-    ):
+    with pytest.raises(ArgumentError, match=r"^retention does not support window 4: Recurrent"):
         config("retention", window=4)
-    with pytest.raises(
-        ArgumentError, match=r"streaming does not support window 4: .* sinks, recent"
-    ):
+    with pytest.raises(ArgumentError, match=r"streaming does not support window 4: .* sinks"):
         config("streaming", window=4)
     with pytest.raises(ArgumentError, match=r"^NSA does not support an additional window"):
         with_window(build_mixer("nsa", 32, 4, VARIANTS["nsa"].example_options), 4)
-    with pytest.raises(
-        ArgumentError, match="nsa has a window of its own: give it the option window=4"
-    ):
+    with pytest.raises(ArgumentError, match="nsa has a window of its own: give it the option"):
         config("nsa", window=4)
     with pytest.raises(ArgumentError, match="0"):
         config("gqa", window=0)
@@ -348,9 +330,7 @@ def test_layers_have_their_own_numbers() -> None:
     ]
     starts = [block.attention.project.lambda_init for block in build(config("differential")).layers]
     assert starts == [0.8 - 0.6 * math.exp(-0.3 * depth) for depth in (0, 1)]
-    with pytest.raises(
-        ArgumentError, match="depth of differential is 3; the decoder sets it for each layer"
-    ):
+    with pytest.raises(ArgumentError, match="depth of differential is 3; the decoder sets it for"):
         config("differential", attention_options={"depth": 3})
     with pytest.raises(ArgumentError, match="is_causal of mha is False; the decoder sets it"):
         config("mha", attention_options={"is_causal": False})
@@ -359,33 +339,17 @@ def test_layers_have_their_own_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "gqa",
-            {"groups": 2, "bass": 1.0},
-            "gqa has no option 'bass'; did you mean 'base'? Its options are groups, head_dim, base",
-        ),
+        ("gqa", {"groups": 2, "bass": 1.0}, "gqa has no option 'bass'; did you mean 'base'? Its"),
         ("gqa", {}, "gqa needs a value for groups"),
         ("gqa", {"groups": 2.0}, "groups of gqa is 2.0; it must be int"),
         ("gqa", {"groups": True}, "groups of gqa is True; it must be int"),
         ("gqa", {"groups": 3}, "4 query heads are not divisible by 3 key/value heads"),
         ("gqa", {"groups": 2, "head_dim": "8"}, "head_dim of gqa is '8'; it must be int | None"),
-        (
-            "retention",
-            {"decay": ["a"]},
-            "decay of retention is ['a']; it must be Sequence[float] | None",
-        ),
-        (
-            "retention",
-            {"decay": 0.5},
-            "decay of retention is 0.5; it must be Sequence[float] | None",
-        ),
-        ("infini", {"empty": "none"}, "empty of infini is 'none'; it must be Literal['zero'"),
+        ("retention", {"decay": ["a"]}, "decay of retention is ['a']; it must be"),
+        ("retention", {"decay": 0.5}, "decay of retention is 0.5; it must be"),
+        ("infini", {"empty": "none"}, "empty of infini is 'none'; it must be"),
         ("linear_attention", {"feature_map": "x"}, "x"),
-        (
-            "causal",
-            {"head_dim": 8},
-            "causal returns vectors of 8, and the model has dim 32; leave out head_dim",
-        ),
+        ("causal", {"head_dim": 8}, "causal returns vectors of 8, and the model has dim 32; leave"),
     ],
 )
 def test_options_that_are_refused(name: str, options: dict[str, Any], message: str) -> None:
@@ -430,46 +394,16 @@ def test_flags_become_a_config() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            {"position": "rope"},
-            "--position needs a mechanism of the catalogue; give one, such as --attention gqa",
-        ),
+        ({"position": "rope"}, "--position needs a mechanism of the catalogue; give one, such as"),
         ({"window": 3}, "--window needs a mechanism"),
         ({"set": ["base=3"]}, "--set needs a mechanism"),
-        (
-            {"attention": "mha", "kv_heads": 2},
-            (
-                "--kv-heads is not an option of mha, whose number of key/value heads is fixed; "
-                "mechanisms that have it are "
-            ),
-        ),
-        (
-            {"attention": "gqa", "kv_heads": 2, "set": ["groups=1"]},
-            "--kv-heads is 2 and --set groups=1; give one of the two",
-        ),
-        (
-            {"attention": "mla"},
-            (
-                "mla needs kv_rank, nope_dim, rope_dim, value_dim: give --set kv_rank=... --set "
-                "nope_dim="
-            ),
-        ),
-        (
-            {"attention": "gqa", "set": ["bass=3"]},
-            (
-                "--set bass=3: gqa has no option bass; did you mean 'base'? Its options are "
-                "groups, head_dim, base, layout"
-            ),
-        ),
+        ({"attention": "mha", "kv_heads": 2}, "--kv-heads is not an option of mha, whose number"),
+        ({"attention": "gqa", "kv_heads": 2, "set": ["groups=1"]}, "--kv-heads is 2 and --set"),
+        ({"attention": "mla"}, "mla needs kv_rank, nope_dim, rope_dim, value_dim: give --set"),
+        ({"attention": "gqa", "set": ["bass=3"]}, "--set bass=3: gqa has no option bass; did you"),
         ({"attention": "gqa", "set": ["base"]}, None),
-        (
-            {"attention": "gqa", "position": "rotary"},
-            "position is 'rotary'; it is one of catalogue, rope",
-        ),
-        (
-            {"attention": "delta_net", "window": 4},
-            "Recurrent does not support an additional window",
-        ),
+        ({"attention": "gqa", "position": "rotary"}, "position is 'rotary'; it is one of"),
+        ({"attention": "delta_net", "window": 4}, "Recurrent does not support an additional"),
     ],
 )
 def test_flags_that_do_not_go_together(more: dict[str, Any], message: str | None) -> None:

@@ -9,33 +9,6 @@ from torch import Tensor, nn
 from tests.audit.faulty_code.base import Right, RightCached, RightPadded, RightRotary
 
 
-class DropoutOn(Right):
-    """SDPA knows no evaluation mode."""
-
-    def answer(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        z = F.scaled_dot_product_attention(
-            q, self.spread(k), self.spread(v), is_causal=True, dropout_p=0.1
-        )
-        return self.o_proj(self.join(z))
-
-
-def dropout_on(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.dropout(torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1), 0.2) @ v
-
-
-class Memory(Right):
-    """A compressive memory that the next text inherits."""
-
-    def __init__(self, dim: int, heads: int):
-        super().__init__(dim, heads)
-        self.register_buffer("seen", torch.zeros(dim), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x) + 0.1 * self.seen
-        self.seen = self.seen + x.mean((0, 1))
-        return out
-
-
 class FirstLength(Right):
     """What it made for the first call serves every later one: here, a gate from the first text."""
 
@@ -76,25 +49,11 @@ class MixedRows(Right):
         return x.view(T, B, heads, self.head_dim).permute(1, 2, 0, 3)
 
 
-class BatchNormed(Right):
-    """A norm over the batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x - x.mean(0, keepdim=True) * 0.5)
-
-
 class Restarted(RightCached):
     """Positions begin again with every chunk."""
 
     def project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         return super().project(x, 0)
-
-
-class Twice(RightCached):
-    """The offset is added twice."""
-
-    def project(self, x: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        return super().project(x, 2 * start)
 
 
 class TopLeft(RightCached):
@@ -113,26 +72,6 @@ class UnmaskedWithCache(RightCached):
 
     def allowed(self, T: int, S: int) -> Tensor:
         return super().allowed(T, S) if self.masked else torch.ones(T, S).bool()
-
-
-class TrimmedFirst(RightCached):
-    """The window is cut before it is used: the first tokens of a chunk lose keys."""
-
-    def answer(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        S = k.shape[2]
-        keep = self.allowed(q.shape[2], S)[:, -max(self.window, 1) :]
-        k, v = self.keep(k, v)
-        weights = self.weigh(self.score(q, self.spread(k)), keep)
-        return self.o_proj(self.join(weights @ self.spread(v)))
-
-    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return torch.softmax(scores.masked_fill(~keep, -1e9), dim=-1)
-
-    def forward(self, x: Tensor, cache: tuple | None = None) -> tuple[Tensor, tuple]:
-        if cache is None:  # one pass is right
-            q, k, v = self.project(x, 0)
-            return RightCached.answer(self, q, k, v), (*self.keep(k, v), x.shape[1])
-        return super().forward(x, cache)
 
 
 class Unbounded(RightCached):
@@ -218,3 +157,7 @@ class Saved(Right):
     def __init__(self, dim: int, heads: int):
         super().__init__(dim, heads)
         self.register_buffer("mask", torch.ones(64, 64).tril())
+
+
+def dropout_on(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.dropout(torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1), 0.2) @ v

@@ -42,41 +42,9 @@ def inverted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Ten
     return torch.softmax(scores, -1) @ v
 
 
-class NextSeen(Right):
-    def allowed(self, T: int, S: int) -> Tensor:
-        return torch.ones(T, S).tril(diagonal=S - T + 1).bool()
-
-
 class Unmasked(Right):
     def allowed(self, T: int, S: int) -> Tensor:
         return torch.ones(T, S).bool()
-
-
-class OwnHidden(Right):
-    def allowed(self, T: int, S: int) -> Tensor:
-        return super().allowed(T, S) & ~torch.eye(T, S).bool()
-
-    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return torch.softmax(scores.masked_fill(~keep, -1e9), dim=-1)
-
-
-class Zeroed(Right):
-    """1e-9 where -1e9 was meant."""
-
-    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return torch.softmax(scores.masked_fill(~keep, 1e-9), dim=-1)
-
-
-class Multiplied(Right):
-    """Scores times a mask of 0 and 1."""
-
-    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return torch.softmax(scores * keep, dim=-1)
-
-
-class AfterSoftmax(Right):
-    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return torch.softmax(scores, dim=-1) * keep
 
 
 def added(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None) -> Tensor:
@@ -104,50 +72,6 @@ def empty_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Te
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return torch.softmax(scores, -1) @ v
-
-
-def flag_dropped(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
-) -> Tensor:
-    """The flag is read only where there is a mask as well."""
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -1e9)
-        if is_causal:
-            T, S = scores.shape[-2:]
-            scores = scores.masked_fill(torch.ones(T, S).triu(S - T + 1).bool(), -1e9)
-    return torch.softmax(scores, -1) @ v
-
-
-class PaddedQueries(RightPadded):
-    """Padding is hidden along the queries."""
-
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        q, k, v = self.project(x)
-        keep = self.allowed(x.shape[1], x.shape[1])[None, None]
-        if padding_mask is not None:
-            keep = keep & padding_mask[:, None, :, None]
-        weights = torch.softmax(self.score(q, self.spread(k)).masked_fill(~keep, -1e9), -1)
-        return self.o_proj(self.join(weights @ self.spread(v)))
-
-
-class PaddingInverted(RightPadded):
-    """key_padding_mask: True is padding, as in torch; here it is a token."""
-
-    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        return super().forward(x, key_padding_mask)
-
-
-class CausalDropped(RightPadded):
-    """With padding, the causal mask is forgotten."""
-
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        if padding_mask is None:
-            return super().forward(x)
-        q, k, v = self.project(x)
-        keep = padding_mask[:, None, None, :]
-        weights = torch.softmax(self.score(q, self.spread(k)).masked_fill(~keep, -1e9), -1)
-        return self.o_proj(self.join(weights @ self.spread(v)))
 
 
 class PaddingCounted(RightPadded):

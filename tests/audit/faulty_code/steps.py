@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tests.audit.faulty_code.base import Right, RightRotary, angles, halves
+from tests.audit.faulty_code.base import Right, RightRotary, angles
 
 
 class Unscaled(Right):
@@ -16,28 +15,9 @@ class Unscaled(Right):
         return q @ k.transpose(-1, -2)
 
 
-class ScaledTwice(Right):
-    """A scaled query, and then the kernel scales."""
-
-    def answer(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = q * self.head_dim**-0.5
-        z = F.scaled_dot_product_attention(q, self.spread(k), self.spread(v), is_causal=True)
-        return self.o_proj(self.join(z))
-
-
-class ModelDim(RightRotary):
-    def score(self, q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.transpose(-1, -2) / math.sqrt(self.heads * self.head_dim)
-
-
 class ScaleInverted(Right):
     def score(self, q: Tensor, k: Tensor) -> Tensor:
         return q @ k.transpose(-1, -2) * math.sqrt(self.head_dim)
-
-
-class OverQueries(Right):
-    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return torch.softmax(scores.masked_fill(~keep, float("-inf")), dim=-2)
 
 
 class OverHeads(Right):
@@ -57,22 +37,12 @@ def unnormalised(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return torch.softmax(scores, -1) @ v, scores.exp()
 
 
-class NoSoftmax(Right):
-    def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
-        return scores * keep
-
-
 class NaiveSoftmax(Right):
     """exp without subtracting the largest."""
 
     def weigh(self, scores: Tensor, keep: Tensor) -> Tensor:
         weights = torch.exp(scores) * keep
         return weights / weights.sum(-1, keepdim=True)
-
-
-def late_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Right in float32; in float16 the scores overflow before they are scaled."""
-    return torch.softmax((q @ k.mT) / math.sqrt(q.shape[-1]), -1) @ v
 
 
 class Tiled(Right):
@@ -112,24 +82,6 @@ class Mixed(RightRotary):
         return mixed(q, start), mixed(k, start), v
 
 
-class ByHead(RightRotary):
-    """[B,T,H,D] code on [B,H,T,D]."""
-
-    def rotate(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = (halves(t.transpose(1, 2), start).transpose(1, 2) for t in (q, k))
-        return q, k, v
-
-
-class ValuesToo(RightRotary):
-    def rotate(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        return halves(q, start), halves(k, start), halves(v, start)
-
-
-class QueriesOnly(RightRotary):
-    def rotate(self, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        return halves(q, start), k, v
-
-
 class OneMore(Right):
     def allowed(self, T: int, S: int) -> Tensor:
         i, j = torch.arange(S - T, S)[:, None], torch.arange(S)
@@ -145,17 +97,6 @@ class OneLess(RightRotary):
 class WindowForgotten(Right):
     def allowed(self, T: int, S: int) -> Tensor:
         return torch.ones(T, S).tril(S - T).bool()
-
-
-def cosine_only(x: Tensor, positions: Tensor) -> Tensor:
-    """The sine is lost: no rotation."""
-    D = x.shape[-1]
-    turn = positions.double()[:, None] * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
-    return x * torch.cat([turn, turn], -1).cos().to(x.dtype)
-
-
-def mixed_at(x: Tensor, positions: Tensor) -> Tensor:
-    return mixed(x, int(positions[0]))
 
 
 def half_precision(x: Tensor, positions: Tensor) -> Tensor:
@@ -183,3 +124,8 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
     turn = torch.cat([turn, turn], -1)
     other = torch.cat([-x[..., D // 2 :], x[..., : D // 2]], -1)
     return x * turn.cos().to(x.dtype) + other * turn.sin().to(x.dtype)
+
+
+def late_scale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Right in float32; in float16 the scores overflow before they are scaled."""
+    return torch.softmax((q @ k.mT) / math.sqrt(q.shape[-1]), -1) @ v

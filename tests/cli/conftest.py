@@ -1,0 +1,21 @@
+"""What the tests of commands share: a command that runs in this process."""
+
+from __future__ import annotations
+
+import pytest
+
+from regard.cli.app import run
+from tests.cli.command import Said
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """What a command prints: standard output, or standard error if it fails without output."""
+
+    def call(*arguments: object, code: int = 0) -> str:
+        ended = run([str(x) for x in arguments])
+        out, err = capsys.readouterr()
+        assert ended == code, err
+        return out if code == 0 else out or err
+
+    return call
