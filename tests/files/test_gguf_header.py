@@ -77,7 +77,7 @@ def test_version_2_and_another_alignment(tmp_path: Path) -> None:
     path.write_bytes(gguf.pad(made, 64) + bytes(88))
     assert read_gguf_header(path).tensors["second"].start % 64 == 0
     path.write_bytes(content({"general.alignment": 24}))
-    with pytest.raises(FileError, match="general.alignment is 24"):
+    with pytest.raises(FileError, match="alignment is 24"):
         read_gguf_header(path)
 
 

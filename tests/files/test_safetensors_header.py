@@ -80,9 +80,7 @@ def test_a_header_says_what_is_stored(tmp_path: Path) -> None:
     assert read_header(path).tensors == ()
 
 
-def test_a_file_is_opened_without_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_opened_without_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe that takes the file's place would otherwise stop the process until it is written."""
     path, opened, original = tmp_path / "a", [], os.open
 
