@@ -30,12 +30,27 @@ DIFFERENT = {
 }
 
 
+ROPE = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+ABSENT = (WINDOW, "attn_logit_softcapping", "final_logit_softcapping")
+"""Settings whose absence means that there is no such thing; None is elsewhere a value that other
+settings decide.
+"""
+
+
 def defaults_of(name: str) -> dict[str, Any]:
     """The settings of transformers' config without arguments, those of its rotary positions too."""
     found = CONFIG_MAPPING[name]().to_dict()
     rope = found.get("rope_parameters") or {}
-    rope = rope.get("full_attention", rope)
-    return {k: rope[k] for k in ("rope_theta", "partial_rotary_factor") if k in rope} | found
+    if "sliding_attention" in rope:
+        local = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"] | {"rope_local_base_freq": local}
+    return {k: rope[k] for k in ROPE if k in rope} | found
+
+
+def test_every_nth_layer_sees_all_keys() -> None:
+    patterns = {name: getattr(config_class(name), "window_pattern", None) for name in CONFIGS}
+    for name in ("gemma2", "gemma3_text", "gemma3n_text"):
+        assert CONFIG_MAPPING[name]().layer_types.index("full_attention") + 1 == patterns[name]
 
 
 def test_defaults_are_those_of_transformers() -> None:
@@ -47,8 +62,9 @@ def test_defaults_are_those_of_transformers() -> None:
             continue
         theirs = defaults_of(name)
         for field in fields(config):
-            # None stands for a value that other settings decide
-            if isinstance(field.default, int | float | str) and field.name in theirs:
+            is_number = isinstance(field.default, int | float | str)
+            is_absent = field.default is None and field.name in ABSENT
+            if (is_number or is_absent) and field.name in theirs:
                 compared += 1
                 if theirs[field.name] != field.default:
                     different.setdefault(name, set()).add(field.name)

@@ -161,6 +161,7 @@ def test_a_rate_falls_back_to_what_codes_are_computed_in() -> None:
 def test_bounds_by_hand() -> None:
     report, machine = CostReport(model_of("llama-3-8b"), Setting(8192)), machine_of("h100-sxm")
     found = roofline_bounds(report, machine)
+    assert (found["decode"].by, found["prefill"].by) == ("memory", "compute")
     assert found["decode"].seconds == report.decode_bytes / 3350e9
     assert found["prefill"].seconds == report.prefill_flops / 989.5e12
     assert as_json(report, machine)["fits"] is True

@@ -76,6 +76,9 @@ def test_version_2_and_another_alignment(tmp_path: Path) -> None:
     made = gguf.header({"general.alignment": 64}, rows)
     path.write_bytes(gguf.pad(made, 64) + bytes(88))
     assert read_gguf_header(path).tensors["second"].start % 64 == 0
+    path.write_bytes(content({"general.alignment": 24}))
+    with pytest.raises(FileError, match="alignment is 24"):
+        read_gguf_header(path)
 
 
 def key(raw: bytes) -> Callable[[], bytes]:
@@ -142,7 +145,7 @@ BAD: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "a partial download": (lambda: content(data=40), "bytes; is it a partial download"),
     "more than the tensors": (lambda: content(data=160), "bytes follow its last tensor"),
-    "an alignment of 24": (lambda: content({"general.alignment": 24}), "general.alignment is 24"),
+    "an alignment of 3": (lambda: content({"general.alignment": 3}), "general.alignment is 3"),
     "a text as alignment": (
         lambda: content({"general.alignment": "32"}),
         "general.alignment is '32'",

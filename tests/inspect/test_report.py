@@ -17,9 +17,16 @@ import regard
 from regard import biases, masks
 from regard.errors import ArgumentError
 from regard.inspect import Choice, Recorder, Recording, record
+from regard.inspect.record.recorded_place import KeyValuePool, Place
 from regard.inspect.record.tiles import PoolAccumulator
 from regard.inspect.report import report
-from regard.inspect.report.page_data import METRICS, PAGE_BUDGET, as_bytes, place_overview
+from regard.inspect.report.page_data import (
+    METRICS,
+    PAGE_BUDGET,
+    as_bytes,
+    cost_facts,
+    place_overview,
+)
 from regard.inspect.report.page_rules import split_by_pool
 from regard.tracing import named_scope
 from regard.view.report import page
@@ -164,6 +171,15 @@ def test_a_page_of_8192_tokens_keeps_its_budget() -> None:
     data = report(recording)
     assert {"p0.q0", "p0.k0", "p0.v0"} <= set(data["arrays"])
     assert len(page(data).encode()) < PAGE_BUDGET
+
+
+def test_bytes_of_a_cache_by_hand() -> None:
+    k, v = torch.zeros(1, 2, 7, 3, dtype=torch.bfloat16), torch.zeros(1, 2, 7, 5)
+    pool = KeyValuePool(k, v, torch.arange(7), (0, 1), 2)
+    found = cost_facts(Place("x", (), (pool,), 4, (0, 1, 2, 3), 7), 28)
+    one_head = 7 * (3 + 5) * 2
+    assert found["kv_bytes"] == {"MHA": 4 * one_head, "GQA": 2 * one_head, "MQA": one_head}
+    assert found["flops"] == 2 * 28 * (3 + 5)
 
 
 def test_groups_share_their_keys() -> None:

@@ -380,6 +380,16 @@ def test_every_part_of_a_recording_is_audited() -> None:
     assert Recording({}).sound
 
 
+def test_an_output_that_is_nan_is_found() -> None:
+    x = place(mask=C)
+    (step,) = x.steps
+    assert step.out is not None
+    out = step.out.clone()
+    out[0, 1, 7, 0] = math.nan
+    (found,) = row_sums(replace(x, steps=(replace(step, out=out),))).findings
+    assert "output" in found
+
+
 def test_the_rule_is_that_of_the_tests() -> None:
     """The bound is no looser than twice plain math, two roundings of the result, and two of the
     summed terms.

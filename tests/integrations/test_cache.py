@@ -216,3 +216,19 @@ def test_a_step_of_a_model_moves_no_memory() -> None:
             assert [layer.keys.data_ptr() for layer in cache.layers] == before
     assert cache.get_seq_length() == 19
     assert DECODERS["Llama"]["num_hidden_layers"] == len(before)
+
+
+def test_what_a_crop_may_need_outlives_a_larger_buffer() -> None:
+    layer = PreallocatedLayer(window=3, spare=1)
+
+    def feed(first: int, stop: int) -> None:
+        x = torch.arange(first, stop).double()[None, None, :, None]
+        layer.update(x, x)
+
+    feed(0, 4)
+    layer.activate_past_recording()
+    for i in range(4, 16):
+        feed(i, i + 1)
+    layer.crop(-12)
+    assert layer.keys is not None
+    assert layer.keys.flatten().tolist() == [2, 3]

@@ -4,6 +4,7 @@ entry by entry.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -326,3 +327,33 @@ def test_a_mask_of_another_kind_is_refused() -> None:
         regard_attention(torch.nn.Module(), q, q, q, "causal")
     with pytest.raises(ArgumentError, match=r"attention_mask is \(1, 3\) for 3 queries and 3 keys"):
         regard_attention(torch.nn.Module(), q, q, q, torch.ones(1, 3, dtype=torch.bool))
+
+
+SMALL = {
+    "causal": made.causal_mask_function,
+    "window": made.sliding_window_causal_mask_function(3),
+    "window alone": made.sliding_window_overlay(3),
+    "both ways": made.sliding_window_bidirectional_mask_function(3),
+    "chunk": made.chunked_overlay(3, torch.zeros(1, dtype=torch.int64)),
+    "bidirectional": made.bidirectional_mask_function,
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_rule_is_the_dense_mask_at_every_edge(name: str) -> None:
+    """All small places around the sizes at which a rule hides nothing, and a row of tokens that
+    ends before its keys.
+    """
+    for q, k, first in itertools.product((1, 2, 4), range(1, 7), range(5)):
+        for keep in (None, torch.ones(1, first + q, dtype=torch.bool)):
+            given: dict[str, Any] = {
+                "batch_size": 1,
+                "q_length": q,
+                "kv_length": k,
+                "q_offset": first,
+                "mask_function": SMALL[name],
+                "attention_mask": keep,
+            }
+            rule = regard_mask(**given)
+            dense = made.sdpa_mask(**given, allow_is_causal_skip=False)
+            assert torch.equal(rule.dense().expand_as(dense), dense), (q, k, first)

@@ -45,6 +45,19 @@ def test_a_window_moves_its_halo_only() -> None:
     assert found.method == "exchange"
 
 
+def test_a_plan_by_hand() -> None:
+    """Three ranks of two tokens: each key has 3 heads of 3 + 5 numbers of 4 bytes."""
+    key = 4 * 3 * (3 + 5)
+    found = plan(Shards.even(6, 3), masks.Causal(), heads=(6, 3), dims=(3, 5))
+    assert found.steps == ((2 * key, 2 * key, 0), (2 * key, 0, 0))  # to the next, to the one after
+    assert found["exchange"].memory == (0, 4 * key, 4 * key)  # one block arrives, another is used
+    assert found["gather"].sent == (2 * 2 * key,) * 3
+    assert found["gather"].memory == (4 * key,) * 3
+    # two thirds of the own keys, values and queries; results of two heads for the others' queries
+    sent = 4 * (2 * (2 * 3 * (3 + 5) + 2 * 6 * 3) // 3 + 2 * 5 * 4)
+    assert found["heads"].sent == (sent,) * 3
+
+
 def test_flops_count_each_visible_pair_once() -> None:
     shards = Shards.zigzag(64, 4)
     found = plan(shards, masks.Causal(), heads=(8, 2), dims=(16, 32), batch=3)

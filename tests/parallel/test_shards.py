@@ -36,6 +36,11 @@ def test_every_position_is_held_once(length: int, W: int, start: int) -> None:
         assert torch.equal(shards.join(parts, dim=1), x)
 
 
+def test_the_first_ranks_have_one_more() -> None:
+    assert [Shards.even(8, 3).count(r) for r in range(3)] == [3, 3, 2]
+    assert [len(x) for x in Shards.zigzag(8, 3).ranks] == [2, 2, 1]
+
+
 def test_zigzag_shares_causal_work_and_even_does_not() -> None:
     causal = masks.Causal()
     assert Shards.zigzag(4096, 8).efficiency(causal) > 0.999
@@ -58,6 +63,7 @@ def test_balanced_shards_are_balanced_to_95_percent(mask: Mask) -> None:
 def test_documents_are_not_balanced_by_the_schemes_alone() -> None:
     assert Shards.even(4096, 8).efficiency(DOCUMENTS) < 0.7
     assert Shards.zigzag(4096, 8).efficiency(DOCUMENTS) < 0.8
+    assert Shards.balanced(4096, 8, DOCUMENTS).efficiency(DOCUMENTS) > 0.95
 
 
 def test_work_is_counted_pair_by_pair() -> None:

@@ -138,7 +138,7 @@ def test_every_rule_has_a_case() -> None:
     assert ours - kinds == {"chain", "pairrule"}
 
 
-@pytest.mark.full(keep=12)
+@pytest.mark.full(keep="each")
 @pytest.mark.parametrize(("case", "dtype"), CALLS, ids=IDS)
 @pytest.mark.parametrize("name", rules.MADE)
 def test_the_reference_gives_what_the_loops_give(name: str, case: Case, dtype: torch.dtype) -> None:

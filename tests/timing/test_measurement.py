@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from regard.timing.measurement import (
     median,
     median_ratio,
     quartiles,
+    resident_bytes,
     rotated_order,
     wait_until_idle,
 )
@@ -137,3 +139,9 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert median_ratio(times, "a", "b") == 2.0
     assert median([3.0, 1.0, 2.0]) == 2.0
     assert quartiles([7.0]) == (7.0, 7.0)
+
+
+def test_resident_memory_is_counted_in_kibibytes(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("VmHWM:\t9 kB\nVmRSS:\t   3 kB\n")
+    assert resident_bytes(process=tmp_path) == 3 * 1024
+    assert resident_bytes(process=tmp_path / "none") is None

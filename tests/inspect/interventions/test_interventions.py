@@ -91,7 +91,6 @@ def head_outputs(small: Model, ids: Tensor) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.full
 def test_ablation_equals_a_loop_with_hooks() -> None:
     small = model()
     reference = torch.tensor([[1, 8, 30, 2]])
@@ -364,7 +363,6 @@ def test_direct_attribution_by_key() -> None:
     assert np.abs(split.values[heads, :-1]).max() > 1e-3, "weights on earlier keys are told apart"
 
 
-@pytest.mark.full
 def test_attribution_patching_is_the_slope_of_patching() -> None:
     """For small changes of the activations, the estimate and patching agree; as numbers: fp64."""
     small = model(sharp=8.0)
@@ -397,7 +395,6 @@ def test_attribution_patching_is_the_slope_of_patching() -> None:
     assert np.corrcoef(zero.values.ravel(), ablated.values.ravel())[0, 1] > 0.8
 
 
-@pytest.mark.full
 def test_integrated_gradients_are_complete() -> None:
     """The heads of a layer sum to the metric minus that without the layer's attention."""
     small = model(sharp=8.0)

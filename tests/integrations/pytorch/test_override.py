@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard
 from regard.errors import ArgumentTypeError
 from regard.inspect import watch
-from regard.integrations.pytorch.torch_calls import mask_cache
+from regard.integrations.pytorch.torch_calls import as_attn_mask, mask_cache
 from tests.rules import GRADIENT, assert_close_rule
 
 ORIGINAL = F.scaled_dot_product_attention
@@ -643,3 +643,10 @@ def test_a_nested_batch_is_counted_as_a_call_of_torch() -> None:
     assert not calls.taken
     reason = "its input is a nested tensor, as nn.TransformerEncoder makes it of a padded batch"
     assert dict(calls.left) == {reason: 2}
+
+
+def test_the_bool_masks_of_modules_hide_where_they_are_true() -> None:
+    hidden = torch.tensor([[False, True]])
+    assert as_attn_mask(None, 0) is None
+    assert torch.equal(as_attn_mask(hidden, 0), ~hidden)  # type: ignore[arg-type]
+    assert torch.equal(as_attn_mask(hidden, 1), ~hidden[:, None, None])  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def write_settings(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.full(keep=["gptq-4"])
+@pytest.mark.full(keep=["awq", "packed", "act"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_folder_loads_by_its_formula(name: str, tmp_path: Path) -> None:
     make, settings = CASES[name]

@@ -46,6 +46,17 @@ def test_more_heads_are_exact(name: str) -> None:
     assert max(max(errors) for errors in step.layers) == 0
 
 
+def test_a_norm_of_all_keys_is_pooled_like_them() -> None:
+    before = some.of("olmo2")
+    layers = [x.attention.project.k for x in before.network.layers]
+    for layer in layers:
+        layer.flat.weight.data.normal_()
+    after, _ = to_groups(before, 1)
+    for old, new in zip(layers, after.network.layers, strict=True):
+        mean = old.flat.weight.unflatten(0, (2, -1)).mean(0)
+        assert torch.equal(new.attention.project.k.flat.weight, mean)
+
+
 def test_more_heads_give_the_same_bits_in_float32() -> None:
     before = some.llama()
     before.network.float()

@@ -86,6 +86,24 @@ def test_enough_beams_find_the_best_of_all_texts(penalty: float, ends: tuple[int
         assert max(abs(x.score - y.score) for x, y in zip(row, wanted, strict=True)) < 1e-12
 
 
+def test_a_longer_text_may_still_win_where_length_is_favoured() -> None:
+    """After two steps both finished texts are better than what goes on is now: ln 0.12 / 2^2
+    against ln 0.09 / 2^2. At the limit it is divided by 4^2.
+    """
+    logits = torch.tensor([0.4, 0.3, 0.3], dtype=torch.float64).log()
+    (found,) = beam_search(
+        lambda ids: logits.expand(len(ids), 1, 3),
+        torch.tensor([1]),
+        end=0,
+        limit=4,
+        reorder=lambda rows: None,
+        beams=2,
+        length_penalty=2.0,
+    )
+    assert found[0].score == pytest.approx(math.log(0.3**3 * 0.4) / 4**2)
+    assert (len(found[0].ids), found[0].ended) == (3, True)
+
+
 def test_few_beams_are_ordered_true_scores() -> None:
     book = Book(6, [1], seed=4)
     right = {x.ids: x for x in book.all_texts(1, (2,), 4, 1.0)}
