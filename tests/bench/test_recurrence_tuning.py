@@ -9,6 +9,7 @@ import torch
 
 from regard.bench.block_tuning import Trial, as_python, tune
 from regard.bench.recurrence_tuning import KERNELS, RECURRENCES, candidates, launches_of, problem_of
+from regard.ops.linear.call import RecurrenceCall
 from regard.ops.linear.triton import block_sizes
 from regard.ops.linear.triton.block_sizes import (
     TABLE,
@@ -17,7 +18,6 @@ from regard.ops.linear.triton.block_sizes import (
     chunk_sizes,
     try_recurrence_sizes,
 )
-from regard.ops.linear.triton.kernel import RecurrenceCall
 from regard.ops.triton_support import launches_for
 
 KEY = RecurrenceSizesKey("parallel", False, 256)

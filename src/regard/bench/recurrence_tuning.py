@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from regard.bench.block_tuning import TunedTable
+from regard.ops.linear.call import RecurrenceCall
 from regard.ops.linear.triton.block_sizes import (
     TABLE,
     ChunkSizes,
@@ -15,7 +16,6 @@ from regard.ops.linear.triton.block_sizes import (
     RecurrenceSizesKey,
     try_recurrence_sizes,
 )
-from regard.ops.linear.triton.kernel import RecurrenceCall
 from regard.ops.triton_support import Launch
 
 KERNELS = {

@@ -20,7 +20,7 @@ from regard.nn.delta_rules import at_least_float32
 from regard.nn.linear_recurrence import L2Norm, LogDecay
 from regard.nn.projections import HeadProjection, ProjectionShape
 from regard.nn.recurrent_projections import ConvolvedQKV
-from regard.ops.linear.delta_product import delta_product
+from regard.ops.linear.delta_rules import delta_product
 from regard.span import Positions
 
 

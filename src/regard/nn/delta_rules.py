@@ -20,12 +20,9 @@ from regard.errors import ArgumentError
 from regard.nn.linear import Linear
 from regard.nn.linear_recurrence import LogDecay
 from regard.nn.projections import HeadProjection
-from regard.ops.linear.generalised_delta_rule import generalised_delta_rule
-from regard.ops.linear.linear_recurrence import (
-    empty_slot_mask,
-    linear_recurrence,
-    zero_empty_slots,
-)
+from regard.ops.linear.call import empty_slot_mask, zero_empty_slots
+from regard.ops.linear.delta_rules import generalised_delta_rule
+from regard.ops.linear.linear_recurrence import linear_recurrence
 from regard.span import Positions
 
 

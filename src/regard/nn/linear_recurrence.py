@@ -27,7 +27,7 @@ from regard.nn.mixer import AcrossRanks, Mixer, check_is_state, count_weights
 from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection, Projection
 from regard.nn.recurrent_projections import GroupedValueQKV, StatefulQKV, project_tokens
-from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
+from regard.ops.linear.delta_rules import delta_rule, gated_delta_rule
 from regard.ops.linear.linear_attention import (
     FeatureMap,
     feature_map_of,

@@ -18,8 +18,7 @@ from regard.cost.fixed_state import CountedSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
 from regard.nn.delta_rules import at_least_float32
-from regard.ops.linear.mesa import mesa
-from regard.ops.linear.titans import titans_memory
+from regard.ops.linear.regression import mesa, titans_memory
 from regard.span import Positions
 
 

@@ -35,7 +35,7 @@ from regard.nn.packed_documents import over_documents
 from regard.nn.projections import HeadProjection
 from regard.nn.recurrent_projections import token_before
 from regard.nn.value_residual import require_first
-from regard.ops.linear.generalised_delta_rule import generalised_delta_rule
+from regard.ops.linear.delta_rules import generalised_delta_rule
 from regard.span import Positions, Span
 from regard.tracing import tap
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
+from regard.ops.linear.delta_rules import delta_rule, gated_delta_rule
 from regard.span import Span
 from tests.oracles.delta import delta, delta_plain, delta_plain_matrices
 from tests.rules import GRADIENT, assert_close_rule

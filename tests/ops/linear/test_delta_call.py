@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import regard
-from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
+from regard.ops.linear.delta_rules import delta_rule, gated_delta_rule
 
 Q, K, V = torch.zeros(2, 4, 5, 3), torch.zeros(2, 2, 5, 3), torch.zeros(2, 2, 5, 6)
 BETA = torch.zeros(2, 2, 5)

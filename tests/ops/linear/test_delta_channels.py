@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.ops.linear.delta_rule import gated_delta_rule
-from regard.ops.linear.linear_recurrence import decayed_products, split_into_chunks
+from regard.ops.linear.chunks import decayed_products, split_into_chunks
+from regard.ops.linear.delta_rules import gated_delta_rule
 from tests.ops.linear.test_delta import FORMS, Case, assert_same, case, gradients, run
 from tests.oracles.delta import delta, delta_plain, onnx_gated_delta
 from tests.rules import GRADIENT, assert_close_rule
