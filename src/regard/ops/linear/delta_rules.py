@@ -147,30 +147,8 @@ def chunked(
     if log_decay is not None:
         g, bad_g = valid_decays(split_into_chunks(log_decay, size))
         bad = bad + bad_g.sum(-1, keepdim=True)
-    beta, c, a = correction
-    if beta is None:
-        scale = torch.ones_like(v[..., :1])
-    else:
-        scale, bad_beta = finite_part(split_into_chunks(beta, size))
-        bad = bad + bad_beta
     start, end = (None, None) if g is None else (decay_since_start(g), decay_until_end(g))
-    if c is None:
-        system, bad_system = finite_part((scale * products_after_decay(k, k, g)).tril_(-1))
-        reads = k if start is None else k * start
-    else:
-        c, bad_c = finite_part(split_into_chunks(c, size))
-        bad = bad + bad_c.sum(-1, keepdim=True)
-        system, bad_system = finite_part(_products_before(c, k, g))
-        reads = c if start is None else c * F.pad(start[..., :-1, :], (0, 0, 1, 0), value=1.0)
-    if c is not None and a is not None:
-        v, bad_v = finite_part(v)
-        added = system @ v + (bad_v + bad_system.sum(-1, keepdim=True))
-        a, bad_a = finite_part(split_into_chunks(a, size))
-        bad = bad + bad_a.sum(-1, keepdim=True)
-        system, bad_system = finite_part(-_products_before(c, a, g))
-    inverse, overflow = inverse_of_unit_triangle(system, scale)
-    # What a token whose numbers are not finite reads is NaN, which `bad` collects.
-    bad = bad + overflow + bad_system.sum(-1, keepdim=True)
+    inverse, reads, right, v, a = _triangular_systems(k, v, g, start, bad, correction)
     weights, bad_q = _query_weights(q, k, g, bad_q)  # [B,G,P or 1,n,R*C,C]
     if a is not None:
         read_weights, bad_q = _query_weights(q, a, g, bad_q)
@@ -178,7 +156,6 @@ def chunked(
     if start is not None and end is not None and by_channel:
         q, k = q * start.unsqueeze(-3), k * end
     q = q.flatten(-3, -2)  # [B,G,P or 1,n,R*C,D]
-    right = (v if a is None else added) + bad
     outputs, bad = [], torch.zeros_like(state[..., :1, :])
     for i in range(k.shape[-3]):
         product = shared_matmul(reads[..., i, :, :], state)
@@ -203,6 +180,40 @@ def chunked(
     out = torch.unflatten(torch.stack(outputs, -3) + bad_q.flatten(-3, -2), -2, (R, size))
     out = out.movedim(-3, -4).flatten(-3, -2)[..., :T, :]  # [B,G,P,R,T,E]
     return out, state + bad[..., -1:, :]
+
+
+def _triangular_systems(
+    k: Tensor, v: Tensor, g: Tensor | None, start: Tensor | None, bad: Tensor, how: Correction
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the inverses of the systems of all chunks `[B, G, P, n, C, C]`, what reads the state
+    `[B, G, P or 1, n, C, D]`, the right-hand sides without the state `[B, G, P, n, C, E]`, and the
+    finite parts of v and of a.
+
+    What a token whose numbers are not finite reads is NaN in the right-hand side.
+    """
+    size, (beta, c, a) = k.shape[-2], how
+    if beta is None:
+        scale = torch.ones_like(v[..., :1])
+    else:
+        scale, bad_beta = finite_part(split_into_chunks(beta, size))
+        bad = bad + bad_beta
+    right = v
+    if c is None:
+        system, bad_system = finite_part((scale * products_after_decay(k, k, g)).tril_(-1))
+        reads = k if start is None else k * start
+    else:
+        c, bad_c = finite_part(split_into_chunks(c, size))
+        bad = bad + bad_c.sum(-1, keepdim=True)
+        system, bad_system = finite_part(_products_before(c, k, g))
+        reads = c if start is None else c * F.pad(start[..., :-1, :], (0, 0, 1, 0), value=1.0)
+    if c is not None and a is not None:
+        v, bad_v = finite_part(v)
+        right = system @ v + (bad_v + bad_system.sum(-1, keepdim=True))
+        a, bad_a = finite_part(split_into_chunks(a, size))
+        bad = bad + bad_a.sum(-1, keepdim=True)
+        system, bad_system = finite_part(-_products_before(c, a, g))
+    inverse, overflow = inverse_of_unit_triangle(system, scale)
+    return inverse, reads, right + (bad + overflow + bad_system.sum(-1, keepdim=True)), v, a
 
 
 def products_after_decay(x: Tensor, k: Tensor, g: Tensor | None) -> Tensor:
