@@ -15,9 +15,12 @@ _ENTRY = re.compile(r"^(\w+): (.*(?:\n +.*)*)", re.MULTILINE)
 _REST = re.compile(r"^(>>>|Source:)", re.MULTILINE)
 
 
-def with_shared_arguments(meanings: Mapping[str, str]) -> Callable[[Function], Function]:
+def with_shared_arguments(
+    meanings: Mapping[str, str], options: type | None = None
+) -> Callable[[Function], Function]:
     """Return a decorator that completes a docstring: parameters that it does not explain get the
     line of their name in `meanings`, in the order of the signature, and so do Returns and Raises.
+    The keys of `options`, a TypedDict, take the place of **options in the signature.
 
     >>> @with_shared_arguments({"x": "a number.", "Returns": "The sum."})
     ... def add(x, y):
@@ -38,6 +41,8 @@ def with_shared_arguments(meanings: Mapping[str, str]) -> Callable[[Function], F
     """
 
     def complete(function: Function) -> Function:
+        if options is not None:
+            _show_options(function, options)
         if function.__doc__ is None:  # python -OO
             return function
         text = inspect.cleandoc(function.__doc__)
@@ -66,6 +71,32 @@ def with_shared_arguments(meanings: Mapping[str, str]) -> Callable[[Function], F
         return function
 
     return complete
+
+
+def meanings_of(options: type) -> dict[str, str]:
+    """Return what the docstring of a class says of each of its arguments."""
+    text = inspect.cleandoc(options.__doc__ or "")
+    return dict(_ENTRY.findall(textwrap.dedent(text.partition("Args:\n")[2])))
+
+
+def _show_options(function: Callable[..., object], options: type) -> None:
+    """Show in the signature of a function which options it accepts; those without a number as
+    their default are None.
+    """
+    signature = inspect.signature(function)
+    *parameters, _ = signature.parameters.values()
+    shown = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=0.0 if annotation.__forward_arg__ == "float" else None,
+            annotation=annotation.__forward_arg__,
+        )
+        for name, annotation in options.__annotations__.items()
+    ]
+    positional = [x for x in parameters if x.kind is not x.KEYWORD_ONLY]
+    own = [x for x in parameters if x.kind is x.KEYWORD_ONLY]
+    vars(function)["__signature__"] = signature.replace(parameters=[*positional, *shown, *own])
 
 
 def _wrap(entry: str) -> str:
