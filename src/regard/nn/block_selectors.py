@@ -13,8 +13,13 @@ from regard.errors import ArgumentError
 from regard.masks import Mask
 from regard.nn.projections import HeadProjection, Projection
 from regard.nn.selected_attention import SelectedAttention
-from regard.ops.selection.block_maximum import block_maximum_mask, check_block_sizes
-from regard.ops.selection.quest import PageBounds, check_page_sizes, quest_mask
+from regard.ops.selection.best_blocks import (
+    PageBounds,
+    block_maximum_mask,
+    check_block_sizes,
+    check_sizes,
+    quest_mask,
+)
 from regard.span import Positions
 from regard.units import plural
 
@@ -40,7 +45,7 @@ class Quest(nn.Module):
 
     def __init__(self, size: int, topk: int) -> None:
         super().__init__()
-        check_page_sizes(size, topk)
+        check_sizes("Quest", size, topk, "page")
         self.size, self.topk = size, topk
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:

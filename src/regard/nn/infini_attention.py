@@ -27,7 +27,7 @@ from regard.nn.explainable import (
 )
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.projections import Projection
-from regard.ops.memory import (
+from regard.ops.infini_attention import (
     CompressiveState,
     EmptyMemoryRule,
     UpdateRule,

@@ -36,13 +36,13 @@ from regard.nn.projections import (
     postprocess,
     select_form,
 )
+from regard.ops.selection.best_blocks import check_sizes, moba_mask
 from regard.ops.selection.lightning_indexer import (
     check_topk,
     index_mask,
     index_scores,
     indexer_loss,
 )
-from regard.ops.selection.moba import check_moba_sizes, moba_mask
 from regard.ops.selection.nsa import (
     NSABlocks,
     compression_positions,
@@ -99,7 +99,7 @@ class MoBA(nn.Module):
 
     def __init__(self, size: int, topk: int) -> None:
         super().__init__()
-        check_moba_sizes(size, topk)
+        check_sizes("MoBA", size, topk, "block")
         self.size, self.topk = size, topk
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:

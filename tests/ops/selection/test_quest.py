@@ -11,7 +11,7 @@ from torch import Tensor
 import regard
 from regard.masks import Causal
 from regard.ops.selection import PageBounds, block_layout, moba_mask, quest_mask
-from regard.ops.selection.quest import page_bounds, page_scores
+from regard.ops.selection.best_blocks import page_bounds, page_scores
 from regard.span import Span
 from tests.fixture_f import example
 from tests.ops.selection.test_moba import CALLS, B, H, dense, inputs, rows

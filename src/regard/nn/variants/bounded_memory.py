@@ -9,7 +9,7 @@ from regard.nn.infini_attention import InfiniAttention
 from regard.nn.streaming_attention import StreamingAttention
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.nn.variants.registry import variant
-from regard.ops.memory import EmptyMemoryRule, UpdateRule
+from regard.ops.infini_attention import EmptyMemoryRule, UpdateRule
 from regard.positions import Rotary
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, where
 from torch.nn.functional import pad
 
 from regard.errors import ArgumentError, ArgumentTypeError
+from regard.ops.infini_attention import elu_plus_one
 from regard.ops.linear.call import (
     DECAY_PER_CHANNEL,
     FORMS_WITH_TRITON,
@@ -22,7 +23,6 @@ from regard.ops.linear.call import (
     zero_empty_slots,
 )
 from regard.ops.linear.linear_recurrence import linear_recurrence
-from regard.ops.memory import elu_plus_one
 from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import Positions
 
