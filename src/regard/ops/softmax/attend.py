@@ -14,7 +14,7 @@ from torch import Tensor
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.ops.shared_arguments import meanings_of, with_shared_arguments
-from regard.ops.softmax.call import AttentionOptions, Call, Partial, make_call
+from regard.ops.softmax.call import AttentionOptions, Call, Partial, checked_call, make_call
 from regard.ops.softmax.definition import (
     add_sink,
     join_sums,
@@ -79,7 +79,7 @@ def attend(
         known = {**options, "backend": backend}
         node: Tensor = tracer.create_proxy("call_function", attend, (q, k, v), known)
         return node
-    return run_call(make_call(q, k, v, **options), backend).out
+    return run_call(checked_call(q, k, v, options), backend).out
 
 
 def _is_proxy(x: object) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
@@ -96,7 +96,7 @@ def check_custom_rules(
         return
     first_slot = slice(0, 1)
     for name, rule in (("mask", mask), ("bias", bias)):
-        if rule is None or not _has_custom_code(rule):
+        if rule is None or not rule.has_custom_code:
             continue
         block_sizes = tuple(rule.block(q, k, first_slot, first_slot).shape[:2])
         if any(n not in (1, size) for n, size in zip(block_sizes, sizes, strict=True)):
@@ -105,28 +105,6 @@ def check_custom_rules(
                 f"{plural(block_sizes[1], 'head')}, but the "
                 f"call has batch {sizes[0]} and {plural(sizes[1], 'head')}; each must be 1 or equal"
             )
-
-
-_NO_CUSTOM_CODE = "_familiar"
-"""Attribute that marks a mask or bias as inspected and free of custom code: a model passes the
-same one for every layer and token.
-"""
-
-
-def _has_custom_code(rule: Mask | Bias) -> bool:
-    """Return whether a mask or bias contains a user-defined function or class."""
-    if _NO_CUSTOM_CODE in rule.__dict__:
-        return False
-    if isinstance(rule, (masks.Fn, biases.FnBias)) or not type(rule).__module__.startswith(
-        "regard."
-    ):
-        return True
-    values = [getattr(rule, x.name) for x in fields(rule)]
-    inner = [y for x in values for y in (x if isinstance(x, tuple) else (x,))]
-    is_custom = any(_has_custom_code(x) for x in inner if isinstance(x, (Mask, Bias)))
-    if not is_custom and not is_compiling():
-        rule.__dict__[_NO_CUSTOM_CODE] = True
-    return is_custom
 
 
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
@@ -451,13 +429,22 @@ def _positions_of(
 def make_call(
     q: Tensor, k: Tensor, v: Tensor, *, wants_lse: bool = False, **options: Unpack[AttentionOptions]
 ) -> Call:
+    """Check all arguments of an attention call; see `checked_call`."""
+    return checked_call(q, k, v, options, wants_lse=wants_lse)
+
+
+_OPTION_NAMES = AttentionOptions.__optional_keys__
+
+
+def checked_call(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, wants_lse: bool = False
+) -> Call:
     """Check all arguments of an attention call, fill in the defaults, and record whether an open
     trace captures or edits the scores or the weights.
     """
-    if not AttentionOptions.__optional_keys__.issuperset(options):
-        argument_checks.check_keyword_names(
-            "attend", options, list(AttentionOptions.__annotations__)
-        )
+    if not _OPTION_NAMES.issuperset(options):
+        names = list(AttentionOptions.__annotations__)
+        argument_checks.check_keyword_names("attend", options, names)
     scale, softcap = options.get("scale"), options.get("softcap")
     sink, dropout = options.get("sink"), options.get("dropout", 0.0)
     given_bias, score = options.get("bias"), options.get("score")
@@ -483,7 +470,7 @@ def make_call(
     mask.require(B, H, T, S)
     if bias is not None:
         bias.require(B, H, T, S)
-    if bias is not None or _NO_CUSTOM_CODE not in mask.__dict__:
+    if bias is not None or mask.has_custom_code:
         check_custom_rules(mask, bias, (B, H), q_positions, k_positions)
     call = Call(
         q,
