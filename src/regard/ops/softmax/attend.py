@@ -144,7 +144,7 @@ def attend_partial(
                     else "use regard.attend"
                 )
             )
-    call = make_call(q, k, v, wants_lse=True, **options)
+    call = checked_call(q, k, v, options, wants_lse=True)
     if out_dtype not in (None, call.q.dtype):
         if out_dtype != call.score_dtype:
             raise ArgumentError(
@@ -238,7 +238,7 @@ def attention_weights(
             "attention_weights sees the keys of this rank only, and regard.parallel.sequence is "
             "open; call it outside, or use a model that does not ask for attention weights"
         )
-    call = zero_empty_slots(make_call(q, k, k, **options))
+    call = zero_empty_slots(checked_call(q, k, k, options))
     row_slice, column_slice = _as_slice("rows", rows, call.T), _as_slice("columns", columns, call.S)
     with torch.autocast(q.device.type, enabled=False):
         return _block_of_weights(call, row_slice, column_slice)

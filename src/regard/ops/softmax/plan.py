@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard import units
 from regard.cost import attention_flops
-from regard.ops.softmax.call import AttentionOptions, Call, make_call
+from regard.ops.softmax.call import AttentionOptions, Call, checked_call
 from regard.ops.softmax.definition import describe_second_derivatives
 from regard.ops.softmax.dispatch import (
     all_kernels,
@@ -127,7 +127,7 @@ def plan(
     >>> regard.plan(q, q, q, mask=regard.masks.Causal(), backend="tiled").kernel
     'tiled'
     """
-    call = make_call(q, k, v, **options)
+    call = checked_call(q, k, v, options)
     # first: the questions that follow may make numbers of the codes or pages of a cache
     chosen, served = choose_kernel(call, backend)
     notes = _notes(call, chosen, served)
