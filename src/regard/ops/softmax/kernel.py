@@ -207,7 +207,7 @@ def maximum_and_sum(lse: Tensor) -> tuple[Tensor, Tensor]:
     """Return an lse as m and l with lse = m + ln l, which the backward passes of kernels read: m is
     the lse and l is 1, and both are 0 for a row that sees no key.
 
-    >>> maximum_and_sum(torch.tensor([2.0, -math.inf]))
+    >>> maximum_and_sum(torch.tensor([2.0, float("-inf")]))
     (tensor([2., 0.]), tensor([1., 0.]))
     """
     sees_nothing = lse.isneginf()
