@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from regard.errors import RegardError
 from regard.masks import Causal
+from regard.ops.linear.call import RecurrenceCall
 from regard.ops.linear.triton.block_sizes import TABLE as RECURRENCE_TABLE
 from regard.ops.linear.triton.block_sizes import (
     ChunkSizes,
@@ -25,7 +26,6 @@ from regard.ops.linear.triton.block_sizes import (
     RecurrenceSizesKey,
     try_recurrence_sizes,
 )
-from regard.ops.linear.triton.kernel import RecurrenceCall
 from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.triton.block_sizes import (
     TABLE,

@@ -206,6 +206,8 @@ _plans: dict[Any, _Plan] = {}
 def _plan(function: Callable[..., Any]) -> _Plan:
     signature, hints = inspect.signature(function), resolve(function, _modules[function])
     kinds = {name: p.kind for name, p in signature.parameters.items()}
+    for options in [x for name, x in hints.items() if isinstance(x, dict) and name not in kinds]:
+        hints = {**hints, **options}  # the signature shows them one by one
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     deep = [(name, hint) for name, hint in hints.items() if not _by_type(hint)]
     plan = _Plan(

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 import regard
 from regard.caches.lazy_tensor import LazyTensor
-from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
+from regard.ops.softmax.call import Call
+from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.ops.softmax.reference import ReferenceKernel
 
 _PACKAGE = Path(regard.__file__).parent
@@ -248,7 +249,7 @@ def _non_blocking(func: Any, args: Any, kwargs: Any) -> bool:
     return bool(given.get("non_blocking"))
 
 
-class SelectingKernel:
+class SelectingKernel(Kernel):
     """A kernel that stands for those of a GPU: by the definition, without a read by Python."""
 
     name, selects = "selecting", True

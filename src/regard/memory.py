@@ -4,7 +4,7 @@ write its compressive memory.
 
 from __future__ import annotations
 
-from regard.ops.memory import (
+from regard.ops.infini_attention import (
     CompressiveState,
     MemoryRead,
     elu_plus_one,

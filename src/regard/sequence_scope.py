@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
     from regard.caches import Cache
     from regard.nn.mixer import Mixer
-    from regard.ops.softmax.call import Call, KernelResult
+    from regard.ops.softmax.call import Call
+    from regard.ops.softmax.kernel import KernelResult
     from regard.span import Positions
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from torch import Tensor
 
 from regard.errors import ArgumentError
+from regard.process_state import is_compiling
 from regard.registry import Registry
 from regard.units import plural
 from regard.untrusted_text import short_repr
@@ -40,6 +41,28 @@ class Serializable:
 
     kind: ClassVar[str]
     """The name of the class in text and in files."""
+
+    _custom_code: ClassVar[bool | None] = None
+    """What `has_custom_code` found in an instance, which a model passes for every layer and token;
+    None before it was asked.
+    """
+
+    @property
+    def has_custom_code(self) -> bool:
+        """Whether this rule, or one in its fields, is a class of a user or contains a function."""
+        if self._custom_code is None:
+            found = self._finds_custom_code()
+            if is_compiling():
+                return found
+            object.__setattr__(self, "_custom_code", found)  # of a frozen dataclass
+        return bool(self._custom_code)
+
+    def _finds_custom_code(self) -> bool:
+        if not type(self).__module__.startswith("regard."):
+            return True
+        values = [getattr(self, x.name) for x in fields(self)]  # type: ignore[arg-type]
+        inner = [y for x in values for y in (x if isinstance(x, tuple) else (x,))]
+        return any(x.has_custom_code if isinstance(x, Serializable) else callable(x) for x in inner)
 
     def plain_fields(self) -> dict[str, object]:
         """Return the constructor arguments of an equal object: the fields, by name."""

@@ -26,6 +26,7 @@ from benchmarks.block_tuning import (
     tune_table,
 )
 from regard import RegardError
+from regard.ops.linear.call import RecurrenceCall
 from regard.ops.linear.triton import block_sizes as recurrence_sizes
 from regard.ops.linear.triton.block_sizes import (
     RecurrenceSizes,
@@ -33,7 +34,6 @@ from regard.ops.linear.triton.block_sizes import (
     chunk_sizes,
     try_recurrence_sizes,
 )
-from regard.ops.linear.triton.kernel import RecurrenceCall
 from regard.ops.softmax.call import make_call
 from regard.ops.softmax.triton import block_sizes
 from regard.ops.softmax.triton.block_sizes import LaunchSizes, SizesKey, try_sizes

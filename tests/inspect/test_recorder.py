@@ -23,8 +23,9 @@ from regard.inspect import Recorder, Recording
 from regard.inspect.record import recorder as recorder_module
 from regard.nn.variants import VARIANTS
 from regard.ops.softmax import dispatch
-from regard.ops.softmax.call import Call, Kernel, KernelResult, make_call
+from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import KERNELS
+from regard.ops.softmax.kernel import Kernel, KernelResult
 from regard.ops.softmax.sdpa import SdpaKernel
 from tests.nn.catalogue import CAUSAL, example, tokens
 

@@ -17,7 +17,8 @@ from regard import biases, masks
 from regard.caches import Cache, Float8, Growing, Quantised, Ring
 from regard.inspect import Recorder, Recording
 from regard.models.generation.cache_config import CacheConfig
-from regard.ops.softmax.call import Call, KernelResult
+from regard.ops.softmax.call import Call
+from regard.ops.softmax.kernel import KernelResult
 from tests.models import small
 from tests.pretended_device import PretendedDevice, PretendedTensor, SelectingKernel, pretended_cuda
 

@@ -18,8 +18,9 @@ from regard import biases, masks
 from regard.inspect import Recorder, Recording, row_sums
 from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.ops.softmax import dispatch
-from regard.ops.softmax.call import Call, KernelResult, WorkEstimate, make_call
+from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.dispatch import KERNELS
+from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.span import Span
 
 C = masks.Causal()
@@ -253,7 +254,7 @@ def test_a_row_that_sees_nothing() -> None:
     )
 
 
-class Faulty:
+class Faulty(Kernel):
     """The reference, but for one mistake: the recorder sees a call, and a kernel that does
     something else.
     """

@@ -17,7 +17,7 @@ from regard.nn.selected_attention import MoBA, Quest
 from regard.nn.variants import VARIANTS, build
 from regard.nn.variants.projections import separate_qkv
 from regard.ops.selection import block_layout
-from regard.ops.selection.quest import page_bounds
+from regard.ops.selection.best_blocks import page_bounds
 from regard.span import Span
 from tests.nn.catalogue import example, tokens
 

@@ -15,7 +15,7 @@ import regard
 from regard import biases, caches, masks, scores
 from regard.errors import ArgumentError, ArgumentTypeError, FileError, KernelRefusal
 from regard.nn import Attention, HeadProjection, SeparateQKV
-from regard.ops.softmax import KernelResult, WorkEstimate
+from regard.ops.softmax import Kernel, KernelResult, WorkEstimate
 from regard.scores import ScoreBlock, ScoreRule
 from regard.span import Span
 from tests.rules import assert_close_rule
@@ -287,7 +287,7 @@ def test_kernels_without_rules_get_the_call_that_means_the_same(dtype: torch.dty
 
 
 def test_a_registered_kernel_gets_no_rule_that_it_does_not_know() -> None:
-    class Plain:
+    class Plain(Kernel):
         name, selects = "plain", True
 
         def why_not(self, call: Any) -> list[str]:

@@ -27,16 +27,15 @@ from regard.nn.norms import L2Norm
 from regard.nn.projections import HeadProjection, ProjectionShape
 from regard.nn.recurrent import RecurrenceRule, RuleCall, initial_step_bias, wide
 from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV
-from regard.ops.linear.delta_product import delta_product
-from regard.ops.linear.delta_rule import delta_rule, gated_delta_rule
-from regard.ops.linear.generalised_delta_rule import generalised_delta_rule
-from regard.ops.linear.linear_recurrence import (
-    empty_slot_mask,
-    linear_recurrence,
-    zero_empty_slots,
+from regard.ops.linear.call import empty_slot_mask, zero_empty_slots
+from regard.ops.linear.delta_rules import (
+    delta_product,
+    delta_rule,
+    gated_delta_rule,
+    generalised_delta_rule,
 )
-from regard.ops.linear.mesa import mesa
-from regard.ops.linear.titans import titans_memory
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.linear.regression import mesa, titans_memory
 from regard.span import Positions
 
 

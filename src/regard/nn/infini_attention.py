@@ -26,7 +26,7 @@ from regard.nn.explainable import (
 )
 from regard.nn.mixer import AcrossRanks, Mixer, count_weights
 from regard.nn.projections import Projection, check_adds_no_bias
-from regard.ops.memory import (
+from regard.ops.infini_attention import (
     CompressiveState,
     EmptyMemoryRule,
     UpdateRule,

@@ -39,7 +39,7 @@ from regard.nn.norms import HeadNorm
 from regard.nn.projections import HeadProjection
 from regard.nn.recurrent import StateMixer, Tensors, over_documents, row_of_state, wide
 from regard.nn.recurrent_projections import token_before
-from regard.ops.linear.generalised_delta_rule import generalised_delta_rule
+from regard.ops.linear.delta_rules import generalised_delta_rule
 from regard.span import Positions, Span
 from regard.tracing import is_tracing, named_scope, parent_scope, tap
 

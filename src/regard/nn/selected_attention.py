@@ -28,15 +28,20 @@ from regard.masks import Causal, Mask
 from regard.nn.latent_projection import LatentProjection, LowRankProjection
 from regard.nn.mixer import Mixer, count_weights
 from regard.nn.projections import HeadProjection, Projection, check_adds_no_bias
-from regard.ops.selection.block_maximum import block_maximum_mask, check_block_sizes
+from regard.ops.selection.best_blocks import (
+    PageBounds,
+    block_maximum_mask,
+    check_block_sizes,
+    check_sizes,
+    moba_mask,
+    quest_mask,
+)
 from regard.ops.selection.lightning_indexer import (
     check_topk,
     index_mask,
     index_scores,
     indexer_loss,
 )
-from regard.ops.selection.moba import check_moba_sizes, moba_mask
-from regard.ops.selection.quest import PageBounds, check_page_sizes, quest_mask
 from regard.ops.softmax import attend, attention_weights
 from regard.span import Positions, Span, slot_count
 from regard.tracing import tap
@@ -76,7 +81,7 @@ class MoBA(nn.Module):
 
     def __init__(self, size: int, topk: int) -> None:
         super().__init__()
-        check_moba_sizes(size, topk)
+        check_sizes("MoBA", size, topk, "block")
         self.size, self.topk = size, topk
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:
@@ -319,7 +324,7 @@ class Quest(nn.Module):
 
     def __init__(self, size: int, topk: int) -> None:
         super().__init__()
-        check_page_sizes(size, topk)
+        check_sizes("Quest", size, topk, "page")
         self.size, self.topk = size, topk
 
     def remember(self, x: Tensor, positions: Positions) -> Parts:

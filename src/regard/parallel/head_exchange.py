@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from regard.errors import ArgumentError
 from regard.ops.softmax import attend as attend_here
-from regard.ops.softmax.call import AutogradContext
 from regard.ops.softmax.merge import apply_sink
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.exchange import exchange
@@ -100,19 +99,12 @@ class _HeadExchange:
         return torch.cat([p.view(B, n, count, D) for p in received], 1)
 
 
-class _HeadExchangeContext(AutogradContext, Protocol):
-    """What `_ExchangeFunction` keeps for its gradient."""
-
-    layout: _HeadExchange
-    to_heads: bool
-
-
 class _ExchangeFunction(torch.autograd.Function):
     """Apply one direction of a `_HeadExchange`; the backward pass applies the other one."""
 
     @staticmethod
     def forward(
-        ctx: _HeadExchangeContext,
+        ctx: Any,
         x: Tensor,
         layout: _HeadExchange,
         to_heads: bool,  # noqa: FBT001  # `apply` takes no keywords
@@ -122,7 +114,7 @@ class _ExchangeFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _HeadExchangeContext, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         layout, to_heads = ctx.layout, ctx.to_heads
         result = layout.heads_of_all(gradient) if to_heads else layout.tokens_of_all(gradient)
         return result, None, None

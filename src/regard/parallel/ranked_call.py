@@ -18,7 +18,7 @@ from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Full, Mask, Selected
 from regard.ops.softmax import Partial, attend_partial
-from regard.ops.softmax.part_gradients import part_gradients
+from regard.ops.softmax.attend import part_gradients
 from regard.parallel.communication import RankGroup
 from regard.parallel.shards import Shards
 from regard.sequence_scope import use_scope

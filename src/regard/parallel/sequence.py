@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.nn.dynamic_rotary import PerRowRotary
 from regard.nn.mixer import Mixer
 from regard.ops.softmax import Call, KernelResult
-from regard.ops.softmax.call import AutogradContext
 from regard.parallel.attend import attend
 from regard.parallel.communication import Group, RankGroup
 from regard.parallel.decode import decode
@@ -378,20 +377,12 @@ class _StateChain:
         return torch.zeros((), requires_grad=self.with_gradient, dtype=torch.float32, device="cpu")
 
 
-class _StateContext(AutogradContext, Protocol):
-    """What a message with a state keeps for the message with its gradient."""
-
-    ranks: RankGroup
-    other: int
-    shapes: Sequence[TensorShape]
-
-
 class _SendState(torch.autograd.Function):
     """Send tensors to another rank; the backward pass receives their gradients."""
 
     @staticmethod
     def forward(
-        ctx: _StateContext, anchor: Tensor, z: Tensor, ranks: RankGroup, to: int, *tensors: Tensor
+        ctx: Any, anchor: Tensor, z: Tensor, ranks: RankGroup, to: int, *tensors: Tensor
     ) -> Tensor:
         ctx.ranks, ctx.other = ranks, to
         ctx.shapes = [(tuple(x.shape), x.dtype) for x in tensors]
@@ -406,7 +397,7 @@ class _SendState(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _StateContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         # torch.utils.checkpoint runs a layer again when saved tensors are read: its messages must
         # come before those of the gradients, on every rank
         _ = ctx.saved_tensors
@@ -419,7 +410,7 @@ class _ReceiveState(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _StateContext,
+        ctx: Any,
         anchor: Tensor,
         ranks: RankGroup,
         source: int,
@@ -436,7 +427,7 @@ class _ReceiveState(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _StateContext, *gradients: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         messages = [
             ctx.ranks.send_receive(
                 "gradient of the state", step, x.contiguous(), ctx.other, None, ctx.other

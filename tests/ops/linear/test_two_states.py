@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import regard
 from regard.linear import delta_rule, mesa, titans_memory
 from tests.fixture_f import decays, example, strengths
 from tests.oracles.generalised_delta import mesa_loop, titans_loop
@@ -186,10 +185,6 @@ def test_strong_decays_and_wrong_variants() -> None:
                 assert_close_rule(run(*wrong)[0], plain, exact)
 
 
-def test_refusals() -> None:
-    for name, (run, *_) in OPS.items():
-        q, k, v, step, g, last = case(name)
-        with pytest.raises(regard.ArgumentError, match="q has 4 heads, k 2 and v 2; a"):
-            run(torch.cat([q, q], 1), k, v, step, g, last)
+def test_a_matrix_that_is_not_positive_definite_gives_nan() -> None:
     q, k, v, beta, g, ridge = case("mesa")
-    assert bool(mesa(q, k, v, beta, g, -100 * ridge)[0].isnan().any()), "not positive definite"
+    assert bool(mesa(q, k, v, beta, g, -100 * ridge)[0].isnan().any())

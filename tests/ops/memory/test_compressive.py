@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.memory import CompressiveState, elu_plus_one, retrieve, write
-from regard.ops.memory import empty_state
+from regard.ops.infini_attention import empty_state
 from tests.oracles import infini as oracle
 from tests.rules import assert_close_rule
 

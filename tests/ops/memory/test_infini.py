@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard import masks
 from regard.memory import infini_attention
-from regard.ops.memory import segments_of_call
+from regard.ops.infini_attention import segments_of_call
 from regard.span import Span
 from tests.ops.memory.plain import several
 from tests.oracles import infini as oracle

@@ -14,7 +14,7 @@ from regard.nn.selected_attention import BlockMaximum
 from regard.ops.selection import block_maximum_mask
 from regard.positions import Rotary, rope_frequencies
 from regard.span import Span
-from tests.ops.selection.test_moba import CALLS, B, D, H, dense, inputs, rows
+from tests.ops.selection.test_best_blocks import CALLS, B, D, H, dense, inputs, rows
 from tests.oracles import selected as oracle
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from regard.ops.softmax import dispatch, mask_lowering, sdpa, tiled
-from regard.ops.softmax.call import Call, Kernel
+from regard.ops.softmax.call import Call
+from regard.ops.softmax.kernel import Kernel
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import GRADIENT, assert_close_rule

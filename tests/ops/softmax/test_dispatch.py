@@ -141,23 +141,12 @@ def test_names_are_unique(name: str) -> None:
 
 
 def test_what_is_no_kernel_is_refused() -> None:
-    class Half:
-        name, selects = "half", False
-
-        def run(self, call: Call) -> KernelResult:
-            return KernelResult(call.q, None)
-
-    wrong: Any = Half()
-    with pytest.raises(
-        regard.ArgumentTypeError, match="Half, which has no why_not, priority, work; it must"
-    ):
-        regard.register_kernel(wrong)
-    own: Any = Own(1)
-    own.name = 7
-    with pytest.raises(
-        regard.ArgumentTypeError, match="Own, which has a name that is not a string"
-    ):
-        regard.register_kernel(own)
+    wrong: Any = object()
+    nameless = Own(1)
+    nameless.name = ""
+    for kernel, word in ((wrong, "does not extend it"), (nameless, "has no name")):
+        with pytest.raises(regard.ArgumentTypeError, match=word):
+            regard.register_kernel(kernel)
 
 
 def test_a_handle_may_be_removed_twice() -> None:

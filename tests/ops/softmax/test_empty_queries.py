@@ -15,8 +15,9 @@ from torch import Tensor
 import regard
 from regard import Span, masks
 from regard.masks import Mask
-from regard.ops.softmax.call import Kernel, make_call
+from regard.ops.softmax.call import make_call
 from regard.ops.softmax.dispatch import KERNELS
+from regard.ops.softmax.kernel import Kernel
 from regard.span import Positions
 
 B, H, G, T, S, D = 2, 4, 2, 20, 40, 8

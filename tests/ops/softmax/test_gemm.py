@@ -22,8 +22,9 @@ from regard.ops.jit.half_precision import from_float32
 from regard.ops.jit.prefill import prefill
 from regard.ops.jit.softmax_rows import weigh_scores
 from regard.ops.softmax import gemm
-from regard.ops.softmax.call import UNREADABLE, make_call
+from regard.ops.softmax.call import make_call
 from regard.ops.softmax.gemm import GemmKernel
+from regard.ops.softmax.kernel import UNREADABLE
 from regard.span import Span
 from tests.oracles.plain import plain_attention, several_plains
 from tests.rules import assert_close_rule

@@ -131,8 +131,7 @@ def test_a_field_that_is_not_packed_is_refused() -> None:
 @pytest.mark.full
 def test_nothing_is_kept() -> None:
     """Texts and rules of numbers are remembered, a bounded number of them; tensors never."""
-    for cached in (packed_call._parse, packed_call._rule_without_tensors):
-        assert cached.cache_info().maxsize == 256
+    assert packed_call._readers.cache_info().maxsize == 256
     table = torch.ones(2, 2, dtype=torch.bool)
     alive = weakref.ref(table)
     call = call_with(masks.Dense(table) & masks.Causal())

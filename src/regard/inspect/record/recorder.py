@@ -22,7 +22,8 @@ from regard.inspect.record.mask_and_bias_data import copy_rule, depends_on_slots
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.recording import Recording
 from regard.masks import Mask
-from regard.ops.softmax.call import Call, KernelResult
+from regard.ops.softmax.call import Call
+from regard.ops.softmax.kernel import KernelResult
 from regard.span import Positions, Span, as_tensor
 from regard.tracing import ActiveTrace, Trace
 

@@ -23,9 +23,10 @@ from regard.integrations.pytorch.module_places import ModulePlaces, open_places
 from regard.integrations.pytorch.torch_calls import NOT_MASKED_ATTENTION, as_attn_mask, as_call
 from regard.integrations.pytorch.torch_functions import TORCH, contexts
 from regard.masks import Dense, Full, Padding
-from regard.ops.softmax.call import Call, KernelResult, make_call
+from regard.ops.softmax.call import Call, make_call
 from regard.ops.softmax.definition import scores
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
+from regard.ops.softmax.kernel import KernelResult
 from regard.span import Span
 from regard.tracing import call_observers, is_edited, named_scope, tap
 

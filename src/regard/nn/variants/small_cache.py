@@ -40,7 +40,7 @@ from regard.nn.variants.options import Base, HeadSize, Option, Rotated, RotatedS
 from regard.nn.variants.projections import Start, output_projection
 from regard.nn.variants.registry import variant
 from regard.nn.windowed_attention import StreamingAttention
-from regard.ops.memory import EmptyMemoryRule, UpdateRule
+from regard.ops.infini_attention import EmptyMemoryRule, UpdateRule
 from regard.positions import Rotary, Scaling
 
 

@@ -7,14 +7,15 @@ or is refused with its reasons.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from regard.errors import KernelRefusal
-from regard.ops.linear.triton.kernel import RecurrenceCall, why_not
-from regard.units import plural
+from torch import Tensor
 
-MAX_RECURRENT_TOKENS = 8
-"""The largest number of tokens for which "auto" computes token by token."""
+from regard.errors import KernelRefusal
+from regard.ops.linear.call import MAX_RECURRENT_TOKENS, RecurrenceCall
+from regard.ops.linear.triton import kernel
+from regard.units import plural
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def plan_form(call: RecurrenceCall, form: str) -> FormChoice:
     """Return which form runs a call, and why the kernels in Triton do not."""
     if form not in ("auto", "triton"):
         return FormChoice(form, (f'form is "{form}"',))
-    reasons = why_not(call)
+    reasons = kernel.why_not(call)
     if form == "triton":
         if reasons:
             raise KernelRefusal(
@@ -60,3 +61,18 @@ def choose_form(call: RecurrenceCall, form: str) -> str:
     if form == "triton" or (form == "auto" and call.q.is_cuda):
         return plan_form(call, form).form
     return form
+
+
+def run_form(
+    call: RecurrenceCall,
+    form: str,
+    chunk: int,
+    in_torch: Callable[[RecurrenceCall, str, int], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Compute the outputs and the last state of a call in the form that `choose_form` returns;
+    `in_torch` computes all forms but "triton", and the second derivatives of that one.
+    """
+    form = choose_form(call, form)
+    if form == "triton":
+        return kernel.run(call, lambda x: in_torch(x, "chunk", chunk))
+    return in_torch(call, form, chunk)

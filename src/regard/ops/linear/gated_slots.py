@@ -8,22 +8,27 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.argument_checks import check_finite, check_positions, check_tensor
+from regard.argument_checks import check_positions, check_tensor
 from regard.errors import ArgumentError
-from regard.ops.linear.linear_recurrence import (
-    check_call,
-    check_tensor_shape,
-    chunk_size,
-    decay_since_start,
-    decay_until_end,
+from regard.ops.linear.call import (
+    SHARED_ARGUMENTS,
+    TokenInputs,
     empty_slot_mask,
     initial_state,
-    linear_recurrence,
-    split_into_chunks,
     state_dtype,
+    without_autocast,
     zero_empty_slots,
 )
-from regard.ops.linear.scans import FLOOR, running_log_sum_exp
+from regard.ops.linear.chunks import (
+    FLOOR,
+    block_halves,
+    decay_since_start,
+    decay_until_end,
+    running_log_sum_exp,
+    split_into_chunks,
+)
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import Positions
 
 
@@ -77,6 +82,7 @@ def log_sum_exp_gates(
     return zero_empty_slots(g, empty), (total[:, :, -1].contiguous(),)
 
 
+@with_shared_arguments(SHARED_ARGUMENTS)
 def gated_slots(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
@@ -100,24 +106,14 @@ def gated_slots(
 
     Args:
         q: queries `[B, H, T, D]`; query head h reads the slots of key/value head h // (H/G).
-        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
         v: values `[B, G, T, E]`.
         log_decay: g, the logarithm of the decay of each slot, `[B, G, T, m]`, at most 0.
-        scale: the factor on the queries; None: 1/sqrt(D).
         state: (K, V) as an earlier call returned them, K `[B, G, D, m]` and V `[B, G, m, E]` in
             fp32 (fp64 for fp64 inputs); None: zeros. It is not changed.
-        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
-            nothing, and their outputs are 0.
-        form: "auto", "recurrent", "chunk" or "parallel", as in `gated_linear`.
-        chunk: the number of tokens in a chunk, at least 1; it is rounded up to a power of 2.
 
     Returns:
         The output `[B, H, T, E]` in the dtype of q, and the state after the last token. Sums are in
         fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
 
     >>> one = torch.ones(1, 1, 3, 1)
     >>> out, (K, V) = gated_slots(one, one, one, torch.full((1, 1, 3, 2), 0.5).log())
@@ -127,26 +123,20 @@ def gated_slots(
     Source: Zhang et al. 2024 (arXiv 2409.07146), equations 10 to 12; ABC: Peng et al. 2021 (arXiv
     2110.02488).
     """
-    check_call(q, k, v, scale, k_positions, form, chunk)
-    (B, G, T, D), E = k.shape, v.shape[3]
+    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk)
     check_tensor("log_decay", log_decay)
-    m = log_decay.shape[-1]
-    check_tensor_shape("v", v, ((B, G, T, E),), "one value per key", k)
-    check_tensor_shape("log_decay", log_decay, ((B, G, T, m),), "one number per slot", k)
-    K, V = initial_state(state, {"K": (B, G, D, m), "V": (B, G, m, E)}, k)
-    empty, dtype = empty_slot_mask(k_positions, q), state_dtype(k)
-    q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
-    check_finite(query=q, key=k, value=v)
-    g = log_decay.to(dtype)
+    m, dtype, G = log_decay.shape[-1], tokens.dtype, tokens.G
+    tokens.check("v", v, "B G T E", "one value per key")
+    g = tokens.gate("log_decay", log_decay, "B G T m", "one number per slot", m=m).to(dtype)
+    K, V = tokens.state(state, sizes={"m": m}, K="B G D m", V="B G m E")
     write = -torch.expm1(g)
-    queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
-    size = chunk_size(form, chunk, T)
-    with torch.autocast(q.device.type, enabled=False):
-        grouped = queries.unflatten(1, (G, -1))  # [B,G,R,T,D]
-        logits, K = _decayed_values(grouped, k.to(dtype), write, g, K, size)
+    queries = tokens.q.to(dtype) * tokens.scale
+    with without_autocast(q):
+        grouped = torch.unflatten(queries, 1, (G, -1))  # [B,G,R,T,D]
+        logits, K = _decayed_values(grouped, tokens.k.to(dtype), write, g, K, tokens.chunk_size)
         weights = logits.flatten(1, 2).softmax(-1)
-        out, V = linear_recurrence(weights, write, v, g, V, form=form, chunk=chunk)
-    return zero_empty_slots(out.to(q.dtype), empty), (K, V)
+        out, V = linear_recurrence(weights, write, tokens.v, g, V, form=form, chunk=chunk)
+    return tokens.output(out), (K, V)
 
 
 def _decayed_values(
@@ -176,7 +166,7 @@ def _decayed_values(
     while length < size:
         # In each pair of blocks, the queries of the second read the keys of the first.
         (_, later_q), (first_k, _), (first_v, _), (first_g, later_g) = (
-            torch.unflatten(x, -2, (-1, 2, length)).unbind(-3) for x in (q, k, v, g)
+            block_halves(x, length) for x in (q, k, v, g)
         )
         across = (later_q @ first_k.mT) @ (first_v * decay_until_end(first_g))
         across = across * decay_since_start(later_g)

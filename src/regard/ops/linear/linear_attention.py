@@ -12,19 +12,18 @@ from jaxtyping import Float
 from torch import Tensor, where
 from torch.nn.functional import pad
 
-from regard.argument_checks import check_finite
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.ops.linear.linear_recurrence import (
+from regard.ops.infini_attention import elu_plus_one
+from regard.ops.linear.call import (
+    DECAY_PER_CHANNEL,
     FORMS_WITH_TRITON,
-    check_call,
-    check_tensor_shape,
-    empty_slot_mask,
-    initial_state,
-    linear_recurrence,
-    state_dtype,
+    SHARED_ARGUMENTS_WITH_TRITON,
+    TokenInputs,
+    without_autocast,
     zero_empty_slots,
 )
-from regard.ops.memory import elu_plus_one
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import Positions
 
 FeatureMap: TypeAlias = str | Callable[[Tensor], Tensor]
@@ -116,6 +115,7 @@ def normalised_query_features(
     return feature_map_of(feature_map)(q)
 
 
+@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON)
 def linear_attention(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
@@ -144,9 +144,6 @@ def linear_attention(
     gets only 1.46 times the weight of any other key.
 
     Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, N, T, E]`; G divides N.
         feature_map: phi, a name in `regard.linear.FEATURE_MAPS`, or a function `[B, n, T, D]` ->
             `[B, n, T, F]` that maps each token separately.
         normalise: whether the weights are divided by their sum. With features that may be negative
@@ -156,22 +153,6 @@ def linear_attention(
         state: the state that an earlier call returned: (S, z), or (S,) without `normalise`, with S
             `[B, N, F, E]` and z `[B, G, F]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not
             changed.
-        k_positions: positions of the tokens; slots at -1 are empty: they write nothing, and their
-            outputs are 0.
-        form: "recurrent" is the definition, token by token; "chunk" uses matrix products over
-            chunks; "parallel" is one chunk of length T; "triton" uses kernels for GPUs with chunks
-            of their own size; "auto" takes "recurrent" for up to 8 tokens, else "triton" on a GPU
-            where it serves the call, else "chunk". All give the same result.
-        chunk: the number of tokens in a chunk, at least 1; T need not be a multiple.
-
-    Returns:
-        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
-        Features and sums are in fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
-        KernelRefusal: form is "triton", which cannot run the call; the message says why.
 
     >>> q, v = torch.randn(1, 2, 5, 4), torch.ones(1, 2, 5, 3)
     >>> out, (S, z) = linear_attention(q, q, v)
@@ -180,45 +161,32 @@ def linear_attention(
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236), equations 8 to 12 and 16 to 20.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk, FORMS_WITH_TRITON)
-    features, empty = feature_map_of(feature_map), empty_slot_mask(k_positions, q)
-    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
-    check_finite(query=q, key=k, value=v)
-    dtype = state_dtype(k)
-    with torch.autocast(q.device.type, enabled=False):
+    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
+    features, dtype, empty = feature_map_of(feature_map), tokens.dtype, tokens.empty
+    q, k, v, N, G = tokens.q, tokens.k, tokens.v, tokens.N, tokens.G
+    with without_autocast(q):
         keys = _checked_features(features, k.to(dtype))
         keys = zero_empty_slots(keys, empty)  # again, because phi(0) may differ from 0
-        (B, G, _, F), (N, E) = keys.shape, v.shape[1::2]
+        sizes = {"F": keys.shape[3]}
         if normalise:
-            S, z = initial_state(state, {"S": (B, N, F, E), "z": (B, G, F)}, k)
+            S, z = tokens.state(state, sizes=sizes, S="B N F E", z="B G F")
             queries = normalised_query_features(feature_map, q.to(dtype))
             # z is computed as one more column of S, for a value that is always 1
-            S_and_z = torch.cat([S, z.repeat_interleave(N // G, 1)[..., None]], -1)
+            S_and_z = torch.cat([S, z.repeat_interleave(N // G, 1)[..., None]], -1)  # [B,N,F,E+1]
             v_and_one = pad(v.to(dtype), (0, 1), value=1.0)
             out, S_and_z = linear_recurrence(
-                queries,
-                keys,
-                v_and_one,
-                None,
-                S_and_z,
-                form=form,
-                chunk=chunk,
-                dtype=k.dtype,
+                queries, keys, v_and_one, None, S_and_z, form=form, chunk=chunk, dtype=k.dtype
             )
-            out, new_state = (
-                _normalised(out),
-                # z depends on the keys only, so that the value heads of a key head have the same
-                tuple(x.contiguous() for x in (S_and_z[..., :-1], S_and_z[:, :: N // G, :, -1])),
-            )
-        else:
-            (S,) = initial_state(state, {"S": (B, N, F, E)}, k)
-            queries = features(q.to(dtype))
-            out, S = linear_recurrence(
-                queries, keys, v, None, S,
-                form=form, chunk=chunk, scale=scale, dtype=k.dtype, out_dtype=q.dtype,
-            )  # fmt: skip
-            new_state = (S,)
-    return zero_empty_slots(out.to(q.dtype), empty), new_state
+            # z depends on the keys only, so that the value heads of a key head have the same
+            after = (S_and_z[..., :-1], S_and_z[:, :: N // G, :, -1])
+            return tokens.output(_normalised(out)), tuple(x.contiguous() for x in after)
+        (S,) = tokens.state(state, sizes=sizes, S="B N F E")
+        queries = features(q.to(dtype))
+        out, S = linear_recurrence(
+            queries, keys, v, None, S,
+            form=form, chunk=chunk, scale=scale, dtype=k.dtype, out_dtype=q.dtype,
+        )  # fmt: skip
+    return tokens.output(out), (S,)
 
 
 def _checked_features(features: Callable[[Tensor], Tensor], k: Tensor) -> Tensor:
@@ -247,6 +215,7 @@ def _normalised(sums: Tensor) -> Tensor:
     return mean + nan_marker[..., :-1] + nan_marker[..., -1:]
 
 
+@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON)
 def retention(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
@@ -273,27 +242,8 @@ def retention(
     positions have gaps.
 
     Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, N, T, E]`; G divides N.
         decay: gamma of each value head, `[N]`, from 0 to 1; it may require a gradient. None:
             1 - 2^(-5-g), that is 0.96875, 0.984375, 0.9921875, ...
-        scale: the factor on the queries; None: 1/sqrt(D).
-        state: (S,) as an earlier call returned it, S `[B, N, D, E]` in fp32 (fp64 for fp64 inputs);
-            None: zeros. It is not changed.
-        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
-            nothing, and their outputs are 0.
-        form: "auto", "recurrent", "chunk", "parallel" or "triton", as in `linear_attention`.
-        chunk: the number of tokens in a chunk, at least 1.
-
-    Returns:
-        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
-        Sums are in fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
-        KernelRefusal: form is "triton", which cannot run the call; the message says why.
 
     >>> one = torch.ones(1, 1, 3, 1)
     >>> retention(one, one, one, decay=torch.tensor([0.5]))[0].flatten().tolist()
@@ -301,30 +251,32 @@ def retention(
 
     Source: Sun et al. 2023 (arXiv 2307.08621), equations 5 to 8.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk, FORMS_WITH_TRITON)
-    (B, G, T, D), (N, E) = k.shape, v.shape[1::2]
-    if decay is not None:
-        kind = "key/value" if N == G else "value"
-        meaning = f"one factor per {kind} head, each of which has one state"
-        check_tensor_shape("decay", decay, ((N,),), meaning, k)
-    (S,) = initial_state(state, {"S": (B, N, D, E)}, k)
-    empty = empty_slot_mask(k_positions, q)
-    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
-    check_finite(query=q, key=k, value=v)
-    dtype = state_dtype(k)
-    g = (
-        default_log_decays(N, k.device, dtype)
-        if decay is None
-        else _to_float32_or_wider(decay).log().to(dtype)
-    )
+    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
+    N, T, empty = tokens.N, tokens.T, tokens.empty
+    if decay is None:
+        g = default_log_decays(N, k.device, tokens.dtype)
+    else:
+        kind = "key/value" if N == tokens.G else "value"
+        tokens.check(
+            "decay", decay, "N", f"one factor per {kind} head, each of which has one state"
+        )
+        g = _to_float32_or_wider(decay).log().to(tokens.dtype)
     rows = 1 if empty is None else empty.shape[0]
-    log_decay = zero_empty_slots(g[None, :, None, None].expand(rows, N, T, 1), empty)
-    factor = D**-0.5 if scale is None else scale
+    g = zero_empty_slots(g[None, :, None, None].expand(rows, N, T, 1), empty)
+    return _decayed_sums(tokens, g, state, form, chunk)
+
+
+def _decayed_sums(
+    tokens: TokenInputs, g: Tensor, state: tuple[Tensor, ...] | None, form: str, chunk: int
+) -> tuple[Tensor, tuple[Tensor]]:
+    """Compute the recurrence for checked decays g `[B or 1, N, T, 1 or D]`."""
+    (S,) = tokens.state(state, S="B N D E")
+    q, k, v = tokens.q, tokens.k, tokens.v
     out, S = linear_recurrence(
-        q, k, v, log_decay, S,
-        form=form, chunk=chunk, scale=factor, dtype=k.dtype, out_dtype=q.dtype,
+        q, k, v, g, S,
+        form=form, chunk=chunk, scale=tokens.scale, dtype=k.dtype, out_dtype=q.dtype,
     )  # fmt: skip
-    return zero_empty_slots(out, empty), (S,)
+    return tokens.output(out), (S,)
 
 
 def default_log_decays(
@@ -348,6 +300,7 @@ def _to_float32_or_wider(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+@with_shared_arguments(SHARED_ARGUMENTS_WITH_TRITON)
 def gated_linear(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
@@ -371,29 +324,9 @@ def gated_linear(
     per head and token, `[B, G, T, 1]`, it is the recurrence of Mamba-2.
 
     Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, N, T, E]`; G divides N.
         log_decay: g, the logarithm of the decay factor, `[B, N, T, D]` with one number per key
             channel, or `[B, N, T, 1]` with one for all channels, of any floating dtype. Above 0 the
             state may grow without bound; -inf clears the state before the token is written.
-        scale: the factor on the queries; None: 1/sqrt(D).
-        state: (S,) as an earlier call returned it, S `[B, N, D, E]` in fp32 (fp64 for fp64 inputs);
-            None: zeros. It is not changed.
-        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
-            nothing, and their outputs are 0.
-        form: "auto", "recurrent", "chunk", "parallel" or "triton", as in `linear_attention`.
-        chunk: the number of tokens in a chunk, at least 1; with one decay per channel it is rounded
-            up to a power of 2.
-
-    Returns:
-        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
-        Sums are in fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
-        KernelRefusal: form is "triton", which cannot run the call; the message says why.
 
     >>> import torch
     >>> one = torch.ones(1, 1, 3, 1)
@@ -403,17 +336,6 @@ def gated_linear(
 
     Source: Yang et al. 2023 (arXiv 2312.06635), equation 3 and section 4.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk, FORMS_WITH_TRITON)
-    (B, _, T, D), (N, E) = k.shape, v.shape[1::2]
-    meaning = "one number per key channel and token, or one for all channels"
-    check_tensor_shape("log_decay", log_decay, ((B, N, T, D), (B, N, T, 1)), meaning, k)
-    (S,) = initial_state(state, {"S": (B, N, D, E)}, k)
-    empty = empty_slot_mask(k_positions, q)
-    q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
-    check_finite(query=q, key=k, value=v)
-    factor = D**-0.5 if scale is None else scale
-    out, S = linear_recurrence(
-        q, k, v, log_decay, S,
-        form=form, chunk=chunk, scale=factor, dtype=k.dtype, out_dtype=q.dtype,
-    )  # fmt: skip
-    return zero_empty_slots(out, empty), (S,)
+    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk, forms=FORMS_WITH_TRITON)
+    g = tokens.gate("log_decay", log_decay, "B N T D | B N T 1", DECAY_PER_CHANNEL)
+    return _decayed_sums(tokens, g, state, form, chunk)

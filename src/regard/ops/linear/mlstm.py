@@ -9,20 +9,14 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.argument_checks import check_finite
-from regard.ops.linear.linear_recurrence import (
-    check_call,
-    check_tensor_shape,
-    empty_slot_mask,
-    initial_state,
-    linear_recurrence,
-    state_dtype,
-    zero_empty_slots,
-)
-from regard.ops.linear.scans import FLOOR, running_maximum
+from regard.ops.linear.call import SHARED_ARGUMENTS, TokenInputs, without_autocast
+from regard.ops.linear.chunks import FLOOR, running_maximum
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import Positions
 
 
+@with_shared_arguments(SHARED_ARGUMENTS)
 def mlstm(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
@@ -45,26 +39,10 @@ def mlstm(
     m_t = max(log f_t + m_{t-1}, log i_t): no exponential overflows. Heads are as in `gated_linear`.
 
     Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, N, T, E]`; G divides N.
         log_input: the logarithm of the input gate i, `[B, N, T]`, of any floating dtype.
         log_forget: the logarithm of the forget gate f, `[B, N, T]`, at most 0.
-        scale: the factor on the queries; None: 1/sqrt(D).
         state: the state that an earlier call returned: (C, n, m), C `[B, N, D, E]`, n `[B, N, D]`
             and m `[B, N]` in fp32 (fp64 for fp64 inputs). None: zeros. It is not changed.
-        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and forget
-            nothing, and their outputs are 0.
-        form: "auto", "recurrent", "chunk" or "parallel", as in `gated_linear`.
-        chunk: the number of tokens in a chunk, at least 1.
-
-    Returns:
-        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
-        Sums are in fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
 
     >>> one, zeros = torch.ones(1, 1, 3, 1), torch.zeros(1, 1, 3)
     >>> mlstm(one, one, 6 * one, zeros, zeros)[0].flatten().tolist()  # a mean: no gate forgets
@@ -74,19 +52,14 @@ def mlstm(
 
     Source: Beck et al. 2024 (arXiv 2405.04517), equations 19 to 27.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk)
-    (B, _, T, D), (N, E) = k.shape, v.shape[1::2]
-    for name, gate in (("log_input", log_input), ("log_forget", log_forget)):
-        check_tensor_shape(name, gate, ((B, N, T),), "one number per value head and token", k)
-    C, n, m = initial_state(state, {"C": (B, N, D, E), "n": (B, N, D), "m": (B, N)}, k)
-    empty, dtype = empty_slot_mask(k_positions, q), state_dtype(k)
-    q, k, v = (zero_empty_slots(x, empty) for x in (q, k, v))
-    check_finite(query=q, key=k, value=v)
-    forget = zero_empty_slots(log_forget.to(dtype)[..., None], empty)
-    write = log_input.to(dtype)[..., None]
-    if empty is not None:
-        write = write.masked_fill(empty[:, None, :, None], FLOOR)
-    with torch.autocast(q.device.type, enabled=False):
+    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk)
+    dtype, meaning = tokens.dtype, "one number per value head and token"
+    write = tokens.gate("log_input", log_input, "B N T", meaning).to(dtype)
+    forget = tokens.gate("log_forget", log_forget, "B N T", meaning).to(dtype)
+    C, n, m = tokens.state(state, C="B N D E", n="B N D", m="B N")
+    if tokens.empty is not None:
+        write = write.masked_fill(tokens.empty[:, None, :, None], FLOOR)
+    with without_autocast(q):
         first = m[..., None, None]  # [B,N,1,1]
         decays, logits = (
             torch.cat(x, 2).detach() for x in ((torch.zeros_like(first), forget), (first, write))
@@ -97,11 +70,11 @@ def mlstm(
         g = forget + (maximum[:, :, :-1] - maximum[:, :, 1:])
         own = maximum[:, :, 1:]
         # n is one more column of C, for a value that is always 1
-        values = F.pad(v.to(dtype), (0, 1), value=1.0) * (write - own).exp()
-        queries = q.to(dtype) * (D**-0.5 if scale is None else scale)
+        values = F.pad(tokens.v.to(dtype), (0, 1), value=1.0) * (write - own).exp()
+        queries = tokens.q.to(dtype) * tokens.scale
         both = torch.cat([C, n[..., None]], -1)
-        out, both = linear_recurrence(queries, k, values, g, both, form=form, chunk=chunk)
-        least = (-own).exp().repeat_interleave(out.shape[1] // N, 1)
+        out, both = linear_recurrence(queries, tokens.k, values, g, both, form=form, chunk=chunk)
+        least = (-own).exp().repeat_interleave(out.shape[1] // tokens.N, 1)
         out = out[..., :-1] / torch.maximum(out[..., -1:].abs(), least)
     new = (both[..., :-1].contiguous(), both[..., -1].contiguous(), maximum[:, :, -1, 0])
-    return zero_empty_slots(out.to(q.dtype), empty), new
+    return tokens.output(out), new

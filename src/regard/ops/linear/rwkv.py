@@ -11,22 +11,21 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.argument_checks import check_finite
-from regard.ops.linear.linear_recurrence import (
-    check_call,
-    check_tensor_shape,
-    chunk_size,
-    empty_slot_mask,
-    initial_state,
-    linear_recurrence,
-    state_dtype,
+from regard.ops.linear.call import (
+    DECAY_PER_CHANNEL,
+    SHARED_ARGUMENTS,
+    TokenInputs,
+    without_autocast,
     zero_empty_slots,
 )
-from regard.ops.linear.scans import FLOOR, decayed_sum, running_maximum
+from regard.ops.linear.chunks import FLOOR, decayed_sum, running_maximum
+from regard.ops.linear.linear_recurrence import linear_recurrence
 from regard.ops.linear.value_heads import group_heads
+from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import Positions
 
 
+@with_shared_arguments(SHARED_ARGUMENTS)
 def rwkv6(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G T D"],
@@ -49,27 +48,10 @@ def rwkv6(
     first part. RWKV calls q the receptance r.
 
     Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]` of the same T tokens; G divides H.
-        v: values `[B, N, T, E]`; G divides N.
         log_decay: g, the logarithm of the decay factor, `[B, N, T, D]` with one number per key
             channel, or `[B, N, T, 1]` with one for all channels, of any floating dtype.
         bonus: u, the weight of the present token in each key channel, `[G, D]`.
         scale: the factor on the queries.
-        state: (S,) as an earlier call returned it, S `[B, N, D, E]` in fp32 (fp64 for fp64 inputs);
-            None: zeros. It is not changed.
-        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
-            nothing, and their outputs are 0.
-        form: "auto", "recurrent", "chunk" or "parallel", as in `gated_linear`.
-        chunk: the number of tokens in a chunk, at least 1.
-
-    Returns:
-        The output `[B, max(H, N), T, E]` in the dtype of q, and the state after the last token.
-        Sums are in fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
 
     >>> one, half = torch.ones(1, 1, 3, 1), torch.full((1, 1, 3, 1), 0.5).log()
     >>> rwkv6(one, one, one, half, torch.tensor([[10.0]]))[0].flatten().tolist()
@@ -77,28 +59,24 @@ def rwkv6(
 
     Source: Peng et al. 2024 (arXiv 2404.05892), equation 18.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk)
-    (B, G, T, D), (N, E) = k.shape, v.shape[1::2]
-    meaning = "one number per key channel and token, or one for all channels"
-    check_tensor_shape("log_decay", log_decay, ((B, N, T, D), (B, N, T, 1)), meaning, k)
-    check_tensor_shape("bonus", bonus, ((G, D),), "one number per key head and channel", k)
-    (S,) = initial_state(state, {"S": (B, N, D, E)}, k)
-    empty, dtype = empty_slot_mask(k_positions, q), state_dtype(k)
-    q, k, v, log_decay = (zero_empty_slots(x, empty) for x in (q, k, v, log_decay))
-    check_finite(query=q, key=k, value=v)
-    queries, keys, values = (x.to(dtype) for x in (q, k, v))
+    tokens = TokenInputs(q, k, v, scale, k_positions, form, chunk)
+    g = tokens.gate("log_decay", log_decay, "B N T D | B N T 1", DECAY_PER_CHANNEL)
+    tokens.check("bonus", bonus, "G D", "one number per key head and channel")
+    (S,) = tokens.state(state, S="B N D E")
+    dtype = tokens.dtype
+    queries, keys, values = (x.to(dtype) for x in (tokens.q, tokens.k, tokens.v))
     queries = queries * scale
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         # An empty token in front moves every query one token back.
         prepend, append = (0, 0, 1, 0), (0, 0, 0, 1)
-        first, then, g = (F.pad(x, prepend) for x in (keys, values, log_decay.to(dtype)))
+        first, then, g = (F.pad(x, prepend) for x in (keys, values, g.to(dtype)))
         before, S = linear_recurrence(
             F.pad(queries, append), first, then, g, S, form=form, chunk=chunk
         )
         grouped = group_heads(queries, keys * bonus.to(dtype)[:, None], values)
-        own = (grouped.q * grouped.k[:, :, :, None]).sum(-1, keepdim=True)
+        own = (grouped.q * grouped.k[:, :, :, None]).sum(-1, keepdim=True)  # [B,G,P,R,T,1]
         out = before[:, :, :-1] + (own * grouped.v[:, :, :, None]).flatten(1, 3)
-    return zero_empty_slots(out.to(q.dtype), empty), (S,)
+    return tokens.output(out), (S,)
 
 
 class _Weighted(NamedTuple):
@@ -109,6 +87,7 @@ class _Weighted(NamedTuple):
     maximum: Tensor
 
 
+@with_shared_arguments(SHARED_ARGUMENTS)
 def rwkv4(
     k: Float[Tensor, "B G T D"],
     v: Float[Tensor, "B G T D"],
@@ -138,19 +117,12 @@ def rwkv4(
         state: the state that an earlier call returned: (a, b, m), each `[B, G, D]` in fp32 (fp64
             for fp64 inputs), where a and b are divided by exp(m). None: no tokens. It is not
             changed.
-        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
-            nothing, and their outputs are 0.
         form: "recurrent" is the definition, token by token; "parallel" joins spans of tokens in
             log2(T) steps; "chunk" does so in chunks; "auto" takes "recurrent" for up to 8 tokens,
             else "chunk". All give the same result.
-        chunk: the number of tokens in a chunk, at least 1.
 
     Returns:
         The output `[B, G, T, D]` in the dtype of k, and the state after the last token.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
 
     >>> k, v = torch.zeros(1, 1, 3, 1), torch.tensor([1.0, 3.0, 5.0])[None, None, :, None]
     >>> none = torch.zeros(1, 1)
@@ -159,31 +131,27 @@ def rwkv4(
 
     Source: Peng et al. 2023 (arXiv 2305.13048), equations 16 and 20 to 25.
     """
-    check_call(k, k, v, None, k_positions, form, chunk)
-    B, G, T, D = k.shape
-    check_tensor_shape("v", v, ((B, G, T, D),), "one value per key and channel", k)
+    tokens = TokenInputs(k, k, v, None, k_positions, form, chunk)
+    tokens.check("v", v, "B G T D", "one value per key and channel")
     for name, x in (("log_decay", log_decay), ("bonus", bonus)):
-        check_tensor_shape(name, x, ((G, D),), "one number per key head and channel", k)
-    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(("a", "b", "m"), (B, G, D))
-    sums = _Weighted(*initial_state(state, sizes, k))
+        tokens.check(name, x, "G D", "one number per key head and channel")
+    sums = _Weighted(*tokens.state(state, a="B G D", b="B G D", m="B G D"))
     if state is None:
         sums = sums._replace(maximum=torch.full_like(sums.maximum, FLOOR))
-    empty, dtype = empty_slot_mask(k_positions, k), state_dtype(k)
-    k, v = (zero_empty_slots(x, empty) for x in (k, v))
-    check_finite(key=k, value=v)
-    keys, values = k.to(dtype), v.to(dtype)
+    empty, dtype, (_, G, T, D) = tokens.empty, tokens.dtype, k.shape
+    keys, values = tokens.k.to(dtype), tokens.v.to(dtype)
     g = log_decay.to(dtype)[None, :, None].expand(1 if empty is None else empty.shape[0], G, T, D)
     g = zero_empty_slots(g, empty)
     if empty is not None:
         keys = keys.masked_fill(empty[:, None, :, None], FLOOR)
-    u, size, outputs = bonus.to(dtype)[:, None], chunk_size(form, chunk, T) or 1, []
-    with torch.autocast(k.device.type, enabled=False):
+    u, size, outputs = bonus.to(dtype)[:, None], tokens.chunk_size or 1, []
+    with without_autocast(k):
         for start in range(0, T, size):
             part = slice(start, min(start + size, T))
             out, sums = _rwkv4_chunk(keys[:, :, part], values[:, :, part], g[:, :, part], u, sums)
             outputs.append(out)
     out = torch.cat(outputs, 2) if outputs else torch.zeros_like(values)
-    return zero_empty_slots(out.to(k.dtype), empty), tuple(sums)
+    return tokens.output(out), tuple(sums)
 
 
 def _rwkv4_chunk(

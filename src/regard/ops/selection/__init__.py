@@ -2,12 +2,15 @@
 attends to, and return the choice as a mask for softmax attention.
 """
 
-from regard.ops.selection.block_maximum import block_maximum_mask
+from regard.ops.selection.best_blocks import (
+    PageBounds,
+    block_maximum_mask,
+    moba_mask,
+    quest_mask,
+)
 from regard.ops.selection.lightning_indexer import index_mask, index_scores, indexer_loss
-from regard.ops.selection.moba import moba_mask
 from regard.ops.selection.nsa import NSABlocks, selection_mask
 from regard.ops.selection.position_blocks import BlockLayout, block_layout, top_k_mask
-from regard.ops.selection.quest import PageBounds, quest_mask
 
 __all__ = [
     "BlockLayout",

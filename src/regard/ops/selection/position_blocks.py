@@ -210,26 +210,6 @@ def select_blocks(
     return forced | top_k_mask(free, k, forced.sum(-1, keepdim=True))
 
 
-def own_and_best_past_blocks(
-    score: Callable[[slice], Tensor],
-    blocks: BlockLayout,
-    positions: Positions,
-    topk: int,
-    sizes: tuple[int, int, int],
-    max_bytes: int = MAX_CHUNK_BYTES,
-) -> Bool[Tensor, "B H T N"]:
-    """Mark for each query its own block and the topk - 1 best earlier ones."""
-    own, number = blocks.block_of(positions)[:, None, :, None], blocks.block_numbers[:, None, None]
-    past = (number < own) & (blocks.token_counts > 0)[:, None, None]
-    B, H, T = sizes
-
-    def choose(rows: slice) -> Tensor:
-        s = score(rows).masked_fill(~past[:, :, rows], -torch.inf)
-        return top_k_mask(s, topk - 1) | (number == own[:, :, rows])
-
-    return in_query_chunks(choose, T, B * H * blocks.blocks * 32, max_bytes)
-
-
 def head_scores(
     q: Float[Tensor, "B H t D"], k: Float[Tensor, "B G N D"]
 ) -> Float[Tensor, "B H t N"]:

@@ -10,15 +10,9 @@ where Python cannot read values (exported programs, transforms of `torch.func`, 
 """
 
 from regard.ops.softmax.attend import attend, attend_partial, attention_weights
-from regard.ops.softmax.call import (
-    AttentionOptions,
-    Call,
-    Kernel,
-    KernelResult,
-    Partial,
-    WorkEstimate,
-)
+from regard.ops.softmax.call import AttentionOptions, Call, Partial
 from regard.ops.softmax.dispatch import register_kernel
+from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import merge
 from regard.ops.softmax.plan import Plan, plan
 

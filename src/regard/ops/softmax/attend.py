@@ -1,4 +1,6 @@
-"""The public functions `attend`, `attend_partial` and `attention_weights`."""
+"""The public functions `attend`, `attend_partial` and `attention_weights`, and the gradients of a
+part (`part_gradients`).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from regard.biases import Bias
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.masks import Mask
-from regard.ops.softmax.call import AttentionOptions, Call, Partial, make_call
+from regard.ops.shared_arguments import meanings_of, with_shared_arguments
+from regard.ops.softmax.call import AttentionOptions, Call, Partial, checked_call, make_call
 from regard.ops.softmax.definition import (
     add_sink,
     join_sums,
@@ -21,29 +23,20 @@ from regard.ops.softmax.definition import (
     softmax_weights,
     weights_of_rows,
 )
-from regard.ops.softmax.dispatch import zero_empty_slots
+from regard.ops.softmax.dispatch import choose_kernel, zero_empty_slots
 from regard.ops.softmax.operators import run_call
 from regard.ops.softmax.reference import BLOCK_BYTES
-from regard.scores import ScoreRule
 from regard.sequence_scope import current_scope
-from regard.span import Positions
 
 
+@with_shared_arguments(meanings_of(AttentionOptions), options=AttentionOptions)
 def attend(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B G S D"],
     v: Float[Tensor, "B G S E"],
     *,
-    mask: Mask | Tensor | None = None,
-    bias: Bias | Tensor | None = None,
-    score: ScoreRule | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Float[Tensor, " H"] | None = None,
-    dropout: float = 0.0,
-    q_positions: Positions | None = None,
-    k_positions: Positions | None = None,
     backend: str = "auto",
+    **options: Unpack[AttentionOptions],
 ) -> Float[Tensor, "B H T E"]:
     """Compute softmax attention: for each query, the weighted mean of the values of its visible
     keys.
@@ -61,27 +54,6 @@ def attend(
         q: queries `[B, H, T, D]`: batch, query heads, queries, head dimension.
         k: keys `[B, G, S, D]`, in the dtype and on the device of `q`; G divides H.
         v: values `[B, G, S, E]`, in the dtype and on the device of `q`.
-        mask: which keys each query may see: a mask of `regard.masks`, or a bool tensor `[T, S]` or
-            `[B or 1, H or 1, T, S]` in which True means that the query may attend to the key. None
-            (the default): every query sees every key whose position is at least 0.
-        bias: a term that is added to the scores after the softcap: a bias of `regard.biases`, or a
-            float tensor `[T, S]` or `[B or 1, H or 1, T, S]`, which may require a gradient. None:
-            no bias.
-        score: a rule of `regard.scores` that is applied after the bias and before the mask, such as
-            `regard.scores.TopK(64)`; it may have tensors that require a gradient. None: no rule.
-        scale: the factor on q . k, finite and not 0. None: 1/sqrt(D).
-        softcap: the bound c in c tanh(s / c), which keeps scores between -c and c; greater than 0.
-            None: no bound.
-        sink: one logit per query head, `[H]`, that is added to the softmax denominator only, so
-            that the weights of a row sum to less than 1. None: no sink.
-        dropout: the probability that a weight is set to 0, at least 0 and less than 1; the other
-            weights are divided by 1 - dropout. It applies in every call, in training and in
-            inference.
-        q_positions: the position of each query: a `regard.Span`, or an integer tensor
-            `[B or 1, T]`. A position of -1 marks an empty slot, which sees nothing. None: the last
-            T positions of the keys.
-        k_positions: the position of each key: a `regard.Span`, or an integer tensor `[B or 1, S]`.
-            A position of -1 marks an empty slot, which no query sees. None: 0 to S - 1.
         backend: the kernel: "cpu", "sdpa", "tiled", "flex", "gemm", "triton",
             "reference", or the name of a registered kernel. "auto" takes the fastest kernel that
             supports the call; `regard.plan` shows which one that is.
@@ -103,36 +75,11 @@ def attend(
     2508.10925), section 2.2.
     """
     if _is_proxy(q):
-        options = {
-            "mask": mask,
-            "bias": bias,
-            "score": score,
-            "scale": scale,
-            "softcap": softcap,
-            "sink": sink,
-            "dropout": dropout,
-            "q_positions": q_positions,
-            "k_positions": k_positions,
-            "backend": backend,
-        }
         tracer: Any = q.tracer  # type: ignore[attr-defined]
-        node: Tensor = tracer.create_proxy("call_function", attend, (q, k, v), options)
+        known = {**options, "backend": backend}
+        node: Tensor = tracer.create_proxy("call_function", attend, (q, k, v), known)
         return node
-    call = make_call(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        score=score,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-        dropout=dropout,
-        q_positions=q_positions,
-        k_positions=k_positions,
-    )
-    return run_call(call, backend).out
+    return run_call(checked_call(q, k, v, options), backend).out
 
 
 def _is_proxy(x: object) -> bool:
@@ -197,7 +144,7 @@ def attend_partial(
                     else "use regard.attend"
                 )
             )
-    call = make_call(q, k, v, wants_lse=True, **options)
+    call = checked_call(q, k, v, options, wants_lse=True)
     if out_dtype not in (None, call.q.dtype):
         if out_dtype != call.score_dtype:
             raise ArgumentError(
@@ -208,6 +155,41 @@ def attend_partial(
     result = run_call(call, backend)
     assert result.lse is not None, "the kernel returned no lse although the call requested one"
     return Partial(result.out, result.lse)
+
+
+def part_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    whole: Partial,
+    gradients: tuple[Tensor, Tensor | None],
+    *,
+    bias: Bias | None = None,
+    out_dtype: torch.dtype | None = None,
+    backend: str = "auto",
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of attention over some of the keys, for one of the parts that `merge`
+    joins.
+
+    Attention over many parts of the keys needs one saved output and one saved lse for its backward
+    pass, not those of each part. With the joined lse and output O, each part is on its own:
+
+    p = exp(s - lse)    dv = p^T dO    ds = p (dO v^T - dO . O + d_lse)    dq = ds k    dk = ds^T q
+    """
+    d_out, d_lse = gradients
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        if bias is not None:
+            bias = bias.with_tensors(
+                [x.detach().requires_grad_(x.requires_grad) for x in bias.tensors()]
+            )
+        call = make_call(q, k, v, bias=bias, wants_lse=True, **options)
+        if out_dtype not in (None, call.q.dtype):
+            call = replace(call, out_dtype=out_dtype)
+        kernel, call = choose_kernel(call, backend)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return kernel.part_gradients(call, whole, d_out, d_lse)
 
 
 def attention_weights(
@@ -256,7 +238,7 @@ def attention_weights(
             "attention_weights sees the keys of this rank only, and regard.parallel.sequence is "
             "open; call it outside, or use a model that does not ask for attention weights"
         )
-    call = zero_empty_slots(make_call(q, k, k, **options))
+    call = zero_empty_slots(checked_call(q, k, k, options))
     row_slice, column_slice = _as_slice("rows", rows, call.T), _as_slice("columns", columns, call.S)
     with torch.autocast(q.device.type, enabled=False):
         return _block_of_weights(call, row_slice, column_slice)

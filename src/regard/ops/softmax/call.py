@@ -1,15 +1,16 @@
-"""One checked call of softmax attention as data (`Call`), and the protocol that every kernel
-implements (`Kernel`).
+"""The options of a call of softmax attention (`AttentionOptions`), and the checked call as data
+(`Call`). An option of `attend` is added here, and in the kernels that read it.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from regard import argument_checks, biases, masks, tracing
@@ -95,7 +96,7 @@ def check_custom_rules(
         return
     first_slot = slice(0, 1)
     for name, rule in (("mask", mask), ("bias", bias)):
-        if rule is None or not _has_custom_code(rule):
+        if rule is None or not rule.has_custom_code:
             continue
         block_sizes = tuple(rule.block(q, k, first_slot, first_slot).shape[:2])
         if any(n not in (1, size) for n, size in zip(block_sizes, sizes, strict=True)):
@@ -104,28 +105,6 @@ def check_custom_rules(
                 f"{plural(block_sizes[1], 'head')}, but the "
                 f"call has batch {sizes[0]} and {plural(sizes[1], 'head')}; each must be 1 or equal"
             )
-
-
-_NO_CUSTOM_CODE = "_familiar"
-"""Attribute that marks a mask or bias as inspected and free of custom code: a model passes the
-same one for every layer and token.
-"""
-
-
-def _has_custom_code(rule: Mask | Bias) -> bool:
-    """Return whether a mask or bias contains a user-defined function or class."""
-    if _NO_CUSTOM_CODE in rule.__dict__:
-        return False
-    if isinstance(rule, (masks.Fn, biases.FnBias)) or not type(rule).__module__.startswith(
-        "regard."
-    ):
-        return True
-    values = [getattr(rule, x.name) for x in fields(rule)]
-    inner = [y for x in values for y in (x if isinstance(x, tuple) else (x,))]
-    is_custom = any(_has_custom_code(x) for x in inner if isinstance(x, (Mask, Bias)))
-    if not is_custom and not is_compiling():
-        rule.__dict__[_NO_CUSTOM_CODE] = True
-    return is_custom
 
 
 def as_bias(bias: Bias | Tensor | None) -> Bias | None:
@@ -184,26 +163,31 @@ def _warn_if_inverted(mask: Tensor) -> None:
 
 
 class AttentionOptions(TypedDict, total=False):
-    """The keyword options that the functions of softmax attention share; `help(regard.attend)`
-    explains each.
+    """The options of a call of softmax attention: the one list of what `attend` and its neighbours
+    accept. `help(regard.attend)` shows it.
 
     Args:
-        mask: which keys each query may see: a mask of `regard.masks`, a bool tensor `[T, S]` or
-            `[B or 1, H or 1, T, S]` with True = may attend, or None: every key whose position is at
-            least 0.
-        bias: a term added to the scores after the softcap: a bias of `regard.biases`, or a float
-            tensor `[T, S]` or `[B or 1, H or 1, T, S]`; it may require a gradient.
-        score: a rule of `regard.scores`, applied to the scores after the bias and before the mask,
-            or None.
-        scale: the factor on q . k, finite and not 0; None: 1/sqrt(D).
-        softcap: the bound c in c tanh(s / c), greater than 0; None: no bound.
-        sink: one logit per head, `[H]`, added to the softmax denominator only.
-        dropout: the probability that a weight is set to 0; the others are divided by 1 - dropout,
-            in every call, in training and in inference.
-        q_positions: the position of each query, a `Span` or an integer tensor `[B or 1, T]`; -1
-            marks an empty slot, which sees nothing. Default: the last T positions of the keys.
-        k_positions: the position of each key, a `Span` or an integer tensor `[B or 1, S]`; -1 marks
-            an empty slot, which no query sees. Default: 0 to S - 1.
+        mask: which keys each query may see: a mask of `regard.masks`, or a bool tensor `[T, S]` or
+            `[B or 1, H or 1, T, S]` in which True means that the query may attend to the key. None
+            (the default): every query sees every key whose position is at least 0.
+        bias: a term that is added to the scores after the softcap: a bias of `regard.biases`, or a
+            float tensor `[T, S]` or `[B or 1, H or 1, T, S]`, which may require a gradient. None:
+            no bias.
+        score: a rule of `regard.scores` that is applied after the bias and before the mask, such as
+            `regard.scores.TopK(64)`; it may have tensors that require a gradient. None: no rule.
+        scale: the factor on q . k, finite and not 0. None: 1/sqrt(D).
+        softcap: the bound c in c tanh(s / c), which keeps scores between -c and c; greater than 0.
+            None: no bound.
+        sink: one logit per query head, `[H]`, that is added to the softmax denominator only, so
+            that the weights of a row sum to less than 1. None: no sink.
+        dropout: the probability that a weight is set to 0, at least 0 and less than 1 (the default
+            is 0); the other weights are divided by 1 - dropout. It applies in every call, in
+            training and in inference.
+        q_positions: the position of each query: a `regard.Span`, or an integer tensor
+            `[B or 1, T]`. A position of -1 marks an empty slot, which sees nothing. None: the last
+            T positions of the keys.
+        k_positions: the position of each key: a `regard.Span`, or an integer tensor `[B or 1, S]`.
+            A position of -1 marks an empty slot, which no query sees. None: 0 to S - 1.
     """
 
     mask: Mask | Tensor | None
@@ -211,7 +195,7 @@ class AttentionOptions(TypedDict, total=False):
     score: ScoreRule | None
     scale: float | None
     softcap: float | None
-    sink: Tensor | None
+    sink: Float[Tensor, " H"] | None
     dropout: float
     q_positions: Positions | None
     k_positions: Positions | None
@@ -229,47 +213,6 @@ class Partial(NamedTuple):
 
     out: Tensor
     lse: Tensor
-
-
-def maximum_and_sum(lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return an lse as m and l with lse = m + ln l, which the backward passes of kernels read: m is
-    the lse and l is 1, and both are 0 for a row that sees no key.
-
-    >>> maximum_and_sum(torch.tensor([2.0, -math.inf]))
-    (tensor([2., 0.]), tensor([1., 0.]))
-    """
-    sees_nothing = lse.isneginf()
-    return lse.masked_fill(sees_nothing, 0), (~sees_nothing).to(lse.dtype)
-
-
-class WorkEstimate(NamedTuple):
-    """The work of a kernel for one call.
-
-    Args:
-        pairs: the query-key pairs that it computes, summed over B and H.
-        bytes: the peak memory that it allocates in addition to the inputs and the output.
-    """
-
-    pairs: int
-    bytes: int
-
-
-class KernelResult(NamedTuple):
-    """The result of a kernel.
-
-    Args:
-        out: the output `[B, H, T, E]`, with the sink included.
-        lse: the log-sum-exp `[B, H, T]` without the sink; it may be None if the call does not
-            request it (`Call.wants_lse`).
-        scores: `[B, H, T, S]` if an open trace edited them, or if the call has a score rule and an
-            open trace needs them, because the lse does not give the weights then; else None.
-        pattern: the weights `[B, H, T, S]` in the same cases; else None.
-    """
-
-    out: Tensor
-    lse: Tensor | None
-    scores: Tensor | None = None
-    pattern: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -356,6 +299,11 @@ class Call:
         )
 
     @property
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of the bias; none without one."""
+        return () if self.bias is None else self.bias.tensors()
+
+    @property
     def score_dtype(self) -> torch.dtype:
         """The dtype of the scores and the softmax: fp32, or fp64 for fp64 inputs."""
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
@@ -438,102 +386,6 @@ class Call:
         return self._norms(name).amax().item() <= MAX_FINITE
 
 
-UNREADABLE = (
-    "needs memory addresses, which compiled graphs, transforms of torch.func and tensors without "
-    "values do not have"
-)
-"""The reason of the compiled kernels against a call that is not `readable`."""
-
-
-@runtime_checkable
-class Kernel(Protocol):
-    """The protocol of a kernel: one way to compute an attention call.
-
-    A kernel states which calls it supports (`why_not`) and when `backend="auto"` tries it
-    (`priority`). `regard.register_kernel` accepts any object with these attributes. A kernel that
-    computes score rules (`call.score`) also has a method `why_not_score(call)`, which returns the
-    reasons against the rule; a kernel without it is given no call with a rule. A kernel with the
-    attribute `wide_output = True` returns the output in `call.result_dtype`. A kernel with a method
-    `describe(call)` says in one sentence how it would run a call, which `plan` shows. A kernel with
-    the method `part_gradients(call, whole, d_out, d_lse)` computes the gradients of some of the
-    keys from the output and the lse over all keys (`regard.ops.softmax.part_gradients`).
-
-    Attributes:
-        name: the name that `backend=` and `regard.plan` use.
-        selects: True if the kernel never reads a masked key or value, so that a NaN there has no
-            effect; False if it multiplies masked values by a weight of 0.
-    """
-
-    name: str
-    selects: bool
-
-    def why_not(self, call: Call) -> list[str]:
-        """Return the reasons why this kernel cannot run a call on this machine: a missing device or
-        package, or an unsupported option.
-
-        Args:
-            call: the checked call.
-
-        Returns:
-            The reasons, each in a few words; an empty list if the kernel can run the call.
-        """
-
-    def priority(self, call: Call) -> float | None:
-        """Return when `backend="auto"` tries this kernel; it must not read a tensor, because it is
-        computed for every call.
-
-        The kernels of this package return 100 or 90 where they were measured to be faster than
-        torch's fused kernel, 80 for torch's fused kernel, 75 to 60 where they are the next choice
-        if torch's kernel refuses the call, 50 to 20 where they were measured to be slower, and 10
-        for the reference, which supports every call.
-
-        Args:
-            call: the checked call.
-
-        Returns:
-            A number; the kernel with the largest one is tried first, and among equal numbers the
-            one that was registered first. None: the kernel runs only if it is requested by name.
-        """
-
-    def run(self, call: Call) -> KernelResult:
-        """Compute the call.
-
-        Args:
-            call: the checked call, for which `why_not` returned no reason.
-
-        Returns:
-            The output, and the lse if `call.wants_lse`.
-        """
-
-    def work(self, call: Call) -> WorkEstimate:
-        """Estimate the work of a call without computing it.
-
-        Args:
-            call: the checked call.
-
-        Returns:
-            The query-key pairs that would be computed, and the extra memory.
-        """
-
-
-class AutogradContext(Protocol):
-    """What torch passes to `forward` and `backward` of a `torch.autograd.Function` as ctx; a class
-    that extends this protocol names what one function keeps for its gradient.
-    """
-
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None:
-        """Save inputs and outputs for the gradient."""
-
-    def mark_non_differentiable(self, *outputs: Tensor) -> None:
-        """Declare outputs that have no gradient."""
-
-    def set_materialize_grads(self, value: bool, /) -> None:  # noqa: FBT001  # as in torch
-        """Choose whether the gradient of an unused output is zeros or None."""
-
-
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that autocast converts; it leaves float64 as it is."""
 
@@ -575,24 +427,27 @@ def _positions_of(
 
 
 def make_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    bias: Bias | Tensor | None = None,
-    score: ScoreRule | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-    dropout: float = 0.0,
-    q_positions: Positions | None = None,
-    k_positions: Positions | None = None,
-    wants_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, wants_lse: bool = False, **options: Unpack[AttentionOptions]
+) -> Call:
+    """Check all arguments of an attention call; see `checked_call`."""
+    return checked_call(q, k, v, options, wants_lse=wants_lse)
+
+
+_OPTION_NAMES = AttentionOptions.__optional_keys__
+
+
+def checked_call(
+    q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions, *, wants_lse: bool = False
 ) -> Call:
     """Check all arguments of an attention call, fill in the defaults, and record whether an open
     trace captures or edits the scores or the weights.
     """
+    if not _OPTION_NAMES.issuperset(options):
+        names = list(AttentionOptions.__annotations__)
+        argument_checks.check_keyword_names("attend", options, names)
+    scale, softcap = options.get("scale"), options.get("softcap")
+    sink, dropout = options.get("sink"), options.get("dropout", 0.0)
+    given_bias, score = options.get("bias"), options.get("score")
     q, k, v = cast_for_autocast(q, k, v)
     argument_checks.check_query_key_value(q, k, v)
     if scale is not None:
@@ -608,12 +463,14 @@ def make_call(
     (B, H, T, D), S = q.shape, k.shape[2]
     if sink is not None:
         argument_checks.check_sink(sink, H, q)
-    q_positions, k_positions = _positions_of((B, T, S), q_positions, k_positions)
-    mask, bias = as_mask(mask), None if bias is None else as_bias(bias)
+    q_positions, k_positions = _positions_of(
+        (B, T, S), options.get("q_positions"), options.get("k_positions")
+    )
+    mask, bias = as_mask(options.get("mask")), None if given_bias is None else as_bias(given_bias)
     mask.require(B, H, T, S)
     if bias is not None:
         bias.require(B, H, T, S)
-    if bias is not None or _NO_CUSTOM_CODE not in mask.__dict__:
+    if bias is not None or mask.has_custom_code:
         check_custom_rules(mask, bias, (B, H), q_positions, k_positions)
     call = Call(
         q,

@@ -23,7 +23,8 @@ from regard.ops.jit.decode import (
     join_splits,
     quantized_segment,
 )
-from regard.ops.softmax.call import UNREADABLE, Call, KernelResult, WorkEstimate
+from regard.ops.softmax.call import Call
+from regard.ops.softmax.kernel import UNREADABLE, Kernel, KernelResult, WorkEstimate
 from regard.ops.softmax.packed_call import unpackable_parts
 from regard.span import Positions, Span, find_empty_slots
 from regard.units import plural
@@ -159,7 +160,7 @@ first.
 """
 
 
-class CpuKernel:
+class CpuKernel(Kernel):
     """The kernel "cpu": one pass over the keys with an online softmax in fp32, for a few queries.
     The threads divide the key/value heads, and the keys of each head, among them. Numba compiles
     the code once per machine.

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from regard import units
 from regard.errors import KernelRefusal
-from regard.ops.softmax.call import Call, KernelResult, Partial
+from regard.ops.softmax.call import Call, Partial
+from regard.ops.softmax.kernel import KernelResult, gradients_or_none
 from regard.ops.softmax.score_rules import change_pattern, score_block
 from regard.process_state import is_exporting, is_exporting_onnx
 from regard.scores.base import change_scores
@@ -258,19 +259,9 @@ def differentiable_gradients(
     with torch.enable_grad():
         same = replace(call, q=q, k=k, v=v, bias=bias, score=score, sink=None)
         result = attend_rows(same, EVERYTHING)
-        assert result.lse is not None
-        outputs = [(result.out, d_out), (result.lse, d_lse)]
-        wanted = [x for x in (q, k, v, *others) if x.requires_grad]
-        grads = iter(
-            torch.autograd.grad(
-                [x for x, d in outputs if d is not None],
-                wanted,
-                [d for _, d in outputs if d is not None],
-                create_graph=True,
-                allow_unused=True,
-            )
+        return gradients_or_none(
+            (result.out, result.lse), (q, k, v, *others), (d_out, d_lse), create_graph=True
         )
-    return tuple(next(grads) if x.requires_grad else None for x in (q, k, v, *others))
 
 
 def part_gradients_by_definition(
@@ -281,8 +272,7 @@ def part_gradients_by_definition(
     With p = exp(s - lse) and constant lse, the gradients are those of sum_j p_ij v_j with the
     gradient dO, and of sum_j p_ij with the gradient d_lse - dO . O.
     """
-    bias_tensors = () if call.bias is None else call.bias.tensors()
-    inputs = (call.q, call.k, call.v, *bias_tensors)
+    inputs = (call.q, call.k, call.v, *call.bias_tensors)
     d_sum = -(d_out.to(whole.out.dtype) * whole.out).sum(-1)
     with torch.enable_grad():
         # in the dtype of the scores, so that the gradients are not rounded
@@ -292,11 +282,5 @@ def part_gradients_by_definition(
         s, visible = scores(same)
         p = torch.exp(s - whole.lse.masked_fill(whole.lse.isneginf(), 0)[..., None])
         out = weighted_values(p, visible, wide[2], finite=same.finite)
-        wanted = [x for x in wide if x.requires_grad]
         d_sum = d_sum if d_lse is None else d_sum + d_lse
-        grads = iter(
-            torch.autograd.grad(
-                (out, p.sum(-1)), wanted, (d_out.to(out.dtype), d_sum), allow_unused=True
-            )
-        )
-    return tuple(next(grads) if x.requires_grad else None for x in wide)
+        return gradients_or_none((out, p.sum(-1)), wide, (d_out.to(out.dtype), d_sum))

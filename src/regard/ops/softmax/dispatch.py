@@ -7,7 +7,7 @@ call, or refuses it and reports its reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import Lock
 
@@ -16,10 +16,11 @@ import torch
 from regard import tracing
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, ArgumentTypeError, KernelRefusal
-from regard.ops.softmax.call import Call, Kernel, KernelResult
+from regard.ops.softmax.call import Call
 from regard.ops.softmax.cpu import CpuKernel
 from regard.ops.softmax.flex import FlexKernel
 from regard.ops.softmax.gemm import GemmKernel
+from regard.ops.softmax.kernel import Kernel, KernelResult
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.score_rules import without_rule
 from regard.ops.softmax.sdpa import SdpaKernel
@@ -65,23 +66,22 @@ def register_kernel(kernel: Kernel) -> KernelHandle:
     """Register one more kernel for `attend`, `attend_partial` and `plan`, in all threads.
 
     `backend="auto"` tries it according to its `priority`; `backend=kernel.name` requests it alone.
-    The protocol `regard.ops.softmax.Kernel` documents the attributes and methods of a kernel;
+    The class `regard.ops.softmax.Kernel` documents the attributes and methods of a kernel;
     `Call`, `KernelResult` and `WorkEstimate` in the same package are its input and its results.
 
     Args:
-        kernel: an object with `name`, `selects`, `why_not(call)`, `priority(call)`, `run(call)` and
-            `work(call)`.
+        kernel: an instance of a class that extends `regard.ops.softmax.Kernel`.
 
     Returns:
         A handle: `handle.remove()` unregisters the kernel, and so does the end of `with handle:`.
 
     Raises:
-        ArgumentTypeError: the object lacks one of these attributes.
+        ArgumentTypeError: the object is no such kernel, or has no name.
         ArgumentError: a kernel of that name is registered already, or the name is "auto".
 
     >>> import torch, regard
-    >>> from regard.ops.softmax import KernelResult, WorkEstimate
-    >>> class Zeros:
+    >>> from regard.ops.softmax import Kernel, KernelResult, WorkEstimate
+    >>> class Zeros(Kernel):
     ...     name, selects = "zeros", True
     ...     def why_not(self, call): return ["no gradient"] if call.has_gradient else []
     ...     def priority(self, call): return None  # only by name
@@ -93,16 +93,12 @@ def register_kernel(kernel: Kernel) -> KernelHandle:
     0.0
     """
     global _registered
-    missing = [
-        name
-        for name in ("name", "selects", "why_not", "priority", "run", "work")
-        if not hasattr(kernel, name)
-    ]
-    if missing or not isinstance(kernel.name, str):
-        what = f"has no {', '.join(missing)}" if missing else "has a name that is not a string"
+    argument: object = kernel  # of any type, whatever the annotation says
+    if not isinstance(argument, Kernel) or not isinstance(kernel.name, str) or not kernel.name:
+        what = "has no name" if isinstance(argument, Kernel) else "does not extend it"
         raise ArgumentTypeError(
-            f"the kernel is {type(kernel).__name__}, which {what}; it must have every "
-            "attribute of the protocol regard.ops.softmax.Kernel"
+            f"the kernel is {type(kernel).__name__}, which {what}; it must be an instance of a "
+            "class that extends regard.ops.softmax.Kernel, with a name"
         )
     with _lock:
         names = ["auto", *(x.name for x in _registered)]
@@ -225,7 +221,7 @@ def choose_kernel(call: Call, backend: str = "auto") -> tuple[Kernel, Call]:
 
 def why_not_dtype(kernel: Kernel, call: Call) -> list[str]:
     """Return the reason of a kernel against the dtype of the output, if the call asks for one."""
-    if call.out_dtype is None or getattr(kernel, "wide_output", False):
+    if call.out_dtype is None or kernel.wide_output:
         return []
     return [f"rounds its output to {str(call.q.dtype).removeprefix('torch.')}"]
 
@@ -246,12 +242,12 @@ def _choose_for_rule(call: Call, candidates: Sequence[Kernel]) -> tuple[Kernel, 
 def ask_about_rule(kernel: Kernel, call: Call, plain: Call | None) -> tuple[list[str], Call]:
     """Return the reasons of a kernel against a call with a score rule, and the call to run.
 
-    A kernel without `why_not_score` knows no rules: it gets the call without the rule that means
-    the same, if there is one.
+    A kernel that knows no rules gets the call without the rule that means the same, if there
+    is one.
     """
-    why_not_score: Callable[[Call], list[str]] | None = getattr(kernel, "why_not_score", None)
-    if why_not_score is not None:
-        return [*why_not_score(call), *kernel.why_not(call)], call
+    reasons = kernel.why_not_score(call)
+    if reasons is not None:
+        return [*reasons, *kernel.why_not(call)], call
     if plain is None:
         return [f"no score rule ({call.score})"], call
     return kernel.why_not(plain), plain

@@ -23,7 +23,8 @@ from regard import biases, masks, units
 from regard.biases import Bias
 from regard.masks import EMPTY
 from regard.ops.softmax.bias_gradient import bias_terms
-from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
+from regard.ops.softmax.call import Call
+from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.score_rules import why_not_pairs
 from regard.scores import PairRule, to_score_mod
@@ -49,11 +50,10 @@ MAX_CPU_BYTES = 2**32
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-class FlexKernel:
+class FlexKernel(Kernel):
     """The kernel "flex": a call of torch.nn.attention.flex_attention."""
 
     name = "flex"
-    selects = False
 
     def why_not(self, call: Call) -> list[str]:
         """Refuse dropout, taps and non-finite masked inputs; on CUDA unsupported shapes and

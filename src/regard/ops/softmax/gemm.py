@@ -24,15 +24,15 @@ from regard.ops.jit.prefill import (
     prefill_with_gradient,
     round_up,
 )
-from regard.ops.softmax.call import (
+from regard.ops.softmax.call import Call, Partial
+from regard.ops.softmax.definition import differentiable_gradients
+from regard.ops.softmax.kernel import (
     UNREADABLE,
-    Call,
+    Kernel,
     KernelResult,
-    Partial,
     WorkEstimate,
     maximum_and_sum,
 )
-from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.packed_call import unpackable_parts
 from regard.span import as_tensor, slice_positions
@@ -97,7 +97,7 @@ for bfloat16 calls with a gradient, whatever the mask hides.
 """
 
 
-class GemmKernel:
+class GemmKernel(Kernel):
     """The kernel "gemm": blocks of queries against packed keys and values, with the heads of a
     group as rows; compiled once by Numba.
 
@@ -108,7 +108,6 @@ class GemmKernel:
     """
 
     name = "gemm"
-    selects = False
     wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
@@ -177,13 +176,13 @@ class GemmKernel:
     def part_gradients(
         self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of some of the keys; see `part_gradients.py`."""
+        """Compute the gradients of some of the keys; see `attend.part_gradients`."""
         saved = maximum_and_sum(whole.lse)
         d_lse = torch.zeros_like(whole.lse) if d_lse is None else d_lse
         args = prefill_args(call)
         grads = prefill_gradient(args, whole.out, saved, d_out, d_lse, dtype=args.out_dtype)
         # `why_not` refuses a bias with a gradient
-        return *grads, *(None for _ in (() if call.bias is None else call.bias.tensors()))
+        return *grads, *(None for _ in call.bias_tensors)
 
     def work(self, call: Call) -> WorkEstimate:
         """Return the number of query-key pairs in the panels of keys that some query of a block
@@ -292,7 +291,7 @@ def _head_dims_suit(call: Call, least: dict[torch.dtype, int]) -> bool:
 
 def _bias_requires_grad(call: Call) -> bool:
     """Return whether a tensor of the bias requires a gradient."""
-    tensors = () if call.bias is None else call.bias.tensors()
+    tensors = call.bias_tensors
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 

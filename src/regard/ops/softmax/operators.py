@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +31,11 @@ from regard.cost import attention_flops
 from regard.cost.softmax import training_flops
 from regard.ops.jit import has_numba_in_graph
 from regard.ops.jit.prefill import prefill, prefill_gradient
-from regard.ops.softmax.call import AutogradContext, Call, KernelResult, maximum_and_sum
+from regard.ops.softmax.call import Call
 from regard.ops.softmax.definition import differentiable_gradients
 from regard.ops.softmax.dispatch import choose_kernel, run_on_kernel
 from regard.ops.softmax.gemm import GemmKernel, prefill_args
+from regard.ops.softmax.kernel import KernelResult, gradients_or_none, maximum_and_sum
 from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.packed_call import (
     PackedCall,
@@ -188,15 +189,9 @@ def _attention_backward(
             with torch.no_grad():
                 return list(prefill_gradient(prefill_args(call), out, saved, d_out, d_lse))
         result = run_on_kernel(kernel, call)
-        outputs = [(x, d) for x, d in ((result.out, d_out), (result.lse, d_lse)) if d is not None]
-        bias_tensors = () if original.bias is None else original.bias.tensors()
-        inputs = [original.q, original.k, original.v, *(x for x in bias_tensors if x.requires_grad)]
-        grads = torch.autograd.grad(
-            [x for x, _ in outputs if x is not None],
-            inputs,
-            [d for _, d in outputs],
-            allow_unused=True,
-        )
+        trained_biases = (x for x in original.bias_tensors if x.requires_grad)
+        inputs = [original.q, original.k, original.v, *trained_biases]
+        grads = gradients_or_none((result.out, result.lse), inputs, (d_out, d_lse))
     # an operator returns new tensors only
     return [
         torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -276,16 +271,7 @@ def _attention_backward_shapes(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in (packed.q, packed.k, packed.v, *trained)]
 
 
-class _OperatorContext(AutogradContext, Protocol):
-    """What `attention_with_gradient` keeps for its gradient."""
-
-    tensors: int
-    others: tuple[list[int], str, float, float | None, bool, str]
-
-
-def _save_for_backward(
-    ctx: _OperatorContext, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
-) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save what the gradient of `attention_with_gradient` needs."""
     packed, (out, _, max_score, scaled_sum) = PackedCall(*inputs), output
     ctx.mark_non_differentiable(max_score, scaled_sum)
@@ -305,7 +291,7 @@ def _save_for_backward(
 
 
 def _backward(
-    ctx: _OperatorContext, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
+    ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, *_: Tensor | None
 ) -> tuple[object, ...]:
     """Return the gradients of the arguments of `attention_with_gradient`; where they must be
     differentiable, the definition computes them.

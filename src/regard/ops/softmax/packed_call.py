@@ -9,10 +9,11 @@ them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -57,23 +58,8 @@ class PackedCall(NamedTuple):
     backend: str
 
 
-_FIELDS = frozenset(
-    [
-        "q",
-        "k",
-        "v",
-        "mask",
-        "bias",
-        "scale",
-        "softcap",
-        "sink",
-        "dropout",
-        "q_positions",
-        "k_positions",
-        "wants_lse",
-        "needs",
-    ]
-)
+_PACKED = {"q", "k", "v", "mask", "bias", "scale", "softcap", "q_positions", "k_positions"}
+_FIELDS = _PACKED | {"wants_lse", "sink", "dropout", "needs"}
 """The fields of a call that are packed, or that `operators` handles beside the operator."""
 
 _OTHER_FIELDS = tuple(x.name for x in fields(Call) if x.init and x.name not in _FIELDS)
@@ -190,135 +176,78 @@ def _text(value: object, tensors: list[Tensor], numbers: list[int]) -> str:
 
 def trained_bias_tensors(packed: PackedCall) -> list[int]:
     """Return the indices of the tensors of the bias that require a gradient."""
-    return [i for i, trained in enumerate(_parse(packed.rules)[4]) if trained]
+    return [i for i, trained in enumerate(_readers(packed.rules)[4]((), ())) if trained]
 
 
 def unpack(packed: PackedCall) -> Call:
     """Return the call that `pack` packed; its tensors hold values, or are fake."""
-    q_positions, k_positions, mask, bias, _ = _parse(packed.rules)
-    T, S = packed.q.shape[2], packed.k.shape[2]
-    values = _Values(packed.tensors, packed.numbers)
+    q_positions, k_positions, mask, bias, _ = _readers(packed.rules)
+    values = packed.tensors, packed.numbers
     others: dict[str, Any] = dict.fromkeys(_OTHER_FIELDS)
     return Call(
         q=packed.q,
         k=packed.k,
         v=packed.v,
-        mask=_rule(mask, values),
-        bias=_rule(bias, _Values(packed.bias_tensors, packed.numbers)),
+        mask=mask(*values),
+        bias=bias(packed.bias_tensors, packed.numbers),
         scale=packed.scale,
         softcap=packed.softcap,
         sink=None,
         dropout=0.0,
-        q_positions=_positions(q_positions, T, values),
-        k_positions=_positions(k_positions, S, values),
+        q_positions=_as_positions(q_positions(*values), packed.q.shape[2]),
+        k_positions=_as_positions(k_positions(*values), packed.k.shape[2]),
         wants_lse=packed.wants_lse,
         **others,
     )
 
 
-class _Values(NamedTuple):
-    """The tensors and the integers to which the text refers."""
-
-    tensors: Sequence[Tensor]
-    numbers: Sequence[int]
+def _as_positions(value: Any, length: int) -> Positions:
+    """Return the positions of one side of a call: a tensor, or (start, tokens) of a span."""
+    return value if isinstance(value, Tensor) else Span(value[0], length, value[1])
 
 
-@dataclass(frozen=True, eq=False)
-class _Rule:
-    """A mask or bias in the text.
-
-    Args:
-        kind: the class.
-        fields: the values of its fields by name.
-        holds_tensors: whether one of them is a tensor.
-        numbers: the indices of its integers.
-    """
-
-    kind: type
-    fields: tuple[tuple[str, object], ...]
-    holds_tensors: bool
-    numbers: tuple[int, ...]
-
-
-class _TensorIndex(int):
-    """The index of a tensor in the text."""
-
-
-class _NumberIndex(int):
-    """The index of an integer in the text."""
+Reader: TypeAlias = Callable[[Sequence[Tensor], Sequence[int]], Any]
+"""A function that makes the value of a part of the text from the tensors and the integers to which
+it refers.
+"""
 
 
 @lru_cache(maxsize=256)
-def _parse(rules: str) -> tuple[Any, ...]:
+def _readers(rules: str) -> tuple[Reader, ...]:
     """Parse the text of an operator. A program has a few such texts, and runs each many times."""
-    return tuple(_tree(x) for x in json.loads(rules))
+    return tuple(_reader(x) for x in json.loads(rules))
 
 
-def _tree(data: object) -> object:
-    """Return a part of the JSON data with its references as `_TensorIndex` and `_NumberIndex`, and
-    its masks and biases as `_Rule`.
-    """
+def _reader(data: Any) -> Reader:
+    """Return the reader of a part of the text."""
     if isinstance(data, list):
-        return tuple(map(_tree, data))
+        readers = [_reader(x) for x in data]
+        return lambda tensors, numbers: tuple([read(tensors, numbers) for read in readers])
     if not isinstance(data, dict):
-        return data
+        return lambda tensors, numbers: data
     if "tensor" in data:
-        return _TensorIndex(data["tensor"])
+        return lambda tensors, numbers: tensors[data["tensor"]]
     if "number" in data:
-        return _NumberIndex(data["number"])
+        return lambda tensors, numbers: numbers[data["number"]]
     kind: type = MASKS.find(data["mask"]) if "mask" in data else BIASES.find(data["bias"])
-    values = tuple((name, _tree(x)) for name, x in data["fields"].items())
-    leaves = [y for _, x in values for y in _leaves(x)]
-    return _Rule(
-        kind,
-        values,
-        any(isinstance(x, _TensorIndex) for x in leaves),
-        tuple(int(x) for x in leaves if isinstance(x, _NumberIndex)),
-    )
+    named = {name: _reader(x) for name, x in data["fields"].items()}
+
+    def make(tensors: Sequence[Tensor], numbers: Sequence[int]) -> object:
+        return kind(**{name: read(tensors, numbers) for name, read in named.items()})
+
+    text = json.dumps(data)
+    return make if '"tensor": ' in text else _cached_reader(make, text)
 
 
-def _leaves(tree: object) -> list[object]:
-    """Return the values in a part of the text that are neither tuples nor rules."""
-    if isinstance(tree, tuple):
-        return [y for x in tree for y in _leaves(x)]
-    if isinstance(tree, _Rule):
-        return [y for _, x in tree.fields for y in _leaves(x)]
-    return [tree]
-
-
-def _positions(tree: object, length: int, values: _Values) -> Positions:
-    """Return the positions of one side of a call."""
-    if isinstance(tree, _TensorIndex):
-        return values.tensors[tree]
-    assert isinstance(tree, tuple)
-    start, tokens = tree
-    return Span(values.numbers[start], length, tokens)
-
-
-def _rule(tree: Any, values: _Values) -> Any:
-    """Return the mask or bias of a part of the text, or None."""
-    if tree is None or tree.holds_tensors:
-        return _build(tree, values)
-    numbers = values.numbers
-    return _rule_without_tensors(tree, tuple([(i, numbers[i]) for i in tree.numbers]))
-
-
-@lru_cache(maxsize=256)
-def _rule_without_tensors(tree: _Rule, numbers: tuple[tuple[int, int], ...]) -> object:
-    """Build a rule without tensors. The same object serves every layer and step, because kernels
-    keep what they compute from a mask.
+def _cached_reader(make: Reader, text: str) -> Reader:
+    """Return a reader of a rule without tensors that returns one object for equal numbers. The same
+    object serves every layer and step, because kernels keep what they compute from a mask.
     """
-    return _build(tree, _Values((), dict(numbers)))  # type: ignore[arg-type]
+    used = [int(i) for i in re.findall(r'"number": (\d+)', text)]
 
+    @lru_cache(maxsize=64)
+    def of_numbers(values: tuple[int, ...]) -> object:
+        numbers: Any = dict(zip(used, values, strict=True))
+        return make((), numbers)
 
-def _build(tree: object, values: _Values) -> object:
-    """Build the value of a part of the text."""
-    if isinstance(tree, _TensorIndex):
-        return values.tensors[tree]
-    if isinstance(tree, _NumberIndex):
-        return values.numbers[tree]
-    if isinstance(tree, tuple):
-        return tuple(_build(x, values) for x in tree)
-    if isinstance(tree, _Rule):
-        return tree.kind(**{name: _build(x, values) for name, x in tree.fields})
-    return tree
+    return lambda tensors, numbers: of_numbers(tuple([numbers[i] for i in used]))

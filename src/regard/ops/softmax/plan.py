@@ -4,7 +4,6 @@ the FLOPs and memory of each kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Unpack
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from regard import units
 from regard.cost import attention_flops
-from regard.ops.softmax.call import AttentionOptions, Call, Kernel, WorkEstimate, make_call
+from regard.ops.softmax.call import AttentionOptions, Call, checked_call
 from regard.ops.softmax.definition import describe_second_derivatives
 from regard.ops.softmax.dispatch import (
     all_kernels,
@@ -22,6 +21,7 @@ from regard.ops.softmax.dispatch import (
     kernels_by_priority,
     zero_empty_slots,
 )
+from regard.ops.softmax.kernel import Kernel, WorkEstimate
 from regard.ops.softmax.packed_call import unpackable_parts
 from regard.ops.softmax.score_rules import without_rule
 
@@ -127,7 +127,7 @@ def plan(
     >>> regard.plan(q, q, q, mask=regard.masks.Causal(), backend="tiled").kernel
     'tiled'
     """
-    call = make_call(q, k, v, **options)
+    call = checked_call(q, k, v, options)
     # first: the questions that follow may make numbers of the codes or pages of a cache
     chosen, served = choose_kernel(call, backend)
     notes = _notes(call, chosen, served)
@@ -155,8 +155,7 @@ def plan(
 
 def _notes(call: Call, kernel: Kernel, served: Call) -> tuple[str, ...]:
     """Return the notes of a plan: first what the kernel that would run says of the call."""
-    describe: Callable[[Call], str] | None = getattr(kernel, "describe", None)
-    notes = [text] if describe is not None and (text := describe(served)) else []
+    notes = [text] if (text := kernel.describe(served)) else []
     notes += [describe_second_derivatives(call)] if call.has_gradient else []
     if unheld := unpackable_parts(call):
         notes.append(f"in a compiled graph torch's operations run it: {'; '.join(unheld)}")

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from regard import units
-from regard.ops.softmax.call import Call, KernelResult, Partial, WorkEstimate
+from regard.ops.softmax.call import Call, Partial
 from regard.ops.softmax.definition import (
     EVERYTHING,
     MAX_SCORE_BYTES,
     attend_rows,
     part_gradients_by_definition,
 )
+from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.process_state import is_exporting
 
 BLOCK_BYTES = 2**28
@@ -23,13 +24,12 @@ tiled kernel, measured on one thread.
 """
 
 
-class ReferenceKernel:
+class ReferenceKernel(Kernel):
     """The kernel "reference": softmax attention computed by its definition, for every call. Its
     memory grows with T S if the call is traced or needs a gradient, and is bounded otherwise.
     """
 
     name = "reference"
-    selects = False
     wide_output = True
 
     def why_not(self, call: Call) -> list[str]:
@@ -75,7 +75,7 @@ class ReferenceKernel:
     def part_gradients(
         self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of some of the keys; see `part_gradients.py`."""
+        """Compute the gradients of some of the keys; see `attend.part_gradients`."""
         return part_gradients_by_definition(call, whole, d_out, d_lse)
 
     def work(self, call: Call) -> WorkEstimate:

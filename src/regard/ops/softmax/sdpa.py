@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from threading import Lock
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from regard import masks
-from regard.ops.softmax.call import (
-    SMALL_SCORE_BOUND,
-    AutogradContext,
-    Call,
-    KernelResult,
-    Partial,
-    WorkEstimate,
-)
+from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, Partial
 from regard.ops.softmax.definition import differentiable_gradients
+from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 from regard.ops.softmax.mask_lowering import (
     ALL,
     BLOCK_QUERIES,
@@ -98,7 +92,7 @@ _CPU_OP_SCHEMA = (
 )
 
 
-class SdpaKernel:
+class SdpaKernel(Kernel):
     """The kernel "sdpa": torch.nn.functional.scaled_dot_product_attention, and on a CPU the
     operator below it that returns the lse.
 
@@ -107,7 +101,6 @@ class SdpaKernel:
     """
 
     name = "sdpa"
-    selects = False
 
     def __init__(self, sizes: BlockSizes = DEFAULT_BLOCK_SIZES) -> None:
         self.sizes = sizes
@@ -178,7 +171,7 @@ class SdpaKernel:
     def part_gradients(
         self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of some of the keys; see `part_gradients.py`."""
+        """Compute the gradients of some of the keys; see `attend.part_gradients`."""
         q, k, v = pad_to_equal_dim(
             *(ensure_contiguous(x.detach()) for x in (call.q, call.k, call.v))
         )
@@ -188,7 +181,7 @@ class SdpaKernel:
         blocks = lower_mask(call, self.sizes)
         d_q, d_k, d_v = sum_range_gradients(row, k, v, abs(call.scale), blocks)
         # `why_not` refuses a bias with a gradient
-        d_bias = (None for _ in (() if call.bias is None else call.bias.tensors()))
+        d_bias = (None for _ in call.bias_tensors)
         return d_q[..., : call.D] * sign, d_k[..., : call.D], d_v[..., : call.E], *d_bias
 
     def work(self, call: Call) -> WorkEstimate:
@@ -406,14 +399,6 @@ def attend_blocks(
     return out, lse
 
 
-class _SdpaContext(AutogradContext, Protocol):
-    """What `BlockwiseSdpa` keeps for its gradient."""
-
-    call: Call
-    scale: float
-    blocks: list[QueryBlock]
-
-
 class BlockwiseSdpa(torch.autograd.Function):
     """Autograd function for the output and lse of all key ranges.
 
@@ -423,7 +408,7 @@ class BlockwiseSdpa(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _SdpaContext,
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -442,9 +427,7 @@ class BlockwiseSdpa(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(
-        ctx: _SdpaContext, d_out: Tensor | None, d_lse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v, summed in the dtype of the lse; where they must be
         differentiable, the definition computes them.
         """

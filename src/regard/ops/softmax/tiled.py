@@ -27,22 +27,15 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.ops.softmax.bias_gradient import BiasGradient
-from regard.ops.softmax.call import (
-    SMALL_SCORE_BOUND,
-    AutogradContext,
-    Call,
-    KernelResult,
-    Partial,
-    WorkEstimate,
-    maximum_and_sum,
-)
+from regard.ops.softmax.call import SMALL_SCORE_BOUND, Call, Partial
 from regard.ops.softmax.definition import differentiable_gradients
+from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate, maximum_and_sum
 from regard.ops.softmax.mask_lowering import visible_key_ranges
 from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.score_rules import RuleOfTile, TileGradient, why_not_pairs
@@ -74,7 +67,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel supports."""
 
 
-class TiledKernel:
+class TiledKernel(Kernel):
     """The kernel "tiled": flash attention in plain torch, for every mask and bias, and for score
     rules on pairs, with gradients, softcap, sink and dropout.
 
@@ -83,7 +76,6 @@ class TiledKernel:
     """
 
     name = "tiled"
-    selects = False
     wide_output = True
 
     def __init__(self, sizes: TileSizes = DEFAULT_TILE_SIZES) -> None:
@@ -125,7 +117,7 @@ class TiledKernel:
         seed = int(torch.randint(2**31, (), device="cpu")) if call.dropout else 0
         blocks = query_blocks(call, self.sizes)
         if call.has_gradient:
-            bias_tensors = () if call.bias is None else call.bias.tensors()
+            bias_tensors = call.bias_tensors
             rule_tensors = () if call.score is None else call.score.tensors()
             out, lse = TiledFunction.apply(  # type: ignore[no-untyped-call]
                 call, seed, list(blocks), call.q, call.k, call.v, *bias_tensors, *rule_tensors
@@ -140,8 +132,8 @@ class TiledKernel:
     def part_gradients(
         self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of some of the keys; see `part_gradients.py`."""
-        bias_tensors = () if call.bias is None else call.bias.tensors()
+        """Compute the gradients of some of the keys; see `attend.part_gradients`."""
+        bias_tensors = call.bias_tensors
         d_bias = BiasGradient(
             call.bias, tuple(x.requires_grad for x in bias_tensors), call.score_dtype
         )
@@ -205,15 +197,6 @@ def query_blocks(call: Call, sizes: TileSizes = DEFAULT_TILE_SIZES) -> Iterator[
         yield TiledQueryBlock(rows, ranges)
 
 
-class _TiledContext(AutogradContext, Protocol):
-    """What `TiledFunction` keeps for its gradient."""
-
-    call: Call
-    seed: int
-    blocks: list[TiledQueryBlock]
-    exact_row_sums: bool
-
-
 class TiledFunction(torch.autograd.Function):
     """Autograd function for the output and lse, with gradients for q, k, v and the tensors of
     the bias. It saves no scores.
@@ -221,7 +204,7 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _TiledContext,
+        ctx: Any,
         call: Call,
         seed: int,
         blocks: list[TiledQueryBlock],
@@ -244,9 +227,7 @@ class TiledFunction(torch.autograd.Function):
         return out, max_score + scaled_sum.log()
 
     @staticmethod
-    def backward(
-        ctx: _TiledContext, d_out: Tensor | None, d_lse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute the scores of all tiles again, and return the gradients; where they must be
         differentiable, the definition computes them.
         """

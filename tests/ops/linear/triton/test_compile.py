@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from regard.ops.linear.triton.kernel import RecurrenceCall
+from regard.ops.linear.call import RecurrenceCall
 from regard.ops.triton_support import launches_for
 from tests.ops.triton_compiler import SHARED_LIMIT, compile_launch
 

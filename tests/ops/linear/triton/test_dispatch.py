@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from regard.errors import KernelRefusal
 from regard.linear import delta_rule, mlstm
+from regard.ops.linear.call import RecurrenceCall
 from regard.ops.linear.form_choice import choose_form, plan_form
 from regard.ops.linear.triton import kernel
-from regard.ops.linear.triton.kernel import RecurrenceCall
 
 
 def cuda_call(

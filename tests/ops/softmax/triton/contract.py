@@ -19,8 +19,9 @@ import regard
 from regard import Span, biases, masks
 from regard.caches import Float8, Paged, Quantised
 from regard.caches.float8 import from_float8
-from regard.ops.softmax.call import KernelResult, make_call
-from regard.ops.softmax.part_gradients import part_gradients
+from regard.ops.softmax.attend import part_gradients
+from regard.ops.softmax.call import make_call
+from regard.ops.softmax.kernel import KernelResult
 from regard.ops.softmax.reference import ReferenceKernel
 from regard.ops.softmax.triton.kernel import TritonKernel, is_decoding
 from tests.ops.softmax.cases import CONTRACT, Case, Made, make

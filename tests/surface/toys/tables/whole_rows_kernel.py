@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from regard.ops.softmax.call import Call, KernelResult, WorkEstimate
+from regard.ops.softmax.call import Call
 from regard.ops.softmax.definition import EVERYTHING, attend_rows
+from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate
 
 MAX_SCORES = 2**20
 """The largest number of scores."""
 
 
-class WholeRowsKernel:
+class WholeRowsKernel(Kernel):
     """The kernel "whole-rows": softmax attention whose scores are all in memory at once."""
 
     name = "whole-rows"
-    selects = False
 
     def why_not(self, call: Call) -> list[str]:
         """Refuse calls with many scores."""

@@ -6,74 +6,18 @@ This file imports no triton; `launch` does, when the first call runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.ops.linear.call import RecurrenceCall
 from regard.ops.linear.triton.block_sizes import MAX_KEY_CHANNELS
 from regard.ops.triton_support import has_triton, interprets, why_not_device
 from regard.process_state import is_compiling, values_are_readable
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of q, k and v that the kernels read."""
-
-
-@dataclass(frozen=True, eq=False)
-class RecurrenceCall:
-    """One checked recurrence, S <- diag(exp(g)) S + k u^T and o = scale S^T q, where u is v, or for
-    the delta rules beta (v - S^T k) with the decayed S.
-
-    Args:
-        q: queries `[B, H, T, D]`.
-        k: keys `[B, G, T, D]`.
-        v: values `[B, N, T, E]`; heads are as in `value_heads`.
-        state: S before the first token, `[B, N, D, E]`.
-        beta: `[B, N, T, 1]`, or None without corrections.
-        log_decay: g, `[B or 1, N, T, 1 or D]`, or None.
-        scale: the factor on the queries.
-        dtype: the dtype of the results, and what says how exact products must be: in half
-            precision, products of matrices read 10 bits of fraction, and add in fp32.
-        out_dtype: the dtype of the outputs.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    state: Tensor
-    beta: Tensor | None = None
-    log_decay: Tensor | None = None
-    scale: float = 1.0
-    dtype: torch.dtype = torch.float32
-    out_dtype: torch.dtype = torch.float32
-
-    @property
-    def outputs(self) -> int:
-        """The number of output heads, O = max(H, N)."""
-        return max(self.q.shape[1], self.v.shape[1])
-
-    @property
-    def exact(self) -> bool:
-        """Whether products need all digits of fp32."""
-        return self.dtype.itemsize > 2
-
-    @property
-    def decay_form(self) -> int:
-        """0 without a decay, 1 with one for all channels of a token, 2 with one for each."""
-        return 0 if self.log_decay is None else 1 + (self.log_decay.shape[3] > 1)
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What may have a gradient."""
-        return self.q, self.k, self.v, self.beta, self.log_decay, self.state
-
-    def with_tensors(self, tensors: tuple[Tensor | None, ...]) -> RecurrenceCall:
-        """Return the same recurrence of other tensors, in the order of `tensors`."""
-        q, k, v, beta, log_decay, state = tensors
-        if q is None or k is None or v is None or state is None:
-            raise AssertionError("only beta and the decay may be missing")
-        return replace(self, q=q, k=k, v=v, state=state, beta=beta, log_decay=log_decay)
 
 
 Definition = Callable[[RecurrenceCall], tuple[Tensor, Tensor]]
@@ -116,21 +60,6 @@ def _detached(tensors: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x.detach() for x in tensors)
 
 
-class _RecurrenceContext(Protocol):
-    """What `RecurrenceFunction` keeps for its gradient."""
-
-    call: RecurrenceCall
-    definition: Definition
-    needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Tensor | None, ...]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Save inputs and outputs for the gradient."""
-
-    def set_materialize_grads(self, value: bool, /) -> None:  # noqa: FBT001  # as in torch
-        """Say whether missing gradients are zeros."""
-
-
 class RecurrenceFunction(torch.autograd.Function):
     """Autograd function of a recurrence. It saves its inputs only: the backward pass computes the
     states of the chunks again.
@@ -138,10 +67,7 @@ class RecurrenceFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _RecurrenceContext,
-        call: RecurrenceCall,
-        definition: Definition,
-        *tensors: Tensor | None,
+        ctx: Any, call: RecurrenceCall, definition: Definition, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Compute the outputs and the last state."""
         from regard.ops.linear.triton.launch import run_forward
@@ -155,7 +81,7 @@ class RecurrenceFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: _RecurrenceContext, d_out: Tensor | None, d_last: Tensor | None
+        ctx: Any, d_out: Tensor | None, d_last: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         """Return the gradients; where they must be differentiable, the definition computes them."""
         from regard.ops.linear.triton.launch import run_backward

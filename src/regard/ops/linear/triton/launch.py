@@ -12,6 +12,7 @@ import torch
 import triton
 from torch import Tensor, float32
 
+from regard.ops.linear.call import RecurrenceCall
 from regard.ops.linear.triton.backward_kernels import (
     gradients_of_inputs,
     gradients_of_states,
@@ -29,7 +30,6 @@ from regard.ops.linear.triton.delta_kernels import (
     solve_chunk,
 )
 from regard.ops.linear.triton.forward_kernels import chunk_outputs, chunk_states
-from regard.ops.linear.triton.kernel import RecurrenceCall
 from regard.ops.linear.triton.odd_numbers import write_nans
 from regard.ops.triton_support import Launch, capability_of, interprets
 

@@ -6,13 +6,14 @@ This file imports no triton; `launch` does, when the first call runs.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from regard.ops.softmax.call import AutogradContext, Call, KernelResult, Partial, WorkEstimate
+from regard.ops.softmax.call import Call, Partial
 from regard.ops.softmax.definition import differentiable_gradients
+from regard.ops.softmax.kernel import Kernel, KernelResult, WorkEstimate, gradients_or_none
 from regard.ops.softmax.merge import apply_sink
 from regard.ops.softmax.triton.bias_data import BiasData, bias_data, why_no_bias_data
 from regard.ops.softmax.triton.block_sizes import (
@@ -42,7 +43,7 @@ MAX_BIT_BYTES = 2**31
 """The largest mask that is stored as bits."""
 
 
-class TritonKernel:
+class TritonKernel(Kernel):
     """The kernel "triton": any mask, bias, softcap, sink and positions on a CUDA device, with
     deterministic gradients for q, k, v and the bias. Nothing is compiled for a new mask.
     """
@@ -102,7 +103,7 @@ class TritonKernel:
 
     def run(self, call: Call) -> KernelResult:
         """Run the forward kernel, and apply the sink."""
-        bias_tensors = () if call.bias is None else call.bias.tensors()
+        bias_tensors = call.bias_tensors
         if call.has_gradient:
             out, lse = TritonFunction.apply(  # type: ignore[no-untyped-call]
                 call, call.q, call.k, call.v, *bias_tensors
@@ -117,10 +118,10 @@ class TritonKernel:
     def part_gradients(
         self, call: Call, whole: Partial, d_out: Tensor, d_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of some of the keys; see `part_gradients.py`."""
+        """Compute the gradients of some of the keys; see `attend.part_gradients`."""
         from regard.ops.softmax.triton.launch import saved_of_whole
 
-        needs = [x.requires_grad for x in (() if call.bias is None else call.bias.tensors())]
+        needs = [x.requires_grad for x in call.bias_tensors]
         return gradients(
             call, saved_of_whole(call, whole), d_out.to(call.q.dtype), d_lse, needs, of_part=True
         )
@@ -137,12 +138,6 @@ class TritonKernel:
         return WorkEstimate(count_pairs(call, lists, sizes.rows, sizes.keys), size)
 
 
-class _TritonContext(AutogradContext, Protocol):
-    """What `TritonFunction` keeps for its gradient."""
-
-    call: Call
-
-
 class TritonFunction(torch.autograd.Function):
     """Autograd function for the output and lse, with gradients for q, k, v and the tensors of the
     bias. It saves no scores.
@@ -150,7 +145,7 @@ class TritonFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _TritonContext, call: Call, q: Tensor, k: Tensor, v: Tensor, *bias_tensors: Tensor
+        ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *bias_tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Compute the output, and save what the backward pass needs."""
         from regard.ops.softmax.triton.launch import run_forward
@@ -165,9 +160,7 @@ class TritonFunction(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(
-        ctx: _TritonContext, d_out: Tensor | None, d_lse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         """Compute the scores of all tiles again, and return the gradients; where they must be
         differentiable, the definition computes them.
         """
@@ -214,20 +207,15 @@ def gradients(
         *d_qkv, d_data = run_backward(
             call, data, ForwardResult(*saved), d_out, d_lse, wanted, of_part=of_part
         )
-    trained = [x for x in leaves if x.requires_grad]
     pairs = [
         (x, d)
         for x, d in zip(data.parts, d_data.parts, strict=True)
         if x is not None and d is not None
     ]
-    if not trained or not pairs:
+    if not pairs or not any(x.requires_grad for x in leaves):
         return *d_qkv, *(None for _ in leaves)
-    matching = iter(
-        torch.autograd.grad(
-            [x for x, _ in pairs], trained, [d for _, d in pairs], allow_unused=True
-        )
-    )
-    return *d_qkv, *(next(matching) if x.requires_grad else None for x in leaves)
+    outputs, d_outputs = zip(*pairs, strict=True)
+    return *d_qkv, *gradients_or_none(outputs, leaves, d_outputs)
 
 
 MAX_PACKED_ROWS = 32

@@ -11,7 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from regard.ops.softmax.call import Call, Partial, maximum_and_sum
+from regard.ops.softmax.call import Call, Partial
+from regard.ops.softmax.kernel import maximum_and_sum
 from regard.ops.softmax.triton.backward_kernels import (
     attention_backward_kv,
     attention_backward_q,

@@ -1,4 +1,6 @@
-"""The linear memory of Titans: gradient descent with momentum, one step per token."""
+"""States that are solutions of a regression of the values on the keys: the Mesa layer, which solves
+it exactly, and the linear memory of Titans, which takes one step of gradient descent per token.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +11,117 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from regard.argument_checks import check_finite
-from regard.errors import ArgumentError
-from regard.ops.linear.causal_products import (
+from regard.ops.linear.call import SHARED_ARGUMENTS, TokenInputs, without_autocast, zero_empty_slots
+from regard.ops.linear.chunks import (
+    decay_since_start,
     finite_part,
     inverse_of_unit_triangle,
-    valid_decays,
-)
-from regard.ops.linear.linear_recurrence import (
-    check_call,
-    check_tensor_shape,
-    chunk_size,
-    empty_slot_mask,
-    initial_state,
     pairwise_decay,
     split_into_chunks,
-    zero_empty_slots,
+    valid_decays,
 )
+from regard.ops.linear.linear_recurrence import linear_recurrence
+from regard.ops.shared_arguments import with_shared_arguments
 from regard.span import Positions
-from regard.units import plural
+
+
+@with_shared_arguments(SHARED_ARGUMENTS)
+def mesa(
+    q: Float[Tensor, "B H T D"],
+    k: Float[Tensor, "B H T D"],
+    v: Float[Tensor, "B H T E"],
+    beta: Float[Tensor, "B H T"],
+    log_decay: Float[Tensor, "B H T"],
+    ridge: Float[Tensor, "H D"],
+    *,
+    state: tuple[Float[Tensor, "B H D E"] | Float[Tensor, "B H D D"], ...] | None = None,
+    k_positions: Positions | None = None,
+    form: str = "auto",
+    chunk: int = 16,
+) -> tuple[Float[Tensor, "B H T E"], tuple[Float[Tensor, "B H D E"], Float[Tensor, "B H D D"]]]:
+    """Compute the Mesa layer: at each token, the linear map that best predicts the past values from
+    the past keys is applied to the query.
+
+    A_t = exp(g_t) A_{t-1} + beta_t k_t k_t^T;  C_t = exp(g_t) C_{t-1} + beta_t k_t v_t^T;
+    o_t = C_t^T (A_t + diag(ridge))^{-1} q_t
+
+    Each system is solved by its Cholesky factor, where the paper takes a number of steps of the
+    conjugate gradient method, so that the result has no error of a stopped iteration. A solve costs
+    D^3 / 3 multiplications per token and head. A matrix that is not positive definite, as a
+    negative beta or ridge can make it, gives NaN.
+
+    Args:
+        q: queries `[B, H, T, D]`; they are not scaled.
+        k: keys `[B, H, T, D]` of the same T tokens.
+        v: values `[B, H, T, E]`.
+        beta: the weight of a token in the regression, at least 0, `[B, H, T]`.
+        log_decay: g, the logarithm of the decay factor, `[B, H, T]`, at most 0.
+        ridge: the regularisation of each key channel, above 0, `[H, D]`.
+        state: (C, A) as an earlier call returned it, in fp32 (fp64 for fp64 inputs); None: zeros.
+            It is not changed.
+        form: "recurrent" is the definition, token by token; "chunk" computes the matrices of a
+            chunk at once; "parallel" is one chunk of length T; "auto" takes "recurrent" for up to 8
+            tokens, else "chunk". All give the same result.
+        chunk: the number of tokens in a chunk, at least 1; a chunk holds that many matrices A.
+
+    Returns:
+        The output `[B, H, T, E]` in the dtype of q, and the state (C, A) after the last token.
+        Sums are in fp32 (fp64 for fp64 inputs).
+
+    >>> k = torch.ones(1, 1, 2, 1)
+    >>> v = torch.tensor([[[[2.0], [4.0]]]])  # one key with the values 2 and 4: their mean
+    >>> one, zero = torch.ones(1, 1, 2), torch.zeros(1, 1, 2)
+    >>> mesa(k, k, v, one, zero, torch.full((1, 1), 1e-6))[0].flatten().round(decimals=3).tolist()
+    [2.0, 3.0]
+
+    Source: von Oswald et al. 2025 (arXiv 2506.05233), equations 6 to 8.
+    """
+    tokens = TokenInputs(q, k, v, None, k_positions, form, chunk, one_state_per_head="a Mesa layer")
+    meaning, wide, T = "one number per head and token", tokens.dtype, tokens.T
+    strength = tokens.gate("beta", beta, "B H T", meaning).to(wide)  # [B,H,T,1]
+    g = tokens.gate("log_decay", log_decay, "B H T", meaning).to(wide)
+    tokens.check("ridge", ridge, "H D", "one number per head and key channel")
+    C, A = tokens.state(state, C="B H D E", A="B H D D")
+    q, k, v = (x.to(wide) for x in (tokens.q, tokens.k, tokens.v))
+    with without_autocast(q):
+        written = strength * k
+        # A product would carry a NaN to earlier tokens, so sums are of finite numbers; the
+        # recurrence below marks the outputs.
+        bad = (0 * written.detach() + 0 * k.detach()).sum(-1, keepdim=True)
+        bad = bad + (0 * g.detach()).masked_fill(g.detach() == -torch.inf, 0)
+        keys, weighted = (x.masked_fill(~bad.isfinite(), 0) for x in (k, written))
+        decays = g.masked_fill(~(g < torch.inf), 0)
+        ridges = torch.diag_embed(ridge.to(wide))[:, None]  # [H,1,D,D]
+        answers, step = [], tokens.chunk_size or 1
+        for first in range(0, T, step):
+            where = slice(first, first + step)
+            part, weights = keys[:, :, where], weighted[:, :, where]
+            sums, A = _key_sums(part, weights, decays[:, :, where], A)
+            factor, info = torch.linalg.cholesky_ex(sums + ridges)
+            solution = torch.cholesky_solve(q[:, :, where, :, None], factor)[..., 0]
+            answers.append(solution.masked_fill(info[..., None] != 0, torch.nan))
+        solved = torch.cat(answers, 2) if answers else q
+        out, C = linear_recurrence(solved, written, v, g, C, form=form, chunk=64)
+    return tokens.output(out), (C, A + bad.sum(2)[..., None])
+
+
+def _key_sums(k: Tensor, written: Tensor, g: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the matrices A after each of n tokens `[B, H, n, D, D]`, and the last one, from the
+    matrix A `[B, H, D, D]` before them.
+    """
+    n, D = k.shape[-2:]
+    outer = (written[..., :, None] * k[..., None, :]).flatten(-2)  # [B,H,n,D*D]
+    # an outer product that overflows must reach no earlier token
+    outer, bad = finite_part(outer)
+    sums = pairwise_decay(g) @ outer + bad.cumsum(-2)
+    sums = torch.unflatten(sums, -1, (D, D)) + decay_since_start(g)[..., None] * A[:, :, None]
+    return sums, sums[:, :, n - 1]
+
 
 Gates: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+@with_shared_arguments(SHARED_ARGUMENTS)
 def titans_memory(
     q: Float[Tensor, "B H T D"],
     k: Float[Tensor, "B H T D"],
@@ -57,27 +147,17 @@ def titans_memory(
     each token solves one triangular system, whose weights are the product of the two decays.
 
     Args:
-        q: queries `[B, H, T, D]`.
         k: keys `[B, H, T, D]` of the same T tokens.
         v: values `[B, H, T, E]`.
         step: the step size of each token `[B, H, T]`, of any floating dtype.
         log_decay: g, the logarithm of what M keeps `[B, H, T]`, at most 0, -inf allowed.
         log_momentum: e, the logarithm of the momentum `[B, H, T]`, at most 0, -inf allowed.
-        scale: the factor on the queries; None: 1/sqrt(D).
         state: (M, N) as an earlier call returned it, in fp32 (fp64 for fp64 inputs); None: zeros.
             It is not changed.
-        k_positions: positions of the tokens; slots at -1 are empty: they write nothing and decay
-            nothing, and their outputs are 0.
-        form: "auto", "recurrent", "chunk" or "parallel", as in `delta_rule`.
-        chunk: the number of tokens in a chunk, at least 1; T need not be a multiple.
 
     Returns:
         The output `[B, H, T, E]` in the dtype of q, and the state (M, N) after the last token.
         Sums are in fp32 (fp64 for fp64 inputs).
-
-    Raises:
-        ArgumentError, ArgumentTypeError: an argument is invalid; raised before anything is
-            computed.
 
     >>> k, v = torch.ones(1, 1, 2, 1), torch.full((1, 1, 2, 1), 4.0)
     >>> half, zero = torch.full((1, 1, 2), 0.5), torch.zeros(1, 1, 2)
@@ -88,32 +168,22 @@ def titans_memory(
 
     Source: Behrouz et al. 2024 (arXiv 2501.00663), equations 9 to 15.
     """
-    check_call(q, k, v, scale, k_positions, form, chunk)
-    (B, H, T, D), E = k.shape, v.shape[-1]
-    if q.shape[1] != H or v.shape[1] != H:
-        raise ArgumentError(
-            f"q has {plural(q.shape[1], 'head')}, k {H} and v {v.shape[1]}; a memory of "
-            "Titans has as many key and value heads as query heads: repeat them"
-        )
-    gates = {"step": step, "log_decay": log_decay, "log_momentum": log_momentum}
-    for name, gate in gates.items():
-        check_tensor_shape(name, gate, ((B, H, T),), "one number per head and token", k)
-    shape = (B, H, D, E)
-    M, N = initial_state(state, {"M": shape, "N": shape}, k)
-    empty, dtype, wide = empty_slot_mask(k_positions, q), q.dtype, M.dtype
-    q, k, v = (zero_empty_slots(x, empty).to(wide) for x in (q, k, v))
-    check_finite(query=q, key=k, value=v)
-    theta, g, e = (zero_empty_slots(x[..., None], empty).to(wide) for x in gates.values())
-    q = q * (D**-0.5 if scale is None else scale)
-    # N is added to M at every token, but at no empty slot
-    real = (
-        torch.ones_like(theta) if empty is None else zero_empty_slots(torch.ones_like(theta), empty)
+    tokens = TokenInputs(
+        q, k, v, scale, k_positions, form, chunk, one_state_per_head="a memory of Titans"
     )
-    size = chunk_size(form, chunk, T)
-    with torch.autocast(q.device.type, enabled=False):
-        run = _recurrent if size is None or not T else _chunked
+    meaning, wide = "one number per head and token", tokens.dtype
+    gates = {"step": step, "log_decay": log_decay, "log_momentum": log_momentum}
+    theta, g, e = (tokens.gate(x, y, "B H T", meaning).to(wide) for x, y in gates.items())
+    M, N = tokens.state(state, M="B H D E", N="B H D E")
+    q, k, v = (x.to(wide) for x in (tokens.q, tokens.k, tokens.v))
+    q = q * tokens.scale
+    # N is added to M at every token, but at no empty slot
+    real = zero_empty_slots(torch.ones_like(theta), tokens.empty)
+    size = tokens.chunk_size
+    with without_autocast(q):
+        run = _recurrent if size is None or not tokens.T else _chunked
         out, M, N = run(q, k, v, (theta, g, e, real), M, N, size or 1)
-    return zero_empty_slots(out.to(dtype), empty), (M, N)
+    return tokens.output(out), (M, N)
 
 
 def _recurrent(
