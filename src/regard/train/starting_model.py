@@ -65,7 +65,6 @@ def extended_model(model: Model, vocab_size: int, seed: int) -> tuple[nn.Module,
     """
     config = replace(model.config, vocab_size=vocab_size)
     model_family = family(model_type_of(config))
-    assert model_family is not None  # it was loaded
     torch.manual_seed(seed)
     network = model_family.build(config)
     old = model.decoder.state_dict()

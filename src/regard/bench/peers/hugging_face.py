@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.bench.interfaces import Peer, PreparedCall
 from regard.bench.problems import AttentionProblem, LatentProblem, ModelProblem, prepared_call
 from regard.models.checkpoint.family import bind_names
-from regard.models.families import qwen2
+from regard.models.families import family
 
 NEEDS = ("transformers",)
 
@@ -205,7 +205,7 @@ def _qwen2(problem: ModelProblem, name: str) -> Any:
         network = Qwen2ForCausalLM(config)
     network.train(False)
     ours = dict(problem.decoder.named_parameters(remove_duplicate=False))
-    bindings = bind_names(problem.decoder, qwen2.FAMILY.names)
+    bindings = bind_names(problem.decoder, family("qwen2").names)
     state = {
         stored_name: binding.rule.pack([ours[n] for n in binding.parameters])
         for stored_name, binding in bindings.items()

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from regard.bench.interfaces import MinimumWork, Outputs, Problem, ProblemSizes
 from regard.caches import Fixed
+from regard.configs.qwen import Qwen2Config
 from regard.cost import attention_flops
 from regard.cost.softmax import attention_bytes
 from regard.models.decoder import Decoder
-from regard.models.families import qwen2
+from regard.models.families import family
 from regard.span import Span
 from regard.units import plural
 
@@ -25,7 +26,7 @@ Weights = Mapping[str, Tensor]
 
 
 def last_logits(
-    config: qwen2.Config,
+    config: Qwen2Config,
     weights: Weights,
     ids: Tensor,
     memory: list[tuple[Tensor, Tensor]] | None,
@@ -72,7 +73,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(
-    config: qwen2.Config,
+    config: Qwen2Config,
     weights: Weights,
     name: str,
     x: Tensor,
@@ -107,7 +108,7 @@ def _attention(
     return out
 
 
-def _rotate(config: qwen2.Config, x: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+def _rotate(config: Qwen2Config, x: Tensor, start: int, dtype: torch.dtype) -> Tensor:
     """Rotate x by its positions: dims i and i + D/2 turn by the angle position theta^(-2 i / D),
     which is computed in `dtype`.
     """
@@ -180,13 +181,13 @@ class ModelSizes(ProblemSizes):
         largest = max(self.vocabulary, self.inner) * self.dim
         return self.weights * (dtype.itemsize + 4) + 8 * largest + 4 * self.cached * dtype.itemsize
 
-    def config(self) -> qwen2.Config:
+    def config(self) -> Qwen2Config:
         """Return the config of a checkpoint of these sizes.
 
         Returns:
             The config of a Qwen2.
         """
-        return qwen2.Config(
+        return Qwen2Config(
             vocab_size=self.vocabulary,
             hidden_size=self.dim,
             intermediate_size=self.inner,
@@ -232,7 +233,9 @@ class ModelProblem(Problem):
         self.sizes, self.dtype, self.device = sizes, dtype, device
         generator = torch.Generator().manual_seed(0)
         self.config = sizes.config()
-        decoder = initialize_weights(qwen2.build(self.config), generator)
+        network = family("qwen2").build(self.config)
+        assert isinstance(network, Decoder)
+        decoder = initialize_weights(network, generator)
         if sizes.bits is not None:
             round_to_codes(decoder, sizes.bits)
         self.decoder = decoder.to(device, dtype).eval()

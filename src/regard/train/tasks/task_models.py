@@ -160,7 +160,6 @@ def _decoder(task: Task, vocabulary: int, sizes: Recipe) -> nn.Module:
         options["kv_heads"] = sizes.kv_heads or sizes.heads
     config = make_config(options, vocabulary)
     model_family = family(model_type_of(config))
-    assert model_family is not None
     return model_family.build(config)
 
 
