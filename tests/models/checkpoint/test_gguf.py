@@ -42,7 +42,7 @@ def config_of(architecture: str, **change: Any) -> Any:
         "head_dim": 64,
         "tie_word_embeddings": architecture in ("gemma", "qwen2"),
     }
-    return MODULES[architecture].Config(**{**sizes, **change})
+    return MODULES[architecture].config(**{**sizes, **change})
 
 
 def build(config: Any, architecture: str) -> Any:
