@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from regard.configs.rope import RopeSettings
-from regard.configs.rotary_decoder import SILU, Recipe, RotaryDecoderConfig
+from regard.configs.rotary_decoder import SILU, DecoderRecipe, RotaryDecoderConfig
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class CohereConfig(RotaryDecoderConfig):
     attention_bias: bool = False
 
     model_types = ("cohere",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         norm="layer, no bias",
         eps="layer_norm_eps",
         parallel=True,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from regard.configs.rotary_decoder import Experts, GroupedQueryConfig, Recipe
+from regard.configs.rotary_decoder import Experts, GroupedQueryConfig, DecoderRecipe
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class GlmConfig(GroupedQueryConfig):
     attention_bias: bool = True
 
     model_types = ("glm",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         partial="partial_rotary_factor",
         layout="interleaved",
         qkv_bias="attention_bias",
@@ -64,7 +64,7 @@ class Glm4MoeConfig(GroupedQueryConfig):
     rms_norm_eps: float = 1e-5
 
     model_types = ("glm4_moe",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         partial="partial_rotary_factor",
         head_norms=("each head", "use_qk_norm"),
         qkv_bias="attention_bias",

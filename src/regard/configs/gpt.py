@@ -85,7 +85,7 @@ def with_learned_positions(model: ModelSpec, rows: int, unused: int = 0) -> Mode
 
 @dataclass(frozen=True)
 class GPT2Config(ModelConfig):
-    """The keys of GPT-2."""
+    """The keys of GPT-2, whose heads have keys and values of their own."""
 
     vocab_size: int
     n_positions: int

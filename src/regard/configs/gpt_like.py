@@ -32,7 +32,7 @@ from regard.untrusted_text import short_repr
 
 @dataclass(frozen=True)
 class BloomConfig(ModelConfig):
-    """The keys of BLOOM."""
+    """The keys of BLOOM, which has ALiBi and a norm behind the embedding."""
 
     vocab_size: int
     hidden_size: int
@@ -97,7 +97,7 @@ MPT_FIXED: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class MptConfig(ModelConfig):
-    """The keys of MPT."""
+    """The keys of MPT, which has ALiBi and no biases."""
 
     vocab_size: int
     d_model: int

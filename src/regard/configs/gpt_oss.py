@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from regard.argument_checks import check_number
 from regard.configs.base import Raw
 from regard.configs.rope import normalize_rope
-from regard.configs.rotary_decoder import Experts, GroupedQueryConfig, Recipe
+from regard.configs.rotary_decoder import Experts, GroupedQueryConfig, DecoderRecipe
 from regard.cost.model import FeedForwardSpec, MoESpec
 from regard.errors import ArgumentError
 
@@ -28,7 +28,7 @@ YARN = {
 
 @dataclass(frozen=True)
 class GptOssConfig(GroupedQueryConfig):
-    """The keys of gpt-oss."""
+    """The keys of gpt-oss: sinks, windows in every second layer, and mixtures of experts."""
 
     head_dim: int = 64
     num_local_experts: int = 128
@@ -45,7 +45,7 @@ class GptOssConfig(GroupedQueryConfig):
 
     model_types = ("gpt_oss",)
     family_file = "gpt_oss"
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         ff_bias=True,

@@ -15,7 +15,7 @@ from regard.configs.rotary_decoder import (
     SILU,
     Experts,
     GroupedQueryConfig,
-    Recipe,
+    DecoderRecipe,
     rotated_by_flag,
 )
 from regard.cost.model import DenseSpec, FeedForwardSpec
@@ -36,7 +36,9 @@ class LlamaConfig(GroupedQueryConfig):
     mlp_bias: bool = False
 
     model_types = ("llama",)
-    recipe = Recipe(qkv_bias="attention_bias", output_bias="attention_bias", ff_bias="mlp_bias")
+    recipe = DecoderRecipe(
+        qkv_bias="attention_bias", output_bias="attention_bias", ff_bias="mlp_bias"
+    )
     ignored = frozenset({"is_llama_config", "max_sequence_length"})
     fixed = {**SILU, "rope_interleaved": (False,)}
 
@@ -96,7 +98,7 @@ class Llama4Config(GroupedQueryConfig):
 
     model_types = ("llama4_text", "llama4")
     family_file = "llama"
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         layout="interleaved",

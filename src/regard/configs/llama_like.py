@@ -14,7 +14,7 @@ from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import (
     SILU,
     GroupedQueryConfig,
-    Recipe,
+    DecoderRecipe,
     RotaryDecoderConfig,
     rotated_by_flag,
 )
@@ -32,7 +32,7 @@ class ArceeConfig(LlamaConfig):
     max_position_embeddings: int = 4096
 
     model_types = ("arcee",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         ff_bias="mlp_bias",
@@ -58,7 +58,7 @@ class Ernie45Config(GroupedQueryConfig):
     use_bias: bool = False
 
     model_types = ("ernie4_5",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         layout="interleaved", qkv_bias="use_bias", output_bias="use_bias", ff_bias="use_bias"
     )
 
@@ -77,7 +77,7 @@ class Exaone4Config(GroupedQueryConfig):
     layer_types: tuple[str, ...] | None = None
 
     model_types = ("exaone4",)
-    recipe = Recipe(norms="after", head_norms="each head")
+    recipe = DecoderRecipe(norms="after", head_norms="each head")
 
     @classmethod
     def normalize_keys(cls, raw: Raw) -> dict[str, object]:
@@ -129,7 +129,7 @@ class HeliumConfig(GroupedQueryConfig):
     mlp_bias: bool = False
 
     model_types = ("helium",)
-    recipe = Recipe(layout="interleaved", qkv_bias="attention_bias", ff_bias="mlp_bias")
+    recipe = DecoderRecipe(layout="interleaved", qkv_bias="attention_bias", ff_bias="mlp_bias")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,7 +154,9 @@ class SeedOssConfig(GroupedQueryConfig):
     mlp_bias: bool = False
 
     model_types = ("seed_oss",)
-    recipe = Recipe(qkv_bias="attention_bias", output_bias="attention_out_bias", ff_bias="mlp_bias")
+    recipe = DecoderRecipe(
+        qkv_bias="attention_bias", output_bias="attention_out_bias", ff_bias="mlp_bias"
+    )
 
 
 @dataclass(frozen=True)
@@ -212,7 +214,7 @@ class StableLmConfig(RotaryDecoderConfig):
     use_parallel_residual: bool = False
 
     model_types = ("stablelm",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         norm="layer",
         eps="layer_norm_eps",
         partial="partial_rotary_factor",
@@ -237,7 +239,7 @@ class Starcoder2Config(RotaryDecoderConfig):
     sliding_window: int | None = None
 
     model_types = ("starcoder2",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         norm="layer",
         eps="norm_epsilon",
         qkv_bias="use_bias",

@@ -33,7 +33,7 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Mamba2Config(ModelConfig):
-    """The keys of Mamba-2."""
+    """The keys of Mamba-2, which has no attention and no feed-forward layers."""
 
     vocab_size: int
     hidden_size: int

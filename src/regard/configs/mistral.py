@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from regard.configs.rotary_decoder import Experts, GroupedQueryConfig, Recipe
+from regard.configs.rotary_decoder import Experts, GroupedQueryConfig, DecoderRecipe
 
 
 @dataclass(frozen=True)
@@ -50,4 +50,4 @@ class MixtralConfig(MistralConfig):
     num_experts_per_tok: int = field(kw_only=True)
 
     model_types = ("mixtral",)
-    recipe = Recipe(experts=MIXTRAL_EXPERTS)
+    recipe = DecoderRecipe(experts=MIXTRAL_EXPERTS)

@@ -18,7 +18,7 @@ from regard.configs.hybrid import (
     with_step_limits,
 )
 from regard.configs.mamba import PositionlessConfig
-from regard.configs.rotary_decoder import Recipe, RotaryDecoderConfig, check_experts
+from regard.configs.rotary_decoder import DecoderRecipe, RotaryDecoderConfig, check_experts
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, MoESpec
 from regard.cost.spec import ParameterCounts
 from regard.errors import ArgumentError
@@ -40,7 +40,7 @@ class NemotronConfig(RotaryDecoderConfig):
     mlp_bias: bool = False
 
     model_types = ("nemotron",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         norm="layer 1 + w",
         eps="norm_eps",
         partial="partial_rotary_factor",

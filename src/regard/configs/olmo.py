@@ -16,7 +16,7 @@ from regard.configs.rotary_decoder import (
     SILU,
     Experts,
     GroupedQueryConfig,
-    Recipe,
+    DecoderRecipe,
     RotaryDecoderConfig,
 )
 from regard.errors import ArgumentError
@@ -34,7 +34,7 @@ class OlmoConfig(RotaryDecoderConfig):
     attention_bias: bool = False
 
     model_types = ("olmo",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         norm="layer, bare",
         eps=1e-5,
         qkv_bias="attention_bias",
@@ -57,7 +57,7 @@ class Olmo2Config(GroupedQueryConfig):
     attention_bias: bool = False
 
     model_types = ("olmo2",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         norms="after",
         head_norms="all heads",
         qkv_bias="attention_bias",

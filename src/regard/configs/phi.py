@@ -15,7 +15,7 @@ from regard.configs.rotary_decoder import (
     SILU,
     Experts,
     GroupedQueryConfig,
-    Recipe,
+    DecoderRecipe,
     RotaryDecoderConfig,
 )
 from regard.errors import ArgumentError
@@ -34,7 +34,7 @@ class PhiConfig(RotaryDecoderConfig):
     hidden_act: str = "gelu_new"
 
     model_types = ("phi",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         norm="layer",
         eps="layer_norm_eps",
         parallel=True,
@@ -65,7 +65,7 @@ class Phi3Config(GroupedQueryConfig):
     sliding_window: int | None = None
 
     model_types = ("phi3",)
-    recipe = Recipe(partial="partial_rotary_factor", fused=("qkv_proj", "gate_up_proj"))
+    recipe = DecoderRecipe(partial="partial_rotary_factor", fused=("qkv_proj", "gate_up_proj"))
     code = "Phi3"
     fixed = {
         **SILU,
@@ -117,7 +117,7 @@ class PhimoeConfig(RotaryDecoderConfig):
     lm_head_bias: bool = False
 
     model_types = ("phimoe",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         norm="layer",
         qkv_bias="attention_bias",
         output_bias="attention_bias",

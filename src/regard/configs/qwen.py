@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from regard.configs.base import FULL, Raw, rename_keys
 from regard.configs.hybrid import LINEAR, GatedDeltaConfig, named_kinds
-from regard.configs.rotary_decoder import SILU, Experts, GroupedQueryConfig, Recipe
+from regard.configs.rotary_decoder import SILU, Experts, GroupedQueryConfig, DecoderRecipe
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import ParameterCounts
 
@@ -30,7 +30,7 @@ class Qwen2Config(GroupedQueryConfig):
     layer_types: tuple[str, ...] | None = None
 
     model_types = ("qwen2",)
-    recipe = Recipe(qkv_bias=True)
+    recipe = DecoderRecipe(qkv_bias=True)
     fixed = {**SILU, "use_mrope": (False,)}
 
 
@@ -63,7 +63,7 @@ class Qwen2MoeConfig(Qwen2Config):
     norm_topk_prob: bool = field(kw_only=True, default=False)
 
     model_types = ("qwen2_moe",)
-    recipe = Recipe(
+    recipe = DecoderRecipe(
         qkv_bias=True,
         experts=SHARING_EXPERTS,
     )
@@ -89,7 +89,9 @@ class Qwen3Config(Qwen2Config):
     attention_bias: bool = False
 
     model_types = ("qwen3",)
-    recipe = Recipe(head_norms="each head", qkv_bias="attention_bias", output_bias="attention_bias")
+    recipe = DecoderRecipe(
+        head_norms="each head", qkv_bias="attention_bias", output_bias="attention_bias"
+    )
     fixed = SILU
 
 
@@ -141,7 +143,9 @@ class QwenHybridConfig(GatedDeltaConfig):
 
     family_file = "qwen"
     fixed = FIXED
-    recipe = Recipe(norm="rms 1 + w", head_norms="each head", partial="partial_rotary_factor")
+    recipe = DecoderRecipe(
+        norm="rms 1 + w", head_norms="each head", partial="partial_rotary_factor"
+    )
 
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds of `layer_types`, or attention in every `full_attention_interval`-th

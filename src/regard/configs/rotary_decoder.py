@@ -1,4 +1,4 @@
-"""Decoders with grouped queries and rotary positions: the keys that they share, and `Recipe`, which
+"""Decoders with grouped queries and rotary positions: the keys that they share, and `DecoderRecipe`, which
 says in which parts a family differs from Llama.
 
 `models/assembly/llama_like.py` builds the network from the same recipe from which `sizes` counts.
@@ -62,7 +62,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class DecoderRecipe:
     """In which parts a family of decoders differs from Llama.
 
     Attributes:
@@ -138,7 +138,7 @@ class RotaryDecoderConfig(ModelConfig):
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
 
-    recipe: ClassVar[Recipe] = Recipe()
+    recipe: ClassVar[DecoderRecipe] = DecoderRecipe()
     zero: ClassVar[tuple[str, ...]] = ("max_window_layers",)
 
     def __post_init__(self) -> None:

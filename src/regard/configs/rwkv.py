@@ -19,7 +19,7 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class RwkvConfig(ModelConfig):
-    """The keys of RWKV-4."""
+    """The keys of RWKV-4, whose layers have a time mix and a channel mix."""
 
     vocab_size: int
     hidden_size: int

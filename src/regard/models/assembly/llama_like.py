@@ -1,4 +1,4 @@
-"""Decoders like Llama: the network and the checkpoint names of a `Recipe`, which says in which
+"""Decoders like Llama: the network and the checkpoint names of a `DecoderRecipe`, which says in which
 parts a family differs.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.configs.rope import RopeSettings
-from regard.configs.rotary_decoder import Experts, Recipe, RotaryDecoderConfig
+from regard.configs.rotary_decoder import Experts, DecoderRecipe, RotaryDecoderConfig
 from regard.models.assembly import building_blocks
 from regard.models.assembly.building_blocks import activation, initialize_weights
 from regard.models.checkpoint.family import (
@@ -114,11 +114,11 @@ Layer: TypeAlias = Callable[[Any, int, Rotary | None, int | None], Block]
 """(config, number of the layer, rotary module, window) -> the layer."""
 
 
-def recipe_names(recipe: Recipe) -> NameTable:
+def recipe_names(recipe: DecoderRecipe) -> NameTable:
     """Return the name table of a recipe; {} is the layer, a second one the expert. Entries of parts
     that a model lacks are ignored.
 
-    >>> recipe_names(Recipe(stored={"mlp.up_proj": "mlp.fc1"}))["model.layers.{}.mlp.fc1.weight"]
+    >>> recipe_names(DecoderRecipe(stored={"mlp.up_proj": "mlp.fc1"}))["model.layers.{}.mlp.fc1.weight"]
     'layers.{}.feed_forward.up.weight'
     """
     table: dict[str, NameEntry] = {
@@ -141,7 +141,7 @@ def recipe_names(recipe: Recipe) -> NameTable:
         return table
     own = recipe.stored
     pattern = re.compile("|".join(re.escape(name) for name in own))
-    return {pattern.sub(lambda found: own[found[0]], k): v for k, v in table.items()}
+    return {pattern.sub(lambda match: own[match[0]], k): v for k, v in table.items()}
 
 
 def expert_names(experts: Experts) -> dict[str, NameEntry]:

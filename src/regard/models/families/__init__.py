@@ -1,6 +1,6 @@
 """The network and the name table of each model family.
 
-A config with a `Recipe` is built from it by `models/assembly/llama_like.py`. Other families, and
+A config with a `DecoderRecipe` is built from it by `models/assembly/llama_like.py`. Other families, and
 those with further names in checkpoints, are in the file that their config names (`family_file`),
 which is called like the file of their configs in `regard.configs`. These files never import each
 other; shared parts are in `models/checkpoint`, `models/assembly` and `nn`.
@@ -30,13 +30,13 @@ def family(model_type: str) -> Family:
     >>> llama.architecture, llama.config.__name__
     ('decoder', 'LlamaConfig')
     """
-    found = find_family(model_type)
-    if found is None:
+    its_family = find_family(model_type)
+    if its_family is None:
         raise ArgumentError(
             f"model_type {model_type!r} is not supported"
             f"{suggest(model_type, FAMILIES, otherwise='.')}"
         )
-    return found
+    return its_family
 
 
 @cache

@@ -152,13 +152,13 @@ BIG_CODE_PARTS = NORMS_AND_NETWORK | {
     "attn.c_attn": "attention.project.linear",
     "attn.c_proj": "attention.output",
 }
-ENDS = {
+EMBEDDINGS_AND_HEAD = {
     "transformer.wte.weight": "embed.embedding.weight",
     "transformer.wpe.weight": "embed.positional.weight",
     **weight_and_bias("transformer.ln_f", "norm"),
     "lm_head.weight": "head.weight",
 }
-BIG_CODE_NAMES = ENDS | weights_and_biases(BIG_CODE_PARTS, STORED_LAYER, MODEL_LAYER)
+BIG_CODE_NAMES = EMBEDDINGS_AND_HEAD | weights_and_biases(BIG_CODE_PARTS, STORED_LAYER, MODEL_LAYER)
 GPT2_NAMES: dict[str, str | TensorRule] = {
     name: transposed(parameter)
     if name.startswith(STORED_LAYER) and ".ln_" not in name and name.endswith("weight")
@@ -167,7 +167,7 @@ GPT2_NAMES: dict[str, str | TensorRule] = {
 }
 """Matrices are stored as [in, out]."""
 GPT_NEO_NAMES = {
-    **ENDS,
+    **EMBEDDINGS_AND_HEAD,
     **weights_and_biases(
         NORMS_AND_NETWORK | {"attn.attention.out_proj": "attention.output"},
         STORED_LAYER,
@@ -185,7 +185,7 @@ GPTJ_PARTS = {
     "mlp.fc_out": "feed_forward.down",
 }
 GPTJ_NAMES: NameTable = {
-    **ENDS,
+    **EMBEDDINGS_AND_HEAD,
     **weight_and_bias("lm_head", "head"),
     **weights_and_biases(GPTJ_PARTS, STORED_LAYER, MODEL_LAYER),
     **{
