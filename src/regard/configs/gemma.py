@@ -13,7 +13,7 @@ from typing import ClassVar
 from regard.argument_checks import check_number
 from regard.configs.base import FULL, SLIDING, Raw, layer_windows
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
-from regard.configs.rotary_decoder import GroupedQueryConfig, DecoderRecipe
+from regard.configs.rotary_decoder import DecoderRecipe, GroupedQueryConfig
 from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec
 from regard.cost.softmax import SharedKeysSpec
 from regard.cost.spec import ParameterCounts

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from regard.argument_checks import check_number
 from regard.configs.base import Raw
 from regard.configs.rope import normalize_rope
-from regard.configs.rotary_decoder import Experts, GroupedQueryConfig, DecoderRecipe
+from regard.configs.rotary_decoder import DecoderRecipe, Experts, GroupedQueryConfig
 from regard.cost.model import FeedForwardSpec, MoESpec
 from regard.errors import ArgumentError
 

@@ -13,9 +13,9 @@ from regard.configs.base import FULL, Raw
 from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import (
     SILU,
+    DecoderRecipe,
     Experts,
     GroupedQueryConfig,
-    DecoderRecipe,
     rotated_by_flag,
 )
 from regard.cost.model import DenseSpec, FeedForwardSpec

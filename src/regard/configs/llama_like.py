@@ -13,8 +13,8 @@ from regard.configs.llama import LlamaConfig
 from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import (
     SILU,
-    GroupedQueryConfig,
     DecoderRecipe,
+    GroupedQueryConfig,
     RotaryDecoderConfig,
     rotated_by_flag,
 )

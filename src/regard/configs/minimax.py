@@ -11,7 +11,7 @@ from regard.configs.base import FULL, Raw, layer_windows, rename_keys
 from regard.configs.hybrid import LINEAR, HybridConfig, Names, named_kinds
 from regard.configs.mistral import MixtralConfig
 from regard.configs.rope import RopeSettings, rotated_share
-from regard.configs.rotary_decoder import SILU, Experts, GroupedQueryConfig, DecoderRecipe
+from regard.configs.rotary_decoder import SILU, DecoderRecipe, Experts, GroupedQueryConfig
 from regard.cost.spec import Spec
 from regard.cost.state_space import lightning_attention
 

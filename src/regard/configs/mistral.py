@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from regard.configs.rotary_decoder import Experts, GroupedQueryConfig, DecoderRecipe
+from regard.configs.rotary_decoder import DecoderRecipe, Experts, GroupedQueryConfig
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from regard.configs.hybrid import LINEAR, GatedDeltaConfig, named_kinds
 from regard.configs.rope import RopeSettings, normalize_rope
 from regard.configs.rotary_decoder import (
     SILU,
+    DecoderRecipe,
     Experts,
     GroupedQueryConfig,
-    DecoderRecipe,
     RotaryDecoderConfig,
 )
 from regard.errors import ArgumentError

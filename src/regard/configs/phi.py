@@ -13,9 +13,9 @@ from regard.configs.base import Raw
 from regard.configs.rope import RopeSettings
 from regard.configs.rotary_decoder import (
     SILU,
+    DecoderRecipe,
     Experts,
     GroupedQueryConfig,
-    DecoderRecipe,
     RotaryDecoderConfig,
 )
 from regard.errors import ArgumentError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from regard.configs.base import FULL, Raw, rename_keys
 from regard.configs.hybrid import LINEAR, GatedDeltaConfig, named_kinds
-from regard.configs.rotary_decoder import SILU, Experts, GroupedQueryConfig, DecoderRecipe
+from regard.configs.rotary_decoder import SILU, DecoderRecipe, Experts, GroupedQueryConfig
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import ParameterCounts
 

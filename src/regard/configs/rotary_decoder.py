@@ -1,5 +1,5 @@
-"""Decoders with grouped queries and rotary positions: the keys that they share, and `DecoderRecipe`, which
-says in which parts a family differs from Llama.
+"""Decoders with grouped queries and rotary positions: the keys that they share, and
+`DecoderRecipe`, which says in which parts a family differs from Llama.
 
 `models/assembly/llama_like.py` builds the network from the same recipe from which `sizes` counts.
 """

@@ -1,5 +1,5 @@
-"""Decoders like Llama: the network and the checkpoint names of a `DecoderRecipe`, which says in which
-parts a family differs.
+"""Decoders like Llama: the network and the checkpoint names of a `DecoderRecipe`, which says in
+which parts a family differs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard import masks
 from regard.configs.rope import RopeSettings
-from regard.configs.rotary_decoder import Experts, DecoderRecipe, RotaryDecoderConfig
+from regard.configs.rotary_decoder import DecoderRecipe, Experts, RotaryDecoderConfig
 from regard.models.assembly import building_blocks
 from regard.models.assembly.building_blocks import activation, initialize_weights
 from regard.models.checkpoint.family import (
@@ -118,7 +118,8 @@ def recipe_names(recipe: DecoderRecipe) -> NameTable:
     """Return the name table of a recipe; {} is the layer, a second one the expert. Entries of parts
     that a model lacks are ignored.
 
-    >>> recipe_names(DecoderRecipe(stored={"mlp.up_proj": "mlp.fc1"}))["model.layers.{}.mlp.fc1.weight"]
+    >>> table = recipe_names(DecoderRecipe(stored={"mlp.up_proj": "mlp.fc1"}))
+    >>> table["model.layers.{}.mlp.fc1.weight"]
     'layers.{}.feed_forward.up.weight'
     """
     table: dict[str, NameEntry] = {
