@@ -13,7 +13,7 @@ from benchmarks.attention import AttentionProblem, LatentProblem, prepared_call
 from benchmarks.interfaces import Peer, PreparedCall
 from benchmarks.model import ModelProblem
 from regard.models.checkpoint.family import bind_names
-from regard.models.families import qwen2
+from regard.models.families import family
 
 NEEDS = ("transformers",)
 
@@ -170,7 +170,7 @@ def qwen2_network(problem: ModelProblem, name: str) -> Any:
         network = Qwen2ForCausalLM(config)
     network.train(False)
     ours = dict(problem.decoder.named_parameters(remove_duplicate=False))
-    bindings = bind_names(problem.decoder, qwen2.FAMILY.names)
+    bindings = bind_names(problem.decoder, family("qwen2").names)
     state = {
         stored_name: binding.rule.pack([ours[n] for n in binding.parameters])
         for stored_name, binding in bindings.items()

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from benchmarks.interfaces import MinimumWork, Outputs, Problem, ProblemSizes
 from regard.caches import Fixed
+from regard.configs.qwen import Qwen2Config
 from regard.cost import attention_flops
 from regard.cost.softmax import attention_bytes
 from regard.files.gguf_files import MetadataValue
 from regard.files.gguf_writer import TensorToWrite, write_gguf
 from regard.models.decoder import Decoder
-from regard.models.families import qwen2
+from regard.models.families import family
 from regard.span import Span
 from regard.units import plural
 
@@ -30,7 +31,7 @@ Weights = Mapping[str, Tensor]
 
 
 def last_logits(
-    config: qwen2.Config,
+    config: Qwen2Config,
     weights: Weights,
     ids: Tensor,
     memory: list[tuple[Tensor, Tensor]] | None,
@@ -65,7 +66,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(
-    config: qwen2.Config,
+    config: Qwen2Config,
     weights: Weights,
     name: str,
     x: Tensor,
@@ -98,7 +99,7 @@ def _attention(
     return out
 
 
-def _rotate(config: qwen2.Config, x: Tensor, start: int, dtype: torch.dtype) -> Tensor:
+def _rotate(config: Qwen2Config, x: Tensor, start: int, dtype: torch.dtype) -> Tensor:
     """Rotate x by its positions: dims i and i + D/2 turn by the angle position theta^(-2 i / D),
     which is computed in `dtype`.
     """
@@ -160,9 +161,9 @@ class ModelSizes(ProblemSizes):
         largest = max(self.vocabulary, self.inner) * self.dim
         return self.weights * (dtype.itemsize + 4) + 8 * largest + 4 * self.cached * dtype.itemsize
 
-    def config(self) -> qwen2.Config:
+    def config(self) -> Qwen2Config:
         """Return the config of a checkpoint of these sizes."""
-        return qwen2.Config(
+        return Qwen2Config(
             vocab_size=self.vocabulary,
             hidden_size=self.dim,
             intermediate_size=self.inner,
@@ -198,7 +199,9 @@ class ModelProblem(Problem):
         self.sizes, self.dtype, self.device = sizes, dtype, device
         generator = torch.Generator().manual_seed(0)
         self.config = sizes.config()
-        decoder = initialize_weights(qwen2.build(self.config), generator)
+        network = family("qwen2").build(self.config)
+        assert isinstance(network, Decoder)
+        decoder = initialize_weights(network, generator)
         if sizes.bits is not None:
             round_to_codes(decoder, sizes.bits)
         self.decoder = decoder.to(device, dtype).eval()

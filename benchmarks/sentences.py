@@ -29,7 +29,9 @@ from benchmarks.interfaces import (
     ProblemSizes,
     name_of,
 )
-from regard.models.families import bert
+from regard.configs.bert import BertConfig
+from regard.models.encoder import HeadedEncoder
+from regard.models.families import family
 from regard.models.text_encoder import TextEncoder
 from regard.models.tokenizer import Tokenizer
 from regard.process_state import ignore_warnings, seeded
@@ -66,9 +68,9 @@ class SentenceSizes(ProblemSizes):
         layer = 4 * self.dim**2 + 2 * self.dim * self.inner
         return 16 * (self.layers * layer + self.vocabulary * self.dim) + (64 << 20)
 
-    def config(self) -> bert.Config:
+    def config(self) -> BertConfig:
         """Return the config of a BERT of these sizes."""
-        return bert.Config(self.vocabulary, self.dim, self.layers, self.H, self.inner, 512)
+        return BertConfig(self.vocabulary, self.dim, self.layers, self.H, self.inner, 512)
 
     def problem(self, dtype: torch.dtype, device: torch.device) -> SentenceProblem:
         return SentenceProblem(self, dtype, device)
@@ -90,7 +92,8 @@ class SentenceProblem(Problem):
     def __init__(self, sizes: SentenceSizes, dtype: torch.dtype, device: torch.device) -> None:
         self.sizes, self.dtype, self.device = sizes, dtype, device
         with seeded(0):
-            network = bert.build(sizes.config()).eval().requires_grad_(False)
+            network = family("bert").build(sizes.config()).eval().requires_grad_(False)
+            assert isinstance(network, HeadedEncoder)
             for parameter in network.parameters():
                 if parameter.ndim > 1:
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)
@@ -123,7 +126,7 @@ class SentenceProblem(Problem):
     @torch.no_grad()
     def _alone(self, dtype: torch.dtype) -> Outputs:
         with seeded(0):
-            network = bert.build(self.sizes.config()).eval()
+            network = family("bert").build(self.sizes.config()).eval()
         network.load_state_dict(self.model.network.state_dict())
         network.to(dtype)
         vectors = []

@@ -25,11 +25,12 @@ from experiments.claim import OUTLINE, Claim, Criterion, NoteSection, num_steps
 from experiments.small_training import answer_accuracy, small_decoder, train_on_task
 from regard.compare.context_extension import losses_by_length
 from regard.compare.experiment import Numbers
+from regard.configs.llama import LlamaConfig
 from regard.language import Phrase
 from regard.models.convert.attention_maps import Checkpoint
 from regard.models.convert.rotary_positions import Extension, extend_context
 from regard.models.decoder import Decoder
-from regard.models.families import llama
+from regard.models.families import family
 from regard.positions import critical_dimension
 from regard.train.corpus import load_documents, split_documents
 from regard.train.losses import AnswerLoss, evaluate
@@ -85,10 +86,10 @@ def passkey_of_length(length: int) -> Task:
     return replace(TASK, draw=draw, lengths=(shortest, *split_lengths))
 
 
-def _trained(seed: int, count: int) -> tuple[llama.Config, Decoder, Decoder]:
+def _trained(seed: int, count: int) -> tuple[LlamaConfig, Decoder, Decoder]:
     """Return a trained Llama with the small base, its config, and a trained decoder with ALiBi."""
     V = len(TASK.vocabulary)
-    config = llama.Config(
+    config = LlamaConfig(
         vocab_size=V,
         hidden_size=DIM,
         intermediate_size=192,
@@ -100,7 +101,8 @@ def _trained(seed: int, count: int) -> tuple[llama.Config, Decoder, Decoder]:
         max_position_embeddings=T,
     )
     torch.manual_seed(seed)
-    rope = llama.build(config)
+    rope = family("llama").build(config)
+    assert isinstance(rope, Decoder)
     _, alibi = small_decoder(V, dim=DIM, layers=LAYERS, heads=HEADS, position="alibi", seed=seed)
     for model in (rope, alibi):
         train_on_task(model, TASK, count, batch=BATCH, seed=seed, loss=TextAndAnswerLoss())
@@ -174,7 +176,7 @@ def _on_text(windows: int, methods: Sequence[Extension]) -> Numbers:
 
 
 def _tuned(
-    rope: Decoder, config: llama.Config, method: Extension, count: int, examples: int, seed: int
+    rope: Decoder, config: LlamaConfig, method: Extension, count: int, examples: int, seed: int
 ) -> dict[str, float]:
     """Return the results of an extension to twice the length after some training steps at that
     length.

@@ -14,11 +14,14 @@ import regard
 from regard import masks
 from regard.caches import Ring
 from regard.inspect import audit
-from regard.models.families import bert, t5
+from regard.models.families import family
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from tests.models import small
 from tests.parity.families.harness import theirs
+
+bert = family("bert")
+t5 = family("t5")
 
 
 def held(found: Any) -> set[str]:
@@ -51,7 +54,7 @@ def test_a_folder_of_transformers(kind: str, more: dict[str, Any], tmp_path: Pat
 
 
 def test_an_encoder_has_no_fault() -> None:
-    config = bert.Config(60, 16, 2, 4, 24, 32)
+    config = bert.config(60, 16, 2, 4, 24, 32)
     model = TextEncoder(bert.build(config).eval(), None, config)
     found = audit(model)
     assert found.names == (), str(found)
@@ -61,7 +64,7 @@ def test_an_encoder_has_no_fault() -> None:
 
 @pytest.mark.full
 def test_an_encoder_decoder_has_no_fault() -> None:
-    config = t5.Config(60, 16, 8, 24, 1, 2)
+    config = t5.config(60, 16, 8, 24, 1, 2)
     model = Seq2Seq(t5.build(config).eval(), None, config, start=0, eos_ids=[1])
     found = audit(model)
     assert found.names == (), str(found)

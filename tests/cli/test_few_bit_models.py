@@ -18,7 +18,7 @@ import regard
 from regard.cli.app import COMMANDS, run
 from regard.cli.inspect import TASKS
 from regard.files.gguf_writer import TensorToWrite, write_gguf
-from regard.models.families import llama
+from regard.models.families import family
 from regard.models.model import Model
 from regard.models.tokenizer import Tokenizer
 from regard.nn.stored import count_parameters, stored_modules
@@ -26,6 +26,8 @@ from tests.models import small
 from tests.models.checkpoint import gguf_writer
 from tests.models.checkpoint.test_gguf import checkpoint
 from tests.rules import assert_close_rule, in_orders
+
+llama = family("llama")
 
 TEXT, OTHER = "abcdefgh", "abcdefga"
 FORMS = ("int8", "int4", "gguf")
@@ -50,7 +52,7 @@ class Source(NamedTuple):
 
 def small_model() -> Model:
     tokenizer = Tokenizer.train(["abcdefgh"], vocab_size=258)
-    config = llama.Config(vocab_size=tokenizer.vocab_size, **SIZES)  # type: ignore[arg-type]
+    config = llama.config(vocab_size=tokenizer.vocab_size, **SIZES)  # type: ignore[arg-type]
     torch.manual_seed(0)
     network = llama.build(config)
     small.randomise(network)

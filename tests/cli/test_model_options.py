@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from regard import argument_checks
 from regard.cli.app import run
 from regard.cli.options import LoadOptions, load
-from regard.models.families import bert, t5
+from regard.models.families import family
 from regard.models.save import save
 from tests.models import small
+
+bert = family("bert")
+t5 = family("t5")
 
 
 @pytest.fixture
@@ -111,7 +114,7 @@ def test_the_dtype(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = t5.Config(300, 8, 4, 16, 2, 2)
+    config = t5.config(300, 8, 4, 16, 2, 2)
     network = t5.build(config)
     small.randomise(network)
     save(network, config, tmp_path)
@@ -139,7 +142,7 @@ def test_an_encoder_decoder_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_an_encoder_continues_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = bert.Config(300, 8, 1, 2, 16, 32)
+    config = bert.config(300, 8, 1, 2, 16, 32)
     save(bert.build(config), config, tmp_path)
     small.model().tokenizer.save(tmp_path)
     code, _, err = command(capsys, "generate", "the key", "--model", tmp_path)

@@ -23,7 +23,7 @@ from regard.configs.base import ModelConfig, UnknownKey
 from regard.configs.reader import FIXED_VALUES, ROPE_KEYS, SIZE_KEYS, parse, read_sizes
 from regard.errors import ArgumentError, RegardError
 from regard.files.strict_json import INFINITY
-from regard.models.families import family
+from regard.models.families import find_family
 from tests.cost.tiny import COUNTED, TINY
 
 EVERY = TINY | COUNTED
@@ -53,13 +53,12 @@ def test_every_model_type_has_one_class_and_a_small_config() -> None:
         assert found.model_types[0] in CONFIGS
     assert config_class("lama") is None
     assert set(LOADABLE) | COUNTED_ONLY == set(CONFIGS)
-    assert all(family(name) is None for name in COUNTED_ONLY)
+    assert all(find_family(name) is None for name in COUNTED_ONLY)
 
 
 @pytest.mark.parametrize("name", LOADABLE)
 def test_loading_and_counting_read_through_one_class(name: str) -> None:
-    found, counted = family(name), config_class(name)
-    assert found is not None
+    found, counted = find_family(name), config_class(name)
     assert counted is not None
     # the class of regard's own decoders also builds its mechanism, which needs torch
     assert found.config is counted or (name == "regard" and issubclass(found.config, counted))
@@ -219,7 +218,7 @@ def read_in_every_way(raw: dict[str, Any]) -> int:
 
 def checked(raw: dict[str, Any]) -> None:
     name = raw["model_type"]
-    found = family(name) if isinstance(name, str) else None
+    found = find_family(name) if isinstance(name, str) else None
     if found is not None:
         found.check(parse(found.config, raw))
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from regard.configs.published import PUBLISHED_MODELS
-from regard.configs.published_mixed import MIXED
 from regard.cost import CostReport, Setting, model_of
 from regard.cost.fixed_state import (
     InfiniSpec,
@@ -21,6 +20,7 @@ from regard.cost.mechanisms import Sizes
 from regard.cost.selected import NSASpec, nsa_tokens
 from regard.cost.softmax import SoftmaxSpec, bigbird_dense_length, window_reach
 from regard.cost.spec import HeadShape
+from tests.cost.test_mixed_models import PUBLISHED as PUBLISHED_MIXED
 
 # numbers of parameters that the files of these checkpoints hold; of GPT-3, which was never
 # released, what its sizes make
@@ -113,8 +113,7 @@ ROUNDED = {
 
 
 def test_every_known_model_is_compared() -> None:
-    # those of `MIXED` are compared in test_mixed_models.py
-    assert set(PUBLISHED_MODELS) == PARAMETERS.keys() | ROUNDED.keys() | MIXED.keys()
+    assert set(PUBLISHED_MODELS) == PARAMETERS.keys() | ROUNDED.keys() | PUBLISHED_MIXED.keys()
     for name, billions in ROUNDED.items():
         assert model_of(name).parameters / 1e9 == pytest.approx(billions, rel=0.04), name
 

@@ -23,7 +23,6 @@ from tests.cost.tiny import ENCODER_DECODERS, ENCODERS, TINY
 
 def running(raw: dict[str, Any]) -> Decoder:
     found = family(raw["model_type"])
-    assert found is not None
     network = found.build(parse(found.config, raw))
     assert isinstance(network, Decoder)
     return network.eval()

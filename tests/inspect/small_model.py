@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from regard.models import Model
-from regard.models.families.llama import Config, build
+from regard.models.families import family
 from regard.models.tokenizer import Tokenizer
 
 TEXT = "a fluffy blue creature roamed the verdant forest"
@@ -33,8 +33,9 @@ def model(*, seed: int = 0, sharp: float = 30.0, **changes: int) -> Model:
         "max_position_embeddings": 128,
     }
     torch.manual_seed(seed)
-    config = Config(**{**sizes, **changes})
-    decoder = build(config).eval().requires_grad_(requires_grad=False)
+    llama = family("llama")
+    config = llama.config(**{**sizes, **changes})
+    decoder = llama.build(config).eval().requires_grad_(requires_grad=False)
     for name, parameter in decoder.named_parameters():  # the same whatever `build` starts from
         if name.endswith("norm.weight"):
             parameter.copy_(1 + 0.3 * torch.randn_like(parameter))

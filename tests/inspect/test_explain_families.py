@@ -5,12 +5,12 @@ latents show as steps.
 from __future__ import annotations
 
 from dataclasses import fields
-from importlib import import_module
 from typing import Any
 
 import pytest
 
 from regard.inspect import explain
+from regard.models.families import family
 from regard.models.model import Model
 from tests.inspect.small_model import TEXT, tokenizer
 from tests.inspect.test_explain_models import wild
@@ -68,12 +68,14 @@ FAMILIES: dict[str, tuple[list[str], list[str], set[str]]] = {
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_explained_with_its_own_steps(name: str) -> None:
-    module = import_module(f"regard.models.families.{name}")
+    its_family = family(name)
     sizes = SIZES | ({"num_key_value_heads": 4} if name.startswith("deepseek") else {})
-    config = module.Config(
-        **{f.name: sizes[f.name] for f in fields(module.Config) if f.name in sizes}
+    config = its_family.config(
+        **{f.name: sizes[f.name] for f in fields(its_family.config) if f.name in sizes}
     )
-    found = explain(Model(wild(module.build(config)), tokenizer(), config), TEXT, layer=1, head=1)
+    found = explain(
+        Model(wild(its_family.build(config)), tokenizer(), config), TEXT, layer=1, head=1
+    )
     queries, scores, reasons = FAMILIES[name]
     assert [step.name for step in found.q] == queries
     assert [step.name for step in found.scores] == scores

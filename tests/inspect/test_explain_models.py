@@ -27,10 +27,13 @@ from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.report import report
 from regard.models import minilm, recurrent
-from regard.models.families import bert, t5
+from regard.models.families import family
 from regard.models.seq2seq import Seq2Seq
 from regard.models.text_encoder import TextEncoder
 from tests.inspect.small_model import TEXT, model, tokenizer
+
+bert = family("bert")
+t5 = family("t5")
 
 
 def wild(network: Any, seed: int = 0) -> Any:
@@ -43,12 +46,12 @@ def wild(network: Any, seed: int = 0) -> Any:
 
 
 def encoder() -> TextEncoder:
-    config = bert.Config(tokenizer().vocab_size, 16, 2, 4, 32, 64)
+    config = bert.config(tokenizer().vocab_size, 16, 2, 4, 32, 64)
     return TextEncoder(wild(bert.build(config)), tokenizer(), config, max_seq_length=64)
 
 
 def seq2seq() -> Seq2Seq:
-    config = t5.Config(tokenizer().vocab_size, 16, 4, 32, 2, 4)
+    config = t5.config(tokenizer().vocab_size, 16, 4, 32, 2, 4)
     return Seq2Seq(wild(t5.build(config)), tokenizer(), config, start=0, eos_ids=[1])
 
 

@@ -15,8 +15,11 @@ import regard
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import Recording, record
 from regard.models import Model, Seq2Seq, TextEncoder, recurrent
-from regard.models.families import bert, t5
+from regard.models.families import family
 from tests.inspect.small_model import TEXT, model, tokenizer
+
+bert = family("bert")
+t5 = family("t5")
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +30,14 @@ def stand_in() -> Model:
 @pytest.fixture(scope="module")
 def encoder() -> TextEncoder:
     torch.manual_seed(0)
-    config = bert.Config(tokenizer().vocab_size, 16, 2, 4, 24, 64)
+    config = bert.config(tokenizer().vocab_size, 16, 2, 4, 24, 64)
     return TextEncoder(bert.build(config).eval(), tokenizer(), config)
 
 
 @pytest.fixture(scope="module")
 def translator() -> Seq2Seq:
     torch.manual_seed(0)
-    config = t5.Config(tokenizer().vocab_size, 16, 4, 32, 2, 4)
+    config = t5.config(tokenizer().vocab_size, 16, 4, 32, 2, 4)
     return Seq2Seq(t5.build(config).eval(), tokenizer(), config, start=0, eos_ids=[1])
 
 

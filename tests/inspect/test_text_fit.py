@@ -10,9 +10,11 @@ import torch
 
 import regard
 from regard.inspect.metrics import TextFit, text_fit, warn_about_text
-from regard.models.families import bert
+from regard.models.families import family
 from regard.models.text_encoder import TextEncoder
 from regard.models.tokenizer import Tokenizer
+
+bert = family("bert")
 
 STRANGE = ["猫坐在垫子上", "Привет, как дела?", "안녕하세요", "Ich weiß nicht, was soll es sein"]
 KNOWN = ["我打他", "我不知道他说的是什么", "The list of items", "to be or not to be", "I hit him"]
@@ -59,7 +61,7 @@ def test_unknown_tokens_are_counted(kind: str) -> None:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     known = Tokenizer(backend)
     assert known.unknown == 0
-    config = bert.Config(3, 8, 1, 2, 16, 32)
+    config = bert.config(3, 8, 1, 2, 16, 32)
     encoder = TextEncoder(bert.build(config).eval(), known, config, max_seq_length=32)
     assert text_fit(encoder, "the 猫 cat 狗").unknown_tokens == 2
     assert "2 of 4 tokens" in str(warn_about_text(encoder, "the 猫 cat 狗"))

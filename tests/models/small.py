@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from regard.models.families import llama
+from regard.models.families import family
 from regard.models.model import Model
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
+
+llama = family("llama")
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog, né 你好",
@@ -20,7 +22,7 @@ TEXT = [
 ] * 3
 
 
-def config(**change: Any) -> llama.Config:
+def config(**change: Any) -> llama.config:
     """head_dim is not hidden_size / num_attention_heads."""
     plain = {
         "vocab_size": 300,
@@ -32,7 +34,7 @@ def config(**change: Any) -> llama.Config:
         "head_dim": 10,
         "rms_norm_eps": 1e-5,
     }
-    return llama.Config(**plain | change)
+    return llama.config(**plain | change)
 
 
 def randomise(module: nn.Module, seed: int = 0) -> None:

@@ -12,7 +12,7 @@ import regard
 from regard.masks import Document
 from regard.models import TextEncoder
 from regard.models.encoder import Encoder
-from regard.models.families import bert
+from regard.models.families import family
 from regard.models.packed_encoder import (
     PackedEncoder,
     TextGroup,
@@ -26,6 +26,8 @@ from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.ops.packed_linear import why_not_packed
 from tests.models.test_text_encoder import CONFIG, TEXTS, tokenizer
 from tests.rules import assert_close_rule
+
+bert = family("bert")
 
 REASON = why_not_packed(torch.eye(2))
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"nothing can be packed: {REASON}")

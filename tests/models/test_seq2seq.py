@@ -14,12 +14,14 @@ from torch import Tensor
 import regard
 from regard.errors import FileError
 from regard.models import EncoderDecoder, Seq2Seq
-from regard.models.families import t5
+from regard.models.families import family
 from regard.models.save import save
 from regard.models.tokenizer import Tokenizer
 
+t5 = family("t5")
+
 WORDS = ["<pad>", "</s>", "<unk>", *"abcdefgh"]
-CONFIG = t5.Config(
+CONFIG = t5.config(
     len(WORDS),
     12,
     5,

@@ -15,14 +15,16 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 import regard
 from regard.errors import FileError
 from regard.models import HeadedEncoder, Model, Seq2Seq, TextEncoder
-from regard.models.families import bert
+from regard.models.families import family
 from regard.models.save import save
 from regard.models.sentence_settings import Pooling
 from regard.models.tokenizer import Tokenizer
 from tests.parity.layers import assert_near
 
+bert = family("bert")
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
-CONFIG = bert.Config(len(WORDS), 12, 2, 3, 16, 10)
+CONFIG = bert.config(len(WORDS), 12, 2, 3, 16, 10)
 TEXTS = ["a b c", "d", "e f g h a b", "", "b a"]
 
 

@@ -11,9 +11,12 @@ import torch
 import regard
 from regard.errors import ArgumentError, FileError
 from regard.models import Model, Seq2Seq, TextEncoder
-from regard.models.families import bert, t5
+from regard.models.families import family
 from regard.models.text_model import TextModel
 from regard.models.tokenizer import Tokenizer
+
+bert = family("bert")
+t5 = family("t5")
 
 KINDS = ("decoder", "encoder", "encoder-decoder")
 COMMON = ("__call__", "forward", "encode", "decode", "device", "dtype", "save", "tokenizer")
@@ -28,12 +31,12 @@ def make(kind: str) -> Model | TextEncoder | Seq2Seq:
     if kind == "decoder":
         return regard.load("tiny")
     if kind == "encoder":
-        config = bert.Config(1024, 8, 1, 2, 16, 32)
+        config = bert.config(1024, 8, 1, 2, 16, 32)
         pooling = regard.models.Pooling("max", normalise=False)
         return TextEncoder(
             bert.build(config).eval(), tokenizer(), config, pooling=pooling, max_seq_length=32
         )
-    settings = t5.Config(1024, 8, 4, 16, 1, 2)
+    settings = t5.config(1024, 8, 4, 16, 1, 2)
     network = t5.build(settings).eval()
     return Seq2Seq(network, tokenizer(), settings, start=0, eos_ids=[1, 7])
 

@@ -16,7 +16,7 @@ import torch
 import regard
 from regard.inspect import head_scores, repeated_ids
 from regard.models import Model
-from regard.models.families.llama import build
+from regard.models.families import family
 
 
 @cache
@@ -114,7 +114,7 @@ def test_without_the_previous_token_head_it_copies_no_more() -> None:
 
 
 def test_an_untrained_twin_has_none() -> None:
-    decoder = build(tiny().config).requires_grad_(False)
+    decoder = family("llama").build(tiny().config).requires_grad_(False)
     twin = Model(decoder, tiny().tokenizer, tiny().config)
     found = scores(twin)
     assert found["previous_token"].max() < 0.2

@@ -29,11 +29,9 @@ HOMES = {
     # a family, or what families share: they never import one another
     r"(self_attn|model\.layers)\.": {
         "models/families",
-        "models/assembly/bart_like.py",
         "models/assembly/llama_like.py",
-        "models/assembly/gemma.py",
-        "models/assembly/deepseek.py",
         "models/assembly/gated_delta.py",
+        "configs",  # names that differ from Llama's
         "models/checkpoint/gguf.py",  # the names of these families in another format
     },
     r"\bnan_to_num\(": set(),

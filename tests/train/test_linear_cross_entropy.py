@@ -11,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.models.families import llama
+from regard.models.families import family
 from regard.train.losses import linear_cross_entropy, next_token_loss
 from tests.rules import GRADIENT, assert_close_rule
 
-CONFIG = llama.Config(19, 8, 12, 1, 2, 1, 4)
+llama = family("llama")
+
+CONFIG = llama.config(19, 8, 12, 1, 2, 1, 4)
 
 
 def values(N: int, M: int, V: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, ...]:

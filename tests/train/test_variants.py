@@ -25,7 +25,7 @@ from regard.models.assembly.catalogue_mixer import (
     with_positions,
     with_window,
 )
-from regard.models.families import family, model_type_of
+from regard.models.families import model_type_of
 from regard.models.families.regard import Config, build
 from regard.models.save import save
 from regard.nn.variants import VARIANTS, gqa, infini, t5
@@ -451,8 +451,6 @@ def test_a_llama_begins_as_it_always_did() -> None:
 
 
 def test_the_family_stores_what_it_holds(tmp_path: Path) -> None:
-    found = family("regard")
-    assert found is not None
     made = config("gqa", tie_word_embeddings=True)
     model = build(made)
     save(model, made, tmp_path)

@@ -1,8 +1,7 @@
-"""The configs of BART and Marian, which have the same keys."""
+"""The configs of BART, Marian and Whisper, which share the keys of their two stacks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -24,12 +23,7 @@ GENERAL_NAMES = {
 
 @dataclass(frozen=True)
 class StackedConfig(ModelConfig):
-    """The keys that BART, Marian and Whisper share: the sizes of an encoder and of a decoder.
-
-    Raises:
-        ArgumentError: a size is less than 1, a number of heads does not divide d_model, or
-            activation_function is unknown.
-    """
+    """The keys that BART, Marian and Whisper share: the sizes of an encoder and of a decoder."""
 
     vocab_size: int
     d_model: int
@@ -44,13 +38,12 @@ class StackedConfig(ModelConfig):
     eos_token_id: int = 2
     decoder_start_token_id: int | None = None
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"classif_dropout", "decoder_layerdrop", "encoder_layerdrop", "init_std"}
-    )
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    ignored = frozenset({"classif_dropout", "decoder_layerdrop", "encoder_layerdrop", "init_std"})
+    fixed = {
         "is_encoder_decoder": (True,),
         "tie_word_embeddings": (True,),
     }
+    family_file = "bart"
     key_bias: ClassVar[bool] = True
     """Whether the maps to keys have a bias, as all others have."""
 
@@ -100,18 +93,15 @@ class BartConfig(StackedConfig):
     Attributes:
         scale_embedding: whether the token embedding is multiplied by sqrt(d_model).
         logits_bias: whether a bias for the logits is stored (`final_logits_bias`).
-
-    Raises:
-        ArgumentError: as in `StackedConfig`.
     """
 
     max_position_embeddings: int = 1024
     scale_embedding: bool = False
     logits_bias: bool = False
 
-    model_types: ClassVar[tuple[str, ...]] = ("bart",)
-    ignored: ClassVar[frozenset[str]] = StackedConfig.ignored | {"force_bos_token_to_be_generated"}
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    model_types = ("bart",)
+    ignored = StackedConfig.ignored | {"force_bos_token_to_be_generated"}
+    fixed = {
         **StackedConfig.fixed,
         # of the first files, in which one class served several models
         "add_bias_logits": (False,),
@@ -147,9 +137,6 @@ class MarianConfig(StackedConfig):
             here depends on it.
         scale_embedding: whether the token embedding is multiplied by sqrt(d_model).
         logits_bias: whether a bias for the logits is stored (`final_logits_bias`).
-
-    Raises:
-        ArgumentError: as in `StackedConfig`; or encoder and decoder have different vocabularies.
     """
 
     pad_token_id: int = 58100
@@ -158,8 +145,8 @@ class MarianConfig(StackedConfig):
     scale_embedding: bool = False
     logits_bias: bool = False
 
-    model_types: ClassVar[tuple[str, ...]] = ("marian",)
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    model_types = ("marian",)
+    fixed = {
         **StackedConfig.fixed,
         "add_bias_logits": (False,),
         "add_final_layer_norm": (False,),
@@ -180,3 +167,62 @@ class MarianConfig(StackedConfig):
                 "for both stacks is supported for marian"
             )
         return keys
+
+
+NOTE = "the states of the encoder are counted with the same length as the decoder's text"
+
+
+@dataclass(frozen=True)
+class WhisperConfig(StackedConfig):
+    """The keys of Whisper: BART's, without a bias in the maps to keys, and the sizes of the input.
+
+    Attributes:
+        num_mel_bins: the number of log-mel features of a frame.
+        max_source_positions: the length of the encoder's table of positions; the input has twice as
+            many frames at most.
+        max_target_positions: the length of the decoder's table of positions.
+    """
+
+    pad_token_id: int = 50256
+    eos_token_id: int = 50256
+    num_mel_bins: int = 80
+    max_source_positions: int = 1500
+    max_target_positions: int = 448
+
+    model_types = ("whisper",)
+    key_bias = False
+    ignored = StackedConfig.ignored | {
+        # of a classifier, which is refused by the names of its weights
+        "classifier_proj_size",
+        "use_weighted_layer_sum",
+        # which ids generation begins with; here `target_prefix`
+        "forced_decoder_ids",
+        # training, and the times of words
+        "apply_spec_augment",
+        "mask_feature_length",
+        "mask_feature_min_masks",
+        "mask_feature_prob",
+        "mask_time_length",
+        "mask_time_min_masks",
+        "mask_time_prob",
+        "median_filter_width",
+    }
+    fixed = {
+        **StackedConfig.fixed,
+        "scale_embedding": (False,),
+    }
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of both stacks, each with a table of positions and a last norm, and of
+        the two convolutions in front of the encoder.
+        """
+        M, width = self.d_model, 3  # of both convolutions
+        return replace(
+            super().sizes(name),
+            positions=(self.max_source_positions + self.max_target_positions) * M,
+            position_rows=1,
+            norms=ParameterCounts(norms=4 * M),
+            pooler=ParameterCounts(width * M * (self.num_mel_bins + M), 2 * M),
+            max_context=self.max_target_positions,
+            notes=(NOTE,),
+        )

@@ -106,10 +106,11 @@ class ModelConfig(ABC):
     `regard.models.checkpoint.family.Family.check` when a folder is read.
 
     Attributes:
-        model_types: the values of `model_type` that this class reads. The first one is written, and
-            is the name of the family's file in `regard.models.families`.
+        model_types: the values of `model_type` that this class reads. The first one is written.
         ignored: further keys that do not change the computation, besides those for every family.
         fixed: key -> the only values that are supported.
+        family_file: the file of `regard.models.families` with the network; None builds it from the
+            recipe alone.
         code: the beginning of the class names in the family's published code: an `auto_map` that
             names only such classes is accepted, because it is the same computation. No code is run.
     """
@@ -117,6 +118,7 @@ class ModelConfig(ABC):
     model_types: ClassVar[tuple[str, ...]]
     ignored: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    family_file: ClassVar[str | None] = None
     code: ClassVar[str | None] = None
 
     @classmethod

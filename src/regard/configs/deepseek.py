@@ -7,28 +7,24 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeAlias
 
-from regard.configs.base import ModelConfig, Raw, check_sizes
-from regard.configs.llama import check_experts
+from regard.configs.base import FULL, ModelConfig, Raw, check_sizes, rename_keys
+from regard.configs.hybrid import LINEAR, named_kinds
 from regard.configs.rope import RopeSettings, normalize_rope, shorten
+from regard.configs.rotary_decoder import SILU, check_experts
 from regard.cost.latent import IndexedLatentSpec, LatentSpec
 from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
 from regard.cost.selected import IndexSelection
 from regard.cost.spec import ParameterCounts, Spec
+from regard.cost.state_space import kimi_delta_attention
 from regard.errors import ArgumentError
 from regard.units import plural
 
 
 @dataclass(frozen=True)
 class DeepseekConfig(ModelConfig, ABC):
-    """The keys that DeepSeek-V2 and DeepSeek-V3 have in common.
-
-    Raises:
-        ArgumentError: a size is out of range, rope_scaling is not supported or depends on the
-            length of the text, num_key_value_heads differs from num_attention_heads, or a token
-            uses more experts than there are.
-    """
+    """The keys that DeepSeek-V2 and DeepSeek-V3 have in common."""
 
     vocab_size: int
     hidden_size: int
@@ -54,18 +50,13 @@ class DeepseekConfig(ModelConfig, ABC):
     tie_word_embeddings: bool = False
 
     # keys of training and of other code
-    ignored: ClassVar[frozenset[str]] = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})
-    code: ClassVar[str | None] = "Deepseek"
+    ignored = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})
+    code = "Deepseek"
     layout: ClassVar[Literal["half", "interleaved"]] = "interleaved"
 
     def __post_init__(self) -> None:
         check_sizes(self, zero=("first_k_dense_replace",))
-        if self.num_key_value_heads != self.num_attention_heads:
-            raise ArgumentError(
-                f"num_key_value_heads is {self.num_key_value_heads}, and num_attention_heads "
-                f"{self.num_attention_heads}; in latent attention every head has its own keys: "
-                "make them equal"
-            )
+        check_own_keys(self)
         if self.rope.is_length_dependent:
             raise ArgumentError(
                 f"rope_scaling is {dict(self.rope_scaling or {})}, whose frequencies depend on the "
@@ -105,24 +96,12 @@ class DeepseekConfig(ModelConfig, ABC):
             layout=self.layout,
         )
 
+    family_file = "deepseek"
     router_biases: ClassVar[bool] = False
 
     def mixer(self, layer: int) -> Spec:
         """Return the sizes of the attention of a layer, which is the same for every layer."""
-        return self.latent()
-
-    def latent(self) -> LatentSpec:
-        """Return the sizes of latent attention."""
-        return LatentSpec.of(
-            self.hidden_size,
-            self.num_attention_heads,
-            self.kv_lora_rank,
-            self.qk_nope_head_dim,
-            self.qk_rope_head_dim,
-            self.v_head_dim,
-            self.q_lora_rank,
-            bias=self.attention_bias,
-        )
+        return latent_spec(self)
 
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder: the first layers are dense, the others have experts."""
@@ -135,22 +114,10 @@ class DeepseekConfig(ModelConfig, ABC):
             DenseSpec(M, width * self.n_shared_experts),
             self.n_routed_experts if self.router_biases else 0,
         )
-        first, norms = self.first_k_dense_replace, ParameterCounts(norms=2 * M)
-        layers = (
-            LayerSpec(self.mixer(layer), dense if layer < first else experts, norms)
-            for layer in range(self.num_hidden_layers)
-        )
-        return ModelSpec(
-            name,
-            self.vocab_size,
-            M,
-            tuple(layers),
-            norms=ParameterCounts(norms=M),
-            tied=self.tie_word_embeddings,
-        )
+        return latent_decoder(self, name, dense, experts)
 
 
-FIXED = {"hidden_act": ("silu",), "moe_layer_freq": (1,)}
+FIXED = {**SILU, "moe_layer_freq": (1,)}
 """Key -> the only values that both families support."""
 
 
@@ -163,10 +130,10 @@ class DeepseekV2Config(DeepseekConfig):
     topk_group: int | None = None
     routed_scaling_factor: float = 1.0
 
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
+    model_types = ("deepseek_v2",)
     # the authors' code scales expert weights only where it does not renormalise them, and
     # transformers never renormalises them
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = FIXED | {
+    fixed = FIXED | {
         "mlp_bias": (False,),
         "norm_topk_prob": (False,),
         "scoring_func": ("softmax",),
@@ -185,13 +152,13 @@ class DeepseekV3Config(DeepseekConfig):
 
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
     # the number of additional layers that predict a second token, which are not loaded
-    ignored: ClassVar[frozenset[str]] = DeepseekConfig.ignored | {"num_nextn_predict_layers"}
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = FIXED | {
+    ignored = DeepseekConfig.ignored | {"num_nextn_predict_layers"}
+    fixed = FIXED | {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     }
     # the correction that balances the load of experts has one number per expert
-    router_biases: ClassVar[bool] = True
+    router_biases = True
 
     @property
     def rope(self) -> RopeSettings:
@@ -207,19 +174,14 @@ INDEXED = "indexed_attention"
 
 @dataclass(frozen=True)
 class DeepseekV32Config(DeepseekV3Config):
-    """The keys of DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer that selects keys (DSA).
-
-    Raises:
-        ArgumentError: as in `DeepseekConfig`; or q_lora_rank is null, from which the indexer
-            computes its queries.
-    """
+    """The keys of DeepSeek-V3.2 and GLM-5: DeepSeek-V3 with an indexer that selects keys (DSA)."""
 
     index_topk: int = 2048
     index_head_dim: int = 128
     index_n_heads: int = 64
 
-    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v32", "glm_moe_dsa")
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    model_types = ("deepseek_v32", "glm_moe_dsa")
+    fixed = {
         **DeepseekV3Config.fixed,
         "mlp_bias": (False,),
         "index_topk_freq": (1,),  # a layer that uses the selection of another has no indexer
@@ -261,4 +223,195 @@ class DeepseekV32Config(DeepseekV3Config):
         """Return the sizes of latent attention to selected keys."""
         selection = IndexSelection(self.index_n_heads, self.index_head_dim, self.index_topk)
         rank = self.q_lora_rank or 0
-        return IndexedLatentSpec.from_latent(self.latent(), self.hidden_size, rank, selection)
+        return IndexedLatentSpec.from_latent(latent_spec(self), self.hidden_size, rank, selection)
+
+
+KIMI_NAMES = {
+    "max_position_embeddings": "model_max_length",
+    "n_group": "num_expert_group",
+    "n_shared_experts": "num_shared_experts",
+    "norm_topk_prob": "moe_renormalize",
+    "num_experts_per_tok": "num_experts_per_token",
+    "num_local_experts": "num_experts",
+}
+"""Name of an attribute in transformers -> its name in the files."""
+STATE_SIZES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+"""Key of `linear_attn_config` -> its name at the top level of newer files."""
+
+
+@dataclass(frozen=True)
+class KimiLinearConfig(ModelConfig):
+    """The keys of Kimi Linear."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    num_experts: int
+    num_experts_per_token: int
+    layer_types: tuple[str, ...]
+    q_lora_rank: int | None = None
+    num_shared_experts: int = 1
+    first_k_dense_replace: int = 1
+    num_expert_group: int = 1
+    topk_group: int = 1
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 2.446
+    linear_head_dim: int = 128
+    linear_num_heads: int = 32
+    linear_conv_kernel_dim: int = 4
+    rms_norm_eps: float = 1e-5
+    model_max_length: int = 1048576
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+
+    model_types = ("kimi_linear",)
+    family_file = "deepseek"
+    code = "Kimi"
+    # no layer has rotary positions; the layers that predict a second token are not loaded
+    ignored = frozenset(
+        {"num_nextn_predict_layers", "rope_parameters", "rope_scaling", "rope_theta"}
+    )
+    fixed = {
+        **SILU,
+        "moe_layer_freq": (1,),
+        "moe_router_activation_func": ("sigmoid",),
+        "mla_use_nope": (True,),
+        "use_grouped_topk": (True,),
+    }
+
+    def __post_init__(self) -> None:
+        check_sizes(self, zero=("first_k_dense_replace",))
+        check_own_keys(self)
+        check_experts("num_experts", self.num_experts, self.num_experts_per_token)
+        self.kinds()
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys with one name each, and with a kind for each layer.
+
+        The makers' files have `linear_attn_config`, in which layers are numbered from 1, and
+        `first_k_dense_replace`; transformers writes `layer_types` and `mlp_layer_types`. The sizes
+        of a head that follow from other keys are left out.
+        """
+        left_out = ("head_dim", "qk_head_dim", "linear_attn_config", "mlp_layer_types")
+        keys = rename_keys({k: v for k, v in raw.items() if k not in left_out}, KIMI_NAMES)
+        if keys.get("num_key_value_heads") is None:
+            keys["num_key_value_heads"] = keys.get("num_attention_heads")
+        linear, n = raw.get("linear_attn_config"), keys.get("num_hidden_layers")
+        if isinstance(linear, Mapping):
+            sizes = {k: v for k, v in linear.items() if k in STATE_SIZES}
+            keys = rename_keys(keys | sizes, STATE_SIZES)
+            full = linear.get("full_attn_layers")
+            if isinstance(full, list) and isinstance(n, int) and keys.get("layer_types") is None:
+                kinds = [FULL if layer + 1 in full else LINEAR for layer in range(n)]
+                _check_listed(linear.get("kda_layers"), kinds)
+                keys["layer_types"] = kinds
+        networks = raw.get("mlp_layer_types")
+        if isinstance(networks, list):
+            first = networks.count("dense")
+            if networks != ["dense"] * first + ["sparse"] * (len(networks) - first):
+                raise ArgumentError(
+                    f"mlp_layer_types is {networks}; supported are 'dense' for the first layers, "
+                    "then 'sparse'"
+                )
+            keys["first_k_dense_replace"] = first
+        return keys
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kind of each layer."""
+        return named_kinds(self.layer_types, self.num_hidden_layers)
+
+    def mixer(self, layer: int) -> Spec:
+        """Return the sizes of the mechanism of a layer."""
+        if self.kinds()[layer] == LINEAR:
+            return kimi_delta_attention(
+                self.hidden_size,
+                self.linear_num_heads,
+                self.linear_head_dim,
+                self.linear_conv_kernel_dim,
+            )
+        return latent_spec(self)
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder: the first layers are dense, the others have experts."""
+        M, width = self.hidden_size, self.moe_intermediate_size
+        dense: FeedForwardSpec = DenseSpec(M, self.intermediate_size)
+        experts: FeedForwardSpec = MoESpec(
+            DenseSpec(M, width),
+            self.num_experts,
+            self.num_experts_per_token,
+            DenseSpec(M, width * self.num_shared_experts),
+            self.num_experts,
+        )
+        return latent_decoder(self, name, dense, experts)
+
+
+def _check_listed(linear: object, kinds: list[str]) -> None:
+    """Check that `kda_layers`, if given, lists all layers that `full_attn_layers` does not."""
+    if isinstance(linear, list):
+        for i, kind in enumerate(kinds):
+            if (i + 1 in linear) != (kind == LINEAR):
+                raise ArgumentError(
+                    f"layer {i + 1} of linear_attn_config is in both lists, full_attn_layers and "
+                    "kda_layers, or in neither"
+                )
+
+
+LatentConfig: TypeAlias = DeepseekConfig | KimiLinearConfig
+"""A config with latent attention, whose first layers are dense and whose others have experts."""
+
+
+def check_own_keys(config: LatentConfig) -> None:
+    """Check that every head has its own keys."""
+    if config.num_key_value_heads != config.num_attention_heads:
+        raise ArgumentError(
+            f"num_key_value_heads is {config.num_key_value_heads}, and num_attention_heads "
+            f"{config.num_attention_heads}; in latent attention every head has its own keys: "
+            "make them equal"
+        )
+
+
+def latent_spec(config: LatentConfig) -> LatentSpec:
+    """Return the sizes of the latent attention of a layer."""
+    return LatentSpec.of(
+        config.hidden_size,
+        config.num_attention_heads,
+        config.kv_lora_rank,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+        config.q_lora_rank,
+        bias=config.attention_bias,
+    )
+
+
+def latent_decoder(
+    config: LatentConfig, name: str, dense: FeedForwardSpec, experts: FeedForwardSpec
+) -> ModelSpec:
+    """Return the sizes of a decoder whose first layers are dense."""
+    M, first = config.hidden_size, config.first_k_dense_replace
+    norms = ParameterCounts(norms=2 * M)
+    layers = (
+        LayerSpec(config.mixer(layer), dense if layer < first else experts, norms)
+        for layer in range(config.num_hidden_layers)
+    )
+    return ModelSpec(
+        name,
+        config.vocab_size,
+        M,
+        tuple(layers),
+        norms=ParameterCounts(norms=M),
+        tied=config.tie_word_embeddings,
+    )

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from regard.argument_checks import check_number
 from regard.configs.base import FULL, SLIDING, Raw, layer_windows
-from regard.configs.llama import GroupedQueryConfig
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
+from regard.configs.rotary_decoder import DecoderRecipe, GroupedQueryConfig
 from regard.cost.model import DenseSpec, FeedForwardSpec, ModelSpec
 from regard.cost.softmax import SharedKeysSpec
 from regard.cost.spec import ParameterCounts
@@ -22,20 +22,23 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class GemmaConfig(GroupedQueryConfig):
-    """The keys of Gemma; the configs of later versions derive from it.
-
-    Raises:
-        ArgumentError: rms_norm_eps is not above 0; or as in `GroupedQueryConfig`.
-    """
+    """The keys of Gemma; the configs of later versions derive from it."""
 
     max_position_embeddings: int = 8192
     attention_bias: bool = False
     tie_word_embeddings: bool = True
 
     model_types: ClassVar[tuple[str, ...]] = ("gemma",)
+    recipe = DecoderRecipe(
+        norm="rms 1 + w",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        activation="gelu_pytorch_tanh",
+        embedding_scale="embedding_scale",
+    )
     # some files name the activation in `hidden_act`, others in `hidden_activation`; "gelu" in
     # `hidden_act` of the first files means the tanh approximation, which the authors' code uses
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    fixed = {
         "hidden_act": ("gelu", "gelu_pytorch_tanh"),
         "hidden_activation": (None, "gelu_pytorch_tanh"),
         "use_bidirectional_attention": (None, False),
@@ -53,18 +56,15 @@ class GemmaConfig(GroupedQueryConfig):
         return normalize_rope({"head_dim": 256, **raw})
 
     @property
-    def biases(self) -> tuple[bool, bool]:
-        """Whether queries, keys and values have biases, and whether the output map has one."""
-        return self.attention_bias, self.attention_bias
+    def embedding_scale(self) -> float:
+        """The factor on the embedding, sqrt(M)."""
+        return float(self.hidden_size**0.5)
 
 
 @dataclass(frozen=True)
 class WindowedGemmaConfig(GemmaConfig):
     """The keys that Gemma 2 introduced: a scale for scores, a soft cap on logits, norms before
     and after each sublayer, and windows in some layers.
-
-    Raises:
-        ArgumentError: query_pre_attn_scalar or the cap is not above 0; or as in `GemmaConfig`.
     """
 
     query_pre_attn_scalar: float = 256
@@ -72,9 +72,13 @@ class WindowedGemmaConfig(GemmaConfig):
     sliding_window: int | None = 4096
     layer_types: tuple[str, ...] | None = None
 
-    norms_per_block: ClassVar[int] = 4
-    window_pattern: ClassVar[int]
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    recipe = replace(
+        GemmaConfig.recipe,
+        norms="around",
+        score_scale="score_scale",
+        logit_cap="final_logit_softcapping",
+    )
+    fixed = {
         "hidden_act": ("gelu_pytorch_tanh",),
         "hidden_activation": ("gelu_pytorch_tanh",),
         "use_bidirectional_attention": (None, False),
@@ -85,31 +89,23 @@ class WindowedGemmaConfig(GemmaConfig):
         for key in ("query_pre_attn_scalar", "final_logit_softcapping"):
             check_number(key, getattr(self, key), 0, float("inf"), "above 0")
 
-    def windows(self) -> tuple[int | None, ...]:
-        """Return the windows of `layer_types`; without that key, every `window_pattern`-th layer
-        has full attention and the others have the window.
-        """
-        return layer_windows(
-            self.num_hidden_layers,
-            sliding_window=self.sliding_window,
-            layer_types=self.layer_types,
-            sliding_window_pattern=self.window_pattern if self.layer_types is None else None,
-        )
+    @property
+    def score_scale(self) -> float:
+        """The factor on the scores."""
+        return float(self.query_pre_attn_scalar**-0.5)
 
 
 @dataclass(frozen=True)
 class Gemma2Config(WindowedGemmaConfig):
-    """The keys of Gemma 2, which also has a soft cap on scores, and a window in layers 0, 2, 4, ...
-
-    Raises:
-        ArgumentError: attn_logit_softcapping is not above 0; or as in `WindowedGemmaConfig`.
-    """
+    """The keys of Gemma 2: a soft cap on scores, too, and a window in every second layer."""
 
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
 
-    model_types: ClassVar[tuple[str, ...]] = ("gemma2",)
-    window_pattern: ClassVar[int] = 2
+    model_types = ("gemma2",)
+    recipe = replace(
+        WindowedGemmaConfig.recipe, window_pattern=2, score_cap="attn_logit_softcapping"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -143,22 +139,20 @@ PICTURES = {
 class Gemma3Config(WindowedGemmaConfig):
     """The keys of Gemma 3: a norm on each head instead of the soft cap on scores, a window in five
     of six layers, and another rotary base in the layers with a window.
-
-    Raises:
-        ArgumentError: rope_local_base_freq is not above 1; or as in `WindowedGemmaConfig`.
     """
 
     max_position_embeddings: int = 131072
     rope_theta: float = 1000000.0
     rope_local_base_freq: float = 10000.0
 
-    model_types: ClassVar[tuple[str, ...]] = ("gemma3_text", "gemma3")
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    model_types = ("gemma3_text", "gemma3")
+    family_file = "gemma"
+    fixed = {
         **WindowedGemmaConfig.fixed,
         "attn_logit_softcapping": (None,),
     }
-    ignored: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern"})
-    window_pattern: ClassVar[int] = 6
+    ignored = frozenset({"_sliding_window_pattern"})
+    recipe = replace(WindowedGemmaConfig.recipe, window_pattern=6, head_norms="each head")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,10 +201,9 @@ class Gemma3Config(WindowedGemmaConfig):
             self.head_dim, self.rope_local_base_freq, None, self.max_position_embeddings
         )
 
-    @property
-    def head_norms(self) -> int:
-        """The number of parameters of the norms: query heads share one, and key heads share one."""
-        return 2 * self.head_dim
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer; those with a window have another base."""
+        return tuple(self.rope if x is None else self.local_rope for x in self.windows())
 
 
 PER_LAYER_NORMS = 7
@@ -237,10 +230,6 @@ class AugmentedDenseSpec(DenseSpec):
 class Gemma3nConfig(Gemma3Config):
     """The keys of the language model of Gemma 3n: Gemma 3 with embeddings for every layer, several
     streams (AltUp), a low-rank branch (LAuReL), and last layers that use the keys of earlier ones.
-
-    Raises:
-        ArgumentError: as in `Gemma3Config`; there is not one sparsity for each layer; or one is
-            not at least 0 and below 1.
     """
 
     max_position_embeddings: int = 32768
@@ -254,14 +243,15 @@ class Gemma3nConfig(Gemma3Config):
     altup_correct_scale: bool = True
     activation_sparsity_pattern: tuple[float, ...] | None = None
 
-    model_types: ClassVar[tuple[str, ...]] = ("gemma3n_text", "gemma3n")
-    ignored: ClassVar[frozenset[str]] = frozenset({"altup_coef_clip"})  # acts in training only
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    model_types = ("gemma3n_text", "gemma3n")
+    ignored = frozenset({"altup_coef_clip"})  # acts in training only
+    fixed = {
         **WindowedGemmaConfig.fixed,
         "altup_active_idx": (0,),
     }
-    window_pattern: ClassVar[int] = 5
-    zero: ClassVar[tuple[str, ...]] = ("num_kv_shared_layers",)
+    family_file = "gemma"
+    recipe = replace(Gemma3Config.recipe, window_pattern=5)
+    zero = ("num_kv_shared_layers",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -298,7 +288,7 @@ class Gemma3nConfig(Gemma3Config):
             keys["intermediate_size"] = widths[0]
         return keys
 
-    def feed_forward(self) -> FeedForwardSpec:
+    def feed_forward(self, layer: int) -> FeedForwardSpec:
         """Return the sizes of the feed-forward layer, with the matrices of AltUp, LAuReL and of the
         layer's own embeddings.
         """

@@ -1,60 +1,91 @@
-"""The configs of GPT-2, GPT-NeoX, BLOOM and MPT: multi-head attention, LayerNorms, and feed-forward
-layers without a gate.
+"""The configs of GPT-2, GPT-BigCode, GPT-J, GPT-Neo and GPT-NeoX, and the sizes of decoders with
+LayerNorms and feed-forward layers without a gate.
+
+Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from regard.argument_checks import check_number, resolve_head_dim
 from regard.configs.base import (
+    MAX_LAYERS,
     ModelConfig,
     Raw,
-    UnknownKey,
     check_activation,
     check_sizes,
     rename_keys,
 )
-from regard.configs.reader import is_harmless
 from regard.configs.rope import RopeSettings, check_rope, normalize_rope
 from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
 from regard.cost.softmax import SoftmaxSpec
 from regard.cost.spec import HeadShape, ParameterCounts
 from regard.errors import ArgumentError
-from regard.untrusted_text import short_repr
+from regard.units import plural
 
 
-def _check_eps(key: str, value: float) -> None:
+def check_eps(key: str, value: float) -> None:
+    """Check the eps of norms."""
     check_number(key, value, 0, float("inf"), "above 0")
 
 
-def _layer(
-    dim: int, heads: int, hidden: int, *, bias: bool = True, attention_bias: bool = True
+def layer_norm_block(
+    dim: int,
+    heads: int,
+    hidden: int,
+    *,
+    groups: int | None = None,
+    window: int | None = None,
+    norms: int = 2,
+    bias: bool = True,
+    qkv_bias: bool = True,
+    output_bias: bool = True,
 ) -> LayerSpec:
-    """Return the sizes of a block: multi-head attention, a feed-forward layer and two LayerNorms.
-
-    Without `bias`, neither the feed-forward layer nor the norms have biases.
+    """Return the sizes of a block of attention, a feed-forward layer without a gate, and
+    LayerNorms; `bias` is that of the latter two.
     """
-    D, norm = resolve_head_dim(dim, heads, None), _norm(dim, bias=bias)
-    shape = HeadShape(heads, heads, D, D)
-    mixer = SoftmaxSpec.of(dim, shape, bias=attention_bias, output_bias=attention_bias)
-    return LayerSpec(mixer, DenseSpec(dim, hidden, gated=False, bias=bias), norm + norm)
+    D = resolve_head_dim(dim, heads, None)
+    shape = HeadShape(heads, heads if groups is None else groups, D, D)
+    return LayerSpec(
+        SoftmaxSpec.of(dim, shape, bias=qkv_bias, output_bias=output_bias, window=window),
+        DenseSpec(dim, hidden, gated=False, bias=bias),
+        layer_norms(dim, norms, bias=bias),
+    )
 
 
-def _norm(dim: int, *, bias: bool = True) -> ParameterCounts:
-    return ParameterCounts(norms=2 * dim if bias else dim)
+def layer_norms(dim: int, count: int, *, bias: bool = True) -> ParameterCounts:
+    """Return the parameters of LayerNorms."""
+    return ParameterCounts(norms=count * (2 if bias else 1) * dim)
+
+
+def layer_norm_decoder(
+    name: str,
+    vocab: int,
+    layers: Sequence[LayerSpec],
+    *,
+    tied: bool,
+    norms: int = 1,
+    bias: bool = True,
+) -> ModelSpec:
+    """Return the sizes of a decoder with LayerNorms outside of its layers."""
+    feed_forward = layers[0].feed_forward
+    assert isinstance(feed_forward, DenseSpec)
+    dim = feed_forward.dim
+    outside = layer_norms(dim, norms, bias=bias)
+    return ModelSpec(name, vocab, dim, tuple(layers), norms=outside, tied=tied)
+
+
+def with_learned_positions(model: ModelSpec, rows: int, unused: int = 0) -> ModelSpec:
+    """Return a model with a table of positions."""
+    table = (rows + unused) * model.dim
+    return replace(model, positions=table, position_rows=1, max_context=rows)
 
 
 @dataclass(frozen=True)
 class GPT2Config(ModelConfig):
-    """The keys of GPT-2.
-
-    Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, n_head does not divide
-            n_embd, or the activation is not known.
-    """
+    """The keys of GPT-2, whose heads have keys and values of their own."""
 
     vocab_size: int
     n_positions: int
@@ -68,14 +99,13 @@ class GPT2Config(ModelConfig):
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True
 
-    model_types: ClassVar[tuple[str, ...]] = ("gpt2",)
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"}
-    )
+    model_types = ("gpt2",)
+    family_file = "gpt"
+    ignored = frozenset({"n_ctx", "n_special", "predict_special_tokens", "reorder_and_upcast_attn"})
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        _check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
+        check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
         resolve_head_dim(self.n_embd, self.n_head, None)
         check_activation(self.activation_function, "activation_function")
 
@@ -97,18 +127,183 @@ class GPT2Config(ModelConfig):
 
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder, with its table of positions."""
-        M = self.n_embd
-        return ModelSpec(
-            name,
-            self.vocab_size,
-            M,
-            (_layer(M, self.n_head, self.hidden),) * self.n_layer,
-            positions=self.n_positions * M,
-            position_rows=1,
-            max_context=self.n_positions,
-            norms=_norm(M),
-            tied=self.tie_word_embeddings,
+        layers = (self.block(),) * self.n_layer
+        model = layer_norm_decoder(name, self.vocab_size, layers, tied=self.tie_word_embeddings)
+        return with_learned_positions(model, self.n_positions)
+
+    def block(self) -> LayerSpec:
+        """Return the sizes of a layer."""
+        return layer_norm_block(self.n_embd, self.n_head, self.hidden)
+
+
+@dataclass(frozen=True)
+class GPTBigCodeConfig(GPT2Config):
+    """The keys of GPT-BigCode (SantaCoder, StarCoder): GPT-2 whose heads share a key and a
+    value.
+    """
+
+    activation_function: str = "gelu_pytorch_tanh"
+    multi_query: bool = True
+
+    model_types = ("gpt_bigcode",)
+    ignored = frozenset(
+        {
+            "attention_softmax_in_fp32",
+            "inference_runner",
+            "max_batch_size",
+            "max_sequence_length",
+            "num_key_value_heads",  # transformers writes a number that it does not use
+            "pad_key_length",
+            "pre_allocate_kv_cache",
+            "scale_attention_softmax_in_fp32",
+            "validate_runner_input",
+        }
+    )
+    fixed = {
+        "add_cross_attention": (False,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+    }
+
+    def block(self) -> LayerSpec:
+        """Return the sizes of a layer, with one key and value for all heads."""
+        groups = 1 if self.multi_query else self.n_head
+        return layer_norm_block(self.n_embd, self.n_head, self.hidden, groups=groups)
+
+
+@dataclass(frozen=True)
+class GPTJConfig(ModelConfig):
+    """The keys of GPT-J: parallel sublayers that share a norm, rotary pairs of neighbours in a part
+    of each head, and a head with biases.
+    """
+
+    vocab_size: int
+    n_positions: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_inner: int | None = None
+    rotary_dim: int = 64
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+
+    model_types = ("gptj",)
+    family_file = "gpt"
+    ignored = frozenset({"rotary", "scale_attn_weights"})
+    fixed = {"tie_word_embeddings": (False,)}
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
+        check_activation(self.activation_function, "activation_function")
+        check_rope(self.rope)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys under GPT-J's names; the general names of sizes are accepted, too."""
+        return GPT2Config.normalize_keys(raw)
+
+    @property
+    def hidden(self) -> int:
+        """The hidden size of the feed-forward layers: 4 M if n_inner is not given."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The rotary settings: pairs of neighbours in the first `rotary_dim` numbers of a head."""
+        D = resolve_head_dim(self.n_embd, self.n_head, None)
+        return RopeSettings(
+            D, 10000.0, None, self.n_positions, partial=self.rotary_dim / D, layout="interleaved"
         )
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder; the biases of the head count as biases."""
+        layer = layer_norm_block(
+            self.n_embd, self.n_head, self.hidden, norms=1, qkv_bias=False, output_bias=False
+        )
+        layers = (layer,) * self.n_layer
+        model = layer_norm_decoder(name, self.vocab_size, layers, tied=False)
+        return replace(model, norms=model.norms + ParameterCounts(biases=self.vocab_size))
+
+
+def _is_repetition(entry: object) -> bool:
+    """Return whether an entry of `attention_types` is [names, number of repetitions]."""
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    kinds, times = entry
+    return isinstance(kinds, list) and type(times) is int and len(kinds) * times <= MAX_LAYERS
+
+
+@dataclass(frozen=True)
+class GPTNeoConfig(ModelConfig):
+    """The keys of GPT-Neo: scores without a scale, and a window in some layers."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    max_position_embeddings: int = 2048
+    intermediate_size: int | None = None
+    window_size: int = 256
+    attention_layers: tuple[str, ...] = ()
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    tie_word_embeddings: bool = True
+
+    model_types = ("gpt_neo",)
+    family_file = "gpt"
+    ignored = frozenset({"embed_dropout", "resid_dropout"})
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
+        check_activation(self.activation_function, "activation_function")
+        resolve_head_dim(self.hidden_size, self.num_heads, None)
+        self.windows()
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys with `attention_layers`, which follow from `attention_types` if they are
+        not given: [[["global", "local"], 12]] repeats the two names 12 times.
+        """
+        names = {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"}
+        keys = rename_keys(raw, names)
+        types = keys.pop("attention_types", None)
+        if keys.get("attention_layers") is None and isinstance(types, list):
+            if not all(_is_repetition(entry) for entry in types):
+                raise ArgumentError(
+                    "attention_types must be a list of [names, number of repetitions], with at "
+                    f"most {plural(MAX_LAYERS, 'layer')}"
+                )
+            keys["attention_layers"] = [
+                kind for kinds, times in types for _ in range(times) for kind in kinds
+            ]
+        return keys
+
+    @property
+    def hidden(self) -> int:
+        """The hidden size of the feed-forward layers: 4 M if intermediate_size is not given."""
+        return 4 * self.hidden_size if self.intermediate_size is None else self.intermediate_size
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the window of each layer; None for a global one."""
+        kinds = self.attention_layers
+        if len(kinds) != self.num_layers or not set(kinds) <= {"global", "local"}:
+            raise ArgumentError(
+                "attention_layers must have 'global' or 'local' for each of "
+                f"{plural(self.num_layers, 'layer')}; it is {list(kinds)}"
+            )
+        return tuple(self.window_size if kind == "local" else None for kind in kinds)
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, with its table of positions."""
+        layers = tuple(
+            layer_norm_block(
+                self.hidden_size, self.num_heads, self.hidden, window=window, qkv_bias=False
+            )
+            for window in self.windows()
+        )
+        model = layer_norm_decoder(name, self.vocab_size, layers, tied=self.tie_word_embeddings)
+        return with_learned_positions(model, self.max_position_embeddings)
 
 
 NEOX_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
@@ -117,13 +312,7 @@ NEOX_NAMES = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_fac
 
 @dataclass(frozen=True)
 class GPTNeoXConfig(ModelConfig):
-    """The keys of GPT-NeoX and Pythia.
-
-    Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, num_attention_heads
-            does not divide hidden_size, the activation is not known, or the settings of rotary
-            positions are not supported.
-    """
+    """The keys of GPT-NeoX and Pythia."""
 
     vocab_size: int
     hidden_size: int
@@ -140,11 +329,12 @@ class GPTNeoXConfig(ModelConfig):
     attention_bias: bool = True
     tie_word_embeddings: bool = False
 
-    model_types: ClassVar[tuple[str, ...]] = ("gpt_neox",)
+    model_types = ("gpt_neox",)
+    family_file = "gpt"
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        _check_eps("layer_norm_eps", self.layer_norm_eps)
+        check_eps("layer_norm_eps", self.layer_norm_eps)
         check_activation(self.hidden_act)
         check_rope(self.rope)
 
@@ -167,177 +357,13 @@ class GPTNeoXConfig(ModelConfig):
 
     def sizes(self, name: str) -> ModelSpec:
         """Return the sizes of the decoder."""
-        M = self.hidden_size
-        layer = _layer(
-            M,
+        bias = self.attention_bias
+        layer = layer_norm_block(
+            self.hidden_size,
             self.num_attention_heads,
             self.intermediate_size,
-            attention_bias=self.attention_bias,
+            qkv_bias=bias,
+            output_bias=bias,
         )
-        return ModelSpec(
-            name,
-            self.vocab_size,
-            M,
-            (layer,) * self.num_hidden_layers,
-            norms=_norm(M),
-            tied=self.tie_word_embeddings,
-        )
-
-
-@dataclass(frozen=True)
-class BloomConfig(ModelConfig):
-    """The keys of BLOOM.
-
-    Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, or n_head does not
-            divide hidden_size.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    n_layer: int
-    n_head: int
-    layer_norm_epsilon: float = 1e-5
-    apply_residual_connection_post_layernorm: bool = False
-    tie_word_embeddings: bool = True
-
-    model_types: ClassVar[tuple[str, ...]] = ("bloom",)
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {
-            "attention_softmax_in_fp32",
-            "bias_dropout_fusion",
-            "masked_softmax_fusion",
-            "offset_alibi",
-            "seq_length",
-            "skip_bias_add",
-            "skip_bias_add_qkv",
-            "slow_but_exact",
-        }
-    )
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"n_inner": (None,)}
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        _check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
-        resolve_head_dim(self.hidden_size, self.n_head, None)
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with BLOOM's spelling; n_embed and the general names are accepted,
-        too.
-        """
-        names = {
-            "n_embed": "hidden_size",
-            "num_attention_heads": "n_head",
-            "num_hidden_layers": "n_layer",
-        }
-        return rename_keys(raw, names)
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, with the norm after its embedding."""
-        M = self.hidden_size
-        return ModelSpec(
-            name,
-            self.vocab_size,
-            M,
-            (_layer(M, self.n_head, 4 * M),) * self.n_layer,
-            norms=_norm(M) + _norm(M),
-            tied=self.tie_word_embeddings,
-        )
-
-
-MPT_ATTENTION = {"alibi_bias_max": 8, "clip_qkv": None, "softmax_scale": None}
-"""Keys of attn_config that change the network -> their defaults."""
-MPT_FIXED: dict[str, tuple[object, ...]] = {
-    "alibi": (True,),
-    "attn_type": ("multihead_attention",),
-    "attn_uses_sequence_id": (False,),
-    "prefix_lm": (False,),
-    "qk_ln": (False,),
-}
-"""Key of attn_config -> the only values that are supported."""
-
-
-@dataclass(frozen=True)
-class MptConfig(ModelConfig):
-    """The keys of MPT.
-
-    Raises:
-        ArgumentError: a size is less than 1, the norms' eps is not above 0, n_heads does not divide
-            d_model, or attn_config asks for something unsupported.
-    """
-
-    vocab_size: int
-    d_model: int
-    n_heads: int
-    n_layers: int
-    max_seq_len: int = 2048
-    layer_norm_epsilon: float = 1e-5
-    attn_config: Mapping[str, Any] = field(default_factory=dict)
-    tie_word_embeddings: bool = True
-
-    model_types: ClassVar[tuple[str, ...]] = ("mpt",)
-    code: ClassVar[str | None] = "MPT"
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {
-            "embedding_fraction",
-            "init_config",
-            "init_device",
-            "learned_pos_emb",
-            "tokenizer_name",
-            "verbose",
-        }
-    )
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "expansion_ratio": (4,),
-        "logit_scale": (None,),
-        "no_bias": (True,),
-        "norm_type": ("low_precision_layernorm", "layernorm"),
-    }
-
-    def __post_init__(self) -> None:
-        check_sizes(self)
-        _check_eps("layer_norm_epsilon", self.layer_norm_epsilon)
-        resolve_head_dim(self.d_model, self.n_heads, None)
-        for key, value in self.attn_config.items():
-            name, allowed = f"attn_config.{key}", MPT_FIXED.get(key)
-            if allowed is not None and value not in allowed:
-                raise ArgumentError(f"{name} is {value!r}; only {allowed[0]!r} is supported")
-            if allowed is None and key not in MPT_ATTENTION:
-                raise UnknownKey(
-                    ("attn_config", key), f"attn_config has the unknown key {short_repr(key)}"
-                )
-            if key == "alibi_bias_max" and value is None:
-                raise ArgumentError(f"{name} is null; it must be above 0")
-            if key in MPT_ATTENTION:
-                check_number(name, value, 0, float("inf"), "above 0")
-
-    @classmethod
-    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
-        """Return the keys with MPT's spelling of sizes, and the keys of attn_config that matter."""
-        names = {
-            "hidden_size": "d_model",
-            "num_attention_heads": "n_heads",
-            "num_hidden_layers": "n_layers",
-        }
-        keys = rename_keys(raw, names)
-        attention = keys["attn_config"] = {} if (own := keys.get("attn_config")) is None else own
-        if isinstance(attention, Mapping):
-            without = {"attn_impl", "is_encoder_decoder"}
-            keys["attn_config"] = {
-                k: v for k, v in attention.items() if not (k in without or is_harmless(k))
-            }
-        return keys
-
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, which has no biases at all."""
-        M = self.d_model
-        layer = _layer(M, self.n_heads, 4 * M, bias=False, attention_bias=False)
-        return ModelSpec(
-            name,
-            self.vocab_size,
-            M,
-            (layer,) * self.n_layers,
-            norms=_norm(M, bias=False),
-            tied=self.tie_word_embeddings,
-        )
+        layers = (layer,) * self.num_hidden_layers
+        return layer_norm_decoder(name, self.vocab_size, layers, tied=self.tie_word_embeddings)

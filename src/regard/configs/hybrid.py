@@ -1,24 +1,26 @@
-"""The base class of the configs of models that mix layers with softmax attention and layers with a
-state of fixed size.
-
-Each class names the kind of every layer, and what a layer of a kind costs.
+"""Models that mix layers with softmax attention and layers with a state of fixed size: the kinds of
+their layers, and the keys of Gated DeltaNet and of Mamba-2.
 
 Source of the keys: Hugging Face checkpoints, and transformers' configuration classes.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from regard.configs.base import FULL
-from regard.configs.llama import GroupedQueryConfig
-from regard.cost.model import FeedForwardSpec, LayerSpec, ModelSpec
-from regard.cost.spec import ParameterCounts, Spec
+from regard.configs.base import FULL, Raw
+from regard.configs.rope import RopeSettings
+from regard.configs.rotary_decoder import GroupedQueryConfig
+from regard.cost.fixed_state import LinearSpec
+from regard.cost.spec import HeadShape, Spec
+from regard.cost.state_space import convolved_gated_delta_net, mamba2
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
+from regard.files.strict_json import INFINITY
 from regard.units import plural
 
 LINEAR = "linear_attention"
@@ -64,19 +66,196 @@ class HybridConfig(GroupedQueryConfig):
     def recurrent(self) -> Spec:
         """Return the sizes of the mechanism of a layer with a state of fixed size."""
 
-    def feed_forward_of(self, layer: int) -> FeedForwardSpec:
-        """Return the sizes of the feed-forward part of a layer."""
-        return self.feed_forward()
+    def mixer(self, layer: int, window: int | None) -> Spec:
+        """Return the sizes of the mechanism of a layer."""
+        return self.attention(window) if self.kinds()[layer] == FULL else self.recurrent()
 
-    def mixer(self, kind: str) -> Spec:
-        """Return the sizes of the mechanism of a layer of this kind."""
-        return self.attention(None) if kind == FULL else self.recurrent()
 
-    def sizes(self, name: str) -> ModelSpec:
-        """Return the sizes of the decoder, layer by layer."""
-        norms = ParameterCounts(norms=self.norms_per_block * self.hidden_size)
-        layers = tuple(
-            LayerSpec(self.mixer(kind), self.feed_forward_of(i), norms)
-            for i, kind in enumerate(self.kinds())
+@dataclass(frozen=True)
+class GatedDeltaConfig(HybridConfig):
+    """The keys of layers of Gated DeltaNet between layers of attention."""
+
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    layer_types: Names = None
+
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer with attention; None for the others."""
+        return tuple(self.rope if kind == FULL else None for kind in self.kinds())
+
+    def recurrent(self) -> Spec:
+        """Return the sizes of a layer of Gated DeltaNet."""
+        keys = self.linear_num_key_heads
+        D, E = self.linear_key_head_dim, self.linear_value_head_dim
+        shape = HeadShape(keys, keys, D, E, self.linear_num_value_heads)
+        return convolved_gated_delta_net(self.hidden_size, shape, self.linear_conv_kernel_dim)
+
+
+StepLimits: TypeAlias = tuple[float | Mapping[str, object], ...]
+"""The smallest and the largest step size, as config.json has them."""
+NO_LIMITS: StepLimits = (0.0, INFINITY)
+STEP_KEYS = frozenset(
+    {
+        "time_step_floor",
+        "time_step_init_scheme",
+        "time_step_max",
+        "time_step_min",
+        "time_step_rank",
+        "time_step_scale",
+    }
+)
+"""Keys of initial step sizes, which a checkpoint replaces. Mamba-2 has no rank of step sizes."""
+
+
+def step_limits(stored: StepLimits, key: str = "time_step_limit") -> tuple[float, float]:
+    """Return the limits of step sizes as two numbers.
+
+    >>> step_limits(NO_LIMITS)
+    (0.0, inf)
+    """
+    numbers = [math.inf if x == INFINITY else x for x in stored]
+    if len(numbers) == 2 and all(isinstance(x, (int, float)) for x in numbers):
+        smallest, largest = (float(x) for x in numbers if isinstance(x, (int, float)))
+        if 0 <= smallest <= largest:
+            return smallest, largest
+    raise ArgumentError(
+        f"{key} is {list(stored)}; it must be two numbers, at least 0, the smaller one first"
+    )
+
+
+@dataclass(frozen=True)
+class Mamba2Sizes:
+    """The sizes of a layer of Mamba-2.
+
+    Attributes:
+        dim: M, the width of the model.
+        heads, head_dim: the number of value heads N and their width E.
+        groups, state: the number of query and key heads G (of C and B), and their width D.
+        kernel: the number of tokens of the convolution.
+        bias, output_bias, conv_bias: whether the input map, the output map and the convolution
+            have biases.
+        normed: whether the output is normalised.
+
+    >>> Mamba2Sizes(4096, 128, 64, 1, 128, 4).spec().state.value  # a layer of Granite 4.0 H Small
+    1073920
+    """
+
+    dim: int
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    kernel: int
+    bias: bool = False
+    output_bias: bool = False
+    conv_bias: bool = True
+    normed: bool = True
+
+    def check(self, heads_key: str, groups_key: str) -> None:
+        """Check that the groups divide the heads."""
+        if self.heads % self.groups:
+            raise ArgumentError(
+                f"{groups_key} is {self.groups}; it must divide {heads_key}, which is {self.heads}"
+            )
+
+    def spec(self) -> LinearSpec:
+        """Return the cost of the layer."""
+        return mamba2(
+            self.dim,
+            self.heads,
+            self.head_dim,
+            self.groups,
+            self.state,
+            self.kernel,
+            bias=self.bias,
+            output_bias=self.output_bias,
+            conv_bias=self.conv_bias,
+            norm=self.normed,
         )
-        return replace(super().sizes(name), layers=layers)
+
+
+def check_width(expand: float, dim: int, sizes: Mamba2Sizes, names: str) -> None:
+    """Check that the heads are together as wide as `expand` says."""
+    if sizes.heads * sizes.head_dim != int(expand * dim):
+        raise ArgumentError(
+            f"{names}: {plural(sizes.heads, 'head')} of {sizes.head_dim} are "
+            f"{sizes.heads * sizes.head_dim} channels, and {expand} times hidden_size {dim} is "
+            f"{int(expand * dim)}; they must be equal"
+        )
+
+
+def with_step_limits(raw: Raw) -> dict[str, Any]:
+    """Return the keys without a time_step_limit that is null, which is none.
+
+    >>> with_step_limits({"time_step_limit": None})
+    {}
+    """
+    return {k: v for k, v in raw.items() if k != "time_step_limit" or v is not None}
+
+
+@dataclass(frozen=True)
+class Mamba2Keys(GroupedQueryConfig):
+    """The keys of the layers of Mamba-2 in Bamba, Granite 4.0 H and Falcon-H1."""
+
+    rms_norm_eps: float = 1e-5
+    mamba_n_heads: int = 128
+    mamba_d_head: int = field(kw_only=True)
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: StepLimits = NO_LIMITS
+
+    ignored = frozenset({"mamba_chunk_size", "num_logits_to_keep"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        step_limits(self.time_step_limit)
+        self.mixer_sizes().check("mamba_n_heads", "mamba_n_groups")
+        self.check_mixer_width()
+
+    def check_mixer_width(self) -> None:
+        """Raise unless the heads are together mamba_expand times as wide as the model."""
+        names = "mamba_expand, mamba_n_heads and mamba_d_head"
+        check_width(self.mamba_expand, self.hidden_size, self.mixer_sizes(), names)
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys as for Llama; a mamba_d_head of "auto" follows from the width."""
+        keys = super().normalize_keys(with_step_limits(raw))
+        heads = keys.get("mamba_n_heads", cls.mamba_n_heads)
+        width = cls.mixer_width(keys)
+        if keys.get("mamba_d_head") in (None, "auto"):
+            keys.pop("mamba_d_head", None)
+            if isinstance(heads, int) and isinstance(width, int) and heads > 0:
+                keys["mamba_d_head"] = width // heads
+        return keys
+
+    @classmethod
+    def mixer_width(cls, keys: Raw) -> object:
+        """Return the width of a layer of Mamba-2, from the keys of config.json."""
+        expand, dim = keys.get("mamba_expand", cls.mamba_expand), keys.get("hidden_size")
+        return expand * dim if isinstance(expand, int) and isinstance(dim, int) else None
+
+    def mixer_sizes(self) -> Mamba2Sizes:
+        """Return the sizes of a layer of Mamba-2."""
+        return Mamba2Sizes(
+            self.hidden_size,
+            self.mamba_n_heads,
+            self.mamba_d_head,
+            self.mamba_n_groups,
+            self.mamba_d_state,
+            self.mamba_d_conv,
+            bias=self.mamba_proj_bias,
+            output_bias=self.mamba_proj_bias,
+            conv_bias=self.mamba_conv_bias,
+        )
+
+    def recurrent(self) -> Spec:
+        """Return the sizes of a layer of Mamba-2."""
+        return self.mixer_sizes().spec()

@@ -528,7 +528,7 @@ def check_code(kind: type[ModelConfig], raw: Raw) -> None:
 
     No code that it names is run.
 
-    >>> from regard.configs.llama import Phi3Config
+    >>> from regard.configs.phi import Phi3Config
     >>> check_code(Phi3Config, {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}})
     >>> check_code(Phi3Config, {"auto_map": {"AutoTokenizer": ["mine.Tokenizer", None]}})
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from regard.configs.base import ModelConfig, check_sizes
 from regard.cost.mechanisms import mechanism_spec
@@ -27,10 +27,6 @@ class RegardConfig(ModelConfig):
             or "none".
         window: None, or the number of keys that a query sees, its own included.
         max_position_embeddings: the training length; learned positions end there.
-
-    Raises:
-        ArgumentError: a size is less than 1. `regard.models.families.regard.Config` also checks the
-            mechanism.
     """
 
     vocab_size: int
@@ -46,7 +42,8 @@ class RegardConfig(ModelConfig):
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
 
-    model_types: ClassVar[tuple[str, ...]] = ("regard",)
+    model_types = ("regard",)
+    family_file = "regard"
 
     def __post_init__(self) -> None:
         check_sizes(self)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from regard.argument_checks import check_number
 from regard.configs.base import ModelConfig, Raw, rename_keys
@@ -20,11 +19,7 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class RwkvConfig(ModelConfig):
-    """The keys of RWKV-4.
-
-    Raises:
-        ArgumentError: a size is less than 1, or layer_norm_epsilon is negative.
-    """
+    """The keys of RWKV-4, whose layers have a time mix and a channel mix."""
 
     vocab_size: int
     hidden_size: int
@@ -36,7 +31,8 @@ class RwkvConfig(ModelConfig):
     rescale_every: int = 6
     tie_word_embeddings: bool = False
 
-    model_types: ClassVar[tuple[str, ...]] = ("rwkv",)
+    model_types = ("rwkv",)
+    family_file = "rwkv"
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from regard.configs.base import ModelConfig, Raw, check_activation, check_sizes
 from regard.cost.model import DenseSpec, LayerSpec, ModelSpec
@@ -15,11 +13,7 @@ from regard.errors import ArgumentError
 
 @dataclass(frozen=True)
 class T5Config(ModelConfig):
-    """The keys of a T5 config.json that change the network.
-
-    Raises:
-        ArgumentError: a size is less than 1, or feed_forward_proj is not supported.
-    """
+    """The keys of a T5 config.json that change the network."""
 
     vocab_size: int
     d_model: int
@@ -38,9 +32,10 @@ class T5Config(ModelConfig):
     eos_token_id: int = 1
     decoder_start_token_id: int | None = None
 
-    model_types: ClassVar[tuple[str, ...]] = ("t5",)
-    ignored: ClassVar[frozenset[str]] = frozenset({"n_positions"})
-    fixed: ClassVar[Mapping[str, tuple[object, ...]]] = {"is_encoder_decoder": (True,)}
+    model_types = ("t5",)
+    family_file = "t5"
+    ignored = frozenset({"n_positions"})
+    fixed = {"is_encoder_decoder": (True,)}
 
     def __post_init__(self) -> None:
         check_sizes(self, zero={"pad_token_id", "eos_token_id", "decoder_start_token_id"})

@@ -35,7 +35,7 @@ from regard.models.checkpoint.weights import fill_parameters, map_names, name_ma
 from regard.models.decoder import Decoder
 from regard.models.encoder import HeadedEncoder
 from regard.models.encoder_decoder import EncoderDecoder
-from regard.models.families import family
+from regard.models.families import family, find_family
 from regard.models.minilm import minilm_folder
 from regard.models.model import Model
 from regard.models.sentence_settings import read_sentence_settings
@@ -269,7 +269,6 @@ def _open_gguf(
 ) -> _Checkpoint:
     """Check the tensors of a GGUF file."""
     its_family = family(gguf.architecture)
-    assert its_family is not None
     _check_kind(gguf.header.file, gguf.architecture, its_family, kind)
     # a form rounds the dequantized numbers, which are therefore read in full
     read = dtype if form is None else torch.float32
@@ -322,7 +321,7 @@ def _load_checkpoint(
 
 def _family(folder: Path, kind: type[object] | None) -> tuple[Family, Raw]:
     """Return the family that config.json names, and the content of that file."""
-    its_family, raw = read_raw(folder, family)
+    its_family, raw = read_raw(folder, find_family)
     _check_kind(folder, str(raw["model_type"]), its_family, kind)
     return its_family, raw
 

@@ -158,8 +158,9 @@ class PackedEncoder:
         ArgumentError: when called, if `why_not_packed_encoder` has a reason.
 
     >>> import regard
-    >>> from regard.models.families import bert
-    >>> network = bert.build(bert.Config(9, 8, 1, 2, 16, 32)).eval()
+    >>> from regard.models.families import family
+    >>> bert = family("bert")
+    >>> network = bert.build(bert.config(9, 8, 1, 2, 16, 32)).eval()
     >>> with torch.no_grad():
     ...     ids = torch.tensor([[1, 2, 3, 4, 5]])
     ...     states = PackedEncoder(network.encoder)(ids, [3, 2])
@@ -271,8 +272,9 @@ def _activation_name(activation: nn.Module) -> PackedActivation | None:
 def why_not_packed_encoder(encoder: Encoder) -> str | None:
     """Return why a `PackedEncoder` cannot compute what the encoder computes now, or None if it can.
 
-    >>> from regard.models.families import bert
-    >>> network = bert.build(bert.Config(9, 8, 1, 2, 16, 32))
+    >>> from regard.models.families import family
+    >>> bert = family("bert")
+    >>> network = bert.build(bert.config(9, 8, 1, 2, 16, 32))
     >>> why_not_packed_encoder(network.encoder)
     'gradients are enabled: use torch.no_grad()'
     """

@@ -33,7 +33,6 @@ def save(network: nn.Module, config: Any, folder: Path, dtype: torch.dtype = tor
     """
     model_type = model_type_of(config)
     its_family = family(model_type)
-    assert its_family is not None
     parameters: dict[str, Tensor | StoredWeight] = {
         **dict(network.named_parameters(remove_duplicate=False)),
         **dict(stored_modules(network)),

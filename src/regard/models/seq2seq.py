@@ -35,9 +35,10 @@ class Seq2Seq(TextModel):
     Attributes:
         network, config, start, eos_ids, newly_initialized, ignored: the arguments.
 
-    >>> from regard.models.families import t5
+    >>> from regard.models.families import family
+    >>> t5 = family("t5")
     >>> import regard
-    >>> config = t5.Config(1024, 8, 4, 16, 1, 2)
+    >>> config = t5.config(1024, 8, 4, 16, 1, 2)
     >>> network, tokenizer = t5.build(config).eval(), regard.load("tiny").tokenizer
     >>> model = Seq2Seq(network, tokenizer, config, start=0, eos_ids=[1])
     >>> len(model.generate(["to be", "or not"], max_tokens=3, beams=2))

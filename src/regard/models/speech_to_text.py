@@ -68,8 +68,9 @@ class SpeechToText(Seq2Seq):
         network, tokenizer, config, start, eos_ids, newly_initialized, ignored: as in `Seq2Seq`; the
             network's encoder is a `SpeechEncoder`.
 
-    >>> from regard.models.families import whisper
-    >>> config = whisper.Config(99, 8, 1, 2, 16, 1, 2, 16, max_source_positions=10)
+    >>> from regard.models.families import family
+    >>> whisper = family("whisper")
+    >>> config = whisper.config(99, 8, 1, 2, 16, 1, 2, 16, max_source_positions=10)
     >>> network = whisper.build(config).eval()
     >>> model = SpeechToText(network, None, config, start=3, eos_ids=[2])
     >>> features = torch.zeros(2, 80, 20)

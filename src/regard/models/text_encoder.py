@@ -126,8 +126,9 @@ class TextEncoder(TextModel):
             ignored: the arguments.
 
     >>> import regard
-    >>> from regard.models.families import bert
-    >>> config = bert.Config(1024, 8, 1, 2, 16, 32)
+    >>> from regard.models.families import family
+    >>> bert = family("bert")
+    >>> config = bert.config(1024, 8, 1, 2, 16, 32)
     >>> network, tokenizer = bert.build(config).eval(), regard.load("tiny").tokenizer
     >>> model = TextEncoder(network, tokenizer, config, max_seq_length=32)
     >>> tokens = model.encode(["to be", "or not to be"])
@@ -352,8 +353,9 @@ class TextEncoder(TextModel):
                 no such prompt.
 
         >>> import regard
-        >>> from regard.models.families import bert
-        >>> config = bert.Config(1024, 8, 1, 2, 16, 32)
+        >>> from regard.models.families import family
+        >>> bert = family("bert")
+        >>> config = bert.config(1024, 8, 1, 2, 16, 32)
         >>> network, tokenizer = bert.build(config).eval(), regard.load("tiny").tokenizer
         >>> model = TextEncoder(network, tokenizer, config)
         >>> model.embed(["to be", "or not to be"], progress=print).shape
@@ -410,8 +412,9 @@ class TextEncoder(TextModel):
             The reason in words, or None.
 
         >>> import regard
-        >>> from regard.models.families import bert
-        >>> network = bert.build(bert.Config(9, 8, 1, 2, 16, 32)).to("meta")
+        >>> from regard.models.families import family
+        >>> bert = family("bert")
+        >>> network = bert.build(bert.config(9, 8, 1, 2, 16, 32)).to("meta")
         >>> TextEncoder(network, None, None).why_not_packed()[:57]
         'block 0 has a linear map that cannot be packed: the weigh'
         """

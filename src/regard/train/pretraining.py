@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from regard.argument_checks import check_usable_device
 from regard.configs.base import ModelConfig
+from regard.configs.llama import LlamaConfig
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import folder_locked, sync_to_disk, temporary_folder, write_user_file
 from regard.models.assembly.catalogue_mixer import decoder_variants, find_decoder_variant
-from regard.models.families import family, llama, model_type_of, regard
+from regard.models.families import family, model_type_of, regard
 from regard.models.load import load
 from regard.models.model import Model
 from regard.models.save import save
@@ -84,7 +85,7 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
                     f"{flag} needs a mechanism of the catalogue; give one, such as --attention gqa"
                 )
         groups = options.get("kv_heads") or KV_HEADS
-        return llama.Config(
+        return LlamaConfig(
             **sizes, num_key_value_heads=groups, head_dim=options["dim"] // options["heads"]
         )
     attention_options, window = _attention_options(options)
@@ -101,7 +102,6 @@ def make_config(options: Mapping[str, Any], vocab_size: int) -> Any:
 def make_model(config: Any, seed: int) -> nn.Module:
     """Return a model of a config with random weights; this seeds the global random state."""
     model_family = family(model_type_of(config))
-    assert model_family is not None
     torch.manual_seed(seed)
     return model_family.build(config)
 

@@ -210,7 +210,6 @@ def kinds() -> dict[str, Model]:
     found = {}
     for name in DECODERS:
         own = family(TINY[name]["model_type"])
-        assert own is not None
         torch.manual_seed(1)
         config = parse(own.config, TINY[name])
         network = own.build(config).eval()
@@ -248,11 +247,13 @@ def test_direct_attribution_sums_to_the_logit(name: str) -> None:
 
 def encoder_decoder(kind: str) -> Seq2Seq:
     from regard.configs.reader import parse
-    from regard.models.families import t5
+    from regard.models.families import family
+
+    t5 = family("t5")
 
     torch.manual_seed(2)
     if kind.startswith("t5"):
-        network = t5.build(parse(t5.Config, TINY[kind]))
+        network = t5.build(parse(t5.config, TINY[kind]))
     else:
         residual = {"post-norm": PostNorm, "pre-norm": PreNorm}[kind]
         network = transformer(97, 24, 3, 2, residual=residual)

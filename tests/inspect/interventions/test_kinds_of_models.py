@@ -27,9 +27,12 @@ from regard.inspect import (
     taps,
 )
 from regard.models import Model, Seq2Seq, TextEncoder
-from regard.models.families import bert, family, t5
+from regard.models.families import family
 from tests.cost.tiny import TINY
 from tests.inspect.small_model import tokenizer
+
+bert = family("bert")
+t5 = family("t5")
 
 IDS, OTHER = torch.tensor([[5, 9, 2]]), torch.tensor([[5, 7, 2]])
 PAGE = Path(__file__).parents[3] / "docs" / "research.md"
@@ -57,19 +60,18 @@ def _random(network: nn.Module) -> Any:
 
 def _decoder(name: str) -> Kind:
     found = family(TINY[name]["model_type"])
-    assert found is not None
     config = parse(found.config, {**TINY[name], "num_hidden_layers": 2})
     return Kind(Model(_random(found.build(config)), None, config), IDS, OTHER, (11, 40))
 
 
 def _encoder() -> Kind:
-    config = bert.Config(tokenizer().vocab_size, 16, 2, 2, 24, 64)
+    config = bert.config(tokenizer().vocab_size, 16, 2, 2, 24, 64)
     model = TextEncoder(_random(bert.build(config)), tokenizer(), config)
     return Kind(model, "the blue forest", "the verdant forest", "a creature of the forest")
 
 
 def _encoder_decoder() -> Kind:
-    config = t5.Config(tokenizer().vocab_size, 16, 8, 32, 1, 2)
+    config = t5.config(tokenizer().vocab_size, 16, 8, 32, 1, 2)
     model = Seq2Seq(_random(t5.build(config)), tokenizer(), config, start=0, eos_ids=[1])
     return Kind(model, (IDS, IDS[:, :2]), (OTHER, IDS[:, :2]), (11, 40))
 

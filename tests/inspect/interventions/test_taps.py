@@ -75,7 +75,6 @@ def parts(network: nn.Module) -> dict[str, nn.Module]:
 @pytest.mark.parametrize("name", TINY)
 def test_every_block_of_every_family(name: str) -> None:
     found = family(TINY[name]["model_type"])
-    assert found is not None
     torch.manual_seed(0)
     network = found.build(parse(found.config, TINY[name])).eval()
     modules = parts(network)
@@ -201,7 +200,6 @@ def test_the_list_of_taps_is_what_a_trace_captures() -> None:
 
 def seq2seq_taps() -> tuple[str, ...]:
     found = family("t5")
-    assert found is not None
     network = found.build(parse(found.config, TINY["t5"])).eval()
     return regard.tracing.list_taps(lambda: network(IDS, IDS))
 

@@ -22,7 +22,6 @@ def layout(network: nn.Module) -> list[tuple[str, torch.Size, int]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_without_values_is_the_same_model(name: str) -> None:
     found = family(name)
-    assert found is not None
     config = parse(found.config, TINY[name])
     empty, full = found.build_empty(config), found.build(config)
     assert layout(empty) == layout(full)
@@ -35,7 +34,6 @@ def test_a_model_without_values_is_the_same_model(name: str) -> None:
 def test_values_are_drawn_where_there_are_some() -> None:
     """A negative control: the mode that leaves empty tensors alone must leave others to torch."""
     found = family("llama")
-    assert found is not None
     config = parse(found.config, TINY["llama"])
     found.build_empty(config)
     made = nn.init.constant_(torch.zeros(3), 2.0)

@@ -14,12 +14,17 @@ from regard.cli.app import run
 from regard.errors import ArgumentError, FileError
 from regard.files.gguf_files import read_gguf_header
 from regard.models.checkpoint.family import bind_names
-from regard.models.families import family, gemma, llama, qwen2, qwen3
+from regard.models.families import family
 from regard.models.model import Model
 from regard.models.text_encoder import TextEncoder
 from regard.nn.stored import stored_modules
 from tests.models import small
 from tests.models.checkpoint import gguf_writer as gguf
+
+gemma = family("gemma")
+llama = family("llama")
+qwen2 = family("qwen2")
+qwen3 = family("qwen3")
 
 MODULES: dict[str, Any] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "gemma": gemma}
 IDS = torch.arange(3, 40)[None]
@@ -37,7 +42,7 @@ def config_of(architecture: str, **change: Any) -> Any:
         "head_dim": 64,
         "tie_word_embeddings": architecture in ("gemma", "qwen2"),
     }
-    return MODULES[architecture].Config(**{**sizes, **change})
+    return MODULES[architecture].config(**{**sizes, **change})
 
 
 def build(config: Any, architecture: str) -> Any:
@@ -53,7 +58,6 @@ def checkpoint(network: Any, architecture: str) -> dict[str, Tensor]:
     """The weights under the names of Hugging Face's checkpoints."""
     parameters = dict(network.named_parameters(remove_duplicate=False))
     its_family = family(architecture)
-    assert its_family is not None
     found: dict[int, tuple[str, Tensor]] = {}
     for name, binding in bind_names(network, its_family.names).items():
         x = parameters[binding.parameters[0]]
@@ -99,7 +103,6 @@ def write(
     path = gguf.write(folder / f"{architecture}-{kind}.gguf", keys, tensors)
     parameters = dict(network.named_parameters(remove_duplicate=False))
     its_family = family(architecture)
-    assert its_family is not None
     for name, binding in bind_names(network, its_family.names).items():
         if name in meant:
             parameters[binding.parameters[0]].data.copy_(meant[name])

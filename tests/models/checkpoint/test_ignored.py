@@ -17,10 +17,13 @@ import regard
 from regard import ArgumentError, ArgumentTypeError, FileError
 from regard.cli.app import run
 from regard.configs.reader import IGNORED_KEYS, TOOL_KEYS, is_harmless, parse
-from regard.models.families import FAMILIES, bert, family, mpt
+from regard.models.families import FAMILIES, family
 from regard.models.save import save
 from tests.models import small
 from tests.models.families.test_published_gemma_gpt_bloom_mpt import MPT_7B
+
+bert = family("bert")
+mpt = family("mpt")
 
 HARMLESS: dict[str, Any] = {
     "_attn_implementation": "flash_attention_2",
@@ -89,7 +92,6 @@ def test_harmless_keys_change_nothing_and_are_told(folder: Path) -> None:
 def test_they_are_harmless_in_every_family(name: str) -> None:
     """No key of the lists shapes a family's network; and a family lists only what is its own."""
     found = family(name)
-    assert found is not None
     own = {*found.config.__dataclass_fields__, *found.config.fixed}
     for key in (*HARMLESS, *QUIET):
         assert is_harmless(key), key
@@ -135,7 +137,7 @@ def test_an_unknown_key_of_an_inner_object(folder: Path) -> None:
     assert model.config.rope_scaling == {"rope_type": "linear", "factor": 2.0}
     raw = MPT_7B | {"attn_config": MPT_7B["attn_config"] | {"colour": 1}}
     with pytest.raises(ArgumentError, match=r"or --ignore 'attn_config\.colour'"):
-        parse(mpt.Config, raw)
+        parse(mpt.config, raw)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +183,7 @@ def test_many_unknown_keys_end_in_bounded_time(folder: Path) -> None:
 
 def test_tensors_of_another_head(tmp_path: Path) -> None:
     """A base family from the checkpoint of a classifier: what sorts texts is no part of it."""
-    config = bert.Config(300, 8, 1, 2, 16, 32, pooler=False)
+    config = bert.config(300, 8, 1, 2, 16, 32, pooler=False)
     network = bert.build(config)
     small.randomise(network)
     save(network, config, tmp_path)

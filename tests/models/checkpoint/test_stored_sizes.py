@@ -149,7 +149,6 @@ FORMS: dict[str, tuple[dict[str, Any], Writer]] = {
 def checkpoint(raw: dict[str, Any]) -> Tensors:
     """The tensors of a checkpoint that is not quantized, in bf16."""
     its_family = family(raw["model_type"])
-    assert its_family is not None
     plain = {k: v for k, v in raw.items() if k != "quantization_config"}
     network = its_family.build_empty(parse(its_family.config, plain))
     parameters = dict(network.named_parameters(remove_duplicate=False))

@@ -23,7 +23,6 @@ def llama(seed: int = 0, **change: Any) -> Checkpoint:
 def of(name: str, seed: int = 0, **change: Any) -> Checkpoint:
     """A model of another family with the sizes of the small Llama, or with its own."""
     found = family(name)
-    assert found is not None
     known = {f.name for f in dataclasses.fields(found.config)}
     plain = {k: v for k, v in dataclasses.asdict(small.config()).items() if k in known}
     config = found.config(**{**plain, **change})

@@ -344,9 +344,11 @@ def test_wishes_that_contradict(change: dict[str, Any], message: str) -> None:
 
 
 def test_an_encoder_is_refused(tmp_path: Path) -> None:
-    from regard.models.families import bert
+    from regard.models.families import family
 
-    config = bert.Config(300, 24, 2, 4, 40, 64)
+    bert = family("bert")
+
+    config = bert.config(300, 24, 2, 4, 40, 64)
     network = bert.build(config)
     from regard.models.save import save
 

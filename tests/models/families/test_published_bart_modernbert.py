@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from regard.configs.reader import parse, read_sizes
-from regard.models.families import modernbert
+from regard.models.families import family
 from tests.parity.families.published import build, count
+
+modernbert = family("modernbert")
 
 MODERNBERT: dict[str, Any] = {
     "architectures": ["ModernBertForMaskedLM"],
@@ -163,7 +165,7 @@ def test_published_sizes(raw: dict[str, Any], size: int) -> None:
 
 def test_modernbert_with_its_head() -> None:
     """149,655,232 with the head, as the released file has."""
-    config = parse(modernbert.Config, MODERNBERT)
+    config = parse(modernbert.config, MODERNBERT)
     stored = ["model.final_norm.weight", "head.dense.weight"]
-    whole = modernbert.FAMILY.complete_config(config, MODERNBERT, stored)
-    assert count(modernbert.FAMILY.build_empty(whole)) == 149_655_232
+    whole = modernbert.complete_config(config, MODERNBERT, stored)
+    assert count(modernbert.build_empty(whole)) == 149_655_232

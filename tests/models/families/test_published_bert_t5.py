@@ -13,8 +13,11 @@ import torch
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.models.checkpoint.family import bind_names
-from regard.models.families import bert, family, t5
+from regard.models.families import family
 from tests.parity.families.published import build, count, layer, placed
+
+bert = family("bert")
+t5 = family("t5")
 
 BERT: dict[str, Any] = {
     "architectures": ["BertForMaskedLM"],
@@ -150,13 +153,13 @@ def test_published_sizes(raw: dict[str, Any], size: int) -> None:
 
 def test_the_head_for_hidden_words_is_what_is_stored() -> None:
     """bert-base-uncased with the head, without the pooler: 109,514,298."""
-    config = parse(bert.Config, BERT)
+    config = parse(bert.config, BERT)
     stored = ["bert.embeddings.word_embeddings.weight", "cls.predictions.bias"]
-    settled = bert.FAMILY.complete_config(config, BERT, stored)
+    settled = bert.complete_config(config, BERT, stored)
     assert (settled.pooler, settled.masked_words) == (False, True)
     with torch.device("meta"):
         assert count(bert.build(settled)) == 109_514_298
-    both = bert.FAMILY.complete_config(config, BERT, [*stored, "bert.pooler.dense.weight"])
+    both = bert.complete_config(config, BERT, [*stored, "bert.pooler.dense.weight"])
     assert (both.pooler, both.masked_words) == (True, True)
 
 
@@ -189,7 +192,7 @@ def test_stored_names_of_a_bert_layer() -> None:
         "embeddings.position_ids",
         "cls.seq_relationship.bias",
     ):
-        assert any(re.fullmatch(pattern, name) for pattern in bert.FAMILY.buffers)
+        assert any(re.fullmatch(pattern, name) for pattern in bert.buffers)
 
 
 def test_stored_names_of_t5() -> None:
@@ -230,7 +233,7 @@ def _block(raw: dict[str, Any], stack: str) -> dict[str, tuple[int, ...]]:
     network = build(raw)[1]
     parameters = dict(network.named_parameters(remove_duplicate=False))
     found, seen, front = {}, set(), f"{stack}.block.0."
-    for name, binding in bind_names(network, t5.NAMES).items():
+    for name, binding in bind_names(network, t5.names).items():
         parameter = parameters[binding.parameters[0]]
         if name.startswith(front) and id(parameter) not in seen:
             found[name.removeprefix(front)] = tuple(parameter.shape)
@@ -248,12 +251,12 @@ def test_a_stored_output_that_is_not_scaled_is_its_own() -> None:
         "dense_act_fn": "gelu_new",
         "is_gated_act": True,
     }
-    config = parse(t5.Config, raw)
+    config = parse(t5.config, raw)
     assert config.tie_word_embeddings
-    assert not t5.FAMILY.complete_config(config, raw, ["lm_head.weight"]).tie_word_embeddings
-    assert t5.FAMILY.complete_config(config, raw, ["shared.weight"]).tie_word_embeddings
-    tied = parse(t5.Config, T5_SMALL)
-    assert t5.FAMILY.complete_config(tied, T5_SMALL, ["lm_head.weight"]) == tied
+    assert not t5.complete_config(config, raw, ["lm_head.weight"]).tie_word_embeddings
+    assert t5.complete_config(config, raw, ["shared.weight"]).tie_word_embeddings
+    tied = parse(t5.config, T5_SMALL)
+    assert t5.complete_config(tied, T5_SMALL, ["lm_head.weight"]) == tied
 
 
 def test_fresh_weights_are_as_the_released_codes() -> None:
@@ -261,7 +264,7 @@ def test_fresh_weights_are_as_the_released_codes() -> None:
     0.02.
     """
     torch.manual_seed(0)
-    config = t5.Config(500, 64, 16, 256, 1, 8)
+    config = t5.config(500, 64, 16, 256, 1, 8)
     network = t5.build(config)
     attention = network.layers[0].attention
     wanted = {
@@ -275,7 +278,7 @@ def test_fresh_weights_are_as_the_released_codes() -> None:
     for weight, std in wanted.items():
         # the deviation of n normal numbers is off by less than 4 of its own, std / sqrt(2 n)
         assert abs(float(weight.detach().std()) / std - 1) < 4 * (2 * weight.numel()) ** -0.5
-    small = bert.build(bert.Config(500, 64, 1, 4, 256, 32))
+    small = bert.build(bert.config(500, 64, 1, 4, 256, 32))
     weight = small.encoder.layers[0].feed_forward.up.weight.detach()
     assert abs(float(weight.std()) / 0.02 - 1) < 4 * (2 * weight.numel()) ** -0.5
     assert not small.encoder.layers[0].feed_forward.up.bias.any()
@@ -334,6 +337,5 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("raw", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
 def test_refused(raw: dict[str, Any], message: str) -> None:
     found = family(raw["model_type"])
-    assert found is not None
     with pytest.raises(ArgumentError, match=re.escape(message)):
         found.check(parse(found.config, raw))

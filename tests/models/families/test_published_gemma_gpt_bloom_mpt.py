@@ -592,7 +592,6 @@ def test_what_is_refused(message: str) -> None:
     if change.get("n_layer", 0) is None:
         del changed["n_layer"]
     found = family(raw["model_type"])
-    assert found is not None
     with pytest.raises(ArgumentError, match=message):
         found.check(parse(found.config, changed))
 

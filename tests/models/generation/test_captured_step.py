@@ -97,7 +97,6 @@ def sinks() -> Decoder:
 
 def of_family(name: str) -> Decoder:
     found = family(name)
-    assert found is not None
     decoder: Decoder = found.build(parse(found.config, TINY[name]))
     small.randomise(decoder)
     return decoder.eval().requires_grad_(False)

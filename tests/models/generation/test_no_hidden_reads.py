@@ -57,7 +57,6 @@ def _llama() -> Decoder:
 
 def _family(name: str) -> Decoder:
     found = family(name)
-    assert found is not None
     decoder: Decoder = found.build(parse(found.config, TINY[name]))
     small.randomise(decoder)
     return decoder.eval().requires_grad_(False)

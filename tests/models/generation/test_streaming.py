@@ -16,9 +16,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import regard
 from regard.models import Model
-from regard.models.families import llama
+from regard.models.families import family
 from regard.models.tokenizer import Tokenizer
 from tests.models import small
+
+llama = family("llama")
 
 WORDS = ["▁the", "▁", "he", "▁▁a", "x", "▁né", "你", "▁qu", "ick", "▁the▁", "."]
 SAID = ["▁say", "▁Hello", "▁Block", "Q", "Block"]

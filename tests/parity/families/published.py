@@ -25,7 +25,6 @@ from tests.parity.families.harness import assert_near, ids_of, transformers
 def build(raw: dict[str, Any]) -> tuple[Any, nn.Module]:
     """The config of a config.json, and its model without memory."""
     found = family(raw["model_type"])
-    assert found is not None
     config = parse(found.config, raw)
     with torch.device("meta"):
         return config, found.build(config)
@@ -41,7 +40,6 @@ def layer(raw: dict[str, Any], network: nn.Module, number: int = 0) -> dict[str,
     must have.
     """
     found = family(raw["model_type"])
-    assert found is not None
     parameters = dict(network.named_parameters(remove_duplicate=False))
     shapes = {}
     for name, binding in bind_names(network, found.names).items():
@@ -55,7 +53,6 @@ def layer(raw: dict[str, Any], network: nn.Module, number: int = 0) -> dict[str,
 def placed(raw: dict[str, Any], network: nn.Module, *names: str) -> list[str | None]:
     """Where stored names go: the names of the table that they are found under."""
     found = family(raw["model_type"])
-    assert found is not None
     known = bind_names(network, found.names)
     table = place(Path("folder"), names, found, known.__contains__).names
     return [table.get(name) for name in names]

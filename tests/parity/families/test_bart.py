@@ -19,12 +19,15 @@ from torch import Tensor, nn
 import regard
 from regard.errors import ArgumentTypeError, FileError
 from regard.inspect import explain, record
-from regard.models.families import bart, marian
+from regard.models.families import family
 from regard.models.save import save
 from regard.models.seq2seq import Seq2Seq
 from regard.nn import PreNorm
 from regard.nn.embedding import SinusoidalPositions
 from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
+
+bart = family("bart")
+marian = family("marian")
 
 SOURCE, TARGET = 18, 24
 SMALL: dict[str, Any] = {
@@ -251,7 +254,7 @@ def test_a_sequence_longer_than_the_table_is_refused(tmp_path: Path) -> None:
 def test_generating_recording_and_explaining(kind: Any) -> None:
     """`explain` compares every number with the recorded run."""
     tokenizer = regard.load("tiny").tokenizer
-    config = kind.Config(tokenizer.vocab_size, 16, 1, 4, 24, 2, 2, 24, logits_bias=True)
+    config = kind.config(tokenizer.vocab_size, 16, 1, 4, 24, 2, 2, 24, logits_bias=True)
     network = kind.build(config).eval().requires_grad_(False)
     make = torch.Generator().manual_seed(5)
     for parameter in network.parameters():

@@ -312,14 +312,12 @@ def test_published_names() -> None:
 )
 def test_it_refuses(change: dict[str, Any], message: str) -> None:
     found = family("deepseek_v2")
-    assert found is not None
     with pytest.raises(ArgumentError, match=message):
         found.check(parse(found.config, LITE | change))
 
 
 def test_older_files_do_not_name_key_heads() -> None:
     found = family("deepseek_v2")
-    assert found is not None
     raw = {k: v for k, v in LITE.items() if k != "num_key_value_heads"}
     assert parse(found.config, raw) == parse(
         found.config, LITE | {"head_dim": 64, "qk_head_dim": 192}

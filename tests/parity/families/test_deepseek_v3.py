@@ -283,7 +283,6 @@ def test_published_config_and_names() -> None:
 )
 def test_it_refuses(change: dict[str, Any], message: str) -> None:
     found = family("deepseek_v3")
-    assert found is not None
     with pytest.raises(ArgumentError, match=message):
         found.check(parse(found.config, V3 | change))
 

@@ -17,7 +17,7 @@ from torch import nn
 import regard
 from regard.errors import ArgumentError, FileError
 from regard.inspect import explain, record
-from regard.models.families import deepseek_v32
+from regard.models.families import family
 from regard.models.model import Model
 from regard.nn import LatentProjection
 from regard.nn.selected_attention import IndexedLatentAttention, MoBA, indexer_losses
@@ -25,6 +25,8 @@ from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved
 from tests.parity.families.test_deepseek_v3 import SMALL, YARN
+
+deepseek_v32 = family("deepseek_v32")
 
 TOPK, J, WIDTH = 7, 9, 8
 SPARSE: dict[str, Any] = {
@@ -173,7 +175,7 @@ def test_loading_is_strict(right: tuple[Any, Model], tmp_path: Path) -> None:
 def test_recording_explaining_and_training_the_indexer() -> None:
     tokenizer = regard.load("tiny").tokenizer
     sizes = {k: v for k, v in SPARSE.items() if k not in ("vocab_size", "rope_parameters")}
-    config = deepseek_v32.Config(vocab_size=tokenizer.vocab_size, **sizes | {"index_topk": 3})
+    config = deepseek_v32.config(vocab_size=tokenizer.vocab_size, **sizes | {"index_topk": 3})
     network = deepseek_v32.build(config).eval()
     make = torch.Generator().manual_seed(5)
     for parameter in network.parameters():

@@ -18,12 +18,14 @@ import regard
 from regard.errors import ArgumentError, FileError
 from regard.inspect import explain, record
 from regard.masks import Causal
-from regard.models.families import gemma3n_text
+from regard.models.families import family
 from regard.models.model import Model
 from regard.nn.feed_forward import GaussianTopK
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, draw, transformers
 from tests.parity.families.published import assert_saved
+
+gemma3n_text = family("gemma3n_text")
 
 H, G, D, W = 6, 2, 8, 9
 KINDS = ["sliding_attention", "full_attention"] * 3
@@ -232,7 +234,7 @@ def test_generating_recording_and_explaining() -> None:
     sizes = SMALL | {"vocab_size": tokenizer.vocab_size, "intermediate_size": 40}
     sizes = {k: v for k, v in sizes.items() if k != "pad_token_id"}
     patterns = {k: tuple(sizes.pop(k)) for k in ("layer_types", "activation_sparsity_pattern")}
-    network = gemma3n_text.build(config := gemma3n_text.Config(**sizes, **patterns)).eval()
+    network = gemma3n_text.build(config := gemma3n_text.config(**sizes, **patterns)).eval()
     make = torch.Generator().manual_seed(5)
     for parameter in network.parameters():
         parameter.data.normal_(generator=make).mul_(parameter.shape[-1] ** -0.5)

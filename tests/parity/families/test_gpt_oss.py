@@ -252,7 +252,6 @@ def test_published_names() -> None:
 def test_fresh_layers_add_nothing() -> None:
     """What writes to the residual path starts at 0, each expert's matrix too; the rest does not."""
     found = family("gpt_oss")
-    assert found is not None
     network = found.build(parse(found.config, {"model_type": "gpt_oss"} | SMALL))
     x = torch.randn(1, 5, 36)
     for block in network.layers:
@@ -262,7 +261,6 @@ def test_fresh_layers_add_nothing() -> None:
 
 def read(**change: Any) -> Any:
     found = family("gpt_oss")
-    assert found is not None
     return parse(found.config, {k: v for k, v in (GPT_OSS_20B | change).items() if v != "absent"})
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import regard
-from regard.configs.kimi_linear import KimiLinearConfig
+from regard.configs.deepseek import KimiLinearConfig
 from regard.configs.reader import parse
 from regard.nn import CausalConvolution, LatentProjection, Recurrent
 from regard.nn.delta_rules import ChannelLogDecay, LogDecay

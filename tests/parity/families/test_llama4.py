@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import regard
 from regard import masks
-from regard.configs.llama4 import SIZES as DEFAULTS
-from regard.configs.llama4 import Llama4Config
+from regard.configs.llama import SIZES as DEFAULTS
+from regard.configs.llama import Llama4Config
 from regard.configs.reader import parse
 from regard.errors import FileError
 from regard.nn import MoE, QueryTemperature, SoftmaxRouter, SwiGLU, WeightlessRMSNorm

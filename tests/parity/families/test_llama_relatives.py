@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import regard
+from regard.caches import Ring
 from regard.masks import Causal, Window
 from regard.nn import Block, PreNorm
 from regard.nn.head_steps import Clip
@@ -21,7 +22,7 @@ from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.changes import Change, each, named
 from tests.parity.families.harness import assert_decoder, assert_differs, saved, theirs
-from tests.parity.families.published import assert_saved
+from tests.parity.families.published import assert_following, assert_saved
 
 H, G, D, M, WINDOW = 6, 2, 8, 36, 8
 SIZES: dict[str, Any] = {
@@ -164,14 +165,101 @@ def attribute(place: str, name: str, value: object) -> Change:
 OTHER_SCALE = each("another scale", scale=0.11)
 
 
+class HeadByHead(nn.Module):
+    """The norm of Qwen 3, with the weights of OLMo 2."""
+
+    def __init__(self, norm: Any, head_dim: int) -> None:
+        super().__init__()
+        self.norm, self.head_dim = norm, head_dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.unflatten(-1, (-1, self.head_dim))
+        mean = heads.square().mean(-1, keepdim=True)
+        return (heads * (mean + self.norm.eps).rsqrt()).flatten(-2) * self.norm.weight
+
+
+def norm_head_by_head(network: Any) -> None:
+    for attention in changes.attentions(network):
+        attention.project.q.flat = HeadByHead(attention.project.q.flat, D)
+
+
+def norm_behind_rotary(network: Any) -> None:
+    for attention in changes.attentions(network):
+        for part in (attention.project.q, attention.project.k):
+            norm, rotary = part.steps
+            part.steps[0], part.steps[1] = rotary, norm
+
+
+def head_norms_swapped(network: Any) -> None:
+    for attention in changes.attentions(network):
+        q, k = attention.project.q.steps, attention.project.k.steps
+        q[0], k[0] = k[0], q[0]
+
+
+def no_key_norm(network: Any) -> None:
+    for attention in changes.attentions(network):
+        k = attention.project.k
+        k.flat = nn.Identity()
+        k.steps = nn.ModuleList(x for x in k.steps if isinstance(x, Rotary))
+
+
+def other_eps(network: Any) -> None:
+    for attention in changes.attentions(network):
+        for part in (attention.project.q, attention.project.k):
+            part.steps[0].eps = 1e-6
+
+
+def no_bias(network: Any) -> None:
+    for attention in changes.attentions(network):
+        for part in (attention.project.q, attention.project.k, attention.project.v):
+            part.linear.bias = None
+
+
+def no_key_bias(network: Any) -> None:
+    """Without rotary it would change nothing: a softmax does not see what all keys have in
+    common.
+    """
+    for attention in changes.attentions(network):
+        attention.project.k.linear.bias = None
+
+
+def bias_behind(network: Any) -> None:
+    """The values' bias once more, behind the output."""
+    for attention in changes.attentions(network):
+        attention.output.bias = nn.Parameter(torch.ones(M), requires_grad=False)
+
+
 class Case(NamedTuple):
-    """A family: its name in transformers, further keys, and its own wrong variants."""
+    """A family: its name in transformers, further keys, its own wrong variants, and the position of
+    the first token.
+    """
 
     name: str
     keys: dict[str, Any]
     wrong: tuple[Callable[[Any], Any], ...]
+    start: int = 1000
 
 
+SLIDING = HEAD_DIM | {
+    "num_hidden_layers": 3,
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+}
+NORMED = HEAD_DIM | {"rms_norm_eps": 1e-2}
+QWEN_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+NORMS_OF_OLMO2 = (norm_head_by_head, norms_in_front, no_key_norm, changes.norms_swapped)
+NORMS_OF_QWEN3 = (
+    norm_behind_rotary,
+    head_norms_swapped,
+    no_key_norm,
+    other_eps,
+    changes.interleave,
+)
 COMMON = (changes.other_groups, OTHER_SCALE, no_positions)
 CASES: dict[str, Case] = {
     "arcee": Case("Arcee", HEAD_DIM, (other_activation, changes.interleave)),
@@ -256,10 +344,30 @@ CASES: dict[str, Case] = {
         LOCAL_EXPERTS | {"sliding_window": WINDOW},
         (other_weights_of_experts, gate_and_up_swapped, one_expert_less, changes.windows(9, 8)),
     ),
+    "mistral": Case(
+        "Mistral",
+        HEAD_DIM | {"sliding_window": WINDOW},
+        (
+            changes.interleave,
+            changes.windows(WINDOW + 1, WINDOW + 1),
+            changes.windows(WINDOW - 1, WINDOW - 1),
+            changes.windows(None, None),
+            changes.windows(WINDOW, None),
+        ),
+    ),
+    "mistral, no window": Case(
+        "Mistral",
+        HEAD_DIM | {"sliding_window": None, "rope_parameters": {"rope_theta": 1e6}},
+        (changes.windows(WINDOW, WINDOW), changes.interleave),
+    ),
     "nemotron": Case(
         "Nemotron", HEAD_DIM, (other_activation, without_the_one, changes.rotate(slice(None), D))
     ),
     "olmo": Case("Olmo", {"clip_qkv": 0.7}, (not_clipped, changes.interleave)),
+    "olmo2": Case("Olmo2", NORMED, NORMS_OF_OLMO2),
+    "olmo2, biases": Case(
+        "Olmo2", NORMED | {"attention_bias": True, "tie_word_embeddings": True}, NORMS_OF_OLMO2
+    ),
     "olmo3": Case(
         "Olmo3",
         {
@@ -283,6 +391,40 @@ CASES: dict[str, Case] = {
         "Phi",
         {"hidden_size": 48, "hidden_act": "gelu_new"},
         (one_after_the_other, no_head_bias, no_biases, changes.rotate(slice(None), 8)),
+    ),
+    "qwen2": Case(
+        "Qwen2",
+        HEAD_DIM | {"rope_parameters": QWEN_YARN, "tie_word_embeddings": True},
+        (no_bias, no_key_bias, bias_behind, changes.windows(WINDOW, WINDOW)),
+    ),
+    "qwen2, upper layers slide": Case(
+        "Qwen2",
+        SLIDING | {"max_window_layers": 1},
+        (
+            changes.windows(WINDOW, WINDOW, None),
+            changes.windows(WINDOW, WINDOW, WINDOW),
+            changes.windows(None, WINDOW + 1, WINDOW + 1),
+        ),
+    ),
+    "qwen2, layers are named": Case(
+        "Qwen2",
+        SLIDING | {"max_window_layers": 2, "layer_types": LAYERED},
+        (
+            changes.windows(None, WINDOW, WINDOW),
+            changes.windows(WINDOW, WINDOW, WINDOW),
+            changes.windows(WINDOW + 1, None, WINDOW + 1),
+        ),
+    ),
+    # their angles are fp32: at 1000 that alone is 0.98 of the bound
+    "qwen3": Case("Qwen3", NORMED, NORMS_OF_QWEN3, 500),
+    "qwen3, biases": Case(
+        "Qwen3",
+        NORMED | {"attention_bias": True, "tie_word_embeddings": True},
+        NORMS_OF_QWEN3,
+        500,
+    ),
+    "qwen3, upper layers slide": Case(
+        "Qwen3", NORMED | SLIDING | {"max_window_layers": 1}, NORMS_OF_QWEN3, 500
     ),
     "qwen2_moe": Case(
         "Qwen2Moe",
@@ -327,8 +469,8 @@ def model_of(case: str) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_every_family(case: str, tmp_path: Path) -> None:
     model = model_of(case)
-    mine = assert_decoder(model, tmp_path, start=1000)
-    assert_saved(mine, model, tmp_path, start=1000)
+    mine = assert_decoder(model, tmp_path, start=CASES[case].start)
+    assert_saved(mine, model, tmp_path, start=CASES[case].start)
 
 
 @pytest.mark.full(keep=1)
@@ -348,3 +490,28 @@ def test_layers_with_equal_rotary_settings_share_a_module(tmp_path: Path) -> Non
     assert second.scaling is not None
     masks = [block.attention.mask for block in network.layers]
     assert masks == [Causal() & Window(WINDOW), Causal(), Causal() & Window(WINDOW)]
+
+
+WINDOWS = {
+    "mistral": (WINDOW, WINDOW),
+    "mistral, no window": (None, None),
+    "qwen2": (None, None),
+    "qwen2, upper layers slide": (None, WINDOW, WINDOW),
+    "qwen2, layers are named": (WINDOW, None, WINDOW),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_are_those_of_the_config(case: str, tmp_path: Path) -> None:
+    mine = regard.load(saved(model_of(case), tmp_path))
+    assert mine.config.windows() == WINDOWS[case]
+    rings = [isinstance(cache, Ring) for cache in mine.new_caches()]
+    assert rings == [window is not None for window in WINDOWS[case]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["Qwen3", "Olmo2"])
+def test_norms_stand_before_a_rotary_that_follows_the_length(name: str, tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    sizes = SIZES | NORMED | {"max_position_embeddings": 30, "rope_parameters": rope}
+    assert_following(theirs(name, sizes), tmp_path, 30)

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import regard
-from regard.configs.lightning_hybrids import MiniMaxConfig
+from regard.configs.minimax import MiniMaxConfig
 from regard.configs.reader import parse
 from regard.inspect import attribute
-from regard.models.families import minimax
+from regard.models.families import family
 from regard.nn import NormedResidual, PreNorm, Recurrent
 from regard.nn.decay_rules import RetentionRule
 from regard.nn.head_steps import Swish
@@ -32,6 +32,8 @@ from tests.parity.families.harness import (
 )
 from tests.parity.families.published import assert_saved
 from tests.parity.families.test_llama_relatives import gate_and_up_swapped, one_expert_less
+
+minimax = family("minimax")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

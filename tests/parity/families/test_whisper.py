@@ -20,12 +20,14 @@ from regard.configs.reader import read_sizes
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import Recorder, explain
 from regard.models import SpeechToText
-from regard.models.families import whisper
+from regard.models.families import family
 from regard.models.save import save
 from regard.models.seq2seq import Seq2Seq
 from regard.nn import PostNorm
 from regard.positions import sinusoidal
 from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
+
+whisper = family("whisper")
 
 FRAMES, TARGET = 24, 20
 SMALL: dict[str, Any] = {
@@ -206,7 +208,7 @@ def test_a_recording_is_explained(pair: Pair) -> None:
 def test_texts_are_generated() -> None:
     tokenizer = regard.load("tiny").tokenizer
     sizes = (tokenizer.vocab_size, 16, 1, 2, 24, 1, 2, 24)
-    config = whisper.Config(*sizes, num_mel_bins=4, max_source_positions=6)
+    config = whisper.config(*sizes, num_mel_bins=4, max_source_positions=6)
     torch.manual_seed(0)
     model = SpeechToText(whisper.build(config).eval(), tokenizer, config, start=2, eos_ids=[1])
     answers = model.generate(torch.randn(2, 4, 12), max_tokens=3)

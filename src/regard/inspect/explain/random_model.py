@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from regard.configs.bert import BertConfig
 from regard.inspect.explain.prepared_run import PreparedRun, PretokenizedInput, prepare_run
 from regard.language import Phrase
 from regard.models.assembly.catalogue_mixer import decoder_variants
 from regard.models.encoder import Encoder, HeadedEncoder
 from regard.models.encoder_decoder import transformer
-from regard.models.families import bert
 from regard.models.families import regard as own
 from regard.models.model import Model
 from regard.models.rnn import recurrent
@@ -174,5 +174,5 @@ def _frozen(network: Network) -> Network:
     return network.eval().requires_grad_(requires_grad=False)
 
 
-def _config(vocabulary: int) -> bert.Config:
-    return bert.Config(vocabulary, DIM, LAYERS, HEADS, 2 * DIM, 2048)
+def _config(vocabulary: int) -> BertConfig:
+    return BertConfig(vocabulary, DIM, LAYERS, HEADS, 2 * DIM, 2048)

@@ -1,29 +1,57 @@
-"""Parts and checkpoint names of Llama-like families: grouped queries, rotary, SwiGLU and RMS
-norms.
+"""Decoders like Llama: the network and the checkpoint names of a `DecoderRecipe`, which says in
+which parts a family differs.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from regard import masks
-from regard.configs.base import ModelConfig
-from regard.configs.llama import GroupedQueryConfig, RotaryDecoderConfig
 from regard.configs.rope import RopeSettings
+from regard.configs.rotary_decoder import DecoderRecipe, Experts, RotaryDecoderConfig
 from regard.models.assembly import building_blocks
-from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
-from regard.models.checkpoint.family import Family, NameTable, TensorRule, stacked_rows
+from regard.models.assembly.building_blocks import activation, initialize_weights
+from regard.models.checkpoint.family import (
+    Family,
+    NameEntry,
+    NameTable,
+    TensorRule,
+    stacked_rows,
+    weights_and_biases,
+)
 from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, InputEmbedding, PreNorm, RMSNorm, SwiGLU
-from regard.nn.embedding import ScaledLogits
+from regard.nn import (
+    Attention,
+    Block,
+    ExpertGroups,
+    FeedForward,
+    InputEmbedding,
+    OffsetRMSNorm,
+    OutputNorm,
+    PreNorm,
+    RMSNorm,
+    SandwichNorm,
+    ScaledPreNorm,
+    SharedNormBlock,
+    SigmoidRouter,
+    SoftmaxRouter,
+    SwiGLU,
+)
+from regard.nn.blocks import Residual
+from regard.nn.embedding import CappedLogits, ScaledLogits
 from regard.nn.experts import MoE
+from regard.nn.feed_forward import GatedFeedForward, GatedSharedExpert
+from regard.nn.head_steps import Clip
 from regard.nn.linear import Linear
-from regard.nn.routers import Router
+from regard.nn.mixer import Mixer
+from regard.nn.norms import OffsetLayerNorm
+from regard.nn.routers import Router, SparseMixerRouter
 from regard.positions import Rotary
 
 STORED_LAYER, MODEL_LAYER = "model.layers.{}.", "layers.{}."
@@ -32,68 +60,115 @@ EMBEDDING_AND_HEAD = {
     "model.norm.weight": "norm.weight",
     "lm_head.weight": "head.weight",
 }
-ATTENTION = {
-    STORED_LAYER + "self_attn.q_proj.weight": MODEL_LAYER + "attention.project.q.linear.weight",
-    STORED_LAYER + "self_attn.k_proj.weight": MODEL_LAYER + "attention.project.k.linear.weight",
-    STORED_LAYER + "self_attn.v_proj.weight": MODEL_LAYER + "attention.project.v.linear.weight",
-    STORED_LAYER + "self_attn.o_proj.weight": MODEL_LAYER + "attention.output.weight",
-    STORED_LAYER + "self_attn.q_proj.bias": MODEL_LAYER + "attention.project.q.linear.bias",
-    STORED_LAYER + "self_attn.k_proj.bias": MODEL_LAYER + "attention.project.k.linear.bias",
-    STORED_LAYER + "self_attn.v_proj.bias": MODEL_LAYER + "attention.project.v.linear.bias",
-    STORED_LAYER + "self_attn.o_proj.bias": MODEL_LAYER + "attention.output.bias",
-}
-FEED_FORWARD = {
-    STORED_LAYER + "mlp.gate_proj.weight": MODEL_LAYER + "feed_forward.gate.weight",
-    STORED_LAYER + "mlp.up_proj.weight": MODEL_LAYER + "feed_forward.up.weight",
-    STORED_LAYER + "mlp.down_proj.weight": MODEL_LAYER + "feed_forward.down.weight",
-    STORED_LAYER + "mlp.gate_proj.bias": MODEL_LAYER + "feed_forward.gate.bias",
-    STORED_LAYER + "mlp.up_proj.bias": MODEL_LAYER + "feed_forward.up.bias",
-    STORED_LAYER + "mlp.down_proj.bias": MODEL_LAYER + "feed_forward.down.bias",
-}
-HEAD_NORMS = {
-    STORED_LAYER + "self_attn.q_norm.weight": MODEL_LAYER + "attention.project.q.steps.0.weight",
-    STORED_LAYER + "self_attn.k_norm.weight": MODEL_LAYER + "attention.project.k.steps.0.weight",
-}
-"""Norms on each head, before the rotation."""
+ATTENTION = weights_and_biases(
+    {f"self_attn.{part}_proj": f"attention.project.{part}.linear" for part in "qkv"}
+    | {"self_attn.o_proj": "attention.output"},
+    STORED_LAYER,
+    MODEL_LAYER,
+)
+FEED_FORWARD = weights_and_biases(
+    {f"mlp.{part}_proj": f"feed_forward.{part}" for part in ("gate", "up", "down")},
+    STORED_LAYER,
+    MODEL_LAYER,
+)
 FLAT_NORMS = {
-    STORED_LAYER + "self_attn.q_norm.weight": MODEL_LAYER + "attention.project.q.flat.weight",
-    STORED_LAYER + "self_attn.k_norm.weight": MODEL_LAYER + "attention.project.k.flat.weight",
+    f"{STORED_LAYER}self_attn.{part}_norm.weight": f"{MODEL_LAYER}attention.project.{part}.flat"
+    ".weight"
+    for part in "qk"
 }
 """Norms over all heads together."""
-FUSED_FEED_FORWARD: NameTable = {
-    STORED_LAYER + "mlp.gate_up_proj.weight": stacked_rows(
-        MODEL_LAYER + "feed_forward.gate.weight", MODEL_LAYER + "feed_forward.up.weight"
-    ),
-    STORED_LAYER + "mlp.down_proj.weight": MODEL_LAYER + "feed_forward.down.weight",
+HEAD_NORMS = {theirs: ours.replace("flat", "steps.0") for theirs, ours in FLAT_NORMS.items()}
+"""Norms on each head, before the rotation."""
+NORM_PARTS = {
+    "before": {
+        "input_layernorm": "attention_residual.norm",
+        "post_attention_layernorm": "feed_forward_residual.norm",
+    },
+    "after": {
+        "post_attention_layernorm": "attention_residual.norm",
+        "post_feedforward_layernorm": "feed_forward_residual.norm",
+    },
+    "around": {
+        "input_layernorm": "attention_residual.norm",
+        "post_attention_layernorm": "attention_residual.after",
+        "pre_feedforward_layernorm": "feed_forward_residual.norm",
+        "post_feedforward_layernorm": "feed_forward_residual.after",
+    },
 }
-"""Gate and up projection in one stored matrix."""
-PRE_NORMS = {
-    STORED_LAYER + "input_layernorm.weight": MODEL_LAYER + "attention_residual.norm.weight",
-    STORED_LAYER + "post_attention_layernorm.weight": MODEL_LAYER
-    + "feed_forward_residual.norm.weight",
+"""Where the norms are -> the names of the norms of a layer."""
+PRE_NORMS = weights_and_biases(NORM_PARTS["before"], STORED_LAYER, MODEL_LAYER)
+FUSED: NameTable = {
+    f"{STORED_LAYER}{stored}.weight": stacked_rows(*(f"{MODEL_LAYER}{x}.weight" for x in parts))
+    for stored, parts in {
+        "self_attn.qkv_proj": [f"attention.project.{part}.linear" for part in "qkv"],
+        "mlp.gate_up_proj": ["feed_forward.gate", "feed_forward.up"],
+    }.items()
 }
-OUTPUT_NORMS = {
-    STORED_LAYER + "post_attention_layernorm.weight": MODEL_LAYER
-    + "attention_residual.norm.weight",
-    STORED_LAYER + "post_feedforward_layernorm.weight": MODEL_LAYER
-    + "feed_forward_residual.norm.weight",
-}
-"""Norms on what each sublayer adds."""
-EXPERTS = {STORED_LAYER + "mlp.gate.weight": MODEL_LAYER + "feed_forward.router.linear.weight"} | {
-    STORED_LAYER + f"mlp.experts.{{}}.{part}_proj.weight": MODEL_LAYER
-    + f"feed_forward.experts.{{}}.{part}.weight"
-    for part in ("gate", "up", "down")
-}
-"""The router and the experts of a mixture, each matrix as a tensor of its own."""
-NAMES = EMBEDDING_AND_HEAD | ATTENTION | FEED_FORWARD | PRE_NORMS
-"""Stored name -> parameter name; {} is the layer. Entries of parts that a model lacks are
-ignored.
-"""
+"""Several maps in one stored matrix."""
 
 PREFIXES, HEAD = ("model.",), "lm_head.weight"
 """The prefix of names, and the stored name of the head; a base model saved alone lacks both."""
 BUFFERS = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 """Patterns of tensors that older versions stored, and that are computed from the config."""
+
+Layer: TypeAlias = Callable[[Any, int, Rotary | None, int | None], Block]
+"""(config, number of the layer, rotary module, window) -> the layer."""
+
+
+def recipe_names(recipe: DecoderRecipe) -> NameTable:
+    """Return the name table of a recipe; {} is the layer, a second one the expert. Entries of parts
+    that a model lacks are ignored.
+
+    >>> table = recipe_names(DecoderRecipe(stored={"mlp.up_proj": "mlp.fc1"}))
+    >>> table["model.layers.{}.mlp.fc1.weight"]
+    'layers.{}.feed_forward.up.weight'
+    """
+    table: dict[str, NameEntry] = {
+        **EMBEDDING_AND_HEAD,
+        "model.norm.bias": "norm.bias",
+        "lm_head.bias": "head.bias",
+        **ATTENTION,
+        **(FLAT_NORMS if recipe.head_norms == "all heads" else HEAD_NORMS),
+        **weights_and_biases(NORM_PARTS[recipe.norms], STORED_LAYER, MODEL_LAYER),
+        **FEED_FORWARD,
+    }
+    if recipe.experts is not None:
+        table |= expert_names(recipe.experts)
+    for fused in recipe.fused:
+        name = next(name for name in FUSED if f".{fused}." in name)
+        rule = FUSED[name]
+        assert isinstance(rule, TensorRule)
+        table = {k: v for k, v in table.items() if v not in rule.parameters} | {name: rule}
+    if not recipe.stored:
+        return table
+    own = recipe.stored
+    pattern = re.compile("|".join(re.escape(name) for name in own))
+    return {pattern.sub(lambda match: own[match[0]], k): v for k, v in table.items()}
+
+
+def expert_names(experts: Experts) -> dict[str, NameEntry]:
+    """Return the names of a router, its experts, and an expert for all tokens.
+
+    >>> mixtral = Experts("n", stored="block_sparse_moe", parts=("w1", "w3", "w2"))
+    >>> list(expert_names(mixtral))[2]
+    'model.layers.{}.block_sparse_moe.experts.{}.w1.weight'
+    """
+    theirs, ours = f"{STORED_LAYER}{experts.stored}.", MODEL_LAYER + "feed_forward."
+    parts = ("gate", "up", "down")
+    table: dict[str, NameEntry] = {
+        theirs + "gate.weight": ours + "router.linear.weight",
+        theirs + "gate.e_score_correction_bias": ours + "router.correction",
+    }
+    for part, stored in zip(parts, experts.parts, strict=True):
+        table[f"{theirs}experts.{{}}.{stored}.weight"] = f"{ours}experts.{{}}.{part}.weight"
+    shared, place = (
+        ("shared_expert", "shared.expert") if experts.shared_gate else ("shared_experts", "shared")
+    )
+    for part in parts:
+        table[f"{theirs}{shared}.{part}_proj.weight"] = f"{ours}{place}.{part}.weight"
+    if experts.shared_gate:
+        table[theirs + "shared_expert_gate.weight"] = ours + "shared.gate.weight"
+    return table
 
 
 def rename_language_model(name: str) -> str:
@@ -108,17 +183,38 @@ def rename_language_model(name: str) -> str:
 
 
 def family(
-    config: type[ModelConfig], build: Callable[[Any], Decoder], names: NameTable = NAMES
+    config: type[RotaryDecoderConfig],
+    layer: Layer | None = None,
+    names: NameTable | None = None,
+    **more: Any,
 ) -> Family:
-    """Return a family whose folders name tensors as Llama's do: with the same prefix, head and
-    buffers.
+    """Return the family of a config with a recipe; `layer` builds layers of another form, and
+    `names` and `more` replace what follows from the recipe.
     """
-    return Family(config, build, names, check=check, prefixes=PREFIXES, head=HEAD, buffers=BUFFERS)
+    experts = config.recipe.experts
+    corrected = experts is not None and experts.router == "sigmoid"
+    usual: dict[str, Any] = {
+        "check": check,
+        "prefixes": PREFIXES,
+        "head": HEAD,
+        "buffers": BUFFERS,
+        # rounding this bias would change which experts are selected
+        "keep_float32": ("*.router.correction",) if corrected else (),
+    }
+    return Family(
+        config,
+        partial(decoder, layer=layer or recipe_layer),
+        recipe_names(config.recipe) if names is None else names,
+        **usual | more,
+    )
 
 
 def check(config: RotaryDecoderConfig) -> None:
-    """Check the numbers of the rotary scaling of every layer."""
+    """Check the numbers of the rotary scaling of every layer, and the sizes of the router."""
     _rotary_modules(config)
+    if config.recipe.experts is not None:
+        with torch.device("meta"):  # only sizes are checked, and nothing is allocated
+            router(config)
 
 
 def _rotary_modules(config: RotaryDecoderConfig) -> list[Rotary | None]:
@@ -137,41 +233,31 @@ def _rotary_modules(config: RotaryDecoderConfig) -> list[Rotary | None]:
     return modules
 
 
-def decoder(
-    config: RotaryDecoderConfig,
-    block: Callable[[Rotary | None, int | None], Block],
-    *,
-    final_norm: nn.Module | None = None,
-    embedding_scale: float = 1.0,
-    logit_scale: float = 1.0,
-) -> Decoder:
-    """Build a decoder with initial weights."""
-    M, V = config.hidden_size, config.vocab_size
-    embedding, head = embedding_and_head(V, M, tied=config.tie_word_embeddings)
-    if logit_scale != 1:
-        scaled = ScaledLogits(M, V, scale=logit_scale)
-        scaled.weight, head = head.weight, scaled
+def decoder(config: RotaryDecoderConfig, layer: Layer | None = None) -> Decoder:
+    """Build the decoder of a config, with initial weights."""
+    M, V, recipe, value = config.hidden_size, config.vocab_size, config.recipe, config.value
+    embedding = nn.Embedding(V, M)
+    scale, cap = value(recipe.logit_scale), value(recipe.logit_cap)
+    if cap is not None:
+        head: nn.Linear = CappedLogits(M, V, cap=cap)
+    else:
+        head = Linear(M, V, bias=value(recipe.head_bias))
+    if scale != 1:
+        head = ScaledLogits(M, V, scale=scale)
+    if config.tie_word_embeddings:
+        head.weight = embedding.weight
     rows = zip(_rotary_modules(config), config.windows(), strict=True)
-    layers = [block(rotary, window) for rotary, window in rows]
-    embed = InputEmbedding(embedding, scale=embedding_scale)
-    last = norm(config) if final_norm is None else final_norm
-    return initialize_weights(Decoder(embed, layers, last, head))
+    build = layer or recipe_layer
+    layers = [build(config, i, rotary, window) for i, (rotary, window) in enumerate(rows)]
+    embed = InputEmbedding(embedding, scale=value(recipe.embedding_scale))
+    return initialize_weights(Decoder(embed, layers, norm(config), head))
 
 
-def pre_norm_decoder(
-    config: GroupedQueryConfig,
-    *,
-    bias: bool = False,
-    output_bias: bool = False,
-    feed_forward_bias: bool = False,
-) -> Decoder:
-    """Build a decoder of pre-norm blocks without further parts, as Llama and Mistral are."""
-
-    def layer(rotary: Rotary | None, window: int | None) -> Block:
-        mixer = attention(config, rotary, window, bias=bias, output_bias=output_bias)
-        return block(config, mixer, bias=feed_forward_bias)
-
-    return decoder(config, layer)
+def recipe_layer(
+    config: RotaryDecoderConfig, layer: int, rotary: Rotary | None, window: int | None
+) -> Block:
+    """Build a layer of attention and a feed-forward network, as the recipe says."""
+    return block(config, attention(config, rotary, window), feed_forward(config, layer))
 
 
 def attention(
@@ -180,24 +266,26 @@ def attention(
     window: int | None = None,
     *,
     q_steps: Sequence[nn.Module] = (),
-    k_steps: Sequence[nn.Module] = (),
-    q_flat: nn.Module | None = None,
-    k_flat: nn.Module | None = None,
-    bias: bool = False,
-    output_bias: bool = False,
-    scale: float | None = None,
+    mask: masks.Mask | None = None,
 ) -> Attention:
-    """Build causal grouped-query attention, with a window if there is one.
-
-    The steps, norms and bias are those of `building_blocks.rotary_heads`; `scale` is the factor on
-    the scores, 1/sqrt(D) by default.
-    """
+    """Build causal grouped-query attention, with a window or another mask if there is one."""
+    recipe, value = config.recipe, config.value
     M, D, H, G = (
         config.hidden_size,
         config.head_dim,
         config.num_attention_heads,
         config.num_key_value_heads,
     )
+    mask = mask if window is None else masks.Window(window)
+    k_steps: Sequence[nn.Module] = ()
+    q_flat, k_flat = None, None
+    if config.head_norms == "each head":
+        q_steps, k_steps = [norm(config, D)], [norm(config, D)]
+    if config.head_norms == "all heads":
+        q_flat, k_flat = norm(config, H * D), norm(config, G * D)
+    limit = value(recipe.clip)
+    if limit is not None:
+        q_flat, k_flat = Clip(limit), Clip(limit)
     project = building_blocks.rotary_heads(
         M,
         H,
@@ -208,74 +296,93 @@ def attention(
         k_steps=k_steps,
         q_flat=q_flat,
         k_flat=k_flat,
-        bias=bias,
+        bias=value(recipe.qkv_bias),
     )
-    mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
-    return Attention(project, Linear(H * D, M, bias=output_bias), mask=mask, scale=scale)
-
-
-def head_norm_attention(
-    config: GroupedQueryConfig, rotary: Rotary | None, window: int | None
-) -> Attention:
-    """Build attention with a norm on each head of queries and keys, before the rotation."""
-    bias, output_bias = config.biases
-    return attention(
-        config,
-        rotary,
-        window,
-        q_steps=[norm(config, config.head_dim)],
-        k_steps=[norm(config, config.head_dim)],
-        bias=bias,
-        output_bias=output_bias,
+    if limit is not None:
+        project.v.flat = Clip(limit)
+    return Attention(
+        project,
+        Linear(H * D, M, bias=value(recipe.output_bias)),
+        mask=masks.Causal() if mask is None else masks.Causal() & mask,
+        scale=value(recipe.score_scale),
+        softcap=value(recipe.score_cap),
+        sink=nn.Parameter(torch.zeros(H)) if recipe.sinks else None,
     )
 
 
-def flat_norm_attention(
-    config: GroupedQueryConfig, rotary: Rotary | None, window: int | None
-) -> Attention:
-    """Build attention with a norm over all query heads, and one over all key heads, before the
-    rotation.
-    """
-    bias, output_bias = config.biases
-    return attention(
-        config,
-        rotary,
-        window,
-        q_flat=norm(config, config.num_attention_heads * config.head_dim),
-        k_flat=norm(config, config.num_key_value_heads * config.head_dim),
-        bias=bias,
-        output_bias=output_bias,
+def feed_forward(config: RotaryDecoderConfig, layer: int = 0) -> nn.Module:
+    """Build the feed-forward network of a layer, or its mixture of experts."""
+    M, recipe, experts = config.hidden_size, config.recipe, config.recipe.experts
+    if experts is not None and not (experts.dense and layer < config.value(experts.dense)):
+        shared: nn.Module | None = None
+        router_module = router(config)
+        if experts.shared is not None:
+            shared = SwiGLU(M, config.value(experts.shared))
+            shared = GatedSharedExpert(M, shared) if experts.shared_gate else shared
+        return mixture(M, config.value(experts.width), router_module, shared)
+    bias, name = config.value(recipe.ff_bias), getattr(config, "hidden_act", recipe.activation)
+    if recipe.gated and name == "silu":
+        return SwiGLU(M, config.intermediate_size, bias=bias)
+    kind = GatedFeedForward if recipe.gated else FeedForward
+    return kind(M, config.intermediate_size, activation(name), bias=bias)
+
+
+def router(config: RotaryDecoderConfig) -> Router:
+    """Build the router of a mixture of experts."""
+    M, experts = config.hidden_size, config.recipe.experts
+    assert experts is not None, "the recipe has no experts"
+    count, active = config.value(experts.count), config.value(experts.active)
+    if experts.router == "sparse_mixer":
+        return SparseMixerRouter(M, count, tolerance=config.value("router_jitter_noise"))
+    normalise = config.value(experts.normalized)
+    if experts.router == "softmax":
+        return SoftmaxRouter(M, count, active, normalise=normalise)
+    groups = getattr(config, "n_group", 1)
+    return SigmoidRouter(
+        M,
+        count,
+        active,
+        normalise=normalise,
+        groups=None if groups == 1 else ExpertGroups(groups, config.value("topk_group"), 2),
+        scale=getattr(config, "routed_scaling_factor", 1.0),
     )
 
 
-def block(config: GroupedQueryConfig, mixer: Attention, *, bias: bool = False) -> Block:
-    """Build a pre-norm block of attention and a SwiGLU, which has biases if `bias`."""
-    feed_forward = SwiGLU(config.hidden_size, config.intermediate_size, bias=bias)
-    return Block(mixer, feed_forward, PreNorm(norm(config)), PreNorm(norm(config)))
+def block(config: RotaryDecoderConfig, mixer: Mixer, network: nn.Module) -> Block:
+    """Build a block with the norms of the recipe."""
+    if config.value(config.recipe.parallel):
+        return SharedNormBlock(mixer, network, PreNorm(norm(config)))
+    return Block(mixer, network, *(_residual(config) for _ in range(2)))
 
 
-def norm(config: RotaryDecoderConfig, dim: int | None = None) -> RMSNorm:
-    """Build an RMS norm of the model dim, or of another dim, with the config's eps."""
-    assert isinstance(config, GroupedQueryConfig), "a config without RMS norms needs its own norm"
-    return RMSNorm(config.hidden_size if dim is None else dim, eps=config.rms_norm_eps)
+def _residual(config: RotaryDecoderConfig) -> Residual:
+    recipe = config.recipe
+    if recipe.norms == "around":
+        return SandwichNorm(norm(config), norm(config))
+    if recipe.norms == "after":
+        return OutputNorm(norm(config))
+    if recipe.residual_scale is not None:
+        return ScaledPreNorm(norm(config), config.value(recipe.residual_scale))
+    return PreNorm(norm(config))
+
+
+def norm(config: RotaryDecoderConfig, dim: int | None = None) -> nn.Module:
+    """Build a norm of the model dim, or of another dim, with the config's eps."""
+    kinds: dict[str, Callable[..., nn.Module]] = {
+        "rms": RMSNorm,
+        "rms 1 + w": OffsetRMSNorm,
+        "layer": nn.LayerNorm,
+        "layer 1 + w": OffsetLayerNorm,
+        "layer, no bias": partial(nn.LayerNorm, bias=False),
+        "layer, bare": partial(nn.LayerNorm, elementwise_affine=False),
+    }
+    kind = kinds[config.recipe.norm]
+    return kind(config.hidden_size if dim is None else dim, eps=config.value(config.recipe.eps))
 
 
 def mixture(dim: int, hidden: int, router: Router, shared: nn.Module | None = None) -> MoE:
     """Build a mixture of SwiGLU experts with a hidden size, and a module for all tokens."""
     return MoE(router, [SwiGLU(dim, hidden) for _ in range(router.experts)], shared)
-
-
-def expert_names(stored: str, gate: str, up: str, down: str) -> dict[str, str]:
-    """Return the table entries of the experts' matrices under other names than those of `EXPERTS`.
-
-    >>> list(expert_names("block_sparse_moe.experts", "w1", "w3", "w2"))[0]
-    'model.layers.{}.block_sparse_moe.experts.{}.w1.weight'
-    """
-    return {
-        f"{STORED_LAYER}{stored}.{{}}.{theirs}.weight": MODEL_LAYER
-        + f"feed_forward.experts.{{}}.{ours}.weight"
-        for ours, theirs in (("gate", gate), ("up", up), ("down", down))
-    }
 
 
 def experts_in_one_tensor(*parts: str, transposed: bool = False) -> TensorRule:

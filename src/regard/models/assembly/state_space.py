@@ -5,17 +5,17 @@ decoders that mix such layers with attention.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from typing import TypeAlias
 
 from torch import nn
 
 from regard import masks
-from regard.configs.base import FULL, ModelConfig
-from regard.configs.hybrid import HybridConfig
-from regard.configs.state_space import Mamba2Config, Mamba2Sizes, step_limits
-from regard.configs.state_space_hybrids import Mamba2Keys, PositionlessConfig
+from regard.configs.base import FULL
+from regard.configs.granite import BambaConfig, GraniteHybridConfig
+from regard.configs.hybrid import Mamba2Keys, Mamba2Sizes, step_limits
+from regard.configs.mamba import Mamba2Config, PositionlessConfig
+from regard.configs.rotary_decoder import RotaryDecoderConfig
 from regard.models.assembly import llama_like
 from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
@@ -40,9 +40,11 @@ from regard.nn import (
 )
 from regard.nn.decay_rules import Mamba2Rule
 from regard.nn.linear import Linear
+from regard.nn.mixer import Mixer
 from regard.nn.norms import JoinedHeadsRMSNorm
 from regard.positions import Rotary
 
+Mamba2Hybrid: TypeAlias = BambaConfig | GraniteHybridConfig
 FLOAT32 = ("*.rule.A_log", "*.rule.dt_bias", "*.rule.skip")
 """Parameters of the recurrence that stay in float32 or better: an error of a decay grows with the
 number of tokens.
@@ -100,20 +102,11 @@ def hybrid_mixer(config: Mamba2Keys) -> Recurrent:
     )
 
 
-def by_kind(
-    config: HybridConfig,
-    attention: Callable[[Rotary | None, int | None], Block],
-    recurrent: Callable[[], Block],
-) -> Callable[[Rotary | None, int | None], Block]:
-    """Return the function that builds one layer after the other, each of the kind that the config
-    names.
-    """
-    kinds: Iterator[str] = iter(config.kinds())
-
-    def layer(rotary: Rotary | None, window: int | None) -> Block:
-        return attention(rotary, window) if next(kinds) == FULL else recurrent()
-
-    return layer
+def mixer_of(config: Mamba2Hybrid, layer: int, rotary: Rotary | None, window: int | None) -> Mixer:
+    """Build attention or Mamba-2, as the config says for this layer."""
+    if config.kinds()[layer] == FULL:
+        return llama_like.attention(config, rotary, window)
+    return hybrid_mixer(config)
 
 
 def names(stored: str, ours: str) -> NameTable:
@@ -179,6 +172,6 @@ FEED_FORWARD: NameTable = {
 """The feed-forward layers of Bamba, Falcon-H1 and Jamba."""
 
 
-def family(config: type[ModelConfig], build: Callable[[Any], Decoder], names: NameTable) -> Family:
+def family(config: type[RotaryDecoderConfig], layer: llama_like.Layer, names: NameTable) -> Family:
     """Return a family of decoders with Mamba-2 layers and rotary attention."""
-    return replace(llama_like.family(config, build, names), keep_float32=FLOAT32)
+    return llama_like.family(config, layer, names, keep_float32=FLOAT32)

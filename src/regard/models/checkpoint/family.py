@@ -133,6 +133,19 @@ def transposed(parameter_name: str) -> TensorRule:
     return TensorRule((parameter_name,), lambda stored, _: (stored.T,), lambda parts: parts[0].T)
 
 
+def reshaped(parameter_name: str, *sizes: int) -> TensorRule:
+    """Return the rule of a parameter that is stored with other sizes, one of which may be -1.
+
+    >>> reshaped("w", 1, -1).pack([torch.zeros(2, 3)]).shape
+    torch.Size([1, 6])
+    """
+    return TensorRule(
+        (parameter_name,),
+        lambda stored, own: (stored.reshape(own[0]),),
+        lambda parts: parts[0].reshape(sizes),
+    )
+
+
 def stacked_rows(*parameter_names: str) -> TensorRule:
     """Return the rule of parameters that are stored as rows of one matrix, in this order.
 
@@ -321,8 +334,9 @@ class Family:
         Initial values are not drawn, because that would take most of the time: 0.2 of 0.25 seconds
         for 24 layers.
 
-        >>> from regard.models.families import llama
-        >>> network = llama.FAMILY.build_empty(llama.Config(9, 8, 8, 1, 2, 1, 4))
+        >>> from regard.models.families import family
+        >>> llama = family("llama")
+        >>> network = llama.build_empty(llama.config(9, 8, 8, 1, 2, 1, 4))
         >>> network.head.weight.device.type, tuple(network.head.weight.shape)
         ('meta', (9, 8))
         """

@@ -24,7 +24,7 @@ from regard.errors import ArgumentError
 from regard.models.checkpoint.family import TensorBinding, bind_names
 from regard.models.checkpoint.gguf import GgufModel
 from regard.models.checkpoint.stored_forms import FORMS, METHOD, may_store
-from regard.models.families import family
+from regard.models.families import find_family
 from regard.nn import Linear
 from regard.ops.stored_weights import GROUPS, INT4_BLOCK
 from regard.untrusted_text import short_repr
@@ -81,7 +81,7 @@ def stored_size(raw: Raw, where: str) -> StoredSize:
     settings = raw.get("quantization_config")
     settings = settings if isinstance(settings, Mapping) else {}
     model_type = str(raw.get("model_type"))
-    its_family = family(model_type)
+    its_family = find_family(model_type)
     try:
         form, count = METHODS[_setting(settings, "quant_method", tuple(METHODS))](settings)
         if its_family is None:

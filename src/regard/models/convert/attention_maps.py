@@ -264,7 +264,6 @@ def rebuild(
     weights.
     """
     its_family = family(model_type_of(config))
-    assert its_family is not None
     network = its_family.build_empty(config)
     old_parameters: list[nn.Parameter] = []  # kept alive, so that ids stay unique
     new_parameters: dict[int, nn.Parameter] = {}

@@ -91,7 +91,6 @@ def to_dtype(checkpoint: Checkpoint, dtype: str) -> tuple[Checkpoint, Conversion
             f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}", argument="dtype"
         )
     wanted, its_family = DTYPES[dtype], family(checkpoint.model_type)
-    assert its_family is not None
     before = checkpoint.weights()
     if all(x.dtype == its_family.dtype_of(name, wanted) for name, x in before.items()):
         raise ArgumentError(f"the weights are {dtype} already; choose another dtype")

@@ -9,6 +9,7 @@ from jaxtyping import Complex, Float
 from torch import Tensor, nn
 
 from regard import masks
+from regard.configs.deepseek import DeepseekV2Config
 from regard.errors import ArgumentError
 from regard.language import Phrase, counted
 from regard.models.convert.attention_maps import (
@@ -23,7 +24,6 @@ from regard.models.convert.attention_maps import (
     separate_attention,
 )
 from regard.models.convert.grouped_heads import common_pairs
-from regard.models.families import deepseek_v2
 from regard.nn import Attention, InputEmbedding, LatentProjection, PreNorm, RMSNorm, SwiGLU
 from regard.positions import Rotary
 
@@ -323,10 +323,10 @@ def _constant(rank: int) -> tuple[float, float]:
     return float(constants[best]), float(weights[best])
 
 
-def _config(checkpoint: Checkpoint, layer: AttentionMaps, rank: int) -> deepseek_v2.Config:
+def _config(checkpoint: Checkpoint, layer: AttentionMaps, rank: int) -> DeepseekV2Config:
     c = checkpoint.config
     options = getattr(c, "attention_options", {})
-    return deepseek_v2.Config(
+    return DeepseekV2Config(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,

@@ -15,6 +15,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from regard.configs.deepseek import DeepseekV3Config
+from regard.configs.llama import LlamaConfig
+from regard.configs.mistral import MistralConfig
 from regard.errors import ArgumentError
 from regard.language import Phrase
 from regard.models.convert.attention_maps import (
@@ -26,7 +29,7 @@ from regard.models.convert.attention_maps import (
     rebuild,
     separate_attention,
 )
-from regard.models.families import deepseek_v3, llama, mistral, model_type_of
+from regard.models.families import model_type_of
 from regard.models.families import regard as regard_family
 from regard.nn import HeadProjection, LatentProjection
 from regard.nn.latent_projection import LowRankProjection
@@ -125,15 +128,15 @@ def _layout(checkpoint: Checkpoint) -> Layout:
 
 def _config_for_layout(config: Any, layout: Layout) -> object:
     """Return the config of a family that can express this layout."""
-    if isinstance(config, deepseek_v3.Config):
+    if isinstance(config, DeepseekV3Config):
         return replace(config, rope_interleave=layout == "interleaved")
     if isinstance(config, regard_family.Config):
         return _as_llama(config)
-    plain = isinstance(config, (llama.Config, mistral.Config))
+    plain = isinstance(config, (LlamaConfig, MistralConfig))
     reasons = {
         f"config keys of {model_type_of(config)}": not plain,
         "other rotary frequencies": plain and config.rope_scaling is not None,
-        "biases": isinstance(config, llama.Config) and (config.attention_bias or config.mlp_bias),
+        "biases": isinstance(config, LlamaConfig) and (config.attention_bias or config.mlp_bias),
         "a window": plain and any(config.windows()),
     }
     if problems := [name for name, present in reasons.items() if present]:
@@ -170,7 +173,7 @@ def _as_llama(config: regard_family.Config) -> object:
             "gqa with rotary and without a window can have another layout"
         )
     H = config.num_attention_heads
-    return llama.Config(
+    return LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,

@@ -1,33 +1,59 @@
-"""One file per model family, named like `model_type` in config.json: a builder and a name table.
+"""The network and the name table of each model family.
 
-The config of a family, which needs no torch, is in `regard.configs`. Families never import each
-other; shared parts are in `models/checkpoint`, `models/assembly` and `nn`.
+A config with a `DecoderRecipe` is built from it by `models/assembly/llama_like.py`. Other
+families, and those with further names in checkpoints, are in the file that their config names
+(`family_file`), which is called like the file of their configs in `regard.configs` where a maker
+has both. These files never import each other; shared parts are in `models/checkpoint`,
+`models/assembly` and `nn`.
 """
 
 from __future__ import annotations
 
 import importlib
+from functools import cache
 
 from regard.configs import LOADABLE, config_class
 from regard.configs.base import ModelConfig
+from regard.configs.rotary_decoder import RotaryDecoderConfig
+from regard.did_you_mean import suggest
+from regard.errors import ArgumentError
+from regard.models.assembly import llama_like
 from regard.models.checkpoint.family import Family
 
 FAMILIES = LOADABLE
 """Every `model_type` that can be loaded."""
 
 
-def family(model_type: str) -> Family | None:
-    """Return the family of a `model_type`, or None if it is not supported.
+def family(model_type: str) -> Family:
+    """Return the family of a `model_type`.
 
-    >>> family("llama").architecture
-    'decoder'
+    >>> llama = family("llama")
+    >>> llama.architecture, llama.config.__name__
+    ('decoder', 'LlamaConfig')
     """
+    its_family = find_family(model_type)
+    if its_family is None:
+        raise ArgumentError(
+            f"model_type {model_type!r} is not supported"
+            f"{suggest(model_type, FAMILIES, otherwise='.')}"
+        )
+    return its_family
+
+
+@cache
+def find_family(model_type: str) -> Family | None:
+    """Return the family of a `model_type`, or None if it is not supported."""
     kind = config_class(model_type)
     if kind is None or model_type not in FAMILIES:
         return None
-    module = importlib.import_module(f"{__name__}.{kind.model_types[0]}")
-    its_family: Family = module.FAMILY
-    return its_family
+    name = kind.model_types[0]
+    if kind.family_file is not None:
+        families: dict[str, Family] = importlib.import_module(
+            f"{__name__}.{kind.family_file}"
+        ).FAMILIES
+        return families[name]
+    assert issubclass(kind, RotaryDecoderConfig), f"{kind.__name__} has no recipe"
+    return llama_like.family(kind)
 
 
 def model_type_of(config: ModelConfig) -> str:

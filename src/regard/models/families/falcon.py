@@ -1,7 +1,11 @@
-"""Falcon: attention and feed-forward in parallel, and one key and one value for all query heads or
-for groups of them, in one fused matrix.
+"""Falcon and Falcon-H1.
 
-Source: Almazrouei et al. 2023 (arXiv 2311.16867); key names as in Hugging Face checkpoints.
+Falcon has attention and feed-forward in parallel, and one key and one value for all query heads or
+for groups of them, in one fused matrix. Falcon-H1 has attention and Mamba-2 beside each other in
+every layer, then a SwiGLU; most linear maps have a factor.
+
+Source: Almazrouei et al. 2023 (arXiv 2311.16867); Falcon-LLM Team 2025 (arXiv 2507.22448); key
+names as in Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -9,8 +13,9 @@ from __future__ import annotations
 from torch import nn
 
 from regard import masks
-from regard.configs.gpt_relatives import FalconConfig
-from regard.models.assembly import building_blocks
+from regard.configs.falcon import FalconConfig, FalconH1Config
+from regard.configs.hybrid import step_limits
+from regard.models.assembly import building_blocks, llama_like, state_space
 from regard.models.assembly.building_blocks import (
     activation,
     embedding_and_head,
@@ -18,6 +23,7 @@ from regard.models.assembly.building_blocks import (
 )
 from regard.models.checkpoint.family import (
     Family,
+    NameTable,
     TensorRule,
     as_stored,
     weight_and_bias,
@@ -29,18 +35,21 @@ from regard.nn import (
     Block,
     FeedForward,
     FusedQKV,
+    HeadProjection,
     InputEmbedding,
     ParallelBlock,
     PreNorm,
+    Recurrent,
     SharedNormBlock,
+    SwiGLU,
 )
-from regard.nn.linear import Linear
+from regard.nn.decay_rules import Mamba2Rule
+from regard.nn.linear import Linear, scaled_map
+from regard.nn.mixer_block import ParallelMixers
 from regard.positions import Rotary
 
-Config = FalconConfig
 
-
-def build(config: Config) -> Decoder:
+def _build(config: FalconConfig) -> Decoder:
     """Build the decoder of a config, with initial weights."""
     M = config.hidden_size
     embedding, head = embedding_and_head(config.vocab_size, M, tied=config.tie_word_embeddings)
@@ -49,11 +58,11 @@ def build(config: Config) -> Decoder:
     return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
 
 
-def _norm(config: Config) -> nn.LayerNorm:
+def _norm(config: FalconConfig) -> nn.LayerNorm:
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
 
 
-def _block(config: Config, rotary: Rotary) -> Block:
+def _block(config: FalconConfig, rotary: Rotary) -> Block:
     M, H, bias = config.hidden_size, config.num_attention_heads, config.bias
     project = FusedQKV(M, H, config.groups, M // H, order="groups", steps=[rotary], bias=bias)
     attention = Attention(project, Linear(M, M, bias=bias), mask=masks.Causal())
@@ -64,7 +73,7 @@ def _block(config: Config, rotary: Rotary) -> Block:
     return ParallelBlock(attention, feed_forward, first, PreNorm(_norm(config)))
 
 
-def check(config: Config) -> None:
+def _check(config: FalconConfig) -> None:
     """Refuse a rotary scaling that this family does not have."""
     _block(config, building_blocks.rotary_module(config.rope))
 
@@ -93,12 +102,61 @@ for end in ("weight", "bias"):
 name.
 """
 
-FAMILY = Family(
-    Config,
-    build,
-    NAMES,
-    check=check,
-    prefixes=("transformer.",),
-    head="lm_head.weight",
-    buffers=(r"(transformer\.)?h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
-)
+
+def _h1_layer(config: FalconH1Config, _: int, rotary: Rotary | None, window: int | None) -> Block:
+    mixers = ParallelMixers(
+        [llama_like.attention(config, rotary, window), _state_space_mixer(config)],
+        in_scales=[config.attention_in_multiplier, config.ssm_in_multiplier],
+        out_scales=[config.attention_out_multiplier, config.ssm_out_multiplier],
+    )
+    return llama_like.block(config, mixers, _feed_forward(config))
+
+
+def _state_space_mixer(config: FalconH1Config) -> Recurrent:
+    """Build the Mamba-2 of a layer, with a factor on each part of its input map."""
+    mixer = state_space.mixer(
+        config.mixer_sizes(),
+        eps=config.rms_norm_eps,
+        step_limits=step_limits(config.time_step_limit),
+        gate_before_norm=not config.mamba_norm_before_gate,
+    )
+    # in the order of the stored rows
+    parts = ("gate", "project.v", "project.k", "project.q", "rule")
+    for name, scale in zip(parts, config.ssm_multipliers, strict=True):
+        part = mixer.get_submodule(name)
+        assert isinstance(part, (HeadProjection, Mamba2Rule))
+        part.linear = scaled_map(part.linear, scale)
+    return mixer
+
+
+def _feed_forward(config: FalconH1Config) -> SwiGLU:
+    """Build a SwiGLU with factors on the results of its gate and of its output."""
+    network = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    gate, down = config.mlp_multipliers
+    network.gate = scaled_map(network.gate, gate)
+    network.down = scaled_map(network.down, down)
+    return network
+
+
+H1_ATTENTION: NameTable = {
+    stored: ours.replace("attention.", "attention.mixers.0.")
+    for stored, ours in llama_like.ATTENTION.items()
+}
+H1_NAMES: NameTable = {
+    **state_space.NORMS_AND_ENDS,
+    **H1_ATTENTION,
+    **state_space.names(llama_like.STORED_LAYER + "mamba.", MODEL_LAYER + "attention.mixers.1."),
+    **state_space.FEED_FORWARD,
+}
+FAMILIES = {
+    "falcon": Family(
+        FalconConfig,
+        _build,
+        NAMES,
+        check=_check,
+        prefixes=("transformer.",),
+        head="lm_head.weight",
+        buffers=(r"(transformer\.)?h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
+    ),
+    "falcon_h1": state_space.family(FalconH1Config, _h1_layer, H1_NAMES),
+}

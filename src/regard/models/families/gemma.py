@@ -1,28 +1,161 @@
-"""Gemma: Llama with norms of weight 1 + w, an embedding times sqrt(M), GeGLU, and heads of dim
-256 in every size.
+"""The language models of Gemma 3 and Gemma 3n.
 
-Source: Gemma Team 2024 (arXiv 2403.08295); key names as in Hugging Face checkpoints.
+Gemma 3n has alternating updates of several streams, an embedding of each token for each layer, a
+low-rank branch beside the attention, sparse activations, and last layers that read the keys and
+values of earlier ones.
+
+From a folder with image and sound input (`model_type` "gemma3" and "gemma3n"), only `text_config`
+and the tensors of the language model are read.
+
+Source: Gemma Team 2025 (arXiv 2503.19786); Gemma Team 2025, "Gemma 3n"; key names as in Hugging
+Face checkpoints.
 """
 
 from __future__ import annotations
 
-from regard.configs.gemma import GemmaConfig
-from regard.models.assembly import building_blocks, gemma, llama_like
+from torch import nn
+
+from regard import masks
+from regard.configs.base import FULL, SLIDING
+from regard.configs.gemma import Gemma3Config, Gemma3nConfig
+from regard.models.assembly import building_blocks, llama_like
+from regard.models.assembly.building_blocks import initialize_weights
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
+from regard.models.assembly.shared_memory import last_layers
+from regard.models.checkpoint.family import Family, NameTable
 from regard.models.decoder import Decoder
-from regard.nn import Block, PreNorm
+from regard.nn import Attention, HeadProjection, RMSNorm, SandwichNorm, SeparateQKV
+from regard.nn.altup import (
+    AltUp,
+    AltUpBlock,
+    AltUpEmbedding,
+    AltUpMerge,
+    AltUpSizes,
+    LayerInput,
+    LowRankResidual,
+)
+from regard.nn.cross_layer import without_own_memory
+from regard.nn.embedding import CappedLogits
+from regard.nn.feed_forward import GatedFeedForward, GaussianTopK
+from regard.nn.head_steps import WeightlessRMSNorm
+from regard.nn.linear import Linear
+from regard.positions import Rotary
 
-Config = GemmaConfig
+
+def memory_from(config: Gemma3nConfig) -> tuple[int | None, ...]:
+    """Return for each layer the layer whose keys and values it reads; None stores its own."""
+    kinds = [FULL if window is None else SLIDING for window in config.windows()]
+    return last_layers(kinds, config.num_kv_shared_layers)
 
 
-def build(config: Config) -> Decoder:
+def _build(config: Gemma3nConfig) -> Decoder:
     """Build the decoder of a config, with initial weights."""
-    rotary = building_blocks.rotary_module(config.rope)
+    M, V, eps = config.hidden_size, config.vocab_size, config.rms_norm_eps
+    L, P = config.num_hidden_layers, config.hidden_size_per_layer_input
+    sizes, sources = AltUpSizes(M, config.altup_num_inputs, L, P), memory_from(config)
+    full, local = (
+        building_blocks.rotary_module(settings) for settings in (config.rope, config.local_rope)
+    )
+    layers = []
+    for i, (window, source) in enumerate(zip(config.windows(), sources, strict=True)):
+        mixer = _attention(config, full if window is None else local, window)
+        mixer = mixer if source is None else without_own_memory(mixer)
+        layers.append(_block(config, sizes, i, mixer))
+    embedding = nn.Embedding(V, M)
+    cap = config.final_logit_softcapping
+    head = Linear(M, V, bias=False) if cap is None else CappedLogits(M, V, cap=cap)
+    if config.tie_word_embeddings:
+        head.weight = embedding.weight
+    table = nn.Embedding(config.vocab_size_per_layer_input, L * P)
+    embed = AltUpEmbedding(embedding, table, sizes, eps=eps)
+    return initialize_weights(Decoder(embed, layers, AltUpMerge(sizes, eps=eps), head, sources))
 
-    def block() -> Block:
-        residuals = [PreNorm(gemma.norm(config)) for _ in range(2)]
-        return Block(gemma.attention(config, rotary), gemma.feed_forward(config), *residuals)
 
-    return gemma.decoder(config, [block() for _ in range(config.num_hidden_layers)])
+def _attention(config: Gemma3nConfig, rotary: Rotary, window: int | None) -> Attention:
+    M, D, H = config.hidden_size, config.head_dim, config.num_attention_heads
+    G, eps, bias = config.num_key_value_heads, config.rms_norm_eps, config.attention_bias
+    q = HeadProjection(M, H, D, RMSNorm(D, eps=eps), rotary, bias=bias)
+    k = HeadProjection(M, G, D, RMSNorm(D, eps=eps), rotary, bias=bias)
+    v = HeadProjection(M, G, D, WeightlessRMSNorm(eps=eps), bias=bias)
+    mask = masks.Causal() if window is None else masks.Causal() & masks.Window(window)
+    output = Linear(H * D, M, bias=bias)
+    return Attention(SeparateQKV(q, k, v), output, mask=mask, scale=1.0)
 
 
-FAMILY = llama_like.family(Config, build)
+def _block(config: Gemma3nConfig, sizes: AltUpSizes, index: int, mixer: Attention) -> AltUpBlock:
+    M, eps, sparsity = config.hidden_size, config.rms_norm_eps, config.sparsities()[index]
+    gelu: nn.Module = nn.GELU("tanh")
+    activation = GaussianTopK(sparsity, gelu) if sparsity else gelu
+    around, around_feed_forward = (
+        SandwichNorm(RMSNorm(M, eps=eps), RMSNorm(M, eps=eps)) for _ in range(2)
+    )
+    return AltUpBlock(
+        mixer,
+        GatedFeedForward(M, config.intermediate_size, activation),
+        around,
+        around_feed_forward,
+        altup=AltUp(M, sizes.streams, eps=eps),
+        laurel=LowRankResidual(M, config.laurel_rank, eps=eps),
+        layer_input=LayerInput(M, sizes.layer_dim, scaled=config.altup_correct_scale, eps=eps),
+        sizes=sizes,
+        index=index,
+    )
+
+
+def check(config: Gemma3nConfig) -> None:
+    """Check the numbers of both rotary settings, and which layers share keys and values."""
+    for settings in (config.rope, config.local_rope):
+        building_blocks.rotary_module(settings)
+    memory_from(config)
+
+
+PARTS = {
+    "altup.correct_output_scale": "layer_input.scale",
+    "altup.correction_coefs.weight": "altup.correction.weight",
+    "altup.prediction_coefs.weight": "altup.prediction.weight",
+    "altup.modality_router.weight": "altup.router.weight",
+    "altup.router_norm.weight": "altup.router_norm.weight",
+    "laurel.linear_left.weight": "laurel.left.weight",
+    "laurel.linear_right.weight": "laurel.right.weight",
+    "laurel.post_laurel_norm.weight": "laurel.norm.weight",
+    "per_layer_input_gate.weight": "layer_input.gate.weight",
+    "per_layer_projection.weight": "layer_input.project.weight",
+    "post_per_layer_input_norm.weight": "layer_input.norm.weight",
+}
+"""Name of a part of a layer -> its name in the network, of what Gemma 3 lacks."""
+NAMES: NameTable = {
+    **llama_like.recipe_names(Gemma3nConfig.recipe),
+    "model.norm.weight": "norm.norm.weight",
+    "model.embed_tokens_per_layer.weight": "embed.layer_embedding.weight",
+    "model.per_layer_model_projection.weight": "embed.to_layers.weight",
+    "model.per_layer_projection_norm.weight": "embed.layer_norm.weight",
+    "model.altup_projections.{}.weight": "embed.to_streams.{}.weight",
+    "model.altup_unembed_projections.{}.weight": "norm.from_streams.{}.weight",
+    **{STORED_LAYER + theirs: MODEL_LAYER + ours for theirs, ours in PARTS.items()},
+}
+"""Stored name -> parameter name; {} is the layer, or the stream."""
+
+FAMILIES = {
+    "gemma3_text": llama_like.family(
+        Gemma3Config,
+        buffers=(*llama_like.BUFFERS, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
+        rename_stored=llama_like.rename_language_model,
+    ),
+    "gemma3n_text": Family(
+        Gemma3nConfig,
+        _build,
+        NAMES,
+        check=check,
+        prefixes=llama_like.PREFIXES,
+        head=llama_like.HEAD,
+        buffers=(
+            *llama_like.BUFFERS,
+            r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
+            # stored also where altup_correct_scale is false
+            r"(model\.)?layers\.\d+\.altup\.correct_output_scale",
+            # the released files hold key and value maps of layers that read those of earlier ones
+            r"(model\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*",
+        ),
+        rename_stored=llama_like.rename_language_model,
+    ),
+}

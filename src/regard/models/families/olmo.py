@@ -1,54 +1,107 @@
-"""OLMo 1: Llama with LayerNorms that have no parameters, and in some models clipped queries, keys
-and values.
+"""OLMo Hybrid: three pre-norm layers of Gated DeltaNet, then one with the attention of OLMo 3,
+which has norms after its sublayers, with rotary positions or without.
 
-Source: Groeneveld et al. 2024 (arXiv 2402.00838); key names as in Hugging Face checkpoints.
+Source: Ai2 2026, "OLMo Hybrid"; Yang et al. 2024 (arXiv 2412.06464); negative eigenvalues: Grazzi
+et al. 2024 (arXiv 2411.12537); key names as in Hugging Face checkpoints.
 """
 
 from __future__ import annotations
 
-from torch import nn
-
-from regard.configs.layer_norm_decoders import OlmoConfig
-from regard.models.assembly import llama_like
-from regard.models.decoder import Decoder
-from regard.nn import Attention, Block, PreNorm, SeparateQKV, SwiGLU
-from regard.nn.head_steps import Clip
+from regard.configs.base import FULL
+from regard.configs.olmo import OlmoHybridConfig
+from regard.models.assembly import gated_delta, llama_like
+from regard.models.assembly.gated_delta import (
+    DECAY,
+    DECAYS,
+    GATE,
+    MIXER,
+    QKV,
+    STORED_DELTA,
+    STRENGTH,
+    filters,
+)
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
+from regard.models.checkpoint.family import NameTable, as_stored
+from regard.nn import Block, PreNorm, Recurrent
+from regard.nn.recurrent_projections import CausalConvolution, JoinedConvolution
 from regard.positions import Rotary
 
-Config = OlmoConfig
+EPS = 1e-5
+"""The epsilon of the norms in layers of Gated DeltaNet, which no key of the config changes."""
 
 
-def build(config: Config) -> Decoder:
-    """Build the decoder of a config, with initial weights."""
-
-    def norm() -> nn.LayerNorm:
-        return nn.LayerNorm(config.hidden_size, eps=config.eps, elementwise_affine=False)
-
-    def block(rotary: Rotary | None, window: int | None) -> Block:
-        feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
-        mixer = _attention(config, rotary, window)
-        return Block(mixer, feed_forward, PreNorm(norm()), PreNorm(norm()))
-
-    return llama_like.decoder(config, block, final_norm=norm())
+def _layer(
+    config: OlmoHybridConfig, layer: int, rotary: Rotary | None, window: int | None
+) -> Block:
+    if config.kinds()[layer] == FULL:
+        return llama_like.recipe_layer(config, layer, rotary, window)
+    norms = (PreNorm(llama_like.norm(config)) for _ in range(2))
+    return Block(_delta_net(config), llama_like.feed_forward(config), *norms)
 
 
-def _attention(config: Config, rotary: Rotary | None, window: int | None) -> Attention:
-    bias = config.attention_bias
-    if config.clip_qkv is None:
-        return llama_like.attention(config, rotary, window, bias=bias, output_bias=bias)
-    q, k, v = (Clip(config.clip_qkv) for _ in range(3))
-    mixer = llama_like.attention(
-        config, rotary, window, q_flat=q, k_flat=k, bias=bias, output_bias=bias
+def _delta_net(config: OlmoHybridConfig) -> Recurrent:
+    G, N = config.linear_num_key_heads, config.linear_num_value_heads
+    D, E = config.linear_key_head_dim, config.linear_value_head_dim
+    filters = [
+        CausalConvolution(channels, config.linear_conv_kernel_dim)
+        for channels in (G * D, G * D, N * E)
+    ]
+    return gated_delta.delta_net(
+        config,
+        JoinedConvolution(filters),
+        max_beta=2.0 if config.linear_allow_neg_eigval else 1.0,
+        eps=EPS,
     )
-    assert isinstance(mixer.project, SeparateQKV)
-    mixer.project.v.flat = v
-    return mixer
 
 
-FAMILY = llama_like.family(
-    Config,
-    build,
-    {k: v for k, v in llama_like.EMBEDDING_AND_HEAD.items() if k != "model.norm.weight"}
-    | llama_like.ATTENTION
-    | llama_like.FEED_FORWARD,
+FLAT_NORM = MIXER + "project.q.flat.weight"
+FIRST, SECOND = (
+    MODEL_LAYER + f"{part}_residual.norm.weight" for part in ("attention", "feed_forward")
 )
+FILTERS = MIXER + "project.convolution.parts."
+MAPS = {f"{part}_proj.weight": parameter for part, parameter in zip("qkv", QKV, strict=True)} | {
+    "o_proj.weight": MIXER + "output.weight"
+}
+"""Maps that layers of both kinds have, under the same names."""
+OF_ATTENTION: NameTable = {
+    **llama_like.ATTENTION,
+    **llama_like.FLAT_NORMS,
+    **{
+        STORED_LAYER + f"self_attn.{name}": as_stored(parameter, requires=FLAT_NORM)
+        for name, parameter in MAPS.items()
+    },
+}
+OF_DELTA: NameTable = {
+    **{
+        STORED_DELTA + name: as_stored(parameter, requires=STRENGTH)
+        for name, parameter in MAPS.items()
+    },
+    **{
+        STORED_DELTA + f"{part}_conv1d.weight": filters(f"{FILTERS}{i}.weight")
+        for i, part in enumerate("qkv")
+    },
+    STORED_DELTA + "g_proj.weight": GATE,
+    STORED_DELTA + "b_proj.weight": STRENGTH,
+    STORED_DELTA + "a_proj.weight": DECAY,
+    STORED_DELTA + "A_log": MIXER + "rule.decay.A_log",
+    STORED_DELTA + "dt_bias": MIXER + "rule.decay.dt_bias",
+    STORED_DELTA + "o_norm.weight": MIXER + "norm.weight",
+}
+NORMS: NameTable = {
+    STORED_LAYER + "attention_layer_norm.weight": as_stored(FIRST, requires=STRENGTH),
+    STORED_LAYER + "post_attention_layernorm.weight": as_stored(FIRST, requires=FLAT_NORM),
+    STORED_LAYER + "post_feedforward_layernorm.weight": as_stored(SECOND, requires=FLAT_NORM),
+    # transformers writes the norm behind the attention under the second meaning of this name
+    STORED_LAYER + "feedforward_layer_norm.weight": (
+        as_stored(SECOND, requires=STRENGTH),
+        as_stored(FIRST, requires=FLAT_NORM),
+    ),
+}
+NAMES: NameTable = {
+    **llama_like.EMBEDDING_AND_HEAD,
+    **llama_like.FEED_FORWARD,
+    **NORMS,
+    **OF_ATTENTION,
+    **OF_DELTA,
+}
+FAMILIES = {"olmo_hybrid": llama_like.family(OlmoHybridConfig, _layer, NAMES, keep_float32=DECAYS)}

@@ -87,10 +87,12 @@ def _block(config: Config, layer: int) -> Block:
     return Block(config.mixer(layer), feed_forward, *residuals)
 
 
-FAMILY = Family(
-    Config,
-    build,
-    SAME_NAMES,
-    complete_config=lambda config, raw, stored: config,
-)
-"""The stored tensors do not change the config."""
+FAMILIES = {
+    "regard": Family(
+        Config,
+        build,
+        SAME_NAMES,
+        # the stored tensors do not change the config
+        complete_config=lambda config, raw, stored: config,
+    )
+}

@@ -14,7 +14,7 @@ from torch import nn
 from regard.configs.base import Raw
 from regard.configs.rwkv import RwkvConfig
 from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
-from regard.models.checkpoint.family import Family, NameTable, TensorRule, weight_and_bias
+from regard.models.checkpoint.family import Family, NameTable, reshaped, weight_and_bias
 from regard.models.decoder import Decoder
 from regard.nn import HeadProjection, InputEmbedding, PreNorm, Recurrent
 from regard.nn.decay_rules import RWKV4Rule
@@ -22,10 +22,8 @@ from regard.nn.linear import Linear
 from regard.nn.recurrent_projections import TokenShiftQKV
 from regard.nn.rwkv import ChannelMix, TwoMixerBlock
 
-Config = RwkvConfig
 
-
-def build(config: Config) -> Decoder:
+def build(config: RwkvConfig) -> Decoder:
     """Build the decoder of a config, with initial weights."""
     M = config.hidden_size
     embedding, head = embedding_and_head(config.vocab_size, M, tied=config.tie_word_embeddings)
@@ -48,28 +46,14 @@ def build(config: Config) -> Decoder:
     return initialize_weights(Decoder(embed, layers, last, head))
 
 
-def time_mix(config: Config) -> Recurrent:
+def time_mix(config: RwkvConfig) -> Recurrent:
     """Build the recurrence of a layer, as one head."""
     M, A = config.hidden_size, config.attention_hidden_size
     project = TokenShiftQKV(*(HeadProjection(M, 1, A) for _ in "qkv"))
     return Recurrent(project, RWKV4Rule(1, A), Linear(A, M, bias=False))
 
 
-def reshaped(parameter_name: str, *stored: int) -> TensorRule:
-    """Return the rule of a parameter that is stored with another shape.
-
-    >>> import torch
-    >>> reshaped("w", 1, 1, -1).pack([torch.zeros(3)]).shape
-    torch.Size([1, 1, 3])
-    """
-    return TensorRule(
-        (parameter_name,),
-        lambda x, sizes: (x.reshape(sizes[0]),),
-        lambda parts: parts[0].reshape(stored),
-    )
-
-
-def complete_config(config: Config, raw: Raw, stored: Collection[str]) -> Config:
+def complete_config(config: RwkvConfig, raw: Raw, stored: Collection[str]) -> RwkvConfig:
     """Tie the head to the embedding if it is not stored, unless config.json says otherwise."""
     if "head.weight" in stored or raw.get("tie_word_embeddings") is False:
         return config
@@ -101,12 +85,14 @@ NAMES: NameTable = {
     STORED + "feed_forward.receptance.weight": OURS + "feed_forward.receptance.weight",
     STORED + "feed_forward.value.weight": OURS + "feed_forward.down.weight",
 }
-FAMILY = Family(
-    Config,
-    build,
-    NAMES,
-    complete_config=complete_config,
-    prefixes=("rwkv.",),
-    head="head.weight",
-    keep_float32=("*.rule.decay", "*.rule.bonus"),
-)
+FAMILIES = {
+    "rwkv": Family(
+        RwkvConfig,
+        build,
+        NAMES,
+        complete_config=complete_config,
+        prefixes=("rwkv.",),
+        head="head.weight",
+        keep_float32=("*.rule.decay", "*.rule.bonus"),
+    ),
+}

@@ -128,10 +128,7 @@ def initialize_t5(model: EncoderDecoder, head_dim: int) -> None:
         nn.init.normal_(part.get_parameter("weight"))
 
 
-Config = T5Config
-
-
-def complete_config(config: Config, _: Raw, stored: Collection[str]) -> Config:
+def complete_config(config: T5Config, _: Raw, stored: Collection[str]) -> T5Config:
     """Untie the head if it is stored and not scaled, as in version 1.1.
 
     tie_word_embeddings does not decide it, since transformers 5 writes true for every T5.
@@ -140,7 +137,7 @@ def complete_config(config: Config, _: Raw, stored: Collection[str]) -> Config:
     return replace(config, tie_word_embeddings=False) if own else config
 
 
-def build(config: Config) -> EncoderDecoder:
+def build(config: T5Config) -> EncoderDecoder:
     """Build the encoder-decoder of a config, with the initial weights of the released code."""
     M, V, D = config.d_model, config.vocab_size, config.d_kv
     sizes, norm = (
@@ -167,7 +164,7 @@ def build(config: Config) -> EncoderDecoder:
     return model
 
 
-def _feed_forward(config: Config) -> nn.Module:
+def _feed_forward(config: T5Config) -> nn.Module:
     gated, name = config.activation
     sizes, f = (config.d_model, config.d_ff), activation(name)
     return GatedFeedForward(*sizes, f) if gated else FeedForward(*sizes, f, bias=False)
@@ -212,7 +209,7 @@ NAMES = {
 """Stored name -> parameter name."""
 
 
-def check(config: Config) -> None:
+def check(config: T5Config) -> None:
     """Check that the buckets of relative positions are possible for the distance."""
     buckets = config.relative_attention_num_buckets
     for both in (True, False):
@@ -221,12 +218,14 @@ def check(config: Config) -> None:
         )
 
 
-FAMILY = Family(
-    Config,
-    build,
-    NAMES,
-    complete_config=complete_config,
-    check=check,
-    buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-    architecture="encoder-decoder",
-)
+FAMILIES = {
+    "t5": Family(
+        T5Config,
+        build,
+        NAMES,
+        complete_config=complete_config,
+        check=check,
+        buffers=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+        architecture="encoder-decoder",
+    ),
+}

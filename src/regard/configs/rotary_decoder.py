@@ -1,0 +1,325 @@
+"""Decoders with grouped queries and rotary positions: the keys that they share, and
+`DecoderRecipe`, which says in which parts a family differs from Llama.
+
+`models/assembly/llama_like.py` builds the network from the same recipe from which `sizes` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from regard.argument_checks import check_groups, check_number
+from regard.configs.base import (
+    ModelConfig,
+    Raw,
+    check_activation,
+    check_sizes,
+    layer_windows,
+)
+from regard.configs.rope import RopeSettings, check_rope, normalize_rope
+from regard.cost.model import DenseSpec, FeedForwardSpec, LayerSpec, ModelSpec, MoESpec
+from regard.cost.softmax import SoftmaxSpec
+from regard.cost.spec import HeadShape, ParameterCounts, Spec
+from regard.errors import ArgumentError
+from regard.units import plural
+
+SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
+"""The activation that most families have, and that no key changes."""
+Flag: TypeAlias = bool | str
+"""A truth value, or the name of the config's attribute that says it."""
+Number: TypeAlias = float | str
+"""A number, or the name of the config's attribute that has it."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixtures of experts in place of the feed-forward layers.
+
+    Attributes:
+        count, width: the attributes with the number of experts and the width of each.
+        active: how many experts a token uses, or the attribute with that number.
+        router: how experts are scored; "sigmoid" has a correction for each expert.
+        normalized: whether the weights of the chosen experts are divided by their sum.
+        shared: the attribute with the width of an expert for all tokens; None if there is none.
+        shared_gate: whether a gate weighs that expert.
+        dense: the attribute with the number of first layers that have no experts; None if all have.
+        stored: the name of the mixture in checkpoints.
+        parts: the names of an expert's gate, up and down projection in checkpoints.
+    """
+
+    count: str
+    width: str = "intermediate_size"
+    active: int | str = "num_experts_per_tok"
+    router: Literal["softmax", "sigmoid", "sparse_mixer"] = "softmax"
+    normalized: Flag = True
+    shared: str | None = None
+    shared_gate: bool = False
+    dense: str | None = None
+    stored: str = "mlp"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class DecoderRecipe:
+    """In which parts a family of decoders differs from Llama.
+
+    Attributes:
+        norm: the kind of all norms: RMS norms, or LayerNorms with weight and bias, without bias, or
+            without any parameter; "1 + w" is the weight itself plus 1.
+        norms: whether a sublayer has a norm before it, after it, or both.
+        parallel: whether both sublayers of a block read the result of one norm.
+        eps: the eps of the norms.
+        head_norms: whether queries and keys have a norm on each head, or one over all heads.
+        qkv_bias, output_bias, ff_bias, head_bias: which maps have biases.
+        gated, activation: the feed-forward layer; a config's own `hidden_act` comes first.
+        layout, partial: the pairs of the rotary positions, and the rotated share of a head.
+        window_pattern: without the keys that name the layers with a window, every n-th layer has
+            full attention.
+        sinks: whether each head has a learned attention sink.
+        clip: the largest absolute value of queries, keys and values.
+        embedding_scale, score_scale, residual_scale, logit_scale: factors.
+        score_cap, logit_cap: soft caps.
+        experts: mixtures of experts in place of the feed-forward layers.
+        stored: Llama's name of a part in checkpoints -> this family's, where they differ.
+        fused: the maps whose rows are stored in one tensor: "qkv_proj", "gate_up_proj".
+    """
+
+    norm: Literal["rms", "rms 1 + w", "layer", "layer 1 + w", "layer, no bias", "layer, bare"] = (
+        "rms"
+    )
+    norms: Literal["before", "after", "around"] = "before"
+    parallel: Flag = False
+    eps: Number = "rms_norm_eps"
+    head_norms: Literal["each head", "all heads", "none"] | tuple[str, str] = "none"
+    qkv_bias: Flag = False
+    output_bias: Flag = False
+    ff_bias: Flag = False
+    head_bias: Flag = False
+    gated: bool = True
+    activation: str = "silu"
+    layout: Literal["half", "interleaved"] = "half"
+    partial: Number = 1.0
+    window_pattern: int | None = None
+    sinks: bool = False
+    clip: str | None = None
+    embedding_scale: Number = 1.0
+    score_scale: str | None = None
+    residual_scale: str | None = None
+    logit_scale: Number = 1.0
+    score_cap: str | None = None
+    logit_cap: str | None = None
+    experts: Experts | None = None
+    stored: Mapping[str, str] | None = None
+    fused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RotaryDecoderConfig(ModelConfig):
+    """The keys that decoders with grouped queries and rotary positions share, whatever their norms
+    and feed-forward layers.
+
+    Raises:
+        ArgumentError: a size is less than 1, num_key_value_heads does not divide
+            num_attention_heads, a token uses more experts than there are, or the keys of the
+            activation, of rotary positions or of windows are not supported.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, object] | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+
+    recipe: ClassVar[DecoderRecipe] = DecoderRecipe()
+    zero: ClassVar[tuple[str, ...]] = ("max_window_layers",)
+
+    def __post_init__(self) -> None:
+        check_sizes(self, zero=self.zero)
+        check_groups(self.num_attention_heads, self.num_key_value_heads)
+        if hasattr(self, "hidden_act"):
+            check_activation(self.hidden_act)
+        if self.recipe.norm.startswith("layer"):
+            eps = self.value(self.recipe.eps)
+            check_number("the eps of the norms", eps, 0, float("inf"), "above 0")
+        for settings in self.ropes():
+            if settings is not None:
+                check_rope(settings)
+        self.windows()
+        if (experts := self.recipe.experts) is not None:
+            check_experts(experts.count, self.value(experts.count), self.value(experts.active))
+
+    def value(self, value: Any) -> Any:
+        """Return a value of the recipe, which may be the name of an attribute."""
+        return getattr(self, value) if isinstance(value, str) else value
+
+    @classmethod
+    def normalize_keys(cls, raw: Raw) -> dict[str, object]:
+        """Return the keys with head_dim and num_key_value_heads, and rotary settings in one form.
+
+        >>> sizes = {"num_attention_heads": 4, "hidden_size": 32}
+        >>> raw = {**sizes, "rope_parameters": {"rope_theta": 1e6}}
+        >>> keys = RotaryDecoderConfig.normalize_keys(raw)
+        >>> keys["num_key_value_heads"], keys["head_dim"], keys["rope_theta"]
+        (4, 8, 1000000.0)
+        """
+        keys = normalize_rope(raw)
+        heads, size = keys.get("num_attention_heads"), keys.get("hidden_size")
+        if isinstance(heads, int) and isinstance(size, int) and heads > 0:
+            if keys.get("num_key_value_heads") is None:
+                keys["num_key_value_heads"] = heads
+            if keys.get("head_dim") is None:
+                if size % heads:
+                    raise ArgumentError(
+                        f"hidden_size {size} is not divisible by num_attention_heads {heads}, and "
+                        "head_dim is not given"
+                    )
+                keys["head_dim"] = size // heads
+        return keys
+
+    @property
+    def rope(self) -> RopeSettings:
+        """The settings of the rotary positions of every layer."""
+        return RopeSettings(
+            self.head_dim,
+            self.rope_theta,
+            self.rope_scaling,
+            self.max_position_embeddings,
+            self.value(self.recipe.partial),
+            self.recipe.layout,
+        )
+
+    def ropes(self) -> tuple[RopeSettings | None, ...]:
+        """Return the rotary settings of each layer; None for a layer without rotary positions."""
+        return (self.rope,) * self.num_hidden_layers
+
+    def windows(self) -> tuple[int | None, ...]:
+        """Return, for each layer, how many keys a query attends to; None means no limit."""
+        if not hasattr(self, "sliding_window"):
+            return (None,) * self.num_hidden_layers
+        keys = {key: getattr(self, key) for key in WINDOW_KEYS if hasattr(self, key)}
+        if keys.get("layer_types") is None and keys.get("sliding_window_pattern") is None:
+            keys["sliding_window_pattern"] = self.recipe.window_pattern
+        return layer_windows(self.num_hidden_layers, **keys)
+
+    def sizes(self, name: str) -> ModelSpec:
+        """Return the sizes of the decoder, layer by layer."""
+        norm = ParameterCounts(norms=self.norm_size)
+        count = 4 if self.recipe.norms == "around" else 2
+        count = 1 if self.value(self.recipe.parallel) else count
+        norms = ParameterCounts(norms=count * self.norm_size)
+        layers = tuple(
+            LayerSpec(self.mixer(layer, window), self.feed_forward(layer), norms)
+            for layer, window in enumerate(self.windows())
+        )
+        head = self.vocab_size if self.value(self.recipe.head_bias) else 0
+        return ModelSpec(
+            name,
+            self.vocab_size,
+            self.hidden_size,
+            layers,
+            norms=norm + ParameterCounts(biases=head),
+            tied=self.tie_word_embeddings,
+        )
+
+    @property
+    def norm_size(self) -> int:
+        """The number of parameters of a norm of the model dim."""
+        values = {"layer": 2, "layer 1 + w": 2, "layer, bare": 0}
+        return values.get(self.recipe.norm, 1) * self.hidden_size
+
+    @property
+    def head_norms(self) -> str:
+        """Which norms queries and keys have; a recipe with a pair also names the key for them."""
+        kind = self.recipe.head_norms
+        if isinstance(kind, str):
+            return kind
+        return kind[0] if getattr(self, kind[1]) else "none"
+
+    def mixer(self, layer: int, window: int | None) -> Spec:
+        """Return the sizes of the mechanism of a layer."""
+        return self.attention(window)
+
+    def attention(self, window: int | None = None) -> SoftmaxSpec:
+        """Return the sizes of attention with a window."""
+        H, G, D = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        # query heads share the weights of a norm on each head, and so do key heads
+        norms = {"each head": 2 * D, "all heads": (H + G) * D}
+        return SoftmaxSpec.of(
+            self.hidden_size,
+            HeadShape(H, G, D, D),
+            bias=self.value(self.recipe.qkv_bias),
+            output_bias=self.value(self.recipe.output_bias),
+            norms=norms.get(self.head_norms, 0),
+            extra=H if self.recipe.sinks else 0,
+            window=window,
+        )
+
+    def feed_forward(self, layer: int) -> FeedForwardSpec:
+        """Return the sizes of the feed-forward part of a layer."""
+        M, recipe, experts = self.hidden_size, self.recipe, self.recipe.experts
+        bias = self.value(recipe.ff_bias)
+        if experts is None or (experts.dense and layer < self.value(experts.dense)):
+            return DenseSpec(M, self.intermediate_size, gated=recipe.gated, bias=bias)
+        count, shared = self.value(experts.count), experts.shared
+        return MoESpec(
+            DenseSpec(M, self.value(experts.width), bias=bias),
+            count,
+            self.value(experts.active),
+            None if shared is None else DenseSpec(M, self.value(shared)),
+            count if experts.router == "sigmoid" else 0,
+            experts.shared_gate,
+        )
+
+
+WINDOW_KEYS = (
+    "sliding_window",
+    "layer_types",
+    "sliding_window_pattern",
+    "max_window_layers",
+    "use_sliding_window",
+)
+"""The keys of `layer_windows`."""
+
+
+@dataclass(frozen=True)
+class GroupedQueryConfig(RotaryDecoderConfig):
+    """The keys that Llama, its relatives and the Gemmas share: those of `RotaryDecoderConfig`, with
+    RMS norms.
+    """
+
+    rms_norm_eps: float = 1e-6
+
+    fixed = SILU
+
+
+def check_experts(key: str, experts: int, per_token: int) -> None:
+    """Check that a token uses no more experts than there are.
+
+    >>> check_experts("num_experts", 8, 2)
+    """
+    if per_token > experts:
+        raise ArgumentError(
+            f"num_experts_per_tok is {per_token}, and {key} is {experts}; it must be at most that"
+        )
+
+
+def rotated_by_flag(flags: tuple[int, ...] | None, layers: int, interval: int) -> tuple[bool, ...]:
+    """Return whether each layer has rotary positions: a 1 in `no_rope_layers`, or without that key
+    all layers but every n-th.
+    """
+    if flags is None:
+        return tuple((i + 1) % interval != 0 for i in range(layers))
+    if len(flags) != layers or not set(flags) <= {0, 1}:
+        raise ArgumentError(
+            f"no_rope_layers must have 0 or 1 for each of {plural(layers, 'layer')}; it has "
+            f"{plural(len(flags), 'entry')}"
+        )
+    return tuple(flag == 1 for flag in flags)

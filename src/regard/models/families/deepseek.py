@@ -1,0 +1,392 @@
+"""DeepSeek-V2, V3 and V3.2, and Kimi Linear: latent attention, and dense layers, then mixtures of
+experts.
+
+DeepSeek-V2 scores experts by a softmax, and V3 by sigmoids with a bias that balances their load. In
+V3.2 attention reads only the keys that a lightning indexer selects. The released code turns the
+index queries and keys by a Hadamard matrix and rounds them to 8 bits. The turn changes no score;
+the rounding is not done here. Kimi Linear has three layers of Kimi Delta Attention, then one of
+latent attention without positions.
+
+Source: DeepSeek-AI 2024 (arXiv 2405.04434); DeepSeek-AI 2024 (arXiv 2412.19437); DeepSeek-AI 2025
+(DeepSeek-V3.2-Exp); Kimi Team 2025 (arXiv 2510.26692); key names as in Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from regard import masks
+from regard.configs.base import FULL, ModelConfig
+from regard.configs.deepseek import (
+    DeepseekConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    KimiLinearConfig,
+    LatentConfig,
+)
+from regard.configs.rotary_decoder import Experts
+from regard.errors import ArgumentError
+from regard.models.assembly import building_blocks, llama_like
+from regard.models.assembly.building_blocks import embedding_and_head, initialize_weights
+from regard.models.assembly.gated_delta import DECAYS, filters
+from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
+from regard.models.checkpoint.family import Family, NameTable, reshaped
+from regard.models.decoder import Decoder
+from regard.nn import (
+    Attention,
+    Block,
+    ConvolvedQKV,
+    HeadProjection,
+    InputEmbedding,
+    LatentProjection,
+    PreNorm,
+    Recurrent,
+    RMSNorm,
+    SwiGLU,
+)
+from regard.nn.delta_rules import BottleneckProjection, ChannelLogDecay, DeltaRule
+from regard.nn.experts import MoE
+from regard.nn.latent_projection import LowRankProjection
+from regard.nn.linear import Linear
+from regard.nn.mixer import Mixer
+from regard.nn.norms import L2Norm
+from regard.nn.recurrent_projections import CausalConvolution, JoinedConvolution
+from regard.nn.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
+from regard.nn.selected_attention import IndexedLatentAttention, LatentIndexer
+from regard.positions import Rotary
+
+PROJECT = MODEL_LAYER + "attention.project."
+LATENT_ATTENTION = {
+    STORED_LAYER + "self_attn.q_proj.weight": PROJECT + "q.linear.weight",
+    STORED_LAYER + "self_attn.q_a_proj.weight": PROJECT + "q.down.weight",
+    STORED_LAYER + "self_attn.q_a_proj.bias": PROJECT + "q.down.bias",
+    STORED_LAYER + "self_attn.q_a_layernorm.weight": PROJECT + "q.norm.weight",
+    STORED_LAYER + "self_attn.q_b_proj.weight": PROJECT + "q.up.linear.weight",
+    STORED_LAYER + "self_attn.kv_a_proj_with_mqa.weight": PROJECT + "kv_down.weight",
+    STORED_LAYER + "self_attn.kv_a_proj_with_mqa.bias": PROJECT + "kv_down.bias",
+    STORED_LAYER + "self_attn.kv_a_layernorm.weight": PROJECT + "kv_norm.weight",
+    STORED_LAYER + "self_attn.kv_b_proj.weight": PROJECT + "kv_up.linear.weight",
+    STORED_LAYER + "self_attn.o_proj.weight": MODEL_LAYER + "attention.output.weight",
+    STORED_LAYER + "self_attn.o_proj.bias": MODEL_LAYER + "attention.output.bias",
+}
+NAMES = (
+    llama_like.EMBEDDING_AND_HEAD
+    | llama_like.PRE_NORMS
+    | llama_like.FEED_FORWARD
+    | LATENT_ATTENTION
+    | llama_like.expert_names(Experts(""))
+)
+"""Stored name -> parameter name; the first {} is the number of the layer, a second one that of the
+expert.
+"""
+BUFFERS = (*llama_like.BUFFERS, r"model\.layers\.61\..*")
+"""Patterns of stored tensors that are not loaded. Layer 61 of V3 predicts a second token
+(multi-token prediction).
+"""
+
+
+def groups(n_group: int | None, topk_group: int | None, best: int) -> ExpertGroups:
+    """Return the groups of experts of a config.
+
+    >>> groups(8, 4, 2)
+    ExpertGroups(count=8, topk=4, best=2)
+    """
+    if n_group is None or topk_group is None:
+        raise ArgumentError(f"n_group is {n_group} and topk_group {topk_group}; groups need both")
+    return ExpertGroups(n_group, topk_group, best)
+
+
+def _check(config: DeepseekConfig, router: Callable[[], Router]) -> None:
+    """Check the numbers of the rotary scaling, and the sizes of the router."""
+    building_blocks.rotary_module(config.rope)
+    with torch.device("meta"):  # only sizes are checked, and nothing is allocated
+        router()
+
+
+def sigmoid_router(config: DeepseekV3Config) -> SigmoidRouter:
+    """Build the router of V3 with sigmoid scores; groups are ranked by their best two experts."""
+    return SigmoidRouter(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        groups=groups(config.n_group, config.topk_group, 2),
+        normalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )
+
+
+def causal_attention(project: LatentProjection, output: nn.Module) -> Mixer:
+    """Build latent attention to all earlier keys."""
+    return Attention(project, output, mask=masks.Causal(), scale=project.scale)
+
+
+def _decoder(
+    config: DeepseekConfig,
+    router: Callable[[], Router],
+    attention: Callable[[LatentProjection, nn.Module], Mixer] = causal_attention,
+) -> Decoder:
+    """Build a decoder with initial weights: the first layers are dense, the others have experts."""
+    embedding, head = embedding_and_head(
+        config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
+    rotary = building_blocks.rotary_module(config.rope)
+    layers = [
+        Block(
+            attention(*_attention_parts(config, rotary)),
+            _feed_forward(config, router, layer),
+            PreNorm(_norm(config)),
+            PreNorm(_norm(config)),
+        )
+        for layer in range(config.num_hidden_layers)
+    ]
+    return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
+
+
+def _attention_parts(config: DeepseekConfig, rotary: Rotary) -> tuple[LatentProjection, nn.Module]:
+    M, H, E = config.hidden_size, config.num_attention_heads, config.v_head_dim
+    project = LatentProjection(
+        M,
+        H,
+        rotary,
+        kv_rank=config.kv_lora_rank,
+        nope_dim=config.qk_nope_head_dim,
+        value_dim=E,
+        q_rank=config.q_lora_rank,
+        bias=config.attention_bias,
+    )
+    return project, Linear(H * E, M, bias=config.attention_bias)
+
+
+def _feed_forward(config: DeepseekConfig, router: Callable[[], Router], layer: int) -> SwiGLU | MoE:
+    M, width = config.hidden_size, config.moe_intermediate_size
+    if layer < config.first_k_dense_replace:
+        return SwiGLU(M, config.intermediate_size)
+    experts = [SwiGLU(M, width) for _ in range(config.n_routed_experts)]
+    return MoE(router(), experts, SwiGLU(M, width * config.n_shared_experts))
+
+
+def _norm(config: LatentConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+METHODS = ("greedy", "group_limited_greedy")
+
+
+def softmax_router(config: DeepseekV2Config) -> SoftmaxRouter:
+    """Build the router: softmax over all experts, which topk_method may limit to the best groups.
+
+    Groups are ranked by their best expert.
+    """
+    if config.topk_method not in METHODS:
+        raise ArgumentError(
+            f"topk_method is {config.topk_method!r}; supported are "
+            f"{' and '.join(map(repr, METHODS))}"
+        )
+    limited = config.topk_method == "group_limited_greedy"
+    limits = groups(config.n_group, config.topk_group, 1) if limited else None
+    return SoftmaxRouter(
+        config.hidden_size,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        groups=limits,
+        scale=config.routed_scaling_factor,
+    )
+
+
+def indexed_attention(
+    config: DeepseekV32Config, project: LatentProjection, output: nn.Module
+) -> IndexedLatentAttention:
+    """Build latent attention with its indexer, whose rotary pairs are in two halves."""
+    M, J, d = config.hidden_size, config.index_n_heads, config.index_head_dim
+    latent = project.q
+    assert isinstance(latent, LowRankProjection), "the config refuses q_lora_rank null"
+    of_attention = building_blocks.rotary_module(config.rope)
+    rotary = Rotary(
+        d, config.rope_theta, scaling=of_attention.scaling, rotary_dim=config.qk_rope_head_dim
+    )
+    selector = LatentIndexer(
+        HeadProjection(latent.down.out_features, J, d, rotary),
+        HeadProjection(M, 1, d, rotary, flat=nn.LayerNorm(d, eps=1e-6)),
+        Linear(M, J, bias=False),
+        latent,
+        topk=config.index_topk,
+    )
+    return IndexedLatentAttention(project, selector, output, scale=project.scale)
+
+
+INDEXER, SELECTOR = STORED_LAYER + "self_attn.indexer.", MODEL_LAYER + "attention.selector."
+V32_NAMES: NameTable = {
+    **NAMES,
+    INDEXER + "wq_b.weight": SELECTOR + "q.linear.weight",
+    INDEXER + "wk.weight": SELECTOR + "k.linear.weight",
+    INDEXER + "k_norm.weight": SELECTOR + "k.flat.weight",
+    INDEXER + "k_norm.bias": SELECTOR + "k.flat.bias",
+    INDEXER + "weights_proj.weight": SELECTOR + "weight.weight",
+}
+"""Stored name -> parameter name, as in `NAMES`."""
+
+
+def _build_kimi(config: KimiLinearConfig) -> Decoder:
+    """Build the decoder of a config, with initial weights."""
+    M = config.hidden_size
+    embedding, head = embedding_and_head(config.vocab_size, M, tied=config.tie_word_embeddings)
+    layers = []
+    for layer, kind in enumerate(config.kinds()):
+        mixer: Mixer = latent_attention(config) if kind == FULL else delta_attention(config)
+        norms = (PreNorm(_norm(config)) for _ in range(2))
+        layers.append(Block(mixer, _kimi_feed_forward(config, layer), *norms))
+    return initialize_weights(Decoder(InputEmbedding(embedding), layers, _norm(config), head))
+
+
+def latent_attention(config: KimiLinearConfig) -> Attention:
+    """Build latent attention; no dim of the keys is rotated."""
+    M, H, E = config.hidden_size, config.num_attention_heads, config.v_head_dim
+    project = LatentProjection(
+        M,
+        H,
+        Rotary(config.qk_rope_head_dim, rotary_dim=0),
+        kv_rank=config.kv_lora_rank,
+        nope_dim=config.qk_nope_head_dim,
+        value_dim=E,
+        q_rank=config.q_lora_rank,
+        bias=config.attention_bias,
+    )
+    output = Linear(H * E, M, bias=config.attention_bias)
+    return Attention(project, output, mask=masks.Causal(), scale=project.scale)
+
+
+def delta_attention(config: KimiLinearConfig) -> Recurrent:
+    """Build Kimi Delta Attention; the bottlenecks of decay and gate are as wide as a head."""
+    M, H, D = config.hidden_size, config.linear_num_heads, config.linear_head_dim
+    kernel = config.linear_conv_kernel_dim
+    project = ConvolvedQKV(
+        HeadProjection(M, H, D, L2Norm()),
+        HeadProjection(M, H, D, L2Norm()),
+        HeadProjection(M, H, D),
+        JoinedConvolution([CausalConvolution(H * D, kernel) for _ in "qkv"]),
+    )
+    return Recurrent(
+        project,
+        DeltaRule(M, H, decay=ChannelLogDecay(M, H, D, D)),
+        Linear(H * D, M, bias=False),
+        norm=RMSNorm(D, eps=config.rms_norm_eps),
+        gate=BottleneckProjection(M, D, H, D),
+        gate_activation="sigmoid",
+    )
+
+
+def _kimi_feed_forward(config: KimiLinearConfig, layer: int) -> nn.Module:
+    M, hidden = config.hidden_size, config.moe_intermediate_size
+    if layer < config.first_k_dense_replace:
+        return SwiGLU(M, config.intermediate_size)
+    shared = SwiGLU(M, hidden * config.num_shared_experts)
+    return llama_like.mixture(M, hidden, _kimi_router(config), shared)
+
+
+def _kimi_router(config: KimiLinearConfig) -> SigmoidRouter:
+    n = config.num_expert_group
+    return SigmoidRouter(
+        config.hidden_size,
+        config.num_experts,
+        config.num_experts_per_token,
+        normalise=config.moe_renormalize,
+        groups=None if n == 1 else ExpertGroups(n, config.topk_group, 2),
+        scale=config.routed_scaling_factor,
+    )
+
+
+def _check_kimi(config: KimiLinearConfig) -> None:
+    """Check the sizes of the router."""
+    with torch.device("meta"):  # only sizes are checked, and nothing is allocated
+        _kimi_router(config)
+
+
+STORED, MIXER = STORED_LAYER + "self_attn.", MODEL_LAYER + "attention."
+FEED_FORWARD, DECAY = MODEL_LAYER + "feed_forward.", MIXER + "rule.decay."
+DELTA: NameTable = {
+    STORED + "k_proj.weight": MIXER + "project.k.linear.weight",
+    STORED + "v_proj.weight": MIXER + "project.v.linear.weight",
+    **{
+        STORED + f"{part}_conv1d.weight": filters(f"{MIXER}project.convolution.parts.{i}.weight")
+        for i, part in enumerate("qkv")
+    },
+    STORED + "b_proj.weight": MIXER + "rule.beta_proj.weight",
+    STORED + "f_a_proj.weight": DECAY + "project.down.weight",
+    STORED + "f_b_proj.weight": DECAY + "project.linear.weight",
+    STORED + "A_log": reshaped(DECAY + "A_log", 1, 1, -1, 1),
+    STORED + "dt_bias": reshaped(DECAY + "dt_bias", -1),
+    STORED + "g_a_proj.weight": MIXER + "gate.down.weight",
+    STORED + "g_b_proj.weight": MIXER + "gate.linear.weight",
+    STORED + "o_norm.weight": MIXER + "norm.weight",
+}
+"""What a layer of Kimi Delta Attention has besides the maps of queries and of the output, which
+have the same names in both kinds of layers.
+"""
+EXPERTS = STORED_LAYER + "block_sparse_moe."
+KIMI_NAMES: NameTable = {
+    **llama_like.EMBEDDING_AND_HEAD,
+    **llama_like.PRE_NORMS,
+    **LATENT_ATTENTION,
+    **DELTA,
+    **llama_like.FEED_FORWARD,
+    # transformers writes a dense layer under the name of the experts
+    **{
+        EXPERTS + f"{part}_proj.weight": f"{FEED_FORWARD}{part}.weight"
+        for part in ("gate", "up", "down")
+    },
+    **llama_like.expert_names(Experts("", stored="block_sparse_moe", parts=("w1", "w3", "w2"))),
+}
+
+
+def _family(
+    config: type[ModelConfig],
+    router: Callable[[Any], Router],
+    names: NameTable = NAMES,
+    attention: Callable[..., Mixer] | None = None,
+    keep_float32: tuple[str, ...] = (),
+) -> Family:
+    def build(own: Any) -> Decoder:
+        mixer = causal_attention if attention is None else partial(attention, own)
+        return _decoder(own, partial(router, own), mixer)
+
+    return Family(
+        config,
+        build,
+        names,
+        check=lambda own: _check(own, partial(router, own)),
+        prefixes=llama_like.PREFIXES,
+        head=llama_like.HEAD,
+        buffers=BUFFERS,
+        keep_float32=keep_float32,
+    )
+
+
+CORRECTION = "*.router.correction"
+"""The bias of the experts, which stays in float32: rounding it would change which are selected."""
+FAMILIES = {
+    "deepseek_v2": _family(DeepseekV2Config, softmax_router),
+    "deepseek_v3": _family(DeepseekV3Config, sigmoid_router, keep_float32=(CORRECTION,)),
+    "deepseek_v32": _family(
+        DeepseekV32Config,
+        sigmoid_router,
+        V32_NAMES,
+        indexed_attention,
+        # rounding the weights of the indexer would change which keys are selected
+        keep_float32=(CORRECTION, "*.selector.weight.weight"),
+    ),
+    "kimi_linear": Family(
+        KimiLinearConfig,
+        _build_kimi,
+        KIMI_NAMES,
+        check=_check_kimi,
+        prefixes=llama_like.PREFIXES,
+        head=llama_like.HEAD,
+        keep_float32=(*DECAYS, CORRECTION),
+    ),
+}
