@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-
 from regard.audit.influence import influence
+from torch import Tensor
 
 
 def test_a_small_leak_is_visible_and_nan_beside_nan_is_not() -> None:

@@ -14,7 +14,7 @@ import regard
 from regard.cli.app import run
 from regard.inspect import strongest_head
 from regard.inspect.explain.head_choice import HEAD_FOR_KEY_RULE, HEAD_RULE
-from regard.view.explanation_figure import draw, recipe
+from regard.view.heatmaps import draw_explanation, recipe
 from tests.cli.command import Said
 from tests.inspect.small_model import TEXT, model
 
@@ -262,7 +262,7 @@ def test_a_figure_of_hostile_tokens_is_drawn(tmp_path: Path) -> None:
     ]
     hostile = {**found, "pieces": names, "row_pieces": names, "query_piece": "$\\frac{"}
     target = tmp_path / "a.svg"
-    assert draw(hostile, target) == target.stat().st_size > 1000
+    assert draw_explanation(hostile, target) == target.stat().st_size > 1000
     text = target.read_text("utf-8")
     assert text.count("</svg>") == 1
     assert "\x1b" not in text

@@ -25,7 +25,7 @@ from regard.inspect import (
     explain,
     head_scores,
     load,
-    pooled,
+    pool_pattern,
     record,
     repeated_ids,
     report,
@@ -157,7 +157,7 @@ def test_edited_scores_and_patterns_are_recorded_as_they_were_used(name: str, ho
             assert torch.allclose(mine, order, atol=1e-6)
     assert place.name == "layers.0"
     assert found.row_sums["layers.0"].sound, str(found.row_sums["layers.0"])
-    blocks = pooled(place, 4, batch=0).head(2)
+    blocks = pool_pattern(place, 4, batch=0).head(2)
     whole = found.weights(0, 2)
     seeing = (whole > 0).any(1)
     assert torch.allclose(

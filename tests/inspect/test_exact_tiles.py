@@ -17,7 +17,7 @@ from torch import Tensor
 import regard
 from regard import biases, masks
 from regard.inspect import Recorder, Recording
-from regard.inspect.record.tiles import pooled
+from regard.inspect.record.tiles import pool_pattern
 from regard.inspect.report.page_rules import split_by_pool
 from regard.inspect.tile_server import exact_tiles
 from regard.inspect.tile_server.exact_tiles import HeadTiles, TileData
@@ -27,21 +27,18 @@ from regard.inspect.tile_server.head_overviews import (
     OverviewRecorder,
     head_overview,
 )
-from regard.inspect.tile_server.kept_results import KeptResults
-from regard.inspect.tile_server.session import ViewSession
-from regard.inspect.tile_server.single_cells import (
+from regard.inspect.tile_server.page_answers import (
+    HEADER,
     column_weights,
     describe_cell,
     describe_column,
     describe_row,
-    row_weights,
-)
-from regard.inspect.tile_server.wire_format import (
-    HEADER,
     encode_overview,
     encode_tile,
     encode_weights,
+    row_weights,
 )
+from regard.inspect.tile_server.session import KeptResults, ViewSession
 
 LENGTH = 700  # three tiles of level 0, the last one ragged
 SPARSE = (torch.arange(LENGTH)[:, None] * 7 + torch.arange(LENGTH) * 3) % 5 < 2
@@ -356,7 +353,7 @@ def test_the_comparison_would_find_a_wrong_tile() -> None:
     shifted = HeadTiles(recording[0], 1).tile(1, 0, 0)  # another head
     with pytest.raises(AssertionError):
         assert_close(shifted.mass, mass[:256, :256], 30.0)
-    blocks = pooled(recording[0], 2, heads=slice(0, 1)).mass[0]
+    blocks = pool_pattern(recording[0], 2, heads=slice(0, 1)).mass[0]
     assert torch.allclose(blocks, mass.clamp(min=0), atol=1e-9)
 
 

@@ -17,10 +17,9 @@ import torch
 from regard import masks
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import explain
-from regard.inspect.explain.attention_row import finish_online, online_softmax, softmax
+from regard.inspect.explain.attention_row import finish_online, online_softmax, softmax, why_masked
 from regard.inspect.explain.captured_run import SiteRecorder
-from regard.inspect.explain.inputs_and_outputs import pool_largest
-from regard.inspect.explain.mask_reasons import why_masked
+from regard.inspect.explain.explanation_parts import pool_largest
 from regard.inspect.explain.prepared_run import prepare_run
 from regard.nn import Attention, HeadProjection, RMSNorm, SeparateQKV
 from regard.positions import Rotary

@@ -22,7 +22,7 @@ from regard.cli.explain import read_text
 from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.inspect import explain
 from regard.inspect.explain.captured_run import record_run
-from regard.inspect.explain.inputs_and_outputs import QUERIES_PER_CHUNK
+from regard.inspect.explain.explanation_parts import QUERIES_PER_CHUNK
 from regard.inspect.explain.prepared_run import PretokenizedInput, prepare_run
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.report import report

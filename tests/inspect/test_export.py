@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from regard.errors import ArgumentError, FileError
-from regard.inspect import Recording, record
+from regard.inspect import Recording, compare, export, record
 from tests.inspect.small_model import TEXT, model
 
 
@@ -26,8 +26,8 @@ def recorded() -> Recording:
 
 def test_numpy_and_npz(tmp_path: Path) -> None:
     recording = recorded()
-    arrays = recording.to("numpy")
-    with np.load(recording.to(tmp_path / "r.npz"), allow_pickle=False) as stored:
+    arrays = export(recording, "numpy")
+    with np.load(export(recording, tmp_path / "r.npz"), allow_pickle=False) as stored:
         assert set(stored) == set(arrays) == set(recording.places)
         for name, weights in arrays.items():
             assert np.array_equal(stored[name], weights)
@@ -37,7 +37,7 @@ def test_numpy_and_npz(tmp_path: Path) -> None:
 
 def test_csv(tmp_path: Path) -> None:
     recording = recorded()
-    with recording.to(tmp_path / "r.csv").open(encoding="utf-8") as stream:
+    with export(recording, tmp_path / "r.csv").open(encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
     T = recording[0].T
     assert len(rows) == 3 * 4 * T * (T + 1) // 2, "masked weights are left out"
@@ -50,20 +50,20 @@ def test_csv(tmp_path: Path) -> None:
 
 def test_the_arguments_of_other_viewers() -> None:
     recording = recorded()
-    theirs = recording.to("bertviz")
+    theirs = export(recording, "bertviz")
     assert len(theirs["attention"]) == 3
     T = len(theirs["tokens"])
     assert all(x.shape == (1, 4, T, T) and x.dtype == torch.float32 for x in theirs["attention"])
     assert torch.equal(theirs["attention"][1][0, 2], recording.weights(1, 2).float())
-    theirs = recording.to("circuitsvis", layer=1)
+    theirs = export(recording, "circuitsvis", layer=1)
     assert theirs["attention"].shape == (4, T, T)
     assert theirs["attention_head_names"][3] == "layers.1 head 3"
     assert theirs["tokens"] == list(recording.pieces)
     generated = record(model(), TEXT, tokens=2, rows=1)
     with pytest.raises(ArgumentError, match="bertviz draws layers of self-attention"):
-        generated.to("bertviz")
+        export(generated, "bertviz")
     with pytest.raises(ArgumentError, match="CircuitsVis draws self-attention"):
-        generated.to("circuitsvis")
+        export(generated, "circuitsvis")
 
 
 # bertviz reads its own script from a file that it does not close
@@ -71,7 +71,7 @@ def test_the_arguments_of_other_viewers() -> None:
 def test_bertviz_draws_the_weights() -> None:
     viewer: Any = pytest.importorskip("bertviz")
     recording = recorded()
-    theirs = recording.to("bertviz")
+    theirs = export(recording, "bertviz")
     for draw in (viewer.head_view, viewer.model_view):
         page = draw(**theirs, html_action="return").data
         assert drawn_in(page, "attn", recording.weights(1, 2).float().tolist())
@@ -83,7 +83,7 @@ def test_circuitsvis_draws_the_weights() -> None:
     viewer: Any = pytest.importorskip("circuitsvis")
     attention: Any = importlib.import_module(f"{viewer.__name__}.attention")
     recording = recorded()
-    theirs = recording.to("circuitsvis", layer=1)
+    theirs = export(recording, "circuitsvis", layer=1)
     page = str(attention.attention_heads(**theirs))
     assert drawn_in(page, "attention", recording.weights(1, 2).float().tolist())
     assert not drawn_in(page, "attention", recording.weights(0, 2).float().tolist())
@@ -106,23 +106,23 @@ def drawn_in(page: str, name: str, pattern: list[list[float]]) -> bool:
 def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     recording = recorded()
-    assert recording.to(tmp_path / "r.png", layer=1, head=2).read_bytes()[1:4] == b"PNG"
-    drawn = recording.to(tmp_path / "r.svg", layer=1, head=2).read_text()
+    assert export(recording, tmp_path / "r.png", layer=1, head=2).read_bytes()[1:4] == b"PNG"
+    drawn = export(recording, tmp_path / "r.svg", layer=1, head=2).read_text()
     weight = recording.weights(1, 2)[3, 1].item()
     assert f"{recording.pieces[3]} ← {recording.pieces[1]}: {weight:.4f}" in html.unescape(drawn)
 
 
 def test_refused_formats(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="did you mean 'bertviz'"):
-        recorded().to("bertvis")
+        export(recorded(), "bertvis")
     long = record(model(max_position_embeddings=600), torch.ones(1, 520, dtype=torch.int64))
     with pytest.raises(ArgumentError, match="a picture shows 512 x 512 at most"):
-        long.to(tmp_path / "r.png")
+        export(long, tmp_path / "r.png")
 
 
 def test_two_recordings_beside_each_other() -> None:
     a, b = recorded(), record(model(seed=1), TEXT)
-    table = a.compare(b)
+    table = compare(a, b)
     for layer, head in ((0, 0), (2, 3)):
         total = 0.0
         for p, r in zip(
@@ -132,9 +132,9 @@ def test_two_recordings_beside_each_other() -> None:
                 middle = (x + y) / 2
                 total += sum(w / 2 * math.log2(w / middle) for w in (x, y) if w)
         assert abs(table.values[layer, head] - total / a[0].T) < 1e-6
-    assert float(a.compare(a).values.max()) == 0
+    assert float(compare(a, a).values.max()) == 0
     other = record(model(), "the blue forest")
     with pytest.raises(ArgumentError, match="runs with equally many tokens"):
-        a.compare(other)
+        compare(a, other)
     with pytest.raises(ArgumentError, match="no place in common"):
-        a.compare(Recording({"x": a[0]}))
+        compare(a, Recording({"x": a[0]}))

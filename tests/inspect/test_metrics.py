@@ -20,6 +20,7 @@ from regard.inspect import (
     repeated_ids,
     sink_share,
 )
+from regard.inspect.metrics import head_metrics
 from tests.inspect.small_model import model
 
 T = 12
@@ -172,13 +173,12 @@ def test_what_cannot_be_scored_is_refused(call: object, message: str) -> None:
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     """The annotations say so first under pytest; without them the functions do."""
-    from regard.inspect.metrics import pattern_scores
 
     with pytest.raises(ArgumentError, match=r"pattern is \(2, 3\); it must be \[..., T, T\]"):
-        pattern_scores._check_pattern(torch.zeros(2, 3), least=1)
+        head_metrics._check_pattern(torch.zeros(2, 3), least=1)
     with pytest.raises(
         ArgumentError,
         match=r"ids are \(2,\); the pattern has 3 rows, and there must be one id for each",
     ):
-        pattern_scores._check_pattern(torch.eye(3), least=1, ids=torch.tensor([1, 1]))
+        head_metrics._check_pattern(torch.eye(3), least=1, ids=torch.tensor([1, 1]))
     assert math.isfinite(previous_token_score(torch.eye(3)).item())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import regard
 from regard import masks
-from regard.inspect import Pooled, Recorder, Recording, pooled
+from regard.inspect import Pooled, Recorder, Recording, pool_pattern
 
 AT = torch.tensor([[*[-1] * 5, *range(18)], [*range(23)]])
 
@@ -101,7 +101,7 @@ def test_coarser_blocks_are_those_of_the_pattern(times: int | tuple[int, int]) -
 
 def test_rows_of_blocks_sum_to_one_at_every_level() -> None:
     found = some(q_positions=AT, k_positions=AT)
-    x = pooled(found[0], 1)
+    x = pool_pattern(found[0], 1)
     for _ in range(6):
         sums = x.mass.sum(2)
         assert (sums[x.seeing > 0] - 1).abs().max() < 1e-5
@@ -112,7 +112,7 @@ def test_rows_of_blocks_sum_to_one_at_every_level() -> None:
 
 def test_all_heads_at_once_or_one() -> None:
     found = some()
-    every, one = pooled(found[0], 4), pooled(found[0], 4, heads=slice(2, 3))
+    every, one = pool_pattern(found[0], 4), pool_pattern(found[0], 4, heads=slice(2, 3))
     assert every.mass.shape == (4, 6, 6)
     assert torch.equal(every.head(2).mass, one.head(0).mass)
     assert torch.equal(found.pooled(0, 2, 4).max, one.max[0])

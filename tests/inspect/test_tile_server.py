@@ -28,12 +28,10 @@ pytest.importorskip("uvicorn")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from regard.inspect.tile_server.app import Policy, application  # noqa: E402
-from regard.inspect.tile_server.connections import Limits  # noqa: E402
-from regard.inspect.tile_server.page_facts import page_facts  # noqa: E402
+from regard.inspect.tile_server.app import Limits, Policy, application  # noqa: E402
+from regard.inspect.tile_server.page_answers import HEADER, page_facts  # noqa: E402
 from regard.inspect.tile_server.serve import Server  # noqa: E402
 from regard.inspect.tile_server.session import ViewSession  # noqa: E402
-from regard.inspect.tile_server.wire_format import HEADER  # noqa: E402
 
 TOKEN = "t" * 43
 HOST = "127.0.0.1:8123"

@@ -15,7 +15,7 @@ import regard
 from regard import biases, masks
 from regard.caches import Ring
 from regard.errors import ArgumentError
-from regard.inspect import Recorder, Recording, pooled, walk
+from regard.inspect import Recorder, Recording, iterate_tiles, pool_pattern
 from regard.inspect.record.recorded_place import Place
 from regard.nn.variants import VARIANTS
 from regard.span import Span
@@ -98,7 +98,7 @@ def dense(
 def assert_right(found: Recording, head: int, right: Tensor, bar: float = BAR) -> None:
     """Every tile that is walked over, and zero where none is."""
     left = right.clone()
-    for tile in walk(found[0], SIZE, heads=slice(head, head + 1)):
+    for tile in iterate_tiles(found[0], SIZE, heads=slice(head, head + 1)):
         at = tile.rows, tile.columns
         assert float((tile.weights[0] - right[at]).abs().max()) <= bar
         left[at] = 0
@@ -122,7 +122,7 @@ def test_rows_of_every_mask_with_every_addition(mask: str, extra: str) -> None:
     for head, start in ((0, 0), (H - 1, 290), (H - 1, 1490), (H - 1, T - 32)):
         rows = slice(start, start + 32)
         right = dense(q, k, mask, extra, head, H // G, rows)
-        for tile in walk(found[0], (32, SIZE), heads=slice(head, head + 1), rows=rows):
+        for tile in iterate_tiles(found[0], (32, SIZE), heads=slice(head, head + 1), rows=rows):
             assert float((tile.weights[0] - right[:, tile.columns]).abs().max()) <= BAR
             right[:, tile.columns] = 0
         assert float(right.abs().max()) == 0
@@ -188,7 +188,7 @@ def test_latent_attention_in_both_forms(form: str) -> None:
     right = s.softmax(1)
     worst = max(
         float((tile.weights[0] - right[tile.rows, tile.columns]).abs().max())
-        for tile in walk(found[0], SIZE, heads=slice(head, head + 1))
+        for tile in iterate_tiles(found[0], SIZE, heads=slice(head, head + 1))
     )
     # projections in fp32 are another q and k: the bar is for the softmax of what was recorded
     assert worst <= 1e-4
@@ -214,7 +214,7 @@ def test_empty_tiles_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self, rows, columns, *rest, **more)
 
     monkeypatch.setattr(Place, "block", counted)
-    tiles = list(walk(place, SIZE))
+    tiles = list(iterate_tiles(place, SIZE))
     n = T // SIZE
     assert blocks == [(i, j) for i in range(n) for j in range(n) if i - 1 <= j <= i]
     assert len(tiles) == len(blocks)
@@ -233,11 +233,11 @@ def test_ragged_tiles_ranges_of_rows_and_columns_out_of_order() -> None:
     for size in (1, 2, 5, (3, 7), 64):
         for batch in (0, 1):
             whole = torch.zeros(4, 23, 23, dtype=torch.float64)
-            for tile in walk(found[0], size, batch=batch):
+            for tile in iterate_tiles(found[0], size, batch=batch):
                 whole[:, tile.rows, tile.columns] = tile.weights
             for h in range(4):
                 assert float((whole[h] - found.weights(0, h, batch=batch)).abs().max()) <= 1e-14
-    some = list(walk(found[0], 4, rows=slice(5, 12)))
+    some = list(iterate_tiles(found[0], 4, rows=slice(5, 12)))
     assert {tile.rows.start for tile in some} == {5, 9}
     assert max(tile.rows.stop for tile in some) == 12
 
@@ -245,11 +245,11 @@ def test_ragged_tiles_ranges_of_rows_and_columns_out_of_order() -> None:
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda p: next(walk(p, 0)), "size is 0; a tile has at least 1 row and 1 column"),
-        (lambda p: next(walk(p, (4, -1))), "size is (4, -1); a tile has at least 1 row"),
-        (lambda p: next(walk(p, batch=1)), "batch is 1;  has batch rows 0 to 0"),
-        (lambda p: pooled(p, (0, 4)), "size is (0, 4); a block has at least 1 row"),
-        (lambda p: pooled(p, 2).coarser(0), "times is 0; it must be at least 1"),
+        (lambda p: next(iterate_tiles(p, 0)), "size is 0; a tile has at least 1 row and 1 column"),
+        (lambda p: next(iterate_tiles(p, (4, -1))), "size is (4, -1); a tile has at least 1 row"),
+        (lambda p: next(iterate_tiles(p, batch=1)), "batch is 1;  has batch rows 0 to 0"),
+        (lambda p: pool_pattern(p, (0, 4)), "size is (0, 4); a block has at least 1 row"),
+        (lambda p: pool_pattern(p, 2).coarser(0), "times is 0; it must be at least 1"),
     ],
 )
 def test_what_makes_no_tiles_is_refused(call: Any, message: str) -> None:

@@ -52,7 +52,6 @@ RESULTS = (
     "inspect/explain",
     "inspect/interventions",
     "inspect/metrics",
-    "inspect/record/comparison.py",
     "models/convert",
 )
 """Folders of modules that write what a command prints: all their texts."""

@@ -13,9 +13,8 @@ from regard.inspect import explain, random_model
 from regard.inspect.explain import head_choice
 from regard.inspect.explain.recorded_row import NO_PROJECTION
 from regard.language import LANGUAGES, PLACEHOLDER, catalogue
-from regard.view.explanation_sentences import PACKAGE, Sentences
 from regard.view.explanation_summary import summary
-from regard.view.terminal import wrap_cells
+from regard.view.terminal import PACKAGE, Sentences, wrap_cells
 
 CHINESE = re.compile("[\u4e00-\u9fff]")
 SENTENCES = {lang: catalogue(PACKAGE, lang) for lang in LANGUAGES}

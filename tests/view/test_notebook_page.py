@@ -14,7 +14,8 @@ import torch
 
 from regard.errors import ArgumentError
 from regard.inspect import Recording, record
-from regard.inspect.record.recording import MAX_CELLS
+from regard.inspect import widget as page_widget
+from regard.inspect.record.export import MAX_PAGE_WEIGHTS
 from regard.view.notebook_page import VIEWS
 from tests.inspect.small_model import TEXT, model
 from tests.view.browser import CHROMIUM, WHY_NOT, chromium
@@ -49,7 +50,7 @@ def test_without_anywidget_it_is_a_frame(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "Content-Security-Policy" in page
     assert shown["text/plain"].startswith("Recording of layers.0")
     with pytest.raises(ArgumentError, match=r"a widget needs anywidget, .*regard\[notebook\]"):
-        recording.widget()
+        page_widget(recording)
 
 
 def test_with_anywidget_it_is_a_widget() -> None:
@@ -57,7 +58,7 @@ def test_with_anywidget_it_is_a_widget() -> None:
     recording = recorded()
     shown = recording._repr_mimebundle_()
     assert {*shown} == {"text/plain", VIEW}
-    widget = recording.widget(height=300)
+    widget = page_widget(recording, height=300)
     assert widget.height == 300
     assert widget.page.startswith("<!doctype html>")
     widget.show("layers.2", 1, query=3, key=0)
@@ -83,7 +84,7 @@ def test_the_views_are_those_of_the_page() -> None:
 
 
 def test_a_large_recording_is_a_table() -> None:
-    T = int((MAX_CELLS / (3 * 4)) ** 0.5) + 1
+    T = int((MAX_PAGE_WEIGHTS / (3 * 4)) ** 0.5) + 1
     long = record(model(max_position_embeddings=T), torch.ones(1, T, dtype=torch.int64))
     shown = long._repr_mimebundle_()
     assert {*shown} == {"text/plain", "text/html"}
@@ -94,7 +95,7 @@ def test_a_large_recording_is_a_table() -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
 def test_the_script_of_the_widget_in_a_browser(tmp_path: Path) -> None:
     pytest.importorskip("anywidget")
-    widget = recorded().widget(height=420)
+    widget = page_widget(recorded(), height=420)
     widget.show(1, 2, view="row")
     state = {"page": widget.page, "address": widget.address, "height": widget.height}
     parts = {"STATE": state, "SCRIPT": str(widget._esm)}

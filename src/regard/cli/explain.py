@@ -279,9 +279,12 @@ def _write_output(
             err=json,
         )
     if figure is not None:
-        from regard.view.explanation_figure import draw
+        from regard.view.heatmaps import draw_explanation
 
-        typer.echo(f"{escape_controls(str(figure))}: {units.size(draw(data, figure))}", err=json)
+        typer.echo(
+            f"{escape_controls(str(figure))}: {units.size(draw_explanation(data, figure))}",
+            err=json,
+        )
     if json:
         typer.echo(json_format.dumps(data, allow_nan=False))
     elif html is None and figure is None:

@@ -30,7 +30,7 @@ from regard.untrusted_text import escape_controls
 
 if TYPE_CHECKING:
     from regard.inspect import EffectTable
-    from regard.inspect.metrics.corpus import CorpusMeasures
+    from regard.inspect.metrics.measure import CorpusMeasures
 
 EPILOG = 'For example: regard inspect ablate "to be or not to" --answer " be"'
 WHAT, OUT = "What to measure", "Output"
@@ -225,9 +225,9 @@ def _rollout(model: Any, texts: list[str], options: Mapping[str, Any]) -> Effect
 
 
 def _compare(model: Any, texts: list[str], options: Mapping[str, Any]) -> EffectTable:
-    from regard.inspect import record
+    from regard.inspect import compare, record
 
-    return record(model, texts[0]).compare(record(model, options["other"]))
+    return compare(record(model, texts[0]), record(model, options["other"]))
 
 
 def _measure(model: Any, texts: list[str], _options: Mapping[str, Any]) -> CorpusMeasures:

@@ -8,17 +8,15 @@ from regard.inspect.explain.explanation import ComputationStep, Explanation
 from regard.inspect.explain.head_choice import Choice, find_query, strongest_head, strongest_keys
 from regard.inspect.explain.prepared_run import PretokenizedInput, check_index
 from regard.inspect.explain.random_model import random_model
-from regard.inspect.interventions.ablation import ablate
-from regard.inspect.interventions.attribution import attribute
+from regard.inspect.interventions.attribution import attribute, logit_lens, name_mover_scores
 from regard.inspect.interventions.effect_table import EffectTable
-from regard.inspect.interventions.logit_lens import logit_lens
 from regard.inspect.interventions.model_run import taps
-from regard.inspect.interventions.name_movers import name_mover_scores
-from regard.inspect.interventions.patching import Receiver, patch
+from regard.inspect.interventions.patching import Receiver, ablate, patch
 from regard.inspect.interventions.rollout import rollout
 from regard.inspect.metrics import (
     Measures,
     Sampled,
+    compare,
     duplicate_score,
     entropy,
     head_scores,
@@ -31,14 +29,15 @@ from regard.inspect.metrics import (
     retrieval_score,
     sink_share,
 )
-from regard.inspect.metrics.corpus import CorpusMeasures
+from regard.inspect.metrics.measure import CorpusMeasures
+from regard.inspect.record.export import export, widget
 from regard.inspect.record.record_model import record
 from regard.inspect.record.recorded_place import Place
 from regard.inspect.record.recorder import Recorder, RecordingOptions
 from regard.inspect.record.recording import Recording, TopKeys
 from regard.inspect.record.recording_file import load, save
 from regard.inspect.record.row_sums import RowSums, row_sums
-from regard.inspect.record.tiles import Pooled, Tile, pooled, walk
+from regard.inspect.record.tiles import Pooled, Tile, iterate_tiles, pool_pattern
 from regard.inspect.report.page_data import report
 from regard.inspect.tile_server.head_overviews import OverviewRecorder
 from regard.inspect.tile_server.serve import view
@@ -70,19 +69,22 @@ __all__ = [
     "attribute",
     "audit",
     "check_index",
+    "compare",
     "duplicate_score",
     "entropy",
     "explain",
+    "export",
     "find_query",
     "head_scores",
     "induction_score",
+    "iterate_tiles",
     "keys_for",
     "load",
     "logit_lens",
     "measure",
     "name_mover_scores",
     "patch",
-    "pooled",
+    "pool_pattern",
     "previous_token_score",
     "random_model",
     "record",
@@ -98,6 +100,6 @@ __all__ = [
     "strongest_keys",
     "taps",
     "view",
-    "walk",
     "watch",
+    "widget",
 ]

@@ -20,8 +20,7 @@ from rich.cells import cell_len
 from regard.language import translate
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting
-from regard.view.axes import TOKENS, set_scale, unit_in, value_formatter
-from regard.view.plotting import Drawing
+from regard.view.plotting import TOKENS, Drawing, set_scale, unit_in, value_formatter
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

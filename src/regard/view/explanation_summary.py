@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from regard.view import terminal
-from regard.view.explanation_sections import ordered, piece_of
-from regard.view.explanation_sentences import Sentences
+from regard.view.explanation_text import ordered, piece_of
 from regard.view.terminal import (
     INDENT,
     WIDTH,
     Data,
     Lines,
+    Sentences,
     norm,
     number,
     style,

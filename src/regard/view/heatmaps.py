@@ -1,11 +1,15 @@
-"""Heatmaps of attention weights: the words of an answer over those of the source, or one head."""
+"""Heatmaps of attention weights: the words of an answer over those of the source, one head, and the
+head and the row of an explanation.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
@@ -15,6 +19,7 @@ from regard.language import translate
 from regard.untrusted_text import escape_controls
 from regard.view import palette, plotting, terminal
 from regard.view.plotting import Drawing
+from regard.view.terminal import cell, weight
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -282,3 +287,135 @@ class EffectMap:
                     fontsize=10,
                     color=palette.LIGHT["card" if dark else "ink"],
                 )
+
+
+EXPLANATION_WIDTH, PATTERN_HEIGHT, ROW_HEIGHT = 900, 400, 150
+MAX_NAMED_TOKENS = 40
+"""The largest number of tokens whose names are written beside the axes."""
+
+
+def recipe(data: Mapping[str, Any]) -> str:
+    """Describe what the figure shows and how weights were pooled, so that it can be reproduced."""
+    n, T, S = data["pool"], data["sizes"]["T"], data["sizes"]["S"]
+    reduction = "every weight" if n == 1 else f"each cell the largest weight of {n} x {n}"
+    return escape_controls(
+        f"{data['model']}, {data['place']}, head {data['head']}, query {data['query']} "
+        f"{data['query_piece']}, key {data['key']} {data['pieces'][data['key']]}; rows are queries "
+        f"({T}), columns are keys ({S}); {reduction}; colour logarithmic from "
+        f"{plotting.power_of_two(plotting.lowest_weight(S))} to 1, hatched where masked; "
+        f"scale {data['scale']:.6g}; kernel {data['kernel']}, {data['dtype']}; check "
+        f"{data['check']:.1e}"
+    )
+
+
+def draw_explanation(data: Mapping[str, object], path: Path) -> int:
+    """Draw an explanation to a .svg, .png or .pdf file."""
+    plotting.check_format(path)
+    title = f"{data['place']}, head {data['head']}, query {data['query']} {data['query_piece']}"
+    return plotting.write(explanation_drawing(data), path, title)
+
+
+def explanation_drawing(data: Mapping[str, Any]) -> Drawing:
+    """Return the figure of an explanation, with tooltips for its cells and bars."""
+    words = textwrap.wrap(recipe(data), 130)
+    names = [_label(piece) for piece in data["pieces"]]
+    named = 74 if len(names) <= MAX_NAMED_TOKENS else 26
+    whole = bool(data["patterns"])
+    top = 64 + (PATTERN_HEIGHT + named + 54) * whole
+    figure = plotting.new_figure(EXPLANATION_WIDTH, top + ROW_HEIGHT + named + 40 + 16 * len(words))
+    hints = _draw_row(figure, data, names, top)
+    if whole:
+        hints |= _draw_pattern(figure, data, names)
+    high = 72 * figure.get_size_inches()[1]
+    for i, line in enumerate(words):
+        plotting.write_at(figure, 16, high - 16 * (len(words) - i) + 4, line, size=11)
+    return Drawing(figure, hints)
+
+
+def _draw_pattern(
+    figure: Figure, data: Mapping[str, Any], names: list[str]
+) -> dict[str, list[str]]:
+    """Draw the pattern of the head; masked cells are hatched."""
+    cells = np.array(data["patterns"][data["head"]], float)  # None becomes NaN
+    rows, columns = cells.shape
+    high = 72 * figure.get_size_inches()[1]
+    n, where = data["pool"], cell(data["place"], 60).rstrip()
+    plotting.write_at(figure, 16, 26, f"{where}, head {data['head']}", role="ink", size=15)
+    plotting.write_at(figure, 16, 50, "query" if n == 1 else f"query / {n}")
+    axes = plotting.new_axes(figure, 130, 80, 64, high - 64 - PATTERN_HEIGHT)
+    axes.grid(visible=False)
+    axes.set_facecolor(palette.LIGHT["hint"])
+    axes.patch.set_hatch("///")
+    axes.patch.set_edgecolor(palette.LIGHT["line"])
+    axes.pcolormesh(
+        np.ma.masked_invalid(cells),
+        cmap=plotting.weight_colours(),
+        norm=plotting.weight_scale(data["sizes"]["S"]),
+        gid="pattern",
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("key" if n == 1 else f"key / {n}", fontsize=13, color=palette.LIGHT["soft"])
+    queries = [_label(piece) for piece in data["row_pieces"]]
+    if n == 1 and rows <= MAX_NAMED_TOKENS:
+        axes.set_yticks(np.arange(rows) + 0.5, queries[:rows], fontsize=10)
+    if n == 1 and columns <= MAX_NAMED_TOKENS:
+        axes.set_xticks(np.arange(columns) + 0.5, names[:columns], fontsize=10, rotation=90)
+    _draw_scale(figure, high, plotting.lowest_weight(data["sizes"]["S"]))
+    places = [(i, j, float(cells[i, j])) for i, j in np.ndindex(rows, columns)]
+    return {
+        "pattern": [
+            f"query {i * n}, key {j * n}: {'masked' if math.isnan(p) else weight(p)}"
+            for i, j, p in places
+        ]
+    }
+
+
+def _draw_scale(figure: Figure, high: float, lowest: float) -> None:
+    """Draw the logarithmic colour scale beside the pattern."""
+    bar = figure.add_axes(
+        (
+            (EXPLANATION_WIDTH - 62) / EXPLANATION_WIDTH,
+            1 - (64 + PATTERN_HEIGHT) / high,
+            14 / EXPLANATION_WIDTH,
+            PATTERN_HEIGHT / high,
+        )
+    )
+    shades = np.linspace(0, 1, plotting.NUM_SHADES)[:, None]
+    bar.pcolormesh(shades, cmap=plotting.weight_colours(), vmin=0, vmax=1)
+    bar.set_axis_off()
+    for share, word in ((0.0, plotting.power_of_two(lowest)), (1.0, "1")):
+        plotting.write_at(
+            figure,
+            EXPLANATION_WIDTH - 40,
+            64 + PATTERN_HEIGHT * (1 - share) + 5 * share,
+            word,
+            size=12,
+        )
+    plotting.write_at(figure, EXPLANATION_WIDTH - 76, 56, "weight", size=12)
+
+
+def _draw_row(
+    figure: Figure, data: Mapping[str, Any], names: list[str], top: float
+) -> dict[str, list[str]]:
+    """Draw the weights of the query; the bar of its key is highlighted."""
+    weights = [math.nan if p is None else float(p) for p in data["weights"]]
+    high = 72 * figure.get_size_inches()[1]
+    title = f"query {data['query']} {_label(data['query_piece'])}"
+    plotting.write_at(figure, 16, top - 34, title, role="ink", size=14)
+    plotting.write_at(figure, 16, top - 14, "weight" if data["kind"] != "linear" else "a_ij")
+    axes: Axes = plotting.new_axes(figure, 130, 80, top, high - top - ROW_HEIGHT)
+    bars = axes.bar(np.arange(len(weights)) + 0.5, weights, width=0.7, color=palette.LIGHT["s"])
+    hints = {}
+    for j, (bar, p) in enumerate(zip(bars, weights, strict=True)):
+        bar.set_gid(f"key {j}")
+        hints[f"key {j}"] = ["masked" if math.isnan(p) else f"key {j} {names[j]}: {weight(p)}"]
+    bars[data["key"]].set_facecolor(palette.LIGHT["k"])
+    axes.set_xlim(0, len(weights))
+    if len(weights) <= MAX_NAMED_TOKENS:
+        axes.set_xticks(np.arange(len(weights)) + 0.5, names, fontsize=10, rotation=90)
+    return hints
+
+
+def _label(piece: str) -> str:
+    """Return the text of a token, cut to a width that fits beside an axis."""
+    return cell(piece, 10).rstrip()

@@ -31,7 +31,7 @@ from regard.inspect import (
     record,
     rollout,
 )
-from regard.inspect.interventions.frozen_norm import FrozenNorm
+from regard.inspect.interventions.residual_terms import FrozenNorm
 from regard.inspect.interventions.rollout import flows
 from regard.integrations.pytorch.module_taps import find_feed_forward
 from regard.models import Model, Seq2Seq

@@ -18,6 +18,8 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect import (
     ablate,
     attribute,
+    compare,
+    export,
     logit_lens,
     measure,
     name_mover_scores,
@@ -145,7 +147,7 @@ def _recorded(kind: Kind) -> tuple[Any, Any]:
 
 def _compared(kind: Kind) -> Any:
     first, second = _recorded(kind)
-    return first.compare(second)
+    return compare(first, second)
 
 
 def _measured(kind: Kind) -> Any:
@@ -156,7 +158,7 @@ def _measured(kind: Kind) -> Any:
 
 
 def _exported(kind: Kind) -> Any:
-    return _recorded(kind)[0].to("numpy")
+    return export(_recorded(kind)[0], "numpy")
 
 
 TASKS: dict[str, Callable[[Kind], Any]] = {

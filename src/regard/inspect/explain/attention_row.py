@@ -1,7 +1,10 @@
-"""One row of one head: its scores step by step, its softmax, and its combination with other rows.
+"""One row of one head: its scores step by step, its softmax, its combination with other rows, and
+why keys are masked.
 
 A `KernelRow` comes from a recorded call of a softmax kernel. Where no such kernel ran, the row
-comes from the mechanism (`regard.nn.explainable.EffectiveRow`).
+comes from the mechanism (`regard.nn.explainable.EffectiveRow`). A score rule gives the same result
+for a query whatever the other queries of the call are, so such a row is computed again in float64
+from the recorded q and k, for all heads, because a rule may mix them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from regard import masks
 from regard.caches import Parts
 from regard.inspect.explain.captured_run import CapturedRun, QueryCall
 from regard.inspect.explain.explanation import (
@@ -29,6 +33,9 @@ from regard.inspect.explain.explanation import (
 )
 from regard.language import Phrase, counted
 from regard.nn.explainable import CallWeights, EffectiveRow, Explainable, LayerRun
+from regard.scores import ScoreBlock, ScoreRule
+from regard.scores.base import change_scores
+from regard.span import Positions, as_tensor, find_empty_slots, slice_positions
 
 Checks: TypeAlias = dict[str, float]
 """The largest absolute difference of each compared quantity, by its name."""
@@ -364,3 +371,156 @@ def _mix_of_calls(
         for n, (share, row, one) in enumerate(zip(shares, rows, calls, strict=True))
     )
     return Mixture(text, terms, sum(share * row for share, row in zip(shares, rows, strict=True)))
+
+
+class RuleRow(NamedTuple):
+    """The row of one head under a score rule.
+
+    Args:
+        kind: "softmax" if the weights are a softmax of the last scores; otherwise "linear".
+        steps: the scores after each step, `[n]`, the last one -inf where masked.
+        softmax: the weights; with the kind "linear", there are no parts of a softmax.
+        checks: the differences from the recorded run.
+    """
+
+    kind: str
+    steps: tuple[ComputationStep, ...]
+    softmax: SoftmaxRow
+    checks: Checks
+
+
+def rule_row(row: KernelRow) -> RuleRow:
+    """Compute the row of a recorded call with a score rule, and compare it with the recorded
+    weights and output.
+    """
+    rule = row.call.step.score
+    assert rule is not None, "callers ask for a rule first"
+    head, (s, block) = row.head, _scores_of_all_heads(row)
+    *before, masked = row.chain.steps()
+    steps = list(before)
+    for one in rule.steps():
+        if "scores" in one.stages or "selection" in one.stages:
+            s = change_scores(one, s, block)
+            steps.append(ComputationStep(one.kind, f"s_ij ← {one}", to_array(s[0, head, 0])))
+    s = s.masked_fill(~block.visible, -torch.inf)
+    steps.append(masked._replace(values=to_array(s[0, head, 0])))
+    weights = _rule_weights(rule, s, block, row.call.step.sink)
+    own, values = to_array(weights[0, head, 0]), visible_values(row)
+    checks = {
+        "weights of the recorded run": max_difference(own, row.call.weights[head]),
+        "output of the kernel": max_difference(own @ values, row.out),
+    }
+    if set(rule.stages) <= {"scores", "selection"}:
+        parts = softmax(steps[-1].values, row.sink)
+        checks["softmax of the last scores"] = max_difference(parts.weights, own)
+        blocks = online_softmax(steps[-1].values, values)
+        return RuleRow(
+            "softmax", tuple(steps), replace(parts, sink=row.sink, online=blocks), checks
+        )
+    steps.append(_final_step(rule, own, steps[-1].values))
+    visible = ~np.isneginf(steps[-1].values)
+    top = float(own[visible].max(initial=-np.inf))
+    no_exps = np.full(len(own), np.nan)
+    total = float(own[visible].sum())
+    return RuleRow("linear", tuple(steps), SoftmaxRow(top, no_exps, total, np.nan, own), checks)
+
+
+def _final_step(rule: ScoreRule, weights: Array, masked: Array) -> ComputationStep:
+    """Return the weights as the last step of a row without a softmax at its end."""
+    names = [str(one) for one in rule.steps() if {"normaliser", "pattern"} & set(one.stages)]
+    values = np.where(np.isneginf(masked), -np.inf, weights)
+    return ComputationStep("effective", Phrase("a_ij by {names}", names=", ".join(names)), values)
+
+
+def _scores_of_all_heads(row: KernelRow) -> tuple[Tensor, ScoreBlock]:
+    """Return the scores [1,H,1,n] before the rule in float64, and what the rule may read."""
+    call, step, i = row.call, row.call.step, row.call.row
+    q = step.q[:1, :, i : i + 1].double()
+    k = call.place.keys(step)[:1].double()
+    H, n = q.shape[1], k.shape[2]
+    s = row.chain.scale * (q @ k.repeat_interleave(H // k.shape[1], dim=1).mT)
+    if step.softcap is not None:
+        s = step.softcap * torch.tanh(s / step.softcap)
+    where = (step.q_positions, step.k_positions, slice(i, i + 1))
+    if step.bias is not None:
+        s = s + step.bias.block(*where, dtype=torch.float64)[:1]
+    visible = step.mask.block(*where)[:1].expand(1, H, 1, n)
+    block = ScoreBlock(
+        q,
+        visible,
+        torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+        torch.arange(H)[None, :, None, None],
+        as_tensor(step.q_positions)[:1, None, i : i + 1, None],
+        as_tensor(step.k_positions)[:1, None, None],
+        torch.tensor(i).view(1, 1, 1, 1),
+        torch.arange(n)[None, None, None],
+        visible.sum(-1, keepdim=True),
+    )
+    return s, block
+
+
+def _rule_weights(rule: ScoreRule, s: Tensor, block: ScoreBlock, sink: Tensor | None) -> Tensor:
+    """Return the weights [1,H,1,n] of masked scores, after the rules on weights."""
+    if rule.normaliser is not None:
+        p = rule.normaliser.normalise(s, block)
+    else:
+        extra = s.new_full((*s.shape[:3], 1), -torch.inf)
+        if sink is not None:
+            extra = sink.double()[None, :, None, None].expand_as(extra)
+        sees_nothing = ~block.visible.any(-1, keepdim=True)
+        p = torch.cat([s.masked_fill(sees_nothing, 0), extra], dim=-1).softmax(-1)[..., :-1]
+    for one in rule.steps():
+        p = one.change_pattern(p.masked_fill(~block.visible, 0), block)
+    return p.masked_fill(~block.visible, 0)
+
+
+Bools = NDArray[np.bool_]
+
+EMPTY = "padding"
+"""The reason for a key or query whose position is -1: the slot holds no token."""
+
+
+def why_masked(
+    mask: masks.Mask | None,
+    positions: Positions,
+    i: int,
+    visible: Bools,
+    head: int = 0,
+    k_positions: Positions | None = None,
+) -> tuple[str, ...]:
+    """Return, for each key, the terms of the mask that exclude it for query i; "" if it is visible.
+
+    >>> from regard.span import Span
+    >>> why_masked(masks.Causal(), Span(0, 3), 1, np.array([True, True, False]))
+    ('', '', 'future')
+    """
+    keys = positions if k_positions is None else k_positions
+    if (
+        empty := find_empty_slots(slice_positions(positions, slice(i, i + 1)))
+    ) is not None and bool(empty[0]):
+        return tuple("" if is_visible else EMPTY for is_visible in visible)
+    reasons = (
+        [set[str]() for _ in visible] if mask is None else _reasons(mask, positions, keys, i, head)
+    )
+    has_token = (as_tensor(keys)[0] >= 0).tolist()
+    words = (
+        (" and ".join(sorted(terms)) or "the kernel") if real else EMPTY
+        for terms, real in zip(reasons, has_token, strict=True)
+    )
+    return tuple(
+        "" if is_visible else word for is_visible, word in zip(visible, words, strict=True)
+    )
+
+
+def _reasons(mask: masks.Mask, q: Positions, k: Positions, i: int, head: int) -> list[set[str]]:
+    """Return, for each key, the terms that exclude it; empty where the mask as a whole allows
+    it.
+    """
+    rows = mask.block(q, k, slice(i, i + 1))[0]
+    allowed = rows[head if rows.shape[0] > 1 else 0, 0].tolist()
+    if operands := mask.operands():
+        terms = [_reasons(term, q, k, i, head) for term in operands]
+        reasons = [set[str]().union(*each) for each in zip(*terms, strict=True)]
+    else:
+        reasons = [{mask.refusal().words} for _ in allowed]
+    return [set() if yes else words for yes, words in zip(allowed, reasons, strict=True)]

@@ -21,8 +21,10 @@ from regard.inspect.explain.attention_row import (
     max_difference,
     mix_of_rows,
     recurrent_state,
+    rule_row,
     score_and_compare,
     to_array,
+    why_masked,
 )
 from regard.inspect.explain.captured_run import (
     CapturedRun,
@@ -32,7 +34,6 @@ from regard.inspect.explain.captured_run import (
     effective_calls,
     main_call,
 )
-from regard.inspect.explain.counterfactuals import counterfactuals, row_cost
 from regard.inspect.explain.explanation import (
     Array,
     Counterfactual,
@@ -44,15 +45,16 @@ from regard.inspect.explain.explanation import (
     ScoreChain,
     SoftmaxRow,
 )
-from regard.inspect.explain.head_choice import KEY_RULE, find_token
-from regard.inspect.explain.inputs_and_outputs import (
+from regard.inspect.explain.explanation_parts import (
+    counterfactuals,
     head_output,
     head_patterns,
     hidden_states,
     input_chain,
+    row_cost,
 )
+from regard.inspect.explain.head_choice import KEY_RULE, find_token
 from regard.inspect.explain.layer_stages import summarize_layer
-from regard.inspect.explain.mask_reasons import why_masked
 from regard.inspect.explain.prepared_run import (
     AttentionSite,
     ModelInput,
@@ -62,10 +64,8 @@ from regard.inspect.explain.prepared_run import (
     prepare_run,
 )
 from regard.inspect.explain.recorded_row import explain_recorded_row
-from regard.inspect.explain.rule_row import rule_row
-from regard.inspect.record.place_labels import Labels
 from regard.inspect.record.record_model import record
-from regard.inspect.record.recording import Recording
+from regard.inspect.record.recording import Labels, Recording
 from regard.language import Phrase, counted
 from regard.nn.explainable import Explainable, ProjectionQuery, explainable
 from regard.span import Positions, Span, as_tensor

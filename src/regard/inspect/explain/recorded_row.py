@@ -22,9 +22,9 @@ from regard.inspect.explain.attention_row import (
     score_and_compare,
     to_array,
     visible_values,
+    why_masked,
 )
 from regard.inspect.explain.captured_run import QueryCall
-from regard.inspect.explain.counterfactuals import counterfactuals, row_cost
 from regard.inspect.explain.explanation import (
     Array,
     ComputationStep,
@@ -37,9 +37,8 @@ from regard.inspect.explain.explanation import (
     RowTokens,
     ScoreChain,
 )
+from regard.inspect.explain.explanation_parts import counterfactuals, head_patterns, row_cost
 from regard.inspect.explain.head_choice import KEY_RULE
-from regard.inspect.explain.inputs_and_outputs import head_patterns
-from regard.inspect.explain.mask_reasons import why_masked
 from regard.inspect.explain.prepared_run import check_index
 from regard.inspect.record.recorded_place import Place, RecordedStep
 from regard.inspect.record.recording import Recording

@@ -1,7 +1,10 @@
-"""Attribution: how much of a logit, or of another metric, comes from each head and each layer."""
+"""Attribution: how much of a logit, or of another metric, comes from each head and each layer;
+heads that move a name; and what the model would predict after each layer (the logit lens).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -11,15 +14,16 @@ from torch import Tensor
 
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
-from regard.inspect.interventions.answer_metric import (
+from regard.inspect.interventions.effect_table import (
+    Answer,
+    EffectTable,
     Metric,
     answer_ids,
     answer_names,
     last_logits,
     metric_of,
+    token_id,
 )
-from regard.inspect.interventions.effect_table import EffectTable
-from regard.inspect.interventions.frozen_norm import FrozenNorm
 from regard.inspect.interventions.model_run import (
     AnyModel,
     Edit,
@@ -28,8 +32,9 @@ from regard.inspect.interventions.model_run import (
     check_passed,
     prepare,
 )
-from regard.inspect.interventions.residual_terms import OutputMap, decompose
+from regard.inspect.interventions.residual_terms import FrozenNorm, OutputMap, decompose
 from regard.language import Phrase
+from regard.models.text_model import TextModel
 from regard.tracing import Trace
 
 Edits: TypeAlias = Mapping[str, Edit]
@@ -298,3 +303,125 @@ def _integrated(run: ModelRun, metric: Metric, steps: int) -> EffectTable:
         baseline=float(measured.measure(plain.output)),
         notes=("the heads of a layer sum to the metric minus that without the layer's attention",),
     )
+
+
+_HEAD = re.compile(r"(.*)\.head\.(\d+)$")
+
+
+def name_mover_scores(model: AnyModel, text: Input, answer: Answer) -> EffectTable:
+    """Compute how much each head moves an answer that stands in the text to its logit.
+
+        score(head) = sum over keys j with id_j = answer of the part of the logit of the answer
+                      that comes directly from p_ij v_j of the head, for the last query i
+
+    Args:
+        model: a `Model`, a `Seq2Seq`, or a module with logits.
+        text: the input, which contains the answer; of an encoder-decoder the source or the target.
+        answer: the token (text or id).
+
+    Returns:
+        A table of layers and heads.
+
+    Raises:
+        ArgumentError: the answer is no token, or does not stand in the text; or as for `attribute`.
+
+    >>> import regard
+    >>> table = name_mover_scores(regard.load("tiny"), "to be or not to", " be")
+    >>> table.values.shape
+    (4, 8)
+
+    Source: Wang et al. 2022 (arXiv 2211.00593), section 3.1.
+    """
+    run = prepare(model, text)
+    answer_id = token_id(run, answer)
+    parts = attribute(model, text, answer_id, by_key=True)
+    keys = (run.key_ids() == answer_id).cpu().numpy()
+    if not keys.any():
+        raise ArgumentError(
+            f"the answer {answer!r} does not stand in the text, so that no head moves it"
+        )
+    scores: dict[str, dict[int, float]] = {}
+    for name, row in zip(parts.rows, parts.values, strict=True):
+        if match := _HEAD.match(name):
+            scores.setdefault(match[1], {})[int(match[2])] = float(row[keys].sum())
+    values = np.full((len(scores), 1 + max(h for heads in scores.values() for h in heads)), np.nan)
+    for i, heads in enumerate(scores.values()):
+        for h, value in heads.items():
+            values[i, h] = value
+    return EffectTable(
+        "name movers",
+        Phrase("{part} from its copies", part=parts.quantity),
+        values,
+        "layer",
+        "head",
+        tuple(scores),
+        tuple(map(str, range(values.shape[1]))),
+        baseline=parts.baseline,
+    )
+
+
+def logit_lens(model: AnyModel, text: Input, answer: Answer | None = None) -> EffectTable:
+    """Read the hidden states after each layer with the model's own last norm and head.
+
+        p_l = softmax(head(norm(x_l)))  at each position, for the state x_l that leaves layer l
+
+    Nothing is trained: the states of early layers need not mean what the head reads. The last row
+    is the prediction of the model.
+
+    Args:
+        model: a `Model`, a `Seq2Seq` (the states of its decoder), or a module with one stack of
+            blocks and logits.
+        text: the input, as for `ablate`; the first row of a batch is used.
+        answer: the token (text or id) whose probability is shown; None shows the most likely token
+            of each cell.
+
+    Returns:
+        A table of layers and positions: the probability, and in `cells` the token.
+
+    Raises:
+        ArgumentError: the model has no logits, the answer is no token, or the model normalises its
+            states after each layer, so that its last norm does not fit the earlier states.
+
+    >>> import regard
+    >>> table = logit_lens(regard.load("tiny"), "to be or not to")
+    >>> table.rows, table.values.shape
+    (('embed', 'layers.0', 'layers.1', 'layers.2', 'layers.3'), (5, 5))
+
+    Source: nostalgebraist 2020, "interpreting GPT: the logit lens".
+    """
+    run = prepare(model, text)
+    chosen = None if answer is None else token_id(run, answer)
+    decomposition = decompose(run, -1)
+    if decomposition.is_post_norm:
+        raise ArgumentError(
+            "the blocks normalise their own results (post-norm), and there is no last norm that "
+            "reads a hidden state; the logit lens needs a pre-norm model"
+        )
+    taps, names = decomposition.terms.taps, decomposition.states
+    probabilities, cells = [], []
+    with torch.no_grad():
+        for name in names:
+            logits = decomposition.output(taps[name][:1])
+            p = logits[0].double().softmax(-1)
+            best = p.argmax(-1) if chosen is None else torch.full_like(p[:, 0], chosen).long()
+            probabilities.append(p.gather(-1, best[:, None])[:, 0].cpu().numpy())
+            cells.append(_pieces(run.model, best.tolist()))
+    return EffectTable(
+        "logit lens",
+        "probability of the most likely token"
+        if chosen is None
+        else Phrase("probability of {token!r}", token=cells[0][0]),
+        np.stack(probabilities),
+        "layer",
+        "position",
+        tuple(name.removesuffix(".residual") for name in names),
+        run.labels(len(cells[0])),
+        notes=("the last norm and head read states that they were not trained to read",),
+        cells=tuple(cells),
+    )
+
+
+def _pieces(model: AnyModel, ids: list[int]) -> tuple[str, ...]:
+    if isinstance(model, TextModel) and model.has_tokenizer:
+        return tuple(model.tokenizer.pieces(ids))
+    return tuple(map(str, ids))

@@ -1,15 +1,6 @@
 """Metrics of attention heads: from dense patterns, and streamed over recordings of any length."""
 
-from regard.inspect.metrics.measure import (
-    Measures,
-    Sampled,
-    head_scores,
-    keys_for,
-    measure,
-    redundancy,
-    retrieval_score,
-)
-from regard.inspect.metrics.pattern_scores import (
+from regard.inspect.metrics.head_metrics import (
     NUM_SINKS,
     duplicate_score,
     entropy,
@@ -18,24 +9,35 @@ from regard.inspect.metrics.pattern_scores import (
     repeated_ids,
     sink_share,
 )
-from regard.inspect.metrics.text_fit import TextFit, text_fit, warn_about_text
+from regard.inspect.metrics.measure import (
+    Measures,
+    Sampled,
+    compare,
+    head_scores,
+    keys_for,
+    measure,
+    redundancy,
+    retrieval_score,
+)
+from regard.inspect.metrics.text_fit import TextFit, measure_text_fit, warn_about_text
 
 __all__ = [
     "NUM_SINKS",
     "Measures",
     "Sampled",
     "TextFit",
+    "compare",
     "duplicate_score",
     "entropy",
     "head_scores",
     "induction_score",
     "keys_for",
     "measure",
+    "measure_text_fit",
     "previous_token_score",
     "redundancy",
     "repeated_ids",
     "retrieval_score",
     "sink_share",
-    "text_fit",
     "warn_about_text",
 ]

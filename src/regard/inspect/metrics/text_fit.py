@@ -81,7 +81,7 @@ class TextFit:
         )
 
 
-def text_fit(model: Model | TextEncoder, text: str, *, run: bool = True) -> TextFit:
+def measure_text_fit(model: Model | TextEncoder, text: str, *, run: bool = True) -> TextFit:
     """Return how well a text fits a model and its tokenizer.
 
     Args:
@@ -97,7 +97,7 @@ def text_fit(model: Model | TextEncoder, text: str, *, run: bool = True) -> Text
 
     >>> import regard
     >>> tiny = regard.load("tiny")
-    >>> text_fit(tiny, "我打他").is_strange, text_fit(tiny, "как дела").is_strange
+    >>> measure_text_fit(tiny, "我打他").is_strange, measure_text_fit(tiny, "как дела").is_strange
     (False, True)
     """
     if model.tokenizer is None:
@@ -140,7 +140,7 @@ def warn_about_text(model: object, text: str) -> str | None:
     if not isinstance(model, (Model, TextEncoder)) or model.tokenizer is None:
         return None
     parameters = count_parameters(model.decoder) if isinstance(model, Model) else 0
-    return text_fit(model, text, run=parameters <= CHEAP_PARAMETERS).warning
+    return measure_text_fit(model, text, run=parameters <= CHEAP_PARAMETERS).warning
 
 
 def _is_partial(tokenizer: Tokenizer, index: int) -> bool:

@@ -1,10 +1,13 @@
-"""Recordings in the formats of other tools: numpy, CSV, bertviz, CircuitsVis, and pictures."""
+"""Recordings in the formats of other tools: numpy, CSV, bertviz, CircuitsVis, and pictures; and as
+the interactive page of a notebook.
+"""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +15,13 @@ from numpy.typing import NDArray
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError, FileError
 from regard.files.atomic_write import write_user_file
+from regard.inspect.record.recording import Recording
+from regard.inspect.report.page_data import report
+from regard.language import language_of_locale
 from regard.units import plural
-
-if TYPE_CHECKING:
-    from regard.inspect.record.recording import Recording
+from regard.view.notebook_page import HEIGHT, PagePlace, frame, has_widgets
+from regard.view.notebook_page import widget as page_widget
+from regard.view.report import page
 
 FORMATS = ("numpy", "bertviz", "circuitsvis")
 """The formats in memory."""
@@ -23,12 +29,42 @@ ENDINGS = (".npz", ".csv", ".png", ".svg", ".pdf")
 """The endings of files that are written."""
 MAX_WEIGHTS = 1 << 26
 """The largest number of weights that are exported at once: 512 MiB in fp64."""
+MAX_PAGE_WEIGHTS = 1 << 22
+"""The largest number of weights of a recording that a notebook shows as a page."""
 
 
 def export(
     recording: Recording, what: str | Path, *, layer: int | str = 0, head: int = 0, batch: int = 0
 ) -> Any:
-    """Convert a recording; see `Recording.to`."""
+    """Export the patterns of a recording.
+
+    - "numpy": the weights `[h, T, N]` of every place, by name; a file that ends in .npz has the
+      same arrays;
+    - "bertviz": the arguments of `bertviz.head_view` and `bertviz.model_view`;
+    - "circuitsvis": the arguments of `circuitsvis.attention.attention_heads`, for one layer;
+    - a file that ends in .csv: one line per weight that is not masked;
+    - a file that ends in .png, .svg or .pdf: the pattern of one head.
+
+    Args:
+        recording: the recording.
+        what: "numpy", "bertviz", "circuitsvis", or the name of a file.
+        layer: name or index of the place, for "circuitsvis" and pictures.
+        head: query head, for pictures.
+        batch: row of the batch.
+
+    Returns:
+        The data, or the path of the file.
+
+    Raises:
+        ArgumentError: there are too many weights to write them all, or the tool cannot show this
+            kind of attention.
+        FileError: the format is unknown, or the file cannot be written.
+
+    >>> import regard
+    >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
+    >>> export(recording, "numpy")["layers.0"].shape
+    (8, 6, 6)
+    """
     path = Path(what)
     if isinstance(what, str) and what in FORMATS:
         if what == "numpy":
@@ -140,7 +176,7 @@ def _draw(recording: Recording, path: Path, layer: int | str, head: int, batch: 
     if max(weights.shape) > 512:
         raise ArgumentError(
             f"{place.name} is {place.T} x {place.N}; a picture shows 512 x 512 at most: "
-            "regard.inspect.report, or pooled(...), shows more"
+            "regard.inspect.report, or pool_pattern(...), shows more"
         )
     title = f"{place.name}, head {head}: rows are queries, columns are keys"
     rows, columns = _tokens(recording, layer)
@@ -148,3 +184,38 @@ def _draw(recording: Recording, path: Path, layer: int | str, head: int, batch: 
         write(AlignmentMap(weights, rows, columns, title), path)
     else:
         write(HeadWeights(weights.tolist(), title), path)
+
+
+def widget(recording: Recording, *, height: int = HEIGHT) -> Any:
+    """Return the interactive page of a recording as a widget for a notebook, which other cells can
+    move.
+
+    Args:
+        recording: the recording.
+        height: height of the widget, in pixels.
+
+    Returns:
+        An `anywidget.AnyWidget`; its method `show(layer, head, query, key, view)` opens a view
+        ("atlas", "map", "row", "cell", ...) of a head.
+
+    Raises:
+        ArgumentError: the package anywidget is not installed (the extra `notebook`).
+    """
+    data = report(recording)
+    places = [
+        PagePlace(place["name"], tuple(place["heads"]), place["T"], place["N"])
+        for place in data["meta"]["places"]
+    ]
+    return page_widget(page(data, language_of_locale()), places, height)
+
+
+def notebook_bundle(recording: Recording) -> Mapping[str, Any]:
+    """Return what a notebook shows of a recording; see `Recording._repr_mimebundle_`."""
+    text = {"text/plain": f"Recording of {', '.join(recording.places)}"}
+    weights = sum(x.T * x.N * len(x.heads) for x in recording.places.values())
+    if weights > MAX_PAGE_WEIGHTS:
+        return {**text, "text/html": recording._repr_html_()}
+    if not has_widgets():
+        return {**text, "text/html": frame(page(report(recording), language_of_locale()))}
+    shown: Mapping[str, Any] = widget(recording)._repr_mimebundle_()[0]
+    return {**shown, **text}

@@ -1,5 +1,5 @@
 """A recording: what attention computed in a run, at every place, in a form from which any block of
-any pattern can be computed again, p_ij = exp(s_ij - lse_i).
+any pattern can be computed again, p_ij = exp(s_ij - lse_i); and the texts of its rows and columns.
 
 Scores are computed in fp64 from the recorded q and k. The lse is the kernel's own, usually in fp32,
 and limits the accuracy of the weights: for an lse around 10 the relative error is about 1e-6, for
@@ -10,31 +10,122 @@ from __future__ import annotations
 
 import html
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import PatternBlock, Place
-from regard.language import language_of_locale
-from regard.view.notebook_page import HEIGHT, PagePlace, frame, has_widgets, widget
-from regard.view.report import page
+from regard.inspect.record.row_sums import RowSums, row_sums
+from regard.inspect.record.tiles import Pooled, pool_pattern
+from regard.units import plural
 
-if TYPE_CHECKING:
-    from regard.inspect.interventions.effect_table import EffectTable
-    from regard.inspect.record.row_sums import RowSums
-    from regard.inspect.record.tiles import Pooled
+Axes: TypeAlias = Sequence[str] | tuple[Sequence[str], Sequence[str]]
+"""The texts of tokens, or a pair: those of the queries and those of the keys."""
+
+Labels: TypeAlias = Axes | Mapping[str, Axes]
+"""The texts of all places, or a mapping from the beginning of a place's name to its texts."""
 
 
-MAX_CELLS = 1 << 22
-"""The largest number of weights of a recording that a notebook shows as a page."""
+class PlaceLabels(NamedTuple):
+    """The texts of a place.
+
+    Args:
+        rows: one text for each row, or ().
+        columns: one text for each column, or ().
+    """
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+
+def label_places(places: Mapping[str, Place], labels: Labels) -> dict[str, PlaceLabels]:
+    """Assign texts to the rows and columns of places.
+
+    One sequence of texts labels every axis of its length. Of a pair, the first labels rows and the
+    second columns; where the lengths show that a place is self-attention of one of the two, that
+    one labels both.
+    """
+    if isinstance(labels, Mapping):
+        return _by_name(places, labels)
+    pair = _pair(labels)
+    if len(pair[0]) == len(pair[1]) and pair[0] != pair[1] and len(places) > 1:
+        raise ArgumentError(
+            f"labels are two different sequences of {plural(len(pair[0]), 'text')}, so that their "
+            "lengths do not show which tokens a place has: give a mapping from the names of places "
+            f"to their labels; the places are {', '.join(places)}"
+        )
+    place_labels = {name: _fitting(place, pair) for name, place in places.items()}
+    place_labels = {name: texts for name, texts in place_labels.items() if any(texts)}
+    if not place_labels:
+        sizes = ", ".join(f"{name} {place.T} x {place.N}" for name, place in places.items())
+        raise ArgumentError(
+            f"labels are {len(pair[0])} texts for queries and {len(pair[1])} for keys, which fit "
+            f"no place; the places have so many queries x keys: {sizes}"
+        )
+    return place_labels
+
+
+def _by_name(places: Mapping[str, Place], labels: Mapping[str, Axes]) -> dict[str, PlaceLabels]:
+    """Assign the texts of a mapping; of several names that fit a place, the longest counts."""
+    place_labels: dict[str, PlaceLabels] = {}
+    used = set()
+    for name, place in places.items():
+        fitting = [x for x in labels if not x or name == x or name.startswith(f"{x}.")]
+        if not fitting:
+            continue
+        key = max(fitting, key=len)
+        used.update(fitting)
+        place_labels[name] = _fitting(place, _pair(labels[key]))
+        if key == name and not all(place_labels[name]):
+            pair = _pair(labels[key])
+            raise ArgumentError(
+                f"labels of {name} are {len(pair[0])} texts for queries and {len(pair[1])} for "
+                f"keys; it has {plural(_queries(place), 'query', 'queries')} and "
+                f"{plural(place.N, 'key')}"
+            )
+    if unknown := [name for name in labels if name not in used]:
+        raise ArgumentError(
+            f"labels are given for {', '.join(map(repr, unknown))}, which is the beginning of no "
+            f"place's name; the places are {', '.join(places)}"
+        )
+    return {name: texts for name, texts in place_labels.items() if any(texts)}
+
+
+def _pair(axes: Axes) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the texts of queries and keys."""
+    if isinstance(axes, str) or not isinstance(axes, Sequence):
+        raise ArgumentTypeError(
+            f"labels are {type(axes).__name__}; they must be texts, or a pair of sequences of texts"
+        )
+    is_pair = len(axes) == 2 and not any(isinstance(part, str) for part in axes)
+    both = (tuple(axes[0]), tuple(axes[1])) if is_pair else (tuple(axes), tuple(axes))
+    for texts in both:
+        for text in texts:
+            if not isinstance(text, str):
+                raise ArgumentTypeError(f"a label is {type(text).__name__}; labels must be texts")
+    return both  # type: ignore[return-value]
+
+
+def _queries(place: Place) -> int:
+    """Return the number of queries that reached a place, with those that were not kept."""
+    return max((step.token + step.T for step in place.steps), default=0)
+
+
+def _fitting(place: Place, pair: tuple[tuple[str, ...], tuple[str, ...]]) -> PlaceLabels:
+    """Return the texts of a place, by the lengths of its axes."""
+    T, N = _queries(place), place.N
+    rows = next((texts for texts in pair if len(texts) == T), ())
+    columns = next((texts for texts in reversed(pair) if len(texts) == N), ())
+    query_indices = [i for step in place.steps for i in step.tokens()]
+    return PlaceLabels(tuple(rows[i] for i in query_indices) if rows else (), columns)
+
+
 _ROWS = 256
 """Number of rows whose weights `Recording.sums` computes together."""
 
@@ -272,7 +363,7 @@ class Recording:
         self, layer: int | str, head: int, size: int | tuple[int, int], *, batch: int = 0
     ) -> Pooled:
         """Pool the pattern of one head over blocks of rows and columns; see
-        `regard.inspect.pooled`.
+        `regard.inspect.pool_pattern`.
 
         Args:
             layer: name or index of a place.
@@ -286,12 +377,10 @@ class Recording:
         Raises:
             ArgumentError: as for `weights`, or a size is less than 1.
         """
-        from regard.inspect.record.tiles import pooled
-
         place = self[layer]
         place.head_index(head)
         _check_batch(place, batch)
-        return pooled(place, size, heads=slice(head, head + 1), batch=batch).head(0)
+        return pool_pattern(place, size, heads=slice(head, head + 1), batch=batch).head(0)
 
     def positions(self, layer: int | str, *, batch: int = 0) -> Int[Tensor, " T"]:
         """Return the positions of the rows of a place; -1 for padding.
@@ -337,8 +426,6 @@ class Recording:
 
         See `regard.inspect.row_sums`.
         """
-        from regard.inspect.record.row_sums import row_sums
-
         return {name: row_sums(place) for name, place in self.places.items()}
 
     @property
@@ -346,108 +433,17 @@ class Recording:
         """Return whether the audits of all places found no fault."""
         return all(audit.sound for audit in self.row_sums.values())
 
-    def compare(self, other: Recording, *, batch: int = 0) -> EffectTable:
-        """Compare the patterns with those of another run: another text with as many tokens, another
-        model, checkpoint, dtype or kernel.
-
-            distance(head) = mean over rows of JS(p_i, p'_i), in bits: 0 if equal, 1 if disjoint
-
-        Each row is divided by its sum, which leaves out a sink. `regard.inspect.report(a, b=b)`
-        shows both on the page.
-
-        Args:
-            other: the other recording.
-            batch: row of the batch, in both.
-
-        Returns:
-            A table of the places and heads that both recordings have.
-
-        Raises:
-            ArgumentError: no place is in both, or a place has other numbers of queries or keys.
-
-        >>> import regard
-        >>> model = regard.load("tiny")
-        >>> a, b = (regard.inspect.record(model, text) for text in ("to be or", "to do or"))
-        >>> float(a.compare(a).values.max()), bool(a.compare(b).values.max() > 0.01)
-        (0.0, True)
-        """
-        from regard.inspect.record.comparison import compare_recordings
-
-        return compare_recordings(self, other, batch=batch)
-
-    def to(self, what: str | Path, *, layer: int | str = 0, head: int = 0, batch: int = 0) -> Any:
-        """Export the patterns.
-
-        - "numpy": the weights `[h, T, N]` of every place, by name; a file that ends in .npz has
-          the same arrays;
-        - "bertviz": the arguments of `bertviz.head_view` and `bertviz.model_view`;
-        - "circuitsvis": the arguments of `circuitsvis.attention.attention_heads`, for one layer;
-        - a file that ends in .csv: one line per weight that is not masked;
-        - a file that ends in .png, .svg or .pdf: the pattern of one head.
-
-        Args:
-            what: "numpy", "bertviz", "circuitsvis", or the name of a file.
-            layer: name or index of the place, for "circuitsvis" and pictures.
-            head: query head, for pictures.
-            batch: row of the batch.
-
-        Returns:
-            The data, or the path of the file.
-
-        Raises:
-            ArgumentError: there are too many weights to write them all, or the tool cannot show
-                this kind of attention.
-            FileError: the format is unknown, or the file cannot be written.
-
-        >>> import regard
-        >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-        >>> recording.to("numpy")["layers.0"].shape
-        (8, 6, 6)
-        """
-        from regard.inspect.record.export import export
-
-        return export(self, what, layer=layer, head=head, batch=batch)
-
-    def widget(self, *, height: int = HEIGHT) -> Any:
-        """Return the interactive page as a widget for a notebook, which other cells can move.
-
-        Args:
-            height: height of the widget, in pixels.
-
-        Returns:
-            An `anywidget.AnyWidget`; its method `show(layer, head, query, key, view)` opens a view
-            ("atlas", "map", "row", "cell", ...) of a head.
-
-        Raises:
-            ArgumentError: the package anywidget is not installed (the extra `notebook`).
-        """
-        data = self._page_data()
-        places = [
-            PagePlace(place["name"], tuple(place["heads"]), place["T"], place["N"])
-            for place in data["meta"]["places"]
-        ]
-        return widget(page(data, language_of_locale()), places, height)
-
-    def _page_data(self) -> Mapping[str, Any]:
-        """Return the data of the interactive page."""
-        # by name: `report` reads recordings, and is above this module
-        report = importlib.import_module("regard.inspect.report.page_data").report
-        data: Mapping[str, Any] = report(self)
-        return data
-
     def _repr_mimebundle_(
         self, include: object = None, exclude: object = None
     ) -> Mapping[str, Any]:
         """Return what a notebook shows: the interactive page, as a widget if anywidget is
         installed, else in a frame; or the table of places if the recording is too large for a page.
         """
-        text = {"text/plain": f"Recording of {', '.join(self.places)}"}
-        if sum(place.T * place.N * len(place.heads) for place in self.places.values()) > MAX_CELLS:
-            return {**text, "text/html": self._repr_html_()}
-        if not has_widgets():
-            return {**text, "text/html": frame(page(self._page_data(), language_of_locale()))}
-        shown: Mapping[str, Any] = self.widget()._repr_mimebundle_()[0]
-        return {**shown, **text}
+        # by name: the page reads recordings, and is above this module
+        bundle: Mapping[str, Any] = importlib.import_module(
+            "regard.inspect.record.export"
+        ).notebook_bundle(self)
+        return bundle
 
     def _repr_html_(self) -> str:
         """Return a table of the places, their sizes and their audits, as static HTML for a

@@ -26,9 +26,8 @@ from regard.inspect.record.mask_and_bias_data import (
     score_data,
     score_from,
 )
-from regard.inspect.record.place_labels import PlaceLabels
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
-from regard.inspect.record.recording import Recording, UnrecordedCall
+from regard.inspect.record.recording import PlaceLabels, Recording, UnrecordedCall
 from regard.span import Positions, Span, as_tensor, slot_count
 from regard.units import plural
 from regard.untrusted_text import error_text, short_repr

@@ -56,7 +56,7 @@ class Tile(NamedTuple):
         return self._replace(scores=scores, weights=self.weights.masked_fill(out, 0))
 
 
-def walk(
+def iterate_tiles(
     place: Place,
     size: int | tuple[int, int] = TILE_SIZE,
     *,
@@ -85,7 +85,7 @@ def walk(
 
     >>> import regard
     >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> [(tile.rows, tile.columns.start) for tile in walk(recording[0], 4)][:3]
+    >>> [(tile.rows, tile.columns.start) for tile in iterate_tiles(recording[0], 4)][:3]
     [(slice(0, 4, None), 0), (slice(4, 6, None), 0), (slice(4, 6, None), 4)]
     """
     tall, wide = size if isinstance(size, tuple) else (size, size)
@@ -204,7 +204,7 @@ class Pooled:
         )
 
 
-def pooled(
+def pool_pattern(
     place: Place,
     size: int | tuple[int, int],
     *,
@@ -227,11 +227,11 @@ def pooled(
 
     >>> import regard
     >>> recording = regard.inspect.record(regard.load("tiny"), "to be or not to be")
-    >>> pooled(recording[0], 3).mass.sum(2).round(decimals=5).unique().tolist()
+    >>> pool_pattern(recording[0], 3).mass.sum(2).round(decimals=5).unique().tolist()
     [1.0]
     """
     accumulator = PoolAccumulator(place, size, heads=heads, batch=batch)
-    for tile in walk(place, accumulator.tile_size, heads=heads, batch=batch):
+    for tile in iterate_tiles(place, accumulator.tile_size, heads=heads, batch=batch):
         accumulator.add(tile)
     return accumulator.blocks()
 
@@ -277,7 +277,7 @@ class PoolAccumulator:
         """Add a tile of `tile_size` at a multiple of it; smaller at the end of the pattern."""
         tall, wide = self._size
         tile = tile.keep_rows(self._tokens)
-        assert isinstance(tile.rows, slice), "tiles of `walk` have ranges of rows"
+        assert isinstance(tile.rows, slice), "tiles of `iterate_tiles` have ranges of rows"
         cells = (
             slice(None),
             slice(tile.rows.start // tall, -(-tile.rows.stop // tall)),

@@ -254,7 +254,7 @@ class PageData:
         self.row, self.arrays = row, Arrays()
         self.places: list[Place] = []
         self.overviews: list[PlaceOverview] = []
-        self.plain: list[dict[str, Any]] = []
+        self.place_data: list[dict[str, Any]] = []
         self.rules: list[PageRules] = []
         self.texts: list[list[str]] = []
         self.sources: list[dict[str, Any]] = []
@@ -283,7 +283,7 @@ class PageData:
             audit = {**asdict(sums), "sound": sums.sound}
             for place in split_by_pool(whole):
                 self._place(place, recording)
-                self.plain[-1] |= {
+                self.place_data[-1] |= {
                     "source": source,
                     "audit": audit,
                     "rotary": rotary_facts(model, place.name),
@@ -309,7 +309,7 @@ class PageData:
         if len(rules.groups) > 1:
             self.arrays[f"p{number}.rule"] = rules.rule_of_row
         pool = place.pools[0]
-        self.plain.append(
+        self.place_data.append(
             {
                 "name": place.name,
                 "label": label(place.name),
@@ -356,7 +356,7 @@ class PageData:
             return next(iter(self._ranked()))
         layer, head = choice if isinstance(choice, tuple) else (choice.layer, choice.head)
         if not isinstance(layer, int):
-            names = [plain["name"] for plain in self.plain]
+            names = [plain["name"] for plain in self.place_data]
             if layer not in names:
                 raise ArgumentError(f"{layer!r} was not recorded; recorded: {', '.join(names)}")
             layer = names.index(layer)
@@ -412,8 +412,8 @@ class PageData:
             other = next(
                 (
                     n
-                    for n, x in enumerate(self.plain)
-                    if x["source"] == 1 and x["name"] == self.plain[place]["name"]
+                    for n, x in enumerate(self.place_data)
+                    if x["source"] == 1 and x["name"] == self.place_data[place]["name"]
                 ),
                 None,
             )
@@ -431,7 +431,7 @@ class PageData:
             self.arrays.update(new_arrays)
             heads.setdefault(p, []).append(h)
         for p, rules in enumerate(self.rules):
-            self.plain[p]["rules"] = rules.plain(heads.get(p, []))
+            self.place_data[p]["rules"] = rules.rule_data(heads.get(p, []))
 
     def _exact(self, p: int, h: int) -> Arrays:
         """Return the tensors q, k, v, lse and out of one head, from which the page computes its
@@ -467,7 +467,7 @@ class PageData:
             or "recording",
             "sources": self.sources,
             "texts": self.texts,
-            "places": self.plain,
+            "places": self.place_data,
             "thumbs": {"octaves": OCTAVES},
             "metrics": {
                 name: {

@@ -83,7 +83,7 @@ class PageRules:
             self.rule_of_row[first : first + step.T] = number
             first += step.T
 
-    def plain(self, heads: list[int]) -> list[dict[str, object]]:
+    def rule_data(self, heads: list[int]) -> list[dict[str, object]]:
         """Return each rule as page data: scale, softcap, kernel, sink, mask (a tree) and bias."""
         return [
             {

@@ -6,6 +6,11 @@ and Sec-Fetch-Site (other pages), and, except for the empty page itself, a token
 only the printed link contains, in its fragment, which browsers send to no server. No path of a
 request reaches the file system, indices are checked against the recording, and requests that a
 browser has given up are dropped before they are computed.
+
+A connection that sends nothing, or a request that never ends, would stay for ever and keep a file
+descriptor of the process. So a request must be complete, and an answer must be read, within a time.
+Where there are as many connections as are allowed, the one that has waited longest without a
+request is closed for the new one, so that no number of silent connections locks the reader out.
 """
 
 from __future__ import annotations
@@ -24,13 +29,107 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from regard.inspect.tile_server import single_cells
 from regard.inspect.tile_server.head_overviews import METRICS
-from regard.inspect.tile_server.page_facts import audit_facts, page_facts, search_text
+from regard.inspect.tile_server.page_answers import (
+    audit_facts,
+    column_weights,
+    describe_cell,
+    describe_column,
+    describe_row,
+    encode_overview,
+    encode_tile,
+    encode_weights,
+    page_facts,
+    row_weights,
+    search_text,
+)
 from regard.inspect.tile_server.session import ViewSession
-from regard.inspect.tile_server.wire_format import encode_overview, encode_tile, encode_weights
 from regard.view.report import to_page_value
+
+
+class Limits(NamedTuple):
+    """How many connections a server holds, and for how long it waits.
+
+    Args:
+        connections: number of connections.
+        request_seconds: time from the connection, or from the answer before, to a whole request; a
+            browser keeps idle connections for about the default.
+        answer_seconds: time from a request until its answer is read.
+    """
+
+    connections: int = 64
+    request_seconds: float = 75.0
+    answer_seconds: float = 120.0
+
+
+class BoundedProtocol(H11Protocol):
+    """A connection with a deadline, one of a limited number.
+
+    Args:
+        limits: the limits of the server.
+        options: what uvicorn gives to a connection.
+    """
+
+    def __init__(self, limits: Limits, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection; one too many replaces the one that has waited longest."""
+        super().connection_made(transport)
+        self._expect(self._limits.request_seconds)
+        others = [x for x in self.connections if isinstance(x, BoundedProtocol) and x is not self]
+        if len(others) < self._limits.connections:
+            return
+        waiting = [x for x in others if not x._is_answering]
+        oldest = min(waiting, key=BoundedProtocol._due, default=self)
+        oldest._end()
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request; the deadline of the answer begins when it is complete."""
+        was_answering = self._is_answering
+        super().data_received(data)
+        if self._is_answering and not was_answering:
+            self._expect(self._limits.answer_seconds)
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self._expect(self._limits.request_seconds)
+        super().on_response_complete()
+        if self._is_answering:  # it was in the buffer already
+            self._expect(self._limits.answer_seconds)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Take a connection that has ended off the list."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a request is being answered."""
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _due(self) -> float:
+        """Return the time at which the connection is closed."""
+        assert self._deadline is not None, "it is set when the connection is made"
+        return self._deadline.when()
+
+    def _expect(self, seconds: float) -> None:
+        """Close the connection after some seconds, unless something else is expected before."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        """Close the connection at once, and leave its place to others."""
+        self.connections.discard(self)
+        self.transport.abort()
+
 
 MAX_QUEUE = 64
 """Requests that may wait or be computed at once; more are answered with 429."""
@@ -213,19 +312,19 @@ class Endpoints:
 
     async def _row(self, request: Request) -> Response:
         """Answer with the largest keys of a query, and the rest."""
-        return await self._one(request, "T", single_cells.describe_row)
+        return await self._one(request, "T", describe_row)
 
     async def _column(self, request: Request) -> Response:
         """Answer with the queries that read a key most."""
-        return await self._one(request, "N", single_cells.describe_column)
+        return await self._one(request, "N", describe_column)
 
     async def _row_weights(self, request: Request) -> Response:
         """Answer with the weights of a query over all keys."""
-        return await self._one(request, "T", single_cells.row_weights)
+        return await self._one(request, "T", row_weights)
 
     async def _column_weights(self, request: Request) -> Response:
         """Answer with the weights that all queries give to a key."""
-        return await self._one(request, "N", single_cells.column_weights)
+        return await self._one(request, "N", column_weights)
 
     async def _cell(self, request: Request) -> Response:
         """Answer with the chain of numbers of a cell."""
@@ -234,7 +333,7 @@ class Endpoints:
         i = _index("row", request.path_params["i"], tiles.T)
         j = _index("column", request.path_params["j"], tiles.N)
         return await self._answer(
-            request, lambda: _json(single_cells.describe_cell(tiles, i, j)), "application/json"
+            request, lambda: _json(describe_cell(tiles, i, j)), "application/json"
         )
 
     async def _heads(self, request: Request) -> Response:
@@ -279,7 +378,7 @@ class Endpoints:
             result = make(tiles, index)
             return encode_weights(result) if isinstance(result, torch.Tensor) else _json(result)
 
-        is_json = make in (single_cells.describe_row, single_cells.describe_column)
+        is_json = make in (describe_row, describe_column)
         kind = "application/json" if is_json else "application/octet-stream"
         return await self._answer(request, answer, kind)
 

@@ -8,7 +8,7 @@ Blocks of 2^L rows and 2^L columns make level L, and a tile shows 256 x 256 bloc
 Both compose: a tile of level L + 1 follows from four tiles of level L. The products of a tile are
 computed in fp32, so that a weight has a relative error of about 2^-22 times the size of its score;
 fp64 recordings are computed in fp64. Rows, columns and cells that are read as numbers are computed
-in fp64 by `single_cells`.
+in fp64 by `page_answers`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.inspect.metrics.accumulators import VALUES, MeasuredPlace
+from regard.inspect.metrics.head_metrics import VALUES, MeasuredPlace
 from regard.inspect.record.recorded_place import KeyValuePool, Place, RecordedStep
 from regard.inspect.record.tiles import Tile
 from regard.inspect.tile_server.exact_tiles import MASKED, HeadTiles, Observer, TileData

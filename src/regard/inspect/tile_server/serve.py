@@ -19,7 +19,7 @@ from regard.inspect.tile_server.head_overviews import Overviews
 from regard.view.tile_page import content_policy, tile_page
 
 if TYPE_CHECKING:
-    from regard.inspect.tile_server.connections import Limits
+    from regard.inspect.tile_server.app import Limits
     from regard.inspect.tile_server.session import ViewSession
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -53,8 +53,7 @@ class Server:
     ) -> None:
         import uvicorn
 
-        from regard.inspect.tile_server.app import Policy, application
-        from regard.inspect.tile_server.connections import BoundedProtocol, Limits
+        from regard.inspect.tile_server.app import BoundedProtocol, Limits, Policy, application
 
         self.session, limits = session, limits or Limits()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -18,7 +18,7 @@ const source = (() => {
   const json = async (path, signal) => (await ask(path, signal)).json();
   const bytes = async (path, signal) => (await ask(path, signal)).arrayBuffer();
 
-  // ---- the one encoding of weights (wire_format.py): below 0 is masked
+  // ---- the one encoding of weights (page_answers.py): below 0 is masked
   const HEADER = 24;
   const decode = (buffer, from = 0) => {
     const view = new DataView(buffer, from), kind = view.getUint8(4), level = view.getUint8(5);

@@ -1,9 +1,25 @@
-"""One row, one column or one cell of a pattern as numbers, for the inspectors of the page."""
+"""What the served page asks for: facts about its places, the numbers of a row, a column or a cell,
+and weights as bytes.
+
+Weights have one encoding, little-endian: a header of 24 bytes, the peaks, the visible keys of each
+block row, and planes of fp32 numbers. Tiles, overviews, rows and columns have it.
+
+    header   "RGT1", u8 kind (0 empty, 1 blocks, 2 a row or a column), u8 level, u16 rows,
+             u16 columns, u8 number of peaks, u8 planes, u32 sampled rows of a block row,
+             f32 computed share, u32 bytes that follow
+    peaks    u32 row, u32 column, f32 weight, f32 keys that the row sees, of each
+    keys     f32 for each block row
+    planes   mass, max, visible share; at level 0, where a block is one cell, its weight alone
+
+A number below 0 is a masked block, and NaN is a weight that is not a number.
+"""
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,11 +27,108 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from regard.inspect.record.recorded_place import RecordedStep
-from regard.inspect.tile_server.exact_tiles import HeadTiles
-from regard.inspect.tile_server.head_overviews import measuring
-from regard.inspect.tile_server.kept_results import KeptResults
+from regard.inspect.record.recorded_place import Place, RecordedStep
+from regard.inspect.record.row_sums import row_sums
+from regard.inspect.report.page_data import AUDITED_SCORES, label, source_facts
+from regard.inspect.tile_server.exact_tiles import HeadTiles, TileData
+from regard.inspect.tile_server.head_overviews import METRICS, HeadOverview, measuring
+from regard.inspect.tile_server.session import KeptResults, ViewSession
 from regard.masks import Mask
+
+MAX_HITS = 10_000
+
+
+def page_facts(session: ViewSession) -> dict[str, Any]:
+    """Return the places and texts of a session as plain data."""
+    texts: list[list[str]] = []
+    sources = [source_facts(recording) for recording in session.recordings]
+    opened = {
+        (name, h) for name, place in session.recordings[0].places.items() for h in place.heads
+    }
+    reduced = [key for key in session.overviews.heads if key not in opened]
+    return {
+        "title": " | ".join(str(x["title"]) for x in sources if x["title"]) or "recording",
+        "sources": sources,
+        "texts": texts,
+        "places": [_place(session, n, texts) for n in range(len(session.places))],
+        "metrics": list(METRICS),
+        "not_kept": len(reduced),
+    }
+
+
+def _place(session: ViewSession, number: int, texts: list[list[str]]) -> dict[str, Any]:
+    """Return the facts about a place; equal texts are stored once."""
+    place = session.places[number]
+    recording = replace(session.recordings[session.sources[number]], places={place.name: place})
+    rows, columns = recording.labels(place.name)
+
+    def text(pieces: tuple[str, ...]) -> int:
+        if list(pieces) not in texts:
+            texts.append(list(pieces))
+        return texts.index(list(pieces))
+
+    return {
+        "name": place.name,
+        "label": label(place.name),
+        "H": place.H,
+        "G": place.G,
+        "heads": list(place.heads),
+        "T": place.T,
+        "N": place.N,
+        "D": place.pools[0].k.shape[-1],
+        "q_text": text(rows),
+        "q_first": 0,
+        "k_text": text(columns),
+        "q_positions": _positions(place.row_positions[session.batch].tolist()),
+        "k_positions": _positions(place.column_positions[session.batch].tolist()),
+        "source": session.sources[number],
+        "top": session.head(number, place.heads[0]).top_level,
+        "rule": _rule(place),
+        "kernel": ", ".join(dict.fromkeys(step.kernel for step in place.steps)),
+    }
+
+
+def audit_facts(session: ViewSession, number: int) -> dict[str, Any]:
+    """Return the audit of a place: how far its row sums differ from 1."""
+    audit = row_sums(session.places[number], cells=AUDITED_SCORES)
+    return {**asdict(audit), "sound": audit.sound}
+
+
+def _positions(positions: list[int]) -> list[int] | None:
+    """Return positions, or None if they are 0, 1, 2, ..."""
+    return None if positions == list(range(len(positions))) else positions
+
+
+def _rule(place: Place) -> str:
+    """Return the masks of a place as text."""
+    return "; ".join(dict.fromkeys(str(step.mask) for step in place.steps))
+
+
+def search_text(session: ViewSession, query: str) -> dict[str, Any]:
+    """Return the indices of the tokens in which a plain text begins, in the text of the first
+    place's keys; matches may span tokens, and upper and lower case are equal.
+    """
+    place = session.places[0]
+    recording = replace(session.recordings[0], places={place.name: place})
+    pieces = recording.labels(place.name)[1]
+    starts: list[int] = []
+    text: list[str] = []
+    length = 0
+    for piece in pieces:
+        starts.append(length)
+        text.append(piece.lower())
+        length += len(text[-1])
+    whole, offset = "".join(text), -1
+    hits: list[int] = []
+    wanted = query.lower()
+    token = 0
+    while len(hits) < MAX_HITS and (offset := whole.find(wanted, offset + 1)) >= 0:
+        while token + 1 < len(starts) and starts[token + 1] <= offset:
+            token += 1
+        if not hits or hits[-1] != token:
+            hits.append(token)
+    return {"hits": hits, "complete": len(hits) < MAX_HITS}
+
 
 TOP = 20
 """Number of keys or queries that an inspector lists."""
@@ -202,3 +315,60 @@ def _step_of(tiles: HeadTiles, i: int) -> tuple[int, slice]:
 def _finite(x: float) -> float | None:
     """Return a number for JSON, which has no infinity and no NaN."""
     return x if math.isfinite(x) else None
+
+
+HEADER = struct.Struct("<4sBBHHBBIfI")
+MAGIC = b"RGT1"
+EMPTY, BLOCKS, LINE = range(3)
+"""Kinds of answers."""
+
+
+def encode_tile(tile: TileData | None, level: int) -> bytes:
+    """Return a tile as bytes; None is a tile in which the mask allows no pair.
+
+    >>> len(encode_tile(None, 3))
+    24
+    """
+    if tile is None:
+        return HEADER.pack(MAGIC, EMPTY, level, 0, 0, 0, 0, 0, 1.0, 0)
+    if level == 0:
+        return _blocks(tile, level, [tile.max])
+    return _blocks(tile, level, [tile.mass, tile.max, tile.visible])
+
+
+def encode_overview(overview: HeadOverview) -> bytes:
+    """Return an overview as bytes: its metrics as fp32, then its blocks."""
+    metrics = _numbers(torch.tensor(overview.metrics))
+    return metrics + _blocks(overview.blocks, 0, [overview.blocks.mass, overview.blocks.max])
+
+
+def encode_weights(weights: Tensor) -> bytes:
+    """Return the weights of a row or a column."""
+    body = _numbers(weights)
+    return HEADER.pack(MAGIC, LINE, 0, 1, min(len(weights), 65535), 0, 1, 0, 1.0, len(body)) + body
+
+
+def _blocks(tile: TileData, level: int, planes: list[Tensor | None]) -> bytes:
+    """Return the header, the peaks and the keys of blocks, and those planes that there are."""
+    bodies = [_numbers(plane) for plane in planes if plane is not None]
+    peaks = b"".join(struct.pack("<IIff", *peak) for peak in tile.peaks)
+    body = b"".join([peaks, _numbers(tile.keys), *bodies])
+    return (
+        HEADER.pack(
+            MAGIC,
+            BLOCKS,
+            level,
+            *tile.max.shape,
+            len(tile.peaks),
+            len(bodies),
+            tile.sampled,
+            tile.computed,
+            len(body),
+        )
+        + body
+    )
+
+
+def _numbers(x: Tensor) -> bytes:
+    """Return the numbers of a tensor as bytes of little-endian fp32."""
+    return x.numpy().astype("<f4").tobytes()
