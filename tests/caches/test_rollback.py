@@ -14,7 +14,7 @@ from torch import Tensor
 import regard
 from regard.caches import Cache, Growing, rollback_on_error
 from regard.nn import Attention, PreNorm
-from regard.nn.blocks import BlockCaches, DecoderBlock
+from regard.nn.blocks.blocks import BlockCaches, DecoderBlock
 from regard.nn.variants import cross_attention, gqa
 from regard.span import as_tensor
 from tests.caches.contract import Run

@@ -19,8 +19,8 @@ from regard.cost.softmax import SoftmaxSpec
 from regard.models.checkpoint.config import read_config
 from regard.models.families import FAMILIES, family
 from regard.nn import Attention, Block, CausalConvolution
+from regard.nn.blocks.mixer_block import ParallelMixers, Tokenwise
 from regard.nn.mixer import Mixer
-from regard.nn.mixer_block import ParallelMixers, Tokenwise
 from regard.positions import LearnedPositions
 from tests.cost.tiny import ENCODER_DECODERS, ENCODERS, TINY
 

@@ -31,7 +31,7 @@ from regard.nn.explainable import (
     ProjectionQuery,
 )
 from regard.nn.mixer import MaskVisibility, Mixer, count_weights
-from regard.nn.projections import Projection, ProjectionShape
+from regard.nn.projections.heads import Projection, ProjectionShape
 from regard.span import Positions
 from regard.tracing import named_scope, tap
 from regard.view.explanation_text import page

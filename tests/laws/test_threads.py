@@ -37,7 +37,7 @@ from regard.inspect.explain import captured_run, layer_stages
 from regard.inspect.explain.prepared_run import prepare_run
 from regard.models.checkpoint.tensors import CheckpointTensors
 from regard.models.tokenizer import Tokenizer
-from regard.nn import dynamic_rotary
+from regard.nn.projections import dynamic_rotary
 from regard.ops.gemv import gemv
 from regard.ops.jit import decode, openmp
 from regard.ops.rms_norm import rms_norm

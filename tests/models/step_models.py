@@ -29,8 +29,8 @@ from regard.nn import (
     SeparateQKV,
     SwiGLU,
 )
-from regard.nn.embedding import CappedLogits
-from regard.nn.linear import Linear
+from regard.nn.blocks.embedding import CappedLogits
+from regard.nn.weights.linear import Linear
 from regard.ops.jit import openmp
 from regard.positions import LinearScaling, Rotary
 from tests.models import small

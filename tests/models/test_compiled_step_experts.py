@@ -21,8 +21,8 @@ from regard.nn import (
     SwiGLU,
     stack_experts,
 )
-from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert
-from regard.nn.routers import Router
+from regard.nn.blocks.feed_forward import ClippedSwiGLU, GatedSharedExpert
+from regard.nn.blocks.routers import Router
 from regard.ops.stored_weights import Int4Weight, Int8Weight
 from tests.models.step_models import (
     DTYPES,

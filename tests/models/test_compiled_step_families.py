@@ -40,13 +40,13 @@ from regard.nn import (
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.blocks import NormedResidual, OutputNorm
-from regard.nn.embedding import ScaledLogits
-from regard.nn.feed_forward import ReLUSquared
-from regard.nn.fused_projections import ClippedQKV
-from regard.nn.head_steps import Clip
-from regard.nn.linear import Linear
-from regard.nn.norms import OffsetLayerNorm
+from regard.nn.blocks.blocks import NormedResidual, OutputNorm
+from regard.nn.blocks.embedding import ScaledLogits
+from regard.nn.blocks.feed_forward import ReLUSquared
+from regard.nn.blocks.norms import OffsetLayerNorm
+from regard.nn.projections.fused import ClippedQKV
+from regard.nn.projections.steps import Clip
+from regard.nn.weights.linear import Linear
 from regard.ops.stored_weights import Int4Weight, Int8Weight
 from regard.positions import Rotary
 from tests.cost.test_built import family, parse

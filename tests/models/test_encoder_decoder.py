@@ -16,7 +16,7 @@ from regard import Trace
 from regard.models.encoder import Encoder
 from regard.models.encoder_decoder import EncoderDecoder, transformer
 from regard.models.generation import greedy
-from regard.nn.blocks import PostNorm, PreNorm
+from regard.nn.blocks.blocks import PostNorm, PreNorm
 from regard.positions import sinusoidal
 from regard.span import Span
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import regard
 from regard import Trace
 from regard.models.rnn import RecurrentEncoderDecoder, recurrent
-from regard.nn.rnn import BahdanauDecoder, PlainDecoder, RecurrentDecoder, run_rnn
+from regard.nn.blocks.rnn import BahdanauDecoder, PlainDecoder, RecurrentDecoder, run_rnn
 from regard.nn.variants import bahdanau
 from regard.span import Span
 from tests.oracles.additive import additive

@@ -27,7 +27,11 @@ from regard.models.decoder import Decoder
 from regard.models.families.regard import Config, build
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn import RMSNorm
-from regard.nn.cross_layer import QueryProjection, SharedMemoryAttention, without_own_memory
+from regard.nn.attention.cross_layer import (
+    QueryProjection,
+    SharedMemoryAttention,
+    without_own_memory,
+)
 from regard.nn.variants import build as build_mechanism
 from regard.span import Span
 

@@ -20,10 +20,10 @@ from regard.errors import ArgumentError, ArgumentTypeError, FileError
 from regard.models.checkpoint.stored_forms import weight_form
 from regard.models.convert import ConversionOptions, convert
 from regard.nn import RMSNorm
-from regard.nn.fused_projections import FusedQKV
-from regard.nn.linear import Linear
 from regard.nn.mixer import count_weights
-from regard.nn.stored import (
+from regard.nn.projections.fused import FusedQKV
+from regard.nn.weights.linear import Linear
+from regard.nn.weights.stored import (
     StoredEmbedding,
     count_parameters,
     device_of,

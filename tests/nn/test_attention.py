@@ -18,7 +18,7 @@ import regard
 from regard import biases, masks
 from regard.caches import Growing
 from regard.nn import Attention, Block, HeadProjection, PreNorm, RMSNorm, SeparateQKV, SwiGLU
-from regard.nn.projections import Projection
+from regard.nn.projections.heads import Projection
 from regard.positions import Rotary
 from regard.span import Span
 from tests.ops.softmax.plain import assert_near

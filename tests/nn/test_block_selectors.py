@@ -13,7 +13,7 @@ from regard.cost.selected import BlockMaximumSelection, PageSelection
 from regard.errors import ArgumentError
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn import QuestAttention
-from regard.nn.selected_attention import MoBA, Quest
+from regard.nn.attention.selected import MoBA, Quest
 from regard.nn.variants import VARIANTS, build
 from regard.nn.variants.projections import separate_qkv
 from regard.ops.selection import block_layout

@@ -15,10 +15,10 @@ import regard
 from regard.caches import State
 from regard.masks import Document
 from regard.nn import CausalConvolution, ConvolvedQKV, HeadProjection, RMSNorm
-from regard.nn.decay_rules import GatedLinearRule, LinearAttentionRule
-from regard.nn.delta_rules import DeltaRule, LogDecay
-from regard.nn.norms import L2Norm
-from regard.nn.recurrent import Recurrent
+from regard.nn.blocks.norms import L2Norm
+from regard.nn.recurrence.decays import GatedLinearRule, LinearAttentionRule
+from regard.nn.recurrence.delta import DeltaRule, LogDecay
+from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants.projections import separate_qkv
 from regard.span import Span
 from tests.nn.catalogue import randomise

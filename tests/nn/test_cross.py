@@ -17,10 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import regard
 from regard import Trace
 from regard.caches import Cross, Growing
-from regard.nn.cross_attention import AdditiveAttention, CrossAttention
-from regard.nn.fused_projections import EncoderStateProjection
-from regard.nn.head_finishes import GatedProjection
-from regard.nn.projections import HeadProjection, Projection
+from regard.nn.attention.cross import AdditiveAttention, CrossAttention
+from regard.nn.projections.finishes import GatedProjection
+from regard.nn.projections.fused import EncoderStateProjection
+from regard.nn.projections.heads import HeadProjection, Projection
 from regard.nn.variants import VARIANTS, bahdanau, cross_attention, luong
 from regard.span import Span
 from tests.oracles.additive import additive

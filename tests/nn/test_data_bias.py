@@ -18,7 +18,9 @@ from regard.biases import FIRE, ForgetBias, Kerple, deberta_bucket
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.nn import HeadProjection
-from regard.nn.data_bias import (
+from regard.nn.attention.evicting import EvictingAttention
+from regard.nn.attention.windowed import StreamingAttention
+from regard.nn.projections.data_bias import (
     DisentangledProjection,
     ForgettingProjection,
     PathProjection,
@@ -29,10 +31,8 @@ from regard.nn.data_bias import (
     path_scores,
     sums_up_to,
 )
-from regard.nn.evicting_attention import EvictingAttention
-from regard.nn.head_finishes import FinishedProjection, GatedProjection, HeadGate
+from regard.nn.projections.finishes import FinishedProjection, GatedProjection, HeadGate
 from regard.nn.variants import VARIANTS
-from regard.nn.windowed_attention import StreamingAttention
 from regard.positions import Rotary
 from regard.span import Span
 from tests.fixture_f import decays, example, strengths, vectors

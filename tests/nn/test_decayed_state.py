@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.masks import Document
-from regard.nn import decay_rules as rules
 from regard.nn import variants
-from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
-from regard.nn.recurrent_projections import TokenShiftQKV
+from regard.nn.blocks.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
+from regard.nn.recurrence import decays as rules
+from regard.nn.recurrence.projections import TokenShiftQKV
 from tests.nn.catalogue import DIM, example, randomise, tokens
 from tests.oracles import decayed
 

@@ -18,9 +18,9 @@ import regard
 from regard import Trace
 from regard.masks import Causal
 from regard.nn import Attention
-from regard.nn.blocks import Block, DecoderBlock, PostNorm, PreNorm, Residual
-from regard.nn.embedding import InputEmbedding, SinusoidalPositions
-from regard.nn.feed_forward import FeedForward
+from regard.nn.blocks.blocks import Block, DecoderBlock, PostNorm, PreNorm, Residual
+from regard.nn.blocks.embedding import InputEmbedding, SinusoidalPositions
+from regard.nn.blocks.feed_forward import FeedForward
 from regard.nn.variants import cross_attention
 from regard.nn.variants.projections import output_projection, separate_qkv
 from regard.positions import LearnedPositions

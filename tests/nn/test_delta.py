@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import regard
 from regard.nn import HeadProjection, SeparateQKV
-from regard.nn.delta_rules import DeltaRule, LogDecay
-from regard.nn.head_steps import Swish
-from regard.nn.norms import L2Norm
-from regard.nn.recurrent import Recurrent
+from regard.nn.blocks.norms import L2Norm
+from regard.nn.projections.steps import Swish
+from regard.nn.recurrence.delta import DeltaRule, LogDecay
+from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants import delta_net, gated_delta_net
 from tests.oracles.delta import delta
 from tests.rules import assert_close_rule

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import regard
 from regard.caches import Growing
-from regard.nn.delta_rules import (
+from regard.nn.recurrence.delta import (
     BottleneckProjection,
     ChannelLogDecay,
     CombaRule,
@@ -25,7 +25,7 @@ from regard.nn.delta_rules import (
     SeveralKeysQKV,
     TitansRule,
 )
-from regard.nn.recurrent import GatedConvolution
+from regard.nn.recurrence.recurrent import GatedConvolution
 from regard.nn.variants import comba, gated_delta_2, mesa
 from regard.nn.variants.projections import ValueHeadStart
 from tests.nn.catalogue import randomise

@@ -28,8 +28,8 @@ from regard.caches.eviction import (
 from regard.errors import ArgumentError
 from regard.models.generation.cache_config import CacheConfig
 from regard.nn import EvictingAttention
-from regard.nn.fused_projections import IdentityProjection
-from regard.nn.projections import Projection, ProjectionShape
+from regard.nn.projections.fused import IdentityProjection
+from regard.nn.projections.heads import Projection, ProjectionShape
 from regard.nn.variants import VARIANTS, build
 from regard.nn.variants.projections import separate_qkv
 from regard.positions import Rotary

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.nn import FusedQKV, SwiGLU
-from regard.nn.blocks import NormedResidual, PreNorm
-from regard.nn.embedding import CappedLogits
-from regard.nn.feed_forward import GatedFeedForward
-from regard.nn.fused_projections import ClippedQKV
+from regard.nn.blocks.blocks import NormedResidual, PreNorm
+from regard.nn.blocks.embedding import CappedLogits
+from regard.nn.blocks.feed_forward import GatedFeedForward
+from regard.nn.projections.fused import ClippedQKV
 from regard.positions import Rotary
 from tests.rules import assert_close_rule
 

@@ -15,8 +15,9 @@ import regard
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.masks import Causal
 from regard.nn import HeadProjection
-from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
-from regard.nn.head_finishes import (
+from regard.nn.attention.infini import InfiniAttention
+from regard.nn.projections.factored import KeysAsValues, SharedKeyValue
+from regard.nn.projections.finishes import (
     FinishedProjection,
     HeadGate,
     InverseRotary,
@@ -24,9 +25,8 @@ from regard.nn.head_finishes import (
     PairDifference,
     QueryTokens,
 )
-from regard.nn.head_steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
-from regard.nn.infini_attention import InfiniAttention
-from regard.nn.projections import Projection
+from regard.nn.projections.heads import Projection
+from regard.nn.projections.steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
 from regard.nn.variants import (
     VARIANTS,
     biased_gate,

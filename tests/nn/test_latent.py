@@ -21,12 +21,12 @@ from regard.caches import Latent as LatentCache
 from regard.cost import attention_flops
 from regard.cost import latent as cost
 from regard.nn import Attention, LatentProjection, SeparateQKV
-from regard.nn.latent_projection import (
+from regard.nn.projections.heads import Projection
+from regard.nn.projections.latent import (
     AbsorbedLatentProjection,
     LowRankProjection,
     NaiveLatentProjection,
 )
-from regard.nn.projections import Projection
 from regard.nn.variants import VARIANTS, mla
 from regard.positions import DynamicNTK, Rotary, YaRN
 from regard.span import Positions, Span, as_tensor

@@ -10,7 +10,7 @@ import regard
 from regard.caches import Growing
 from regard.inspect import attribute
 from regard.nn import FeedForward, MoE, PreNorm, RMSNorm, SoftmaxRouter
-from regard.nn.mixer_block import MixerBlock, NarrowingRMSNorm, Tokenwise, WidePreNorm
+from regard.nn.blocks.mixer_block import MixerBlock, NarrowingRMSNorm, Tokenwise, WidePreNorm
 from regard.nn.variants import gqa, mamba2
 from regard.span import Span
 from tests.models.generation import stacks

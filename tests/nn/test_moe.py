@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.experts import MoE
-from regard.nn.feed_forward import ClippedSwiGLU, SwiGLU
-from regard.nn.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
+from regard.nn.blocks.experts import MoE
+from regard.nn.blocks.feed_forward import ClippedSwiGLU, SwiGLU
+from regard.nn.blocks.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
 from tests.oracles import moe as oracle
 from tests.rules import GRADIENT, assert_close_rule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from regard.nn.norms import JoinedHeadsRMSNorm, OffsetLayerNorm
+from regard.nn.blocks.norms import JoinedHeadsRMSNorm, OffsetLayerNorm
 
 
 def test_an_offset_weight_is_added_to_1() -> None:

@@ -15,9 +15,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 
 from regard.nn import Block, HeadProjection, PreNorm, RMSNorm, SwiGLU
-from regard.nn.feed_forward import FeedForward
-from regard.nn.linear import Linear
+from regard.nn.blocks.feed_forward import FeedForward
 from regard.nn.variants import gqa
+from regard.nn.weights.linear import Linear
 from regard.positions import Rotary
 from regard.span import Span
 

@@ -28,7 +28,12 @@ from regard.nn import (
     SwiGLU,
     rotary_projection,
 )
-from regard.nn.dynamic_rotary import PerRowRotary, PreRopeQKV, frequencies_change, row_lengths
+from regard.nn.projections.dynamic_rotary import (
+    PerRowRotary,
+    PreRopeQKV,
+    frequencies_change,
+    row_lengths,
+)
 from regard.positions import DynamicNTK, DynamicYaRN, LongRoPE, Rotary, Scaling
 from regard.span import Span
 from tests.rules import assert_close_rule

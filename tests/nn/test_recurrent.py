@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import regard
 from regard.nn import HeadProjection, SeparateQKV
-from regard.nn.decay_rules import GatedLinearRule, LinearAttentionRule, RetentionRule
-from regard.nn.norms import HeadNorm
-from regard.nn.recurrent import Recurrent
+from regard.nn.blocks.norms import HeadNorm
+from regard.nn.recurrence.decays import GatedLinearRule, LinearAttentionRule, RetentionRule
+from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants import delta_net, gated_delta_net, gated_linear, linear_attention, retention
 from regard.span import Span
 from tests.oracles.linear import linear

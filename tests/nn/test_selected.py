@@ -18,8 +18,8 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32In
 import regard
 from regard.cost.selected import block_tokens, compressed_tokens, nsa_tokens
 from regard.nn import HeadProjection, LatentProjection, SeparateQKV
-from regard.nn.nsa import NSA, BlockCompressor
-from regard.nn.selected_attention import (
+from regard.nn.attention.nsa import NSA, BlockCompressor
+from regard.nn.attention.selected import (
     BlockMaximum,
     Indexer,
     KeySelector,

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.nn import CausalConvolution, HeadProjection, Recurrent, RMSNorm, selective_scan
-from regard.nn.linear import Linear
-from regard.nn.selective_scan import SelectiveQKV, SelectiveScanRule
+from regard.nn import CausalConvolution, HeadProjection, Recurrent, RMSNorm
+from regard.nn.recurrence import mamba
+from regard.nn.recurrence.mamba import SelectiveQKV, SelectiveScanRule
 from regard.nn.variants import VARIANTS
+from regard.nn.weights.linear import Linear
 from tests.nn import catalogue
 
 M, N, D, RANK, KERNEL, T = 6, 5, 3, 2, 4, 11
@@ -133,7 +134,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(regard.ArgumentError, match=r"q and k read \[6\] channels"):
         SelectiveQKV(HeadProjection(6, 1, D), HeadProjection(6, 1, D), v, CausalConvolution(N, 2))
     assert "no row of weights" in layer().explain_refusal
-    assert selective_scan.MAX_DECAYS == 1 << 24
+    assert mamba.MAX_DECAYS == 1 << 24
 
 
 def test_without_gradients_the_tokens_are_computed_one_by_one() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import regard
 from regard import nn
-from regard.nn.linear import linear
 from regard.nn.variants import build
+from regard.nn.weights.linear import linear
 from regard.ops import gemv as gemv_module
 from regard.ops.gemv import gemv
 from regard.ops.rms_norm import rms_norm

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from regard.caches import Quantised
 from regard.errors import ArgumentError
-from regard.nn.factored_projections import (
+from regard.nn.projections.factored import (
     LowRankHeads,
     TensorProductHeads,
     TensorProductProjection,
     TiedProjection,
 )
-from regard.nn.latent_projection import GroupedLatentProjection
-from regard.nn.projections import HeadProjection
+from regard.nn.projections.heads import HeadProjection
+from regard.nn.projections.latent import GroupedLatentProjection
 from regard.nn.variants import VARIANTS, build
 from regard.positions import Rotary
 from tests.nn.catalogue import example, tokens

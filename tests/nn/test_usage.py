@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from regard.errors import RegardError
-from regard.nn.head_steps import WeightlessRMSNorm
-from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
+from regard.nn.blocks.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
+from regard.nn.projections.steps import WeightlessRMSNorm
 from regard.nn.variants import VARIANTS, Variant, build
 from regard.nn.variants.registry import option_names, required_options
 from regard.nn.variants.symbols import equation_symbols

@@ -15,7 +15,7 @@ from regard.errors import ArgumentError
 from regard.inspect import explain
 from regard.inspect.explain.random_model import random_model
 from regard.nn import GroupedValueQKV, HeadProjection, Recurrent
-from regard.nn.delta_rules import DeltaRule
+from regard.nn.recurrence.delta import DeltaRule
 from regard.nn.variants import build
 from tests.nn.catalogue import randomise, tokens
 

@@ -16,9 +16,10 @@ import regard
 from regard import masks
 from regard.errors import ArgumentError
 from regard.nn import Attention, HeadProjection, SeparateQKV
-from regard.nn.fused_projections import FusedQKV, PerHeadProjection
-from regard.nn.head_finishes import DifferentialProjection, GatedProjection
-from regard.nn.latent_projection import LatentProjection
+from regard.nn.attention.windowed import Longformer
+from regard.nn.projections.finishes import DifferentialProjection, GatedProjection
+from regard.nn.projections.fused import FusedQKV, PerHeadProjection
+from regard.nn.projections.latent import LatentProjection
 from regard.nn.variants import (
     bigbird,
     build,
@@ -43,7 +44,6 @@ from regard.nn.variants import (
     stacked,
     weightless,
 )
-from regard.nn.windowed_attention import Longformer
 from regard.positions import Rotary
 from regard.span import Span
 from tests.nn.catalogue import DIM, VARIANTS, example, randomise, tokens

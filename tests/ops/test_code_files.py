@@ -157,7 +157,7 @@ WITHOUT_F16C = """
 import torch, regard
 from regard.ops.stored_linear import plan_linear, stored_linear
 from regard.ops.stored_weights import Int4Weight, Int8Weight
-from regard.nn.linear import linear
+from regard.nn.weights.linear import linear
 x = torch.randn(1, 4, 1, 64).half()
 k = torch.randn(1, 2, 4096, 64).half()
 print(regard.plan(x, k, k))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard.errors import ArgumentError
-from regard.nn import linear as module
-from regard.nn.linear import linear
+from regard.nn.weights import linear as module
+from regard.nn.weights.linear import linear
 from regard.ops.fp16_linear import MIN_ROWS, fp16_linear, why_not_fp16_linear
 from regard.ops.jit.amx import has_amx
 from tests.rules import assert_close_rule

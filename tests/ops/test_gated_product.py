@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from regard.nn import SwiGLU, feed_forward
+from regard.nn import SwiGLU
+from regard.nn.blocks import feed_forward
 from regard.ops.gated_product import MIN_SIZE, silu_product
 from tests.rules import assert_close_rule
 

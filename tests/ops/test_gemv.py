@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import regard
 from regard import huge_pages
-from regard.nn.linear import Linear
+from regard.nn.weights.linear import Linear
 from regard.ops import rms_norm as rms_norm_module
 from regard.ops.gemv import gemv, try_gemv
 from regard.ops.rms_norm import rms_norm

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.nn import variants
-from regard.nn.decay_rules import RetentionRule
+from regard.nn.recurrence.decays import RetentionRule
 from regard.nn.variants.decayed import lightning_rates
 
 transformers = pytest.importorskip("transformers")

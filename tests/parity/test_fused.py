@@ -14,7 +14,7 @@ from regard.biases import ALiBi
 from regard.biases.alibi import alibi_slopes
 from regard.masks import Causal
 from regard.nn import Attention
-from regard.nn.fused_projections import FusedQKV
+from regard.nn.projections.fused import FusedQKV
 from regard.nn.variants import alibi, gpt
 from regard.positions import Rotary
 from tests.parity import layers

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard.nn.experts import MoE
-from regard.nn.feed_forward import ClippedSwiGLU, SwiGLU
-from regard.nn.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
+from regard.nn.blocks.experts import MoE
+from regard.nn.blocks.feed_forward import ClippedSwiGLU, SwiGLU
+from regard.nn.blocks.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers", reason="parity needs the transformers extra")

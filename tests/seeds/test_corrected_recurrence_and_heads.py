@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import regard
 from regard import masks
 from regard.masks import Causal
-from regard.nn.rnn import run_rnn
+from regard.nn.blocks.rnn import run_rnn
 from regard.nn.variants import mha
 from regard.span import Span
 from tests.golden import DATA, tensor

@@ -22,8 +22,8 @@ import regard
 import regard.nn as parts
 from regard import linear, memory, positions, scores
 from regard.caches import Cache, Cross, Memory, State
-from regard.nn.linear import linear as linear_map
 from regard.nn.variants import VARIANTS
+from regard.nn.weights.linear import linear as linear_map
 from regard.ops.additive_attention import additive_attention
 from regard.ops.gemv import check_linear_map, gemv
 from regard.ops.rms_norm import rms_norm
@@ -350,7 +350,7 @@ MODULES_OF_OPS = (
     "regard.ops.additive_attention",
     "regard.ops.selection",
 )
-FILES_OF_OPS = ("regard.ops.gemv", "regard.ops.rms_norm", "regard.nn.linear")
+FILES_OF_OPS = ("regard.ops.gemv", "regard.ops.rms_norm", "regard.nn.weights.linear")
 """They have no list of public names."""
 NO_OPS = {"try_gemv", "compiled_kernel_applies"}
 """They answer None and False for what does not fit (tests/ops/test_gemv.py)."""

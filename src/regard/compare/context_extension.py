@@ -22,8 +22,8 @@ from regard.models.convert.rotary_positions import Extension, extend_context
 from regard.models.decoder import Decoder
 from regard.models.model import Model
 from regard.nn import Attention, PrefixRecomputer
-from regard.nn.dynamic_rotary import PreRopeQKV, RecomputedQKV, ReRotatedQKV
-from regard.nn.projections import SeparateQKV
+from regard.nn.projections.dynamic_rotary import PreRopeQKV, RecomputedQKV, ReRotatedQKV
+from regard.nn.projections.heads import SeparateQKV
 from regard.positions import Rotary, critical_dimension, rope_frequencies
 from regard.timing.machine import describe_machine
 from regard.units import plural
@@ -170,7 +170,7 @@ def default_lengths(trained: int, target: int) -> tuple[int, ...]:
 CachePolicy: TypeAlias = Literal["stale", "pre_rope", "re_rotate", "frozen", "recompute"]
 POLICIES: tuple[CachePolicy, ...] = ("stale", "pre_rope", "re_rotate", "frozen", "recompute")
 """What is done with cached keys that were rotated for a shorter length: they are used as they are
-("stale"), or one of the policies of `regard.nn.dynamic_rotary` applies.
+("stale"), or one of the policies of `regard.nn.projections.dynamic_rotary` applies.
 """
 
 

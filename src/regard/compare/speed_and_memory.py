@@ -21,7 +21,7 @@ from regard.errors import ArgumentError, RegardError
 from regard.models.decoder import Decoder
 from regard.models.families.regard import Config
 from regard.models.generation.cache_config import CacheConfig
-from regard.nn.stored import device_of
+from regard.nn.weights.stored import device_of
 from regard.timing.machine import free_memory, peak_bytes_on, wait_for
 from regard.timing.measurement import (
     call_in_subprocess,

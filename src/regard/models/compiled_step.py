@@ -34,7 +34,7 @@ from regard.caches.base import OpenSlot
 from regard.caches.quantization import CodedSlots
 from regard.models.step_reader import ModelReader, Unsupported
 from regard.nn.module_calls import classes_of, methods_of
-from regard.nn.stored import StoredWeightMixin
+from regard.nn.weights.stored import StoredWeightMixin
 from regard.ops.decode_step import (
     DecodeStep,
     KeyPlace,

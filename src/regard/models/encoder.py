@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from regard.errors import ArgumentError
-from regard.nn.blocks import Block
-from regard.nn.embedding import InputEmbedding, LogMelEmbedding
+from regard.nn.blocks.blocks import Block
+from regard.nn.blocks.embedding import InputEmbedding, LogMelEmbedding
 from regard.span import Positions, Span
 from regard.tracing import named_scope, tap
 
@@ -30,7 +30,7 @@ class Encoder(nn.Module):
         ArgumentError: when called: ids are not [B, S].
 
     >>> import torch
-    >>> from regard.nn.embedding import SinusoidalPositions
+    >>> from regard.nn.blocks.embedding import SinusoidalPositions
     >>> embed = InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4))
     >>> encoder = Encoder(embed, [], nn.Identity())
     >>> encoder(torch.tensor([[1, 2]])).shape
@@ -103,7 +103,7 @@ class HeadedEncoder(nn.Module):
     Raises:
         ArgumentError: when called: the pooler or the head that is asked for is None.
 
-    >>> from regard.nn.embedding import SinusoidalPositions
+    >>> from regard.nn.blocks.embedding import SinusoidalPositions
     >>> embed = InputEmbedding(nn.Embedding(7, 4), SinusoidalPositions(4))
     >>> encoder = Encoder(embed, [], nn.Identity())
     >>> model = HeadedEncoder(encoder, head=nn.Linear(4, 7))

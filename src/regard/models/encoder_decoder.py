@@ -14,13 +14,13 @@ from regard.caches import rollback_on_error
 from regard.errors import ArgumentError
 from regard.masks import Causal
 from regard.models.encoder import Encoder
-from regard.nn.attention import Attention
-from regard.nn.blocks import Block, BlockCaches, DecoderBlock, PostNorm, PreNorm, Residual
-from regard.nn.embedding import InputEmbedding, SinusoidalPositions
-from regard.nn.feed_forward import FeedForward
-from regard.nn.linear import Linear
+from regard.nn.attention.attention import Attention
+from regard.nn.blocks.blocks import Block, BlockCaches, DecoderBlock, PostNorm, PreNorm, Residual
+from regard.nn.blocks.embedding import InputEmbedding, SinusoidalPositions
+from regard.nn.blocks.feed_forward import FeedForward
 from regard.nn.variants.cross import cross_attention
 from regard.nn.variants.projections import output_projection, separate_qkv
+from regard.nn.weights.linear import Linear
 from regard.process_state import is_compiling
 from regard.span import Positions, Span
 from regard.tracing import named_scope, tap

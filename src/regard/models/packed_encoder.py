@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from regard.errors import ArgumentError
 from regard.models.encoder import Encoder
-from regard.nn.attention import Attention
-from regard.nn.blocks import Block, PostNorm, PreNorm, Residual
-from regard.nn.feed_forward import FeedForward
-from regard.nn.linear import Linear
+from regard.nn.attention.attention import Attention
+from regard.nn.blocks.blocks import Block, PostNorm, PreNorm, Residual
+from regard.nn.blocks.feed_forward import FeedForward
 from regard.nn.module_calls import why_not_as_written
-from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.projections.heads import HeadProjection, SeparateQKV
+from regard.nn.weights.linear import Linear
 from regard.ops.packed_linear import (
     PackedActivation,
     PackedLinear,

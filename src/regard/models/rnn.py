@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from regard.argument_checks import check_positions
 from regard.errors import ArgumentError
 from regard.models.generation.beam_search import greedy
-from regard.nn.rnn import (
+from regard.nn.blocks.rnn import (
     BahdanauDecoder,
     DecoderState,
     EncodedSource,

@@ -12,7 +12,7 @@ from torch import Tensor
 from regard.errors import ArgumentError, ArgumentTypeError
 from regard.models.encoder import Encoder
 from regard.models.seq2seq import Seq2Seq
-from regard.nn.embedding import LogMelEmbedding
+from regard.nn.blocks.embedding import LogMelEmbedding
 from regard.span import Positions, Span
 
 

@@ -34,16 +34,16 @@ from regard.nn import (
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.blocks import Residual
-from regard.nn.embedding import CappedLogits, ScaledLogits
-from regard.nn.feed_forward import ClippedSwiGLU, GatedSharedExpert, ReLUSquared
-from regard.nn.fused_projections import ClippedQKV
-from regard.nn.head_steps import Clip
-from regard.nn.linear import Linear
+from regard.nn.blocks.blocks import Residual
+from regard.nn.blocks.embedding import CappedLogits, ScaledLogits
+from regard.nn.blocks.feed_forward import ClippedSwiGLU, GatedSharedExpert, ReLUSquared
+from regard.nn.blocks.norms import OffsetLayerNorm
+from regard.nn.blocks.routers import Router
 from regard.nn.module_calls import why_not_as_written
-from regard.nn.norms import OffsetLayerNorm
-from regard.nn.routers import Router
-from regard.nn.stored import plain_class
+from regard.nn.projections.fused import ClippedQKV
+from regard.nn.projections.steps import Clip
+from regard.nn.weights.linear import Linear
+from regard.nn.weights.stored import plain_class
 from regard.ops.decode_step import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,

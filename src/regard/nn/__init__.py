@@ -20,8 +20,23 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from regard.nn.attention import Attention
-from regard.nn.blocks import (
+from regard.nn.attention.attention import Attention
+from regard.nn.attention.cross import AdditiveAttention, CrossAttention
+from regard.nn.attention.evicting import EvictingAttention
+from regard.nn.attention.infini import InfiniAttention
+from regard.nn.attention.multi_axis import MultiAxisAttention, MultiAxisProjection
+from regard.nn.attention.nsa import NSA
+from regard.nn.attention.remapped import (
+    DistanceMap,
+    DualChunk,
+    LMInfinite,
+    RemappedAttention,
+    ReRoPE,
+    SelfExtend,
+)
+from regard.nn.attention.selected import QuestAttention, SelectedAttention
+from regard.nn.attention.windowed import Longformer, StreamingAttention
+from regard.nn.blocks.blocks import (
     Block,
     BlockCaches,
     DecoderBlock,
@@ -35,21 +50,14 @@ from regard.nn.blocks import (
     ScaledPreNorm,
     SharedNormBlock,
 )
-from regard.nn.cross_attention import AdditiveAttention, CrossAttention
-from regard.nn.dynamic_rotary import PrefixRecomputer, rotary_projection
-from regard.nn.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
-from regard.nn.evicting_attention import EvictingAttention
-from regard.nn.experts import MoE, stack_experts
-from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
-from regard.nn.feed_forward import ClippedSwiGLU, FeedForward, GatedFeedForward, SwiGLU
-from regard.nn.fused_projections import (
-    ClippedQKV,
-    EncoderStateProjection,
-    FusedQKV,
-    IdentityProjection,
-    PerHeadProjection,
-)
-from regard.nn.head_finishes import (
+from regard.nn.blocks.embedding import CappedLogits, InputEmbedding, SinusoidalPositions
+from regard.nn.blocks.experts import MoE, stack_experts
+from regard.nn.blocks.feed_forward import ClippedSwiGLU, FeedForward, GatedFeedForward, SwiGLU
+from regard.nn.blocks.norms import HeadNorm, OffsetRMSNorm, RMSNorm
+from regard.nn.blocks.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
+from regard.nn.projections.dynamic_rotary import PrefixRecomputer, rotary_projection
+from regard.nn.projections.factored import KeysAsValues, SharedKeyValue
+from regard.nn.projections.finishes import (
     DifferentialProjection,
     FinishedProjection,
     GatedProjection,
@@ -58,27 +66,19 @@ from regard.nn.head_finishes import (
     OwnValueRemoval,
     PairDifference,
 )
-from regard.nn.head_steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
-from regard.nn.infini_attention import InfiniAttention
-from regard.nn.latent_projection import LatentProjection
-from regard.nn.linear import Linear, set_fp32_product
-from regard.nn.multi_axis_attention import MultiAxisAttention, MultiAxisProjection
-from regard.nn.norms import HeadNorm, OffsetRMSNorm, RMSNorm
-from regard.nn.nsa import NSA
-from regard.nn.projections import HeadProjection, Projection, SeparateQKV
-from regard.nn.recurrent import Recurrent
-from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
-from regard.nn.remapped_attention import (
-    DistanceMap,
-    DualChunk,
-    LMInfinite,
-    RemappedAttention,
-    ReRoPE,
-    SelfExtend,
+from regard.nn.projections.fused import (
+    ClippedQKV,
+    EncoderStateProjection,
+    FusedQKV,
+    IdentityProjection,
+    PerHeadProjection,
 )
-from regard.nn.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
-from regard.nn.selected_attention import QuestAttention, SelectedAttention
-from regard.nn.windowed_attention import Longformer, StreamingAttention
+from regard.nn.projections.heads import HeadProjection, Projection, SeparateQKV
+from regard.nn.projections.latent import LatentProjection
+from regard.nn.projections.steps import L2Clip, QueryTemperature, UnitNorm, WeightlessRMSNorm
+from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
+from regard.nn.recurrence.recurrent import Recurrent
+from regard.nn.weights.linear import Linear, set_fp32_product
 
 if TYPE_CHECKING:
     from regard.nn import variants

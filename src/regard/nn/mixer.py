@@ -21,8 +21,8 @@ from regard.masks import Causal, Full, Mask, reach
 from regard.masks.pair_counts import count_pairs
 from regard.nn.explainable import Explainable
 from regard.nn.module_calls import call_as_leaf, is_proxy
-from regard.nn.recurrent_projections import CausalConvolution
-from regard.nn.stored import count_parameters
+from regard.nn.recurrence.projections import CausalConvolution
+from regard.nn.weights.stored import count_parameters
 from regard.process_state import (
     drops_conditions,
     is_compiling,

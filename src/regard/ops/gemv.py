@@ -178,8 +178,8 @@ def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor |
     N, M = weight.shape
     if x.shape[-1] != M or N * M < MIN_WEIGHT_SIZE or (bias is not None and bias.shape != (N,)):
         return None
-    # many fp16 vectors take three times as long in torch's operation as in `regard.nn.linear`,
-    # which asks for their number as well, so that this question adds no graph
+    # many fp16 vectors take three times as long in torch's operation as in
+    # `regard.nn.weights.linear`, which asks for their number as well, so that this question adds no graph
     if x.dtype == torch.float16 and x.numel() > MAX_VECTORS[x.dtype] * M:
         return None
     z: Tensor = torch.ops.regard.linear(x, weight, bias)
@@ -252,6 +252,6 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             f"{tuple(weight.shape)}; it supports "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in MAX_VECTORS)} on a CPU, "
             "contiguous, not empty, without gradients or autocast, and it needs Numba: use "
-            "regard.nn.linear.linear"
+            "regard.nn.weights.linear.linear"
         )
     return y

@@ -107,7 +107,7 @@ class PackedLinear:
             if torch.is_grad_enabled() and tensor.requires_grad:
                 raise ArgumentError(
                     f"{name} requires a gradient, and a packed weight has none: use "
-                    "regard.nn.linear.linear, or torch.no_grad()"
+                    "regard.nn.weights.linear.linear, or torch.no_grad()"
                 )
 
 
@@ -154,7 +154,7 @@ def pack_linear(
     check_linear_map(weight.new_empty(1, *weight.shape[1:]), weight, bias)
     reason = why_not_packed(weight, bias)
     if reason is not None:
-        raise ArgumentError(f"pack_linear: {reason}; use regard.nn.linear.linear")
+        raise ArgumentError(f"pack_linear: {reason}; use regard.nn.weights.linear.linear")
     N, M = weight.shape
     with torch.no_grad():
         packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous())

@@ -21,8 +21,8 @@ from regard import tracing
 from regard.caches import Cache, Parts, rollback_on_error
 from regard.caches.base import Contents
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.dynamic_rotary import PerRowRotary
 from regard.nn.mixer import Mixer
+from regard.nn.projections.dynamic_rotary import PerRowRotary
 from regard.ops.softmax import Call, KernelResult
 from regard.parallel.attend import attend
 from regard.parallel.communication import Group, RankGroup

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from regard.errors import ArgumentError, ArgumentTypeError
-from regard.nn.attention import Attention
-from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.attention.attention import Attention
+from regard.nn.projections.heads import HeadProjection, SeparateQKV
 from regard.parallel.communication import RankGroup
 from regard.units import plural
 

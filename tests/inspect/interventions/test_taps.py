@@ -20,8 +20,8 @@ from regard.inspect import taps, watch
 from regard.models.decoder import Decoder
 from regard.models.encoder import HeadedEncoder
 from regard.models.families import family
-from regard.nn.blocks import Block, DecoderBlock
-from regard.nn.mixer_block import MixerBlock
+from regard.nn.blocks.blocks import Block, DecoderBlock
+from regard.nn.blocks.mixer_block import MixerBlock
 from tests.cost.tiny import TINY
 from tests.inspect.small_model import model
 

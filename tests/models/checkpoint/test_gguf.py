@@ -17,7 +17,7 @@ from regard.models.checkpoint.family import bind_names
 from regard.models.families import family
 from regard.models.model import Model
 from regard.models.text_encoder import TextEncoder
-from regard.nn.stored import stored_modules
+from regard.nn.weights.stored import stored_modules
 from tests.models import small
 from tests.models.checkpoint import gguf_writer as gguf
 

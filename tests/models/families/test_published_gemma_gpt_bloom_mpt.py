@@ -16,7 +16,7 @@ from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.models.assembly.building_blocks import activation
 from regard.models.families import family
-from regard.nn.fused_projections import ClippedQKV
+from regard.nn.projections.fused import ClippedQKV
 from tests.parity.families.published import build, count, layer, placed
 
 GEMMA_2B: dict[str, Any] = {

@@ -24,7 +24,7 @@ from regard.models.generation import (
     beam_search_text,
     greedy,
 )
-from regard.nn.rnn import DecoderState
+from regard.nn.blocks.rnn import DecoderState
 from tests.models import small
 
 

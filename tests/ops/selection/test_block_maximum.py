@@ -9,8 +9,8 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 
 import regard
 from regard.nn import HeadProjection
-from regard.nn.norms import RMSNorm
-from regard.nn.selected_attention import BlockMaximum
+from regard.nn.attention.selected import BlockMaximum
+from regard.nn.blocks.norms import RMSNorm
 from regard.ops.selection import block_maximum_mask
 from regard.positions import Rotary, rope_frequencies
 from regard.span import Span

@@ -11,8 +11,8 @@ from torch import nn
 
 from regard.biases import ALiBi
 from regard.masks import Causal, Window
-from regard.nn.fused_projections import FusedQKV
-from regard.nn.norms import OffsetRMSNorm
+from regard.nn.blocks.norms import OffsetRMSNorm
+from regard.nn.projections.fused import FusedQKV
 from regard.positions import Rotary
 from tests.parity.families.harness import distance, ids_of
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from regard.nn import Attention
-from regard.nn.norms import JoinedHeadsRMSNorm
+from regard.nn.blocks.norms import JoinedHeadsRMSNorm
 from regard.positions import Rotary
 from tests.parity.families.changes import Change, named
 

@@ -23,7 +23,7 @@ from regard.models.families import family
 from regard.models.save import save
 from regard.models.seq2seq import Seq2Seq
 from regard.nn import PreNorm
-from regard.nn.embedding import SinusoidalPositions
+from regard.nn.blocks.embedding import SinusoidalPositions
 from tests.parity.families.harness import assert_far, assert_near, saved, theirs, transformers
 
 bart = family("bart")

@@ -14,7 +14,7 @@ from torch import nn
 import regard
 from regard.biases.alibi import alibi_slopes
 from regard.nn import PreNorm
-from regard.nn.blocks import NormedResidual
+from regard.nn.blocks.blocks import NormedResidual
 from tests.parity.families import changes
 from tests.parity.families.harness import assert_decoder, assert_differs, ids_of, saved, theirs
 from tests.parity.families.published import assert_saved

@@ -13,7 +13,7 @@ import torch
 from regard.configs.reader import parse
 from regard.errors import ArgumentError
 from regard.models.families import family
-from regard.nn.routers import ExpertGroups
+from regard.nn.blocks.routers import ExpertGroups
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved, build, count, layer, placed

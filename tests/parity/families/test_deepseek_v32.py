@@ -20,7 +20,7 @@ from regard.inspect import explain, record
 from regard.models.families import family
 from regard.models.model import Model
 from regard.nn import LatentProjection
-from regard.nn.selected_attention import IndexedLatentAttention, MoBA, indexer_losses
+from regard.nn.attention.selected import IndexedLatentAttention, MoBA, indexer_losses
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved

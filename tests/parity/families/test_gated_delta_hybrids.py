@@ -15,9 +15,9 @@ from torch import nn
 
 import regard
 from regard.nn import CausalConvolution, OutputNorm, PreNorm
-from regard.nn.delta_rules import LogDecay
-from regard.nn.norms import L2Norm, OffsetRMSNorm
-from regard.nn.recurrent import Recurrent
+from regard.nn.blocks.norms import L2Norm, OffsetRMSNorm
+from regard.nn.recurrence.delta import LogDecay
+from regard.nn.recurrence.recurrent import Recurrent
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.changes import Change, named

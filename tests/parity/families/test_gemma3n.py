@@ -20,7 +20,7 @@ from regard.inspect import explain, record
 from regard.masks import Causal
 from regard.models.families import family
 from regard.models.model import Model
-from regard.nn.feed_forward import GaussianTopK
+from regard.nn.blocks.feed_forward import GaussianTopK
 from regard.positions import Rotary
 from tests.parity.families.harness import assert_decoder, assert_differs, draw, transformers
 from tests.parity.families.published import assert_saved

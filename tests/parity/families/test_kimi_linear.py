@@ -16,8 +16,8 @@ import regard
 from regard.configs.deepseek import KimiLinearConfig
 from regard.configs.reader import parse
 from regard.nn import CausalConvolution, LatentProjection, Recurrent
-from regard.nn.delta_rules import ChannelLogDecay, LogDecay
-from regard.nn.norms import L2Norm
+from regard.nn.blocks.norms import L2Norm
+from regard.nn.recurrence.delta import ChannelLogDecay, LogDecay
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.harness import (

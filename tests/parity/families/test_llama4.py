@@ -21,8 +21,8 @@ from regard.configs.llama import Llama4Config
 from regard.configs.reader import parse
 from regard.errors import FileError
 from regard.nn import MoE, QueryTemperature, SoftmaxRouter, SwiGLU, WeightlessRMSNorm
-from regard.nn.experts import InputWeightedMoE
-from regard.nn.routers import LogitSigmoidRouter
+from regard.nn.blocks.experts import InputWeightedMoE
+from regard.nn.blocks.routers import LogitSigmoidRouter
 from regard.positions import Rotary
 from regard.span import Span
 from tests.parity.families import changes

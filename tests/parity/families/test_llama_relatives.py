@@ -16,8 +16,8 @@ import regard
 from regard.caches import Ring
 from regard.masks import Causal, Window
 from regard.nn import Block, PreNorm
-from regard.nn.head_steps import Clip
-from regard.nn.norms import OffsetLayerNorm
+from regard.nn.blocks.norms import OffsetLayerNorm
+from regard.nn.projections.steps import Clip
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.changes import Change, each, named

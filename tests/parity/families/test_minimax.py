@@ -17,8 +17,8 @@ from regard.configs.reader import parse
 from regard.inspect import attribute
 from regard.models.families import family
 from regard.nn import NormedResidual, PreNorm, Recurrent
-from regard.nn.decay_rules import RetentionRule
-from regard.nn.head_steps import Swish
+from regard.nn.projections.steps import Swish
+from regard.nn.recurrence.decays import RetentionRule
 from regard.positions import Rotary
 from tests.parity.families import changes
 from tests.parity.families.changes import named

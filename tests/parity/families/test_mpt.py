@@ -12,7 +12,7 @@ from torch import nn
 import regard
 from regard.biases.alibi import alibi_slopes
 from regard.errors import FileError
-from regard.nn.fused_projections import FusedQKV
+from regard.nn.projections.fused import FusedQKV
 from tests.parity.families import changes
 from tests.parity.families.harness import (
     assert_decoder,

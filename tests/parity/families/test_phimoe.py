@@ -18,7 +18,7 @@ import regard
 from regard.errors import ArgumentError, FileError
 from regard.masks import Causal, Window
 from regard.models.model import Model
-from regard.nn.routers import SoftmaxRouter, SparseMixerRouter
+from regard.nn.blocks.routers import SoftmaxRouter, SparseMixerRouter
 from tests.parity.families.harness import assert_decoder, assert_differs, theirs
 from tests.parity.families.published import assert_saved, build, count
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.models import EncoderDecoder, RecurrentEncoderDecoder, recurrent, transformer
 from regard.models.generation import beam_search
-from regard.nn.blocks import PreNorm
+from regard.nn.blocks.blocks import PreNorm
 from regard.tracing import Trace
 from regard.train.tasks import BOS, EOS, TASKS, Example
 from regard.train.tasks.evaluate import (

@@ -49,7 +49,7 @@ from regard.models import Model, Seq2Seq, TextEncoder
 from regard.models.decoder import Decoder
 from regard.models.encoder_decoder import EncoderDecoder
 from regard.nn.mixer import Mixer
-from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.projections.heads import HeadProjection, SeparateQKV
 
 CACHE_IN_MODULE = "inside the module"
 """The value of `CallInputs.memory` for a cache that the module itself holds."""

@@ -24,7 +24,7 @@ from regard.errors import ArgumentError, ArgumentTypeError
 from regard.inspect.explain.explanation import TensorSummary, to_json_value
 from regard.masks import Mask
 from regard.nn import Attention
-from regard.nn.blocks import PostNorm
+from regard.nn.blocks.blocks import PostNorm
 from regard.nn.variants.registry import find_variant
 from regard.process_state import seeded
 from regard.span import Span

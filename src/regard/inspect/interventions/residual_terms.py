@@ -30,7 +30,7 @@ from regard.integrations.pytorch.module_taps import (
 )
 from regard.models.model import Model
 from regard.models.seq2seq import Seq2Seq
-from regard.nn.blocks import (
+from regard.nn.blocks.blocks import (
     Block,
     DecoderBlock,
     NormedResidual,
@@ -42,8 +42,8 @@ from regard.nn.blocks import (
     SandwichNorm,
     ScaledPreNorm,
 )
-from regard.nn.embedding import CappedLogits
-from regard.nn.mixer_block import MixerBlock
+from regard.nn.blocks.embedding import CappedLogits
+from regard.nn.blocks.mixer_block import MixerBlock
 from regard.tolerance import allowed_error
 
 _PROBE = 2.0**12

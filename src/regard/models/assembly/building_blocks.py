@@ -14,11 +14,11 @@ from regard.configs.rope import ORIGINAL, RopeSettings, check_rope
 from regard.errors import ArgumentError
 from regard.models.decoder import Decoder
 from regard.nn import Block, HeadProjection, SeparateQKV
-from regard.nn.dynamic_rotary import PerRowRotary, RecomputedQKV
-from regard.nn.feed_forward import ReLUSquared
-from regard.nn.linear import Linear
+from regard.nn.blocks.feed_forward import ReLUSquared
+from regard.nn.blocks.mixer_block import Tokenwise
 from regard.nn.mixer import Mixer
-from regard.nn.mixer_block import Tokenwise
+from regard.nn.projections.dynamic_rotary import PerRowRotary, RecomputedQKV
+from regard.nn.weights.linear import Linear
 from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, Scaling, YaRN
 from regard.units import plural
 

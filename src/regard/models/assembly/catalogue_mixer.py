@@ -13,17 +13,17 @@ from regard.biases import ALiBi, Bias
 from regard.did_you_mean import suggest
 from regard.errors import ArgumentError
 from regard.masks import Mask, Window
-from regard.nn.attention import Attention
-from regard.nn.fused_projections import FusedQKV
-from regard.nn.head_finishes import (
+from regard.nn.attention.attention import Attention
+from regard.nn.mixer import Mixer
+from regard.nn.projections.finishes import (
     DifferentialProjection,
     FinishedProjection,
     GatedProjection,
     HeadFinish,
     PairDifference,
 )
-from regard.nn.mixer import Mixer
-from regard.nn.projections import HeadProjection, Projection, SeparateQKV
+from regard.nn.projections.fused import FusedQKV
+from regard.nn.projections.heads import HeadProjection, Projection, SeparateQKV
 from regard.nn.variants import VARIANTS, Variant
 from regard.nn.variants.registry import check_options, find_variant, option_names
 from regard.positions import Rotary

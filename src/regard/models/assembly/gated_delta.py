@@ -8,11 +8,11 @@ from regard.configs.hybrid import GatedDeltaConfig
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import TensorRule
 from regard.nn import HeadProjection, RMSNorm
-from regard.nn.delta_rules import DeltaRule, LogDecay
-from regard.nn.linear import Linear
-from regard.nn.norms import L2Norm
-from regard.nn.recurrent import Recurrent
-from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, JoinedConvolution
+from regard.nn.blocks.norms import L2Norm
+from regard.nn.recurrence.delta import DeltaRule, LogDecay
+from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, JoinedConvolution
+from regard.nn.recurrence.recurrent import Recurrent
+from regard.nn.weights.linear import Linear
 
 
 def delta_net(

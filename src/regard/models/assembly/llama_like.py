@@ -43,15 +43,15 @@ from regard.nn import (
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.blocks import Residual
-from regard.nn.embedding import CappedLogits, ScaledLogits
-from regard.nn.experts import MoE
-from regard.nn.feed_forward import GatedFeedForward, GatedSharedExpert
-from regard.nn.head_steps import Clip
-from regard.nn.linear import Linear
+from regard.nn.blocks.blocks import Residual
+from regard.nn.blocks.embedding import CappedLogits, ScaledLogits
+from regard.nn.blocks.experts import MoE
+from regard.nn.blocks.feed_forward import GatedFeedForward, GatedSharedExpert
+from regard.nn.blocks.norms import OffsetLayerNorm
+from regard.nn.blocks.routers import Router, SparseMixerRouter
 from regard.nn.mixer import Mixer
-from regard.nn.norms import OffsetLayerNorm
-from regard.nn.routers import Router, SparseMixerRouter
+from regard.nn.projections.steps import Clip
+from regard.nn.weights.linear import Linear
 from regard.positions import Rotary
 
 STORED_LAYER, MODEL_LAYER = "model.layers.{}.", "layers.{}."

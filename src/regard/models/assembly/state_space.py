@@ -38,10 +38,10 @@ from regard.nn import (
     Recurrent,
     SeparateQKV,
 )
-from regard.nn.decay_rules import Mamba2Rule
-from regard.nn.linear import Linear
+from regard.nn.blocks.norms import JoinedHeadsRMSNorm
 from regard.nn.mixer import Mixer
-from regard.nn.norms import JoinedHeadsRMSNorm
+from regard.nn.recurrence.decays import Mamba2Rule
+from regard.nn.weights.linear import Linear
 from regard.positions import Rotary
 
 Mamba2Hybrid: TypeAlias = BambaConfig | GraniteHybridConfig

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.configs.base import ModelConfig, Raw
-from regard.nn.projections import HeadProjection
-from regard.nn.stored import stored_modules
+from regard.nn.projections.heads import HeadProjection
+from regard.nn.weights.stored import stored_modules
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from regard.models.convert.attention_maps import (
 from regard.models.families import model_type_of
 from regard.models.families import regard as regard_family
 from regard.nn import HeadProjection, LatentProjection
-from regard.nn.latent_projection import LowRankProjection
+from regard.nn.projections.latent import LowRankProjection
 from regard.positions import NTK, Rotary
 from regard.positions.rotary import Layout
 

@@ -42,10 +42,10 @@ from regard.nn import (
     PreNorm,
     SeparateQKV,
 )
-from regard.nn.blocks import Residual
-from regard.nn.embedding import LogMelEmbedding, SinusoidalPositions
-from regard.nn.linear import Linear
+from regard.nn.blocks.blocks import Residual
+from regard.nn.blocks.embedding import LogMelEmbedding, SinusoidalPositions
 from regard.nn.variants.projections import output_projection
+from regard.nn.weights.linear import Linear
 from regard.positions import LearnedPositions, sinusoidal
 
 

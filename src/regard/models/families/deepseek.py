@@ -50,15 +50,15 @@ from regard.nn import (
     RMSNorm,
     SwiGLU,
 )
-from regard.nn.delta_rules import BottleneckProjection, ChannelLogDecay, DeltaRule
-from regard.nn.experts import MoE
-from regard.nn.latent_projection import LowRankProjection
-from regard.nn.linear import Linear
+from regard.nn.attention.selected import IndexedLatentAttention, LatentIndexer
+from regard.nn.blocks.experts import MoE
+from regard.nn.blocks.norms import L2Norm
+from regard.nn.blocks.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
 from regard.nn.mixer import Mixer
-from regard.nn.norms import L2Norm
-from regard.nn.recurrent_projections import CausalConvolution, JoinedConvolution
-from regard.nn.routers import ExpertGroups, Router, SigmoidRouter, SoftmaxRouter
-from regard.nn.selected_attention import IndexedLatentAttention, LatentIndexer
+from regard.nn.projections.latent import LowRankProjection
+from regard.nn.recurrence.delta import BottleneckProjection, ChannelLogDecay, DeltaRule
+from regard.nn.recurrence.projections import CausalConvolution, JoinedConvolution
+from regard.nn.weights.linear import Linear
 from regard.positions import Rotary
 
 PROJECT = MODEL_LAYER + "attention.project."

@@ -43,9 +43,9 @@ from regard.nn import (
     SharedNormBlock,
     SwiGLU,
 )
-from regard.nn.decay_rules import Mamba2Rule
-from regard.nn.linear import Linear, scaled_map
-from regard.nn.mixer_block import ParallelMixers
+from regard.nn.blocks.mixer_block import ParallelMixers
+from regard.nn.recurrence.decays import Mamba2Rule
+from regard.nn.weights.linear import Linear, scaled_map
 from regard.positions import Rotary
 
 

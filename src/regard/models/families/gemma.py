@@ -25,7 +25,8 @@ from regard.models.assembly.shared_memory import last_layers
 from regard.models.checkpoint.family import Family, NameTable
 from regard.models.decoder import Decoder
 from regard.nn import Attention, HeadProjection, RMSNorm, SandwichNorm, SeparateQKV
-from regard.nn.altup import (
+from regard.nn.attention.cross_layer import without_own_memory
+from regard.nn.blocks.altup import (
     AltUp,
     AltUpBlock,
     AltUpEmbedding,
@@ -34,11 +35,10 @@ from regard.nn.altup import (
     LayerInput,
     LowRankResidual,
 )
-from regard.nn.cross_layer import without_own_memory
-from regard.nn.embedding import CappedLogits
-from regard.nn.feed_forward import GatedFeedForward, GaussianTopK
-from regard.nn.head_steps import WeightlessRMSNorm
-from regard.nn.linear import Linear
+from regard.nn.blocks.embedding import CappedLogits
+from regard.nn.blocks.feed_forward import GatedFeedForward, GaussianTopK
+from regard.nn.projections.steps import WeightlessRMSNorm
+from regard.nn.weights.linear import Linear
 from regard.positions import Rotary
 
 

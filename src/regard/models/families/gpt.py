@@ -51,8 +51,8 @@ from regard.nn import (
     PreNorm,
     SharedNormBlock,
 )
-from regard.nn.linear import Linear
 from regard.nn.variants.projections import separate_qkv
+from regard.nn.weights.linear import Linear
 from regard.positions import LearnedPositions, Rotary
 
 

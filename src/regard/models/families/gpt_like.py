@@ -30,10 +30,10 @@ from regard.models.assembly.building_blocks import (
 from regard.models.checkpoint.family import Family, weight_and_bias, weights_and_biases
 from regard.models.decoder import Decoder
 from regard.nn import Attention, Block, FeedForward, FusedQKV, InputEmbedding, PreNorm
-from regard.nn.blocks import NormedResidual
-from regard.nn.fused_projections import ClippedQKV
-from regard.nn.linear import Linear
+from regard.nn.blocks.blocks import NormedResidual
+from regard.nn.projections.fused import ClippedQKV
 from regard.nn.variants.projections import separate_qkv
+from regard.nn.weights.linear import Linear
 from regard.positions import LearnedPositions
 
 

@@ -16,9 +16,9 @@ from regard.models.assembly import llama_like
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import NameTable, TensorRule
 from regard.nn import Block
-from regard.nn.experts import MoE
-from regard.nn.feed_forward import ClippedSwiGLU
-from regard.nn.routers import SoftmaxRouter
+from regard.nn.blocks.experts import MoE
+from regard.nn.blocks.feed_forward import ClippedSwiGLU
+from regard.nn.blocks.routers import SoftmaxRouter
 from regard.positions import Rotary
 
 

@@ -20,8 +20,8 @@ from regard.models.assembly import llama_like
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import NameTable
 from regard.nn import Attention, Block, QueryTemperature, SeparateQKV, SwiGLU, WeightlessRMSNorm
-from regard.nn.experts import InputWeightedMoE
-from regard.nn.routers import LogitSigmoidRouter
+from regard.nn.blocks.experts import InputWeightedMoE
+from regard.nn.blocks.routers import LogitSigmoidRouter
 from regard.positions import Rotary
 
 

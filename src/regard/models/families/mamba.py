@@ -38,12 +38,12 @@ from regard.nn import (
     SoftmaxRouter,
     SwiGLU,
 )
-from regard.nn.experts import MoE
-from regard.nn.feed_forward import ReLUSquared
-from regard.nn.linear import Linear
+from regard.nn.blocks.experts import MoE
+from regard.nn.blocks.feed_forward import ReLUSquared
+from regard.nn.blocks.mixer_block import MixerBlock, NarrowingRMSNorm, Tokenwise, WidePreNorm
 from regard.nn.mixer import Mixer
-from regard.nn.mixer_block import MixerBlock, NarrowingRMSNorm, Tokenwise, WidePreNorm
-from regard.nn.selective_scan import SelectiveQKV, SelectiveScanRule
+from regard.nn.recurrence.mamba import SelectiveQKV, SelectiveScanRule
+from regard.nn.weights.linear import Linear
 
 STORED, OURS = "backbone.layers.{}.", "layers.{}."
 

@@ -23,7 +23,7 @@ from regard.models.assembly.gated_delta import (
 from regard.models.assembly.llama_like import MODEL_LAYER, STORED_LAYER
 from regard.models.checkpoint.family import NameTable, as_stored
 from regard.nn import Block, PreNorm, Recurrent
-from regard.nn.recurrent_projections import CausalConvolution, JoinedConvolution
+from regard.nn.recurrence.projections import CausalConvolution, JoinedConvolution
 from regard.positions import Rotary
 
 EPS = 1e-5

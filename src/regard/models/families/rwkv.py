@@ -17,10 +17,10 @@ from regard.models.assembly.building_blocks import embedding_and_head, initializ
 from regard.models.checkpoint.family import Family, NameTable, reshaped, weight_and_bias
 from regard.models.decoder import Decoder
 from regard.nn import HeadProjection, InputEmbedding, PreNorm, Recurrent
-from regard.nn.decay_rules import RWKV4Rule
-from regard.nn.linear import Linear
-from regard.nn.recurrent_projections import TokenShiftQKV
-from regard.nn.rwkv import ChannelMix, TwoMixerBlock
+from regard.nn.recurrence.decays import RWKV4Rule
+from regard.nn.recurrence.projections import TokenShiftQKV
+from regard.nn.recurrence.rwkv import ChannelMix, TwoMixerBlock
+from regard.nn.weights.linear import Linear
 
 
 def build(config: RwkvConfig) -> Decoder:

@@ -28,9 +28,9 @@ from regard.nn import (
     PreNorm,
     RMSNorm,
 )
-from regard.nn.embedding import ScaledLogits
-from regard.nn.feed_forward import GatedFeedForward
-from regard.nn.projections import SeparateQKV
+from regard.nn.blocks.embedding import ScaledLogits
+from regard.nn.blocks.feed_forward import GatedFeedForward
+from regard.nn.projections.heads import SeparateQKV
 from regard.nn.variants.projections import output_projection, separate_qkv
 
 

@@ -16,8 +16,8 @@ from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
 from regard.models.decoder import Decoder
 from regard.nn import Attention, EvictingAttention, QuestAttention, StreamingAttention
-from regard.nn.dynamic_rotary import PerRowRotary
-from regard.nn.selected_attention import Quest
+from regard.nn.attention.selected import Quest
+from regard.nn.projections.dynamic_rotary import PerRowRotary
 from regard.units import plural
 
 

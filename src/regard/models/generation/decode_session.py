@@ -19,7 +19,7 @@ from regard.models.decoder import Decoder, check_ids
 from regard.models.generation.cache_config import CacheConfig, has_dynamic_rotary
 from regard.models.tokenizer import Tokenizer
 from regard.nn import PrefixRecomputer
-from regard.nn.stored import device_of
+from regard.nn.weights.stored import device_of
 from regard.sequence_scope import SequenceScope, current_scope
 from regard.span import Positions, slice_positions, slot_count
 

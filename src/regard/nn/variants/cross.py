@@ -8,13 +8,13 @@ from torch import nn
 
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
-from regard.nn.cross_attention import AdditiveAttention, CrossAttention
-from regard.nn.fused_projections import EncoderStateProjection
-from regard.nn.linear import Linear
-from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.attention.cross import AdditiveAttention, CrossAttention
+from regard.nn.projections.fused import EncoderStateProjection
+from regard.nn.projections.heads import HeadProjection, SeparateQKV
 from regard.nn.variants.options import Biased, OptionalGroups
 from regard.nn.variants.projections import output_projection
 from regard.nn.variants.registry import variant
+from regard.nn.weights.linear import Linear
 
 
 @variant(

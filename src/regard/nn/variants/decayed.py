@@ -8,7 +8,10 @@ import math
 from typing import Annotated, Unpack
 
 from regard.errors import ArgumentError
-from regard.nn.decay_rules import (
+from regard.nn.blocks.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
+from regard.nn.projections.heads import HeadProjection, SeparateQKV
+from regard.nn.projections.steps import Swish
+from regard.nn.recurrence.decays import (
     HGRN2Rule,
     LightNetRule,
     Mamba2Rule,
@@ -18,12 +21,9 @@ from regard.nn.decay_rules import (
     RWKV6Rule,
     SlotRule,
 )
-from regard.nn.head_steps import Swish
-from regard.nn.norms import HeadNorm, JoinedHeadsRMSNorm, RMSNorm
-from regard.nn.projections import HeadProjection, SeparateQKV
-from regard.nn.recurrent import Recurrent
-from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, TokenShiftQKV
-from regard.nn.selective_scan import SelectiveQKV, SelectiveScanRule
+from regard.nn.recurrence.mamba import SelectiveQKV, SelectiveScanRule
+from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, TokenShiftQKV
+from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants.options import HeadSize, Option, SharedHeads, Valued
 from regard.nn.variants.projections import Start, ValueHeadStart, half_head_dim, output_projection
 from regard.nn.variants.registry import variant

@@ -8,7 +8,9 @@ from typing import Annotated, Any, TypeAlias, Unpack
 
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
-from regard.nn.delta_rules import (
+from regard.nn.blocks.norms import L2Norm, RMSNorm
+from regard.nn.projections.heads import HeadProjection
+from regard.nn.recurrence.delta import (
     BottleneckProjection,
     ChannelLogDecay,
     CombaRule,
@@ -20,11 +22,9 @@ from regard.nn.delta_rules import (
     SeveralKeysQKV,
     TitansRule,
 )
-from regard.nn.norms import L2Norm, RMSNorm
-from regard.nn.projections import HeadProjection
-from regard.nn.recurrent import GatedConvolution, RecurrenceRule, Recurrent
-from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV
-from regard.nn.rwkv import RWKV7
+from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV
+from regard.nn.recurrence.recurrent import GatedConvolution, RecurrenceRule, Recurrent
+from regard.nn.recurrence.rwkv import RWKV7
 from regard.nn.variants.options import HeadSize, Option, Valued
 from regard.nn.variants.projections import ValueHeadStart, is_first_layer
 from regard.nn.variants.registry import variant

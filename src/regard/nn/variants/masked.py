@@ -20,9 +20,9 @@ from regard.masks import (
     Strided,
     Window,
 )
-from regard.nn.attention import Attention
-from regard.nn.multi_axis_attention import MultiAxisAttention, MultiAxisProjection
-from regard.nn.remapped_attention import (
+from regard.nn.attention.attention import Attention
+from regard.nn.attention.multi_axis import MultiAxisAttention, MultiAxisProjection
+from regard.nn.attention.remapped import (
     DistanceMap,
     DualChunk,
     LMInfinite,
@@ -30,10 +30,10 @@ from regard.nn.remapped_attention import (
     ReRoPE,
     SelfExtend,
 )
+from regard.nn.attention.windowed import Longformer
 from regard.nn.variants.options import Bias, Biased, HeadSize, Rotated
 from regard.nn.variants.projections import Start, is_last_of_period
 from regard.nn.variants.registry import variant
-from regard.nn.windowed_attention import Longformer
 from regard.positions.multi_axis import MultiAxisRotary
 
 

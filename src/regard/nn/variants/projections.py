@@ -10,10 +10,10 @@ from torch import nn
 from regard.argument_checks import resolve_head_dim
 from regard.errors import ArgumentError
 from regard.masks import Causal, Mask
-from regard.nn.attention import Attention
-from regard.nn.linear import Linear
-from regard.nn.projections import HeadProjection, Projection, SeparateQKV
-from regard.nn.recurrent_projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
+from regard.nn.attention.attention import Attention
+from regard.nn.projections.heads import HeadProjection, Projection, SeparateQKV
+from regard.nn.recurrence.projections import CausalConvolution, ConvolvedQKV, GroupedValueQKV
+from regard.nn.weights.linear import Linear
 from regard.positions import Rotary
 from regard.positions.rotary import Layout
 

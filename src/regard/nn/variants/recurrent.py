@@ -10,12 +10,17 @@ from typing import Annotated, Unpack
 from torch import nn
 
 from regard.argument_checks import resolve_head_dim
-from regard.nn.decay_rules import CosineRule, GatedLinearRule, LinearAttentionRule, RetentionRule
-from regard.nn.delta_rules import DeltaRule, LogDecay
-from regard.nn.head_steps import Swish
-from regard.nn.norms import HeadNorm, L2Norm, RMSNorm
-from regard.nn.projections import HeadProjection, SeparateQKV
-from regard.nn.recurrent import Recurrent
+from regard.nn.blocks.norms import HeadNorm, L2Norm, RMSNorm
+from regard.nn.projections.heads import HeadProjection, SeparateQKV
+from regard.nn.projections.steps import Swish
+from regard.nn.recurrence.decays import (
+    CosineRule,
+    GatedLinearRule,
+    LinearAttentionRule,
+    RetentionRule,
+)
+from regard.nn.recurrence.delta import DeltaRule, LogDecay
+from regard.nn.recurrence.recurrent import Recurrent
 from regard.nn.variants.options import Option, OptionalGroups, SharedValued, Valued
 from regard.nn.variants.projections import Start, ValueHeadStart, half_head_dim
 from regard.nn.variants.registry import variant
@@ -52,7 +57,7 @@ class Corrected(Recurrence, total=False):
     max_beta: Annotated[
         float,
         Option(
-            "the upper bound of beta, above 0 and at most 2 (`regard.nn.delta_rules.DeltaRule`).",
+            "the upper bound of beta, above 0 and at most 2 (`DeltaRule`).",
             1.0,
         ),
     ]
@@ -153,7 +158,7 @@ def gated_linear(
     Args:
         rank: the rank of the map to the gates.
         temperature: a larger temperature keeps gates closer to 1
-            (`regard.nn.decay_rules.GatedLinearRule`).
+            (`regard.nn.recurrence.decays.GatedLinearRule`).
         head_dim: the head dim D; None is M / 2H, as in the paper.
         value_dim: the value dim E; None is 2 D.
     """

@@ -11,8 +11,9 @@ from torch import nn
 
 from regard.biases import FIRE, Kerple
 from regard.masks import Causal, Full, Window
-from regard.nn.attention import Attention
-from regard.nn.data_bias import (
+from regard.nn.attention.attention import Attention
+from regard.nn.blocks.norms import RMSNorm
+from regard.nn.projections.data_bias import (
     DisentangledProjection,
     DynamicMaskProjection,
     ForgettingProjection,
@@ -22,8 +23,7 @@ from regard.nn.data_bias import (
     SelectiveProjection,
     SinusoidKeyProjection,
 )
-from regard.nn.norms import RMSNorm
-from regard.nn.projections import HeadProjection
+from regard.nn.projections.heads import HeadProjection
 from regard.nn.variants.options import Grouped, HeadSize, Rotated
 from regard.nn.variants.projections import Start
 from regard.nn.variants.registry import variant

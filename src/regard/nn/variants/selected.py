@@ -8,10 +8,8 @@ from typing import Unpack
 
 from torch import nn
 
-from regard.nn.norms import RMSNorm
-from regard.nn.nsa import NSA, BlockCompressor
-from regard.nn.projections import HeadProjection
-from regard.nn.selected_attention import (
+from regard.nn.attention.nsa import NSA, BlockCompressor
+from regard.nn.attention.selected import (
     BlockMaximum,
     Indexer,
     MoBA,
@@ -19,6 +17,8 @@ from regard.nn.selected_attention import (
     QuestAttention,
     SelectedAttention,
 )
+from regard.nn.blocks.norms import RMSNorm
+from regard.nn.projections.heads import HeadProjection
 from regard.nn.variants.options import Rotated
 from regard.nn.variants.projections import Start
 from regard.nn.variants.registry import variant

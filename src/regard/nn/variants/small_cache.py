@@ -21,25 +21,25 @@ from regard.caches.eviction import (
 from regard.cost.latent import Form
 from regard.errors import ArgumentError
 from regard.masks import Causal
-from regard.nn.attention import Attention
-from regard.nn.evicting_attention import EvictingAttention
-from regard.nn.factored_projections import (
+from regard.nn.attention.attention import Attention
+from regard.nn.attention.evicting import EvictingAttention
+from regard.nn.attention.infini import InfiniAttention
+from regard.nn.attention.windowed import StreamingAttention
+from regard.nn.projections.factored import (
     LowRankHeads,
     TensorProductHeads,
     TensorProductProjection,
     TiedProjection,
 )
-from regard.nn.infini_attention import InfiniAttention
-from regard.nn.latent_projection import (
+from regard.nn.projections.heads import HeadProjection, SeparateQKV
+from regard.nn.projections.latent import (
     GroupedLatentProjection,
     LatentProjection,
     NaiveLatentProjection,
 )
-from regard.nn.projections import HeadProjection, SeparateQKV
 from regard.nn.variants.options import Base, HeadSize, Option, Rotated, RotatedShared, SharedHeads
 from regard.nn.variants.projections import Start, output_projection
 from regard.nn.variants.registry import variant
-from regard.nn.windowed_attention import StreamingAttention
 from regard.ops.infini_attention import EmptyMemoryRule, UpdateRule
 from regard.positions import Rotary, Scaling
 

@@ -12,11 +12,11 @@ from torch import nn
 from regard.argument_checks import resolve_head_dim
 from regard.biases import ALiBi, T5Relative
 from regard.masks import Causal
-from regard.nn.attention import Attention
-from regard.nn.fused_projections import FusedQKV, IdentityProjection, PerHeadProjection, QKVRowOrder
-from regard.nn.head_finishes import DifferentialProjection, GatedProjection
-from regard.nn.norms import RMSNorm
-from regard.nn.projections import HeadProjection, SeparateQKV
+from regard.nn.attention.attention import Attention
+from regard.nn.blocks.norms import RMSNorm
+from regard.nn.projections.finishes import DifferentialProjection, GatedProjection
+from regard.nn.projections.fused import FusedQKV, IdentityProjection, PerHeadProjection, QKVRowOrder
+from regard.nn.projections.heads import HeadProjection, SeparateQKV
 from regard.nn.variants.options import (
     Base,
     Bias,

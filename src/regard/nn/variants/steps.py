@@ -9,11 +9,11 @@ from typing import Unpack
 
 from regard.argument_checks import check_groups, resolve_head_dim
 from regard.masks import Causal, Window
-from regard.nn.attention import Attention
-from regard.nn.cross_layer import ValueResidualQKV
-from regard.nn.factored_projections import KeysAsValues, SharedKeyValue
-from regard.nn.fused_projections import ClippedQKV
-from regard.nn.head_finishes import (
+from regard.nn.attention.attention import Attention
+from regard.nn.attention.cross_layer import ValueResidualQKV
+from regard.nn.blocks.norms import RMSNorm
+from regard.nn.projections.factored import KeysAsValues, SharedKeyValue
+from regard.nn.projections.finishes import (
     FinishedProjection,
     HeadFinish,
     HeadGate,
@@ -21,15 +21,15 @@ from regard.nn.head_finishes import (
     OwnValueRemoval,
     PairDifference,
 )
-from regard.nn.head_steps import (
+from regard.nn.projections.fused import ClippedQKV
+from regard.nn.projections.heads import SeparateQKV
+from regard.nn.projections.steps import (
     L2Clip,
     QueryTemperature,
     TemperatureForm,
     UnitNorm,
     WeightlessRMSNorm,
 )
-from regard.nn.norms import RMSNorm
-from regard.nn.projections import SeparateQKV
 from regard.nn.variants.options import Base, Grouped, HeadSize, Rotated
 from regard.nn.variants.projections import (
     Start,
@@ -90,7 +90,7 @@ def position_temperature(
 
     Args:
         form: how the factor grows: "llama4", "ministral3", "inkling", "beam" or "mistral_large4"
-            (`regard.nn.head_steps.QueryTemperature`).
+            (`regard.nn.projections.steps.QueryTemperature`).
         scale: the factor on the logarithm.
         length: the number of tokens from which on the factor grows.
         base: the base of the rotary positions on q and k; None applies none.

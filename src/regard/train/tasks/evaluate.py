@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from regard.errors import ArgumentError
 from regard.models import EncoderDecoder, RecurrentEncoderDecoder
 from regard.models.generation import beam_search, greedy
-from regard.nn.rnn import DecoderState
+from regard.nn.blocks.rnn import DecoderState
 from regard.tracing import Trace
 from regard.train.losses import padded_positions
 from regard.train.tasks.task import BOS, EOS, IGNORE_INDEX, Example, PaddedBatch, Task, pad

@@ -29,7 +29,7 @@ from regard.files.strict_json import read_json
 from regard.models import recurrent, transformer
 from regard.models.families import family, model_type_of
 from regard.models.rnn import CELLS
-from regard.nn.blocks import PreNorm
+from regard.nn.blocks.blocks import PreNorm
 from regard.train import checkpoints
 from regard.train.loop import TrainResult, fit
 from regard.train.losses import AnswerLoss, Seq2SeqLoss

@@ -1,0 +1,453 @@
+"""Attention with other distances than the real ones, for contexts beyond the training length: dual
+chunk attention, Self-Extend, ReRoPE and LM-Infinite.
+
+Each is two or three calls over disjoint keys, in which queries and keys are rotated to other
+positions, joined exactly by `merge`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from regard.biases import Bias
+from regard.errors import ArgumentError, ArgumentTypeError
+from regard.masks import Causal, Chunk, EarlierChunks, Mask, Sinks, Window
+from regard.masks.base import check_int
+from regard.nn.attention.attention import Attention
+from regard.nn.explainable import InputSteps, MechanismStep, ProjectionQuery
+from regard.nn.projections.heads import SeparateQKV, check_shared_rotary, shared_rotary
+from regard.ops.softmax import attend_partial, merge
+from regard.positions import rotate
+from regard.process_state import is_exporting
+from regard.span import Positions, Span, as_tensor
+from regard.tracing import named_scope, requested_taps
+
+
+@dataclass(frozen=True)
+class PositionMap:
+    """The position to which a query or a key at position p is rotated.
+
+    min((p mod modulus) // divisor + offset, at_most)
+    """
+
+    modulus: int | None = None
+    divisor: int = 1
+    offset: int = 0
+    at_most: int | None = None
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """Return the other positions of these positions."""
+        p = positions if self.modulus is None else positions % self.modulus
+        p = p // self.divisor + self.offset
+        return p if self.at_most is None else p.clamp(max=self.at_most)
+
+
+@dataclass(frozen=True)
+class RemappedPart:
+    """Some of the pairs of a causal mask, with the distances between them.
+
+    Attributes:
+        query, key: the positions to which queries and keys are rotated; None leaves them at their
+            own.
+    """
+
+    name: str
+    mask: Mask
+    query: PositionMap | None = None
+    key: PositionMap | None = None
+
+
+def _constant(value: int) -> PositionMap:
+    """Return the map of every position to one."""
+    return PositionMap(modulus=1, offset=value)
+
+
+class DistanceMap(ABC):
+    """Base class of the maps of distances: `parts` says how the pairs are divided, and to which
+    positions each part is rotated.
+    """
+
+    @abstractmethod
+    def parts(self) -> tuple[RemappedPart, ...]:
+        """Divide the pairs of queries and keys.
+
+        Returns:
+            The parts, each with its mask and the positions of its queries and keys.
+        """
+
+    @property
+    @abstractmethod
+    def mask(self) -> Mask:
+        """The union of the parts."""
+
+    @property
+    @abstractmethod
+    def unchanged(self) -> int:
+        """The length of a text up to which no distance is changed."""
+
+    def distance(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return the distances of queries and keys.
+
+        Args:
+            q: positions of queries [T].
+            k: positions of keys [S].
+
+        Returns:
+            The distances [T,S]; 0 where the query does not see the key.
+
+        >>> ReRoPE(3).distance(torch.tensor([5]), torch.arange(6)).tolist()
+        [[3, 3, 3, 2, 1, 0]]
+        """
+        result = torch.zeros(len(q), len(k), dtype=torch.int64, device=q.device)
+        for part in self.parts():
+            own_q = q if part.query is None else part.query(q)
+            own_k = k if part.key is None else part.key(k)
+            allowed = part.mask.block(q[None], k[None])[0, 0]
+            result = result + allowed * (own_q[:, None] - own_k[None])
+        return result
+
+
+@dataclass(frozen=True)
+class DualChunk(DistanceMap):
+    """Dual chunk attention (DCA): distances within a chunk and to the chunk before it are near the
+    real ones, and those to earlier chunks stay below the training length.
+
+    keys are at j mod c; a query is at i mod c for its own chunk, at min(i mod c + c, n) for the
+    chunk before it, and at min(2c - 1, n) for earlier chunks
+
+    Args:
+        chunk: the size c of a chunk.
+        length: n, the largest position of a query; below the training length, and at least c.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a number is not an int of at least 1, or length is less
+            than chunk.
+
+    >>> DualChunk(4, 6).distance(torch.tensor([9]), torch.arange(10)).tolist()
+    [[6, 5, 4, 3, 5, 4, 3, 2, 1, 0]]
+
+    Source: An et al. 2024 (arXiv 2402.17463), section 3.
+    """
+
+    chunk: int
+    length: int
+
+    def __post_init__(self) -> None:
+        check_int("chunk", self.chunk, 1)
+        check_int("length", self.length, 1)
+        if self.length < self.chunk:
+            raise ArgumentError(
+                f"length is {self.length} and chunk is {self.chunk}; length must be at least "
+                "chunk, because keys stand at positions below chunk"
+            )
+
+    def parts(self) -> tuple[RemappedPart, ...]:
+        """Return the own chunk, the chunk before it, and all earlier ones."""
+        c, n = self.chunk, self.length
+        within = PositionMap(modulus=c)
+        following = PositionMap(modulus=c, offset=c, at_most=n)
+        return (
+            RemappedPart("own chunk", Causal() & Chunk(c), within, within),
+            RemappedPart("chunk before", EarlierChunks(c, 1, 1), following, within),
+            RemappedPart("earlier", EarlierChunks(c, 2), _constant(min(2 * c - 1, n)), within),
+        )
+
+    @property
+    def mask(self) -> Mask:
+        """The causal mask, because no key is hidden."""
+        return Causal()
+
+    @property
+    def unchanged(self) -> int:
+        """Two chunks, or as far as n does not limit the second."""
+        return min(self.length + 1, 2 * self.chunk)
+
+
+@dataclass(frozen=True)
+class SelfExtend(DistanceMap):
+    """Self-Extend: the nearest keys keep their distances, and the others are grouped.
+
+    i - j for i - j < W, else floor(i / G) + W - floor(W / G) - floor(j / G)
+
+    Args:
+        group: the number G of positions that become one.
+        window: the number W of nearest keys, a multiple of G: otherwise the paper's prefill and its
+            decoding differ.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a number is not an int of at least 1, or G does not
+            divide W.
+
+    >>> SelfExtend(2, 4).distance(torch.tensor([11]), torch.arange(12)).tolist()
+    [[7, 7, 6, 6, 5, 5, 4, 4, 3, 2, 1, 0]]
+
+    Source: Jin et al. 2024 (arXiv 2401.01325), section 3.2.
+    """
+
+    group: int
+    window: int
+
+    def __post_init__(self) -> None:
+        check_int("group", self.group, 1)
+        check_int("window", self.window, 1)
+        if self.window % self.group:
+            lower = max(1, self.window // self.group) * self.group
+            raise ArgumentError(
+                f"window is {self.window} and group is {self.group}; group must divide window, "
+                f"such as window={lower}: otherwise the released code computes other distances in "
+                "a prompt than while decoding"
+            )
+
+    def parts(self) -> tuple[RemappedPart, ...]:
+        """Return the window, and the grouped keys beyond it."""
+        G, W = self.group, self.window
+        return (
+            RemappedPart("near", Causal() & Window(W)),
+            RemappedPart(
+                "grouped",
+                Causal() & ~Window(W),
+                PositionMap(divisor=G, offset=W - W // G),
+                PositionMap(divisor=G),
+            ),
+        )
+
+    @property
+    def mask(self) -> Mask:
+        """The causal mask, because no key is hidden."""
+        return Causal()
+
+    @property
+    def unchanged(self) -> int:
+        """The window and one more, because its first group keeps a distance of W."""
+        return self.window + 1
+
+
+@dataclass(frozen=True)
+class ReRoPE(DistanceMap):
+    """Rectified rotary positions: no distance is larger than the window.
+
+    min(i - j, w)
+
+    Args:
+        window: the largest distance w.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: window is not an int of at least 1.
+
+    >>> ReRoPE(2).distance(torch.tensor([4]), torch.arange(5)).tolist()
+    [[2, 2, 2, 1, 0]]
+
+    Source: Su 2023, "Rectified Rotary Position Embeddings" (code: bojone/rerope).
+    """
+
+    window: int
+
+    def __post_init__(self) -> None:
+        check_int("window", self.window, 1)
+
+    def parts(self) -> tuple[RemappedPart, ...]:
+        """Return the window, and the keys beyond it at one distance."""
+        w = self.window
+        far = Causal() & ~Window(w)
+        return (
+            RemappedPart("near", Causal() & Window(w)),
+            RemappedPart("far", far, _constant(w), _constant(0)),
+        )
+
+    @property
+    def mask(self) -> Mask:
+        """The causal mask, because no key is hidden."""
+        return Causal()
+
+    @property
+    def unchanged(self) -> int:
+        """The window and one more, because a distance of w stays."""
+        return self.window + 1
+
+
+@dataclass(frozen=True)
+class LMInfinite(DistanceMap):
+    """LM-Infinite: a query sees the last keys and the first ones, which are never farther than the
+    window.
+
+    min(i - j, w) for i - j < w or j < s; other keys are hidden
+
+    Args:
+        sinks: the number s of first tokens.
+        window: the number w of last keys, and the largest distance.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: a number is not an int of at least 1.
+
+    >>> LMInfinite(1, 2).distance(torch.tensor([4]), torch.arange(5)).tolist()
+    [[2, 0, 0, 1, 0]]
+
+    Source: Han et al. 2023 (arXiv 2308.16137), section 3.2.
+    """
+
+    sinks: int
+    window: int
+
+    def __post_init__(self) -> None:
+        check_int("sinks", self.sinks, 1, "0 is the mask Window")
+        check_int("window", self.window, 1)
+
+    def parts(self) -> tuple[RemappedPart, ...]:
+        """Return the window, and the first tokens beyond it."""
+        w = self.window
+        far = Causal() & Sinks(self.sinks) & ~Window(w)
+        return (
+            RemappedPart("near", Causal() & Window(w)),
+            RemappedPart("first tokens", far, _constant(w), _constant(0)),
+        )
+
+    @property
+    def mask(self) -> Mask:
+        """The window and the first tokens."""
+        return Causal() & (Window(self.window) | Sinks(self.sinks))
+
+    @property
+    def unchanged(self) -> int:
+        """The window and one more, because a distance of w stays."""
+        return self.window + 1
+
+
+class RemappedAttention(Attention):
+    """Softmax attention whose rotary distances are those of a `DistanceMap`.
+
+    s_ij = q_i^T R(-d(i, j)) k_j / sqrt(D), d(i, j) the distance of the map
+
+    The cache stores keys that are rotated by their own positions, as without the map, so that a
+    trained model can be used. For each part of the map, queries and keys are rotated further by the
+    difference; the parts are joined by their log-sum-exp. Up to `distances.unchanged` tokens it is
+    one plain call.
+
+    Args:
+        project: a `SeparateQKV` whose query and key heads end with the same `Rotary` object.
+        output: a module [B,T,H*E] -> [B,T,M].
+        distances: a `DualChunk`, `SelfExtend`, `ReRoPE` or `LMInfinite`, or another `DistanceMap`.
+        scale, softcap, sink: as in `Attention`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: the last step on queries and keys is not the same rotary,
+            or its frequencies follow the length; distances is not a `DistanceMap`.
+
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> from regard.positions import Rotary
+    >>> project = separate_qkv(8, 4, 2, 2, Rotary(2))
+    >>> attention = RemappedAttention(project, nn.Linear(8, 8), ReRoPE(4))
+    >>> attention(torch.zeros(1, 50, 8)).shape
+    torch.Size([1, 50, 8])
+    """
+
+    across_ranks = None
+
+    def __init__(
+        self,
+        project: SeparateQKV,
+        output: nn.Module,
+        distances: DistanceMap,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: nn.Parameter | None = None,
+    ) -> None:
+        check_shared_rotary(project)
+        if not isinstance(distances, DistanceMap):
+            raise ArgumentTypeError(
+                f"distances is {type(distances).__name__}; it must be a DistanceMap, such as "
+                "DualChunk(chunk, length)"
+            )
+        super().__init__(
+            project, output, mask=distances.mask, scale=scale, softcap=softcap, sink=sink
+        )
+        self.distances = distances
+        # built once, because a compiled graph cannot make masks
+        self._parts = distances.parts()
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Bias | None,
+        positions: Positions,
+        k_positions: Positions,
+        backend: str,
+    ) -> Tensor:
+        """Attend in one call while no distance is changed; otherwise in one call for each part."""
+        if bias is not None:
+            raise ArgumentError(
+                f"{type(self).__name__} got the bias {bias} of its projection; its positions move, "
+                "and a bias would not follow them: use a projection without data_bias"
+            )
+        if (
+            isinstance(positions, Span)
+            and not is_exporting()  # an exported program serves every length
+            and positions.stop <= self.distances.unchanged
+        ):
+            return super()._attend(q, k, v, None, positions, k_positions, backend)
+        if not requested_taps().isdisjoint(("scores", "pattern")):
+            raise ArgumentError(
+                f"a trace asks for scores or patterns of a {type(self).__name__}, which has no "
+                "single call: its parts rotate queries and keys to other positions; record the "
+                "run, or trace q, k, v and z"
+            )
+        partials = []
+        for part in self._parts:
+            with named_scope(part.name.replace(" ", "_")):
+                partials.append(
+                    attend_partial(
+                        self._moved(q, positions, part.query),
+                        self._moved(k, k_positions, part.key),
+                        v,
+                        mask=part.mask,
+                        scale=self.scale,
+                        softcap=self.softcap,
+                        q_positions=positions,
+                        k_positions=k_positions,
+                        backend=backend,
+                    )
+                )
+        return merge(partials, sink=self.sink).out
+
+    def _moved(self, x: Tensor, positions: Positions, to: PositionMap | None) -> Tensor:
+        """Rotate x [B,n,L,D] from its positions to other ones."""
+        if to is None:
+            return x
+        own = as_tensor(positions, x.device).to(x.device)
+        rotary = shared_rotary(self.project)
+        return rotate(x, to(own) - own, rotary.inv_freq, layout=rotary.layout)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of the projection, and the rotation to the positions of the part."""
+        steps = super().explain_inputs(query)
+        names = {part.name.replace(" ", "_"): part for part in self._parts}
+        part = names.get(query.branch)
+        if part is None:
+            return steps
+        return steps._replace(
+            q=self._explain_move(steps.q, query.positions, part.query, f"q_i, part {part.name}"),
+            k=self._explain_move(steps.k, query.k_positions, part.key, f"k_j, part {part.name}"),
+        )
+
+    def _explain_move(
+        self,
+        steps: tuple[MechanismStep, ...],
+        positions: Positions,
+        to: PositionMap | None,
+        what: str,
+    ) -> tuple[MechanismStep, ...]:
+        if to is None or not steps:
+            return steps
+        moved = self._moved(steps[-1].values[None], positions, to)[0]
+        equation = f"R(other position - own position) {what}"
+        return (*steps, MechanismStep("rotated further", equation, moved))
+
+    def extra_repr(self) -> str:
+        """Return the map of distances, and what differs from the defaults."""
+        return f"{self.distances}, {super().extra_repr()}"

@@ -1,0 +1,602 @@
+"""Attention to the keys that a selector chooses for each query: blocks by their mean key (MoBA), by
+bounds (Quest) or by their best key (MSA), or single keys by a lightning indexer (DSA).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.caches import BoundedPages, Cache, Growing, Parts
+from regard.cost import Description
+from regard.cost.latent import IndexedLatentSpec, LatentSpec
+from regard.cost.selected import (
+    BlockMaximumSelection,
+    BlockSelection,
+    IndexSelection,
+    KeySelection,
+    PageSelection,
+    SelectedSpec,
+)
+from regard.cost.softmax import ALL_EARLIER_KEYS
+from regard.cost.spec import Spec
+from regard.errors import ArgumentError
+from regard.masks import Causal, Mask
+from regard.nn.mixer import Mixer, count_weights
+from regard.nn.projections.heads import HeadProjection, Projection, check_adds_no_bias
+from regard.nn.projections.latent import LatentProjection, LowRankProjection
+from regard.ops.selection.best_blocks import (
+    PageBounds,
+    block_maximum_mask,
+    check_block_sizes,
+    check_sizes,
+    moba_mask,
+    quest_mask,
+)
+from regard.ops.selection.lightning_indexer import (
+    check_topk,
+    index_mask,
+    index_scores,
+    indexer_loss,
+)
+from regard.ops.softmax import attend, attention_weights
+from regard.span import Positions, Span, slot_count
+from regard.tracing import tap
+from regard.units import plural
+
+
+@runtime_checkable
+class KeySelector(Protocol):
+    """Interface of a selector, which chooses the keys that each query attends to."""
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Compute the parts that a cache stores for this selector, besides keys and values."""
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Choose the keys of each query."""
+
+    @property
+    def spec(self) -> KeySelection:
+        """The cost of the selection, and the number of selected keys."""
+
+
+class MoBA(nn.Module):
+    """The selector of mixture of block attention: a query attends to its own block, and to the past
+    blocks whose mean key has the largest dot product with the query
+    (`regard.ops.selection.moba_mask`).
+
+    Source: Lu et al. 2025 (arXiv 2502.13189), section 2.2.
+    """
+
+    def __init__(self, size: int, topk: int) -> None:
+        super().__init__()
+        check_sizes("MoBA", size, topk, "block")
+        self.size, self.topk = size, topk
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return no parts, since the mean keys are computed from the cached keys."""
+        return ()
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Return the mask of the chosen blocks."""
+        return moba_mask(
+            q, k, size=self.size, topk=self.topk, q_positions=positions, k_positions=k_positions
+        )
+
+    @property
+    def spec(self) -> BlockSelection:
+        """The block size and the number of blocks, for the cost."""
+        return BlockSelection(self.size, self.topk)
+
+    def extra_repr(self) -> str:
+        """Return the block size and the number of blocks."""
+        return f"blocks of {self.size}, topk={self.topk}"
+
+
+class Indexer(nn.Module):
+    """The lightning indexer of DeepSeek-V3.2: a query attends to the topk keys with the largest
+    index scores. Small heads compute these scores (`regard.ops.selection.index_mask`).
+
+    I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d)),  w_t = W_w x_t / sqrt(J)
+
+    No gradient passes through the choice of keys, so the indexer is trained by a loss of its own,
+    `regard.nn.attention.selected.indexer_losses`.
+
+    Args:
+        k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
+            the projection.
+        weight: a linear map [B,T,M] -> [B,T,J].
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2; the factors 1/sqrt(d) and 1/sqrt(J) are
+    from its published code.
+    """
+
+    def __init__(
+        self, q: HeadProjection, k: HeadProjection, weight: nn.Linear, *, topk: int
+    ) -> None:
+        super().__init__()
+        check_topk(topk)
+        if k.heads != 1 or q.head_dim != k.head_dim or weight.out_features != q.heads:
+            raise ArgumentError(
+                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, weight has "
+                f"out_features={weight.out_features}; k must be 1 head of {q.head_dim}, and weight "
+                f"must have out_features={q.heads}"
+            )
+        self.q, self.k, self.weight, self.topk = q, k, weight, topk
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the index keys [B,1,S,d]."""
+        return (self.k(x, positions),)
+
+    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Compute the index queries and their weights."""
+        q = self.q(x, positions) * self.q.head_dim**-0.5
+        return q, self.weight(x) * self.q.heads**-0.5
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Return the mask of the chosen keys."""
+        with torch.no_grad():
+            index_q, weight = self.parts(x, positions)
+        return index_mask(
+            index_q,
+            memory[0],
+            weight,
+            topk=self.topk,
+            q_positions=positions,
+            k_positions=k_positions,
+        )
+
+    @property
+    def spec(self) -> IndexSelection:
+        """The sizes of the index heads and the number of chosen keys, for the cost."""
+        return IndexSelection(self.q.heads, self.q.head_dim, self.topk)
+
+    def extra_repr(self) -> str:
+        """Return the number of keys per query."""
+        return f"topk={self.topk}"
+
+
+class SelectedAttention(Mixer):
+    """Softmax attention to the keys that a selector chooses in each call.
+
+    mask = choose(q, k, x);  z = postprocess(attend(q, k, v, mask), x);
+    out = output(heads of z concatenated)
+
+    Args:
+        project: any `Projection`, also one that stores latents, such as `LatentProjection`.
+        selector: a `KeySelector`, such as `MoBA` or `Indexer`.
+        output: a module [B,T,H*E] -> [B,T,M].
+        scale: the factor on the scores; None is 1/sqrt(D).
+
+    >>> from regard.nn.attention.selected import MoBA
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> layer = SelectedAttention(separate_qkv(8, 4, 2, 2), MoBA(4, 2), nn.Linear(8, 8))
+    >>> layer(torch.zeros(1, 9, 8)).shape
+    torch.Size([1, 9, 8])
+    """
+
+    recording_refusal = "chooses keys in ways that depend on the length"
+
+    def __init__(
+        self,
+        project: Projection,
+        selector: KeySelector,
+        output: nn.Module,
+        *,
+        scale: float | None = None,
+    ) -> None:
+        check_adds_no_bias(project, "SelectedAttention")
+        super().__init__()
+        self.project, self.selector, self.output, self.scale = project, selector, output, scale
+
+    def mix(self, x: Tensor, positions: Positions, cache: Cache | None, backend: str) -> Tensor:
+        """Attend from x [B,T,M] to the chosen tokens among its own and those in the cache."""
+        memory, k_positions = self.project.remember(x, positions), positions
+        n = len(memory)
+        memory = (*memory, *self.selector.remember(x, positions))
+        if cache is not None:
+            if self.project.cache_unsafe_reason:
+                raise ArgumentError(f"a cache was given, but {self.project.cache_unsafe_reason}")
+            memory, k_positions = cache.update(memory, positions)
+        project = self.project.select_form(x.shape[1], slot_count(k_positions))
+        q = project.adjust_query(project.query(x, positions), positions, k_positions)
+        q = tap("q", q)
+        k, v = project.recall(memory[:n], k_positions)
+        k, v = tap("k", k), tap("v", v)
+        chosen_by = self.selector_memory(memory[n:], cache)
+        mask = self.selector.choose(q, k, x, chosen_by, positions, k_positions)
+        z = attend(
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=self._scale,
+            q_positions=positions,
+            k_positions=k_positions,
+            backend=backend,
+        )
+        z = tap("z", project.postprocess_at(z, x, positions))
+        return tap("out", self.output(z.transpose(1, 2).flatten(2)))
+
+    def selector_memory(self, memory: Parts, cache: Cache | None) -> Parts:
+        """Return what the selector chooses by, beside queries and keys.
+
+        Args:
+            memory: the stored parts of the selector.
+            cache: the cache, which may hold more for the selector.
+
+        Returns:
+            The parts that `choose` gets, here those that are stored for each token.
+        """
+        return memory
+
+    @property
+    def _scale(self) -> float:
+        """The factor on the scores."""
+        # The scale uses the head dim of the definition: the selected form may have a longer one.
+        return self.project.shape.D**-0.5 if self.scale is None else self.scale
+
+    def new_cache(self) -> Cache:
+        """Return an empty cache that stores all tokens, since any token may be chosen later."""
+        return Growing()
+
+    @property
+    def spec(self) -> Spec:
+        """The cost of this layer; a cache stores all keys and values, and the selector's parts."""
+        shape, selection = self.project.shape, self.selector.spec
+        selector_parts = ((1, selection.values_per_token),) if selection.values_per_token else ()
+        return SelectedSpec(
+            count_weights(self), (*shape.parts, *selector_parts), shape.heads, selection
+        )
+
+    def describe(self, context: int = 4096) -> Description:
+        """Compute the figures of `Mixer.describe`, under the name of the selector."""
+        return self.spec.describe(context, type(self.selector).__name__)
+
+
+def indexer_losses(
+    layer: SelectedAttention,
+    x: Float[Tensor, "B T M"],
+    positions: Positions | None = None,
+    *,
+    chosen: bool = True,
+) -> Float[Tensor, "B T"]:
+    """Compute the loss that trains the indexer of a layer, for each query of sequences without a
+    cache. Only the parameters of the indexer get a gradient.
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), equations 3 and 4.
+    """
+    selector = layer.selector
+    if not isinstance(selector, Indexer):
+        raise ArgumentError(
+            f"the layer's selector is {type(selector).__name__}; only an Indexer has a loss"
+        )
+    positions = Span(0, x.shape[1]) if positions is None else positions
+    x = x.detach()
+    (key,) = selector.remember(x, positions)
+    with torch.no_grad():
+        q = layer.project.query(x, positions)
+        k, _ = layer.project.recall(layer.project.remember(x, positions), positions)
+        mask = selector.choose(q, k, x, (key,), positions, positions) if chosen else Causal()
+        pattern = attention_weights(
+            q, k, mask=mask, scale=layer._scale, q_positions=positions, k_positions=positions
+        )
+        visible = mask.block(positions, positions, device=x.device)[:, 0].expand(len(x), -1, -1)
+    index_q, weight = selector.parts(x, positions)
+    return indexer_loss(index_scores(index_q, key, weight), pattern, visible)
+
+
+class Quest(nn.Module):
+    """The selector of Quest: a query attends to its own page, and to the past pages whose bound is
+    largest (`regard.ops.selection.quest_mask`).
+
+    u_i = sum_d max(q_d low_id, q_d high_id) for page i, whose keys have numbers from low to high
+
+    Source: Tang et al. 2024 (arXiv 2406.10774), section 3.3.
+    """
+
+    def __init__(self, size: int, topk: int) -> None:
+        super().__init__()
+        check_sizes("Quest", size, topk, "page")
+        self.size, self.topk = size, topk
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return no parts, since the bounds are computed from the cached keys."""
+        return ()
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Return the mask of the chosen pages; `memory` may hold the bounds of all pages."""
+        return quest_mask(
+            q,
+            k,
+            size=self.size,
+            topk=self.topk,
+            bounds=PageBounds(*memory) if memory else None,
+            q_positions=positions,
+            k_positions=k_positions,
+        )
+
+    @property
+    def spec(self) -> PageSelection:
+        """The page size and the number of pages, for the cost."""
+        return PageSelection(self.size, self.topk)
+
+    def extra_repr(self) -> str:
+        """Return the page size and the number of pages."""
+        return f"pages of {self.size}, topk={self.topk}"
+
+
+class QuestAttention(SelectedAttention):
+    """Softmax attention to the pages that `Quest` chooses, with a cache that stores the bounds of
+    every page beside its keys.
+
+    All keys stay in the cache, and a step reads the bounds, and the keys and values of the chosen
+    pages. A text of at most topk pages is plain attention.
+
+    Args:
+        project: any `Projection`. If it changes keys after they were stored, their bounds are
+            computed at every call.
+        selector: a `Quest`.
+        output: a module [B,T,H*E] -> [B,T,M].
+        scale: the factor on the scores; None is 1/sqrt(D).
+
+    Raises:
+        ArgumentError: the selector is no `Quest`, the projection has several forms, whose keys have
+            other bounds, or a cache has pages of another size.
+
+    >>> from regard.nn.variants.projections import separate_qkv
+    >>> layer = QuestAttention(separate_qkv(8, 4, 2, 2), Quest(4, 2), nn.Linear(8, 8))
+    >>> cache = layer.new_cache()
+    >>> layer(torch.zeros(1, 9, 8), cache=cache).shape, cache.bytes  # 9 tokens, 3 pages
+    (torch.Size([1, 9, 8]), 384)
+
+    Source: Tang et al. 2024 (arXiv 2406.10774), section 3.
+    """
+
+    def __init__(
+        self,
+        project: Projection,
+        selector: Quest,
+        output: nn.Module,
+        *,
+        scale: float | None = None,
+    ) -> None:
+        if not isinstance(selector, Quest):
+            raise ArgumentError(
+                f"selector is {type(selector).__name__}; QuestAttention needs a Quest: use "
+                "SelectedAttention for others"
+            )
+        if project.has_forms:
+            raise ArgumentError(
+                f"{type(project).__name__} has several forms, whose keys have other bounds, so "
+                "that the pages would depend on the number of queries; Quest needs keys per head"
+            )
+        super().__init__(project, selector, output, scale=scale)
+
+    def check_cache(self, cache: Cache) -> None:
+        """Raise if the cache has pages of another size than the selector."""
+        size = self._quest.size
+        if isinstance(cache, BoundedPages) and cache.size != size:
+            raise ArgumentError(
+                f"the cache has pages of {plural(cache.size, 'position')}, and the selector of "
+                f"{size}; use new_cache()"
+            )
+
+    def selector_memory(self, memory: Parts, cache: Cache | None) -> Parts:
+        """Return the bounds of the pages where the cache has them; else what it stored."""
+        if isinstance(cache, BoundedPages) and self._stores_keys:
+            return cache.bounds() or ()
+        return memory
+
+    def new_cache(self) -> Cache:
+        """Return an empty cache of all tokens, with the bounds of pages where they are those of the
+        keys that it stores.
+        """
+        return BoundedPages(self._quest.size) if self._stores_keys else Growing()
+
+    @property
+    def _quest(self) -> Quest:
+        """The selector of this layer, whose class the constructor has checked."""
+        assert isinstance(self.selector, Quest)
+        return self.selector
+
+    @property
+    def _stores_keys(self) -> bool:
+        """Whether the first part of the memory is the keys as attention uses them."""
+        shape = self.project.shape
+        whole = shape.memory == (shape.G * shape.D, shape.G * shape.E)
+        return whole and getattr(self.project, "key_transform", None) is None
+
+
+class BlockMaximum(nn.Module):
+    """The selector of MSA: index heads score every key, and a query attends to its own block, the
+    local blocks before it, and the past blocks with the largest best score
+    (`regard.ops.selection.block_maximum_mask`).
+
+    s_ji = max over the keys s of block i of q'_jt . k'_s,  q' = norm(W_q x), k' = norm(W_k x)
+
+    Index head j chooses for the query heads j H/J to (j + 1) H/J - 1; MiniMax-M3 has one index head
+    for each key/value head. No gradient passes through the choice, so that the index heads keep
+    their weights in training.
+
+    Args:
+        k: a `HeadProjection` to one index key of dim d, which a cache stores besides the memory of
+            the projection.
+
+    Source: MiniMax 2026 (MiniMax-M3), by its code in transformers, `MiniMaxM3VLIndexer`.
+    """
+
+    def __init__(
+        self,
+        q: HeadProjection,
+        k: HeadProjection,
+        *,
+        heads: int,
+        size: int,
+        topk: int,
+        local: int = 1,
+    ) -> None:
+        super().__init__()
+        check_block_sizes(size, topk, local)
+        if k.heads != 1 or q.head_dim != k.head_dim or heads < 1 or heads % q.heads:
+            raise ArgumentError(
+                f"index q is {q.extra_repr()}, k is {k.extra_repr()}, for "
+                f"{plural(heads, 'query head')}; k must be 1 head of {q.head_dim}, and the index "
+                "heads must divide the query heads"
+            )
+        self.q, self.k, self.heads = q, k, heads
+        self.size, self.topk, self.local = size, topk, local
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the index keys [B,1,S,d]."""
+        return (self.k(x, positions),)
+
+    def choose(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        memory: Parts,
+        positions: Positions,
+        k_positions: Positions,
+    ) -> Mask:
+        """Return the mask of the chosen blocks."""
+        with torch.no_grad():
+            queries = self.q(x, positions)
+        return block_maximum_mask(
+            queries,
+            memory[0],
+            heads=self.heads,
+            size=self.size,
+            topk=self.topk,
+            local=self.local,
+            q_positions=positions,
+            k_positions=k_positions,
+        )
+
+    @property
+    def spec(self) -> BlockMaximumSelection:
+        """The sizes of the index heads and of the blocks, for the cost."""
+        blocks = max(self.topk, self.local)
+        return BlockMaximumSelection(self.q.heads, self.q.head_dim, self.size, blocks)
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the blocks."""
+        return f"blocks of {self.size}, topk={self.topk}, local={self.local}"
+
+
+class LatentIndexer(Indexer):
+    """The lightning indexer beside latent attention: its queries are computed from the latent of
+    the attention's queries, its key and its weights from x.
+
+    c_q = norm(W_dq x);  q_j = W_j c_q;  I_ts = sum_j w_tj relu(q_tj . k_s / sqrt(d))
+
+    Args:
+        weight: a linear map [B,T,M] -> [B,T,J], computed in its own dtype.
+        latent: the `LowRankProjection` of the attention's queries. Its parameters belong to the
+            attention: they are neither stored nor trained with the indexer.
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2, and its published code.
+    """
+
+    def __init__(
+        self,
+        q: HeadProjection,
+        k: HeadProjection,
+        weight: nn.Linear,
+        latent: LowRankProjection,
+        *,
+        topk: int,
+    ) -> None:
+        super().__init__(q, k, weight, topk=topk)
+        self._latent = (latent,)  # in a tuple, because a module would be registered here, too
+
+    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Compute the index queries from the latent, and their weights from x, as in
+        `Indexer.parts`.
+        """
+        (latent,) = self._latent
+        with torch.no_grad():  # the loss of the indexer trains only the indexer
+            c = latent.norm(latent.down(x))
+        q = self.q(c, positions) * self.q.head_dim**-0.5
+        return q, self.weight(x.to(self.weight.weight.dtype)) * self.q.heads**-0.5
+
+
+class IndexedLatentAttention(SelectedAttention):
+    """Multi-head latent attention to the keys that an indexer selects (DSA).
+
+    Args:
+        output: a module [B,T,H*E] -> [B,T,M].
+
+    Source: DeepSeek-AI 2025 (DeepSeek-V3.2-Exp), section 2.
+    """
+
+    def __init__(
+        self,
+        project: LatentProjection,
+        selector: Indexer,
+        output: nn.Module,
+        *,
+        scale: float | None = None,
+    ) -> None:
+        if not isinstance(project, LatentProjection) or not isinstance(selector, Indexer):
+            raise ArgumentError(
+                f"project is {type(project).__name__} and selector {type(selector).__name__}; they "
+                "must be a LatentProjection and an Indexer: use SelectedAttention for others"
+            )
+        super().__init__(project, selector, output, scale=scale)
+
+    @property
+    def spec(self) -> IndexedLatentSpec:
+        """The cost of this layer in the form "absorb"; a cache stores latents and index keys."""
+        project, selector = self.project, self.selector
+        assert isinstance(project, LatentProjection)
+        assert isinstance(selector, Indexer)
+        latent = project.spec(count_weights(self), ALL_EARLIER_KEYS)
+        assert isinstance(latent, LatentSpec)
+        return IndexedLatentSpec(
+            latent.weights,
+            (*latent.parts, (1, selector.k.head_dim)),
+            latent.heads,
+            latent.kv_rank,
+            latent.nope_dim,
+            latent.rope_dim,
+            latent.value_dim,
+            "absorb",
+            selection=selector.spec,
+        )

@@ -1,0 +1,266 @@
+"""Alternating updates (AltUp): a decoder whose residual stream is n streams of width M, of which
+each block computes one and predicts the others. Gemma 3n has it, with an embedding of each token
+for each layer, and a low-rank branch beside the attention (LAuReL).
+
+The streams and the embeddings for the layers are the last dimension of one tensor,
+[B, T, n M + L P], so that a `Decoder` passes them from block to block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from regard.caches import Cache
+from regard.nn.blocks.blocks import Block, SandwichNorm
+from regard.nn.blocks.embedding import InputEmbedding
+from regard.nn.blocks.norms import RMSNorm
+from regard.nn.mixer import Mixer
+from regard.nn.weights.linear import Linear
+from regard.span import Positions, Span, find_empty_slots
+from regard.tracing import named_scope, tap
+
+
+class AltUpSizes(NamedTuple):
+    """The sizes of a decoder with alternating updates."""
+
+    dim: int
+    streams: int
+    layers: int
+    layer_dim: int
+
+    def split(self, x: Float[Tensor, "B T W"]) -> tuple[Tensor, Tensor]:
+        """Return the streams [n, B, T, M] and the embeddings for the layers [B, T, L P] of a state
+        [B, T, n M + L P].
+        """
+        width = self.streams * self.dim
+        streams = x[..., :width].unflatten(-1, (self.streams, self.dim))  # [B,T,n M] -> [B,T,n,M]
+        return streams.movedim(-2, 0), x[..., width:]
+
+    def join(self, streams: Float[Tensor, "n B T M"], for_layers: Tensor) -> Tensor:
+        """Return the state [B, T, n M + L P] of streams and embeddings for the layers."""
+        return torch.cat([streams.movedim(0, -2).flatten(-2), for_layers], -1)
+
+
+def _at_magnitude(x: Tensor, like: Tensor) -> Tensor:
+    """Return x with the root mean square of another tensor."""
+    target = like.square().mean(-1, keepdim=True).sqrt()
+    return x * target / x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
+
+
+class AltUpEmbedding(InputEmbedding):
+    """The input embedding of a decoder with alternating updates.
+
+    e = sqrt(M) E[id];  stream_0 = e;  stream_j = W_j e at the magnitude of e
+    layer_l = (norm(W e / sqrt(M))_l + sqrt(P) E'[id]_l) / sqrt(2)
+
+    Args:
+        layer_embedding: an `nn.Embedding` [V', L P] for the layers; an id of V' or more reads row
+            0.
+
+    Source: Gemma 3n, the released code; streams: Baykal et al. 2023 (arXiv 2301.13310).
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        layer_embedding: nn.Embedding,
+        sizes: AltUpSizes,
+        *,
+        eps: float = 1e-6,
+    ) -> None:
+        super().__init__(embedding, scale=sizes.dim**0.5)
+        M, L, P = sizes.dim, sizes.layers, sizes.layer_dim
+        self.sizes, self.layer_embedding = sizes, layer_embedding
+        self.to_streams = nn.ModuleList(Linear(M, M, bias=False) for _ in range(sizes.streams - 1))
+        self.to_layers = Linear(M, L * P, bias=False)
+        self.layer_norm = RMSNorm(P, eps=eps)
+
+    def forward(
+        self,
+        ids: Int[Tensor, "B T"],
+        positions: Positions | None = None,
+        segments: Int[Tensor, "B T"] | None = None,
+    ) -> Float[Tensor, "B T W"]:
+        """Return the state [B, T, n M + L P] of ids [B, T], as in `InputEmbedding.forward`."""
+        e, P = super().forward(ids, positions, segments), self.sizes.layer_dim
+        streams = [e, *(_at_magnitude(part(e), e) for part in self.to_streams)]
+        outside = ids >= self.layer_embedding.num_embeddings
+        empty = find_empty_slots(Span(0, 1) if positions is None else positions, ids.device)
+        known = ids.masked_fill(outside if empty is None else outside | empty, 0)
+        factor = torch.full((), P**0.5, dtype=e.dtype, device=e.device)
+        own = (self.layer_embedding(known) * factor).unflatten(-1, (-1, P))
+        shared = (self.to_layers(e) * self.sizes.dim**-0.5).unflatten(-1, (-1, P))
+        for_layers = (self.layer_norm(shared) + own) * 0.5**0.5
+        return self.sizes.join(torch.stack(streams), for_layers.flatten(-2))
+
+
+class AltUpMerge(nn.Module):
+    """The end of a decoder with alternating updates: the mean of its streams, and a norm.
+
+    y = norm(mean(stream_0, W_1 stream_1, ..., W_{n-1} stream_{n-1})), all at the magnitude of
+    stream_0
+
+    Source: Gemma 3n, the released code.
+    """
+
+    def __init__(self, sizes: AltUpSizes, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        M, self.sizes = sizes.dim, sizes
+        self.from_streams = nn.ModuleList(
+            Linear(M, M, bias=False) for _ in range(sizes.streams - 1)
+        )
+        self.norm = RMSNorm(M, eps=eps)
+
+    def forward(self, x: Float[Tensor, "B T W"]) -> Float[Tensor, "B T M"]:
+        """Return the states [B, T, M] of the streams in x [B, T, n M + L P]."""
+        first, *others = self.sizes.split(x)[0]
+        parts = zip(self.from_streams, others, strict=True)
+        merged = [first, *(_at_magnitude(part(stream), first) for part, stream in parts)]
+        y: Tensor = self.norm(torch.stack(merged).mean(0))
+        return y
+
+
+class AltUp(nn.Module):
+    """Alternating updates around a block, which computes only the first of n streams.
+
+    r(x) = tanh(W_r norm(x) / M)
+    predict:  p_i = x_i + sum_j C(r(x_0))_ij x_j
+    correct:  y_i = p_i + (1 + c(r(b))_i) (b - p_0), where b is what the block made of p_0
+
+    Source: Baykal et al. 2023 (arXiv 2301.13310), algorithm 1; the coefficients that depend on the
+    token are those of Gemma 3n's released code.
+    """
+
+    def __init__(self, dim: int, streams: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.router = Linear(dim, streams, bias=False)
+        self.router_norm = RMSNorm(dim, eps=eps)
+        self.prediction = Linear(streams, streams * streams, bias=False)
+        self.correction = Linear(streams, streams, bias=False)
+
+    def _route(self, x: Tensor) -> Tensor:
+        routed: Tensor = self.router(self.router_norm(x) / x.shape[-1])
+        return torch.tanh(routed.float()).type_as(x)
+
+    def predict(self, streams: Float[Tensor, "n B T M"]) -> Float[Tensor, "n B T M"]:
+        """Predict the streams after the block from those before it."""
+        n = streams.shape[0]
+        maps = self.prediction(self._route(streams[0])).unflatten(-1, (n, n))
+        return streams + torch.einsum("btij,jbtm->ibtm", maps, streams)
+
+    def correct(
+        self, predicted: Float[Tensor, "n B T M"], computed: Float[Tensor, "B T M"]
+    ) -> Float[Tensor, "n B T M"]:
+        """Correct the predictions by what the block computed."""
+        factors = self.correction(self._route(computed)) + 1
+        corrected: Tensor = predicted + factors.movedim(-1, 0)[..., None] * (
+            computed - predicted[0]
+        )
+        return corrected
+
+
+class LowRankResidual(nn.Module):
+    """A learned low-rank branch of the residual path (LAuReL): x + norm(B A x).
+
+    Source: Menghani et al. 2024 (arXiv 2411.07501), section 2.1, "LAuReL-LR".
+    """
+
+    def __init__(self, dim: int, rank: int, *, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.left, self.right = Linear(dim, rank, bias=False), Linear(rank, dim, bias=False)
+        self.norm = RMSNorm(dim, eps=eps)
+
+    def forward(self, x: Float[Tensor, "B T M"]) -> Float[Tensor, "B T M"]:
+        """Return x + norm(B A x) for x [B, T, M]."""
+        y: Tensor = x + self.norm(self.right(self.left(x)))
+        return y
+
+
+class LayerInput(nn.Module):
+    """What a block adds to all streams but the first, from the token's embedding for this layer.
+
+    y = norm(W_2 (gelu(W_1 (s * x)) * e)), where s is a learned vector and e the embedding
+
+    Source: Gemma 3n, the released code ("per-layer embeddings").
+    """
+
+    def __init__(self, dim: int, layer_dim: int, *, scaled: bool = True, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(dim)) if scaled else None
+        self.gate, self.project = (
+            Linear(dim, layer_dim, bias=False),
+            Linear(layer_dim, dim, bias=False),
+        )
+        self.norm = RMSNorm(dim, eps=eps)
+        self.activation = nn.GELU("tanh")
+
+    def forward(
+        self, x: Float[Tensor, "B T M"], embedded: Float[Tensor, "B T P"]
+    ) -> Float[Tensor, "B T M"]:
+        """Return the addition [B, T, M] for the first stream x and the embedding [B, T, P]."""
+        x = x if self.scale is None else x * self.scale
+        y: Tensor = self.norm(self.project(self.activation(self.gate(x)) * embedded))
+        return y
+
+
+class AltUpBlock(Block):
+    """A block of Gemma 3n: attention and a feed-forward layer on the first stream, beside a
+    low-rank branch, within alternating updates.
+
+    p = predict(streams);  n = norm(p_0);  h = (p_0 + after(attention(n)) + laurel(n)) / sqrt(2)
+    streams = correct(p, h + after(feed_forward(norm(h))));  streams_j += layer_input for j > 0
+
+    Args:
+        attention: an `Attention`, or any other `Mixer` [B,T,M] -> [B,T,M].
+        feed_forward: a module [B,T,M] -> [B,T,M].
+
+    Source: Gemma 3n, the released code.
+    """
+
+    def __init__(
+        self,
+        attention: Mixer,
+        feed_forward: nn.Module,
+        attention_residual: SandwichNorm,
+        feed_forward_residual: SandwichNorm,
+        *,
+        altup: AltUp,
+        laurel: LowRankResidual,
+        layer_input: LayerInput,
+        sizes: AltUpSizes,
+        index: int,
+    ) -> None:
+        super().__init__(attention, feed_forward, attention_residual, feed_forward_residual)
+        self.altup, self.laurel, self.layer_input = altup, laurel, layer_input
+        self.sizes, self.index = sizes, index
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T W"],
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        backend: str = "auto",
+    ) -> Float[Tensor, "B T W"]:
+        """Apply the block to a state [B, T, n M + L P]; the arguments are those of `Block`."""
+        streams, for_layers = self.sizes.split(x)
+        predicted = self.altup.predict(streams)
+        around = cast("SandwichNorm", self.attention_residual)
+        with named_scope("attention"):
+            normed = tap("norm", around.norm(predicted[0]))
+            mixed = self._tapped_attention(positions, cache, backend)(normed)
+            with named_scope("after"):
+                mixed = tap("norm", around.after(mixed))
+            mixed = around.apply_dropout(mixed)
+        h = (predicted[0] + mixed + self.laurel(normed)) / 2**0.5
+        with named_scope("mlp"):
+            h = self.feed_forward_residual(h, self._tapped_feed_forward)
+        corrected = self.altup.correct(predicted, h)
+        P = self.sizes.layer_dim
+        embedded = for_layers[..., self.index * P : (self.index + 1) * P]
+        added = self.layer_input(corrected[0], embedded)
+        streams = torch.cat([corrected[:1], corrected[1:] + added])
+        return tap("residual", self.sizes.join(streams, for_layers))

@@ -1,0 +1,216 @@
+"""Feed-forward layers, which a block applies to each position separately, plain or gated, and their
+activations.
+"""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.argument_checks import check_number
+from regard.nn.module_calls import is_plain, is_proxy
+from regard.nn.weights.linear import Linear
+from regard.ops.gated_product import silu_product
+
+
+class FeedForward(nn.Module):
+    """The feed-forward layer of a Transformer: a linear map up, a nonlinearity, and a linear map
+    down.
+
+    y = W_2 f(W_1 x + b_1) + b_2
+
+    Args:
+        dim: the model dim M.
+        hidden: the hidden size, 4 M in the first Transformer.
+        activation: the module f; None is ReLU, as in the first Transformer. BERT and GPT-2 use
+            `nn.GELU()`.
+        bias: whether the two linear maps have a bias.
+
+    >>> import torch
+    >>> layer = FeedForward(8, 32, nn.GELU())
+    >>> layer(torch.zeros(1, 2, 8)).shape, layer.up.out_features
+    (torch.Size([1, 2, 8]), 32)
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), equation 2.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int, activation: nn.Module | None = None, *, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.up = Linear(dim, hidden, bias=bias)
+        self.activation = activation if activation is not None else nn.ReLU()
+        self.down = Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """Map hidden states [..., M] to [..., M]."""
+        parts: dict[str, Any] = self._modules  # much faster than `self.down`
+        result: Float[Tensor, "*L M"] = parts["down"](parts["activation"](parts["up"](x)))
+        return result
+
+
+class ReLUSquared(nn.Module):
+    """The squared ReLU, max(x, 0)^2.
+
+    Source: So et al. 2021 (arXiv 2109.08668), section 4.
+    """
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """Compute max(x, 0)^2 of each number."""
+        return F.relu(x).square()
+
+
+class GatedFeedForward(nn.Module):
+    """A gated feed-forward layer (GLU) with any activation.
+
+    y = W_down (f(W_gate x) * W_up x)
+
+    Args:
+        dim: the model dim M.
+        hidden: the hidden size; 8/3 M keeps the number of parameters of a plain layer of size 4 M.
+        activation: the module f: `nn.GELU("tanh")` gives the GeGLU of Gemma, `nn.SiLU()` gives
+            `SwiGLU`.
+        bias: whether the three linear maps have a bias.
+
+    >>> import torch
+    >>> GatedFeedForward(8, 16, nn.GELU("tanh"))(torch.zeros(1, 2, 8)).abs().sum().item()
+    0.0
+
+    Source: Shazeer 2020 (arXiv 2002.05202), section 2, equations 5 and 6.
+    """
+
+    def __init__(self, dim: int, hidden: int, activation: nn.Module, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = Linear(dim, hidden, bias=bias)
+        self.up = Linear(dim, hidden, bias=bias)
+        self.activation = activation
+        self.down = Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """Map hidden states [..., M] to [..., M]."""
+        parts: dict[str, Any] = self._modules  # much faster than `self.down`
+        gate, up, activation = parts["gate"](x), parts["up"](x), parts["activation"]
+        if is_plain(activation, nn.SiLU) and not is_proxy(x):
+            hidden = silu_product(gate, up)
+        else:
+            hidden = activation(gate) * up
+        result: Float[Tensor, "*L M"] = parts["down"](hidden)
+        return result
+
+
+class SwiGLU(GatedFeedForward):
+    """A gated feed-forward layer with SiLU.
+
+    y = W_down (silu(W_gate x) * W_up x)
+
+    Args:
+        dim, hidden, bias: as for `GatedFeedForward`.
+
+    >>> import torch
+    >>> SwiGLU(8, 16)(torch.zeros(1, 2, 8)).abs().sum().item()
+    0.0
+
+    Source: Shazeer 2020 (arXiv 2002.05202), equation 6.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, bias: bool = False) -> None:
+        super().__init__(dim, hidden, nn.SiLU(), bias=bias)
+
+
+class ClippedSwiGLU(nn.Module):
+    """The expert network of gpt-oss: a gated layer whose two halves are clipped, with 1 added to
+    the linear half.
+
+    y = W_down ((clip(u, -limit, limit) + 1) * g sigmoid(alpha g)) + b_down
+    g = min(W_gate x + b_gate, limit),  u = W_up x + b_up
+
+    Args:
+        dim: the model dim M.
+        hidden: the hidden size.
+        limit: the clipping limit; the gate is clipped from above only.
+        alpha: the factor inside the sigmoid; 1.702 approximates GELU.
+
+    Raises:
+        ArgumentError: limit or alpha is not a positive number.
+
+    >>> layer = ClippedSwiGLU(8, 16)
+    >>> layer(torch.zeros(1, 2, 8)).shape
+    torch.Size([1, 2, 8])
+
+    Source: OpenAI 2025 (arXiv 2508.10925), section 2.2.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, limit: float = 7.0, alpha: float = 1.702) -> None:
+        super().__init__()
+        for name, value in (("limit", limit), ("alpha", alpha)):
+            check_number(name, value, 0, float("inf"), "a finite number above 0")
+        self.limit, self.alpha = limit, alpha
+        self.gate = Linear(dim, hidden)
+        self.up = Linear(dim, hidden)
+        self.down = Linear(hidden, dim)
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """Map hidden states [..., M] to [..., M]."""
+        gate = self.gate(x).clamp(max=self.limit)
+        up = self.up(x).clamp(-self.limit, self.limit)
+        result: Float[Tensor, "*L M"] = self.down(
+            (up + 1) * (gate * torch.sigmoid(self.alpha * gate))
+        )
+        return result
+
+    def extra_repr(self) -> str:
+        """Return the clipping limit and the factor inside the sigmoid."""
+        return f"limit={self.limit:g}, alpha={self.alpha:g}"
+
+
+class GatedSharedExpert(nn.Module):
+    """The expert for all tokens of Qwen2-MoE, which each token weighs by a gate.
+
+    y = sigmoid(w . x) expert(x)
+
+    Args:
+        expert: a feed-forward module [n,M] -> [n,M].
+
+    Source: Qwen Team 2024 (arXiv 2407.10671), section 2.2.2, and its released code.
+    """
+
+    def __init__(self, dim: int, expert: nn.Module) -> None:
+        super().__init__()
+        self.expert, self.gate = expert, Linear(dim, 1, bias=False)
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L M"]:
+        """Map hidden states [..., M] to [..., M]."""
+        result: Float[Tensor, "*L M"] = torch.sigmoid(self.gate(x)) * self.expert(x)
+        return result
+
+
+class GaussianTopK(nn.Module):
+    """An activation that sets a share of its inputs to zero, those below a quantile of a normal
+    distribution with the mean and the deviation of the token's inputs.
+
+    y = f(max(0, x - mean(x) - z std(x))),  z = Phi^-1(sparsity)
+
+    Source: Gemma 3n, `activation_sparsity_pattern` of its released code; You et al. 2025 (arXiv
+    2506.06644), section 3.
+    """
+
+    def __init__(self, sparsity: float, activation: nn.Module) -> None:
+        super().__init__()
+        check_number("sparsity", sparsity, 0, 1, "above 0 and below 1")
+        self.sparsity, self.activation = sparsity, activation
+
+    def forward(self, x: Float[Tensor, "*L F"]) -> Float[Tensor, "*L F"]:
+        """Return the activations [..., F] of inputs [..., F]."""
+        deviations = NormalDist().inv_cdf(self.sparsity)
+        cutoff = x.mean(-1, keepdim=True) + deviations * x.std(-1, keepdim=True, unbiased=False)
+        y: Tensor = self.activation(torch.relu(x - cutoff))
+        return y
+
+    def extra_repr(self) -> str:
+        """Return the share of zeros."""
+        return f"{self.sparsity:g}"

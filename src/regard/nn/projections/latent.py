@@ -1,0 +1,606 @@
+"""Projections through latents: multi-head latent attention (MLA), of which a cache stores one
+latent and one rotary key per token, and its relatives with several latents (grouped latent
+attention, MLRA).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.argument_checks import check_choice
+from regard.caches import Parts
+from regard.cost.factored import GroupedLatentSpec
+from regard.cost.latent import Form, LatentSpec, absorbing_is_cheaper
+from regard.cost.softmax import SoftmaxSpec, VisibleKeys
+from regard.cost.spec import ParameterCounts, Spec
+from regard.errors import ArgumentError
+from regard.nn.blocks.norms import RMSNorm
+from regard.nn.explainable import (
+    CallWeights,
+    HeadMix,
+    InputSteps,
+    LayerRun,
+    MechanismStep,
+    MixTerm,
+    ProjectionQuery,
+)
+from regard.nn.projections.heads import (
+    HeadProjection,
+    Projection,
+    ProjectionShape,
+    cache_unsafe_reason,
+)
+from regard.nn.weights.linear import Linear
+from regard.positions import Rotary
+from regard.span import Positions
+from regard.units import plural
+
+
+class LowRankProjection(nn.Module):
+    """A projection to heads through a low-rank latent: up(norm(W x)).
+
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 and 38.
+    """
+
+    def __init__(
+        self, dim: int, rank: int, up: HeadProjection, *, bias: bool = False, eps: float = 1e-6
+    ) -> None:
+        super().__init__()
+        self.down, self.norm, self.up = Linear(dim, rank, bias=bias), RMSNorm(rank, eps=eps), up
+
+    def forward(
+        self, x: Float[Tensor, "B L M"], positions: Positions | None
+    ) -> Float[Tensor, "B n L d"]:
+        """Map x [B,L,M] to heads [B,n,L,d]."""
+        q: Tensor = self.up(self.norm(self.down(x)), positions)
+        return q
+
+
+class LatentHeads(Projection, nn.Module):
+    """What projections through latents share: queries with and without positions, and two forms."""
+
+    q: HeadProjection | LowRankProjection
+    rotary: Rotary
+    form: Form
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+
+    def up_maps(self) -> list[nn.Linear]:
+        """Return the maps from latents to the keys and values of heads."""
+        raise NotImplementedError
+
+    def absorbed_memory(self, memory: Parts) -> tuple[Tensor, Tensor]:
+        """Return the keys and the values of the absorbed form, with a head for each latent."""
+        raise NotImplementedError
+
+    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Compute the two parts of the queries: the one without positions [B,H,T,d_nope], and the
+        rotated one [B,H,T,d_rope].
+        """
+        q = self.q(x, positions)
+        return q[..., : self.nope_dim], self.rotary(q[..., self.nope_dim :], positions)
+
+    def query(self, x: Tensor, positions: Positions) -> Tensor:
+        """Return the queries [B,H,T,d_nope+d_rope] of hidden states x."""
+        return torch.cat(self.parts(x, positions), dim=-1)
+
+    @property
+    def has_forms(self) -> bool:
+        """True: there are an expanded and an absorbed form."""
+        return True
+
+    def select_form(self, queries: int, keys: int) -> Projection:
+        """Return this projection (expanded), or its `AbsorbedLatentProjection`."""
+        absorb = self.form == "absorb"
+        # another layer in its place, such as torch's quantised one, may have no matrix to absorb
+        if self.form == "auto" and all(isinstance(m.weight, Tensor) for m in self.up_maps()):
+            absorb = absorbing_is_cheaper(
+                queries,
+                keys,
+                kv_rank=self.kv_rank,
+                nope_dim=self.nope_dim,
+                value_dim=self.value_dim,
+            )
+        return AbsorbedLatentProjection(self) if absorb else self
+
+    def up(self) -> tuple[Float[Tensor, "H d r"], Float[Tensor, "H E r"]]:
+        """Return the two parts of the matrices that expand latents: W_uk [H,d_nope,r] of keys and
+        W_uv [H,E,r] of values; views, if there is one matrix.
+        """
+        weights: list[object] = [m.weight for m in self.up_maps()]
+        tensors = [w for w in weights if isinstance(w, Tensor)]
+        if len(tensors) < len(weights):
+            raise ArgumentError(
+                f"the map from latents to heads is a {type(self.up_maps()[0]).__name__} without a "
+                f"weight tensor, so that it cannot be absorbed; build the {type(self).__name__} "
+                'with form="expand"'
+            )
+        heads = [torch.unflatten(w, 0, (-1, self.nope_dim + self.value_dim)) for w in tensors]
+        weight = heads[0] if len(heads) == 1 else torch.cat(heads)  # [H,d_nope+E,r]
+        return weight[:, : self.nope_dim], weight[:, self.nope_dim :]
+
+    @property
+    def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
+        """The reason why a cache must not store the rotated key; None unless the rotary frequencies
+        follow the length.
+        """
+        return cache_unsafe_reason(self.rotary)
+
+
+def check_latent_sizes(form: str, **sizes: int | None) -> None:
+    """Check the sizes of a projection through latents, and the name of its form."""
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            alternative = "; None computes queries without a latent" if name == "q_rank" else ""
+            raise ArgumentError(f"{name} is {size}; it must be at least 1{alternative}")
+    check_choice("form", form, get_args(Form))
+
+
+class AbsorbedLatentProjection(Projection):
+    """The absorbed form of a projection through latents: the queries are multiplied by the key map,
+    and each stored latent is the key/value head of the heads that it serves.
+
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), section 2.1.2.
+    """
+
+    def __init__(self, project: LatentHeads) -> None:
+        self.project = project
+
+    def query(self, x: Tensor, positions: Positions) -> Tensor:
+        """Return the absorbed queries [B,H,T,r+d_rope]."""
+        nope, rotated = self.project.parts(x, positions)
+        w_k, _ = self.project.up()
+        return torch.cat((torch.einsum("bhtd,hdr->bhtr", nope, w_k), rotated), dim=-1)
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the same memory as the expanded form, so that both can share a cache."""
+        return self.project.remember(x, positions)
+
+    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Return the latents and rotary keys as keys [B,n,S,r+d_rope], and the latents as values
+        [B,n,S,r].
+        """
+        return self.project.absorbed_memory(memory)
+
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
+        """Expand the weighted means of the latents [B,H,T,r] to heads [B,H,T,E]."""
+        _, w_v = self.project.up()
+        return self.project.postprocess(torch.einsum("bhtr,her->bhte", z, w_v), x)
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """H query heads, and one key and value head for each latent."""
+        r, own = self.project.kv_rank, self.project.shape
+        G = len(self.project.up_maps())
+        return ProjectionShape(own.H, G, r + self.project.rotary.dim, r, own.memory)
+
+    @property
+    def cache_unsafe_reason(self) -> str | None:  # type: ignore[override]
+        """The reason why a cache must not store the memory of the projection, or None."""
+        return self.project.cache_unsafe_reason
+
+
+class LatentProjection(LatentHeads):
+    """The projection of multi-head latent attention (MLA): queries, keys and values through
+    low-rank latents. A cache stores the latent and the rotary key of each token.
+
+    c_q = norm(W_dq x);  [q_c; q_r]_h = W_uq,h c_q;  q_h = [q_c; R_t q_r]_h
+    [c; k_r] = W_dkv x;  stored: m = [norm(c); R_s k_r], r + d_rope values in one head
+    [k_c; v]_h = W_ukv,h norm(c);  k_h = [k_c,h; R_s k_r], the rotary key shared by all heads
+
+    There are two forms, equal in exact arithmetic. "expand" computes the equations above: the
+    latents become keys and values of each head. "absorb" multiplies the queries by the key map W_uk
+    instead. The stored latents then serve as the single key/value head of all query heads, without
+    a copy. With attention weights p_hs,
+
+    q_h^T k_h = [W_uk,h^T q_c; R_t q_r]_h^T m,  z_h = W_uv,h sum_s p_hs norm(c_s)
+
+    Args:
+        dim: the model dim M.
+        heads: the number of heads H.
+        rotary: the rotary embedding of the rotary part of queries and keys; its dim is d_rope.
+            DeepSeek's checkpoints use the layout "interleaved".
+        kv_rank: the size r of the latent of keys and values.
+        nope_dim: the dims of a query and key head without rotary positions, d_nope.
+        value_dim: the size of a value head, E.
+        q_rank: the size of the latent of queries; None computes queries directly from x, as in
+            DeepSeek-V2-Lite.
+        bias: whether the two maps to the latents have a bias.
+        eps: the epsilon of the two norms.
+        form: "expand", "absorb" or "auto", which selects the form with fewer FLOPs: absorb for few
+            queries against many keys, expand for a prompt.
+
+    Raises:
+        ArgumentError: a size is less than 1, eps is negative, or the form is unknown.
+
+    >>> from regard.span import Span
+    >>> rotary = Rotary(4, layout="interleaved")
+    >>> project = LatentProjection(32, 4, rotary, kv_rank=16, nope_dim=8, value_dim=8, q_rank=24)
+    >>> (memory,) = project.remember(torch.zeros(1, 5, 32), Span(0, 5))
+    >>> memory.shape, [x.shape[1] for x in project.recall((memory,), Span(0, 5))]
+    (torch.Size([1, 1, 5, 20]), [4, 4])
+    >>> type(project.select_form(1, 5)).__name__
+    'AbsorbedLatentProjection'
+
+    Source: DeepSeek-AI 2024 (arXiv 2405.04434), equations 37 to 47, and section 2.1.2 on
+    absorption.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rotary: Rotary,
+        *,
+        kv_rank: int,
+        nope_dim: int,
+        value_dim: int,
+        q_rank: int | None = None,
+        bias: bool = False,
+        eps: float = 1e-6,
+        form: Form = "auto",
+    ) -> None:
+        super().__init__()
+        check_latent_sizes(
+            form,
+            dim=dim,
+            heads=heads,
+            kv_rank=kv_rank,
+            nope_dim=nope_dim,
+            value_dim=value_dim,
+            q_rank=q_rank,
+        )
+        self.heads, self.rotary, self.form = heads, rotary, form
+        self.kv_rank, self.nope_dim, self.value_dim = kv_rank, nope_dim, value_dim
+        up = HeadProjection(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
+        self.q = up if q_rank is None else LowRankProjection(dim, q_rank, up, bias=bias, eps=eps)
+        self.kv_down = Linear(dim, kv_rank + rotary.dim, bias=bias)
+        self.kv_norm = RMSNorm(kv_rank, eps=eps)
+        self.kv_up = HeadProjection(kv_rank, heads, nope_dim + value_dim)
+        self.kv_up.linear.reads_whole_weight = True  # `up` reads it for every absorbed query
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return one part [B,1,S,r+d_rope]: the normalised latent and the rotated key."""
+        c, rotated = self.kv_down(x).split((self.kv_rank, self.rotary.dim), dim=-1)
+        rotated = self.rotary(rotated[:, None], positions)
+        return (torch.cat((self.kv_norm(c)[:, None], rotated), dim=-1),)
+
+    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Return the expanded keys [B,H,S,d_nope+d_rope] and values [B,H,S,E]."""
+        c, rotated = memory[0].split_with_sizes((self.kv_rank, self.rotary.dim), dim=-1)
+        nope, v = self.kv_up(c[:, 0], positions).split((self.nope_dim, self.value_dim), dim=-1)
+        return torch.cat((nope, rotated.expand(-1, self.heads, -1, -1)), dim=-1), v
+
+    def up_maps(self) -> list[nn.Linear]:
+        """Return the map from the latent to the keys and values of all heads."""
+        return [self.kv_up.linear]
+
+    def absorbed_memory(self, memory: Parts) -> tuple[Tensor, Tensor]:
+        """Return the memory as keys [B,1,S,r+d_rope], and a view of its latents as values
+        [B,1,S,r].
+        """
+        return memory[0], memory[0][..., : self.kv_rank]
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """H heads of d_nope + d_rope and of E; a cache stores r + d_rope values per token."""
+        H, D = self.heads, self.nope_dim + self.rotary.dim
+        return ProjectionShape(H, H, D, self.value_dim, (self.kv_rank + self.rotary.dim,))
+
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
+        """Return the cost of attention through this projection.
+
+        Args:
+            weights: the number of parameters of the layer.
+            visible: the number of keys that a query sees.
+
+        Returns:
+            The cost specification, which counts the cheaper form.
+        """
+        return LatentSpec(
+            replace(
+                weights,
+                counted_separately=weights.counted_separately
+                + self.kv_rank * self.heads * (self.nope_dim + self.value_dim),
+            ),
+            self.shape.parts,
+            self.heads,
+            self.kv_rank,
+            self.nope_dim,
+            self.rotary.dim,
+            self.value_dim,
+            self.form,
+            visible,
+        )
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores: 1/sqrt(d_nope + d_rope) times the rotary's softmax factor
+        (`mscale_all_dim` of a YaRN scaling).
+        """
+        return float(self.shape.D**-0.5 * self.rotary.softmax_factor)
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of queries, keys and values through their latents. The head dim of the
+        recorded keys decides whether they are those of the expanded or of the absorbed form.
+        """
+        x, positions, r, n = query.x, query.positions, self.kv_rank, self.nope_dim
+        nope, rotated_query = (part[0] for part in self.parts(x, positions))
+        q = (
+            MechanismStep(
+                "projected", "q_i = [q_C; q_R] = W_UQ norm(W_DQ x_i)", self.q(x, positions)[0]
+            ),
+            MechanismStep("rotated", "q_R ← R(p) q_R", torch.cat((nope, rotated_query), -1)),
+        )
+        c, k_r = self.kv_down(query.memory).split((r, self.rotary.dim), -1)
+        latent = self.kv_norm(c)
+        rotated = self.rotary(k_r[:, None], query.k_positions)[:, 0]
+        remembered = torch.cat((latent, rotated), -1)
+        k = (
+            MechanismStep("latent", "c_j = W_DKV x_j, and k_R", torch.cat((c, k_r), -1)),
+            MechanismStep(
+                "remembered", "m_j = [norm(c_j); R(p) k_R], which a cache stores", remembered
+            ),
+        )
+        if query.head_dim == r + self.rotary.dim != n + self.rotary.dim:
+            w_k, _ = self.up()
+            absorbed = torch.cat((torch.einsum("htd,hdr->htr", nope, w_k), rotated_query), -1)
+            equation = "q_i ← [W_UKᵀ q_C; q_R], a query for the latents"
+            v = MechanismStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", latent)
+            return InputSteps(
+                (*q, MechanismStep("absorbed", equation, absorbed)), k, (v,), self.rotary, r
+            )
+        up = self.kv_up(latent, query.k_positions)[0]
+        keys = torch.cat((up[..., :n], rotated.expand(self.heads, -1, -1)), -1)
+        return InputSteps(
+            q,
+            (*k, MechanismStep("expanded", "k_j = [W_UK c_j; k_R]", keys)),
+            (MechanismStep("expanded", "v_j = W_UV c_j", up[..., n:]),),
+            self.rotary,
+            n,
+        )
+
+    def extra_repr(self) -> str:
+        """Return the heads, their dims, the rank and the form."""
+        sizes = f"{self.nope_dim}+{self.rotary.dim} and {self.value_dim}"
+        return (
+            f"{plural(self.heads, 'head')} of {sizes}, kv_rank={self.kv_rank}, form={self.form!r}"
+        )
+
+
+class NaiveLatentProjection(LatentProjection):
+    """A `LatentProjection` whose cache stores the expanded keys and values of all heads:
+    H (d_nope + d_rope + E) values per token.
+
+    It follows the equations literally, as many implementations do, and serves for comparison. It
+    has no absorbed form. The arguments are those of `LatentProjection`.
+    """
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the expanded keys [B,H,S,d_nope+d_rope] and values [B,H,S,E]."""
+        return super().recall(super().remember(x, positions), positions)
+
+    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they were stored."""
+        k, v = memory
+        return k, v
+
+    @property
+    def has_forms(self) -> bool:
+        """False: there is only one form."""
+        return False
+
+    def select_form(self, queries: int, keys: int) -> Projection:
+        """Return this projection, which has only one form."""
+        return self
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """The sizes of the expanded form; a cache stores the keys and values of all heads."""
+        H, _, D, E, _ = super().shape
+        return ProjectionShape(H, H, D, E, (H * D, H * E))
+
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
+        """Return the cost of attention with cached keys and values of all heads, as in multi-head
+        attention.
+        """
+        return SoftmaxSpec(weights, self.shape.parts, self.shape.heads, visible)
+
+
+class GroupedLatentProjection(LatentHeads):
+    """The projection of latent attention with n latents per token and b branches. A cache stores
+    the latents and one rotary key.
+
+    [c_1; ...; c_n; k_r] = W_dkv x;  stored: norm(c_i) of r values each, and R_s k_r
+    [k_c; v]_jh = W_ukv,jh norm(c_i) for branch j and head h, with i = (j H + h) // (b H / n)
+    k_jh = [k_c,jh; R_s k_r];  z_h = 1/sqrt(b) sum_j softmax(q_h k_jh^T scale) v_jh
+
+    With n latents and one branch, latent i serves H / n heads (grouped latent attention). With n
+    branches, every latent serves all heads (MLRA-4). With one latent it is MLA. As there, the form
+    "expand" computes keys and values of each head, and "absorb" multiplies the queries by the key
+    map; the n latents then serve as key/value heads.
+
+    Source: Zadouri et al. 2025 (arXiv 2505.21487), section 3.3.2; branches: Liu et al. 2026 (arXiv
+    2603.02188), and its published code.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        rotary: Rotary,
+        *,
+        latents: int,
+        branches: int = 1,
+        kv_rank: int,
+        nope_dim: int,
+        value_dim: int,
+        q_rank: int | None = None,
+        eps: float = 1e-6,
+        form: Form = "auto",
+    ) -> None:
+        super().__init__()
+        check_latent_sizes(
+            form,
+            dim=dim,
+            heads=heads,
+            latents=latents,
+            branches=branches,
+            kv_rank=kv_rank,
+            nope_dim=nope_dim,
+            value_dim=value_dim,
+            q_rank=q_rank,
+        )
+        if latents % branches or (branches * heads) % latents:
+            raise ArgumentError(
+                f"latents is {latents} for {branches} x {plural(heads, 'head')}; "
+                "branches must divide latents, and latents must divide branches * heads"
+            )
+        self.heads, self.rotary, self.form = heads, rotary, form
+        self.latents, self.branches = latents, branches
+        self.kv_rank, self.nope_dim, self.value_dim = kv_rank, nope_dim, value_dim
+        up = HeadProjection(dim if q_rank is None else q_rank, heads, nope_dim + rotary.dim)
+        self.q = up if q_rank is None else LowRankProjection(dim, q_rank, up, eps=eps)
+        self.kv_down = Linear(dim, latents * kv_rank + rotary.dim, bias=False)
+        self.kv_norms = nn.ModuleList(RMSNorm(kv_rank, eps=eps) for _ in range(latents))
+        each = branches * heads // latents * (nope_dim + value_dim)
+        self.kv_ups = nn.ModuleList(Linear(kv_rank, each, bias=False) for _ in range(latents))
+
+    def parts(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Compute the two parts of the queries, repeated for the branches."""
+        nope, rotated = super().parts(x, positions)
+        if self.branches == 1:
+            return nope, rotated
+        return nope.repeat(1, self.branches, 1, 1), rotated.repeat(1, self.branches, 1, 1)
+
+    def remember(self, x: Tensor, positions: Positions) -> Parts:
+        """Return the normalised latents in one head [B,1,S,n*r], and the rotated key
+        [B,1,S,d_rope].
+        """
+        c, rotated = self.kv_down(x).split((self.latents * self.kv_rank, self.rotary.dim), dim=-1)
+        c = torch.unflatten(c, -1, (self.latents, self.kv_rank)).unbind(-2)  # n times [B,S,r]
+        normed = [norm(y) for norm, y in zip(self.kv_norms, c, strict=True)]
+        return torch.cat(normed, dim=-1)[:, None], self.rotary(rotated[:, None], positions)
+
+    def recall(self, memory: Parts, positions: Positions) -> tuple[Tensor, Tensor]:
+        """Return the expanded keys [B,bH,S,d_nope+d_rope] and values [B,bH,S,E]."""
+        c, rotated = self.latents_of(memory), memory[1]
+        width = self.nope_dim + self.value_dim
+        up = [torch.unflatten(m(c[:, i]), -1, (-1, width)) for i, m in enumerate(self.kv_ups)]
+        heads = torch.cat(up, dim=2).transpose(1, 2)  # [B,S,bH,d_nope+E] -> [B,bH,S,d_nope+E]
+        nope, v = heads.split((self.nope_dim, self.value_dim), dim=-1)
+        rotated = rotated.expand(-1, self.branches * self.heads, -1, -1)
+        return torch.cat((nope, rotated), dim=-1), v
+
+    def latents_of(self, memory: Parts) -> Float[Tensor, "B n S r"]:
+        """Return the stored latents, each in a head of its own."""
+        return torch.unflatten(memory[0][:, 0], -1, (self.latents, -1)).transpose(1, 2)
+
+    def postprocess(self, z: Tensor, x: Tensor) -> Tensor:
+        """Add the branches: [B,bH,T,E] -> [B,H,T,E], times 1/sqrt(b)."""
+        if self.branches == 1:
+            return z
+        total: Tensor = torch.unflatten(z, 1, (self.branches, self.heads)).sum(1)  # [B,H,T,E]
+        return total * float(self.branches**-0.5)
+
+    def up_maps(self) -> list[nn.Linear]:
+        """Return the map of each latent to the heads that it serves."""
+        return [m for m in self.kv_ups if isinstance(m, nn.Module)]  # type: ignore[misc]
+
+    def absorbed_memory(self, memory: Parts) -> tuple[Tensor, Tensor]:
+        """Return keys [B,n,S,r+d_rope], joined from both parts, and the latents as values
+        [B,n,S,r].
+        """
+        c, rotated = self.latents_of(memory), memory[1]
+        return torch.cat((c, rotated.expand(-1, c.shape[1], -1, -1)), dim=-1), c
+
+    @property
+    def shape(self) -> ProjectionShape:
+        """b H heads of d_nope + d_rope and of E; a cache stores n r + d_rope values per token."""
+        H, D = self.branches * self.heads, self.nope_dim + self.rotary.dim
+        memory = (self.latents * self.kv_rank, self.rotary.dim)
+        return ProjectionShape(H, H, D, self.value_dim, memory)
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores, 1/sqrt(d_nope + d_rope)."""
+        return float(self.shape.D**-0.5)
+
+    def spec(self, weights: ParameterCounts, visible: VisibleKeys) -> Spec:
+        """Return the cost of attention through this projection."""
+        H = self.branches * self.heads
+        separate = self.kv_rank * H * (self.nope_dim + self.value_dim)
+        return GroupedLatentSpec(
+            replace(weights, counted_separately=weights.counted_separately + separate),
+            self.shape.parts,
+            H,
+            self.kv_rank,
+            self.nope_dim,
+            self.rotary.dim,
+            self.value_dim,
+            self.form,
+            visible,
+            latents=self.latents,
+        )
+
+    def explain_inputs(self, query: ProjectionQuery) -> InputSteps:
+        """Return the steps of queries, keys and values through their latents, in the form whose
+        head dim the recorded keys have.
+        """
+        x, positions, r, n = query.x, query.positions, self.kv_rank, self.nope_dim
+        nope, rotated = self.parts(x, positions)
+        q = MechanismStep(
+            "rotated",
+            "q_i = [q_C; R(p) q_R], once for each branch",
+            torch.cat((nope, rotated), -1)[0],
+        )
+        memory = self.remember(query.memory, query.k_positions)
+        latent = MechanismStep(
+            "latent", "norm(c_j) of each latent, which a cache stores", memory[0][0]
+        )
+        if query.head_dim == r + self.rotary.dim != n + self.rotary.dim:
+            form = AbsorbedLatentProjection(self)
+            k, v = form.recall(memory, query.k_positions)
+            absorbed = form.query(x, positions)[0]
+            equation = "q_i ← [W_UKᵀ q_C; q_R], a query for the latents"
+            key = MechanismStep("remembered", "m_j = [norm(c_j); R(p) k_R]", k[0])
+            value = MechanismStep("latent", "v_j = norm(c_j), expanded by W_UV after the mix", v[0])
+            steps = (q, MechanismStep("absorbed", equation, absorbed))
+            return InputSteps(steps, (latent, key), (value,), self.rotary, r)
+        k, v = self.recall(memory, query.k_positions)
+        key = MechanismStep("expanded", "k_j = [W_UK c_j; R(p) k_R]", k[0])
+        value = MechanismStep("expanded", "v_j = W_UV c_j", v[0])
+        return InputSteps((q,), (latent, key), (latent, value), self.rotary, n)
+
+    def explain_mix(
+        self, run: LayerRun, calls: Sequence[CallWeights], call_index: int, head: int, row: int
+    ) -> HeadMix | None:
+        """Return the sum of the branches as a mix of rows with separate values; None with one."""
+        if self.branches == 1:
+            return None
+        weights, H = calls[call_index].weights, self.heads
+        terms = tuple(
+            MixTerm(f"head {h}", self.branches**-0.5, float(weights[h].sum()), h == head)
+            for h in range(head % H, self.branches * H, H)
+        )
+        return HeadMix(
+            f"the sum of {self.branches} branches with separate keys and values, each times "
+            f"1/sqrt({self.branches}); a weight is a share of its branch, not of the total",
+            terms,
+            None,
+        )
+
+    def extra_repr(self) -> str:
+        """Return the heads, their dims, the latents and the form."""
+        sizes = f"{self.nope_dim}+{self.rotary.dim} and {self.value_dim}"
+        return (
+            f"{plural(self.heads, 'head')} of {sizes}, latents={self.latents} of {self.kv_rank}, "
+            f"branches={self.branches}, form={self.form!r}"
+        )

@@ -1,0 +1,3 @@
+"""Mechanisms whose memory is a state of fixed size: projections, rules, and the module
+that runs them.
+"""

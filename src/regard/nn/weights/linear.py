@@ -1,0 +1,218 @@
+"""Linear maps that are also fast on a CPU in half precision."""
+
+from __future__ import annotations
+
+import warnings
+from math import prod
+from typing import Literal, TypeAlias, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from regard.argument_checks import check_choice
+from regard.errors import ArgumentError
+from regard.huge_pages import empty_like
+from regard.nn.module_calls import call_as_leaf, is_proxy
+from regard.ops.fp16_linear import fp16_linear
+from regard.ops.gemv import check_linear_map, compiled_kernel_applies, try_gemv
+from regard.ops.onednn import onednn_linear
+from regard.ops.stored_linear import stored_linear
+from regard.ops.stored_weights import StoredWeight
+
+FP16_MATMUL_ROWS = 16
+"""The least number of rows of x for which an fp16 product is computed in fp32 on a CPU."""
+Fp32Product: TypeAlias = Literal["torch", "onednn"]
+"""Which library multiplies fp32 matrices with many rows on a CPU."""
+CONVERTED_BLOCK = 1 << 23
+"""How many elements of an fp16 weight are converted to fp32 at a time: 32 MiB in fp32."""
+LARGE_RESULT = 1 << 25
+"""The size in bytes from which the C library asks the operating system for new memory each time."""
+
+
+def linear(
+    x: Float[Tensor, "*L M"],
+    weight: Float[Tensor, "N M"],
+    bias: Float[Tensor, " N"] | None = None,
+    *,
+    block: int = CONVERTED_BLOCK,
+) -> Float[Tensor, "*L N"]:
+    """Compute y = W x + b.
+
+    On a CPU, a few rows are computed by `regard.ops.gemv`, which reads the weight at memory
+    bandwidth in every dtype. Torch multiplies fp16 matrices with many rows slowly (LOG.md).
+    Therefore, if x has at least `FP16_MATMUL_ROWS` rows, `regard.ops.fp16_linear` multiplies them
+    where the processor has AMX; on other processors the weight is converted to fp32 block by
+    block. The result is rounded to fp16 once.
+    """
+    y = try_gemv(x, weight, bias)
+    return _linear_by_matmul(x, weight, bias, block) if y is None else y
+
+
+def _linear_by_matmul(
+    x: Tensor, weight: Tensor, bias: Tensor | None, block: int, product: Fp32Product = "torch"
+) -> Tensor:
+    """Compute W x + b by matrix products; fp16 by `fp16_linear`, or in fp32, by oneDNN where it
+    runs.
+
+    fp32 maps are multiplied by oneDNN only if `product` says so (`set_fp32_product`).
+    """
+    check_linear_map(x, weight, bias)
+    if product == "onednn" and (y := onednn_linear(x, weight, bias)) is not None:
+        return y
+    rows = x.numel() // max(1, x.shape[-1])
+    if x.dtype != torch.float16 or x.device.type != "cpu" or rows < FP16_MATMUL_ROWS:
+        return _torch_linear(x, weight, bias)
+    if (y := fp16_linear(x, weight, bias)) is not None:
+        return y
+    x32 = x.float()
+    step = max(1, block // max(1, weight.shape[1]))
+    biases = torch.split(bias, step) if bias is not None else [None] * -(-weight.shape[0] // step)
+    parts = []
+    for w, b in zip(torch.split(weight, step), biases, strict=True):
+        w32, b32 = w.float(), b if b is None else b.float()
+        y = onednn_linear(x32, w32, b32)
+        parts.append((F.linear(x32, w32, b32) if y is None else y).to(x.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute W x + b by torch's product, a large result in huge pages: otherwise torch gets its
+    memory from the operating system page by page in every call.
+    """
+    shape = (*x.shape[:-1], weight.shape[0])
+    if (
+        # first, because torch.compile would specialise the graph on the sizes below
+        not compiled_kernel_applies(x, weight)
+        or (bias is not None and not compiled_kernel_applies(bias, weight))
+        or prod(shape) * x.itemsize < LARGE_RESULT
+        or torch._C._len_torch_dispatch_stack() > 0
+    ):
+        return F.linear(x, weight, bias)
+    out = empty_like(x, (prod(shape[:-1]), shape[-1]))
+    rows = x.reshape(out.shape[0], x.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=out)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=out)
+    return out.view(shape)
+
+
+_NOT_QUANTISED = (
+    "torch.ao.quantization finds layers by their exact class, so that it leaves a regard.nn.Linear "
+    "as it is: quantise regard.integrations.pytorch.with_torch_linears(model) instead"
+)
+
+
+class Linear(nn.Linear):
+    """A `torch.nn.Linear` that is computed by `regard.nn.weights.linear.linear`.
+
+    Args:
+        in_features: the input size M.
+        out_features: the output size N.
+        bias: whether there is a bias.
+
+    >>> Linear(3, 2)(torch.zeros(1, 3)).shape
+    torch.Size([1, 2])
+    """
+
+    stored_weight: StoredWeight | None = None
+    """The weight in a form with fewer bits (`regard.nn.weights.stored.store_weight`), or None."""
+    fp32_product: Fp32Product = "torch"
+    """What multiplies many fp32 vectors on a CPU; see `set_fp32_product`."""
+    reads_whole_weight = False
+    """Whether another module reads the whole matrix for every token, so that it must be stored as
+    it is.
+    """
+
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
+        # torch.ao.quantization sets this attribute on every module that it visits
+        if name == "qconfig":
+            warnings.warn(_NOT_QUANTISED, stacklevel=2)
+        super().__setattr__(name, value)
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
+        """Map x [..., M] to [..., N]."""
+        # Reading the dictionary takes a fifth of the time of `self.weight`.
+        parameters = self._parameters
+        weight: Tensor | None = parameters.get("weight")
+        bias: Tensor | None = parameters.get("bias")
+        stored = self.stored_weight
+        if weight is None and stored is not None and not is_proxy(x):
+            return stored_linear(x, stored, bias)
+        # A parametrization (torch.nn.utils.parametrize) computes them when they are read.
+        if weight is None or "bias" not in parameters:
+            weight, bias = self.weight, self.bias
+        y = try_gemv(x, weight, bias)
+        if y is None and is_proxy(x):
+            # a subclass may call this method, so that its node would be the whole subclass
+            if type(self) is not Linear:
+                return F.linear(x, weight, bias)
+            y = call_as_leaf(self, Linear.forward, x)
+        if y is not None:
+            return y
+        return _linear_by_matmul(x, weight, bias, CONVERTED_BLOCK, self.fp32_product)
+
+
+def set_fp32_product(module: nn.Module, product: Fp32Product) -> None:
+    """Choose what computes y = W x + b for many fp32 vectors on a CPU, in all linear maps of a
+    module.
+
+    oneDNN computes prompts up to twice as fast as torch's product on processors of AMD (LOG.md),
+    because torch calls MKL there. It is not the default, because its sums have up to three times
+    the error of torch's, which is more than `regard.error_rule` allows, and the rounding of a row
+    depends on the number of rows and of outputs. The weights stay as they are, and so does
+    `state_dict`. Fewer than `regard.ops.onednn.MIN_ROWS` vectors, small maps, calls with gradients,
+    compiled graphs and other devices are computed as before.
+
+    Args:
+        module: a model or a layer; each `regard.nn.Linear` in it keeps the choice.
+        product: "onednn", or "torch" for the default.
+
+    Raises:
+        ArgumentError: the product is unknown, or the module contains no `regard.nn.Linear`.
+
+    >>> model = nn.Sequential(Linear(256, 256))
+    >>> set_fp32_product(model, "onednn")
+    >>> model[0].fp32_product
+    'onednn'
+
+    Source: oneDNN developer guide, "Matrix Multiplication".
+    """
+    check_choice("product", product, get_args(Fp32Product))
+    linears = [x for x in module.modules() if isinstance(x, Linear)]
+    if not linears:
+        raise ArgumentError(
+            f"{type(module).__name__} contains no regard.nn.Linear, so that there is no product to "
+            "choose; pass a model or a layer of regard"
+        )
+    for linear in linears:
+        linear.fp32_product = product
+
+
+class ScaledLinear(Linear):
+    """A linear map with a factor on its result: y = scale (W x + b).
+
+    Source: Yang et al. 2022 (arXiv 2203.03466), where widths have such factors; Falcon-H1.
+    """
+
+    def __init__(self, dim: int, out: int, *, scale: float, bias: bool = False) -> None:
+        super().__init__(dim, out, bias=bias)
+        self.scale = scale
+
+    def forward(self, x: Float[Tensor, "*L M"]) -> Float[Tensor, "*L N"]:
+        """Return y [..., N] of x [..., M]."""
+        return super().forward(x) * self.scale
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the factor."""
+        return f"{super().extra_repr()}, scale={self.scale:g}"
+
+
+def scaled_map(linear: Linear, scale: float) -> Linear:
+    """Return a linear map of the same sizes with a factor on its result; the map itself for 1."""
+    if scale == 1:
+        return linear
+    bias = linear.bias is not None
+    return ScaledLinear(linear.in_features, linear.out_features, scale=scale, bias=bias)
